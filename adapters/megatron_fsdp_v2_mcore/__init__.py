@@ -1,8 +1,8 @@
 """The Megatron-Core adapter: sharded data parallelism for Megatron's own training loop.
 
-Importing it changes nothing. `install()` hooks it into Megatron at the points that
-`megatron-fsdp-v2 patches` lists. A script that has a loop of its own on `megatron.core` calls
-`enable()` instead, and wraps its model itself.
+Importing the package changes nothing. `install()` applies the patches to Megatron that
+`megatron-fsdp-v2 patches` lists. A script with its own training loop on `megatron.core` calls
+`enable()` instead and wraps its model itself.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ __all__ = [
 ]
 
 _LAZY = {
-    "FSDPMuonChainedOptimizer": "megatron_fsdp_v2_mcore.optim.muon_chain",
+    "FSDPMuonChainedOptimizer": "megatron_fsdp_v2_mcore.optim.optimizer",
     "FSDPZeROTensorParallelMuon": "megatron_fsdp_v2_mcore.optim.muon",
     "FullyShardedDataParallel": "megatron_fsdp_v2_mcore.model.wrapper",
 }
 
 
 def __getattr__(name: str) -> Any:
-    # Classes derived from Megatron's import it; importing the package alone must not.
+    # These classes derive from Megatron's classes. Importing the package must not import Megatron.
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

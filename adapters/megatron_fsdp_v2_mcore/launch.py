@@ -1,4 +1,4 @@
-"""What `pretrain_gpt` and `run` do around a training: device check, rehearsal, install, exit."""
+"""Setup and cleanup of `pretrain_gpt` and `run`: device check, rehearsal, install, exit."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def launch(argv: Sequence[str], *, own_parser: bool = False) -> Iterator[list[st
 
     Args:
         argv: The user's flags.
-        own_parser: Whether they may be those of a parser other than Megatron's, so that none can
-            be added to them.
+        own_parser: Whether the script may parse the flags with a parser other than Megatron's. No
+            flags are added to `argv` then.
 
     Yields:
-        The flags to give to Megatron.
+        The flags to pass to Megatron.
 
     Raises:
-        SystemExit: With code 2 after one sentence on standard error, where a flag cannot be
-            supported or there is no device to run on.
+        SystemExit: With code 2 after a one-line message on standard error, if a flag is not
+            supported or no device is available.
     """
     try:
         check_device(argv)
@@ -53,8 +53,8 @@ def launch(argv: Sequence[str], *, own_parser: bool = False) -> Iterator[list[st
             yield flags
     except FlagError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            # All ranks come here and one sentence is enough. torchrun ends the others when the
-            # first one ends, so that has to be the one that has spoken.
+            # Every rank raises this error, and only local rank 0 should print it. torchrun kills
+            # all ranks when the first one exits, so the other ranks wait for rank 0 to print.
             time.sleep(_PATIENCE_S)
         if VERBOSE_FLAG in argv:
             traceback.print_exception(error)
@@ -67,7 +67,7 @@ def _leaving_no_process_group() -> Iterator[None]:
     try:
         yield
     except SystemExit as leaving:
-        # Megatron leaves this way at --exit-interval, on all ranks together.
+        # Megatron raises SystemExit on all ranks at --exit-interval.
         if leaving.code not in (None, 0):
             raise
         _destroy_process_groups()

@@ -1,16 +1,17 @@
-"""Every point where Megatron is hooked: what, why, whether it fits, and how to undo it.
+"""The patches of Megatron: targets, reasons, compatibility checks, and their removal.
 
-No attribute of Megatron's modules and classes is replaced anywhere else, except by a CPU rehearsal
-(`megatron_cpu_rehearsal/patches.py`). Single objects of a sharded model are changed where they are
-sharded: the parameters a Mamba mixer keeps (`model/mamba_parameters.py`), the nodes of a schedule
-(`model/schedule_plans.py`). `install()` checks every patch against the installed version before it
-applies one. Patches marked `selected` take effect only when the command line selects this package;
-until then Megatron behaves as it does alone. `enable()` is for scripts without Megatron's command
-line: those of `megatron.core` take effect at once.
+All replaced attributes of Megatron's modules and classes are listed here, except those of a CPU
+rehearsal (`megatron_cpu_rehearsal/patches.py`). Two kinds of single objects are changed when a
+model is sharded: the parameters that a Mamba mixer keeps (`model/mamba_parameters.py`), and the
+nodes of a schedule (`model/schedule_plans.py`). `install()` checks every patch against the
+installed version before it applies any of them. Patches marked `selected` are applied only if the
+command line selects this package; otherwise Megatron's behavior is unchanged. `enable()` is for
+scripts without Megatron's command line: it applies the patches of `megatron.core` at once.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -49,14 +50,14 @@ def _with_our_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         if not is_enabled(args):
             return original(args, *rest, **kwargs)
         options = Options.from_args(args)
-        # Megatron turns on by itself what some of them name.
+        # Megatron's validation changes some of the options that the notices depend on.
         said = notices(args, options)
         with accepted_by_megatron(args):
             result = original(args, *rest, **kwargs)
         check_after(args)
         if args.rank == 0:
             sys.stdout.write("".join(f"{notice}\n" for notice in said))
-        _STATE.apply(selected=True, options=options)
+        _apply(selected=True, options=options)
         return result
 
     return validate_args
@@ -68,7 +69,7 @@ def _unless_compiled(original: Callable[[], None]) -> Callable[[], None]:
         if Path(str(datasets.__file__)).with_name("Makefile").exists():
             original()
             return
-        # There is nothing to compile with; where they are missing, this says so.
+        # Without a Makefile nothing can be compiled. The import raises if the helpers are missing.
         importlib.import_module("megatron.core.datasets.helpers_cpp")
 
     return compile_helpers
@@ -84,6 +85,8 @@ def _with_emerging_optimizers(original: Callable[..., Any]) -> Callable[..., Any
     return build
 
 
+_selected = functools.partial(Patch, selected=True)
+
 PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.training.arguments:add_megatron_arguments",
@@ -94,201 +97,159 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "megatron.training.arguments:validate_args",
-        "rejects by name what cannot be supported, and applies the patches below when selected",
+        "rejects unsupported options by name, and applies the patches below when selected",
         wrap="megatron_fsdp_v2_mcore.patches:_with_our_checks",
         name="validation",
         parameters=("args",),
     ),
     Patch(
         "megatron.training.yaml_arguments:validate_yaml",
-        "--yaml-cfg goes past the validation of arguments; rejected where this package is selected",
+        "--yaml-cfg bypasses the validation of arguments; rejected if this package is selected",
         wrap="megatron_fsdp_v2_mcore.flags.arguments:without_yaml",
         name="validation-of-files",
         parameters=("args",),
     ),
     Patch(
         "megatron.core.datasets.utils:compile_helpers",
-        "Megatron's wheel carries the compiled helpers and no Makefile to compile them with: every "
-        "start without a rehearsal would end there; with a Makefile it is as it was",
+        "Megatron's wheel contains the compiled helpers and no Makefile, so that every start "
+        "without a rehearsal would fail; with a Makefile the original function runs",
         wrap="megatron_fsdp_v2_mcore.patches:_unless_compiled",
         name="dataset-helpers",
     ),
-    Patch(
+    _selected(
         "megatron.training.initialize:_initialize_distributed",
-        "torchrun restarts workers beside the store of the last start, where gloo and NCCL would "
-        "find addresses of ranks that are gone; with --max-restarts every start has its own keys",
+        "torchrun keeps its store across restarts, where gloo and NCCL would read the addresses of "
+        "terminated ranks; with --max-restarts every start uses its own keys",
         wrap="megatron_fsdp_v2_mcore.restarts:in_fresh_store",
-        name="start",
         parameters=("get_embedding_ranks", "get_position_embedding_ranks", "store"),
-        selected=True,
     ),
-    Patch(
+    _selected(
         "megatron.training.training:megatron_FSDP",
-        "the class get_model wraps model chunks in",
+        "the class in which get_model wraps model chunks",
         wrap="megatron_fsdp_v2_mcore.model.wrapper:with_active_options",
-        name="wrapper",
         parameters=("config", "ddp_config", "module"),
-        selected=True,
     ),
-    Patch(
+    _selected(
         "megatron.training.models.dist_utils:FullyShardedDataParallel",
-        "the class model builders wrap model chunks in",
+        "the class in which model builders wrap model chunks",
         wrap="megatron_fsdp_v2_mcore.model.wrapper:with_active_options",
-        name="wrapper-of-builders",
         parameters=("config", "ddp_config", "module"),
-        selected=True,
     ),
-    Patch(
+    _selected(
         "megatron.core.optimizer:DistributedOptimizer",
         "the class that steps main weights: gradient statistics count replicated elements once, "
-        "whatever the strategy",
+        "with every strategy",
         replace="megatron_fsdp_v2_mcore.optim.optimizer:ShardedOptimizer",
-        name="optimizer",
         parameters=("optimizer", "config", "grad_scaler"),
-        selected=True,
     ),
-    Patch(
+    _selected(
         "megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups",
         "options of OptimizerConfig that cannot step sharded parameters are rejected by name",
         wrap="megatron_fsdp_v2_mcore.optim.optimizer:with_checks",
-        name="optimizer-options",
         parameters=("config", "model_chunks", "param_groups"),
-        selected=True,
     ),
-    Patch(
+    _selected(
         "megatron.core.optimizer:_get_megatron_emerging_optimizer",
-        "the factory of --optimizer muon and its like: Megatron's classes take a rank's rows for "
-        "whole matrices",
+        "the factory of --optimizer muon and other emerging optimizers: Megatron's classes treat "
+        "the rows of one rank as whole matrices",
         wrap="megatron_fsdp_v2_mcore.patches:_with_emerging_optimizers",
-        name="emerging-optimizer",
         parameters=("config", "model_chunks", "config_overrides", "pg_collection"),
-        selected=True,
     ),
-    Patch(
+    _selected(
         "megatron.training.training:calc_params_l2_norm",
-        "Megatron sums squares of DTensors over their meshes only: other pipeline stages and "
-        "experts are left out, tensor-parallel copies counted again",
+        "Megatron sums squares of DTensors over their meshes only: it omits other pipeline stages "
+        "and experts, and counts tensor-parallel replicas more than once",
         wrap="megatron_fsdp_v2_mcore.optim.optimizer:params_l2_norm",
-        name="params-norm",
         parameters=("model",),
-        selected=True,
     ),
-    Patch(
+    _selected(
         "megatron.core.distributed.finalize_model_grads:_allreduce_embedding_grad",
         "Megatron sums a tied embedding's gradient over pipeline stages and then assigns a plain "
         "tensor to the gradient of a DTensor",
         wrap="megatron_fsdp_v2_mcore.model.embedding_grads:add_up_embedding_grads",
-        name="embedding-grads",
         parameters=("model", "embd_group", "pp_group", "weight_getter"),
-        selected=True,
     ),
-    Patch(
+    _selected(
         "megatron.training.training:finalize_model_grads",
-        "--log-per-param-norm: where gradients are final and not clipped yet; else as it is",
+        "--log-per-param-norm: logs gradients after reduction and before clipping; without the "
+        "flag the original function runs",
         wrap="megatron_fsdp_v2_mcore.optim.param_norms:log_grads",
-        name="end-of-backward",
         parameters=("model",),
-        selected=True,
     ),
-    Patch(
+    _selected(
         "megatron.training.training:training_log",
-        "--log-per-param-norm: where an iteration is logged; else as it is",
+        "--log-per-param-norm: writes the norms when an iteration is logged; without the flag the "
+        "original function runs",
         wrap="megatron_fsdp_v2_mcore.optim.param_norms:log_norms",
-        name="training-log",
         parameters=("loss_dict", "total_loss_dict", "learning_rate", "iteration"),
-        selected=True,
     ),
-    Patch(
+    _selected(
         "megatron.training.checkpointing:preprocess_fsdp_dtensor_state_dict",
-        "Megatron names what it saves by a rank's own numbers of layers and stages, and splits "
-        "fused layers by attributes of its own buffers: other parallel sizes would load other "
+        "Megatron names saved values by the layer and stage numbers local to a rank, and splits "
+        "fused layers by attributes of its own buffers: other parallel sizes would load the wrong "
         "layers",
         wrap="megatron_fsdp_v2_mcore.checkpoint.state_dict:save_by_model",
-        name="checkpoint-entries",
         parameters=("args", "raw_state_dict", "model"),
-        selected=True,
     ),
-    Patch(
+    _selected(
         "megatron.training.checkpointing:generate_state_dict",
-        "the function above is given the first of a rank's model chunks only, and all have to be "
-        "named",
+        "the function above receives only the first model chunk of a rank, and needs all of them "
+        "to name their parameters",
         wrap="megatron_fsdp_v2_mcore.checkpoint.state_dict:with_chunks",
-        name="checkpoint-chunks",
         parameters=("args", "model"),
-        selected=True,
     ),
-    Patch(
+    _selected(
         "megatron.training.checkpointing:_load_base_checkpoint",
-        "Megatron neither compares a checkpoint with the model nor knows where the values of "
-        "virtual stages are; a file of another model would load in part. A torch_dist checkpoint "
-        "of its own optimizer it cannot load into shards at all",
+        "Megatron does not compare a checkpoint with the model and does not find the values of "
+        "virtual stages; a checkpoint of another model would load in part. Megatron cannot load a "
+        "torch_dist checkpoint of its own optimizer into shards",
         wrap="megatron_fsdp_v2_mcore.checkpoint.torch_dist.loading:with_torch_dist",
-        name="checkpoint-loading",
         parameters=("load_dir", "args", "rank0", "sharded_state_dict"),
-        selected=True,
     ),
-    Patch(
+    _selected(
         "megatron.training.training:check_param_hashes_across_dp_replicas",
-        "Megatron compares what ranks hold of a parameter, and they hold other rows of it",
+        "Megatron compares the local values of a parameter, and ranks hold different rows of it",
         wrap="megatron_fsdp_v2_mcore.model.weight_hashes:compare_replicas",
-        name="weight-check",
         parameters=("model", "cross_check"),
-        selected=True,
     ),
-    Patch(
+    _selected(
         "megatron.training.checkpointing:get_async_strategy",
-        "Megatron's worker processes write into the folder of the checkpoint itself, and of "
-        "fsdp_dtensor checkpoints with NVIDIA's resiliency extension only",
+        "Megatron's worker processes write into the final checkpoint folder, and save fsdp_dtensor "
+        "checkpoints only with NVIDIA's resiliency extension",
         wrap="megatron_fsdp_v2_mcore.checkpoint.async_saving:by_threads",
-        name="async-save",
         parameters=("async_strategy", "module"),
-        selected=True,
     ),
-    Patch(
+    _selected(
         "megatron.training.async_utils:get_async_strategy",
-        "where the queue of saves that are to be finalized comes from",
+        "the strategy that creates the queue of saves to finalize",
         wrap="megatron_fsdp_v2_mcore.checkpoint.async_saving:by_threads",
         name="async-save-queue",
         parameters=("async_strategy", "module"),
-        selected=True,
     ),
 )
 
 
-class _Installation:
-    """Which patches are in place, with their originals."""
-
-    def __init__(self) -> None:
-        self.is_installed = False
-        self._patches = Patches()
-
-    def apply(
-        self, *, selected: bool, patches: Iterable[Patch] = PATCHES, options: Options | None = None
-    ) -> None:
-        """Apply the patches of one kind; all of them or, if one does not fit, none."""
-        waiting = [patch for patch in patches if patch.selected is selected]
-        targets = [(patch, find_target(patch)) for patch in waiting]
-        if selected:
-            set_active(options or Options())
-        for patch, found in targets:
-            if found is not None and not self._patches.holds(*found):
-                self._patches.apply(patch)
-
-    def undo(self) -> None:
-        """Restore everything, last replacement first."""
-        self._patches.undo()
-        self.is_installed = False
-        set_active(None)
+_applied = Patches()
 
 
-_STATE = _Installation()
+def _apply(
+    *, selected: bool, patches: Iterable[Patch] = PATCHES, options: Options | None = None
+) -> None:
+    """Apply the patches of one kind: all of them, or none if one does not fit."""
+    waiting = [patch for patch in patches if patch.selected is selected]
+    targets = [(patch, find_target(patch)) for patch in waiting]
+    if selected:
+        set_active(options or Options())
+    for patch, found in targets:
+        if found is not None and not _applied.holds(*found):
+            _applied.apply(patch)
 
 
 def megatron_version() -> str:
     """The installed version of megatron-core.
 
     Raises:
-        RuntimeError: It is not installed.
+        RuntimeError: megatron-core is not installed.
     """
     try:
         return importlib.metadata.version("megatron-core")
@@ -322,15 +283,15 @@ def _misfit(patch: Patch, problem: str) -> str:
 
 
 def check_patch(patch: Patch) -> None:
-    """Find out whether a patch fits the installed Megatron.
+    """Check that a patch fits the installed Megatron.
 
     Raises:
-        RuntimeError: It does not.
+        RuntimeError: The patch does not fit.
     """
     found = find_target(patch)
     if found is None or not patch.parameters:
         return
-    # A class's signature is that of its constructor, without self.
+    # The signature of a class is the signature of its constructor without self.
     names = list(inspect.signature(getattr(*found)).parameters)
     if tuple(names[: len(patch.parameters)]) != patch.parameters:
         raise RuntimeError(
@@ -343,17 +304,18 @@ def check_patch(patch: Patch) -> None:
 
 
 def install() -> None:
-    """Hook this package into Megatron, before Megatron parses its arguments.
+    """Patch Megatron to use this package. Call it before Megatron parses its arguments.
 
-    It is idempotent.
+    The function is idempotent.
 
     Raises:
-        RuntimeError: The installed Megatron is of another version, a patch does not fit, or the
-            arguments were parsed already. Nothing is changed then.
+        RuntimeError: The installed version of Megatron is not supported, a patch does not fit, or
+            the arguments were parsed already. Nothing is changed in these cases.
     """
-    if _STATE.is_installed:
-        return
     _check_version()
+    found = find_target(PATCHES[0])
+    if found is not None and _applied.holds(*found):
+        return
     global_vars = sys.modules.get("megatron.training.global_vars")
     if global_vars is not None and getattr(global_vars, "_GLOBAL_ARGS", None) is not None:
         raise RuntimeError(
@@ -361,21 +323,20 @@ def install() -> None:
         )
     for patch in PATCHES:
         check_patch(patch)
-    _STATE.apply(selected=False)
-    _STATE.is_installed = True
+    _apply(selected=False)
 
 
 def enable() -> None:
-    """Hook this package into `megatron.core`, for a script that does not use `megatron.training`.
+    """Patch `megatron.core`, for a script that does not use `megatron.training`.
 
-    To be called once, before a model is wrapped in `FullyShardedDataParallel`. From then on
-    `get_megatron_optimizer` and `finalize_model_grads` of `megatron.core` know sharded models;
-    what they do with any other model is as before. Nothing of `megatron.training` is imported or
-    replaced. It is idempotent; `uninstall()` undoes it.
+    Call it before wrapping a model in `FullyShardedDataParallel`. Afterwards
+    `get_megatron_optimizer` and `finalize_model_grads` of `megatron.core` support sharded models;
+    their behavior for other models is unchanged. The function does not import or patch
+    `megatron.training`. It is idempotent, and `uninstall()` reverts it.
 
     Raises:
-        RuntimeError: The installed Megatron is of another version, or a patch does not fit. Nothing
-            is changed then.
+        RuntimeError: The installed version of Megatron is not supported, or a patch does not fit.
+            Nothing is changed in these cases.
     """
     _check_version()
     patches = [
@@ -384,7 +345,7 @@ def enable() -> None:
     if not is_active():
         for patch in patches:
             check_patch(patch)
-    _STATE.apply(selected=True, patches=patches)
+    _apply(selected=True, patches=patches)
 
 
 def _check_version() -> None:
@@ -396,5 +357,6 @@ def _check_version() -> None:
 
 
 def uninstall() -> None:
-    """Put everything in Megatron back as it was."""
-    _STATE.undo()
+    """Remove all patches from Megatron."""
+    _applied.undo()
+    set_active(None)

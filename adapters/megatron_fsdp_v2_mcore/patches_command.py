@@ -1,4 +1,4 @@
-"""`megatron-fsdp-v2 patches`: every place where Megatron is patched, and whether each fits."""
+"""`megatron-fsdp-v2 patches`: lists the patches of Megatron and checks whether each one fits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["command"]
 
 
 class _PatchesCommand:
-    """The subcommand, found through an entry point."""
+    """The subcommand `patches`, registered as an entry point."""
 
     help = "list where Megatron is patched, why, and whether each patch fits"
 
@@ -33,7 +33,7 @@ class _PatchesCommand:
         parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
     def run(self, args: argparse.Namespace) -> int:
-        """Print the table; return 1 if some patch does not fit, 2 without Megatron."""
+        """Print the table. Return 1 if a patch does not fit, 2 if Megatron is not installed."""
         try:
             version = megatron_version()
         except RuntimeError as error:

@@ -1,9 +1,9 @@
-"""A job that torchrun restarts meets in a store without the addresses of those that died.
+"""A separate key prefix in torchrun's store for every start of a job.
 
-torchrun's agent keeps one store for all restarts of its workers, and torch puts what ranks tell
-each other about their connections under the same keys every time: a restarted rank may read where
-one of the last start listened (pytorch issues 135712 and 167288). The number of the restart cannot
-tell starts apart, since every node counts its own.
+torchrun's agent keeps one store for all restarts of its workers, and torch stores connection
+addresses under the same keys every time: a restarted rank may read the address of a process of the
+previous start (pytorch issues 135712 and 167288). The restart count cannot identify a start, since
+every node counts its own restarts.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megatron_fsdp_v2._text import listed
-from megatron_fsdp_v2_mcore.training_log import training_globals
+from megatron_fsdp_v2_mcore.flags.options import training_globals
 
 __all__ = ["in_fresh_store", "meet", "store_of_this_start"]
 
 _PATIENCE = timedelta(seconds=2)
-"""How long a rank waits on one announcement before it looks for a newer one."""
+"""Time a rank waits for a reply to one announcement before it reads the announcement again."""
 
 _MOMENT = timedelta(milliseconds=10)
 _PAUSE_S = 0.1
 
 
 def in_fresh_store(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Have Megatron make its process groups in a store of this start.
+    """Wrap Megatron's initialization to create process groups in a store of this start.
 
     Args:
         original: Megatron's `_initialize_distributed`.
@@ -50,18 +50,19 @@ def in_fresh_store(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def store_of_this_start(rank: int, world_size: int, timeout: timedelta) -> Store | None:
-    """A store that only the processes of this start share. Collective.
+    """Return a store that only the processes of this start share. Collective.
 
     Args:
-        rank: Of this process.
+        rank: Rank of this process.
         world_size: Number of processes.
-        timeout: How long to wait for the others, and for keys in the store.
+        timeout: Time to wait for the other ranks, and the timeout of the store.
 
     Returns:
-        The store; None where torchrun shares none with its workers, or never restarts them.
+        The store; None if torchrun does not share its store with the workers or never restarts
+        them.
 
     Raises:
-        RuntimeError: The others did not come in time.
+        RuntimeError: The other ranks did not answer before the timeout.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
@@ -75,26 +76,26 @@ def store_of_this_start(rank: int, world_size: int, timeout: timedelta) -> Store
 
 
 def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """Agree on a prefix that no earlier start used. Collective.
+    """Agree on a key prefix that no earlier start used. Collective.
 
-    The first rank makes one up and announces it. The others answer it with a word of their own,
-    and go on when that word comes back: what an earlier start left in the store never does.
+    Rank 0 generates a prefix and announces it. Every other rank answers with a random token and
+    returns when rank 0 has echoed this token. Keys of an earlier start never contain it.
 
     Args:
-        store: What earlier starts may have used as well.
-        rank: Of this process.
+        store: A store that earlier starts may have used as well.
+        rank: Rank of this process.
         world_size: Number of processes.
-        timeout: How long to wait.
+        timeout: Time to wait for the other ranks.
 
     Raises:
-        RuntimeError: The others did not come in time.
+        RuntimeError: The other ranks did not answer before the timeout.
     """
     if rank == 0:
         return _announce(store, world_size, timeout)
     word, answered = uuid.uuid4().hex, ""
     deadline = time.monotonic() + timeout.total_seconds()
     while (left := deadline - time.monotonic()) > 0:
-        # A store takes less than a millisecond for no limit at all.
+        # A store treats a timeout below one millisecond as no timeout.
         patience = max(_MOMENT, min(_PATIENCE, timedelta(seconds=left)))
         if not _comes(store, "start", patience):
             continue
@@ -106,10 +107,10 @@ def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
         if _comes(store, echo, patience):
             if store.get(echo).decode() == word:
                 return prefix
-            # Of an earlier start. The first rank has not announced this one yet.
+            # The echo is from an earlier start: rank 0 has not announced this start yet.
             time.sleep(_PAUSE_S)
     raise RuntimeError(
-        f"rank {rank} did not meet the other ranks of this start within "
+        f"rank {rank} did not reach the other ranks of this start within "
         f"{timeout.total_seconds():g} s; see the logs of rank 0"
     )
 
@@ -125,7 +126,7 @@ def _announce(store: Store, world_size: int, timeout: timedelta) -> str:
     except dist.DistStoreError as error:
         missing = [o for o, key in zip(others, answers, strict=True) if not store.check([key])]
         raise RuntimeError(
-            f"ranks {listed(missing, 8)} did not come to this start within "
+            f"ranks {listed(missing, 8)} did not answer at this start within "
             f"{timeout.total_seconds():g} s; see their logs"
         ) from error
     for other, word in zip(others, store.multi_get(answers) if answers else (), strict=True):

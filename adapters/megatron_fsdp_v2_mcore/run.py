@@ -1,6 +1,6 @@
-"""Run a pretraining script of your own with this package installed into Megatron.
+"""Run a user's pretraining script with this package installed into Megatron.
 
-`python -m megatron_fsdp_v2_mcore.run path/to/script.py <its flags>`, under torchrun.
+Usage, under torchrun: `python -m megatron_fsdp_v2_mcore.run path/to/script.py <its flags>`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from megatron_fsdp_v2_mcore.launch import launch
 
 
 def main() -> None:
-    """Run the script named first on the command line as `__main__`, with the flags after it.
+    """Run the first command-line argument as the script `__main__`, with the flags after it.
 
     Raises:
-        SystemExit: No script is named, or it does not exist.
+        SystemExit: No script is given, or the script does not exist.
     """
     run_script("megatron_fsdp_v2_mcore.run", partial(launch, own_parser=True))
 

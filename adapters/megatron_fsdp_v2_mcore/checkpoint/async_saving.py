@@ -1,9 +1,9 @@
-"""`--async-save`: the core's asynchronous save, where Megatron would start a process.
+"""`--async-save`: the core's asynchronous save in place of Megatron's worker process.
 
-Megatron's own writes a checkpoint in a worker process of each rank, into the folder that it is to
-be in. Here a thread of each rank writes it, into a folder beside that takes its place when all
-ranks are done. When a save is finalized, and what happens then (the file that names the latest
-iteration, retention, logs), stays with Megatron.
+In Megatron, a worker process of each rank writes a checkpoint into its final folder. Here a thread
+of each rank writes it into a temporary folder, which is renamed when all ranks are done. Megatron
+still decides when a save is finalized, and performs the finalization (the file that names the
+latest iteration, retention, logs).
 """
 
 from __future__ import annotations
@@ -18,20 +18,16 @@ from megatron.core.dist_checkpointing.strategies.async_utils import (
     AsyncRequest,
 )
 
-from megatron_fsdp_v2.checkpoint.host_memory import HostMemory
 from megatron_fsdp_v2.checkpoint.saving import save_nested
 
-__all__ = ["SavesQueue", "ThreadCaller", "Writer", "by_threads"]
+__all__ = ["AsyncWriter", "SavesQueue", "ThreadCaller", "by_threads"]
 
 _WAITING = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megatron-async-save")
-"""Requests in the order they were scheduled in, as Megatron's worker would take them."""
-
-_MEMORY = HostMemory()
-"""What one save copied values to is kept for the next one, until the queue is closed."""
+"""Runs requests in the order in which they are scheduled, as Megatron's worker does."""
 
 
 def by_threads(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace what Megatron's `get_async_strategy` hands out to save with."""
+    """Replace the classes and functions that Megatron's `get_async_strategy` returns."""
 
     def get_async_strategy(async_strategy: str = "mcore", module: str | None = None) -> Any:
         name, found = original(async_strategy)
@@ -39,7 +35,7 @@ def by_threads(original: Callable[..., Any]) -> Callable[..., Any]:
             **found,
             "AsyncCallsQueue": SavesQueue,
             "AsyncRequest": AsyncRequest,
-            "FileSystemWriterAsync": Writer,
+            "FileSystemWriterAsync": AsyncWriter,
             "save_state_dict_async_plan": _begin,
             "save_state_dict_async_finalize": _finish,
         }
@@ -48,14 +44,14 @@ def by_threads(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_async_strategy
 
 
-class Writer:
-    """Where a checkpoint goes, and its save once it has begun.
+class AsyncWriter:
+    """The destination of a checkpoint, and its pending save.
 
     Args:
         path: The folder of one iteration.
-        thread_count: Not used: a rank writes one file.
+        thread_count: Not used, since a rank writes one file.
         use_msc: Whether paths may be those of a multi-storage client.
-        use_cpu_shm_for_gpu_tensors: Not used: values are copied to host memory in any case.
+        use_cpu_shm_for_gpu_tensors: Not used, since values are always copied to host memory.
 
     Raises:
         ValueError: The path is one of a multi-storage client.
@@ -72,38 +68,40 @@ class Writer:
         self.path = str(path)
         if use_msc and self.path.startswith("msc://"):
             raise ValueError(
-                f"--save {self.path}: asynchronous saves of sharded parameters are put in place by "
-                "renaming a folder; name a folder of a file system, or leave --async-save out"
+                f"--save {self.path}: asynchronous saves of sharded parameters rename a temporary "
+                "folder; use a folder of a file system, or omit --async-save"
             )
         self.save: Future[None] | None = None
 
     def result(self) -> None:
-        """Wait until all ranks have written everything and it is in place.
+        """Wait until all ranks have written the checkpoint and the folder is renamed.
 
         Raises:
-            CheckpointError: Some rank could not; raised on all of them.
+            CheckpointError: A rank failed. Raised on all ranks.
         """
         assert self.save is not None
         self.save.result()
 
     def get_save_function_and_args(self) -> tuple[Callable[[], None], None, list[Any]]:
-        """What Megatron schedules, how it stages values first, and with what arguments."""
+        """Return the function that Megatron schedules, its preload function and its arguments."""
         return self.result, None, []
 
 
-def _begin(state_dict: dict[str, Any], writer: Writer, *rest: Any, **unused: Any) -> tuple[Writer]:
-    """Copy what is to be saved, and start to write it. Collective."""
-    writer.save = save_nested(writer.path, state_dict, async_save=True, memory=_MEMORY)
+def _begin(
+    state_dict: dict[str, Any], writer: AsyncWriter, *rest: Any, **unused: Any
+) -> tuple[AsyncWriter]:
+    """Copy the state dict to host memory and start writing it. Collective."""
+    writer.save = save_nested(writer.path, state_dict, async_save=True)
     return (writer,)
 
 
-def _finish(writer: Writer) -> None:
-    """On all ranks, before Megatron says that the checkpoint is there."""
+def _finish(writer: AsyncWriter) -> None:
+    """Wait for a save on all ranks, before Megatron reports the checkpoint as complete."""
     writer.result()
 
 
 class ThreadCaller(AsyncCaller):
-    """Runs one request in a thread, and knows when it is done on all ranks."""
+    """Runs one request in a thread, and checks whether it is done on all ranks."""
 
     def __init__(self) -> None:
         self._call: Future[Any] | None = None
@@ -120,10 +118,10 @@ class ThreadCaller(AsyncCaller):
 
     @override
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
-        """Whether it is done on all ranks. Collective, unless told otherwise.
+        """Whether the request is done on all ranks. Collective unless `no_dist` is set.
 
         Raises:
-            CheckpointError: It is, and failed.
+            CheckpointError: The request is done and has failed.
         """
         call = self._call
         if call is not None and blocking:
@@ -131,29 +129,23 @@ class ThreadCaller(AsyncCaller):
         is_alive = call is not None and not call.done()
         is_done = not is_alive if no_dist else bool(self.sync_all_async_calls(int(is_alive)))
         if is_done and call is not None:
-            # All ranks are here by now, and a save that failed on one raises on each.
+            # The request is done on all ranks, and a save that failed on one raises on all.
             self._call = None
             call.result()
         return is_done
 
     @override
     def close(self, abort: bool = False) -> None:
-        """Nothing is left: a thread ends with what it does."""
+        """Do nothing: the thread needs no cleanup."""
 
     @override
     def __del__(self) -> None:
-        """No process has to be ended."""
+        """Do nothing: there is no process to end."""
 
 
 class SavesQueue(AsyncCallsQueue):
-    """Megatron's queue of saves that are to be finalized, with threads for processes."""
+    """Megatron's queue of saves to finalize, with threads in place of processes."""
 
     @override
     def _get_async_caller(self) -> ThreadCaller:
         return ThreadCaller()
-
-    @override
-    def close(self, abort: bool = False) -> None:
-        """Finalize all saves, and free the memory that they were copied to."""
-        super().close(abort)
-        _MEMORY.free()

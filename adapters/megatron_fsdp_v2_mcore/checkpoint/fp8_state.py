@@ -1,9 +1,9 @@
-"""The state of FP8's delayed scaling in checkpoints: scales and histories of maxima.
+"""The state of FP8's delayed scaling in checkpoints: scales and amax histories.
 
-Transformer Engine has it in the `_extra_state` of its modules, as pickled bytes, which say nothing
-of which expert they are, and must not be unpickled from a file. Here it is saved as plain
-tensors under names of the whole model. Tensor- and data-parallel ranks have the same state, for
-maxima are reduced over them, so that it loads at any sizes.
+Transformer Engine stores this state in the `_extra_state` of its modules, as pickled bytes that do
+not identify experts and that must not be unpickled from a file. Here the state is saved as plain
+tensors under global names. Tensor- and data-parallel ranks have the same state, since amaxes are
+reduced over them, so that it loads at all parallel sizes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch.distributed as dist
 from megatron.core.fp8_utils import get_fp8_context
 from torch import nn
 
-from megatron_fsdp_v2_mcore.checkpoint.fp8_names import is_history, state_name
+from megatron_fsdp_v2.checkpoint.errors import everyones
+from megatron_fsdp_v2_mcore.checkpoint.name_table import is_history, state_name
 from megatron_fsdp_v2_mcore.checkpoint.names import canonical_modules
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 from megatron_fsdp_v2_mcore.formats.products import num_grouped
@@ -26,18 +27,18 @@ from megatron_fsdp_v2_mcore.formats.products import num_grouped
 __all__ = ["allocate", "restore", "saved_tensors", "wanted_tensors"]
 
 _META = "fp8_meta"
-"""An attribute that only Transformer Engine's modules have."""
+"""Attribute by which Transformer Engine's modules are recognized."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """One tensor of one module's state, or of one of its experts.
+    """A tensor in the state of a module, or of one of its experts.
 
     Attributes:
-        name: What a checkpoint calls it.
-        live: A view of what the module works with.
-        owner: The weight it belongs to; None where the module has none.
-        group: The ranks whose maxima are reduced, if it is known.
+        name: Name in the checkpoint.
+        live: A view of the tensor that the module uses.
+        owner: The weight to which the tensor belongs; None if the module has no weights.
+        group: The group over which amaxes are reduced, if known.
     """
 
     name: str
@@ -49,16 +50,16 @@ class _Tensor:
 def saved_tensors(
     chunks: Sequence[nn.Module], is_first: Callable[[nn.Parameter], bool]
 ) -> dict[str, torch.Tensor]:
-    """Copies of what this rank is to write. Collective.
+    """Return copies of the tensors that this rank writes. Collective.
 
     Args:
         chunks: All model chunks of this rank.
-        is_first: Whether this rank is the one to write what all holders of a parameter have.
+        is_first: Whether this rank writes values that all holders of a parameter have.
     """
     tensors = list(_tensors(chunks))
     histories = [t for t in tensors if is_history(t.name)]
-    # Maxima that were seen since the last reduction, as those of weights that a step has changed
-    # and those of an evaluation, are each rank's own. The next reduction takes the largest.
+    # Amaxes since the last reduction, such as those of an evaluation or of updated weights, differ
+    # between ranks. The next reduction would take their maximum.
     pending = _reduced(histories)
     copies = {}
     for tensor in tensors:
@@ -73,7 +74,7 @@ def saved_tensors(
 
 
 def allocate(chunks: Sequence[nn.Module]) -> None:
-    """Have modules make the state that their first forward would make, to be loaded into."""
+    """Allocate the state that the first forward of modules would allocate, to load into it."""
     for chunk in chunks:
         modules = [module for module in chunk.modules() if hasattr(module, _META)]
         config = next((m.config for m in chunk.modules() if hasattr(m, "config")), None)
@@ -85,29 +86,28 @@ def allocate(chunks: Sequence[nn.Module]) -> None:
 
 
 def wanted_tensors(chunks: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """Memory for what this rank reads, by name, as far as modules have state."""
+    """Return empty tensors for the state that this rank reads, by name."""
     return {t.name: torch.empty_like(t.live).contiguous() for t in _tensors(chunks)}
 
 
 def restore(chunks: Sequence[nn.Module], read: Mapping[str, torch.Tensor]) -> None:
-    """Put what was read where modules have it. Collective.
+    """Copy state from a checkpoint into modules. Collective.
 
     Args:
-        chunks: As when it was asked for.
-        read: By name; what is not there stays as it is.
+        chunks: The model chunks for which the state was requested.
+        read: Tensors of the checkpoint by name. State without a tensor is not changed.
 
     Raises:
-        FlagError: A scale that was read is none, on some rank; on all of them. Nothing is changed.
+        FlagError: A value on some rank is not a valid scale or amax. Raised on all ranks; nothing
+            is changed.
     """
     tensors = [tensor for tensor in _tensors(chunks) if tensor.name in read]
     bad = [tensor.name for tensor in tensors if not _is_valid(tensor.name, read[tensor.name])]
-    found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(found, bad[:1])
-    first = next((names[0] for names in found if names), None)
+    first = next((names[0] for names in everyones(bad[:1]) if names), None)
     if first is not None:
         raise FlagError(
-            f"the checkpoint is damaged: model.{first} holds what cannot be a scale or the "
-            "largest magnitude of anything; load another checkpoint"
+            f"the checkpoint is damaged: model.{first} contains invalid scales or amaxes; load "
+            "another checkpoint"
         )
     with torch.no_grad():
         for tensor in tensors:
@@ -115,14 +115,14 @@ def restore(chunks: Sequence[nn.Module], read: Mapping[str, torch.Tensor]) -> No
 
 
 def _is_valid(name: str, value: torch.Tensor) -> bool:
-    # Maxima may be infinite, and not a number, where a step overflowed; such scales never are.
+    # Amaxes may be infinite or NaN after an overflow; scales never are.
     if is_history(name):
         return not bool((value < 0).any())
     return bool((value.isfinite() & (value > 0)).all())
 
 
 def _is_delayed(config: Any) -> bool:
-    """Whether modules are going to keep state. FP8 attention does with other recipes as well."""
+    """Whether modules will keep state. FP8 attention keeps state with every recipe."""
     if not getattr(config, "fp8", None):
         return False
     recipe = getattr(config.fp8_recipe, "value", config.fp8_recipe)
@@ -136,7 +136,7 @@ def _formats() -> Any:
 
 
 def _tensors(chunks: Sequence[nn.Module]) -> Iterator[_Tensor]:
-    """The state of all modules of this rank."""
+    """Yield the state tensors of all modules of this rank."""
     for module, renamed in canonical_modules(chunks):
         if not hasattr(module, _META):
             continue
@@ -160,7 +160,7 @@ def _owner(module: nn.Module, expert: int | None) -> nn.Parameter | None:
 
 
 def _reduced(histories: Sequence[_Tensor]) -> dict[str, torch.Tensor]:
-    """The newest row of histories, each with the largest of all ranks. Collective."""
+    """Return the newest row of each history, reduced by maximum over ranks. Collective."""
     groups = {id(t.group): t.group for t in histories if t.group is not None}
     result: dict[str, torch.Tensor] = {}
     for identity, group in groups.items():

@@ -1,56 +1,50 @@
 """The tensors of the model in a Megatron checkpoint, for `megatron-fsdp-v2 ckpt`.
 
-The core finds it by the entry-point group `megatron_fsdp_v2.checkpoint_layouts`. Sharded runs save
-the sub-tensors of fused layers one by one (`model/tensor_shards.py`); here they become one tensor
-again, under the name that it has in Megatron's module. This does not need Megatron.
+The core finds this file by the entry-point group `megatron_fsdp_v2.checkpoint_layouts`. Sharded
+runs save the sub-tensors of fused layers separately (`model/tensor_shards.py`); here they are
+joined into one tensor with the name of Megatron's parameter. Megatron need not be installed.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.exporting import MODEL, ModelTensor, Piece
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
-from megatron_fsdp_v2.checkpoint.model_tensors import MODEL, ModelTensor, Piece
-from megatron_fsdp_v2.checkpoint.plain_tensors import PlainTensor
-from megatron_fsdp_v2_mcore.checkpoint.fp8_names import is_fp8_state
+from megatron_fsdp_v2.checkpoint.plain_files import PlainTensor
+from megatron_fsdp_v2_mcore.checkpoint.name_table import (
+    ORDERS,
+    StoredNames,
+    is_fp8_state,
+    split_piece,
+)
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import is_torch_dist
+from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
-__all__ = ["ORDERS", "joined", "model_tensors"]
+__all__ = ["joined", "model_tensors"]
 
-ORDERS = (("_w", "_v"), (".z", ".x", ".B", ".C", ".dt"), (".x", ".B", ".C"))
-"""What names of pieces end in, in their order: of gated layers, and of state-space ones."""
-
-_PIECE = re.compile(r"(.*[._](?:weight|bias)\d*)(_[wv]|\.(?:z|x|B|C|dt))")
 _WRAPPERS = re.compile(r"(?:module\.)*")
 
 
 def model_tensors(folder: CheckpointFolder) -> Sequence[ModelTensor] | None:
-    """Say what the model of a checkpoint that Megatron saved consists of.
+    """Return the tensors of the model in a checkpoint that Megatron saved.
 
     Returns:
-        None where it is not one of Megatron's.
+        The tensors; None if the checkpoint is not one of Megatron.
 
     Raises:
-        CheckpointError: It is one, and not whole, or of a model whose names are not known.
+        CheckpointError: The checkpoint is incomplete, or the names of its model are unknown.
     """
     if is_torch_dist(folder.path):
-        # The arguments in such a checkpoint are made of Megatron's classes.
-        try:
-            from megatron_fsdp_v2_mcore.checkpoint.torch_dist import plain_names
-        except ImportError as error:
-            raise CheckpointError(
-                f"{folder.path} is a torch_dist checkpoint of Megatron's, and reading it needs "
-                f"{error.name}: install this package with its extra, megatron-fsdp-v2[megatron]"
-            ) from error
-        return joined(plain_names.model_tensors(folder), str(folder.path))
+        return joined(_in_stacks(folder), str(folder.path))
     if not (folder.has("args") and folder.has("checkpoint_version")):
         return None
     whole = []
     for key, entry in folder.tensors():
-        # What FP8 is quantized with is not a weight: an export leaves it out, and says so.
+        # FP8 state is not a weight. An export omits it and prints a notice.
         if key.startswith(MODEL) and not is_fp8_state(key):
             name = _WRAPPERS.sub("", key.removeprefix(MODEL), count=1)
             shape = tuple(entry.size)
@@ -60,29 +54,62 @@ def model_tensors(folder: CheckpointFolder) -> Sequence[ModelTensor] | None:
     return joined(whole, str(folder.path))
 
 
+_OTHERS = ("optimizer.", "rng_state/", "rerun_state_machine_state/", "common_state/")
+
+
+def _in_stacks(folder: CheckpointFolder) -> Iterator[ModelTensor]:
+    """Yield the model's tensors in a `torch_dist` checkpoint, with fused layers in sub-tensors."""
+    try:
+        # The arguments in such a checkpoint contain instances of Megatron's classes.
+        from megatron_fsdp_v2_mcore.checkpoint.torch_dist.common import common_state
+        from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import MegatronFolder
+
+        rules = StoredNames.of(common_state(MegatronFolder(folder.path))["args"])
+    except ImportError as error:
+        raise CheckpointError(
+            f"{folder.path} is a torch_dist checkpoint of Megatron's, and reading it needs "
+            f"{error.name}: install this package with its extra, megatron-fsdp-v2[megatron]"
+        ) from error
+    except FlagError as error:
+        raise CheckpointError(str(error)) from error
+    for key, entry in folder.tensors():
+        shape = tuple(entry.size)
+        for name, front in () if key.startswith(_OTHERS) else rules.names(key, shape):
+            place = rules.place(name)
+            # The inverse mapping of a name must give its place.
+            if (place.key, tuple(position for position, _ in place.front)) != (key, front):
+                raise CheckpointError(
+                    f"{folder.path}: the name of {key} in the model is unknown; load the "
+                    "checkpoint into a sharded run and export the checkpoint that the run saves"
+                )
+            own = shape[len(front) :]
+            piece = Piece(key, (*front, *(0 for _ in own)), (*(1 for _ in front), *own))
+            yield ModelTensor(PlainTensor(name, own, entry.properties.dtype), (piece,))
+
+
 def joined(found: Iterable[ModelTensor], where: str) -> list[ModelTensor]:
-    """Put the pieces of fused layers together.
+    """Join the sub-tensors of fused layers.
 
     Args:
-        found: Tensors under the names they are saved as.
-        where: What to call the checkpoint in an error.
+        found: Tensors under their names in the checkpoint.
+        where: Name of the checkpoint in errors.
 
     Raises:
-        CheckpointError: A piece is missing.
+        CheckpointError: A sub-tensor is missing, or its shape or dtype does not fit.
     """
     result = []
     pieces: dict[str, dict[str, ModelTensor]] = {}
     for model_tensor in found:
-        match = _PIECE.fullmatch(model_tensor.tensor.name)
-        if match is None:
-            result.append(model_tensor)
+        name, ending = split_piece(model_tensor.tensor.name)
+        if ending:
+            pieces.setdefault(name, {})[ending] = model_tensor
         else:
-            pieces.setdefault(match[1], {})[match[2]] = model_tensor
+            result.append(model_tensor)
     for name, parts in pieces.items():
         order = next((order for order in ORDERS if set(order) == set(parts)), None)
         if order is None:
             endings = ", ".join(sorted(parts))
-            raise CheckpointError(f"{where} is incomplete: of {name} it holds {endings} only")
+            raise CheckpointError(f"{where} is incomplete: it has only {endings} of {name}")
         result.append(_join(name, [parts[ending] for ending in order], where))
     return result
 

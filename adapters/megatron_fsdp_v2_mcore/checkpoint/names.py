@@ -1,8 +1,8 @@
-"""Names of parameters and buffers in a checkpoint: those of the whole model, whoever holds what.
+"""Global names of parameters and buffers in a checkpoint, independent of the parallel sizes.
 
 A pipeline stage numbers its layers from 0, and an expert-parallel rank its experts. A checkpoint
-that kept such numbers would load at other sizes without complaint, into the wrong layers. Here a
-name is that of the plain model in one piece, so that every rank of every run agrees on it.
+with such local numbers would silently load into the wrong layers at other sizes. Here names are
+those of the model on a single rank, so that they are equal on all ranks of all runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor, nn
 
-from megatron_fsdp_v2_mcore.checkpoint.fp8_names import OF_ONE_EXPERT
+from megatron_fsdp_v2_mcore.checkpoint.name_table import OF_ONE_EXPERT
 from megatron_fsdp_v2_mcore.model.tensor_shards import PIECES_ATTRIBUTE
 
 __all__ = [
@@ -30,19 +30,19 @@ EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 
 Renaming = Callable[[str], str]
-"""Makes the name of something below a module the one it has in the whole model."""
+"""Function from a name below a module to the global name."""
 
 
 @dataclass(frozen=True, slots=True)
 class CanonicalName:
-    """What a checkpoint calls a parameter or buffer.
+    """The name of a parameter or buffer in a checkpoint.
 
     Attributes:
-        fqn: Its name in the plain model, with global numbers of layers and experts.
-        pieces: What is appended to that, piece by piece, where pieces are saved one by one.
-        is_copy: Whether an earlier pipeline stage holds, and saves, the same parameter.
-        is_unused: Whether Megatron made it and computes nothing with it: it is neither saved nor
-            loaded.
+        fqn: Name in the model on a single rank, with global numbers of layers and experts.
+        pieces: Suffixes of the sub-tensors of a fused parameter, which are saved separately.
+        is_copy: Whether an earlier pipeline stage holds and saves the same parameter.
+        is_unused: Whether Megatron creates the parameter and does not use it. It is neither saved
+            nor loaded.
     """
 
     fqn: str
@@ -52,7 +52,7 @@ class CanonicalName:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Names of what is saved, in the order of the pieces."""
+        """Names of the saved tensors, in the order of `pieces`."""
         return tuple(self.fqn + piece for piece in self.pieces) or (self.fqn,)
 
 
@@ -63,11 +63,13 @@ def canonical_names(chunks: Sequence[nn.Module]) -> list[dict[str, CanonicalName
         chunks: All model chunks of this rank, sharded or not, wrapped or not.
 
     Returns:
-        Per chunk, its own names (of `named_parameters`, `state_dict`) with what a checkpoint calls
-        each. A parameter registered twice has one name; buffers that are not saved have none.
+        Per chunk, a mapping from local names (of `named_parameters`, `state_dict`) to names in a
+        checkpoint. A parameter that is registered twice has one name; non-persistent buffers have
+        no name.
 
     Raises:
-        RuntimeError: Two parameters would have one name, or experts cannot be told apart.
+        RuntimeError: Two parameters would have the same name, or the experts in one stacked
+            parameter cannot be named.
     """
     owners: dict[str, int] = {}
     found = []
@@ -79,8 +81,8 @@ def canonical_names(chunks: Sequence[nn.Module]) -> list[dict[str, CanonicalName
             name = seen.setdefault(id(tensor), _name(fqn, tensor, is_unused=id(tensor) in unused))
             if owners.setdefault(name.fqn, id(tensor)) != id(tensor):
                 raise RuntimeError(
-                    f"{local} would be called {name.fqn} in a checkpoint, and so would another "
-                    "parameter of this rank; give every layer a layer_number of its own"
+                    f"{local} and another parameter of this rank would both have the name "
+                    f"{name.fqn} in a checkpoint; give every layer a different layer_number"
                 )
             named[local] = name
         found.append(named)
@@ -88,7 +90,7 @@ def canonical_names(chunks: Sequence[nn.Module]) -> list[dict[str, CanonicalName
 
 
 def canonical_parameter_names(chunks: Sequence[nn.Module]) -> dict[nn.Parameter, CanonicalName]:
-    """What a checkpoint calls every parameter of the model chunks of this rank.
+    """Return the names in a checkpoint of all parameters of this rank's model chunks.
 
     Args:
         chunks: As in `canonical_names`.
@@ -101,7 +103,7 @@ def canonical_parameter_names(chunks: Sequence[nn.Module]) -> dict[nn.Parameter,
 
 
 def canonical_modules(chunks: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, Renaming]]:
-    """All modules of model chunks, each once, and what a checkpoint calls what they own.
+    """Yield each module of model chunks once, with the function from its names to global names.
 
     Args:
         chunks: As in `canonical_names`.
@@ -115,14 +117,14 @@ def canonical_modules(chunks: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, 
 
 
 def unwrapped(name: str) -> str:
-    """A name without the components that wrappers around the model add."""
+    """Return a name without the components that wrappers around the model add."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name
 
 
 def _unused(chunk: nn.Module) -> set[int]:
-    """Output layers of stages that compute logits with a copy of the embedding for all depths."""
+    """Return the unused output layers of stages that compute logits with a replicated embedding."""
     return {
         id(module.output_layer.weight)
         for module in chunk.modules()
@@ -143,7 +145,7 @@ def _name(fqn: str, tensor: Tensor, *, is_unused: bool) -> CanonicalName:
 
 
 def _tensors(chunk: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """Own names, canonical names and tensors below a chunk, in the order of a state dict."""
+    """Yield local names, global names and tensors below a chunk, in the order of a state dict."""
     for local, module, renamed in _walk(chunk, "", lambda rest: rest):
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and name not in module._non_persistent_buffers_set:
@@ -153,7 +155,7 @@ def _tensors(chunk: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
 def _walk(
     module: nn.Module, local: str, canonical: Renaming
 ) -> Iterator[tuple[str, nn.Module, Renaming]]:
-    """Prefixes of own names, modules and canonical names of what they own, parents first."""
+    """Yield prefixes of local names, modules, and functions to global names, parents first."""
     yield local, module, canonical
     for name, child in module._modules.items():
         if child is not None:
@@ -167,7 +169,7 @@ def _within(canonical: Renaming, module: nn.Module, name: str, child: nn.Module)
 
 
 def _renamed(module: nn.Module, name: str, child: nn.Module) -> Renaming:
-    """How names below a child become names below its parent."""
+    """Return the function from names below a child to names below its parent."""
     if name == "layers" and isinstance(child, nn.ModuleList):
         numbers = [getattr(layer, "layer_number", None) for layer in child]
         return lambda rest: f"layers.{_renumbered(rest, numbers, first=1)}"

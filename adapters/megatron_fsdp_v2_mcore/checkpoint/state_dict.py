@@ -1,9 +1,9 @@
-"""Megatron's `fsdp_dtensor` state dicts under the names and in the pieces of the whole model.
+"""Megatron's `fsdp_dtensor` state dicts under global names, with separate sub-tensors.
 
-Megatron's own are in terms of a rank: layers counted from the stage's first, one dictionary per
-virtual stage, the parts of fused layers in the order of ranks. What is written and read here is in
-terms of the model, so that any number of ranks of any kind can read what any other wrote. What
-Megatron goes on with after loading is in its own terms again.
+Megatron's own state dicts are local to a rank: layers are numbered from the first of the stage,
+each virtual stage has a dictionary, and the shards of fused layers are in the order of ranks. The
+saved state dicts are independent of the parallel sizes, so that runs of all sizes can read them.
+After loading, values are returned to Megatron under its local names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2_mcore.checkpoint import fp8_state
-from megatron_fsdp_v2_mcore.checkpoint.fit import Verdict, compare_with_file
+from megatron_fsdp_v2_mcore.checkpoint.compatibility import compare_with_file
 from megatron_fsdp_v2_mcore.checkpoint.names import (
     CanonicalName,
     canonical_names,
@@ -27,17 +27,25 @@ from megatron_fsdp_v2_mcore.checkpoint.names import (
 )
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import reject_gpt_layers
 
-__all__ = ["load_by_model", "save_by_model", "with_chunks"]
+__all__ = [
+    "CHUNKS",
+    "META",
+    "Translation",
+    "load_by_model",
+    "pieces_of",
+    "save_by_model",
+    "with_chunks",
+]
 
 CHUNKS = "_chunks_of_megatron_fsdp_v2"
-"""Entry of a state dict under construction: the model chunks it was made from."""
+"""Temporary entry of a state dict: the model chunks from which it was built."""
 
 MODEL = "model."
 META = "param_to_group_meta"
 
 
 def with_chunks(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Add the model chunks to Megatron's `generate_state_dict`, for `save_by_model` to name."""
+    """Add the model chunks to the result of `generate_state_dict`, for use in `save_by_model`."""
 
     def generate(args: Any, model: Any, *rest: Any, **kwargs: Any) -> dict[str, Any]:
         state_dict = original(args, model, *rest, **kwargs)
@@ -56,9 +64,9 @@ def save_by_model(original: Callable[..., Any]) -> Callable[..., Any]:
         state_dict = raw_state_dict.copy()
         chunks = state_dict.pop(CHUNKS, None)
         if chunks is not None:
-            return _Translation(chunks, state_dict).for_saving()
+            return Translation(chunks, state_dict).for_saving()
         if any(isinstance(value, UnevenDTensor) for value in state_dict["model"].values()):
-            # What `load_by_model` asks for is translated already.
+            # The request of `load_by_model` is already translated.
             return state_dict
         return original(args, raw_state_dict, model)
 
@@ -66,10 +74,10 @@ def save_by_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def load_by_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Have Megatron's `_load_base_checkpoint` ask for what the whole model is made of. Collective.
+    """Wrap Megatron's `_load_base_checkpoint` to request values by global names. Collective.
 
-    Before, everything asked for is compared with what is in the file; after, what Megatron goes on
-    with is put back, filled.
+    Before loading, the request is compared with the contents of the file. After loading, the state
+    dict is returned under Megatron's local names.
     """
 
     def load(
@@ -86,16 +94,16 @@ def load_by_model(original: Callable[..., Any]) -> Callable[..., Any]:
         saved, path, _, _ = original(load_dir, args, rank0=True)
         if saved is None:
             return original(load_dir, args, rank0, sharded_state_dict, **kwargs)
-        request = _Request(_Translation(chunks, sharded_state_dict))
-        request.settle(path, saved.get("args"), args)
+        request = _Request(Translation(chunks, sharded_state_dict))
+        request.restrict(path, saved.get("args"), args)
         loaded, *rest = original(load_dir, args, rank0, request.state_dict, **kwargs)
         return (request.restored(loaded), *rest)
 
     return load
 
 
-class _Translation:
-    """A state dict of Megatron's and what its entries are called in the whole model."""
+class Translation:
+    """A state dict of Megatron and the global names of its entries."""
 
     def __init__(self, chunks: Sequence[nn.Module], raw: dict[str, Any]) -> None:
         self.raw = raw
@@ -110,52 +118,52 @@ class _Translation:
         self._written_here = {name.fqn for param, name in by_param.items() if _is_first(param)}
 
     def name(self, chunk: int, local: str) -> CanonicalName:
-        """What an entry of a chunk's state dict is called."""
+        """Return the global name of an entry of a chunk's state dict."""
         return self._names[chunk].get(local) or CanonicalName(unwrapped(local))
 
     def optimizers(self) -> list[dict[str, Any]]:
-        """State dicts of the optimizers, of which a chain has several."""
+        """Return the state dicts of the optimizers; a chain has several."""
         state = self.raw.get("optimizer")
         if state is None:
             return []
         return [state] if "state" in state else list(state.values())
 
     def for_saving(self) -> dict[str, Any]:
-        """What this rank writes: everything it is the first to hold."""
-        rest = self._rest()
-        model = {
-            key: value
-            for name, value in self._model_entries()
-            if not (name.is_copy or name.is_unused)
-            for key, value in _pieces(name, value)
-        }
-        model.update(fp8_state.saved_tensors(self.chunks, _is_first))
-        result = {**rest, "model": model}
-        if "optimizer" in self.raw:
-            result["optimizer"] = self.optimizer_entries(self._saves)
-        return result
+        """Return the entries that this rank writes: those of which it owns the first replica."""
+        scales = fp8_state.saved_tensors(self.chunks, _is_first)
+        return self._entries(scales, lambda name: not (name.is_copy or name.is_unused), self._saves)
 
     def for_loading(self) -> dict[str, Any]:
-        """What this rank reads: everything it holds."""
+        """Return the entries that this rank reads: all that it holds."""
         fp8_state.allocate(self.chunks)
         self.scales = fp8_state.wanted_tensors(self.chunks)
-        model = {
-            key: value
-            for name, value in self._model_entries()
-            if not name.is_unused
-            for key, value in _pieces(name, value)
-        }
-        model.update(self.scales)
-        result = {**self._rest(), "model": model}
-        if "optimizer" in self.raw:
-            result["optimizer"] = self.optimizer_entries(lambda name, value: not name.is_unused)
+        return self._entries(
+            self.scales, lambda name: not name.is_unused, lambda name, _: not name.is_unused
+        )
+
+    def _entries(
+        self,
+        scales: dict[str, torch.Tensor],
+        keeps: Callable[[CanonicalName], bool],
+        keeps_state: Callable[[CanonicalName, Any], bool],
+    ) -> dict[str, Any]:
+        """Return the entries of the model and the optimizer under global names, and all others."""
+        result = {k: v for k, v in self.raw.items() if k not in self.chunk_keys}
+        result["model"] = {
+            key: piece
+            for name, value in self.model_entries()
+            if keeps(name)
+            for key, piece in pieces_of(name, value)
+        } | scales
+        if "optimizer" in result:
+            result["optimizer"] = self.optimizer_entries(keeps_state)
         return result
 
     def optimizer_entries(self, keeps: Callable[[CanonicalName, Any], bool]) -> dict[str, Any]:
-        """One state dict for all optimizers.
+        """Merge the state dicts of all optimizers into one.
 
         Args:
-            keeps: Whether an entry of a parameter is to be in it.
+            keeps: Whether the result contains an entry of a parameter.
         """
         merged: dict[str, Any] = {"state": {}, META: {}}
         for part in self.optimizers():
@@ -163,7 +171,7 @@ class _Translation:
                 name = self.of_param[fqn]
                 for option, value in entry.items():
                     if keeps(name, value):
-                        for key, piece in _pieces(name, value):
+                        for key, piece in pieces_of(name, value):
                             merged["state"].setdefault(key, {})[option] = piece
             for fqn, meta in part[META].items():
                 if keeps(self.of_param[fqn], meta):
@@ -176,56 +184,52 @@ class _Translation:
     def _saves(self, name: CanonicalName, value: Any) -> bool:
         if name.is_copy or name.is_unused:
             return False
-        # Every rank has its own rows; of what they all have, thousands need not write the same.
+        # Every rank writes its own rows. Only one rank writes a replicated value.
         return isinstance(value, UnevenDTensor) or name.fqn in self._written_here
 
-    def _rest(self) -> dict[str, Any]:
-        return {k: v for k, v in self.raw.items() if k not in (*self.chunk_keys, "optimizer")}
-
-    def _model_entries(self) -> Iterator[tuple[CanonicalName, Any]]:
+    def model_entries(self) -> Iterator[tuple[CanonicalName, Any]]:
+        """Yield the global names and values of the chunks' parameters and buffers."""
         for chunk, key in enumerate(self.chunk_keys):
             for local, value in self.raw[key].items():
-                # What Transformer Engine calls its extra state is in bytes that are of this rank,
-                # and would have to be unpickled: what counts of it is saved as tensors.
+                # Transformer Engine's extra state is local to a rank and must be unpickled. Its
+                # FP8 state is saved as tensors instead.
                 if not local.endswith("_extra_state"):
                     yield self.name(chunk, local), value
 
 
 class _Request:
-    """What is read from a file, and what becomes of it."""
+    """A request to read from a file, and its result."""
 
-    def __init__(self, translation: _Translation) -> None:
+    def __init__(self, translation: Translation) -> None:
         self._translation = translation
-        self._verdict = Verdict()
         self.state_dict = translation.for_loading()
 
-    def settle(self, path: str, saved_args: Any, args: Any) -> None:
-        """Find out whether the file has what is asked for, and ask no more than that. Collective.
+    def restrict(self, path: str, saved_args: Any, args: Any) -> None:
+        """Check the request against the file and remove entries the file lacks. Collective.
 
         Raises:
-            FlagError: The file is of another model; on all ranks alike.
+            FlagError: The file is of another model. Raised on all ranks.
         """
         request = {key: value for key, value in self.state_dict.items() if key != "_model"}
-        verdict = compare_with_file(path, request, saved_args, args)
-        self._verdict = verdict
-        if dist.get_rank() == 0 and verdict.notes:
-            sys.stdout.write("".join(f"{note}\n" for note in verdict.notes))
-        for key in verdict.without_scales:
+        result = compare_with_file(path, request, saved_args, args)
+        if dist.get_rank() == 0 and result.notes:
+            sys.stdout.write("".join(f"{note}\n" for note in result.notes))
+        for key in result.without_scales:
             name = key.removeprefix(MODEL)
             self.state_dict["model"].pop(name, None)
             self._translation.scales.pop(name, None)
-        if not verdict.loads_rng:
+        if not result.loads_rng:
             self.state_dict.pop("rng_state", None)
         optimizer = self.state_dict.get("optimizer")
         if optimizer is None:
             return
-        if not verdict.loads_grad_scaler:
+        if not result.loads_grad_scaler:
             optimizer.pop("grad_scaler", None)
-        for key in verdict.without_state:
+        for key in result.without_state:
             optimizer["state"].pop(key, None)
 
     def restored(self, loaded: dict[str, Any]) -> dict[str, Any]:
-        """The state dict Megatron goes on with: its own names, what was read in them."""
+        """Return the loaded values in Megatron's state dict, under its local names."""
         raw = self._translation.raw
         fp8_state.restore(self._translation.chunks, self._translation.scales)
         result = {k: v for k, v in loaded.items() if k not in ("model", "optimizer")}
@@ -239,7 +243,7 @@ class _Request:
         return result
 
     def _fill(self, part: dict[str, Any]) -> None:
-        """Put what is not a tensor into an optimizer's state dict; tensors were read in place."""
+        """Copy non-tensor values to an optimizer's state dict; tensors were read in place."""
         read = self.state_dict["optimizer"]
         names = self._translation.of_param
         for fqn in list(part["state"]):
@@ -257,8 +261,8 @@ class _Request:
             part["grad_scaler"] = read["grad_scaler"]
 
 
-def _pieces(name: CanonicalName, value: Any) -> list[tuple[str, Any]]:
-    """Entries of a checkpoint for one of a state dict: a tensor of several pieces has several."""
+def pieces_of(name: CanonicalName, value: Any) -> list[tuple[str, Any]]:
+    """Return the checkpoint entries of one value: a fused tensor has one per sub-tensor."""
     if not name.pieces:
         return [(name.fqn, value)]
     if not isinstance(value, UnevenDTensor):
@@ -266,8 +270,8 @@ def _pieces(name: CanonicalName, value: Any) -> list[tuple[str, Any]]:
     pieces = value.pieces()
     if len(pieces) != len(name.pieces):
         raise RuntimeError(
-            f"{name.fqn} is called {' and '.join(name.keys)} in a checkpoint, but consists of "
-            f"{len(pieces)} pieces"
+            f"{name.fqn} has the names {' and '.join(name.keys)} in a checkpoint, but has "
+            f"{len(pieces)} sub-tensors"
         )
     return list(zip(name.keys, pieces, strict=True))
 
@@ -279,5 +283,5 @@ def _is_first(param: nn.Parameter) -> bool:
     coordinate = param.device_mesh.get_coordinate()
     if coordinate is None or first or first == last:
         return False
-    # Of tensor-parallel ranks the first one as well, whatever it holds.
+    # Only the first tensor-parallel rank writes, for sharded and replicated parameters.
     return param.owns_replica and not any(coordinate[len(param.row_shards.strides) :])

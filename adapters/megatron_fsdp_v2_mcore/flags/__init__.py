@@ -1,1 +1,1 @@
-"""Megatron's command line: what is understood, what is rejected, and why."""
+"""Flags of Megatron's command line: supported, rejected, and those of this package."""

@@ -1,4 +1,4 @@
-"""Our flags on Megatron's command line, and checks before and after Megatron's own."""
+"""Adds this package's flags to Megatron's parser; checks flags before and after Megatron does."""
 
 from __future__ import annotations
 
@@ -14,28 +14,20 @@ from megatron_fsdp_v2_mcore.flags.combinations import (
     check_parallel_sizes,
 )
 from megatron_fsdp_v2_mcore.flags.errors import FlagError, flag_of
-from megatron_fsdp_v2_mcore.flags.flat_optimizer import check_flat_optimizer
-from megatron_fsdp_v2_mcore.flags.offload import as_precision_aware, check_offload_flags
 from megatron_fsdp_v2_mcore.flags.precision import (
+    apply_main_grads_dtype,
     check_has_fused_adam,
-    check_precision_flags,
-    with_main_grads,
+    check_optimizer_flags,
+    offloads,
 )
 from megatron_fsdp_v2_mcore.flags.settings import (
     check_accumulation,
     check_hybrid,
     check_prefetch,
     check_quantized,
-    reject_fields,
+    reject,
 )
-from megatron_fsdp_v2_mcore.flags.table import (
-    EMERGING,
-    OTHER_FLAGS,
-    OWN_FLAGS,
-    Flag,
-    Handling,
-    size,
-)
+from megatron_fsdp_v2_mcore.flags.table import EMERGING, OWN_FLAGS, size
 
 __all__ = [
     "accepted_by_megatron",
@@ -55,7 +47,7 @@ _OFFLOAD_FLAG = "--optimizer-cpu-offload"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add our flags to Megatron's parser."""
+    """Add the flags of this package to Megatron's parser."""
     group = parser.add_argument_group(title="megatron_fsdp_v2")
     group.add_argument(
         API_FLAG,
@@ -78,23 +70,11 @@ def is_enabled(args: Any) -> bool:
     return bool(getattr(args, "use_fsdp_fully_shard_api", False))
 
 
-UNSUPPORTED = tuple(flag for flag in OTHER_FLAGS if flag.handling is Handling.REJECTED)
-
-_OF_A_MODEL = Flag(
-    "cpu_offloading_weights",
-    Handling.REJECTED,
-    "gathered weights have no memory between forward and backward, so that there is nothing to "
-    "offload; cpu_offloading of activations alone is fine",
-    flag="no flag of its own",
-)
-"""A field of `TransformerConfig` alone."""
-
-
 def check_before(args: Any) -> None:
-    """Check the command line before Megatron validates (and rewrites) it.
+    """Check the command line before Megatron validates and changes it.
 
     Raises:
-        FlagError: Flags are missing, or cannot be supported together.
+        FlagError: A required flag is missing, or a flag or combination is not supported.
     """
     if not is_enabled(args):
         for flag in OWN_FLAGS:
@@ -113,31 +93,22 @@ def check_before(args: Any) -> None:
         if flag.needs and is_given and not any(getattr(args, name) for name in flag.needs):
             needed = " or ".join(map(flag_of, flag.needs))
             raise FlagError(f"{flag.flag} needs {needed}; add it, or leave both out")
-    reject_fields(args)
+    reject(args)
     check_hybrid(args, args.expert_data_parallel_sharding_strategy)
     check_accumulation(args, args.expert_data_parallel_sharding_strategy)
     check_quantized(args)
-    check_offload_flags(args)
     check_prefetch(args.suggested_communication_unit_size, args.fsdp_unshard_prefetch_bytes)
-    for refusal in UNSUPPORTED:
-        value = getattr(args, refusal.name, None)
-        if refusal.rejects(value):
-            shown = "" if value is True else f" {value}"
-            raise FlagError(
-                f"{refusal.flag}{shown} cannot be used with {API_FLAG}: {refusal.meaning}"
-            )
     if args.init_model_with_meta_device and args.data_parallel_sharding_strategy == "no_shard":
         raise FlagError(
             "--init-model-with-meta-device cannot be used with --data-parallel-sharding-strategy "
-            "no_shard: Megatron offers it for sharded weights or optimizer state only"
+            "no_shard: Megatron supports it for sharded weights or optimizer state only"
         )
     if args.fp16 and args.optimizer in EMERGING:
         raise FlagError(
-            f"--fp16 cannot be used with --optimizer {args.optimizer}: Megatron offers it with "
+            f"--fp16 cannot be used with --optimizer {args.optimizer}: Megatron supports it with "
             "bf16 and fp32 only; use --bf16"
         )
-    check_precision_flags(args)
-    check_flat_optimizer(args)
+    check_optimizer_flags(args)
     check_parallel_sizes(args)
     check_overlapping_experts(args)
     if args.load is not None:
@@ -149,105 +120,64 @@ def check_before(args: Any) -> None:
 
 
 _FILLED_IN = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards")
-"""Options of a model that Megatron gives a value where they were left out."""
+"""Model options that Megatron sets itself if they are not given."""
 
 
 def reject_model_options(config: Any) -> None:
-    """Reject options of a model by name, where no command line was checked before.
+    """Reject unsupported model options by name, for scripts without Megatron's command line.
 
     Args:
         config: Megatron's `TransformerConfig`.
 
     Raises:
-        FlagError: A field has a value that cannot be supported.
+        FlagError: The value of a field is not supported.
     """
     check_overlapping_experts(config, is_config=True)
-    for refusal in (*UNSUPPORTED, _OF_A_MODEL):
-        if refusal.name in _FILLED_IN or not hasattr(config, refusal.name):
-            continue
-        value = getattr(config, refusal.name)
-        if refusal.rejects(value):
-            raise FlagError(
-                f"{type(config).__name__}.{refusal.name} = {value!r} ({refusal.flag}) cannot be "
-                f"used with sharded parameters: {refusal.meaning}"
-            )
+    reject(config, ignored=_FILLED_IN)
 
 
 @contextlib.contextmanager
 def accepted_by_megatron(args: Any) -> Iterator[None]:
-    """Have Megatron validate arguments that it would reject, or turn off, without this package."""
+    """Change arguments temporarily so that Megatron's validation accepts supported ones."""
     if not is_enabled(args):
         yield
         return
-    with (
-        _as_adam(args),
-        _with_worker(args),
-        _without_weight_check(args),
-        as_precision_aware(args),
-        with_main_grads(args),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _as_adam(args: Any) -> Iterator[None]:
-    """Have Megatron validate arguments with `--optimizer adam` where ours is one it would reject.
-
-    Megatron rejects other optimizers together with --use-megatron-fsdp, because its own wrapper
-    cannot step them, and turns its distributed optimizer off for them. For ours everything it
-    derives has to be as it is for Adam. The name is put back afterwards.
-    """
-    name = getattr(args, "optimizer", None)
-    if name not in EMERGING:
-        yield
-        return
-    args.optimizer = "adam"
+    # `shown` has temporary values for the validation, `changed` values that remain afterwards.
+    shown: dict[str, Any] = {"check_weight_hash_across_dp_replicas_interval": None}
+    changed: dict[str, Any] = {}
+    optimizer = getattr(args, "optimizer", None)
+    if optimizer in EMERGING:
+        # Megatron disables its distributed optimizer for these optimizers, which its own wrapper
+        # does not support. The options it derives must be those of Adam.
+        shown["optimizer"] = "adam"
+    if args.async_save:
+        # Megatron disables asynchronous saves without a worker process. Here a thread writes, which
+        # needs neither a worker nor a strategy.
+        shown["use_persistent_ckpt_worker"] = True
+        changed |= {"use_persistent_ckpt_worker": False, "async_strategy": "mcore"}
+    if offloads(args):
+        # Megatron requires this flag with offload. Its own class then does not read gradients from
+        # `param.grad`, where they are here.
+        shown["use_precision_aware_optimizer"] = True
+        changed["use_precision_aware_optimizer"] = False
+    given = {name: getattr(args, name) for name in shown}
+    apply_main_grads_dtype(args)
+    vars(args).update(shown)
     try:
         yield
     finally:
-        args.optimizer = name
-    if args.rank == 0:
-        sys.stdout.write(f"optimizer: {name}; Megatron's list of arguments shows adam for it\n")
-
-
-@contextlib.contextmanager
-def _with_worker(args: Any) -> Iterator[None]:
-    """Have Megatron validate `--async-save` with the worker process that it would ask for.
-
-    It turns asynchronous saves off without one. Here a thread writes, so that afterwards there is
-    neither a worker to start nor a strategy to choose one by.
-    """
-    if not args.async_save:
-        yield
-        return
-    args.use_persistent_ckpt_worker = True
-    try:
-        yield
-    finally:
-        args.use_persistent_ckpt_worker = False
-        args.async_strategy = "mcore"
-
-
-@contextlib.contextmanager
-def _without_weight_check(args: Any) -> Iterator[None]:
-    """Have Megatron validate arguments without its check of weights, which it rejects with ZeRO-3.
-
-    Its own compares what ranks hold; the one in its place gathers what is sharded.
-    """
-    name = "check_weight_hash_across_dp_replicas_interval"
-    interval = getattr(args, name)
-    setattr(args, name, None)
-    try:
-        yield
-    finally:
-        setattr(args, name, interval)
+        vars(args).update(given | changed)
+    if "optimizer" in shown and args.rank == 0:
+        sys.stdout.write(
+            f"optimizer: {optimizer}; Megatron's list of arguments shows adam for it\n"
+        )
 
 
 def check_after(args: Any) -> None:
-    """Check what Megatron made of the command line.
+    """Check the arguments after Megatron's validation.
 
     Raises:
-        FlagError: Megatron turned something on that cannot be supported.
+        FlagError: Megatron has set an option to an unsupported value.
     """
     if is_enabled(args) and not args.use_distributed_optimizer:
         raise FlagError(f"{API_FLAG} needs Megatron's distributed optimizer, which was turned off")
@@ -256,30 +186,30 @@ def check_after(args: Any) -> None:
 
 
 def check_no_yaml(args: Any, argv: Sequence[str]) -> None:
-    """Check that a configuration file does not replace the command line that selects us.
+    """Check that a YAML file does not replace a command line that selects this package.
 
-    With `--yaml-cfg` Megatron forgets every flag it does not know from the file, ours included,
-    and its own wrapper would be used without a word.
+    With `--yaml-cfg` Megatron ignores all flags of the command line, including those of this
+    package, and would silently use its own wrapper.
 
     Args:
-        args: What Megatron read from the file.
+        args: Arguments that Megatron read from the file.
         argv: The command line.
 
     Raises:
-        FlagError: One of the two selects this package.
+        FlagError: The file or the command line selects this package.
     """
     if API_FLAG in argv or is_enabled(args):
         raise FlagError(
-            f"--yaml-cfg cannot be used with {API_FLAG}: Megatron takes all arguments from the "
-            "file then and checks none of these; give them on the command line"
+            f"--yaml-cfg cannot be used with {API_FLAG}: Megatron then reads all arguments from "
+            "the file and does not validate them; pass them on the command line"
         )
 
 
 def supported_on_cpu(argv: Sequence[str]) -> tuple[str, ...]:
-    """Names of flags that Megatron supports on a GPU alone and this package on a CPU too.
+    """Return flags that Megatron supports only on a GPU and this package also on a CPU.
 
     Args:
-        argv: The command line; it may not select this package.
+        argv: The command line. If it does not select this package, the result is empty.
     """
     if API_FLAG not in argv:
         return ()
@@ -290,7 +220,7 @@ def supported_on_cpu(argv: Sequence[str]) -> tuple[str, ...]:
 
 
 def with_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `add_megatron_arguments` that adds the flags of this package."""
+    """Wrap `add_megatron_arguments` to also add the flags of this package."""
 
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         return add_arguments(original(parser))
@@ -299,7 +229,7 @@ def with_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_yaml(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `validate_yaml` that rejects a file where this package is selected."""
+    """Wrap `validate_yaml` to reject a file if this package is selected."""
 
     def validate_yaml(args: Any, *rest: Any, **kwargs: Any) -> Any:
         check_no_yaml(args, sys.argv)

@@ -1,7 +1,7 @@
-"""Is there a whole `fsdp_dtensor` checkpoint in a folder? Asked before anything is built.
+"""Checks at startup that a folder contains a complete `fsdp_dtensor` checkpoint.
 
-Megatron starts from scratch where it finds nothing, and fails deep inside torch where a file is
-cut short. A run that was told to resume should say so in its first second.
+Without these checks, Megatron starts from scratch if it finds no checkpoint, and fails inside torch
+after building the model if a file is truncated.
 """
 
 from __future__ import annotations
@@ -33,36 +33,36 @@ __all__ = [
 
 TRACKER = "latest_checkpointed_iteration.txt"
 CONFIG = "metadata.json"
-"""Where Megatron says in which format a checkpoint was saved."""
+"""File in which Megatron records the format of a checkpoint."""
 
 _MAX_DIGITS = 18
 
 RELEASE = "release"
-"""What that file says, and the folder is called, where weights are of no iteration."""
+"""Content of the tracker, and name of the folder, of a release: weights without an iteration."""
 
 
 def check_checkpoint_folder(
     folder: str | Path, *, may_be_empty: bool, iteration: int | None = None
 ) -> None:
-    """Find out whether a folder holds a complete `fsdp_dtensor` checkpoint.
+    """Check that a folder contains a complete `fsdp_dtensor` checkpoint.
 
     Args:
-        folder: What `--load` names.
-        may_be_empty: Whether nothing at all is fine: `--load` and `--save` of one folder mean
-            "resume if there is something".
-        iteration: The iteration asked for; the latest when None.
+        folder: The argument of `--load`.
+        may_be_empty: Whether a folder without checkpoints is accepted: `--load` and `--save` of the
+            same folder resume only if it has a checkpoint.
+        iteration: The iteration to load; the latest if None.
 
     Raises:
-        FlagError: There is none, or it is not complete; says what is wrong.
+        FlagError: The checkpoint does not exist or is incomplete. The message names the problem.
     """
     root = Path(folder)
     tracker = root / TRACKER
     if not tracker.is_file():
         if may_be_empty and iteration is None:
             return
-        state = "is empty of checkpoints" if root.is_dir() else "does not exist"
+        state = "has no checkpoints" if root.is_dir() else "does not exist"
         raise FlagError(
-            f"--load {folder} {state} (no {TRACKER}); name the folder a run saved to with --save"
+            f"--load {folder} {state} (no {TRACKER}); pass the folder that a run named with --save"
         )
     if iteration is None:
         iteration = _tracked_iteration(tracker)
@@ -79,19 +79,20 @@ def _tracked_iteration(tracker: Path) -> int | None:
     if text == RELEASE:
         return None
     if not text.isdecimal() or len(text) > _MAX_DIGITS:
-        raise FlagError(f"{tracker} should hold an iteration number, it holds {text[:40]!r}")
+        raise FlagError(f"{tracker} must contain an iteration number, got {text[:40]!r}")
     return int(text)
 
 
 def find_checkpoint(folder: str | Path, iteration: int | None = None) -> tuple[Path, int] | None:
-    """The folder and the iteration of a checkpoint; None where Megatron would find none.
+    """Find the folder and the iteration of a checkpoint.
 
     Args:
-        folder: What `--load` names.
-        iteration: The iteration asked for; the latest when None.
+        folder: The argument of `--load`.
+        iteration: The iteration to load; the latest if None.
 
     Returns:
-        The iteration is 0 for a release, which has none.
+        The folder of the iteration and its number, which is 0 for a release; None if Megatron
+        would not find a checkpoint.
     """
     root = Path(folder)
     if iteration is None:
@@ -114,18 +115,19 @@ def is_torch_dist(path: Path) -> bool:
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
-    """Where Megatron keeps the checkpoint of an iteration."""
+    """Return the folder in which Megatron saves the checkpoint of an iteration."""
     return root / f"iter_{iteration:07d}"
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Read the metadata of a folder of torch's distributed checkpoint, and run nothing in it.
+    """Read the metadata of torch's distributed checkpoint, without executing pickled code.
 
     Args:
         path: The folder of one iteration.
 
     Raises:
-        FlagError: There is none, it cannot be read, or it refers to anything but metadata.
+        FlagError: The metadata file does not exist, cannot be read, or contains other objects than
+            metadata.
     """
     if path.is_dir() and not (path / METADATA).is_file():
         found = listed(sorted(p.name for p in path.iterdir()), 4) or "nothing"
@@ -138,25 +140,25 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def reject_gpt_layers(path: str | Path, layer_maps: object) -> None:
-    """Refuse to load the layers of a GPT model into a hybrid one.
+    """Reject a checkpoint of a GPT model for a hybrid model.
 
     Args:
         path: The checkpoint.
-        layer_maps: What Megatron derived to rename them by; None where nothing is to be renamed.
+        layer_maps: The renaming of layers that Megatron derived; None if no layer is renamed.
 
     Raises:
-        FlagError: There is something to rename.
+        FlagError: Layers would have to be renamed.
     """
     if layer_maps is not None:
         raise FlagError(
-            f"--load {path} holds a GPT model and --hybrid-layer-pattern builds a hybrid one; "
-            "convert the checkpoint first, it is not done while loading"
+            f"--load {path} contains a GPT model and --hybrid-layer-pattern builds a hybrid one; "
+            "convert the checkpoint before loading it"
         )
 
 
 @contextlib.contextmanager
 def flag_errors() -> Iterator[None]:
-    """Say what is wrong with a checkpoint as an error of the command line that names it."""
+    """Raise errors about a checkpoint as errors of the command line that names it."""
     try:
         yield
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""Flags of Megatron that cannot be combined."""
+"""Checks of combinations of Megatron's flags."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = [
 
 
 def check_overlapping_experts(source: Any, *, is_config: bool = False) -> None:
-    """Check what goes together with layers whose parts are run one by one.
+    """Check options that depend on `--overlap-moe-expert-parallel-comm`.
 
     Args:
         source: Megatron's arguments, or a `TransformerConfig`.
-        is_config: Whether it is the latter, whose fields are named then.
+        is_config: Whether `source` is a `TransformerConfig`. Messages then name its fields.
 
     Raises:
-        FlagError: Something does not; names the flags.
+        FlagError: A combination is not supported. The message names the flags.
     """
 
     def shown(name: str) -> str:
@@ -32,8 +32,8 @@ def check_overlapping_experts(source: Any, *, is_config: bool = False) -> None:
     if not overlaps and getattr(source, "delay_wgrad_compute", False):
         raise FlagError(
             f"{shown('delay_wgrad_compute')} needs "
-            "--overlap-moe-expert-parallel-comm: only its schedule says when the gradients of all "
-            "weights of a layer are there"
+            "--overlap-moe-expert-parallel-comm: only its schedule signals when all weight "
+            "gradients of a layer are computed"
         )
     if overlaps and getattr(source, "moe_latent_size", None):
         raise FlagError(
@@ -45,13 +45,14 @@ def check_overlapping_experts(source: Any, *, is_config: bool = False) -> None:
 
 
 def check_parallel_sizes(args: Any) -> None:
-    """Check that ranks and experts can be divided as the command line says.
+    """Check that the parallel sizes divide the ranks and experts.
 
     Args:
         args: Megatron's arguments, before Megatron validates them.
 
     Raises:
-        FlagError: They cannot; names the flags.
+        FlagError: A size does not divide them, or a combination is not supported. The message
+            names the flags.
     """
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     context, expert = args.context_parallel_size, args.expert_model_parallel_size
@@ -68,14 +69,14 @@ def check_parallel_sizes(args: Any) -> None:
             f"--use-tp-pp-dp-mapping cannot be used with --pipeline-model-parallel-size {pipeline} "
             f"and --tensor-model-parallel-size {tensor} x --context-parallel-size {context} beside "
             f"--expert-model-parallel-size {expert} x --expert-tensor-parallel-size "
-            f"{expert_tensor}: Megatron wants the two products to be equal; leave it out"
+            f"{expert_tensor}: Megatron requires equal products; omit --use-tp-pp-dp-mapping"
         )
     variant = getattr(args, "experimental_attention_variant", None)
     if variant == "gated_delta_net" and tensor > 1:
         raise FlagError(
             f"--experimental-attention-variant {variant} cannot be used with "
-            f"--tensor-model-parallel-size {tensor}: Megatron does not say how its fused "
-            "projections are cut, so that a checkpoint could not be put together"
+            f"--tensor-model-parallel-size {tensor}: Megatron does not describe how its fused "
+            "projections are sharded, which checkpoints need"
         )
     if expert == 1:
         return

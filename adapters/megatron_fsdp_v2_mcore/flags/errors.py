@@ -13,33 +13,33 @@ __all__ = ["FlagError", "flag_of", "optimizer_field", "rejections_as_flag_errors
 
 
 def flag_of(name: str) -> str:
-    """The flag that sets a field of Megatron's arguments, as most of them are called."""
+    """Return the flag of a field of Megatron's arguments, by Megatron's usual naming."""
     return f"--{name.replace('_', '-')}"
 
 
 def optimizer_field(name: str, value: Any) -> str:
-    """How a field of Megatron's `OptimizerConfig` is written in a message, where no flag set it."""
+    """Format a field of Megatron's `OptimizerConfig` for a message of a script without flags."""
     return f"OptimizerConfig.{name} = {value!r}"
 
 
 @contextlib.contextmanager
 def rejections_as_flag_errors(beginning: str) -> Iterator[None]:
-    """Say in Megatron's own words what it has against a command line.
+    """Convert Megatron's errors about a command line to `FlagError`.
 
-    Megatron checks flags with assertions and plain exceptions, here and there also while it builds
-    a model.
+    Megatron checks flags with assertions and plain exceptions, some of them while it builds a
+    model.
 
     Args:
-        beginning: What the sentence begins with.
+        beginning: The beginning of the message.
 
     Raises:
-        FlagError: Megatron raised one of those; it is the cause.
+        FlagError: Megatron raised such an error, which is its cause.
     """
     try:
         yield
     except FlagError:
         raise
     except (AssertionError, ValueError, RuntimeError, ImportError) as error:
-        # Many of its assertions have no words; then the line that was asserted has to do.
+        # For an assertion without a message, the message is its source line.
         frames = traceback.extract_tb(error.__traceback__)
         raise FlagError(f"{beginning}: {str(error) or frames[-1].line}") from error

@@ -1,50 +1,55 @@
-"""Settings of ours that Megatron's configuration objects have no field for."""
+"""Options of this package without a field in Megatron's configuration objects."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+import importlib
+from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_fsdp_v2 import RuntimeOptions
 from megatron_fsdp_v2.layout.placement import STRATEGIES
+from megatron_fsdp_v2.runtime.options import check_at_least_one
 from megatron_fsdp_v2_mcore.flags.table import OWN_FLAGS
 
-__all__ = ["Options", "active_options", "is_active", "require_active", "set_active"]
+__all__ = [
+    "Options",
+    "active_options",
+    "is_active",
+    "require_active",
+    "set_active",
+    "training_globals",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What our own flags, and Megatron's that it keeps to itself, say about sharding.
+    """Sharding options that are not in Megatron's configuration objects.
 
-    A script on `megatron.core` alone gives it to `FullyShardedDataParallel`.
+    They come from the flags of this package, and from flags that Megatron does not pass to the
+    wrapper. A script on `megatron.core` passes them to `FullyShardedDataParallel`.
 
     Attributes:
-        expert_strategy: Sharding strategy of expert parameters; None: that of dense ones.
-        broadcasts_parameters: Whether data-parallel ranks built different weights, of which the
-            first rank's count.
-        logs_parameter_norms: Whether norms of every parameter are logged.
-        uses_trace_pool: Whether temporary buffers are at planned addresses.
-        unshard_prefetch_depth: See `fully_shard`.
-        unshard_prefetch_bytes: See `fully_shard`.
-        unshard_after_step: Whether the optimizer's step gathers what the next forward begins with.
-        max_live_grad_buffers: See `fully_shard`.
-        bucket_bytes: See `fully_shard`.
-        steps_flat_tensors: Whether Adam steps a few flat tensors instead of every parameter.
-        gathers_apart: Whether weights are gathered in process groups of their own.
+        expert_strategy: Sharding strategy of expert parameters; None for that of dense parameters.
+        broadcasts_parameters: Whether data-parallel ranks build different weights, so that those of
+            the first rank are broadcast.
+        logs_parameter_norms: Whether the norm of every parameter is logged.
+        unit_bytes: Maximum bytes of parameters of consecutive layers that form one unit; None for
+            --suggested-communication-unit-size, or 4 MiB without it.
+        runtime: Options of the units, apart from those that Megatron's configuration sets.
+        steps_each_parameter: Whether Adam steps each parameter even if it could step flat tensors.
+        gathers_apart: Whether weights are gathered in dedicated process groups.
 
     Raises:
-        ValueError: A strategy is not known, or a number is not at least 1.
+        ValueError: A strategy is unknown, or `unit_bytes` is less than 1.
     """
 
     expert_strategy: str | None = None
     broadcasts_parameters: bool = False
     logs_parameter_norms: bool = False
-    uses_trace_pool: bool = False
-    unshard_prefetch_depth: int | None = None
-    unshard_prefetch_bytes: int | None = None
-    unshard_after_step: bool = False
-    max_live_grad_buffers: int = 2
-    bucket_bytes: int | None = None
-    steps_flat_tensors: bool = False
+    unit_bytes: int | None = None
+    runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
+    steps_each_parameter: bool = False
     gathers_apart: bool = False
 
     def __post_init__(self) -> None:
@@ -52,20 +57,20 @@ class Options:
             raise ValueError(
                 f"expert_strategy is one of {', '.join(STRATEGIES)}, got {self.expert_strategy!r}"
             )
-        numbers = ("unshard_prefetch_depth", "unshard_prefetch_bytes", "max_live_grad_buffers")
-        for name in (*numbers, "bucket_bytes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is at least 1, got {value}")
+        if self.unit_bytes is not None:
+            check_at_least_one("unit_bytes", self.unit_bytes)
 
     @classmethod
     def from_args(cls, args: Any) -> Options:
-        """Read them from Megatron's arguments."""
-        given = {flag.option: getattr(args, flag.name, None) for flag in OWN_FLAGS}
+        """Read the options from Megatron's arguments."""
+        found = {flag.option: getattr(args, flag.name, None) for flag in OWN_FLAGS}
+        given = {option: value for option, value in found.items() if value is not None}
+        names = {option.name for option in dataclasses.fields(RuntimeOptions)} & given.keys()
         return cls(
+            runtime=RuntimeOptions(**{name: given.pop(name) for name in names}),
             broadcasts_parameters=bool(getattr(args, "data_parallel_random_init", False)),
             gathers_apart=bool(getattr(args, "create_all_gather_group", False)),
-            **{option: value for option, value in given.items() if value is not None},
+            **given,
         )
 
 
@@ -78,27 +83,35 @@ def active_options() -> Options:
 
 
 def is_active() -> bool:
-    """Return whether Megatron's optimizers and gradient sums are those for sharded parameters."""
+    """Return whether Megatron's optimizers and gradient reductions are patched."""
     return bool(_active)
 
 
 def set_active(options: Options | None) -> None:
-    """Record that these functions of Megatron are patched, or with None that they are not."""
+    """Record that these functions of Megatron are patched, or that they are not if None."""
     _active[:] = [] if options is None else [options]
 
 
 def require_active() -> None:
-    """Reject a sharded model that Megatron's own optimizers would step.
+    """Check that Megatron's functions are patched before a model is sharded.
 
-    They would treat shards as whole tensors, and count replicated elements several times.
+    Megatron's own optimizers would treat shards as whole tensors and count replicated elements
+    several times.
 
     Raises:
         RuntimeError: Megatron's functions are not patched.
     """
     if not _active:
         raise RuntimeError(
-            "FullyShardedDataParallel needs Megatron's optimizers and sums of gradients replaced, "
-            "and they are not: call megatron_fsdp_v2_mcore.enable() once before (a script on "
-            "megatron.core alone), or megatron_fsdp_v2_mcore.install() and give Megatron "
-            "--use-megatron-fsdp --use-fsdp-fully-shard-api"
+            "FullyShardedDataParallel needs patches of Megatron's optimizers and gradient "
+            "reductions, which are not applied: in a script on megatron.core, call "
+            "megatron_fsdp_v2_mcore.enable() first; otherwise call "
+            "megatron_fsdp_v2_mcore.install() and pass --use-megatron-fsdp "
+            "--use-fsdp-fully-shard-api to Megatron"
         )
+
+
+def training_globals() -> Any:
+    """Return Megatron's module of arguments and writers."""
+    # Imported by name and on demand, since scripts on megatron.core do not need it.
+    return importlib.import_module("megatron.training.global_vars")

@@ -1,16 +1,20 @@
-"""What Megatron's configuration means to `fully_shard`."""
+"""Arguments of `fully_shard` from Megatron's configuration."""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megatron_fsdp_v2 import MixedPrecisionPolicy
+from megatron_fsdp_v2 import MixedPrecisionPolicy, RuntimeOptions
+from megatron_fsdp_v2.runtime.api import SMALL_UNIT_BYTES
 from megatron_fsdp_v2_mcore.flags.errors import FlagError, flag_of
 from megatron_fsdp_v2_mcore.flags.options import Options
-from megatron_fsdp_v2_mcore.flags.table import DDP_FIELDS, Handling
+from megatron_fsdp_v2_mcore.flags.table import rejected_by
 
 __all__ = [
     "ShardingSettings",
@@ -20,22 +24,23 @@ __all__ = [
     "check_quantized",
     "notices",
     "quantized_gathers",
-    "reject_fields",
+    "reject",
     "sharding_settings",
+    "unit_bytes",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class ShardingSettings:
-    """`fully_shard` arguments that come from Megatron's configuration.
+    """Arguments of `fully_shard` that come from Megatron's configuration.
 
     Attributes:
-        sharding_strategy: The inner axis' strategy.
-        outer_sharding_strategy: The outer axis' strategy.
-        policy: Dtypes.
-        enable_unshard_prefetch: See `fully_shard`.
-        unshard_prefetch_numel: Elements of weights gathered ahead at most; None for no limit.
-        enable_async_reduce_grad: See `fully_shard`.
+        sharding_strategy: Strategy of the inner axis.
+        outer_sharding_strategy: Strategy of the outer axis.
+        policy: Mixed-precision policy.
+        enable_unshard_prefetch: See `RuntimeOptions`.
+        unshard_prefetch_numel: Maximum number of prefetched elements of weights; None for no limit.
+        enable_async_reduce_grad: See `RuntimeOptions`.
         checks_grads_for_nan: Whether reduced gradients are checked.
     """
 
@@ -47,50 +52,71 @@ class ShardingSettings:
     enable_async_reduce_grad: bool
     checks_grads_for_nan: bool
 
-    def prefetch_bytes(self, options: Options, params_dtype: torch.dtype) -> int | None:
-        """`unshard_prefetch_bytes` of `fully_shard`.
+    def runtime_options(self, options: Options, params_dtype: torch.dtype) -> RuntimeOptions:
+        """Return the options that all units of a model chunk share.
 
         Args:
-            options: Our own options.
-            params_dtype: Dtype that weights are gathered in.
+            options: Options of this package.
+            params_dtype: Dtype of gathered weights.
 
         Raises:
-            FlagError: Both Megatron's flag and ours say it.
+            FlagError: Megatron's flag and this package's flag both limit the prefetch.
         """
-        check_prefetch(self.unshard_prefetch_numel, options.unshard_prefetch_bytes)
-        if self.unshard_prefetch_numel is None:
-            return options.unshard_prefetch_bytes
-        return max(1, self.unshard_prefetch_numel * params_dtype.itemsize)
+        nbytes = options.runtime.unshard_prefetch_bytes
+        check_prefetch(self.unshard_prefetch_numel, nbytes)
+        if self.unshard_prefetch_numel is not None:
+            nbytes = max(1, self.unshard_prefetch_numel * params_dtype.itemsize)
+        return dataclasses.replace(
+            options.runtime,
+            enable_unshard_prefetch=self.enable_unshard_prefetch,
+            unshard_prefetch_bytes=nbytes,
+            enable_async_reduce_grad=self.enable_async_reduce_grad,
+        )
 
 
-def reject_fields(source: Any) -> None:
-    """Reject by name what cannot be supported.
+def unit_bytes(options: Options, suggested: int | None, params_dtype: torch.dtype) -> int:
+    """Return the maximum bytes of parameters of consecutive layers that form one unit.
 
     Args:
-        source: A `DistributedDataParallelConfig`, or Megatron's arguments, whose attributes it is
-            made of; attributes that are missing are left to the configuration.
+        options: Options of this package, whose `unit_bytes` takes precedence.
+        suggested: Megatron's suggested number of elements per communication.
+        params_dtype: Dtype of the parameters.
+    """
+    if options.unit_bytes is not None:
+        return options.unit_bytes
+    if suggested is None:
+        return SMALL_UNIT_BYTES
+    return max(1, suggested * params_dtype.itemsize)
+
+
+def reject(source: Any, *, ignored: Sequence[str] = ()) -> None:
+    """Reject unsupported options by name.
+
+    Args:
+        source: Megatron's arguments, or one of the configuration objects built from them.
+        ignored: Names of fields that are not checked.
 
     Raises:
-        FlagError: A field has a value that cannot be supported; names its flag.
+        FlagError: The value of a field is not supported. The message names its flag.
     """
-    for rule in DDP_FIELDS:
-        names = [name for name in (rule.argument, rule.name) if name and hasattr(source, name)]
-        if rule.handling is not Handling.REJECTED or not names:
+    for flag, value in rejected_by(source):
+        if flag.name in ignored:
             continue
-        value = getattr(source, names[0])
-        if rule.rejects(value):
-            raise FlagError(
-                f"{rule.flag} (= {value}) cannot be used with --use-fsdp-fully-shard-api: "
-                f"{rule.meaning}"
-            )
+        if isinstance(source, argparse.Namespace):
+            given = f"{flag.flag} cannot be" if value is True else f"{flag.flag} {value} cannot be"
+            raise FlagError(f"{given} used with --use-fsdp-fully-shard-api: {flag.meaning}")
+        raise FlagError(
+            f"{type(source).__name__}.{flag.name} = {value!r} ({flag.flag}) cannot be used with "
+            f"sharded parameters: {flag.meaning}"
+        )
 
 
 def notices(source: Any, options: Options) -> list[str]:
-    """What to say of fields that ask for something that is done in another way here.
+    """Return notices about options that this package implements in a different way.
 
     Args:
         source: A `DistributedDataParallelConfig`, or Megatron's arguments.
-        options: Our own options.
+        options: Options of this package.
     """
     return [
         *_about_double_buffers(source, options),
@@ -100,34 +126,27 @@ def notices(source: Any, options: Options) -> list[str]:
 
 
 def _about_double_buffers(source: Any, options: Options) -> list[str]:
-    asked = [
-        rule.flag
-        for rule in DDP_FIELDS
-        if rule.name in ("fsdp_double_buffer", "megatron_fsdp_max_pool_double_buffer")
-        and getattr(source, rule.name, False)
-    ]
+    fields = ("fsdp_double_buffer", "megatron_fsdp_max_pool_double_buffer")
+    asked = [flag_of(name) for name in fields if getattr(source, name, False)]
     if not asked:
         return []
-    if options.uses_trace_pool:
-        how = "--fsdp-trace-pool keeps their memory between steps at fixed addresses"
+    if options.runtime.enable_trace_pool:
+        how = "--fsdp-trace-pool keeps their memory at fixed addresses between steps"
     else:
-        how = "add --fsdp-trace-pool to keep their memory between steps at fixed addresses"
+        how = "add --fsdp-trace-pool to keep their memory at fixed addresses between steps"
     suggested = getattr(source, "suggested_communication_unit_size", None)
-    ahead = f"{(options.unshard_prefetch_depth or 1) + 1} units are"
-    if options.unshard_prefetch_bytes is not None or suggested is not None:
-        ahead = "one unit and what is gathered ahead of it are"
-    return [
-        f"{' and '.join(asked)}: beside the root no more than {ahead} gathered and "
-        f"{options.max_live_grad_buffers} have full gradient buffers at any time as it is; {how}"
-    ]
+    runtime = options.runtime
+    if suggested is not None:
+        runtime = dataclasses.replace(runtime, unshard_prefetch_bytes=max(1, suggested))
+    return [f"{' and '.join(asked)}: without the flag, {runtime.live_units}; {how}"]
 
 
 def _about_registration(source: Any, options: Options) -> list[str]:
-    if not getattr(source, "nccl_ub", False) or options.uses_trace_pool:
+    if not getattr(source, "nccl_ub", False) or options.runtime.enable_trace_pool:
         return []
     return [
-        "--use-nccl-ub: nothing is registered, since gathered weights and gradients are at "
-        "changing addresses; add --fsdp-trace-pool to have them at fixed ones"
+        "--use-nccl-ub: no memory is registered, since the addresses of gathered weights and "
+        "gradients change; add --fsdp-trace-pool for fixed addresses"
     ]
 
 
@@ -136,40 +155,41 @@ def _about_fp8_copies(source: Any) -> list[str]:
     if not is_sharded or quantized_gathers(source) or source.keep_fp8_transpose_cache:
         return []
     return [
-        f"--{kind}-format: weights are gathered in bf16, and Transformer Engine may keep them "
-        f"quantized from one micro-batch to the next, whole, on every rank; add --{kind}"
-        f"-param-gather to gather {share} the bytes and keep nothing"
+        f"--{kind}-format: weights are gathered in bf16, and Transformer Engine may cache whole "
+        f"quantized weights on every rank between micro-batches; add --{kind}"
+        f"-param-gather to gather {share} the bytes without this cache"
         for kind, share in (("fp8", "half"), ("fp4", "a quarter of"))
         if getattr(source, kind, None)
     ]
 
 
 def check_prefetch(suggested: int | None, nbytes: int | None) -> None:
-    """See that one flag at most says how much is gathered ahead.
+    """Check that at most one flag limits the prefetch.
 
     Args:
-        suggested: What Megatron's says.
-        nbytes: What ours says.
+        suggested: Value of Megatron's flag.
+        nbytes: Value of this package's flag.
 
     Raises:
-        FlagError: Both say something.
+        FlagError: Both flags are given.
     """
     if suggested is not None and nbytes is not None:
         raise FlagError(
-            "--suggested-communication-unit-size and --fsdp-unshard-prefetch-bytes both say how "
-            "much is gathered ahead; leave one of them out"
+            "--suggested-communication-unit-size and --fsdp-unshard-prefetch-bytes both limit the "
+            "prefetch; leave one of them out"
         )
 
 
 def check_hybrid(source: Any, expert_strategy: str | None = None) -> None:
-    """See that there is something to shard between optimizer instances, if that is asked for.
+    """Check the flags that an outer sharding strategy needs.
 
     Args:
         source: A `DistributedDataParallelConfig`, or Megatron's arguments.
-        expert_strategy: Sharding strategy of experts, where it is another one.
+        expert_strategy: Sharding strategy of experts, if it differs.
 
     Raises:
-        FlagError: There is not; names the flags.
+        FlagError: There is only one optimizer instance, or the inner strategy shards nothing. The
+            message names the flags.
     """
     outer = source.outer_dp_sharding_strategy
     if outer == "no_shard":
@@ -187,14 +207,14 @@ def check_hybrid(source: Any, expert_strategy: str | None = None) -> None:
 
 
 def check_accumulation(source: Any, expert_strategy: str | None = None) -> None:
-    """See that there are reduce-scatters, if these are to add up in fp32.
+    """Check that gradients are reduce-scattered if fp32 accumulation is requested.
 
     Args:
         source: A `DistributedDataParallelConfig`, or Megatron's arguments.
-        expert_strategy: Sharding strategy of experts, where it is another one.
+        expert_strategy: Sharding strategy of experts, if it differs.
 
     Raises:
-        FlagError: There are none; names the flags.
+        FlagError: A strategy all-reduces gradients. The message names the flags.
     """
     field = "reduce_scatter_with_fp32_accumulation"
     if not (getattr(source, field, False) or getattr(source, f"ddp_{field}", False)):
@@ -202,13 +222,13 @@ def check_accumulation(source: Any, expert_strategy: str | None = None) -> None:
     for flag in _replicated_by(source, expert_strategy):
         raise FlagError(
             f"{flag} no_shard all-reduces gradients, and "
-            "--ddp-reduce-scatter-with-fp32-accumulation is of reduce-scatters; use optim, "
+            "--ddp-reduce-scatter-with-fp32-accumulation applies to reduce-scatters; use optim, "
             "optim_grads or optim_grads_params, or --megatron-fsdp-grad-comm-dtype fp32 instead"
         )
 
 
 def _replicated_by(source: Any, expert_strategy: str | None) -> list[str]:
-    """Flags of the strategies that shard nothing."""
+    """Return the flags whose strategy is `no_shard`."""
     strategies = {
         "--data-parallel-sharding-strategy": source.data_parallel_sharding_strategy,
         "--expert-data-parallel-sharding-strategy": expert_strategy,
@@ -217,7 +237,7 @@ def _replicated_by(source: Any, expert_strategy: str | None) -> list[str]:
 
 
 def quantized_gathers(source: Any) -> str | None:
-    """The flag that has weights gathered as quantized bytes, if one is given.
+    """Return the flag that enables all-gathers of quantized weights, if one is given.
 
     Args:
         source: A `DistributedDataParallelConfig`, or Megatron's arguments.
@@ -229,38 +249,38 @@ def quantized_gathers(source: Any) -> str | None:
 
 
 def check_quantized(source: Any) -> None:
-    """See that quantized weights have what they need, if they are asked for.
+    """Check the options that quantized weights need.
 
     Args:
         source: A `DistributedDataParallelConfig`, or Megatron's arguments.
 
     Raises:
-        FlagError: They do not; names the flags.
+        FlagError: An option does not support quantized weights. The message names the flags.
     """
     flag = quantized_gathers(source)
     if flag is None:
         return
     if getattr(source, "use_cpu_initialization", False):
         raise FlagError(
-            f"--use-cpu-initialization cannot be used with {flag}: Megatron draws "
-            "values into quantized weights then, and what these keep in higher precision is unset"
+            f"--use-cpu-initialization cannot be used with {flag}: Megatron then initializes the "
+            "quantized weights and does not set their high-precision values"
         )
     main_weights = source.megatron_fsdp_main_params_dtype
     if main_weights not in ("fp32", torch.float32):
         raise FlagError(
-            f"{flag} quantizes main weights, and what the optimizer adds to these is "
-            "lost where they are no finer than the weights of the model; use "
+            f"{flag} quantizes main weights, and updates of the optimizer are "
+            "lost if main weights have a low precision; use "
             f"--megatron-fsdp-main-params-dtype fp32, not {main_weights or 'auto'}"
         )
 
 
 def sharding_settings(ddp_config: Any) -> ShardingSettings:
-    """Map a `DistributedDataParallelConfig` onto `fully_shard` arguments.
+    """Map a `DistributedDataParallelConfig` to arguments of `fully_shard`.
 
     Raises:
-        FlagError: A field has a value that cannot be supported; names its flag.
+        FlagError: The value of a field is not supported. The message names its flag.
     """
-    reject_fields(ddp_config)
+    reject(ddp_config)
     check_hybrid(ddp_config)
     check_quantized(ddp_config)
     check_accumulation(ddp_config)
@@ -277,7 +297,7 @@ def sharding_settings(ddp_config: Any) -> ShardingSettings:
             main_params_dtype=ddp_config.megatron_fsdp_main_params_dtype,
             main_grads_dtype=main_grads,
             grad_comm_dtype=ddp_config.megatron_fsdp_grad_comm_dtype,
-            # Megatron's own wrapper casts what needs casting, and leaves rotary tables in fp32.
+            # Megatron's Float16Module casts inputs; rotary embeddings stay in fp32.
             cast_forward_inputs=False,
             reduce_scatter_with_fp32_accumulation=ddp_config.reduce_scatter_with_fp32_accumulation,
         ),

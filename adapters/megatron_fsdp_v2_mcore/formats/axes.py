@@ -1,4 +1,4 @@
-"""One group for what is reduced over the ranks of two mesh axes: Transformer Engine takes one."""
+"""One process group for reductions over two mesh axes, since Transformer Engine takes only one."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["AxesGroup", "group_over"]
 class AxesGroup(dist.ProcessGroup):
     """The ranks of several mesh axes, for all-reduces along one axis after the other.
 
-    It has no communicator of its own, which all ranks would have to make together: it uses those
-    that the axes have. A maximum is the same, bit by bit, in whatever order it is taken.
+    The group uses the communicators of the axes; a communicator of its own would have to be
+    created by all ranks together. The result of a maximum is bitwise independent of the order.
     """
 
     def __init__(self, axes: Sequence[Axis]) -> None:
-        """Stand for these axes, outermost first."""
+        """Create the group of these axes, outermost first."""
         rank = 0
         for axis in axes:
             rank = rank * axis.size + axis.rank
@@ -36,19 +36,19 @@ class AxesGroup(dist.ProcessGroup):
         """Reduce in place; see `torch.distributed.all_reduce`.
 
         Returns:
-            The work of the last axis, which the others were waited for before; None for a
-            synchronous call, where the backend has none.
+            The work handle of the last axis; the others are complete. None for a synchronous call
+            of a backend that returns no handle.
         """
         options = dist.AllreduceOptions() if opts is None else opts
         *others, last = self._groups
         for group in others:
             work = group.allreduce(tensors, options)
-            # NCCL has none for a synchronous call, which is ordered on the current stream.
+            # NCCL returns None for a synchronous call, which is ordered on the current stream.
             if work is not None:
                 work.wait()
         return last.allreduce(tensors, options)
 
 
 def group_over(axes: Sequence[Axis]) -> dist.ProcessGroup:
-    """The group of one axis, or one over several. Not collective."""
+    """Return the group of one axis, or an `AxesGroup` of several. Not collective."""
     return axes[0].group if len(axes) == 1 else AxesGroup(axes)

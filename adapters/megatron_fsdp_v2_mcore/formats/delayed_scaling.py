@@ -1,7 +1,7 @@
-"""What Transformer Engine's modules remember between steps to quantize with: delayed scaling.
+"""The delayed-scaling state that Transformer Engine's modules keep between steps.
 
 A module has a scale for every tensor it quantizes, and a history of the largest magnitudes (amax)
-that scales are made of. Both belong to the module alone and are in none of its parameters.
+from which scales are computed. Neither is a parameter or buffer of the module.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _DIRECTIONS = {"fwd": "scaling_fwd", "bwd": "scaling_bwd"}
 
 
 def allocate(module: nn.Module) -> None:
-    """Have a module make its state now that its first forward would make. Idempotent.
+    """Allocate the state that a module's first forward would allocate. Idempotent.
 
-    Where it is called decides what is made: inside of `autocast`, with the recipe of that.
+    Call it inside `autocast`, whose recipe determines the state.
     """
     if not isinstance(module, TransformerEngineBaseModule):
         return
@@ -31,7 +31,7 @@ def allocate(module: nn.Module) -> None:
 
 
 def live_state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors a module works with, not copies; empty where it has none.
+    """Return the state tensors that a module uses, not copies; empty if it has none.
 
     Returns:
         `scale_fwd` and `scale_bwd`, fp32 of shape `(tensors,)`, and `amax_history_fwd` and
@@ -55,7 +55,7 @@ def live_state(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def amax_group(module: nn.Module) -> Any:
-    """The ranks whose maxima are reduced; None where the module has not been used in FP8."""
+    """Return the group over which amaxes are reduced; None before the module's first use in FP8."""
     return getattr(module, "fp8_meta", {}).get("fp8_group")
 
 

@@ -1,6 +1,6 @@
-"""How many products a module of Transformer Engine does, by which it counts its quantizers.
+"""The number of GEMMs of a Transformer Engine module, which determines its number of quantizers.
 
-Transformer Engine is not imported: a module of its kind is known by what it has.
+This file does not import Transformer Engine; it recognizes its modules by their attributes.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ __all__ = ["num_grouped", "num_products"]
 
 
 def num_grouped(module: nn.Module) -> int | None:
-    """How many products a grouped layer does with weights of its own; None for other modules.
+    """Return the number of GEMMs with separate weights of a grouped layer; None for other modules.
 
-    Of its state, each product has the columns that belong to it one after the other.
+    In the state of a grouped layer, the columns of each GEMM are consecutive.
     """
     number: int | None = getattr(module, "num_gemms", None)
     return number
 
 
 def num_products(module: nn.Module) -> int:
-    """Products of a module's forward: one of most, two of an MLP, three of attention."""
+    """Return the number of GEMMs in a forward: two for an MLP, three for attention, else one."""
     number = num_grouped(module)
     if number is not None:
         return number

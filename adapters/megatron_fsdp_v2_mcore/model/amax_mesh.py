@@ -1,9 +1,10 @@
-"""Over which ranks Transformer Engine looks for the largest element of a weight it quantizes.
+"""The ranks over which Transformer Engine reduces the amax of a weight that it quantizes.
 
-Data-parallel sharding needs nothing of this: a weight is gathered whole before it is quantized. A
-tensor-parallel rank has a part of it, and with current scaling a scale of its own, so that what is
-computed depends on how many parts there are. With a mesh named, all parts have the scale of the
-whole. Transformer Engine is not imported: a module of its kind is known by what it has.
+Data-parallel sharding does not need this reduction: a weight is gathered before it is quantized. A
+tensor-parallel rank has a shard of the weight and, with current scaling, a scale of its own:
+results depend on the tensor-parallel size. With a mesh set, all shards use the scale of the
+whole weight. This file does not import Transformer Engine; it recognizes its modules by their
+attributes.
 """
 
 from __future__ import annotations
@@ -23,22 +24,23 @@ _MARKS = ("_get_weight_quantizers", "init_fp8_metadata")
 
 
 def name_amax_mesh(module: nn.Module, mesh: DeviceMesh) -> list[RemovableHandle]:
-    """Have weights below a module quantized with the largest element on all ranks of a mesh.
+    """Quantize the weights below a module with the amax over all ranks of a mesh.
 
-    Of the formats of Transformer Engine this is for those with one scale that is made of the weight
-    itself (`Float8CurrentScaling`). Delayed scaling takes a group where its context is entered
-    (`autocast(amax_reduction_group=...)`); blocks have scales of their own, within a part.
-    Every rank of the mesh has to run the modules. Call it before or after `fully_shard`.
+    The function affects formats with a single scale that is computed from the weight itself
+    (`Float8CurrentScaling`). Delayed scaling takes the group from its context
+    (`autocast(amax_reduction_group=...)`); block formats have scales of blocks within a shard.
+    Every rank of the mesh must run the modules. Call the function before or after `fully_shard`.
 
     Args:
-        module: Modules of Transformer Engine at and below it are meant, others left alone.
-        mesh: One axis, the tensor-parallel one: `mesh["tp"]`.
+        module: Hooks are registered on all modules of Transformer Engine at and below this module.
+        mesh: The tensor-parallel mesh, with one axis: `mesh["tp"]`.
 
     Returns:
-        Handles of the hooks; removed, weights have scales of their own again from a new recipe on.
+        Handles of the hooks. After their removal, shards have their own scales again from the next
+        new recipe on.
 
     Raises:
-        ValueError: The mesh is none of one axis, or nothing below the module quantizes weights.
+        ValueError: The mesh does not have exactly one axis, or no module quantizes weights.
     """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise ValueError(f'the mesh for amaxes must have one axis, such as mesh["tp"], got {mesh}')
@@ -53,15 +55,15 @@ def name_amax_mesh(module: nn.Module, mesh: DeviceMesh) -> list[RemovableHandle]
 
 
 def _quantizes_weights(module: nn.Module) -> bool:
-    """Whether it is of Transformer Engine's kind; attention is and has no weights."""
+    """Whether a module is of Transformer Engine and has weights; its attention has none."""
     has_weights = next(module.parameters(recurse=False), None) is not None
     return has_weights and all(hasattr(module, mark) for mark in _MARKS)
 
 
 def _reduce_over(group: Any, module: Any, inputs: Any) -> None:
-    """Set the group on the quantizers of weights, which a module makes when a recipe is new."""
+    """Set the group on the quantizers of weights, which a module creates for every new recipe."""
     del inputs
-    # What its forward would do next, which does nothing then.
+    # The forward would call this next; its own call then has no effect.
     module.init_fp8_metadata(num_gemms=num_products(module))
     for quantizer in module._get_weight_quantizers():
         if hasattr(quantizer, "with_amax_reduction"):

@@ -1,4 +1,4 @@
-"""Gradients of an embedding that the first and the last pipeline stage hold a copy of."""
+"""Gradients of a tied embedding, which the first and the last pipeline stage both hold."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ __all__ = ["add_up_embedding_grads"]
 
 
 def add_up_embedding_grads(original: Callable[..., None]) -> Callable[..., None]:
-    """Replace Megatron's sum, which ends by making a plain tensor the gradient of a DTensor.
+    """Replace Megatron's reduction, which assigns a plain tensor to the gradient of a DTensor.
 
-    Stages cut the embedding alike (see `units.shared_by_stages`), so that a sum of shards is one.
+    Both stages shard the embedding identically (see `units.shared_by_stages`), so that the sum of
+    their local shards is the shard of the summed gradient.
     """
 
     def add_up(

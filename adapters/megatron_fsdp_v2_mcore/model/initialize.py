@@ -1,19 +1,20 @@
-"""Values for parameters that a model was built without: those of a build with memory.
+"""Initial values of parameters on the meta device: those of a build with allocated memory.
 
-Megatron draws while it constructs, from one stream of random numbers per kind of parameter. Units
-get their memory in another order than modules were constructed in, so what shares a stream must
-not be drawn when its unit comes:
+Megatron initializes parameters during construction, with one random number generator per kind of
+parameter. Units are materialized in a different order than their modules were constructed.
+Parameters that share a generator can therefore not be initialized when their unit is materialized:
 
-* Position embeddings, routers and gates of shared experts are made, and drawn in fp32, in host
-  memory, from torch's own generator for the CPU, whatever the device of the model. All of a chunk
-  are drawn at once, in the order of construction, and wait there for their unit.
-* Grouped experts are drawn from the stream of experts, which nothing else uses; their layers come
-  in order.
-* Layers of Transformer Engine are drawn from the stream of tensor-parallel weights. So is an output
-  layer, which has memory from the start and was drawn before them: there, values differ.
+* Position embeddings, routers and gates of shared experts are built and initialized in fp32 in
+  host memory, with torch's CPU generator on every device. The parameters of a chunk are initialized
+  together, in the order of construction, and copied when their unit is materialized.
+* Grouped experts use the generator of experts, which no other parameter uses. Their layers are
+  materialized in order.
+* Layers of Transformer Engine use the generator of tensor-parallel weights. An output layer uses
+  the same generator, has memory from the start and is initialized before these layers: their
+  values differ on stages that have an output layer.
 
-Embeddings of the vocabulary and Megatron's own parallel layers name their device, and are never
-on the meta device.
+Vocabulary embeddings and Megatron's own parallel layers pass an explicit device and are never on
+the meta device.
 """
 
 from __future__ import annotations
@@ -37,24 +38,24 @@ from megatron_fsdp_v2_mcore.model.tensor_shards import is_expert
 __all__ = ["OTHER_VALUES", "initializer"]
 
 OTHER_VALUES = (
-    "--init-model-with-meta-device: weights of Transformer Engine's layers are drawn after those "
-    "of an output layer; on pipeline stages that have one, they start from other values than "
-    "without the flag, of the same distribution"
+    "--init-model-with-meta-device: weights of Transformer Engine's layers are initialized after "
+    "those of an output layer; on pipeline stages with an output layer, their initial values "
+    "differ from those without the flag and have the same distribution"
 )
-"""What is said at start where weights may not be those of a build with memory."""
+"""Warning at startup if initial weights may differ from those of a build with memory."""
 
 _logger = logging.getLogger(__name__)
 
 
 def initializer(config: Any, chunk: nn.Module) -> Callable[[nn.Module], None]:
-    """Make what gives values to one module's own parameters, once they have memory.
+    """Return a function that initializes a module's own parameters once they have memory.
 
-    Megatron's own FSDP leaves it to `reset_parameters()`, which for a plain embedding is torch's
-    unit normal and not what the model was configured with.
+    Megatron's own FSDP calls `reset_parameters()`, which initializes a plain embedding with torch's
+    unit normal and not with the configured method.
 
     Args:
         config: The transformer configuration.
-        chunk: The model chunk, built on the meta device or not.
+        chunk: The model chunk, on the meta device or with memory.
     """
     waiting = _drawn_on_host(config, chunk)
     if any(_is_drawn_after_others(module) for module in chunk.modules()):
@@ -74,7 +75,7 @@ def initializer(config: Any, chunk: nn.Module) -> Callable[[nn.Module], None]:
                 "reset_parameters() to give them values; leave out --init-model-with-meta-device"
             )
         tracker = get_cuda_rng_tracker()
-        # Parts that ranks do not share must not be drawn alike; what they share, they draw alike.
+        # Sharded parameters need different values on each rank, replicated ones equal values.
         if any(is_expert(param) for param in own):
             with tracker.fork(get_expert_parallel_rng_tracker_name()):
                 reset()
@@ -88,7 +89,7 @@ def initializer(config: Any, chunk: nn.Module) -> Callable[[nn.Module], None]:
 
 
 def _drawn_on_host(config: Any, chunk: nn.Module) -> dict[nn.Module, dict[str, torch.Tensor]]:
-    """Draw what Megatron draws in host memory, in the order modules were constructed in."""
+    """Initialize the parameters that Megatron builds on the host, in the order of construction."""
     drawn = {}
     for module in chunk.modules():
         if not isinstance(module, nn.Embedding | Router | SharedExpertMLP):
@@ -96,7 +97,7 @@ def _drawn_on_host(config: Any, chunk: nn.Module) -> dict[nn.Module, dict[str, t
         absent = {name: p for name, p in module._parameters.items() if p is not None and p.is_meta}
         if not absent:
             continue
-        # As in a build with memory: in fp32, whatever the model computes in.
+        # A build with memory initializes them in fp32, for every compute dtype.
         for name, param in absent.items():
             empty = torch.empty(param.shape, dtype=torch.float32, device="cpu")
             module._parameters[name] = nn.Parameter(empty)
@@ -111,18 +112,18 @@ def _drawn_on_host(config: Any, chunk: nn.Module) -> dict[nn.Module, dict[str, t
 
 def _draw(config: Any, module: Any) -> None:
     if isinstance(module, SharedExpertMLP):
-        # Its gate is the only parameter of its own, and it has no `reset_parameters()`.
+        # The gate is the only parameter of the module itself, which has no `reset_parameters()`.
         if config.perform_initialization:
             config.init_method(module.gate_weight)
         return
     module.reset_parameters()
-    # The constructor of an embedding draws as well, before Megatron does.
+    # The constructor of an embedding also draws random numbers, before Megatron does.
     if isinstance(module, nn.Embedding) and config.perform_initialization:
         config.embedding_init_method(module.weight)
 
 
 def _is_drawn_after_others(module: nn.Module) -> bool:
-    """Whether it is a layer of Transformer Engine with a matrix on the meta device, not experts."""
+    """Whether a Transformer Engine layer has a non-expert matrix on the meta device."""
     packages = {kind.__module__.partition(".")[0] for kind in type(module).__mro__}
     if "transformer_engine" not in packages:
         return False

@@ -1,4 +1,4 @@
-"""Mamba mixers, whose helper for context parallelism holds parameters past the mixer."""
+"""Mamba mixers, whose helper for context parallelism keeps references to their parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.core.ssm.mamba_mixer import MambaMixer
 __all__ = ["follow_parameters"]
 
 HELD = ("conv1d_weight", "conv1d_bias", "dt_bias", "A_log", "D")
-"""Parameters of a mixer that its helper holds as well, under the same name with `_cp1`."""
+"""Parameters of a mixer that its helper also references, under the same name with `_cp1`."""
 
 
 def _of_mixer(name: str) -> property:
@@ -23,7 +23,7 @@ def _of_mixer(name: str) -> property:
 
 
 class _FollowingParameters(MambaContextParallel):
-    """The helper, with the parameters the mixer has now and not those it was built with."""
+    """The helper, reading the parameters that are currently registered on the mixer."""
 
     mixer: weakref.ref[Any]
 
@@ -33,11 +33,12 @@ for _name in HELD:
 
 
 def follow_parameters(module: torch.nn.Module) -> None:
-    """Have every Mamba mixer compute with the parameters that are registered on it.
+    """Make every Mamba mixer compute with the parameters that are registered on it.
 
-    Megatron gives them to a helper when a mixer is built, and the mixer computes with those of the
-    helper. Sharding registers others in their place: the helper's would neither be gathered nor
-    get their gradients reduced, and stay what they were at the start.
+    Megatron passes the parameters to a helper when it builds a mixer, and the mixer computes with
+    the references of the helper. Sharding replaces the registered parameters: those of the helper
+    would not be gathered, their gradients would not be reduced, and they would keep their initial
+    values.
 
     Args:
         module: A chunk that is not sharded yet.

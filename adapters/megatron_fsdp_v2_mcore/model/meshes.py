@@ -11,18 +11,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp_v2.comm.gather_groups import group_of_same_ranks
+from megatron_fsdp_v2.comm.groups import group_of_same_ranks
 
 __all__ = ["Meshes", "dense_meshes", "expert_meshes", "gather_groups"]
 
 
 @dataclass(frozen=True, slots=True)
 class Meshes:
-    """The meshes of one kind of parameters.
+    """The meshes of dense or of expert parameters.
 
     Attributes:
         data: Data-parallel axes: `(dp,)`, or `(dp_outer, dp)` for hybrid sharding.
-        both: These and the tensor-parallel axis; None where that is of size 1.
+        both: The data-parallel axes and the tensor-parallel axis; None if the size of the latter
+            is 1.
     """
 
     data: DeviceMesh
@@ -30,14 +31,14 @@ class Meshes:
 
 
 def dense_meshes(groups: Any, device_type: str, *, is_hybrid: bool) -> Meshes:
-    """Meshes of parameters that every data-parallel rank computes with.
+    """Return the meshes of dense parameters, which all data-parallel ranks share.
 
-    Context-parallel ranks hold equal parameters and see other tokens: to a gradient they are
-    data-parallel ranks.
+    Context-parallel ranks hold the same parameters and process different tokens. The reduction of
+    gradients treats them as data-parallel ranks.
 
     Args:
         groups: A `ProcessGroupCollection`.
-        device_type: Where parameters are.
+        device_type: Device type of the parameters.
         is_hybrid: Whether data parallelism has an outer axis, between optimizer instances.
 
     Raises:
@@ -48,7 +49,7 @@ def dense_meshes(groups: Any, device_type: str, *, is_hybrid: bool) -> Meshes:
 
 
 def expert_meshes(groups: Any, device_type: str, *, is_hybrid: bool) -> Meshes:
-    """Meshes of the parameters of experts that other expert-parallel ranks do not hold.
+    """Return the meshes of expert parameters, which differ between expert-parallel ranks.
 
     Raises:
         ValueError: A group is missing.
@@ -60,17 +61,18 @@ def expert_meshes(groups: Any, device_type: str, *, is_hybrid: bool) -> Meshes:
 def gather_groups(
     groups: Any, dense: Meshes, expert: Meshes | None, *, are_made: bool
 ) -> dict[DeviceMesh, Any]:
-    """The process group that weights on each mesh are gathered in, where that is one of its own.
+    """Return the dedicated process group for all-gathers of weights on each mesh. Collective.
 
-    A collection may have such groups, of all data-parallel ranks (`create_all_gather_groups` of
-    Megatron makes them). Where weights are sharded over fewer, since there are several optimizer
-    instances, or there is none, one is made, and kept in the collection. Collective.
+    A collection may contain such groups, of all data-parallel ranks (Megatron's
+    `create_all_gather_groups` creates them). The function creates a group and stores it in the
+    collection if the collection has none, or if weights are sharded over fewer ranks because there
+    are several optimizer instances.
 
     Args:
         groups: A `ProcessGroupCollection`.
         dense: Meshes of dense parameters.
-        expert: Meshes of expert parameters, where there are some.
-        are_made: Whether to make them where the collection has none.
+        expert: Meshes of expert parameters, if the model has experts.
+        are_made: Whether to create groups if the collection has none.
     """
     if not are_made and getattr(groups, "dp_cp_ag", None) is None:
         return {}
@@ -82,7 +84,7 @@ def gather_groups(
         ranks = dist.get_process_group_ranks(inner)
         if given is None or dist.get_process_group_ranks(given) != ranks:
             given = group_of_same_ranks(inner)
-            # For the other chunks of this rank.
+            # The other chunks of this rank use the same group.
             setattr(groups, name, given)
         found[meshes.data] = given
     return found
@@ -94,14 +96,14 @@ def _needed(groups: Any, names: Sequence[str]) -> list[Any]:
     if missing:
         raise ValueError(
             f"pg_collection has no group {' and no group '.join(missing)}, over which parameters "
-            "are to be sharded; set it, or leave pg_collection out to use Megatron's own groups"
+            "are sharded; set it, or omit pg_collection to use Megatron's own groups"
         )
     return found
 
 
 def _meshes(data: Sequence[Any], tensor: Any, device_type: str) -> Meshes:
     names = ("dp_outer", "dp")[-len(data) :]
-    # To torch no group is the group of all ranks; here it is not a tensor parallelism.
+    # torch treats None as the group of all ranks; here None means no tensor parallelism.
     if tensor is None or dist.get_world_size(tensor) == 1:
         return Meshes(_mesh(data, names, device_type), None)
     both = _mesh([*data, tensor], (*names, "tp"), device_type)
@@ -109,10 +111,10 @@ def _meshes(data: Sequence[Any], tensor: Any, device_type: str) -> Meshes:
 
 
 def _mesh(groups: Sequence[Any], names: tuple[str, ...], device_type: str) -> DeviceMesh:
-    """A mesh whose axes are existing process groups of this rank, outermost first.
+    """Return a mesh whose axes are existing process groups of this rank, outermost first.
 
-    A rank knows its own groups only. Megatron numbers ranks regularly, so that the step from one
-    member of a group to another is the same everywhere.
+    A rank knows only its own groups. Megatron numbers ranks regularly, so that the offsets between
+    members of a group are the same for all groups of an axis.
     """
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=names)

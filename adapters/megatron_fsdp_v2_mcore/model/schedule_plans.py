@@ -1,8 +1,8 @@
-"""When units are used by Megatron's plans of layers that run part by part.
+"""Gathers and reductions of units under Megatron's schedule plans, which run layers in parts.
 
-With `--overlap-moe-expert-parallel-comm` a layer is a row of nodes: what comes before the experts,
-dispatch, experts, combine. Forwards of one micro-batch run between backwards of another one, so
-that the computation of one hides the all-to-all of the other.
+With `--overlap-moe-expert-parallel-comm` a layer is a sequence of nodes: the computation before
+dispatch, dispatch, experts, combine. Forward nodes of one micro-batch run between backward nodes of
+another, so that the computation of one overlaps with the all-to-all of the other.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ class _Span(NamedTuple):
 
     Attributes:
         part: The unit's module.
-        first_forward: The first node whose forward uses it.
-        last_forward: The last one.
-        first_backward: The first node whose backward uses it.
-        last_backward: The last one, after which all its gradients are there.
+        first_forward: The first node whose forward uses the unit.
+        last_forward: The last node whose forward uses the unit.
+        first_backward: The first node whose backward uses the unit.
+        last_backward: The last node whose backward uses the unit. All gradients of the unit exist
+            after it.
     """
 
     part: nn.Module
@@ -40,7 +41,7 @@ class _Span(NamedTuple):
 
 
 def scheduled_parts(chunk: nn.Module) -> list[nn.Module]:
-    """Units of a sharded chunk that a plan has nodes for: layers, and experts apart from them.
+    """Return the units of a sharded chunk that a plan has nodes for: layers and separate experts.
 
     Args:
         chunk: The model chunk.
@@ -55,23 +56,23 @@ def _is_unit(module: nn.Module) -> bool:
 
 
 def _experts_of(layer: nn.Module) -> nn.Module | None:
-    """The experts of a layer, where they are a unit of their own."""
+    """Return the experts of a layer if they are a unit."""
     mlp = getattr(layer, "mlp", None)
     experts: nn.Module | None = mlp.experts if isinstance(mlp, BaseMoELayer) else None
     return experts if experts is not None and _is_unit(experts) else None
 
 
 def follow_plan(plan: Any, units: ScheduledUnits) -> None:
-    """Have units gathered and reduced as the nodes of a plan run.
+    """Gather and reduce units when the nodes of a plan run.
 
     Args:
-        plan: A plan that Megatron made for one micro-batch.
-        units: Those of its chunk.
+        plan: A plan that Megatron built for one micro-batch.
+        units: The units of the plan's chunk.
     """
     _around(plan.pre_process, "forward_func", before=units.begin)
     _around(plan.pre_process, "backward_func", after=units.end)
     if plan.post_process is not None:
-        # The final norm runs with the last combine, on the stream of the all-to-all.
+        # The final norm runs with the last combine node, on the stream of the all-to-all.
         _around(plan.post_process, "backward_func", before=units.expect_gradients)
     for index in range(plan.num_layers()):
         for span in _spans(plan.get_layer(index)):
@@ -80,15 +81,15 @@ def follow_plan(plan: Any, units: ScheduledUnits) -> None:
             span.last_forward.set_post_forward_hook(partial(units.end_forward, part))
             begin = partial(units.begin_backward, part)
             _around(span.first_backward, "backward_func", before=begin)
-            # Megatron calls it after gradients of weights that are made later.
+            # Megatron calls this hook after delayed weight gradients are computed.
             span.last_backward.set_post_backward_hook(partial(units.end_backward, part))
 
 
 def _spans(nodes: Any) -> Iterator[_Span]:
-    """Which nodes use which unit. What belongs to none of these is gathered throughout.
+    """Yield the nodes that use each unit. All other parameters stay gathered for the whole plan.
 
-    Dispatch and combine, which run on a stream of their own, use no parameters of a layer: its
-    memory belongs to the stream of all other nodes, on which it is gathered and dropped.
+    Dispatch and combine run on another stream and use no parameters of a layer. The layer's memory
+    therefore belongs to the stream of all other nodes, on which it is gathered and freed.
     """
     layer = getattr(nodes.layer, "mtp_model_layer", nodes.layer)
     before, mlp = nodes.pre_dispatch_computation, nodes.mlp
@@ -100,7 +101,7 @@ def _spans(nodes: Any) -> Iterator[_Span]:
     if experts is None:
         yield _Span(layer, before, mlp, mlp, before)
     elif layer.recompute_pre_mlp_layernorm:
-        # When a gradient reaches the output of the experts.
+        # The recomputation starts when a gradient reaches the output of the experts.
         yield _Span(layer, before, before, mlp, before)
     else:
         yield _Span(layer, before, before, before, before)
@@ -113,7 +114,7 @@ def _around(
     before: Callable[[], None] | None = None,
     after: Callable[[], None] | None = None,
 ) -> None:
-    """Have something called around what a node of a plan runs."""
+    """Call functions before and after the function that a node of a plan runs."""
     run = getattr(node, name)
 
     def run_and_tell(*args: Any) -> Any:

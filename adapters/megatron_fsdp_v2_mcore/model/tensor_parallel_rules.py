@@ -1,7 +1,7 @@
-"""How Megatron's and Transformer Engine's tensor-parallel modules cut their parameters.
+"""Tensor-parallel sharding of the parameters of Megatron's and Transformer Engine's modules.
 
-Tables for `megatron_fsdp_v2.tensor_parallel`. Neither package is imported here: a module of a
-class that nobody imported cannot be in a model.
+The tables are for `megatron_fsdp_v2.tensor_parallel`. They name classes by strings, so that this
+file imports neither package.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ __all__ = ["MEGATRON_RULES", "TRANSFORMER_ENGINE_RULES"]
 
 
 def _marked(module: nn.Module) -> Cuts:
-    """What Megatron wrote on a module's parameters; what it did not mark is on every rank."""
+    """Return the sharding that Megatron's attributes describe; other parameters are replicated."""
     cuts: dict[str, Replicate | Shard] = {}
     for name, param in module.named_parameters(recurse=False):
         cuts[name] = Replicate()
         if getattr(param, "tensor_model_parallel", False):
-            # The mark counts dimensions of one expert's parameter, also where they are stacked.
+            # `partition_dim` is a dimension of one expert's parameter, even if they are stacked.
             kind = "weight" if name.startswith("weight") else "bias"
             is_stacked = bool(getattr(module, f"single_grouped_{kind}", False))
             cuts[name] = Shard(int(param.partition_dim) + is_stacked)  # type: ignore[attr-defined]
@@ -28,15 +28,15 @@ def _marked(module: nn.Module) -> Cuts:
 
 
 MEGATRON_RULES = (TensorParallelRule(nn.Module, _marked),)
-"""Every module of Megatron's. Its layers mark their parameters, and those of Transformer Engine
-they are made of; a mark knows of options that a class does not tell. Fused pieces are not marked:
-the adapter's own `tensor_shards` adds them."""
+"""The rule for all modules of Megatron. Its layers set attributes on their parameters, also on
+those of the Transformer Engine layers they contain; the attributes reflect options that a class
+name does not. They do not describe fused sub-tensors, which the adapter's `tensor_shards` adds."""
 
 
 def _linear(module: nn.Module) -> Cuts:
     mode = getattr(module, "parallel_mode", None)
     by_mode: Cuts = {"column": COLUMN, "row": ROW}.get(str(mode), {"*": Replicate()})
-    # With `parameters_split` there are several weights, such as query_weight, key_weight.
+    # With `parameters_split` a module has several weights, such as query_weight and key_weight.
     split = {f"*_{pattern}": cut for pattern, cut in by_mode.items()}
     return {"layer_norm_*": Replicate(), **by_mode, **split}
 
@@ -63,4 +63,4 @@ TRANSFORMER_ENGINE_RULES = (
     TensorParallelRule("transformer_engine.pytorch.LayerNorm", {"*": Replicate()}),
     TensorParallelRule("transformer_engine.pytorch.RMSNorm", {"*": Replicate()}),
 )
-"""Transformer Engine's modules outside of Megatron, for `tensor_parallel.tensor_shards`."""
+"""Rules for Transformer Engine's modules outside Megatron, for `tensor_parallel.tensor_shards`."""

@@ -1,8 +1,8 @@
-"""How Megatron's tensor parallelism cut a parameter, and which pieces a fused one is made of.
+"""Tensor-parallel sharding of Megatron's parameters, and the sub-tensors of fused parameters.
 
-A checkpoint knows a parameter by the whole of it. Fused layers are the trouble: a tensor-parallel
-rank holds a part of each of the matrices that were fused, one after the other, so that the parts
-do not make up the whole in the order of ranks. Their pieces are saved one by one.
+A checkpoint addresses a parameter by its global shape. In a fused layer, a tensor-parallel rank
+holds a shard of each fused matrix, concatenated: concatenating the shards of all ranks does not
+give the global tensor. The sub-tensors of a fused parameter are therefore saved separately.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from megatron_fsdp_v2_mcore.model.tensor_parallel_rules import MEGATRON_RULES
 __all__ = ["PIECES_ATTRIBUTE", "is_expert", "tensor_shards"]
 
 PIECES_ATTRIBUTE = "checkpoint_piece_names"
-"""On parameters of several pieces: what to append to their name in a checkpoint, piece by piece."""
+"""Attribute of fused parameters: the suffix of each sub-tensor's name in a checkpoint."""
 
 GATED = ("_w", "_v")
-"""Gate and up projection, by the names of Megatron's own `fsdp_dtensor` checkpoints."""
+"""Suffixes of gate and up projection, as in Megatron's own `fsdp_dtensor` checkpoints."""
 
-# Pieces of state-space layers, by their number: fused input projection, and convolution.
+# Suffixes of state-space layers by the number of sub-tensors: input projection, convolution.
 STATE_SPACE = {5: (".z", ".x", ".B", ".C", ".dt"), 3: (".x", ".B", ".C")}
 
 
 def is_expert(param: nn.Parameter) -> bool:
-    """Whether other expert-parallel ranks hold other experts' parameters in its place."""
+    """Whether a parameter belongs to experts and so differs between expert-parallel ranks."""
     return not getattr(param, "allreduce", True)
 
 
 class _Shards(Mapping[nn.Parameter, TensorShard]):
-    """How parameters were cut, by the marks their modules have written when it is asked.
+    """The sharding of parameters, read from the attributes of the parameters at each lookup.
 
-    Layers of Transformer Engine mark what they initialize: with a build on the meta device, when
-    their unit gets memory.
+    Layers of Transformer Engine set these attributes when they initialize a parameter. On the meta
+    device that is when their unit is materialized.
     """
 
     def __init__(self, module: nn.Module, dense: Meshes, expert: Meshes | None) -> None:
@@ -81,28 +81,28 @@ class _Shards(Mapping[nn.Parameter, TensorShard]):
 def tensor_shards(
     module: nn.Module, dense: Meshes, expert: Meshes | None
 ) -> Mapping[nn.Parameter, TensorShard]:
-    """Describe the parameters of a module that were cut, or that have pieces.
+    """Describe the parameters of a module that are tensor-parallel or fused.
 
-    Parameters of several pieces are marked with the names of the pieces, a mark that travels to
-    what they become.
+    The suffixes of the sub-tensors are set as an attribute of fused parameters. Sharding propagates
+    the attribute to the sharded parameters.
 
     Args:
-        module: A model chunk of Megatron's.
+        module: A model chunk of Megatron.
         dense: Meshes of dense parameters.
-        expert: Meshes of expert parameters, where there are some.
+        expert: Meshes of expert parameters, if the model has experts.
     """
     return _Shards(module, dense, expert)
 
 
 def _gated(module: nn.Module) -> dict[nn.Parameter, tuple[tuple[int, ...], tuple[str, ...]]]:
-    """Halves of the fused first layers of gated MLPs, experts included."""
+    """Return the two halves of the fused first layers of gated MLPs, including experts."""
     found: dict[nn.Parameter, tuple[tuple[int, ...], tuple[str, ...]]] = {}
     for layer in module.modules():
         if not isinstance(layer, MLP | TEGroupedMLP) or not layer.config.gated_linear_unit:
             continue
         fused: Any = layer.linear_fc1
         for name, param in fused.named_parameters():
-            # Transformer Engine's layer may hold the norm before it as well, which is not gated.
+            # Transformer Engine's layer may include the preceding norm, which is not gated.
             if name.startswith(("weight", "bias")):
                 half = param.shape[0] // 2
                 found[param] = ((half, half), GATED)

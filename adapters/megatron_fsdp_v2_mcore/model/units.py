@@ -1,10 +1,10 @@
-"""Which modules of a model chunk become units, over which ranks; what is sharded identically."""
+"""The units of a model chunk: their modules, meshes and strategies, and shared embeddings."""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
+from megatron_fsdp_v2 import group_modules
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 from megatron_fsdp_v2_mcore.model.meshes import Meshes
 from megatron_fsdp_v2_mcore.model.tensor_shards import is_expert
@@ -32,31 +33,31 @@ __all__ = [
 ]
 
 UNIT_CLASSES: tuple[type, ...] = (TransformerLayer, MambaLayer)
-"""Layers, which are gathered on their own."""
+"""Classes of layers that are units by default."""
 
 LANGUAGE_MODELS: tuple[type, ...] = (GPTModel, HybridModel)
-"""Models whose embedding and output layer are as well; what is left belongs to the root."""
+"""Models whose embedding and output layer are units; the root has the remaining parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedUnit:
-    """A module that becomes a unit.
+    """A module, or several small layers, that become one unit.
 
     Attributes:
-        module: The module.
-        meshes: Over which ranks.
+        modules: The modules, in the order of execution.
+        meshes: The meshes over which the unit is sharded.
         strategy: Sharding strategy along the inner axis.
-        uses: A module whose `weight` it is handed, and has not: that of an embedding that is tied.
+        uses: The tied embedding whose `weight` the unit receives as an argument, if any.
     """
 
-    module: nn.Module
+    modules: Sequence[nn.Module]
     meshes: Meshes
     strategy: str
     uses: nn.Module | None = None
 
     @property
     def used_params(self) -> set[nn.Parameter]:
-        """What is gathered for it although it has it not, as it is now."""
+        """Parameters owned by other units that this unit's forward reads."""
         return set() if self.uses is None else {self.uses.get_parameter("weight")}
 
 
@@ -67,43 +68,51 @@ def plan_units(
     expert: Meshes | None,
     strategy: str,
     expert_strategy: str,
+    max_bytes: int,
     *,
     runs_whole: bool = True,
 ) -> list[PlannedUnit]:
-    """The units of a chunk, inner ones first and the chunk itself last.
+    """Return the units of a chunk, nested units first and the chunk itself last.
 
-    Embedding and output layer are units, since the root's weights stay gathered, and its gradients
-    whole, while anything computes. Tied, the one has the weight and the other is handed it. Models
-    that predict further tokens use both again for each, and keep them in the root.
+    Embedding and output layer are units because the root's weights stay gathered, and its gradients
+    unsharded, during the whole forward and backward. If they are tied, the embedding has the weight
+    and the output layer receives it as an argument. Models with multi-token prediction use both
+    again for each token, and keep them in the root.
 
-    Experts are a unit inside their layer where they are sharded over other ranks or in another
-    way; where they are not, they are gathered with the layer.
+    Experts are a unit inside their layer if their mesh or strategy differs from the layer's.
+    Otherwise they are gathered with the layer.
 
     Args:
         chunk: The model chunk.
         unit_classes: Classes of layers.
         dense: Meshes of dense parameters.
-        expert: Meshes of expert parameters, where there are some.
+        expert: Meshes of expert parameters, if the model has experts.
         strategy: Sharding strategy of dense parameters.
         expert_strategy: Sharding strategy of expert parameters.
-        runs_whole: Whether modules run as a whole. Where a schedule runs parts of them, what is no
-            layer is gathered throughout, and is left to the root.
+        max_bytes: Consecutive layers are grouped into one unit of up to this many bytes of
+            parameters.
+        runs_whole: Whether modules run as a whole. If a schedule runs parts of them, parameters
+            outside layers stay gathered for the whole schedule and belong to the root.
     """
     planned = []
     for experts in _experts(chunk):
         is_apart = expert is not None and any(is_expert(param) for param in experts.parameters())
         if is_apart or expert_strategy != strategy:
             meshes = expert if is_apart and expert is not None else dense
-            planned.append(PlannedUnit(experts, meshes, expert_strategy))
-    planned += [PlannedUnit(layer, dense, strategy) for layer in _outermost(chunk, unit_classes)]
-    inside = {id(below) for unit in planned for below in unit.module.modules()}
+            planned.append(PlannedUnit([experts], meshes, expert_strategy))
+    # Layers with a nested unit, and layers that a schedule runs in parts, are not grouped.
+    joins_layers = runs_whole and not planned
+    for layers in _layers(chunk, unit_classes):
+        groups = group_modules(layers, max_bytes) if joins_layers else [[one] for one in layers]
+        planned += [PlannedUnit(group, dense, strategy) for group in groups]
+    inside = {id(below) for unit in planned for part in unit.modules for below in part.modules()}
     for model in chunk.modules() if runs_whole else ():
         config: Any = getattr(model, "config", None)
         if isinstance(model, LANGUAGE_MODELS) and not config.mtp_num_layers:
             for part, uses in _ends(model):
                 if id(part) not in inside:
-                    planned.append(PlannedUnit(part, dense, strategy, uses))
-    return [*planned, PlannedUnit(chunk, dense, strategy)]
+                    planned.append(PlannedUnit([part], dense, strategy, uses))
+    return [*planned, PlannedUnit([chunk], dense, strategy)]
 
 
 def _language_models(chunk: nn.Module) -> Iterator[Any]:
@@ -111,22 +120,22 @@ def _language_models(chunk: nn.Module) -> Iterator[Any]:
 
 
 def _ends(model: Any) -> Iterator[tuple[nn.Module, nn.Module | None]]:
-    """Embedding and output layer of a model, as far as it has them, with what they are handed."""
+    """Yield a model's embedding and output layer with the module whose weight each receives."""
     embedding, output = (getattr(model, name, None) for name in ("embedding", "output_layer"))
     if isinstance(embedding, nn.Module):
         yield embedding, None
     if isinstance(output, nn.Module):
-        # Tied, it is handed the weight of the embedding, or has a copy where there is none.
+        # A tied output layer receives the embedding's weight, or has a copy on another stage.
         handed: Any = embedding if model.share_embeddings_and_output_weights else None
         yield output, None if handed is None else handed.word_embeddings
 
 
 def hand_gathered_weights(chunk: nn.Module) -> None:
-    """Have output layers compute with gathered weights, whatever they are handed.
+    """Make output layers compute with gathered weights if Megatron passes sharded ones.
 
-    Megatron looks the weight of a tied output layer up before it calls the layer, when the unit
-    that has it is not gathered. So it is put aside before the unit sees the layer's arguments, and
-    looked up again once that has gathered.
+    Megatron reads the weight of a tied output layer before it calls the layer, when the unit that
+    owns the weight is not gathered. One hook replaces the weight by a placeholder before the unit's
+    pre-forward hook; another one reads the weight again after that hook has gathered it.
 
     Args:
         chunk: A sharded chunk.
@@ -140,10 +149,10 @@ def hand_gathered_weights(chunk: nn.Module) -> None:
 
 
 class _PutAside:
-    """Stands for a sharded weight.
+    """Placeholder of a sharded weight.
 
     Attributes:
-        is_trained: Whether gradients go to it. Heads for further tokens may be told not to.
+        is_trained: Whether the weight requires gradients. MTP heads may use a detached weight.
     """
 
     def __init__(self, *, is_trained: bool) -> None:
@@ -178,39 +187,42 @@ def _experts(chunk: nn.Module) -> Iterator[nn.Module]:
             yield module.experts
 
 
-def _outermost(module: nn.Module, classes: tuple[type, ...]) -> list[nn.Module]:
-    """Outermost modules of some classes, in the order they are registered."""
-    found: list[nn.Module] = []
+def _layers(module: nn.Module, classes: tuple[type, ...]) -> Iterator[list[nn.Module]]:
+    """Yield outermost modules of the given classes, with the modules of a `ModuleList` as one."""
     for child in module.children():
-        found += [child] if isinstance(child, classes) else _outermost(child, classes)
-    return found
+        if isinstance(child, classes):
+            yield [child]
+        elif isinstance(child, nn.ModuleList) and all(isinstance(one, classes) for one in child):
+            yield list(child)
+        else:
+            yield from _layers(child, classes)
 
 
 def shared_by_stages(chunk: nn.Module) -> set[nn.Parameter]:
-    """Parameters that another pipeline stage holds a copy of.
+    """Return the parameters of which another pipeline stage holds a replica.
 
-    Megatron adds up their gradients shard by shard, so both stages have to cut them alike.
+    Megatron sums their local gradient shards, so that both stages must shard them identically.
     """
     return {param for param in chunk.parameters() if getattr(param, "shared_embedding", False)}
 
 
-def broadcast_parameters(module: nn.Module, data: Sequence[Any]) -> None:
-    """Give every data-parallel rank the first rank's parameters. Collective.
+def broadcast_parameters(modules: Iterable[nn.Module], data: Sequence[Any]) -> None:
+    """Broadcast the parameters of the first rank to all data-parallel ranks. Collective.
 
-    Of a quantized parameter these are the values it was quantized from, if it kept them: main
-    weights start with them, and its bytes are quantized from main weights.
+    For a quantized parameter that kept its high-precision initial values, these values are
+    broadcast: main weights start from them, and the parameter is quantized from main weights.
 
     Args:
-        module: Holds parameters that are not sharded yet; those that are, are left alone, and so
-            are those on the meta device, which get their values later.
+        modules: Modules whose parameters are broadcast. Parameters that are already sharded, and
+            parameters on the meta device, which are initialized later, are skipped.
         data: Process groups of the data-parallel axes.
     """
-    for param in module.parameters():
+    for param in (param for module in modules for param in module.parameters()):
         if hasattr(param, "device_mesh") or param.is_meta:
             continue
         kept = getattr(param, "get_high_precision_init_val", lambda: None)()
         values = param.detach() if kept is None else kept
-        # What is kept is in host memory, where NCCL does not reach it.
+        # The kept values are in host memory, which NCCL cannot access.
         sent = values.to(param.device)
         for group in data:
             dist.broadcast(sent, dist.get_global_rank(group, 0), group=group)
@@ -219,16 +231,16 @@ def broadcast_parameters(module: nn.Module, data: Sequence[Any]) -> None:
 
 
 def share_late_embeddings(chunk: nn.Module, groups: Any) -> None:
-    """Have pipeline stages start from one embedding, where it got its values only now. Collective.
+    """Synchronize a tied embedding between stages after meta-device initialization. Collective.
 
-    Megatron does this while it builds a model, which is too early on the meta device.
+    Megatron synchronizes the embedding during construction, when it has no values yet.
 
     Args:
-        chunk: A sharded chunk, built on the meta device.
+        chunk: A sharded chunk that was built on the meta device.
         groups: A `ProcessGroupCollection`.
 
     Raises:
-        ValueError: It has no group of the stages that hold the embedding.
+        ValueError: `groups` has no group of the stages that hold the embedding.
     """
     for param in shared_by_stages(chunk):
         if groups.embd is None:

@@ -1,15 +1,14 @@
 """`--check-weight-hash-across-dp-replicas-interval` for sharded parameters.
 
-Megatron hashes what a rank holds of each parameter, which is other rows on every rank. Two things
-have to be equal on ranks that share a parameter: copies of main weights, where a strategy keeps any
-(`no_shard`, optimizer instances), and the weights that every rank computes with after a gather.
+Megatron hashes the local values of each parameter, which are different rows on every rank. Two
+tensors must be equal on all ranks that share a parameter: replicated main weights, if the strategy
+has any (`no_shard`, optimizer instances), and the gathered weights.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,16 +16,12 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2._text import listed
-from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.params.group import ParameterGroup
-from megatron_fsdp_v2.runtime.fsdp_module import make_idle, named_units
+from megatron_fsdp_v2.runtime.module import make_idle, named_units
 
 __all__ = ["compare_replicas"]
-
-_WORDS = 2
-"""Integers of 8 bytes that are compared of each tensor's hash."""
 
 
 def compare_replicas(original: Callable[..., bool]) -> Callable[..., bool]:
@@ -42,35 +37,20 @@ def compare_replicas(original: Callable[..., bool]) -> Callable[..., bool]:
     return check
 
 
-@dataclass
-class _Column:
-    """What ranks along one axis compare.
-
-    Attributes:
-        axis: The ranks.
-        device: Where they communicate.
-        names: What each hash is of.
-        hashes: This rank's.
-    """
-
-    axis: Axis
-    device: torch.device
-    names: list[str] = field(default_factory=list)
-    hashes: list[list[int]] = field(default_factory=list)
-
-
 def compare(chunks: Iterable[nn.Module]) -> None:
-    """See that ranks hold, and compute with, the same weights. Collective over all ranks.
+    """Check that ranks hold equal main weights and gathered weights. Collective over all ranks.
 
-    Every unit is gathered, one after the other, and copied to host memory to be hashed.
+    The function gathers one unit at a time and copies its weights to host memory to hash them.
 
     Args:
-        chunks: Sharded modules, or what contains some.
+        chunks: Sharded modules, or modules that contain them.
 
     Raises:
-        RuntimeError: Ranks differ, said on every rank; those that differ name parameters.
+        RuntimeError: Weights differ between ranks. Raised on every rank; the ranks that differ name
+            the parameters.
     """
-    columns: dict[int, _Column] = {}
+    # Process group -> name of a compared tensor -> hash.
+    hashes: dict[Any, dict[str, str]] = {}
     for chunk in chunks:
         make_idle(chunk)
         for _, unit in named_units(chunk):
@@ -78,14 +58,12 @@ def compare(chunks: Iterable[nn.Module]) -> None:
             unit.unshard(WeightUse.BOTH, async_op=False)
             unit.wait_for_unshard()
             for group in unit.groups:
-                _hash_group(group, columns)
+                _hash_group(group, hashes)
             if not was_gathered:
                 unit.reshard()
-    found = [text for column in columns.values() for text in _differences(column)]
-    device = next((column.device for column in columns.values()), torch.device("cpu"))
-    number = torch.tensor([len(found)], device=device)
-    dist.all_reduce(number, op=dist.ReduceOp.MAX)
-    if not number.item():
+    found = [text for group, mine in hashes.items() for text in _differences(group, mine)]
+    counts = _gathered(len(found), None)
+    if not any(counts):
         return
     if not found:
         raise RuntimeError("other ranks hold weights that differ; see their errors")
@@ -93,35 +71,39 @@ def compare(chunks: Iterable[nn.Module]) -> None:
     raise RuntimeError(f"weights differ between data-parallel ranks: {problems}")
 
 
-def _hash_group(group: ParameterGroup, columns: dict[int, _Column]) -> None:
+def _hash_group(group: ParameterGroup, hashes: dict[Any, dict[str, str]]) -> None:
     for placements, axis in zip(group.spec.placements, group.axes, strict=True):
         if axis.size == 1:
             continue
-        column = columns.setdefault(id(axis.group), _Column(axis, group.device))
-        compared = {" as gathered": group.weights.gathered}
+        compared = {" as gathered": group.gathered_weight}
         if placements.main_weight is Placement.REPLICATE:
-            compared[""] = group.weights.main
+            compared[""] = group.main_weight
+        mine = hashes.setdefault(axis.group, {})
         for what, buffer in compared.items():
             for index, _ in enumerate(group.names):
-                column.names.append(f"{group.label(index)}{what}")
-                column.hashes.append(_hash(buffer.view(index)))
+                mine[f"{group.label(index)}{what}"] = _hash(buffer.view(index))
 
 
-def _hash(tensor: torch.Tensor) -> list[int]:
-    # A copy in any case: memory that numpy has seen could not be taken away after use.
+def _hash(tensor: torch.Tensor) -> str:
+    # Always a copy: the storage of a tensor that numpy references could not be freed after use.
     content = tensor.detach().to("cpu", copy=True).contiguous().view(torch.uint8).numpy()
-    digest = hashlib.sha1(content, usedforsecurity=False).digest()
-    return [int.from_bytes(digest[8 * i : 8 * i + 8], signed=True) for i in range(_WORDS)]
+    return hashlib.sha1(content, usedforsecurity=False).hexdigest()
 
 
-def _differences(column: _Column) -> list[str]:
-    """What differs from the first rank along the axis. Collective along it."""
-    mine = torch.tensor(column.hashes, dtype=torch.int64, device=column.device)
-    everyones = [torch.empty_like(mine) for _ in range(column.axis.size)]
-    dist.all_gather(everyones, mine, group=column.axis.group)
-    ranks = dist.get_process_group_ranks(column.axis.group)
-    found = []
-    for rank, theirs in zip(ranks, everyones, strict=True):
-        rows = (theirs != everyones[0]).any(dim=1).nonzero().flatten().tolist()
-        found += [f"{column.names[row]} on rank {rank} and rank {ranks[0]}" for row in rows]
-    return found
+def _differences(group: Any, mine: dict[str, str]) -> list[str]:
+    """Return the tensors that differ from those of the group's first rank. Collective."""
+    everyones = _gathered(mine, group)
+    ranks = dist.get_process_group_ranks(group)
+    return [
+        f"{name} on rank {rank} and rank {ranks[0]}"
+        for rank, theirs in zip(ranks, everyones, strict=True)
+        for name in mine
+        if theirs[name] != everyones[0][name]
+    ]
+
+
+def _gathered(mine: Any, group: Any) -> list[Any]:
+    """All-gather a Python object over a group, or over all ranks if it is None."""
+    everyones: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyones, mine, group=group)
+    return everyones

@@ -1,4 +1,4 @@
-"""The data-parallel wrapper that Megatron's training loop talks to."""
+"""The data-parallel wrapper that Megatron's training loop uses."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 from torch import nn
 
-from megatron_fsdp_v2 import FSDPModule, fully_shard
+from megatron_fsdp_v2 import FSDPModule, UnitOptions, fully_shard
 from megatron_fsdp_v2._text import listed
-from megatron_fsdp_v2.runtime.finite_grads import not_finite
+from megatron_fsdp_v2.diagnostics.finite import not_finite
 from megatron_fsdp_v2.runtime.registered_pool import register_pool
 from megatron_fsdp_v2.runtime.scheduled import ScheduledUnits
 from megatron_fsdp_v2_mcore.flags.arguments import reject_model_options
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 from megatron_fsdp_v2_mcore.flags.options import Options, active_options, require_active
-from megatron_fsdp_v2_mcore.flags.settings import ShardingSettings, notices, sharding_settings
+from megatron_fsdp_v2_mcore.flags.settings import (
+    ShardingSettings,
+    notices,
+    sharding_settings,
+    unit_bytes,
+)
 from megatron_fsdp_v2_mcore.formats import register_formats
 from megatron_fsdp_v2_mcore.model.fp8_weights import limit_copies
 from megatron_fsdp_v2_mcore.model.initialize import initializer
@@ -47,35 +52,35 @@ __all__ = ["FullyShardedDataParallel", "with_active_options"]
 
 
 class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
-    """A model chunk sharded by `fully_shard`, with the methods Megatron calls on it.
+    """A model chunk sharded by `fully_shard`, with the methods that Megatron calls.
 
-    A subclass of Megatron's wrapper of the same name, so that every `isinstance` of Megatron's
-    holds; it shares none of its implementation.
+    The class derives from Megatron's wrapper of the same name, so that `isinstance` checks in
+    Megatron accept it. It does not use the implementation of that class.
 
     Dense parameters are sharded over data- and context-parallel ranks, expert parameters over
-    expert-data-parallel ones, as units of their own inside their layer. What tensor parallelism
-    cut becomes DTensors over both axes.
+    expert-data-parallel ranks, as units inside their layer. Tensor-parallel parameters become
+    DTensors over the data- and tensor-parallel axes.
 
     Args:
         config: The transformer configuration.
-        ddp_config: A `DistributedDataParallelConfig`; see `table.DDP_FIELDS` for every field.
+        ddp_config: A `DistributedDataParallelConfig`. docs/megatron_flags.md documents its fields.
         module: The chunk, on its device, in its compute dtype.
-        fsdp_unit_modules: Classes of the units; transformer and Mamba layers when None.
-        disable_bucketing: Not used; there are no buckets.
-        device: Not used; parameters are where the module is.
-        pg_collection: Process groups; Megatron's global ones when None. A group that it does not
-            have, other than those of data-parallel ranks, is one of this rank alone.
-        options: What Megatron's configuration has no field for; what the command line said, or
-            the defaults, when None.
+        fsdp_unit_modules: Classes of the units; transformer and Mamba layers if None.
+        disable_bucketing: Not used, since there are no buckets.
+        device: Not used; parameters stay on the device of the module.
+        pg_collection: Process groups; Megatron's global groups if None. If a group is missing that
+            is not a data-parallel group, its size is 1.
+        options: Options without a field in Megatron's configuration. If None, those of the command
+            line, or the defaults without a command line.
 
     Attributes:
-        options: What Megatron's configuration has no field for; see `with_active_options`.
+        options: Options without a field in Megatron's configuration; see `with_active_options`.
 
     Raises:
-        RuntimeError: Neither `enable()` was called nor was this package selected by Megatron's
-            command line.
-        FlagError: The configuration asks for something that cannot be supported.
-        ValueError: The chunk has no parameters, or `pg_collection` lacks a group that it needs.
+        RuntimeError: `enable()` was not called and Megatron's command line did not select this
+            package.
+        FlagError: The configuration has an option that is not supported.
+        ValueError: The chunk has no parameters, or `pg_collection` lacks a required group.
     """
 
     options: Options = Options()
@@ -101,12 +106,12 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
         reject_model_options(config)
         _BaseDataParallel.__init__(self, config=config, module=module)
         if options is not None:
-            # What Megatron builds has those of its class.
+            # Wrappers that Megatron builds use the options of their class.
             self.options = options
         self.ddp_config = ddp_config
         self.settings: ShardingSettings = sharding_settings(ddp_config)
         if not self._has_command_line:
-            # There, they were said when it was validated.
+            # With a command line, its validation has printed the notices.
             for notice in notices(ddp_config, self.options):
                 self._say(notice)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
@@ -124,7 +129,7 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
         self._gather_groups = gather_groups(groups, self._dense, self._expert, are_made=apart)
         self._shard_units(tuple(fsdp_unit_modules or UNIT_CLASSES))
         if is_quantized:
-            # Delayed scales change with every forward: what is quantized again is other bytes.
+            # Delayed scales change in every forward: weights quantized again would differ.
             is_delayed = bool(config.fp8) and config.fp8_recipe == "delayed"
             limit_copies(
                 module,
@@ -132,41 +137,36 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
                 keeps_transposes=ddp_config.keep_fp8_transpose_cache,
             )
         for param in module.parameters():
-            # Megatron's norms, clipping and checkpoints look for this mark to know a DTensor.
+            # Megatron's norms, clipping and checkpoints recognize a DTensor by this attribute.
             param.__fsdp_param__ = True  # type: ignore[attr-defined]
         if config.init_model_with_meta_device:
             share_late_embeddings(module, groups)
         self._scheduled = ScheduledUnits(module, scheduled_parts(module))
         self.param_and_grad_buffer = _ParamAndGradBuffer()
-        if ddp_config.nccl_ub and self.options.uses_trace_pool and not register_pool(module):
+        if (
+            ddp_config.nccl_ub
+            and self.options.runtime.enable_trace_pool
+            and not register_pool(module)
+        ):
             self._say(
-                "--use-nccl-ub: nothing is registered, since gradients and weights do not travel "
-                "over NCCL here"
+                "--use-nccl-ub: no memory is registered, since gradients and weights are not "
+                "communicated over NCCL"
             )
         if not ddp_config.overlap_grad_reduce:
-            # Megatron gives no sign of the last micro-batch; `finish_grad_sync` is that sign.
+            # Megatron does not announce the last micro-batch. `finish_grad_sync` reduces instead.
             self._root.set_requires_gradient_sync(False)
 
     def _shard_units(self, unit_classes: tuple[type, ...]) -> None:
-        """Shard experts, layers, embedding and output layer, the rest: inner units come first."""
+        """Shard experts, layers, embedding and output layer, and the chunk, nested units first."""
         settings, dense = self.settings, self._dense
         shards = tensor_shards(self.module, dense, self._expert)
         shared, initialize = shared_by_stages(self.module), initializer(self.config, self.module)
-        # Per-token loss divides by the number of tokens afterwards; otherwise the mean is taken
-        # over the ranks that see different tokens, also where fewer of them share an expert.
+        # Per-token loss divides by the number of tokens afterwards. Otherwise gradients are
+        # averaged over all ranks with different tokens, even if fewer ranks share an expert.
         factor = 1.0 if self.config.calculate_per_token_loss else 1.0 / dense.data.size()
         strategy = settings.sharding_strategy
         expert_strategy = self.options.expert_strategy or strategy
-        of_root: dict[str, Any] = {
-            "enable_unshard_prefetch": settings.enable_unshard_prefetch,
-            "enable_async_reduce_grad": settings.enable_async_reduce_grad,
-            "enable_trace_pool": self.options.uses_trace_pool,
-            "unshard_prefetch_depth": self.options.unshard_prefetch_depth,
-            "unshard_prefetch_bytes": settings.prefetch_bytes(self.options, self._gathered_dtype),
-            "enable_unshard_after_step": self.options.unshard_after_step,
-            "max_live_grad_buffers": self.options.max_live_grad_buffers,
-            "bucket_bytes": self.options.bucket_bytes,
-        }
+        runtime = settings.runtime_options(self.options, self._gathered_dtype)
         for unit in plan_units(
             self.module,
             unit_classes,
@@ -174,31 +174,38 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
             self._expert,
             strategy,
             expert_strategy,
+            unit_bytes(
+                self.options,
+                self.ddp_config.suggested_communication_unit_size,
+                self.config.params_dtype,
+            ),
             runs_whole=not self.config.overlap_moe_expert_parallel_comm,
         ):
             data = unit.meshes.data
             if self.options.broadcasts_parameters:
-                broadcast_parameters(unit.module, data.get_all_groups())
+                broadcast_parameters(unit.modules, data.get_all_groups())
             fully_shard(
-                unit.module,
+                unit.modules,
                 mesh=data,
                 sharding_strategy=unit.strategy,
                 outer_dp_sharding_strategy=settings.outer_sharding_strategy,
                 mp_policy=settings.policy,
                 gradient_scaling_factor=factor,
-                # Units follow their root, which is the chunk.
-                **(of_root if unit.module is self.module else {}),
-                tensor_shards=shards,
-                separate_params=shared,
-                used_params=unit.used_params,
-                param_init_fn=initialize,
-                gather_group=self._gather_groups.get(data),
+                options=UnitOptions(
+                    # The other units use the options of the chunk, their root.
+                    runtime=runtime if self.module in unit.modules else None,
+                    tensor_shards=shards,
+                    separate_params=shared,
+                    used_params=unit.used_params,
+                    param_init_fn=initialize,
+                    gather_group=self._gather_groups.get(data),
+                ),
             )
         hand_gathered_weights(self.module)
 
     @property
     def _gathered_dtype(self) -> torch.dtype:
-        """Dtype of an element of most weights that are gathered."""
+        """Dtype of the elements of most gathered weights."""
         is_quantized = self.ddp_config.fp8_param_gather
         dtype: torch.dtype = torch.uint8 if is_quantized else self.config.params_dtype
         return dtype
@@ -219,14 +226,14 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
         return self.module
 
     def build_schedule_plan(self, *args: Any, **kwargs: Any) -> Any:
-        """The chunk's plan of a micro-batch, for `--overlap-moe-expert-parallel-comm`.
+        """Build the chunk's plan of a micro-batch, for `--overlap-moe-expert-parallel-comm`.
 
-        Megatron runs parts of layers by it, one by one, those of one micro-batch's forward between
-        those of another one's backward. Every unit is gathered for the parts that use it.
+        Megatron runs the parts of layers that the plan contains, and interleaves the forward of one
+        micro-batch with the backward of another. Every unit is gathered for the parts that use it.
 
         Args:
-            args: As the chunk's forward takes them.
-            kwargs: Likewise.
+            args: Positional arguments of the chunk's forward.
+            kwargs: Keyword arguments of the chunk's forward.
         """
         plan = get_attr_wrapped_model(self.module, "build_schedule_plan")(*args, **kwargs)
         follow_plan(plan, self._scheduled)
@@ -237,25 +244,26 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
     @contextlib.contextmanager
     @override
     def no_sync(self) -> Iterator[None]:
-        """Defer what can be deferred of gradient reduction to the first backward after."""
+        """Defer the reduction of gradients to the first backward after the context."""
         with self._root.no_sync():
             yield
 
     @override
     def start_grad_sync(self, *unused: Any) -> None:
-        """Reductions are issued by the units, during the backward."""
+        """Do nothing: units issue their reductions during the backward."""
 
     @override
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Have every gradient reduced and in `param.grad`. Collective.
+        """Reduce all pending gradients into `param.grad`. Collective.
 
         Raises:
-            RuntimeError: A gradient is not finite, where Megatron was told to check.
+            RuntimeError: A gradient is not finite and Megatron's check is enabled, or
+                `force_all_reduce` requests unsharded gradients.
         """
         if force_all_reduce:
             raise RuntimeError(
-                "--save-wgrads-interval asks for unsharded gradients; with sharded gradients "
-                "there are none to save"
+                "--save-wgrads-interval requires unsharded gradients, which do not exist with "
+                "sharded gradients"
             )
         self._root.reduce_grad()
         if self.settings.checks_grads_for_nan:
@@ -273,15 +281,15 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
 
     @override
     def scale_gradients(self, scaling_factor: Any) -> None:
-        """Multiply every gradient, in place."""
+        """Multiply every gradient by a factor, in place."""
         for param in self.module.parameters():
             if param.grad is not None:
                 param.grad.to_local().mul_(scaling_factor)
 
     @override
     def zero_grad_buffer(self) -> None:
-        """Drop every gradient; the next reduction overwrites."""
-        # A step begins, so that a schedule that is still open ended with an exception.
+        """Set every gradient to None; the next reduction does not accumulate."""
+        # A step begins: a schedule that is still open was aborted by an exception.
         self._scheduled.abandon()
         for param in self.module.parameters():
             param.grad = None
@@ -290,51 +298,51 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
 
     @override
     def broadcast_params(self) -> None:
-        """Parameters are slices of what every rank built alike; nothing is left to broadcast."""
+        """Do nothing: the shards of all ranks come from identical parameters."""
 
     def start_param_sync(self, *unused: Any, **kwargs: Any) -> None:
-        """Gathers are issued by the units, during the forward."""
+        """Do nothing: units issue their gathers during the forward."""
 
     def synchronize_param_gather(self) -> None:
-        """Units wait for their own gathers."""
+        """Do nothing: units wait for their own gathers."""
 
     @override
     def stop_communication(self) -> None:
-        """A backward leaves no communication under way."""
+        """Do nothing: all communication is complete at the end of a backward."""
 
     # -- state --------------------------------------------------------------------------------
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Copy parameters and buffers in; the next forward uses them."""
+        """Copy parameters and buffers from a state dict; the next forward uses them."""
         _BaseDataParallel.load_state_dict(self, state_dict, strict=strict)
 
 
 class _ParamAndGradBuffer:
-    """What Megatron's distributed optimizer asks the wrapper's buffer for."""
+    """The interface of the wrapper's buffer that Megatron's distributed optimizer uses."""
 
     def __init__(self) -> None:
         self.parameter_groups: list[SimpleNamespace] = []
 
     def manual_buffer_registration(self) -> None:
-        """Memory is registered where it is given to the trace pool, whenever that is."""
+        """Do nothing: memory is registered when the trace pool allocates it."""
 
     def copy_main_weights_to_model_weights(self) -> None:
-        """Units bring model weights up to date themselves, in the next forward."""
+        """Do nothing: units update their model weights in the next forward."""
 
 
 def with_active_options(original: type) -> type[FullyShardedDataParallel]:
-    """Make the wrapper class for a command line; Megatron passes only its own options to it."""
+    """Return a wrapper class with the options of the command line, which Megatron does not pass."""
     del original
     name = FullyShardedDataParallel.__name__
     return type(name, (FullyShardedDataParallel,), {"options": active_options()})
 
 
 def _check_tensor_groups(groups: Any, config: Any) -> None:
-    """See that parts of weights are not taken for whole ones.
+    """Check that tensor-parallel shards are not treated as whole weights.
 
     Raises:
-        ValueError: Tensor-parallel ranks hold parts, and their group is missing.
+        ValueError: The tensor-parallel size is greater than 1 and its group is missing.
     """
     for name, size in (
         ("tp", config.tensor_model_parallel_size),
@@ -342,8 +350,8 @@ def _check_tensor_groups(groups: Any, config: Any) -> None:
     ):
         if getattr(groups, name, None) is None and (size or 1) > 1:
             raise ValueError(
-                f"pg_collection has no group {name}, and the model is cut over {size} "
-                "tensor-parallel ranks; set it, or leave pg_collection out to use Megatron's groups"
+                f"pg_collection has no group {name}, and the model is sharded over {size} "
+                "tensor-parallel ranks; set it, or omit pg_collection to use Megatron's groups"
             )
 
 
@@ -354,5 +362,5 @@ def _device_type(module: nn.Module) -> str:
             "a model chunk without parameters cannot be sharded; give every pipeline stage "
             "a layer, with a smaller --pipeline-model-parallel-size or another layout"
         )
-    # Megatron's own calls say where a parameter comes to be that is nowhere yet.
+    # Parameters on the meta device are materialized on the device of Megatron's own calls.
     return torch.empty(0, device="cuda").device.type if first.is_meta else first.device.type

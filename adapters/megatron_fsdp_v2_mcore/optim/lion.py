@@ -1,4 +1,4 @@
-"""Lion on sharded parameters: elementwise, on the rows that are here."""
+"""Lion on sharded parameters: an elementwise step of the local rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import override
 import torch
 from emerging_optimizers.scalar_optimizers import Lion
 
-from megatron_fsdp_v2.dtensor.foreach import add_to_rows
+from megatron_fsdp_v2.dtensor.sharded_rows import add_to_rows
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of, plain_attributes
 
 __all__ = ["ShardedLion"]
@@ -17,8 +17,8 @@ __all__ = ["ShardedLion"]
 class ShardedLion(Lion):
     """`Lion` of emerging_optimizers, for parameters that `fully_shard` made.
 
-    The original compiles its update for plain tensors. State exists for every parameter on every
-    rank, also where a rank holds no row of it.
+    The original class compiles its update for plain tensors. Every rank has state for every
+    parameter, including parameters without rows on the rank.
     """
 
     skips_empty_shards = True
@@ -26,7 +26,7 @@ class ShardedLion(Lion):
     @torch.no_grad()
     @override
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Make one step; no communication.
+        """Perform one step, without communication.
 
         Args:
             closure: Not supported.

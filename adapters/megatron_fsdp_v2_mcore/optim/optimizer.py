@@ -1,14 +1,16 @@
-"""Megatron's distributed optimizer over sharded parameters, and numbers over all of a model.
+"""Megatron's distributed optimizer over sharded parameters, and norms over the whole model.
 
-Megatron adds up squares of gradients over a process group in which every rank is taken to hold
-another part. What is replicated (below ZeRO, between hybrid replicas) would count several times,
-and which group is right would depend on the strategy and on what experts do. Here a rank counts
-what it holds as the first of its replicas, and one sum goes over all ranks.
+Megatron sums squares of gradients over a process group and assumes that every rank holds different
+elements. Replicated elements (below ZeRO, between hybrid replicas) would count several times,
+and the correct group would depend on the strategy and on the experts. Here each rank counts the
+elements of which it owns the first replica, and one sum goes over all ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, override
 
@@ -20,14 +22,18 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
+from megatron_fsdp_v2.dtensor.optimizer_kinds import hide_empty_gradients, needs_all_ranks
 from megatron_fsdp_v2.dtensor.optimizer_state import wrap_foreign_state
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 from megatron_fsdp_v2.optim import step_flat
 from megatron_fsdp_v2_mcore.checkpoint.names import canonical_parameter_names
-from megatron_fsdp_v2_mcore.flags.errors import optimizer_field
-from megatron_fsdp_v2_mcore.flags.flat_optimizer import flat_optimizer_problem
 from megatron_fsdp_v2_mcore.flags.options import Options
-from megatron_fsdp_v2_mcore.optim.offload import ShardedHybridOptimizer, build_offloaded
+from megatron_fsdp_v2_mcore.optim.offload import (
+    ShardedHybridOptimizer,
+    check_offload,
+    offloaded,
+    without_offload,
+)
 from megatron_fsdp_v2_mcore.optim.precision import (
     check_gradients,
     check_precision,
@@ -43,24 +49,32 @@ from megatron_fsdp_v2_mcore.optim.scaled_states import (
     watch_scales,
 )
 
-__all__ = ["ShardedChain", "ShardedOptimizer", "params_l2_norm", "with_checks"]
+__all__ = [
+    "FSDPMuonChainedOptimizer",
+    "ShardedChain",
+    "ShardedEmergingOptimizer",
+    "ShardedOptimizer",
+    "params_l2_norm",
+    "with_checks",
+]
 
+STATE, META = "state", "param_to_group_meta"
 _OF_THIS_RUN = ("is_expert_parallel",)
-"""What a group of parameters says of how this run is spread, which no checkpoint changes."""
+"""Options of a parameter group that describe this run's parallelism, not set by checkpoints."""
 
 
 class ShardedOptimizer(DistributedOptimizer):
-    """Steps sharded main weights; counts every element of the model once.
+    """Steps sharded main weights; statistics count every element of the model once.
 
-    Megatron makes it under the name of its own class, also of models that are not sharded here;
-    those get Megatron's.
+    A patch replaces Megatron's class by this one. For models that this package has not sharded,
+    the constructor returns an instance of Megatron's class.
     """
 
     _checkpoint_names: dict[torch.nn.Parameter, str] | None = None
     grad_norms_by_group: dict[str, float]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """An optimizer of this class, or Megatron's own."""
+        """Create an optimizer of this class, or of Megatron's class for an unsharded model."""
         params = (p for chunk in kwargs.get("model_chunks", ()) for p in chunk.parameters())
         if cls is ShardedOptimizer and not any(isinstance(p, UnevenDTensor) for p in params):
             return DistributedOptimizer(*args, **kwargs)
@@ -68,11 +82,10 @@ class ShardedOptimizer(DistributedOptimizer):
 
     @override
     def get_grad_stats_parallel_group(self) -> Any:
-        """The group whose ranks hold the whole model between them: everyone."""
-        if self.ddp_config.num_distributed_optimizer_instances > 1:
-            return dist.group.WORLD
-        if not parallel_state.model_parallel_is_initialized():
-            # Megatron was given groups of the script's own.
+        """Return the group whose ranks together hold the whole model: all ranks."""
+        has_instances = self.ddp_config.num_distributed_optimizer_instances > 1
+        # A script that passes its own process groups does not initialize Megatron's.
+        if has_instances or not parallel_state.model_parallel_is_initialized():
             return dist.group.WORLD
         return parallel_state.get_intra_distributed_optimizer_instance_group()
 
@@ -102,12 +115,13 @@ class ShardedOptimizer(DistributedOptimizer):
     def step(self) -> tuple[bool, Any, Any]:
         """Step as the only optimizer of a chain.
 
-        Megatron chains its optimizers always, except under `--use-megatron-fsdp`. The step of a
-        single one computes the gradient norm only to clip, and ignores `grad_norm_skip_threshold`.
+        Megatron always chains its optimizers, except with `--use-megatron-fsdp`. The step of an
+        optimizer outside a chain computes the gradient norm only for clipping, and ignores
+        `grad_norm_skip_threshold`.
 
         Returns:
             Whether parameters were updated; the gradient norm; the number of zeros in gradients.
-            The last two are None where they were not computed.
+            The last two are None if they are not computed.
         """
         chain = ShardedChain([self])
         result: tuple[bool, Any, Any] = chain.step()
@@ -118,11 +132,11 @@ class ShardedOptimizer(DistributedOptimizer):
 
     @override
     def sharded_param_state_fsdp_dtensor(self, is_loading: bool = False) -> dict[str, Any]:
-        """State under the names of `checkpoint_names`, with that of the loss scale.
+        """Return the state by canonical parameter names, with the state of the loss scale.
 
         Args:
-            is_loading: Whether it is to be filled from a file. State is made for that, apart from
-                the optimizer's own, which stays as it is until something is loaded.
+            is_loading: Whether the result will be filled from a checkpoint. New state tensors are
+                allocated for it; the optimizer's own state does not change until it is loaded.
         """
         self._checkpoint_names = None
         state: dict[Any, Any] = self.optimizer.state
@@ -145,10 +159,10 @@ class ShardedOptimizer(DistributedOptimizer):
         return state_dict
 
     def _state_to_load_into(self) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
-        """State as this optimizer's steps make it, and its groups with the options steps add.
+        """Return zero state in the form of a step, and groups with the options that steps add.
 
-        Megatron makes a step with gradients of zeros for this. It counts, and decays weights, also
-        where no file is found afterwards.
+        For this purpose Megatron performs a step with zero gradients, which increments the step
+        count and decays weights, even if no checkpoint is found afterwards.
         """
         if isinstance(self.optimizer, ShardedHybridOptimizer):
             return self.optimizer.state_to_fill()
@@ -158,7 +172,7 @@ class ShardedOptimizer(DistributedOptimizer):
         for group in self.optimizer.param_groups:
             options = {key: value for key, value in group.items() if key != "params"}
             stepped = options
-            # One by one, so that this takes no more memory than one parameter.
+            # One parameter at a time, to limit the additional memory to one parameter.
             for param in group["params"]:
                 mold = torch.zeros_like(param, requires_grad=False)
                 made, stepped = state_after_a_step(self.optimizer, options, mold)
@@ -169,7 +183,7 @@ class ShardedOptimizer(DistributedOptimizer):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `sharded_param_state_fsdp_dtensor` made, once it was filled."""
+        """Load a result of `sharded_param_state_fsdp_dtensor` that was filled from a checkpoint."""
         state_dict = dict(state_dict)
         scale = state_dict.pop("grad_scaler", None)
         if scaled_names(self.optimizer):
@@ -196,17 +210,17 @@ class ShardedOptimizer(DistributedOptimizer):
         param_groups: list[dict[str, Any]],
         strict: bool = True,
     ) -> list[dict[str, Any]]:
-        """Groups of this run with the options of those the parameters were saved in.
+        """Return the groups of this run with the saved options of their parameters.
 
         Raises:
-            RuntimeError: Parameters of one group were saved in groups with other options.
+            RuntimeError: Parameters of one group were saved in groups with different options.
         """
         del strict
         found = []
         for group in param_groups:
             names = [self._param_name(param) for param in group["params"]]
             mine = {key: group[key] for key in _OF_THIS_RUN if key in group}
-            # What Megatron made and does not use is in no checkpoint.
+            # Parameters that Megatron creates and does not use are not in a checkpoint.
             metas = {n: param_to_group_meta[n] | mine for n in names if n in param_to_group_meta}
             first = next(iter(metas), None)
             meta = {k: v for k, v in group.items() if k != "params"}
@@ -215,16 +229,16 @@ class ShardedOptimizer(DistributedOptimizer):
                 if other != meta:
                     options = sorted(k for k in meta if other.get(k) != meta[k])
                     raise RuntimeError(
-                        f"the checkpoint has other optimizer options ({', '.join(options)}) for "
-                        f"{name} than for {first}, and here both are in one group; use the flags "
-                        "it was saved with, or --no-load-optim"
+                        f"the checkpoint has different optimizer options ({', '.join(options)}) "
+                        f"for {name} and {first}, which are in one parameter group of this run; "
+                        "use the flags of the run that saved it, or --no-load-optim"
                     )
             found.append({**meta, "params": names})
         return found
 
     @override
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
-        """Weights that were loaded without an optimizer's state are the main weights already."""
+        """Do nothing: weights loaded without optimizer state are the main weights."""
 
     @override
     def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
@@ -240,9 +254,89 @@ class ShardedChain(ChainedOptimizer):
     """A chain of `ShardedOptimizer`s."""
 
     @override
+    def step(self) -> tuple[bool, Any, Any]:
+        """Clip and step; see `ChainedOptimizer.step`."""
+        optimizers = [each.optimizer for each in self.chained_optimizers]
+        needs_all = any(needs_all_ranks(type(optimizer)) for optimizer in optimizers)
+        with contextlib.nullcontext() if needs_all else hide_empty_gradients():
+            result: tuple[bool, Any, Any] = super().step()
+        return result
+
+    @override
     def count_zeros(self) -> float:
-        """Zeros in all gradients. Collective."""
+        """Return the number of zeros in all gradients. Collective."""
         return float(sum(optimizer.count_zeros() for optimizer in self.chained_optimizers))
+
+
+class ShardedEmergingOptimizer(ShardedOptimizer):
+    """A `ShardedOptimizer` of an optimizer that can create its state without a step."""
+
+    @override
+    def _state_to_load_into(self) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
+        own = self.optimizer.state
+        self.optimizer.state = defaultdict(dict)
+        try:
+            # A step would issue all its collectives.
+            self.init_state_fn(self.optimizer, self.config)
+            return dict(self.optimizer.state), self.optimizer.param_groups
+        finally:
+            self.optimizer.state = own
+
+
+class FSDPMuonChainedOptimizer(ShardedChain):
+    """Muon for matrices and another optimizer for all other parameters, stepped together.
+
+    Megatron's loop reduces the gradients before (`finish_grad_sync`). A step computes one norm of
+    all gradients, clips them, steps each optimizer, and updates the weights of the model chunks.
+    Checkpoints contain the state of all optimizers by parameter name, without a record of which
+    optimizer stepped which parameter.
+
+    Args:
+        chained_optimizers: `ShardedOptimizer`s of the same model chunks and configuration.
+    """
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset all gradients, through the first optimizer: all have the same model chunks."""
+        for optimizer in self.chained_optimizers[:1]:
+            optimizer.zero_grad(set_to_none)
+
+    @override
+    def sharded_state_dict(
+        self,
+        model_sharded_state_dict: dict[str, Any] | None = None,
+        is_loading: bool = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Return the state of all optimizers merged into one state dict.
+
+        Args:
+            model_sharded_state_dict: Megatron's argument; not used.
+            is_loading: Whether the result will be filled from a checkpoint. New state tensors are
+                allocated for it.
+            **kwargs: `metadata`, which names the format.
+        """
+        merged: dict[str, Any] = {STATE: {}, META: {}}
+        for optimizer in self.chained_optimizers:
+            part = optimizer.sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
+            for key, value in part.items():
+                if key in (STATE, META):
+                    merged[key].update(value)
+                else:
+                    merged.setdefault(key, value)
+        return merged
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a filled result of `sharded_state_dict`; each optimizer loads its own entries."""
+        common = {key: value for key, value in state_dict.items() if key not in (STATE, META)}
+        for optimizer in self.chained_optimizers:
+            names = {optimizer._param_name(param) for param in optimizer.get_parameters()}
+            own = {
+                key: {name: value for name, value in state_dict[key].items() if name in names}
+                for key in (STATE, META)
+            }
+            optimizer.load_state_dict({**common, **own})
 
 
 _UNFIT: tuple[tuple[str, Any, str], ...] = (
@@ -253,75 +347,74 @@ _UNFIT: tuple[tuple[str, Any, str], ...] = (
         "gathers are issued by the units, during the forward",
     ),
 )
-"""Fields of `OptimizerConfig`, what they have to be, and why."""
+"""Fields of `OptimizerConfig`, their required values, and the reasons."""
 
 
 def with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Have Megatron's factory reject options that cannot step sharded parameters.
+    """Wrap Megatron's factory to reject options that do not support sharded parameters.
 
-    A command line is checked before; a script on `megatron.core` alone makes its configuration
-    itself, and Megatron's other optimizers would take shards for whole tensors.
+    The flags of a command line are checked earlier. A script on `megatron.core` builds its own
+    configuration, and Megatron's other optimizers would treat shards as whole tensors.
     """
 
     def build(config: Any, model_chunks: Any, param_groups: Any, *args: Any, **kwargs: Any) -> Any:
-        params = (param for group in param_groups for param in group["params"])
-        if any(isinstance(param, UnevenDTensor) for param in params):
-            is_flat = _are_flat(config, model_chunks)
-            if config.optimizer_cpu_offload:
-                return build_offloaded(build, config, model_chunks, param_groups, *args, **kwargs)
-            for name, needed, reason in _UNFIT:
-                if bool(getattr(config, name)) is not needed:
-                    raise ValueError(
-                        f"OptimizerConfig.{name} = {getattr(config, name)} cannot be used with "
-                        f"sharded parameters: {reason}; set it to {needed}"
-                    )
-            if config.optimizer not in ("adam", "lion"):
+        sharded = [param for group in param_groups for param in group["params"]]
+        if not any(isinstance(param, UnevenDTensor) for param in sharded):
+            return original(config, model_chunks, param_groups, *args, **kwargs)
+        given = config
+        if given.optimizer_cpu_offload:
+            check_offload(given)
+            config = without_offload(given)
+        for name, needed, reason in _UNFIT:
+            if bool(getattr(config, name)) is not needed:
                 raise ValueError(
-                    f"OptimizerConfig.optimizer = {config.optimizer!r} cannot step sharded "
-                    "parameters: Megatron's distributed optimizer keeps no state of it; use "
-                    "'adam', 'muon', 'adaptive_muon' or 'lion'"
+                    f"OptimizerConfig.{name} = {getattr(config, name)} cannot be used with "
+                    f"sharded parameters: {reason}; set it to {needed}"
                 )
-            sharded = [param for group in param_groups for param in group["params"]]
-            check_precision(config, sharded)
-            config = over_main_weights(config)
-            built = original(config, model_chunks, param_groups, *args, **kwargs)
-            if built.optimizer is not None:
-                check_gradients(built.optimizer, sharded)
-                watch_scales(built.optimizer)
-                if is_flat:
-                    # Its Adam is torch's, or Transformer Engine's or apex's of the same arithmetic.
-                    step_flat(built.optimizer, elementwise=True)
-            built.config = clipping_any(built.config, sharded)
-            return built
-        return original(config, model_chunks, param_groups, *args, **kwargs)
+        if config.optimizer not in ("adam", "lion"):
+            raise ValueError(
+                f"OptimizerConfig.optimizer = {config.optimizer!r} cannot step sharded "
+                "parameters: Megatron's distributed optimizer does not support its state; use "
+                "'adam', 'muon', 'adaptive_muon' or 'lion'"
+            )
+        check_precision(config, sharded)
+        config = over_main_weights(config)
+        built = original(config, model_chunks, param_groups, *args, **kwargs)
+        if built.optimizer is not None:
+            check_gradients(built.optimizer, sharded)
+            watch_scales(built.optimizer)
+            if given.optimizer_cpu_offload:
+                built.optimizer = offloaded(built.optimizer, given)
+            elif _can_be_flat(config, model_chunks):
+                # The Adam is torch's, or Transformer Engine's or apex's with the same arithmetic.
+                step_flat(built.optimizer, elementwise=True)
+        built.config = clipping_any(built.config, sharded)
+        return built
 
     return build
 
 
-def _are_flat(config: Any, model_chunks: Iterable[Any]) -> bool:
-    """Whether an optimizer is to step flat tensors, as the wrapper of its parameters was told.
+def _can_be_flat(config: Any, model_chunks: Iterable[Any]) -> bool:
+    """Whether an optimizer can step flat tensors and no option disables it.
 
-    Raises:
-        ValueError: It cannot.
+    Only Adam is known to be elementwise. State in other dtypes than fp32 has one scale per
+    parameter and cannot be flat.
     """
     options = [getattr(chunk, "options", None) for chunk in model_chunks]
-    if not any(isinstance(each, Options) and each.steps_flat_tensors for each in options):
+    if any(isinstance(each, Options) and each.steps_each_parameter for each in options):
         return False
-    problem = flat_optimizer_problem(config, optimizer_field)
-    if problem:
-        raise ValueError(f"Options.steps_flat_tensors {problem}")
-    return True
+    return config.optimizer == "adam" and not config.use_precision_aware_optimizer
 
 
 def counted_here(
     params: Iterable[Any], tp_group: Any = None, expert_tp_group: Any = None
 ) -> Iterator[Any]:
-    """Parameters whose elements on this rank count in a sum over all ranks, so that each does once.
+    """Yield the parameters that this rank contributes to a sum in which each element counts once.
 
     Args:
         params: Sharded parameters.
-        tp_group: Tensor-parallel group; Megatron's when None.
-        expert_tp_group: That of experts.
+        tp_group: Tensor-parallel group; Megatron's group if None.
+        expert_tp_group: Expert-tensor-parallel group; `tp_group` if None.
     """
     for param in params:
         if (
@@ -335,8 +428,9 @@ def counted_here(
 def params_l2_norm(original: Callable[..., float]) -> Callable[..., float]:
     """Replace Megatron's norm of all parameters.
 
-    Its sum for DTensors goes over their meshes only: pipeline stages and expert-parallel ranks
-    would each report a norm of their own part, and tensor-parallel copies would count again.
+    Megatron sums over the meshes of DTensors only: pipeline stages and expert-parallel ranks would
+    each report the norm of their own parameters, and tensor-parallel replicas would count more than
+    once.
     """
 
     def norm(model: Any, *args: Any, **kwargs: Any) -> float:

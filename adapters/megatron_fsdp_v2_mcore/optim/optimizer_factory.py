@@ -1,7 +1,7 @@
-"""Builds the optimizers of `--optimizer muon` and its like for sharded model chunks.
+"""Factory of `--optimizer muon` and other emerging optimizers for sharded model chunks.
 
-Megatron's own factory puts every one of them into a wrapper of its own for whole parameters. Here
-all are stepped by `ShardedOptimizer`, the matrices by classes that share the work between ranks.
+Megatron's own factory wraps each of them in a class for unsharded parameters. Here
+`ShardedOptimizer` wraps all of them, and matrix optimizers distribute their work over ranks.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import nn
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2_mcore.optim.lion import ShardedLion
 from megatron_fsdp_v2_mcore.optim.muon import sharded_class
-from megatron_fsdp_v2_mcore.optim.muon_chain import (
+from megatron_fsdp_v2_mcore.optim.offload import check_offload
+from megatron_fsdp_v2_mcore.optim.optimizer import (
     FSDPMuonChainedOptimizer,
     ShardedEmergingOptimizer,
 )
-from megatron_fsdp_v2_mcore.optim.offload import check_offload
 from megatron_fsdp_v2_mcore.optim.precision import check_gradients, clipping_any
 
 __all__ = ["build_emerging_optimizer"]
@@ -46,9 +46,9 @@ def build_emerging_optimizer(
         original: Megatron's factory, for models that are not sharded by this package.
         config: Megatron's `OptimizerConfig`.
         model_chunks: Wrapped model chunks of this rank.
-        config_overrides: Options of parameters, by what they match; Megatron's standard ones when
+        config_overrides: Options of parameters, by `ParamKey`; Megatron's standard overrides if
             None.
-        pg_collection: Process groups; Megatron's when None.
+        pg_collection: Process groups; Megatron's global groups if None.
 
     Raises:
         ValueError: The optimizer cannot step sharded parameters.
@@ -57,16 +57,16 @@ def build_emerging_optimizer(
         return original(config, model_chunks, config_overrides, pg_collection)
     name = config.optimizer
     if name not in registry._EMERGING_OPTIMIZERS:
-        raise ValueError(f"optimizer {name!r} is none that Megatron registers; use 'muon'")
+        raise ValueError(f"optimizer {name!r} is not registered by Megatron; use 'muon'")
     if config.optimizer_cpu_offload:
-        # Of what Adam steps; matrices stay where they are.
+        # Only parameters that Adam steps are offloaded; matrices stay on their device.
         check_offload(config)
     if config.fp16:
         raise ValueError(f"optimizer {name!r} cannot be used with fp16; use bf16")
     if config.use_layer_wise_distributed_optimizer:
         raise ValueError(
-            "use_layer_wise_distributed_optimizer cannot be used with sharded parameters; leave it "
-            "out: matrices are spread over the ranks without it"
+            "use_layer_wise_distributed_optimizer cannot be used with sharded parameters; disable "
+            "it: matrices are distributed over ranks without it"
         )
     params = [param for chunk in model_chunks for param in chunk.parameters()]
     config = clipping_any(config, [p for p in params if isinstance(p, UnevenDTensor)])
@@ -87,9 +87,9 @@ def build_emerging_optimizer(
 
 
 def _tag_fused_projections(model_chunks: Sequence[nn.Module]) -> None:
-    """Mark weights of fused queries, keys and values, as Megatron does where it splits them.
+    """Mark fused projections of queries, keys and values, under the same condition as Megatron.
 
-    It looks at a tensor-parallel rank's part, whose rows need not be whole groups of heads.
+    The condition is on the tensor-parallel shard, whose rows may not be whole groups of heads.
     """
     for chunk in model_chunks:
         for name, param in chunk.named_parameters():
@@ -102,7 +102,7 @@ def _tag_fused_projections(model_chunks: Sequence[nn.Module]) -> None:
 
 
 def _default_overrides(config: Any) -> dict[Any, Any]:
-    """Which parameters are left to another optimizer, and to which."""
+    """Return the overrides that assign parameters to another optimizer."""
     entry = registry._EMERGING_OPTIMIZERS[config.optimizer]
     overrides: dict[Any, Any] = copy.deepcopy(entry.default_param_overrides)
     if config.optimizer in ("muon", "adaptive_muon"):
@@ -119,7 +119,7 @@ def _build_part(
     param_groups: list[dict[str, Any]],
     groups: Any,
 ) -> Any:
-    """One optimizer of the chain, with its parameter groups."""
+    """Build one optimizer of the chain for its parameter groups."""
     if name == config.optimizer:
         optimizer = _primary(config, param_groups, model_chunks, groups)
     elif name == "lion":
@@ -128,14 +128,14 @@ def _build_part(
     else:
         own = copy.copy(config)
         own.optimizer, own.use_distributed_optimizer = name, True
-        # Megatron's function makes its class `DistributedOptimizer`, which is ours by then.
+        # Megatron's function instantiates `DistributedOptimizer`, which a patch has replaced.
         part = megatron_optimizers._get_megatron_optimizer_based_on_param_groups(
             config=own,
             model_chunks=list(model_chunks),
             param_groups=param_groups,
             pg_collection=groups,
         )
-        # A chain wants one configuration for all its optimizers.
+        # All optimizers of a chain must have the same configuration.
         part.config = config
         return part
     if isinstance(optimizer, Lion):
@@ -160,7 +160,7 @@ def _build_part(
 def _primary(
     config: Any, param_groups: list[dict[str, Any]], model_chunks: Sequence[nn.Module], groups: Any
 ) -> Any:
-    """The optimizer that `config.optimizer` names."""
+    """Build the optimizer that `config.optimizer` names."""
     name = config.optimizer
     entry = registry._EMERGING_OPTIMIZERS[name]
     if entry.config_to_kwargs is not None:

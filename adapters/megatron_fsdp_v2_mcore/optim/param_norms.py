@@ -1,8 +1,9 @@
 """`--log-per-param-norm`: the norm of every weight and gradient of the whole model.
 
-Megatron has no place where a model, its final gradients and the writers come together, so two of
-its functions are wrapped: gradients are looked at when they are final and not clipped yet, weights
-when Megatron logs. Together they add up to what `grad norm` and `params norm` say.
+No function of Megatron has access to a model, its final gradients and the writers, so that two
+functions are wrapped: one computes the norms of gradients after their reduction and before
+clipping, the other one those of weights when Megatron logs. The sums of their squares are the
+squares of `grad norm` and `params norm`.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import nn
 
+from megatron_fsdp_v2.checkpoint.errors import everyones
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
 from megatron_fsdp_v2_mcore.checkpoint.names import canonical_parameter_names
-from megatron_fsdp_v2_mcore.flags.options import active_options
+from megatron_fsdp_v2_mcore.flags.options import active_options, training_globals
 from megatron_fsdp_v2_mcore.optim.optimizer import counted_here
-from megatron_fsdp_v2_mcore.training_log import around_training_log, training_globals
 
 __all__ = ["log_grads", "log_norms", "norms_of_all"]
 
 
 @dataclass
 class _Pending:
-    """Norms of gradients that wait for the iteration to be logged, and their model."""
+    """Norms of gradients that are not logged yet, and their model chunks."""
 
     chunks: Sequence[nn.Module]
     grads: dict[str, float]
@@ -40,10 +41,10 @@ _pending: list[_Pending] = []
 
 
 def log_grads(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's last step of a backward, after which gradients are final.
+    """Wrap Megatron's finalization of gradients to compute their norms.
 
     Args:
-        original: `finalize_model_grads`.
+        original: Megatron's `finalize_model_grads`.
     """
     if not active_options().logs_parameter_norms:
         return original
@@ -62,66 +63,54 @@ def log_grads(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def log_norms(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's logging of an iteration.
+    """Wrap Megatron's logging of an iteration to write the norms.
 
     Args:
-        original: `training_log`.
+        original: Megatron's `training_log`.
     """
     if not active_options().logs_parameter_norms:
         return original
 
-    def write(iteration: int, nothing: None) -> None:
-        del nothing
+    def training_log(
+        losses: Any, total_losses: Any, rate: Any, iteration: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        result = original(losses, total_losses, rate, iteration, *args, **kwargs)
         if _pending:
             pending = _pending.pop()
             weights = norms_of_all(pending.chunks, lambda param: param)
             _write(iteration, weights, pending.grads)
+        return result
 
-    return around_training_log(original, lambda: None, write)
+    return training_log
 
 
 def norms_of_all(
     chunks: Sequence[nn.Module], tensor_of: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> dict[str, float]:
-    """Norms of one tensor for each parameter of a model that all ranks hold together. Collective.
+    """Return the norm of one tensor for each parameter of the whole model. Collective.
 
     Args:
-        chunks: This rank's model chunks, wrapped.
-        tensor_of: The tensor of a parameter, such as its gradient; None where there is none.
+        chunks: This rank's wrapped model chunks.
+        tensor_of: Function that returns a tensor of a parameter, such as its gradient, or None.
 
     Returns:
-        2-norms over whole tensors, by the names parameters have in the whole model (layers and
-        experts counted over all ranks); the same on every rank. Without those that have none.
+        2-norms of the whole tensors by the parameters' global names (layers and experts numbered
+        over all ranks), equal on all ranks. Parameters without the tensor are omitted.
     """
     mine = {param: name.fqn for param, name in canonical_parameter_names(chunks).items()}
-    names = _names_of_all_ranks(list(mine.values()))
-    index = {name: row for row, name in enumerate(names)}
-    first = next(iter(mine))
-    # Squares, and how many ranks hold something.
-    table = torch.zeros(len(names), 2, dtype=torch.float64, device=local_of(first).device)
     tp_group = parallel_state.get_tensor_model_parallel_group()
     expert_tp_group = parallel_state.get_expert_tensor_parallel_group()
-    for param in counted_here(mine, tp_group, expert_tp_group):
-        tensor = tensor_of(param)
-        if tensor is None:
-            continue
-        local = local_of(tensor).detach()
-        row = table[index[mine[param]]]
-        row[0] += torch.linalg.vector_norm(local, dtype=torch.float64) ** 2
-        row[1] += 1
-    dist.all_reduce(table)
-    return {
-        name: math.sqrt(square)
-        for name, (square, holders) in zip(names, table.tolist(), strict=True)
-        if holders
+    norms = {
+        mine[param]: torch.linalg.vector_norm(local_of(tensor).detach(), dtype=torch.float64)
+        for param in counted_here(mine, tp_group, expert_tp_group)
+        if (tensor := tensor_of(param)) is not None
     }
-
-
-def _names_of_all_ranks(names: list[str]) -> list[str]:
-    """The names some rank has, in one order on all ranks."""
-    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, names)
-    return list(dict.fromkeys(name for names_of_rank in gathered for name in names_of_rank))
+    squares = (torch.stack(list(norms.values())) ** 2).tolist() if norms else []
+    parts = everyones((list(mine.values()), dict(zip(norms, squares, strict=True))))
+    # The order is the same on all ranks.
+    names = dict.fromkeys(name for names_of_rank, _ in parts for name in names_of_rank)
+    found = {name: [part[name] for _, part in parts if name in part] for name in names}
+    return {name: math.sqrt(math.fsum(each)) for name, each in found.items() if each}
 
 
 def _loss_scale(model: Sequence[nn.Module]) -> float:

@@ -1,4 +1,4 @@
-"""Dtypes of gradients and of an optimizer's state: what can step what."""
+"""Checks that an optimizer supports the dtypes of gradients and of its state."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 import torch
 
 from megatron_fsdp_v2_mcore.flags.errors import optimizer_field
-from megatron_fsdp_v2_mcore.flags.precision import precision_problem
+from megatron_fsdp_v2_mcore.flags.precision import precision_problem, word_of
 from megatron_fsdp_v2_mcore.optim.scaled_states import reads_any_gradient
 
 __all__ = ["check_gradients", "check_precision", "clipping_any", "over_main_weights"]
 
 
 def check_precision(config: Any, params: Iterable[torch.Tensor]) -> None:
-    """Check what an `OptimizerConfig` says of dtypes, where no command line was checked before.
+    """Check the dtypes of an `OptimizerConfig`, for scripts without Megatron's command line.
 
     Args:
         config: Megatron's `OptimizerConfig`.
         params: Sharded parameters.
 
     Raises:
-        ValueError: It cannot be; names the field.
+        ValueError: A dtype is not supported. The message names the field.
     """
     problem = precision_problem(
         config,
@@ -37,17 +37,16 @@ def check_precision(config: Any, params: Iterable[torch.Tensor]) -> None:
     if wanted != torch.float32 and others:
         raise ValueError(
             f"OptimizerConfig.main_grads_dtype = {wanted}, and gradients of sharded parameters are "
-            f"in {', '.join(sorted(others))}: "
-            "DistributedDataParallelConfig.megatron_fsdp_main_grads_dtype says in which; set it to "
-            "the same"
+            f"in {', '.join(sorted(others))}; set "
+            "DistributedDataParallelConfig.megatron_fsdp_main_grads_dtype to the same dtype"
         )
 
 
 def over_main_weights(config: Any) -> Any:
-    """A configuration with which Megatron's factory makes no main weights beside the parameters.
+    """Return a configuration with which Megatron's factory creates no separate main weights.
 
-    It asks Transformer Engine's `FusedAdam` for some wherever state may be of other dtypes. Sharded
-    parameters are main weights.
+    With a precision-aware optimizer, the factory makes Transformer Engine's `FusedAdam` keep main
+    weights. Sharded parameters are main weights already.
     """
     if not config.use_precision_aware_optimizer:
         return config
@@ -57,17 +56,17 @@ def over_main_weights(config: Any) -> Any:
 
 
 def clipping_any(config: Any, params: Iterable[torch.Tensor]) -> Any:
-    """A configuration with which Megatron clips gradients of the dtypes that there are.
+    """Return a configuration with which Megatron clips gradients in their dtype.
 
-    It takes those of `param.grad` for fp32, and clips what it finds as `param.decoupled_grad`, here
-    another name of the same, in bf16 too.
+    Megatron requires `param.grad` to be fp32. It also clips `param.decoupled_grad` in bf16, which
+    is an alias of `param.grad` for sharded parameters.
 
     Args:
-        config: Megatron's `OptimizerConfig`; returned as it is where all gradients are fp32.
+        config: Megatron's `OptimizerConfig`. It is returned unchanged if all gradients are fp32.
         params: Sharded parameters.
 
     Raises:
-        ValueError: Gradients are of a dtype that Megatron does not clip, and it is to.
+        ValueError: Clipping is enabled and Megatron does not clip gradients of this dtype.
     """
     dtypes = {param.grad_dtype for param in params if param.requires_grad} - {torch.float32}
     if not dtypes:
@@ -75,7 +74,7 @@ def clipping_any(config: Any, params: Iterable[torch.Tensor]) -> Any:
     if config.clip_grad > 0 and not dtypes <= {torch.bfloat16}:
         raise ValueError(
             f"--clip-grad {config.clip_grad} cannot be used with gradients in "
-            f"{', '.join(sorted(map(_word, dtypes)))}: Megatron clips fp32 and bf16; give "
+            f"{', '.join(sorted(map(word_of, dtypes)))}: Megatron clips fp32 and bf16; give "
             "--clip-grad 0, or --megatron-fsdp-main-grads-dtype fp32 or bf16"
         )
     own = copy.copy(config)
@@ -84,10 +83,10 @@ def clipping_any(config: Any, params: Iterable[torch.Tensor]) -> Any:
 
 
 def check_gradients(optimizer: torch.optim.Optimizer, params: Iterable[torch.Tensor]) -> None:
-    """Check that an optimizer can step parameters with gradients in the dtypes they are in.
+    """Check that an optimizer supports the dtypes of the parameters' gradients.
 
     Raises:
-        ValueError: It cannot; names the flags.
+        ValueError: The optimizer does not support a dtype. The message names the flags.
     """
     if reads_any_gradient(optimizer):
         return
@@ -96,17 +95,13 @@ def check_gradients(optimizer: torch.optim.Optimizer, params: Iterable[torch.Ten
             cls = type(optimizer)
             raise ValueError(
                 f"{cls.__module__}.{cls.__qualname__} cannot step main weights in "
-                f"{_word(param.dtype)} with gradients in {_word(param.grad_dtype)}: only "
+                f"{word_of(param.dtype)} with gradients in {word_of(param.grad_dtype)}: only "
                 "Transformer Engine's FusedAdam can; add --megatron-fsdp-main-grads-dtype "
                 f"{_short(param.dtype)}, or --megatron-fsdp-main-params-dtype "
                 f"{_short(param.grad_dtype)}"
             )
 
 
-def _word(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _short(dtype: Any) -> str:
     names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-    return names.get(dtype, _word(dtype))
+    return names.get(dtype, word_of(dtype))

@@ -1,4 +1,4 @@
-"""Optimizers like one that is there, for other parameters."""
+"""Copies of an optimizer for other parameters, and its state after a step with zeros."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["optimizer_like", "state_after_a_step"]
 
 
 def optimizer_like(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> Any:
-    """An optimizer of the same class and options, with other parameters and without state.
+    """Return an optimizer of the same class and options with other parameters and no state.
 
     Args:
-        optimizer: Which one; it stays as it is.
-        groups: Parameter groups; options that they lack are its defaults.
+        optimizer: The optimizer to copy. It is not changed.
+        groups: Parameter groups; missing options are set to the optimizer's defaults.
     """
     probe = object.__new__(type(optimizer))
-    # Its hooks are copied: what watches the one must not be told of the other.
+    # Dictionaries are copied, so that hooks registered on one are not called for the other.
     probe.__dict__.update(
         {
             key: copy.copy(value) if isinstance(value, dict) else value
@@ -36,15 +36,15 @@ def optimizer_like(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, 
 def state_after_a_step(
     optimizer: torch.optim.Optimizer, options: dict[str, Any], mold: torch.Tensor
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """What a step with a gradient of zeros makes of a parameter of zeros.
+    """Return the state that a step creates for a zero parameter with a zero gradient.
 
     Args:
-        optimizer: Whose class and options it is a step of; it stays as it is.
-        options: Those of the parameter's group, changed by steps of some optimizers.
-        mold: The parameter, zeros of the right shape and kind.
+        optimizer: The optimizer whose class and options are used. It is not changed.
+        options: Options of the parameter's group. Steps of some optimizers change them.
+        mold: The parameter: zeros of the required shape and type.
 
     Returns:
-        Its state, None where the step made none, and the options after the step.
+        The state, or None if the step created none, and the options after the step.
     """
     if (mold._local_tensor if hasattr(mold, "_local_tensor") else mold).numel():
         # Fused optimizers fail on empty tensors.

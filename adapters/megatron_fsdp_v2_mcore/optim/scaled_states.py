@@ -1,8 +1,9 @@
-"""State of Transformer Engine's `FusedAdam` in fp16 and fp8, whose tensors have a scale each.
+"""State of Transformer Engine's `FusedAdam` in fp16 and fp8, with one scale per tensor.
 
-A scale belongs to the rows that one rank holds. With other ranks, rows come together that had other
-scales. So a checkpoint has the values themselves, in fp32, as `FusedAdam` reads them in a step.
-Transformer Engine is not imported: an optimizer of its kind is known by what it has.
+A scale belongs to the rows of one rank. After resharding, a rank may hold rows that were saved with
+different scales. A checkpoint therefore contains the unscaled values in fp32, as `FusedAdam` reads
+them in a step. This file does not import Transformer Engine; it recognizes its optimizer by its
+attributes.
 """
 
 from __future__ import annotations
@@ -31,27 +32,27 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALED = (torch.float16, torch.uint8)
 _FP8 = torch.uint8
 _MOST_STEPS = 4
-"""Neighbors of a scale, each way, among which that of saved values is looked for."""
+"""Number of neighbors of a scale in each direction among which the saved scale is searched."""
 
 
 def reads_any_gradient(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer steps a parameter with a gradient of another dtype."""
+    """Whether an optimizer supports gradients of another dtype than the parameter's."""
     return hasattr(optimizer, "name_to_dtype_map")
 
 
 def scaled_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Names of the state that an optimizer keeps with scales; none for most optimizers."""
+    """Return the names of an optimizer's scaled state; empty for most optimizers."""
     dtypes: Mapping[str, torch.dtype] = getattr(optimizer, "name_to_dtype_map", {})
     return tuple(name for name in _MOMENTS if dtypes.get(name) in _SCALED)
 
 
 def unscaled(optimizer: Any, param: torch.Tensor, entry: dict[str, Any]) -> dict[str, Any]:
-    """A parameter's state for a checkpoint: values instead of what is stored with a scale.
+    """Return a parameter's state for a checkpoint, with unscaled values of scaled tensors.
 
     Args:
-        optimizer: Whose state it is.
+        optimizer: The optimizer that has the state.
         param: A sharded parameter.
-        entry: What the optimizer has of it; the same object where nothing has a scale.
+        entry: The parameter's state. It is returned itself if no tensor is scaled.
     """
     names = [name for name in scaled_names(optimizer) if name in entry]
     if not names:
@@ -62,7 +63,7 @@ def unscaled(optimizer: Any, param: torch.Tensor, entry: dict[str, Any]) -> dict
 
 
 def unscaled_zeros(param: torch.Tensor, names: tuple[str, ...]) -> dict[str, Any]:
-    """What state of these names is read into from a checkpoint."""
+    """Return zero tensors into which a checkpoint reads the state of these names."""
     like = cast("UnevenDTensor", param)
     return {
         name: rows_like(torch.zeros_like(local_of(param), dtype=torch.float32), like)
@@ -71,13 +72,13 @@ def unscaled_zeros(param: torch.Tensor, names: tuple[str, ...]) -> dict[str, Any
 
 
 def load_scaled(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """Load what `unscaled` made. Where the rows are those that were saved, stored bits are, too.
+    """Load a result of `unscaled`. If the rows are those saved by one rank, all bits are restored.
 
-    Rows that had several scales are rounded once more, to the one they have from now on.
+    Rows that were saved with several scales are rounded once more, to their new common scale.
 
     Args:
         optimizer: A `FusedAdam`.
-        state_dict: State and groups; keys of parameters may be any.
+        state_dict: State and groups, with arbitrary keys of parameters.
     """
     torch.optim.Optimizer.load_state_dict(optimizer, {**state_dict, "state": {}})
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -87,11 +88,11 @@ def load_scaled(optimizer: Any, state_dict: dict[str, Any]) -> None:
     scaled = scaled_names(optimizer)
     for key, param in zip(keys, params, strict=True):
         if has_no_rows(param):
-            # An amax of nothing is an error; the next step makes state of no elements.
+            # The amax of an empty tensor is an error; the next step creates empty state.
             continue
         for name, value in state_dict["state"].get(key, {}).items():
             values = _rows(value).float()
-            # What it is given is overwritten.
+            # `set_scaled_state` overwrites its argument.
             optimizer.set_scaled_state(param, name, values.clone())
             if name in scaled:
                 _settle_zeros(optimizer, param, name)
@@ -99,10 +100,10 @@ def load_scaled(optimizer: Any, state_dict: dict[str, Any]) -> None:
 
 
 def _keep_values(optimizer: Any, param: torch.Tensor, name: str, wanted: torch.Tensor) -> None:
-    """Find the scale that the values were stored with.
+    """Find the scale with which the values were stored.
 
-    They are products of it, rounded to fp32. The largest one divided by what it was stored as,
-    which is how the optimizer makes a scale, may be its neighbor.
+    The values are products of stored elements and the scale, rounded to fp32. The optimizer
+    computes a scale from the largest value, which may give a neighbor of the original scale.
     """
     stored = _rows(optimizer.state[param][name])
     scale = _factor(optimizer, param, name)
@@ -135,10 +136,10 @@ def _neighbors(scale: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def watch_scales(optimizer: torch.optim.Optimizer) -> None:
-    """Have state in fp8 whose elements are all zero be zeros.
+    """Reset fp8 state whose elements are all zero to zeros after every step.
 
-    `FusedAdam` divides by a scale of zero there, and what it stores is NaN. The rows that a rank
-    has of an embedding may well have seen no token.
+    `FusedAdam` divides by a zero scale for such state and stores NaN. The case occurs for the rows
+    of an embedding on a rank if no token has used them.
     """
     names = [
         name
@@ -160,7 +161,7 @@ def _settle_zeros(optimizer: Any, param: torch.Tensor, name: str) -> None:
     stored = _rows(optimizer.state[param][name])
     if not _is_fp8(stored):
         return
-    # Without a look at the values, for which the host would have to wait.
+    # No branch on the values, which would synchronize the host with the device.
     is_zero = optimizer._scales[param][name] == 0
     factors = (stored._quantizer.scale, stored._scale_inv)
     for factor in factors:
@@ -169,7 +170,7 @@ def _settle_zeros(optimizer: Any, param: torch.Tensor, name: str) -> None:
 
 
 def _factor(optimizer: Any, param: torch.Tensor, name: str) -> torch.Tensor:
-    """What stored elements are multiplied with: `(1,)`, or without dimensions."""
+    """Return the factor of stored elements, of shape `(1,)` or `()`."""
     stored = _rows(optimizer.state[param][name])
     scale = stored._scale_inv if _is_fp8(stored) else optimizer._scales[param][name]
     return cast("torch.Tensor", scale)

@@ -9,13 +9,12 @@ from typing import Any
 
 from megatron_cpu_rehearsal import FLAG, VERBOSE_FLAG
 from megatron_cpu_rehearsal.flags import CPU_FLAGS, GPU_FLAGS, IMPL_FLAG
-from megatron_cpu_rehearsal.patching import environment
 from megatron_fsdp_v2.plan.sources import FlagsError
 from megatron_fsdp_v2_mcore.flags.arguments import API_FLAG, check_before, is_enabled
 from megatron_fsdp_v2_mcore.flags.errors import FlagError, flag_of, rejections_as_flag_errors
-from megatron_fsdp_v2_mcore.flags.offload import DTYPES
+from megatron_fsdp_v2_mcore.flags.precision import DTYPES
 
-__all__ = ["fake_world_size", "parsed", "rejections_as_errors", "without_gpu_flags"]
+__all__ = ["parsed", "rejections_as_errors", "without_gpu_flags"]
 
 
 @contextlib.contextmanager
@@ -30,13 +29,6 @@ def rejections_as_errors() -> Iterator[None]:
             yield
     except FlagError as error:
         raise FlagsError(str(error)) from None
-
-
-@contextlib.contextmanager
-def fake_world_size(num_ranks: int) -> Iterator[None]:
-    """Have the environment say that this is the first of so many ranks."""
-    with environment({"WORLD_SIZE": str(num_ranks), "RANK": "0", "LOCAL_RANK": "0"}):
-        yield
 
 
 def without_gpu_flags(argv: Sequence[str]) -> list[str]:

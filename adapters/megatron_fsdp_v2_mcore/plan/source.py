@@ -19,28 +19,27 @@ from torch import nn
 
 from megatron_cpu_rehearsal import rehearse
 from megatron_cpu_rehearsal.flags import IMPL_FLAG, LOCAL
+from megatron_cpu_rehearsal.patching import environment
 from megatron_fsdp_v2.params.formats import PayloadBytes, WeightUse
 from megatron_fsdp_v2.plan.description import (
     DATA,
     MeshDescription,
     ModelTraits,
+    Strategy,
     TrainingDescription,
     UnitDescription,
     describe_module,
 )
-from megatron_fsdp_v2.plan.sharding import Strategy
 from megatron_fsdp_v2.plan.sources import FlagsError, SourceResult
-from megatron_fsdp_v2.runtime.options import RuntimeOptions
 from megatron_fsdp_v2_mcore.flags.options import Options
 from megatron_fsdp_v2_mcore.flags.precision import (
+    apply_main_grads_dtype,
     dtype_of,
     is_precision_aware,
     state_dtypes,
-    with_main_grads,
 )
 from megatron_fsdp_v2_mcore.plan.costs import Costs
 from megatron_fsdp_v2_mcore.plan.flags import (
-    fake_world_size,
     parsed,
     rejections_as_errors,
     without_gpu_flags,
@@ -82,7 +81,7 @@ def _quiet_megatron(flags: Sequence[str], num_ranks: int) -> Iterator[list[str]]
     from megatron_fsdp_v2_mcore import install, uninstall
 
     with (
-        fake_world_size(num_ranks),
+        environment({"WORLD_SIZE": str(num_ranks), "RANK": "0", "LOCAL_RANK": "0"}),
         contextlib.redirect_stdout(io.StringIO()),
         rehearse([*without_gpu_flags(flags), IMPL_FLAG, LOCAL]) as argv,
     ):
@@ -114,8 +113,8 @@ def _arguments(argv: Sequence[str], flags: Sequence[str]) -> tuple[Any, bool]:
     args.use_precision_aware_optimizer = is_precision_aware(asked)
     if args.use_precision_aware_optimizer:
         args.exp_avg_dtype, args.exp_avg_sq_dtype = state_dtypes(asked)
-        with with_main_grads(asked):
-            args.megatron_fsdp_main_grads_dtype = dtype_of(asked.megatron_fsdp_main_grads_dtype)
+        apply_main_grads_dtype(asked)
+        args.megatron_fsdp_main_grads_dtype = dtype_of(asked.megatron_fsdp_main_grads_dtype)
     # The model is built of Megatron's own layers, which have no such parameters.
     args.plans_fp4 = bool(asked.fp4 and asked.fp4_param_gather)
     args.plans_quantized = bool(asked.fp8 and asked.fp8_param_gather) or args.plans_fp4
@@ -159,15 +158,7 @@ def _describe(args: Any, num_ranks: int, *, keeps_attention: bool) -> SourceResu
         matrix_dtype=settings.policy.main_params_dtype or args.params_dtype,
         num_microbatches=_num_microbatches(args, num_ranks),
         syncs_afterwards=not settings.enable_async_reduce_grad,
-        options=RuntimeOptions(
-            enable_unshard_prefetch=settings.enable_unshard_prefetch,
-            unshard_prefetch_depth=options.unshard_prefetch_depth,
-            unshard_prefetch_bytes=settings.prefetch_bytes(options, gathered_dtype),
-            enable_unshard_after_step=options.unshard_after_step,
-            enable_async_reduce_grad=settings.enable_async_reduce_grad,
-            max_live_grad_buffers=options.max_live_grad_buffers,
-            bucket_bytes=options.bucket_bytes,
-        ),
+        options=settings.runtime_options(options, gathered_dtype),
         stages=args.pipeline_model_parallel_size,
         recompute_factor=1.0 if args.recompute_granularity == "full" else 0.0,
     )
@@ -272,6 +263,7 @@ def _chunk(
     args: Any, chunk: nn.Module, strategy: Strategy, costs: Costs, layers: dict[str, bool]
 ) -> tuple[list[UnitDescription], int]:
     """The units of a model chunk, as `FullyShardedDataParallel` makes them."""
+    from megatron_fsdp_v2_mcore.flags.settings import unit_bytes
     from megatron_fsdp_v2_mcore.model.mamba_parameters import follow_parameters
     from megatron_fsdp_v2_mcore.model.meshes import Meshes
     from megatron_fsdp_v2_mcore.model.tensor_shards import is_expert
@@ -287,12 +279,16 @@ def _chunk(
         expert if has_experts else None,
         strategy.inner,
         strategy.inner_of(EXPERT),
+        unit_bytes(
+            Options.from_args(args), args.suggested_communication_unit_size, args.params_dtype
+        ),
         runs_whole=not costs.args.overlap_moe_expert_parallel_comm,
     )
-    apart = {id(unit.module) for unit in planned if unit.meshes is expert}
+    modules = [module for unit in planned for module in unit.modules]
+    apart = {id(module) for unit in planned if unit.meshes is expert for module in unit.modules}
     if dict(strategy.others):
         experts = {id(layer.experts) for layer in chunk.modules() if hasattr(layer, "experts")}
-        apart |= {id(unit.module) for unit in planned} & experts
+        apart |= {id(module) for module in modules} & experts
     quantized = {id(param) for name in layers for param in _quantized(args, chunk, name)}
     forms: tuple[WeightUse, ...] = (WeightUse.BOTH,)
     if args.fp8_recipe == "mxfp8" and not args.plans_fp4:
@@ -302,12 +298,32 @@ def _chunk(
         mesh_of=lambda unit: EXPERT if id(unit) in apart else DATA,
         is_matrix=lambda unit, param: _is_matrix(param),
         separate=shared_by_stages(chunk),
-        used={unit.module: unit.used_params for unit in planned},
+        used={module: unit.used_params for unit in planned for module in unit.modules},
         flops_of=costs.flops,
         payload_of=lambda unit, param: payload if id(param) in quantized else None,
     )
-    units, plain_nbytes = describe_module(chunk, [unit.module for unit in planned], rules)
-    return [_with_activations(unit, layers, costs) for unit in units], plain_nbytes
+    units, plain_nbytes = describe_module(chunk, modules, rules)
+    names = {id(module): name for name, module in chunk.named_modules()}
+    described = {unit.name: _with_activations(unit, layers, costs) for unit in units}
+    for unit in planned:
+        first, *others = [names[id(module)] for module in unit.modules]
+        parts = [described[first], *[described.pop(name) for name in others]]
+        described[first] = _joined(parts) if others else parts[0]
+    return list(described.values()), plain_nbytes
+
+
+def _joined(units: Sequence[UnitDescription]) -> UnitDescription:
+    """Describe the unit that several layers become, under the name of the first."""
+    return replace(
+        units[0],
+        params=tuple(
+            replace(param, name=f"{number}.{param.name}")
+            for number, unit in enumerate(units)
+            for param in unit.params
+        ),
+        flops_per_token=sum(unit.flops_per_token for unit in units),
+        activation_nbytes=sum(unit.activation_nbytes for unit in units),
+    )
 
 
 def _quantized(args: Any, chunk: nn.Module, name: str) -> Iterator[nn.Parameter]:

@@ -9,10 +9,10 @@ from megatron_fsdp_v2_mcore.launch import launch
 
 
 def main() -> None:
-    """Train as the command line says, in Megatron's flags and ours."""
+    """Train with the flags of Megatron and of this package."""
     with launch(sys.argv[1:]) as argv:
         sys.argv[1:] = argv
-        # By name, since a rehearsal has to be under way before Megatron is imported.
+        # Imported on demand, since a rehearsal must start before Megatron is imported.
         importlib.import_module("megatron_fsdp_v2_mcore.pretrain_gpt.gpt").train()
 
 

@@ -1,13 +1,13 @@
-"""The data of `pretrain_gpt`: what Megatron's flags about it mean to its dataset builder.
+"""The data of `pretrain_gpt`: options of Megatron's dataset builder from its flags.
 
-Which flag is which option is transcribed from Megatron-LM's `pretrain_gpt.py`, Copyright (c) NVIDIA
-CORPORATION; see NOTICE.
+The mapping of flags to options is transcribed from Megatron-LM's `pretrain_gpt.py`, Copyright (c)
+NVIDIA CORPORATION; see NOTICE.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,11 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
-__all__ = ["check_data", "check_data_flags", "dataset_config"]
+__all__ = ["check_data", "dataset_config"]
 
 
 def dataset_config(args: Any) -> GPTDatasetConfig:
-    """What Megatron's arguments say about data.
+    """Return the dataset configuration of Megatron's arguments.
 
     Args:
         args: Megatron's arguments.
@@ -55,7 +55,7 @@ def dataset_config(args: Any) -> GPTDatasetConfig:
 
 
 def _sequences_per_dataset(path: str | None) -> dict[str, int] | None:
-    """Numbers of sequences by dataset, from the JSON file that Megatron's flag names."""
+    """Read the number of sequences per dataset from the JSON file that Megatron's flag names."""
     if path is None:
         return None
     counts: dict[str, int] = json.loads(Path(path).read_text())
@@ -63,47 +63,25 @@ def _sequences_per_dataset(path: str | None) -> dict[str, int] | None:
 
 
 OTHER_DATA = {
-    "sft": ("--sft", "it packs conversations"),
-    "fim_data": ("--fim-data", "it cuts samples up to be filled in"),
-    "dataloader_inter_document_masking": (
-        "--dataloader-inter-document-masking",
-        "it packs documents and attends within each",
-    ),
+    "--sft": "it packs conversations",
+    "--fim-data": "it cuts samples up to be filled in",
+    "--dataloader-inter-document-masking": "it packs documents and attends within each",
 }
-"""Flags that ask for datasets this program does not build, with what they do."""
+"""Flags of datasets that this program does not build, with their meaning."""
 
 
-def check_data(args: Any) -> None:
-    """See that the data asked for is of the kind this program builds.
-
-    Args:
-        args: Megatron's arguments.
-
-    Raises:
-        FlagError: It is not; names the flag.
-    """
-    for name in OTHER_DATA:
-        if getattr(args, name, None):
-            raise _other_data(name)
-
-
-def check_data_flags(argv: Sequence[str]) -> None:
-    """The same before Megatron reads the command line, against which it may have other reasons.
+def check_data(flags: Collection[str]) -> None:
+    """Check that this program builds the requested kind of data.
 
     Args:
-        argv: The command line.
+        flags: The given flags; other words are ignored.
 
     Raises:
-        FlagError: It asks for other data; names the flag.
+        FlagError: It does not. The message names the flag.
     """
-    for name, (flag, _) in OTHER_DATA.items():
-        if flag in argv:
-            raise _other_data(name)
-
-
-def _other_data(name: str) -> FlagError:
-    flag, meaning = OTHER_DATA[name]
-    return FlagError(
-        f"{flag} asks for data that this pretrain_gpt does not build ({meaning}); run a "
-        "script of your own that does with -m megatron_fsdp_v2_mcore.run"
-    )
+    for flag, meaning in OTHER_DATA.items():
+        if flag in flags:
+            raise FlagError(
+                f"{flag} requests data that this pretrain_gpt does not build ({meaning}); run your "
+                "own pretraining script with -m megatron_fsdp_v2_mcore.run"
+            )

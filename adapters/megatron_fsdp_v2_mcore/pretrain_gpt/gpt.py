@@ -1,6 +1,6 @@
 """Model, data, batches and loss of `pretrain_gpt`, on Megatron's own building blocks.
 
-How they are put together is transcribed from Megatron-LM's `pretrain_gpt.py` and `gpt_builders.py`,
+Their composition is transcribed from Megatron-LM's `pretrain_gpt.py` and `gpt_builders.py`,
 Copyright (c) NVIDIA CORPORATION; see NOTICE.
 """
 
@@ -31,16 +31,12 @@ from megatron.training.models.gpt import GPTModelBuilder
 from megatron.training.models.hybrid import HybridModelBuilder
 from megatron.training.utils import is_first_or_last_pipeline_stage
 
-from megatron_fsdp_v2_mcore.flags.errors import FlagError, rejections_as_flag_errors
-from megatron_fsdp_v2_mcore.pretrain_gpt.data import (
-    check_data,
-    check_data_flags,
-    dataset_config,
-)
+from megatron_fsdp_v2_mcore.flags.errors import FlagError, flag_of, rejections_as_flag_errors
+from megatron_fsdp_v2_mcore.pretrain_gpt.data import check_data, dataset_config
 
 __all__ = ["train"]
 
-# Loss of an iteration may jump this much before it counts as a possible hardware fault.
+# A loss that grows by more than this factor in an iteration is treated as a hardware fault.
 SPIKY_LOSS_FACTOR = 10.0
 
 BATCH_KEYS = (
@@ -65,17 +61,17 @@ def build_model(
 ) -> torch.nn.Module:
     """Build one pipeline stage of the model that the flags describe.
 
-    With `--hybrid-layer-pattern` that is Megatron's hybrid model, else its GPT.
+    The model is Megatron's hybrid model with `--hybrid-layer-pattern`, otherwise its GPT.
 
     Args:
-        pre_process: Whether the stage holds the embedding.
-        post_process: Whether it holds the output layer.
-        vp_stage: Its virtual pipeline stage.
-        config: A transformer configuration; from the flags when None.
+        pre_process: Whether the stage has the embedding.
+        post_process: Whether the stage has the output layer.
+        vp_stage: Virtual pipeline stage.
+        config: A transformer configuration; derived from the flags if None.
         pg_collection: Process groups.
 
     Raises:
-        FlagError: Megatron's layers reject what the flags ask for.
+        FlagError: Megatron's layers reject a combination of flags.
     """
     args = get_args()
     transformer = core_transformer_config_from_args(args) if config is None else config
@@ -115,7 +111,7 @@ def build_datasets(num_samples: Any, vp_stage: int | None = None) -> Any:
     """Build train, validation and test datasets, on the ranks that read them.
 
     Args:
-        num_samples: Samples wanted of each.
+        num_samples: Number of samples of each dataset.
         vp_stage: Virtual pipeline stage.
     """
     args = get_args()
@@ -128,18 +124,20 @@ def build_datasets(num_samples: Any, vp_stage: int | None = None) -> Any:
     return builder.build()
 
 
-build_datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron asks for this mark
+build_datasets.is_distributed = True  # type: ignore[attr-defined]  # read by Megatron
 
 
 def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) -> dict[str, Any]:
-    """This rank's part of the next micro-batch: read by tensor-parallel rank 0, sent to others.
+    """Return this rank's part of the next micro-batch.
+
+    Tensor-parallel rank 0 reads the micro-batch and broadcasts it to the other ranks.
 
     Args:
-        data_iterator: Micro-batches; None on ranks that read none.
+        data_iterator: Micro-batches; None on ranks that do not read data.
         vp_stage: Virtual pipeline stage.
 
     Returns:
-        Tensors by name; `None` for what this stage does not use.
+        Tensors by name; None for those that this stage does not use.
     """
     args = get_args()
     if not _reads_data(args, vp_stage):
@@ -182,14 +180,14 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) 
 def loss_function(
     loss_mask: torch.Tensor, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of the masked token losses of a micro-batch.
+    """Compute the sum of the masked token losses of a micro-batch.
 
     Args:
-        loss_mask: 1 where a token counts, `(batch, sequence)`.
-        losses: Loss of every token, likewise.
+        loss_mask: 1 for tokens that contribute to the loss, of shape `(batch, sequence)`.
+        losses: Loss of every token, of shape `(batch, sequence)`.
 
     Returns:
-        The sum (Megatron divides it), the number of tokens, and both as numbers to report.
+        The sum (Megatron divides it), the number of tokens, and both as values to report.
     """
     args = get_args()
     mask = loss_mask.view(-1).float()
@@ -223,16 +221,16 @@ def loss_function(
 def forward_step(
     data_iterator: Any, model: torch.nn.Module, return_schedule_plan: bool = False
 ) -> Any:
-    """Forward of one micro-batch, in the shape Megatron's schedules call it.
+    """Run the forward of one micro-batch; called by Megatron's schedules.
 
     Args:
         data_iterator: Micro-batches.
-        model: A (wrapped) stage.
-        return_schedule_plan: Make a plan of the forward instead, as
-            `--overlap-moe-expert-parallel-comm` asks for.
+        model: A pipeline stage, which may be wrapped.
+        return_schedule_plan: Whether to build a plan of the forward instead, for
+            `--overlap-moe-expert-parallel-comm`.
 
     Returns:
-        The stage's output, or its plan, and the function that makes a loss of the output.
+        The stage's output or plan, and the function that computes the loss of the output.
     """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
@@ -273,12 +271,13 @@ def train() -> None:
     Raises:
         FlagError: Megatron or this package rejects a flag.
     """
-    check_data_flags(sys.argv)
+    # Checked before Megatron validates the flags, which may raise another error, and after.
+    check_data(sys.argv)
     with rejections_as_flag_errors("Megatron rejects these flags"):
         args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-        check_data(args)
+        check_data([flag_of(name) for name, value in vars(args).items() if value])
         _check_experts(args)
-        # Megatron makes another when it builds a model; made here, it checks itself at the start.
+        # Megatron builds this configuration again with the model. Building it here checks it early.
         core_transformer_config_from_args(args)
         configuration = pretrain_cfg_container_from_args(args)
     pretrain(

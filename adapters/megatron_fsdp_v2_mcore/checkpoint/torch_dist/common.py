@@ -1,4 +1,4 @@
-"""What a `torch_dist` checkpoint holds besides tensors, and what of it can be resharded."""
+"""The common state of a `torch_dist` checkpoint: arguments, schedule, optimizer options."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 from megatron_fsdp_v2.checkpoint.trust import file_inside
 from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import MegatronFolder, load_plain
-from megatron_fsdp_v2_mcore.flags.checkpoint_check import flag_errors
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
 __all__ = [
@@ -32,54 +31,54 @@ _EXPERTS = "is_expert_parallel"
 
 
 def common_state(folder: MegatronFolder) -> dict[str, Any]:
-    """Arguments, iteration, schedule, options of the optimizer.
+    """Read the arguments, iteration, schedule and optimizer options of a checkpoint.
 
     Raises:
-        FlagError: There is nothing of this kind, or it is not plain data.
+        FlagError: The checkpoint has no common state.
+        CheckpointError: The common state contains other objects than plain data.
     """
-    with flag_errors():
-        legacy = file_inside(folder.path, LEGACY_COMMON)
+    legacy = file_inside(folder.path, LEGACY_COMMON)
     if legacy.is_file():
-        found = load_plain(legacy, str(legacy))
+        found = load_plain(legacy)
     elif folder.has(COMMON):
         shards = folder.object(COMMON)
         found = shards[0] if isinstance(shards, list | tuple) and shards else None
     else:
-        raise FlagError(f"{folder.path} is not a whole torch_dist checkpoint: it has no {COMMON}")
+        raise FlagError(f"{folder.path} is not a complete torch_dist checkpoint: no {COMMON}")
     if not isinstance(found, dict) or "args" not in found:
-        raise FlagError(f"{folder.path} holds no arguments of a Megatron run")
+        raise FlagError(f"{folder.path} has no arguments of a Megatron run")
     return found
 
 
 def optimizer_problem(common: dict[str, Any]) -> str:
-    """Why the state of the optimizer cannot be loaded into other shards; empty if it can."""
+    """Return the reason why optimizer state cannot be resharded; empty if it can."""
     if "optimizer" not in common:
-        return "it holds no optimizer state; add --no-load-optim to start with a fresh optimizer"
+        return "it has no optimizer state; add --no-load-optim to start with a new optimizer"
     sharding = (common.get("content_metadata") or {}).get(SHARDING_TYPE)
     for part in _parts(common["optimizer"]):
         sharding = part.get("param_state_sharding_type", sharding)
     if sharding in (None, FULLY_RESHARDABLE):
         return ""
     return (
-        f"its optimizer state was saved as {sharding}, in the buffers of the ranks that saved it, "
-        "which other shards cannot be read from; save it with --dist-ckpt-optim-fully-reshardable, "
-        "or add --no-load-optim to start with a fresh optimizer"
+        f"its optimizer state was saved as {sharding}, in rank-local buffers that cannot be "
+        "resharded; save it with --dist-ckpt-optim-fully-reshardable, or add --no-load-optim to "
+        "start with a new optimizer"
     )
 
 
 def _parts(optimizer: dict[Any, Any]) -> list[dict[str, Any]]:
-    """State of every optimizer of a chain; dense and expert parameters may have their own."""
+    """Return the states of a chain's optimizers, such as those of dense and expert parameters."""
     is_chain = bool(optimizer) and all(isinstance(key, int) for key in optimizer)
     return list(optimizer.values()) if is_chain else [optimizer]
 
 
 @dataclass(slots=True)
 class SavedGroups:
-    """Options of the optimizer that were saved.
+    """Saved options of the optimizer.
 
     Attributes:
-        step: How many steps it had made.
-        groups: Options of every parameter group.
+        step: Number of steps.
+        groups: Options of each parameter group.
     """
 
     step: float = 0.0
@@ -87,7 +86,7 @@ class SavedGroups:
 
     @staticmethod
     def of(common: dict[str, Any]) -> SavedGroups:
-        """Collect them from all optimizers of a checkpoint."""
+        """Collect the options of all optimizers of a checkpoint."""
         found = SavedGroups()
         for part in _parts(common["optimizer"]):
             inner = part.get("optimizer", part)
@@ -99,20 +98,20 @@ class SavedGroups:
         return found
 
     def options(self, mine: dict[str, Any]) -> dict[str, Any]:
-        """Options of a parameter of this run, with the saved ones of the group it was in.
+        """Return the options of a parameter of this run, updated with those of its saved group.
 
         Args:
-            mine: Those it has.
+            mine: The parameter's options in this run.
 
         Raises:
-            FlagError: It was in no such group.
+            FlagError: No saved group matches these options.
         """
         saved = next(self._like(mine, ()), None) or next(self._like(mine, (_EXPERTS,)), None)
         if saved is None:
             shown = {key: mine.get(key) for key in param_group_identifier_keys if key in mine}
             raise FlagError(
                 f"the checkpoint has no optimizer options for parameters with {shown}; use the "
-                "flags it was saved with, or add --no-load-optim"
+                "flags of the run that saved it, or add --no-load-optim"
             )
         kept = {k: v for k, v in saved.items() if k in mine and k not in (_EXPERTS, "step")}
         return {**mine, **kept, **({"step": int(self.step)} if "step" in mine else {})}
@@ -125,5 +124,5 @@ class SavedGroups:
 
 
 def _option(group: dict[str, Any], key: str) -> Any:
-    # Megatron aliases some of them this way.
+    # Megatron saves some options under such an alias.
     return group.get(key, group.get(f"pre_{key}"))

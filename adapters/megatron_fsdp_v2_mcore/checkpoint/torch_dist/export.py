@@ -1,6 +1,6 @@
-"""From a checkpoint of a sharded run to one that Megatron's own DDP and optimizer load.
+"""Export of a sharded run's checkpoint to one that Megatron's own DDP and optimizer load.
 
-One process, no process group, no model: tensors go from file to file one at a time.
+The export runs in one process without a process group or model, and copies one tensor at a time.
 """
 
 from __future__ import annotations
@@ -22,20 +22,25 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_fsdp_v2._text import readable_size
 from megatron_fsdp_v2.checkpoint.errors import naming_full_disk
-from megatron_fsdp_v2.checkpoint.writing import FolderWriter
-from megatron_fsdp_v2_mcore.checkpoint.fp8_names import is_fp8_state
+from megatron_fsdp_v2.checkpoint.writing import Blocks, StoredObject, pickled, write_folder
+from megatron_fsdp_v2_mcore.checkpoint.name_table import (
+    Place,
+    StoredNames,
+    is_fp8_state,
+    split_piece,
+)
 from megatron_fsdp_v2_mcore.checkpoint.torch_dist.common import (
     COMMON,
     FULLY_RESHARDABLE,
     SHARDING_TYPE,
 )
 from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import MegatronFolder
-from megatron_fsdp_v2_mcore.checkpoint.torch_dist.names import Place, StoredNames
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import (
     CONFIG,
     TRACKER,
     check_checkpoint_folder,
     find_checkpoint,
+    flag_errors,
     is_torch_dist,
     iteration_folder,
 )
@@ -49,26 +54,23 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 META = "param_to_group_meta"
 
 _EXPERT = re.compile(r".*\bmlp\.experts\.(?:local_experts|linear_fc)")
-_PIECE = re.compile(r"(.*[._](?:weight|bias)\d*)(?:_[wv]|\.(?:z|x|B|C|dt))")
 _ATTENTION = re.compile(r"(.*\bself_attention)\.linear_proj")
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
-    """What was written.
+class Converted:
+    """The result of an export.
 
     Attributes:
         path: The folder of the iteration.
-        num_tensors: Tensors of it: a weight of one layer and expert, a main weight, a moment.
-        num_bytes: Their size.
-        largest: Bytes of the largest of them: what was in memory at a time.
-        left_out: The optimizer whose state was not exported, if it is such a one.
+        num_tensors: Number of tensors: weights of one layer and expert, main weights, moments.
+        num_bytes: Total size of the tensors.
+        left_out: Name of the optimizer if its state was not exported.
     """
 
     path: Path
     num_tensors: int
     num_bytes: int
-    largest: int
     left_out: str | None = None
 
 
@@ -77,20 +79,21 @@ def export(
     target: str | Path,
     iteration: int | None = None,
     expert_parallel: int | None = None,
-) -> Exported:
-    """Make a `torch_dist` checkpoint of one of a sharded run.
+) -> Converted:
+    """Export a checkpoint of a sharded run as a `torch_dist` checkpoint.
 
-    The state of other optimizers than Adam is left out.
+    The state of optimizers other than Adam is not exported.
 
     Args:
-        source: What the run saved to.
-        target: What to name with `--load`; may hold other iterations.
-        iteration: Which one; the latest when None.
-        expert_parallel: Expert-parallel size of the run that will load it, which decides whether
-            experts have an optimizer of their own; that of the run that saved when None.
+        source: The folder to which the run saved.
+        target: The folder to pass to `--load`. It may contain other iterations.
+        iteration: The iteration; the latest if None.
+        expert_parallel: Expert-parallel size of the run that will load the checkpoint, which
+            determines whether experts have a separate optimizer; that of the run that saved if
+            None.
 
     Raises:
-        FlagError: There is no such checkpoint, or it cannot be exported.
+        FlagError: The checkpoint does not exist or cannot be exported.
     """
     check_checkpoint_folder(source, may_be_empty=False, iteration=iteration)
     found = find_checkpoint(source, iteration)
@@ -98,86 +101,94 @@ def export(
         raise FlagError(f"{source} has no checkpoint")
     path, iteration = found
     if is_torch_dist(path):
-        raise FlagError(f"{path} is a torch_dist checkpoint already")
+        raise FlagError(f"{path} is already a torch_dist checkpoint")
     written = iteration_folder(Path(target), iteration)
     if (written / ".metadata").exists():
-        raise FlagError(f"{written} is there already; name another folder or remove it")
-    job = _Export(MegatronFolder(path), written, expert_parallel)
-    with naming_full_disk(written):
+        raise FlagError(f"{written} already exists; use another folder or remove it")
+    with flag_errors(), naming_full_disk(written):
+        job = _Export(MegatronFolder(path), written, expert_parallel)
         job.write()
     (written / CONFIG).write_text(
         json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
     )
     latest = find_checkpoint(target)
     (Path(target) / TRACKER).write_text(str(max(iteration, latest[1] if latest else 0)))
-    return Exported(written, job.num_tensors, job.num_bytes, job.largest, job.left_out)
+    return Converted(written, job.num_tensors, job.num_bytes, job.left_out)
 
 
 class _Export:
-    """One checkpoint on its way."""
+    """The export of one checkpoint."""
 
     def __init__(self, folder: MegatronFolder, target: Path, expert_parallel: int | None) -> None:
         self._folder = folder
-        self.num_tensors = self.num_bytes = self.largest = 0
+        self.num_tensors = self.num_bytes = 0
         self._plain = self._objects()
         if not isinstance(self._plain.get("args"), argparse.Namespace):
-            raise FlagError(f"{folder.path} holds no arguments of a Megatron run")
+            raise FlagError(f"{folder.path} has no arguments of a Megatron run")
         self._args = self._plain["args"]
         self._names = StoredNames.of(self._args)
         self._expert_parallel = expert_parallel or self._args.expert_model_parallel_size
-        # Megatron's other optimizers have wrappers, and parts of a checkpoint, of their own.
+        # Megatron's other optimizers have other wrappers and other entries in a checkpoint.
         self._has_optimizer = bool(self._options()) and self.left_out is None
-        self._writer = FolderWriter(target, has_manifest=False)
+        self._target = target
+        self._tensors: dict[str, Blocks] = {}
+        self._written: dict[str, StoredObject] = {}
 
     def write(self) -> None:
-        """Write everything."""
-        # First what can go wrong, then what takes long.
+        """Write the checkpoint."""
+        # The steps that may fail run before the long ones.
         has_rng = all(str(rank) in self._plain.get("rng_state", {}) for rank in self._ranks())
         common = self._common(has_rng=has_rng)
         modules: dict[str, Place] = {}
-        for key in self._tensors(MODEL):
+        for key in self._names_of_tensors(MODEL):
             name = key.removeprefix(MODEL)
             place = self._names.place(name)
             self._write_weight(name, place)
-            module = _module(self._names.place(_whole(name)))
+            module = _module(self._names.place(split_piece(name)[0]))
             modules[f"{module.key}/{module.front}"] = module
         if getattr(self._args, "hybrid_layer_pattern", None):
-            # A hybrid model asks for that of its output layer also where it has no weight of its
-            # own.
+            # A hybrid model requests the extra state of its output layer even if it has no weight.
             modules.setdefault("output_layer/()", Place("output_layer", ()))
         for module in modules.values():
             self._write_extra_state(module)
         if has_rng:
             self._write_rng_states()
-        self._writer.add_object(COMMON, [common])
-        self._writer.finish()
+        self._add_object(COMMON, common)
+        write_folder(self._target, {**self._tensors, **self._written}, has_manifest=False)
 
     def _write_weight(self, name: str, place: Place) -> None:
-        options = self._options().get(_whole(name))
+        options = self._options().get(split_piece(name)[0])
+        dtype = None if options is None else self._args.params_dtype
+        self._put(place.key, place, MODEL + name, dtype)
         has_state = options is not None and self._folder.has(f"{STATE}{name}.{MOMENTS[0]}")
-        main = self._folder.read_tensor(MODEL + name)
-        dtype = main.dtype if options is None else self._args.params_dtype
-        self._put(place.key, place, main.to(dtype))
-        if not (has_state and self._has_optimizer):
-            return
-        self._put(f"{STATE}param.{place.key}", place, main.float())
-        del main
-        for moment in MOMENTS:
-            self._put(
-                f"{STATE}{moment}.{place.key}",
-                place,
-                self._folder.read_tensor(f"{STATE}{name}.{moment}"),
-            )
+        if has_state and self._has_optimizer:
+            self._put(f"{STATE}param.{place.key}", place, MODEL + name, torch.float32)
+            for moment in MOMENTS:
+                self._put(f"{STATE}{moment}.{place.key}", place, f"{STATE}{name}.{moment}")
 
-    def _put(self, key: str, place: Place, data: torch.Tensor) -> None:
-        own = tuple(data.shape)
-        block = data.view(*(1 for _ in place.front), *own)
-        self._writer.add_block(key, place.shape(own), place.offset(own), block)
+    def _put(self, key: str, place: Place, source: str, dtype: torch.dtype | None = None) -> None:
+        """Add a tensor to the blocks to write, at its place and converted to a dtype."""
+        entry = self._folder.metadata.state_dict_metadata[source]
+        assert isinstance(entry, TensorStorageMetadata)
+        own, dtype = tuple(entry.size), dtype or entry.properties.dtype
+        sizes = (*(1 for _ in place.front), *own)
+
+        def read() -> torch.Tensor:
+            data: torch.Tensor = self._folder.read_tensor(source)
+            return data.to(dtype).view(sizes)
+
+        whole = Blocks(place.shape(own), dtype)
+        blocks = self._tensors.setdefault(key, whole)
+        if (blocks.shape, blocks.dtype) != (whole.shape, whole.dtype):
+            raise FlagError(f"{source} and other tensors of {key} differ in shape or dtype")
+        blocks.add(place.offset(own), sizes, read)
         self.num_tensors += 1
-        self.num_bytes += data.nbytes
-        self.largest = max(self.largest, data.nbytes)
+        self.num_bytes += entry.size.numel() * dtype.itemsize
 
-    def _tensors(self, prefix: str) -> Iterator[str]:
+    def _add_object(self, key: str, value: Any) -> None:
+        self._written[key] = StoredObject(pickled([value]))
+
+    def _names_of_tensors(self, prefix: str) -> Iterator[str]:
         for key, entry in self._folder.metadata.state_dict_metadata.items():
             if (
                 key.startswith(prefix)
@@ -187,7 +198,7 @@ class _Export:
                 yield key
 
     def _objects(self) -> dict[str, Any]:
-        """Everything that is not a tensor of the model or its optimizer, nested as it was saved."""
+        """Read all entries that are not tensors of the model or optimizer, as nested as saved."""
         paths = self._folder.metadata.planner_data or {}
         flat = {
             key: self._folder.object(key)
@@ -198,7 +209,7 @@ class _Export:
         }
         flat |= {
             key: self._folder.read_tensor(key)
-            for key in self._tensors("rng_state.")
+            for key in self._names_of_tensors("rng_state.")
             if key in paths
         }
         nested: dict[str, Any] = unflatten_state_dict(flat, {key: paths[key] for key in flat})
@@ -206,7 +217,7 @@ class _Export:
 
     @property
     def left_out(self) -> str | None:
-        """The optimizer whose state is not exported, if it is such a one."""
+        """Name of the optimizer if its state is not exported."""
         name = getattr(self._args, "optimizer", "adam")
         return None if name == "adam" or not self._options() else str(name)
 
@@ -215,7 +226,7 @@ class _Export:
         return options
 
     def _write_extra_state(self, module: Place) -> None:
-        """Empty: what layers keep besides weights, which all of Megatron's layers ask for."""
+        """Write the empty extra state that all of Megatron's layers request."""
         front = module.front or ((0, 1),)
         index = ".".join(str(position) for position, _ in front)
         shape = ".".join(str(length) for _, length in front)
@@ -224,10 +235,10 @@ class _Export:
         if match is not None:
             keys.append(f"{match[1]}.core_attention._extra_state")
         for key in keys:
-            self._writer.add_object(f"{key}/shard_{index}_{shape}", [None])
+            self._add_object(f"{key}/shard_{index}_{shape}", None)
 
     def _ranks(self) -> list[tuple[int, int]]:
-        """Pipeline and tensor-parallel ranks of the run that saved."""
+        """Return the pipeline and tensor-parallel ranks of the run that saved."""
         pp, tp = self._args.pipeline_model_parallel_size, self._args.tensor_model_parallel_size
         return [(p, t) for p in range(pp) for t in range(tp)]
 
@@ -235,7 +246,7 @@ class _Export:
         sizes = tuple(size + 1 for size in self._ranks()[-1])
         for p, t in self._ranks():
             key = f"rng_state/shard_{p}.{t}_{sizes[0]}.{sizes[1]}"
-            self._writer.add_object(key, [self._plain["rng_state"][str((p, t))]])
+            self._add_object(key, self._plain["rng_state"][str((p, t))])
 
     def _common(self, *, has_rng: bool) -> dict[str, Any]:
         args = copy.copy(self._args)
@@ -266,7 +277,7 @@ class _Export:
         return common
 
     def _optimizers(self) -> dict[Any, Any]:
-        """Options of the optimizer; of two, where experts have one of their own."""
+        """Return the options of the optimizer, or of both if experts have a separate one."""
         groups: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
         step = self._step()
         for name, options in self._options().items():
@@ -285,10 +296,10 @@ class _Export:
         return parts[0] if len(parts) == 1 else dict(enumerate(parts))
 
     def _step(self) -> int:
-        """How many steps the optimizer made.
+        """Return the number of steps of the optimizer.
 
         Raises:
-            FlagError: Parameters made different numbers of them, which Megatron has no place for.
+            FlagError: The numbers differ between parameters, which Megatron does not support.
         """
         steps = {int(o["step"]) for o in self._options().values() if o.get("step") is not None}
         for key, entry in self._folder.metadata.state_dict_metadata.items():
@@ -300,21 +311,15 @@ class _Export:
         if len(steps) > 1:
             raise FlagError(
                 f"{self._folder.path} has parameters that were stepped {sorted(steps)} times; "
-                "torch_dist keeps one number for all"
+                "torch_dist stores one number for all parameters"
             )
         return steps.pop() if steps else 0
 
 
 def _module(place: Place) -> Place:
-    """The module a weight belongs to."""
+    """Return the module of a weight."""
     key = re.sub(r"\.(?:layer_norm_)?(?:weight|bias)\d*$", "", place.key)
     return Place(key if key != place.key else place.key.rpartition(".")[0], place.front)
-
-
-def _whole(name: str) -> str:
-    """Name of the parameter a piece is of."""
-    match = _PIECE.fullmatch(name)
-    return name if match is None else match[1]
 
 
 def _is_same(group: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -327,27 +332,26 @@ class _TorchDist:
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Add the options of this format."""
         parser.description = (
-            "Turn a checkpoint of a sharded run into one that Megatron's own optimizer loads: "
-            "source is what the run saved to, with --save; target what to name with --load, with "
+            "Export a checkpoint of a sharded run for Megatron's own optimizer: source is the "
+            "folder that the run passed to --save; target is the folder to pass to --load, with "
             "--ckpt-format torch_dist."
         )
         parser.add_argument("--iteration", type=int, help="default: the latest")
         parser.add_argument(
             "--expert-model-parallel-size",
             type=int,
-            help="of the run that will load it; default: that of the run that saved",
+            help="size in the run that will load it; default: size in the run that saved it",
         )
 
     def run(self, source: Path, target: Path, args: argparse.Namespace) -> int:
-        """Export; return 2 with one sentence on standard error where that cannot be done."""
+        """Export; return 2 after a message on standard error if the export is not possible."""
         try:
             done = export(source, target, args.iteration, args.expert_model_parallel_size)
         except FlagError as error:
             sys.stderr.write(f"{error}\n")
             return 2
         sys.stdout.write(
-            f"{done.path}: {done.num_tensors} tensors, {readable_size(done.num_bytes)}, one at a "
-            f"time (the largest has {readable_size(done.largest)})\n"
+            f"{done.path}: {done.num_tensors} tensors, {readable_size(done.num_bytes)}\n"
         )
         if done.left_out is not None:
             sys.stdout.write(

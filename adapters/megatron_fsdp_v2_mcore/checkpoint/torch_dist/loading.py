@@ -1,31 +1,38 @@
-"""A `torch_dist` checkpoint loaded into a sharded run, every rank reading the rows it holds."""
+"""Loads a `torch_dist` checkpoint into a sharded run; every rank reads its local rows."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch import nn
 
 from megatron_fsdp_v2._text import listed
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
-from megatron_fsdp_v2_mcore.checkpoint.names import canonical_parameter_names
-from megatron_fsdp_v2_mcore.checkpoint.state_dict import load_by_model
+from megatron_fsdp_v2.checkpoint.folder import ReadRequest
+from megatron_fsdp_v2.checkpoint.loading import requests_for
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
+from megatron_fsdp_v2_mcore.checkpoint.name_table import Place, StoredNames
+from megatron_fsdp_v2_mcore.checkpoint.state_dict import (
+    CHUNKS,
+    META,
+    Translation,
+    load_by_model,
+    pieces_of,
+)
 from megatron_fsdp_v2_mcore.checkpoint.torch_dist.common import (
     SavedGroups,
     common_state,
     optimizer_problem,
 )
-from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import MegatronFolder, ReadRequest
-from megatron_fsdp_v2_mcore.checkpoint.torch_dist.stored import StoredBlock, stored_blocks
+from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import MegatronFolder
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import (
     RELEASE,
     find_checkpoint,
+    flag_errors,
     is_torch_dist,
     reject_gpt_layers,
 )
@@ -33,22 +40,22 @@ from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
 __all__ = ["with_torch_dist"]
 
-META = "param_to_group_meta"
 STATE = "optimizer.state."
 MAIN_WEIGHTS = ("param", "fp32_param")
-"""What Megatron's distributed optimizer, and the one of its DDP, call main weights."""
+"""Names of main weights in Megatron's distributed optimizer and in its optimizer for DDP."""
 
 _SHOWN = 6
+_OUTPUTS = ("output_layer.weight", "output_layer.bias")
 
 
 def with_torch_dist(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Have Megatron's `_load_base_checkpoint` load `torch_dist` folders into shards.
+    """Wrap Megatron's `_load_base_checkpoint` to load `torch_dist` folders into shards.
 
-    To Megatron, which decides by a checkpoint's format what to load and asks for it under names of
-    sharded runs, such a folder then looks like one of this run's own format.
+    The wrapper reports such a folder in the format of this run, so that Megatron requests the
+    entries of sharded runs.
 
     Args:
-        original: Loads every other folder, after it is made to ask for the whole model.
+        original: Megatron's function, which loads all other folders with global names.
     """
     load_base = load_by_model(original)
 
@@ -69,33 +76,33 @@ def with_torch_dist(original: Callable[..., Any]) -> Callable[..., Any]:
         reject_gpt_layers(path, kwargs.get("gpt_compat_layer_maps"))
         megatron = importlib.import_module("megatron.training.checkpointing")
         megatron.set_loaded_iteration(iteration)
-        folder = MegatronFolder(path)
-        loaded = _Loading(folder, common_state(folder)).load(sharded_state_dict, args)
+        with flag_errors():
+            folder = MegatronFolder(path)
+            loaded = _Loading(folder, common_state(folder)).load(sharded_state_dict, args)
         return loaded, str(path), path.name == RELEASE, megatron.CheckpointType.FSDP_DTENSOR
 
     return load
 
 
 class _Loading:
-    """One checkpoint and what it is to fill."""
+    """The loading of one checkpoint."""
 
     def __init__(self, folder: MegatronFolder, common: dict[str, Any]) -> None:
         self._folder = folder
         self._common = common
         self._wanted: list[ReadRequest] = []
-        self._may_be_short: list[bool] = []
         self._problems: list[str] = []
 
     def load(self, request: dict[str, Any] | None, args: Any) -> dict[str, Any]:
-        """Fill the tensors of a state dict and replace what is not a tensor.
+        """Fill the tensors of a state dict and replace its other values.
 
         Args:
-            request: The state dict Megatron made to be filled; None where it asks for arguments
-                and the iteration alone.
+            request: The state dict that Megatron requests; None if it requests only the arguments
+                and the iteration.
             args: Megatron's arguments.
 
         Raises:
-            FlagError: The checkpoint does not hold what is asked for.
+            FlagError: The checkpoint lacks a requested entry.
         """
         common = self._common
         is_release = self._folder.path.name == RELEASE
@@ -115,105 +122,88 @@ class _Loading:
             result["opt_param_scheduler"] = common["opt_param_scheduler"]
         if "rng_state" in request:
             result["rng_state"] = self._rng_state(request["rng_state"], args)
-        # A release is weights alone.
+        # A release contains weights only.
         optimizer = None if is_release else request.get("optimizer")
-        self._fill(request["_model"], optimizer)
+        self._fill(request, StoredNames.of(args), with_optimizer=optimizer is not None)
         return result
 
     @torch.no_grad()
-    def _fill(self, chunks: Sequence[nn.Module], optimizer: dict[str, Any] | None) -> None:
-        metadata = dict(self._common.get("content_metadata") or {})
-        metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        states = self._states(chunks, optimizer)
-        for chunk in chunks:
-            for tensor, blocks in stored_blocks(chunk, metadata):
-                for block in blocks:
-                    self._want_weight(tensor, block, has_optimizer=optimizer is not None)
-                    for option, state in states.get(tensor, {}).items():
-                        self._want(f"{STATE}{option}.{block.key}", state, block)
+    def _fill(self, request: dict[str, Any], rules: StoredNames, *, with_optimizer: bool) -> None:
+        translation = Translation(request[CHUNKS], request)
+        for name, value in translation.model_entries():
+            for key, piece in () if name.is_unused else pieces_of(name, value):
+                self._want_weight(rules.place(key), piece, has_optimizer=with_optimizer)
+        if with_optimizer:
+            self._want_states(translation, rules)
         if self._problems:
             shown = listed(sorted(self._problems), _SHOWN)
-            others = [p for p in self._problems if not p.startswith(f"it does not hold {STATE}")]
+            others = [p for p in self._problems if not p.startswith(f"it does not contain {STATE}")]
             raise FlagError(
                 f"{self._folder.path} is a checkpoint of another model: {shown}"
-                f"{'' if others else '; add --no-load-optim to start with a fresh optimizer'}"
+                f"{'' if others else '; add --no-load-optim to start with a new optimizer'}"
             )
-        counts = self._folder.fill(self._wanted)
-        for wanted, count, may_be_short in zip(
-            self._wanted, counts, self._may_be_short, strict=True
-        ):
-            if count != wanted.target.numel() and not may_be_short:
+        for wanted, count in zip(self._wanted, self._folder.fill(self._wanted), strict=True):
+            if count != wanted.target.numel() and not _is_padded(wanted.key):
                 raise FlagError(
-                    f"{self._folder.path} is incomplete: {count} of {wanted.target.numel()} "
-                    f"elements at {wanted.offset} of {wanted.key} are there"
+                    f"{self._folder.path} is incomplete: it has {count} of "
+                    f"{wanted.target.numel()} elements at {wanted.offset} of {wanted.key}"
                 )
-        for chunk in chunks:
+        for chunk in translation.chunks:
             for param in chunk.parameters():
-                # Written into its memory, which nothing that watches parameters sees.
+                # The values were written to the parameter's memory without a version change.
                 torch.autograd.graph.increment_version(param)
 
-    def _states(
-        self, chunks: Sequence[nn.Module], optimizer: dict[str, Any] | None
-    ) -> dict[torch.Tensor, dict[str, UnevenDTensor]]:
-        """Moments to be read, by parameter; steps and options are filled in here."""
-        if optimizer is None:
-            return {}
-        params = {
-            name.fqn: param
-            for param, name in canonical_parameter_names(chunks).items()
-            if not name.is_unused
-        }
+    def _want_states(self, translation: Translation, rules: StoredNames) -> None:
+        """Request the moments, and set steps and options."""
         saved = SavedGroups.of(self._common)
-        found: dict[torch.Tensor, dict[str, UnevenDTensor]] = {}
-        for part in [optimizer] if "state" in optimizer else list(optimizer.values()):
+        for part in translation.optimizers():
             for fqn, entry in part["state"].items():
-                if fqn not in params:
+                name = translation.of_param[fqn]
+                if name.is_unused:
                     continue
-                moments = {k: v for k, v in entry.items() if isinstance(v, UnevenDTensor)}
-                found[params[fqn]] = moments
+                for option, value in entry.items():
+                    for key, piece in pieces_of(name, value):
+                        if isinstance(piece, UnevenDTensor):
+                            place = rules.place(key)
+                            self._want(f"{STATE}{option}.{place.key}", place, piece)
                 if "step" in entry:
                     entry["step"] = torch.full_like(torch.as_tensor(entry["step"]), saved.step)
             part[META] = {fqn: saved.options(meta) for fqn, meta in part[META].items()}
             if "grad_scaler" in part:
                 part["grad_scaler"] = self._grad_scaler() or part["grad_scaler"]
-        return found
 
     def _grad_scaler(self) -> dict[str, Any]:
         optimizer = self._common["optimizer"]
         parts = [optimizer, *(p for p in optimizer.values() if isinstance(p, dict))]
         return next((part["grad_scaler"] for part in parts if "grad_scaler" in part), {})
 
-    def _want_weight(
-        self, tensor: torch.Tensor, block: StoredBlock, *, has_optimizer: bool
-    ) -> None:
-        """Ask for main weights where there are some, which have more digits."""
+    def _want_weight(self, place: Place, tensor: torch.Tensor, *, has_optimizer: bool) -> None:
+        """Request main weights if the checkpoint has them, since they are more precise."""
         is_float = isinstance(tensor, UnevenDTensor) and tensor.dtype == torch.float32
-        if has_optimizer and is_float:
-            for name in MAIN_WEIGHTS:
-                key = f"{STATE}{name}.{block.key}"
-                if self._folder.has(key):
-                    self._want(key, tensor, block)
-                    return
-        self._want(block.key, tensor, block)
+        mains = [f"{STATE}{name}.{place.key}" for name in MAIN_WEIGHTS]
+        found = filter(self._folder.has, mains if has_optimizer and is_float else ())
+        self._want(next(found, place.key), place, tensor)
 
-    def _want(self, key: str, tensor: torch.Tensor, block: StoredBlock) -> None:
-        there = self._folder.shape(key)
+    def _want(self, key: str, place: Place, tensor: torch.Tensor) -> None:
+        there, here, own = self._folder.shape(key), place.shape(tensor.shape), tuple(tensor.shape)
+        # The vocabulary, the first dimension, is padded depending on the parallel sizes.
+        first = 1 if _is_padded(key) else 0
         if there is None:
-            self._problems.append(f"it does not hold {key}")
-            return
-        if not _fits(there, block):
-            self._problems.append(f"{key} is {there}, and here {block.shape}")
-            return
-        for offset, target in _targets(tensor, block):
-            if block.is_padded:
-                target.zero_()
-            self._wanted.append(ReadRequest(key, offset, target))
-            self._may_be_short.append(block.is_padded)
+            self._problems.append(f"it does not contain {key}")
+        elif len(there) != len(here) or there[first:] != here[first:]:
+            self._problems.append(f"{key} is {there}, in this run {here}")
+        else:
+            for request in requests_for(key, tensor):
+                target = request.target[(None,) * len(place.front)]
+                if _is_padded(key):
+                    target.zero_()
+                offset = place.offset(own, request.offset)
+                self._wanted.append(ReadRequest(key, offset, target))
 
     def _rng_state(self, mine: dict[str, Any], args: Any) -> dict[str, Any]:
-        """State of random number generators, where it is that of the same parallel sizes.
+        """Return the saved state of random number generators if the parallel sizes are the same.
 
-        As in Megatron, generators keep the seeds of this run otherwise.
+        Otherwise, as in Megatron, generators keep the seeds of this run.
         """
         tp = parallel_state.get_tensor_model_parallel_rank()
         pp = parallel_state.get_pipeline_model_parallel_rank()
@@ -225,8 +215,8 @@ class _Loading:
         if not self._folder.has(key):
             if dist.get_rank() == 0:
                 sys.stdout.write(
-                    f"{self._folder.path} holds no random number state for these parallel sizes: "
-                    "generators keep the seeds that this run started with\n"
+                    f"{self._folder.path} has no random number state for these parallel sizes: "
+                    "generators keep the seeds of this run\n"
                 )
             return mine
         states = self._folder.object(key)[0]
@@ -238,33 +228,5 @@ class _Loading:
         return {f"({pp}, {tp})": states}
 
 
-def _fits(there: tuple[int, ...], block: StoredBlock) -> bool:
-    """Whether a tensor of the checkpoint has the shape it should have."""
-    if len(there) != len(block.shape):
-        return False
-    # Only a vocabulary may be of another length, which is the first dimension of its weights.
-    first = 1 if block.is_padded else 0
-    return there[first:] == block.shape[first:]
-
-
-def _targets(
-    tensor: torch.Tensor, block: StoredBlock
-) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """What of a block this rank holds: where it lies in the checkpoint, and memory to fill."""
-    if isinstance(tensor, UnevenDTensor):
-        local, (first, last) = local_of(tensor).detach(), tensor.local_rows
-    else:
-        local, (first, last) = tensor.detach(), (0, tensor.shape[0] if tensor.dim() else 1)
-    extra = len(block.offset) - len(block.start)
-    if not block.start:
-        yield block.offset, local.view((1,) * extra)
-        return
-    low = max(first, block.start[0])
-    high = min(last, block.start[0] + block.size[0])
-    if low >= high or 0 in block.size:
-        return
-    others = zip(block.start[1:], block.size[1:], strict=True)
-    target = local[(slice(low - first, high - first), *(slice(s, s + n) for s, n in others))]
-    offset = list(block.offset)
-    offset[extra] += low - block.start[0]
-    yield tuple(offset), target[(None,) * extra]
+def _is_padded(key: str) -> bool:
+    return key.endswith(("embedding.word_embeddings.weight", *_OUTPUTS))

@@ -1,7 +1,7 @@
-"""Does a checkpoint hold the model that is to be loaded? Asked before a value is read.
+"""Compares a checkpoint with the model to be loaded, before any value is read.
 
-Torch and Megatron load what they find and leave the rest as it is. Weights that keep their initial
-values, or layers nobody asks for, show much later and as nothing but a worse loss.
+torch and Megatron load the entries they find and leave all others unchanged. Weights that keep
+their initial values, or layers of the file that are not loaded, would only show as a worse loss.
 """
 
 from __future__ import annotations
@@ -18,57 +18,43 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.checkpoint.folder import coverage_problems
-from megatron_fsdp_v2_mcore.checkpoint.fp8_names import is_fp8_state, is_history
+from megatron_fsdp_v2_mcore.checkpoint.name_table import is_fp8_state, is_history
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import read_metadata
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
-__all__ = ["Verdict", "compare_with_file", "judge"]
+__all__ = ["Compatibility", "check_request", "compare_with_file"]
 
 Shape = tuple[int, ...] | None
-"""Of a tensor; None for everything else."""
+"""Shape of a tensor; None for other entries."""
 
 _SHOWN = 6
 
 _STATE = "optimizer.state."
 _RNG = "rng_state."
 _SCALER = "optimizer.grad_scaler."
+_ABSENT = object()
 
-# What must agree between the run that saved and the one that loads, with the flag that says it.
-_OF_THE_MODEL = {
-    "num_layers": "--num-layers",
-    "hidden_size": "--hidden-size",
-    "ffn_hidden_size": "--ffn-hidden-size",
-    "num_attention_heads": "--num-attention-heads",
-    "num_query_groups": "--num-query-groups",
-    "kv_channels": "--kv-channels",
-    "max_position_embeddings": "--max-position-embeddings",
-    "position_embedding_type": "--position-embedding-type",
-    "num_experts": "--num-experts",
-    "moe_ffn_hidden_size": "--moe-ffn-hidden-size",
-    "moe_grouped_gemm": "--moe-grouped-gemm",
-    "mtp_num_layers": "--mtp-num-layers",
-    "hybrid_layer_pattern": "--hybrid-layer-pattern",
-    "swiglu": "--swiglu",
-    "normalization": "--normalization",
-    "qk_layernorm": "--qk-layernorm",
-    "add_bias_linear": "--disable-bias-linear",
-    "add_qkv_bias": "--add-qkv-bias",
-    "untie_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
-    "transformer_impl": "--transformer-impl",
-}
+# Arguments that must be equal in the run that saved and the run that loads.
+_OF_THE_MODEL = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
+    *("kv_channels", "max_position_embeddings", "position_embedding_type", "num_experts"),
+    *("moe_ffn_hidden_size", "moe_grouped_gemm", "mtp_num_layers", "hybrid_layer_pattern"),
+    *("swiglu", "normalization", "qk_layernorm", "add_bias_linear", "add_qkv_bias"),
+    *("untie_embeddings_and_output_weights", "transformer_impl"),
+)
 
 
 @dataclass(slots=True)
-class Verdict:
-    """What of a request a file can answer.
+class Compatibility:
+    """The result of comparing a request with a file.
 
     Attributes:
-        problem: Why the file cannot be loaded; empty where it can.
-        notes: Sentences to print.
-        loads_rng: Whether every rank finds a state of its random number generators.
+        problem: Reason why the file cannot be loaded; empty if it can.
+        notes: Messages to print.
+        loads_rng: Whether the file has the state of every rank's random number generators.
         loads_grad_scaler: Whether the file has the state of the loss scale.
-        without_state: Optimizer entries of parameters that were saved before their first step.
-        without_scales: Entries of FP8's delayed scaling that start anew.
+        without_state: Parameters that were saved before their first optimizer step.
+        without_scales: Entries of FP8's delayed scaling that are reinitialized.
     """
 
     problem: str = ""
@@ -79,17 +65,19 @@ class Verdict:
     without_scales: set[str] = field(default_factory=set)
 
 
-def compare_with_file(path: str, request: dict[str, Any], saved_args: Any, args: Any) -> Verdict:
-    """Compare what all ranks ask for with what a checkpoint holds. Collective.
+def compare_with_file(
+    path: str, request: dict[str, Any], saved_args: Any, args: Any
+) -> Compatibility:
+    """Compare the requests of all ranks with the entries of a checkpoint. Collective.
 
     Args:
         path: The folder of the checkpoint.
-        request: A nested state dict: what this rank asks for.
+        request: The nested state dict that this rank requests.
         saved_args: Megatron's arguments of the run that saved.
-        args: Those of this run.
+        args: Megatron's arguments of this run.
 
     Raises:
-        FlagError: It is of another model; on all ranks, with the same message.
+        FlagError: The checkpoint is of another model. Raised on all ranks with the same message.
     """
     flat, _ = flatten_state_dict(request)
     asked = {
@@ -100,34 +88,34 @@ def compare_with_file(path: str, request: dict[str, Any], saved_args: Any, args:
     answer: list[Any] = [None]
     if gathered is not None:
         everything = {key: shape for rank in gathered for key, shape in rank.items()}
-        answer[0] = judge(path, everything, saved_args, args)
+        answer[0] = check_request(path, everything, saved_args, args)
     dist.broadcast_object_list(answer)
-    verdict: Verdict = answer[0]
-    if verdict.problem:
-        raise FlagError(verdict.problem)
-    return verdict
+    result: Compatibility = answer[0]
+    if result.problem:
+        raise FlagError(result.problem)
+    return result
 
 
-def judge(path: str, asked: dict[str, Shape], saved_args: Any, args: Any) -> Verdict:
-    """What of a request a file can answer.
+def check_request(path: str, asked: dict[str, Shape], saved_args: Any, args: Any) -> Compatibility:
+    """Compare the merged request of all ranks with the entries of a checkpoint.
 
     Args:
         path: The folder of the checkpoint.
-        asked: What all ranks together ask for, with the shapes of tensors.
+        asked: The requested entries of all ranks, with the shapes of tensors.
         saved_args: Megatron's arguments of the run that saved.
-        args: Those of this run.
+        args: Megatron's arguments of this run.
     """
     metadata = read_metadata(Path(path)).state_dict_metadata
-    verdict = Verdict()
+    result = Compatibility()
     scales = {key: shape for key, shape in asked.items() if is_fp8_state(key)}
-    verdict.notes += _scales(path, scales, metadata, verdict.without_scales)
-    # No run is of another model because of what it quantizes with.
+    result.notes += _scales(path, scales, metadata, result.without_scales)
+    # Different FP8 state does not make a model different.
     metadata = {
         k: entry
         for k, entry in metadata.items()
-        if not is_fp8_state(k) or (k in scales and k not in verdict.without_scales)
+        if not is_fp8_state(k) or (k in scales and k not in result.without_scales)
     }
-    asked = {k: shape for k, shape in asked.items() if k not in verdict.without_scales}
+    asked = {k: shape for k, shape in asked.items() if k not in result.without_scales}
     there: dict[str, Shape] = {
         key: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
         for key, entry in metadata.items()
@@ -135,64 +123,64 @@ def judge(path: str, asked: dict[str, Shape], saved_args: Any, args: Any) -> Ver
     if not any(key.startswith("optimizer.") for key in there) and any(
         key.startswith("optimizer.") for key in asked
     ):
-        verdict.problem = (
-            f"{path} holds no optimizer state; add --no-load-optim to start with a fresh optimizer"
+        result.problem = (
+            f"{path} has no optimizer state; add --no-load-optim to start with a new optimizer"
         )
-        return verdict
+        return result
     if any(key.startswith(_RNG) and key not in there for key in asked):
-        verdict.loads_rng = False
-        verdict.notes.append(
-            f"{path} holds no random number state for all (pipeline, tensor) ranks of this run: "
-            "generators keep the seeds that this run started with"
+        result.loads_rng = False
+        result.notes.append(
+            f"{path} has no random number state for all (pipeline, tensor) ranks of this run: "
+            "generators keep the seeds of this run"
         )
     if any(key.startswith(_SCALER) and key not in there for key in asked):
-        verdict.loads_grad_scaler = False
-        verdict.notes.append(f"{path} holds no loss scale: it starts from its initial value")
-    verdict.without_state = _without_state(asked, there)
-    verdict.problem = _gaps(path, asked, metadata) or _problem(
-        path, asked, there, verdict, saved_args, args
+        result.loads_grad_scaler = False
+        result.notes.append(f"{path} has no loss scale: it starts from its initial value")
+    result.without_state = _without_state(asked, there)
+    result.problem = _gaps(path, asked, metadata) or _problem(
+        path, asked, there, result, saved_args, args
     )
-    return verdict
+    return result
 
 
 def _scales(
     path: str, asked: dict[str, Shape], metadata: dict[str, Any], left_out: set[str]
 ) -> list[str]:
-    """Find out which entries of FP8's delayed scaling a file cannot answer, and say why."""
+    """Collect the entries of FP8's delayed scaling that a file lacks, and return notes on them."""
     missing, shorter, other = [], [], []
     for key, shape in asked.items():
         entry = metadata.get(key)
         if not isinstance(entry, TensorStorageMetadata):
             missing.append(key)
-        elif tuple(entry.size) != shape or entry.properties.dtype != torch.float32:
-            saved = tuple(entry.size)
-            is_other_length = is_history(key) and shape is not None and saved[1:] == shape[1:]
-            if is_other_length and len(saved) == 2 and entry.properties.dtype == torch.float32:
-                shorter.append(f"{saved[0]} steps, and {shape[0]} here" if shape else "")
+        elif (tuple(entry.size), entry.properties.dtype) != (shape, torch.float32):
+            saved, dtype = tuple(entry.size), entry.properties.dtype
+            is_right = dtype == torch.float32 and len(saved) == 2 and is_history(key)
+            if is_right and shape is not None and saved[1:] == shape[1:]:
+                shorter.append(f"{saved[0]} steps, {shape[0]} in this run")
             else:
-                other.append(f"{key} {saved} of {entry.properties.dtype}, here {shape}")
+                other.append(f"{key} {saved} of {dtype}, in this run {shape}")
         else:
             continue
         left_out.add(key)
-    anew = "what FP8 is quantized with starts anew"
+    anew = "its FP8 state is reinitialized"
     if missing and len(missing) == len(asked):
-        return [f"{path} holds no scales of delayed scaling: {anew}"]
+        return [f"{path} has no scales of delayed scaling: {anew}"]
     notes = []
     if missing:
-        notes.append(f"{path} holds no {listed(sorted(missing), _SHOWN)}: {anew} there")
+        notes.append(f"{path} has no {listed(sorted(missing), _SHOWN)}: {anew}")
     if shorter:
         notes.append(
             f"amax histories in {path} have {listed(sorted(set(shorter)), _SHOWN)} "
-            "(--fp8-amax-history-len): they start anew, with the scales that were saved"
+            "(--fp8-amax-history-len): they are reinitialized, and the saved scales are loaded"
         )
     if other:
         shown = listed(sorted(other), _SHOWN)
-        notes.append(f"{path} holds FP8 state of another shape: {shown}: {anew} there")
+        notes.append(f"{path} has FP8 state of another shape: {shown}: {anew}")
     return notes
 
 
 def _without_state(asked: Collection[str], there: Collection[str]) -> set[str]:
-    """Parameters whose optimizer state is asked for, and which had none when they were saved."""
+    """Return parameters whose optimizer state is requested and that had none when saved."""
     wanted, saved = (
         {_parameter(key) for key in keys if key.startswith(_STATE)} for keys in (asked, there)
     )
@@ -200,12 +188,12 @@ def _without_state(asked: Collection[str], there: Collection[str]) -> set[str]:
 
 
 def _parameter(key: str) -> str:
-    """Of an entry of the optimizer's state, which ends in the name of the state."""
+    """Return the parameter of an optimizer entry, whose last component names the state."""
     return key.removeprefix(_STATE).rpartition(".")[0]
 
 
 def _gaps(path: str, asked: Collection[str], metadata: dict[str, Any]) -> str:
-    """Which tensors a file has parts of only; empty if none. Torch leaves the rest as it is."""
+    """Name tensors that a file contains only in part, which torch would load without an error."""
     problems = [
         problem
         for key, entry in metadata.items()
@@ -219,31 +207,31 @@ def _problem(
     path: str,
     asked: dict[str, Shape],
     there: dict[str, Shape],
-    verdict: Verdict,
+    result: Compatibility,
     saved_args: Any,
     args: Any,
 ) -> str:
-    """Why the file is of another model; empty if it is of this one."""
+    """Return the reason why the file is of another model; empty if it is of this model."""
 
     def may_be_missing(key: str) -> bool:
         if key.startswith(_RNG):
-            return not verdict.loads_rng
+            return not result.loads_rng
         if key.startswith(_SCALER):
-            return not verdict.loads_grad_scaler
-        return key.startswith(_STATE) and _parameter(key) in verdict.without_state
+            return not result.loads_grad_scaler
+        return key.startswith(_STATE) and _parameter(key) in result.without_state
 
     missing = [key for key in asked if key not in there and not may_be_missing(key)]
     unknown = [key for key in there if key.startswith("model.") and key not in asked]
     reshaped = {
-        key: f"{key} {there[key]}, here {shape}"
+        key: f"{key} {there[key]}, in this run {shape}"
         for key, shape in asked.items()
         if key in there and shape is not None and shape != there[key] and _is_shared(key)
     }
     found = []
     if missing:
-        found.append(f"it does not hold {listed(sorted(missing), _SHOWN)}")
+        found.append(f"it does not contain {listed(sorted(missing), _SHOWN)}")
     if unknown:
-        found.append(f"it holds what this model does not have: {listed(sorted(unknown), _SHOWN)}")
+        found.append(f"this model does not have its {listed(sorted(unknown), _SHOWN)}")
     if reshaped:
         found.append(f"shapes differ: {listed(sorted(reshaped.values()), _SHOWN)}")
     if not found:
@@ -257,23 +245,23 @@ def _problem(
 
 
 def _is_shared(key: str) -> bool:
-    """Whether a tensor is part of the model: others belong to a rank, and may be of any size."""
+    """Whether a tensor is part of the model. Tensors local to a rank may have any size."""
     return key.startswith(("model.", _STATE))
 
 
 def _optimizer(missing: Collection[str], saved: Any, args: Any) -> list[str]:
-    """What to do where another optimizer's state was saved."""
+    """Return advice if the state of another optimizer was saved."""
     mine, theirs = (getattr(a, "optimizer", None) for a in (args, saved))
     if mine == theirs or theirs is None or not any(key.startswith(_STATE) for key in missing):
         return []
     return [
         f"--optimizer was {theirs} and is {mine}: resume with --optimizer {theirs}, or add "
-        f"--no-load-optim to start {mine} afresh"
+        f"--no-load-optim to start with a new {mine}"
     ]
 
 
 def _vocabulary(reshaped: Collection[str], saved: Any, args: Any) -> list[str]:
-    """How to pad the vocabulary alike, where that is what differs."""
+    """Return advice on padding if the padded size of the vocabulary differs."""
     mine, theirs = (getattr(a, "padded_vocab_size", None) for a in (args, saved))
     embeds = any(
         key.endswith(("word_embeddings.weight", "output_layer.weight")) for key in reshaped
@@ -285,17 +273,16 @@ def _vocabulary(reshaped: Collection[str], saved: Any, args: Any) -> list[str]:
     advice = f"--make-vocab-size-divisible-by {divisor}" if not rest else "another vocabulary"
     return [
         f"The vocabulary was padded to {theirs} at --tensor-model-parallel-size {was} and is "
-        f"padded to {mine} at {size}: {advice} pads it as it was"
+        f"padded to {mine} at {size}: {advice} pads it to {theirs}"
     ]
 
 
 def _other_flags(saved: Any, args: Any) -> list[str]:
-    """Which flags that shape a model were given in another way."""
-    other = [
-        f"{flag} ({attribute}) was {getattr(saved, attribute)} and is {getattr(args, attribute)}"
-        for attribute, flag in _OF_THE_MODEL.items()
-        if hasattr(saved, attribute)
-        and hasattr(args, attribute)
-        and getattr(saved, attribute) != getattr(args, attribute)
-    ]
+    """Return the model flags that differ between the runs."""
+    other = []
+    for name in _OF_THE_MODEL:
+        was, now = getattr(saved, name, _ABSENT), getattr(args, name, _ABSENT)
+        if was != now and _ABSENT not in (was, now):
+            flag = name.replace("add_bias", "disable_bias").replace("_", "-")
+            other.append(f"--{flag} ({name}) was {was} and is {now}")
     return [f"Flags that differ: {', '.join(other)}"] if other else []

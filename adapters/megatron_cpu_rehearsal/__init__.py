@@ -1,9 +1,9 @@
 """Megatron and Transformer Engine on a CPU, for any number of ranks that fits on one machine.
 
 `rehearse` is a context manager. It maps CUDA devices to the CPU, replaces `torch.cuda` by stubs and
-patches the few places of Megatron that need a GPU; it is undone when the context ends. Tensors live
-elsewhere, and products of bf16 tensors have one definition on every CPU; all other arithmetic is
-what Megatron does on a CPU tensor.
+patches the few functions of Megatron that need a GPU; the end of the context reverts these changes.
+Products of bf16 tensors have the same definition on every CPU; all other arithmetic is that of
+Megatron on CPU tensors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def check_device(argv: Sequence[str]) -> None:
-    """Raise an error where the device and the command line do not fit.
+    """Raise an error if the command line does not match the available device.
 
     Args:
         argv: The user's flags.
@@ -73,16 +73,16 @@ def rehearse(
     Args:
         argv: The user's flags, in Megatron's spelling.
         verbose: Print everything that Megatron prints.
-        into_parser: Make the flags that a CPU needs defaults of Megatron's parser, which then
-            checks the user's flags as well, instead of adding them to the command line, where a
-            script with a parser of its own would not know them.
+        into_parser: Set the flags that a CPU needs as defaults of Megatron's parser, which then
+            also checks the user's flags. Otherwise they are added to the command line, which a
+            script with its own parser may not accept.
         supported: Names of flags that need a GPU in Megatron and that the caller supports on a CPU.
 
     Yields:
-        The flags to give to Megatron, or to the script.
+        The flags to pass to Megatron, or to the script.
 
     Raises:
-        RehearsalError: A flag cannot be supported on a CPU.
+        RehearsalError: A flag is not supported on a CPU.
     """
     from megatron_cpu_rehearsal.bf16_products import rounded_once
     from megatron_cpu_rehearsal.cuda_stubs import install_stubs
@@ -107,13 +107,13 @@ def rehearse(
         stack.callback(patches.undo)
         torch.set_num_threads(1)
         patches.default_environment(cpu_environment(flags))
-        # Megatron's compiled helpers run as written: compiling them for a CPU takes longer than a
-        # run, and may round differently.
+        # Megatron's compiled helpers run uncompiled: compiling them for a CPU takes longer than a
+        # run, and may change rounding.
         stack.enter_context(torch._dynamo.config.patch(disable=True))
         stack.enter_context(rounded_once())
         stack.enter_context(CpuDevices())
         install_stubs(patches, cpu_capability(flags))
-        # Before anything imports Megatron, as the next line does.
+        # This must precede the import of Megatron in the next line.
         stack.enter_context(load.loaded() if with_te else load.kept_out())
         if not verbose:
             stack.enter_context(quiet(patches))

@@ -19,15 +19,15 @@ __all__ = ["main", "run_script"]
 def run_script(
     program: str, setup: Callable[[Sequence[str]], AbstractContextManager[Sequence[str]]]
 ) -> None:
-    """Run the script that comes first on the command line as `__main__`.
+    """Run the first command-line argument as the script `__main__`.
 
     Args:
-        program: Module that is run, for the message about its usage.
-        setup: Makes a context, in which the script runs, from the flags after the script; it
-            yields the flags to give to the script.
+        program: Name of the running module, for the usage message.
+        setup: Function of the flags after the script that returns the context in which the script
+            runs. The context yields the flags to pass to the script.
 
     Raises:
-        SystemExit: No script is named, or it does not exist.
+        SystemExit: No script is given, or the script does not exist.
     """
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         raise SystemExit(f"usage: python -m {program} path/to/script.py [flags]")
@@ -44,8 +44,8 @@ def main() -> None:
     """Run a script with the flags that a CPU needs as defaults of Megatron's parser.
 
     Raises:
-        SystemExit: With code 2 after one sentence on standard error, where CUDA is available or a
-            flag cannot be supported on a CPU.
+        SystemExit: With code 2 after a one-line message on standard error, if CUDA is available or
+            a flag is not supported on a CPU.
     """
     try:
         check_device([FLAG])

@@ -1,14 +1,14 @@
-"""Products of bf16 tensors, with one meaning on every CPU: the product in fp32, rounded once.
+"""Products of bf16 tensors with one definition on every CPU: the fp32 product, rounded once.
 
-A CPU with instructions for bf16 sums in one way, one without them in another and many times more
-slowly, and where a library has several kernels it depends on shapes as well how often a result is
-rounded. Here torch's own fp32 kernel multiplies operands cast to fp32, and its result is rounded to
-bf16. That kernel works in full precision whatever precision fp32 products are set to:
-set lower, a CPU with instructions for bf16 would take those instead.
+CPUs with bf16 instructions sum in another order than CPUs without them, which are also many times
+slower. In a library with several kernels, the number of roundings also depends on the shapes. Here
+torch's fp32 kernel multiplies operands cast to fp32, and the result is rounded to bf16. The kernel
+runs in full precision for every setting of fp32 precision: with a lower setting, a CPU with bf16
+instructions would use them.
 
-This is done beneath autograd, where torch keeps the CPU's kernels: it holds for whatever leads to a
-product (modules, `einsum`, functions with a backward of their own, recomputation), forward and
-backward. Kernels for other dtypes are those that torch had there.
+The kernels are replaced below autograd, in torch's dispatcher for the CPU: the definition applies
+to products in modules, `einsum`, custom autograd functions and recomputation, forward and backward.
+Kernels of other dtypes are not changed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu_backward",
 )
 PRODUCTS = (*_NEW, *_OVERWRITTEN, *_INTO_OUT, *_ATTENTION)
-"""Operators of torch that multiply matrices on a CPU; others are made of these."""
+"""Operators of torch that multiply matrices on a CPU; other operators are composed of these."""
 
 # Untyped in torch.
 _Library: Any = torch.library.Library
@@ -64,9 +64,9 @@ _libraries: list[Any] = []
 
 @contextlib.contextmanager
 def rounded_once() -> Iterator[None]:
-    """Compute products of bf16 tensors in fp32 and round them once, for as long as it lasts.
+    """Compute products of bf16 tensors in fp32 and round them once, inside this context.
 
-    It holds for all threads. Within another one it changes nothing.
+    The context applies to all threads. A nested context has no effect.
     """
     if _libraries:
         yield
@@ -76,12 +76,12 @@ def rounded_once() -> Iterator[None]:
         _register(_libraries[0])
         yield
     finally:
-        # Torch takes the kernels back with the library that brought them.
+        # torch unregisters the kernels with their library.
         _libraries.clear()
 
 
 def _register(library: Any) -> None:
-    # All are looked up before any is replaced.
+    # All kernels are looked up before one is replaced.
     kernels = {
         name: torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed for name in PRODUCTS
     }
@@ -92,7 +92,7 @@ def _register(library: Any) -> None:
     for name, new in _INTO_OUT.items():
         replacements[name] = _into_out(kernels[name], kernels[new])
     with warnings.catch_warnings():
-        # Torch warns of kernels that are replaced, which is what this is for.
+        # torch warns about replaced kernels, which is intended here.
         warnings.simplefilter("ignore")
         for name, replacement in replacements.items():
             library.impl(name, replacement, with_keyset=True)
@@ -103,7 +103,7 @@ def _new(kernel: _Kernel) -> _Kernel:
     precise = _in_full_precision(kernel)
 
     def product(keys: Any, first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Mixed dtypes are left to torch, which rejects most of them.
+        # torch handles mixed dtypes, most of which it rejects.
         if first.dtype is not BF16 or not _are_bf16(args):
             return kernel(keys, first, *args, **kwargs)
         return _rounded(precise(keys, *_in_fp32(first, *args), **kwargs))
@@ -141,7 +141,7 @@ def _into_out(kernel: _Kernel, new: _Kernel) -> _Kernel:
 
 
 def _attention(kernel: _Kernel) -> _Kernel:
-    """Make fused attention, with the softmax between its products in fp32 too."""
+    """Make fused attention, whose softmax is also computed in fp32."""
     precise = _in_full_precision(kernel)
 
     def attend(keys: Any, first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -151,7 +151,7 @@ def _attention(kernel: _Kernel) -> _Kernel:
         if mask is not None:
             kwargs["attn_mask"] = _in_fp32(mask)[0]
         results = precise(keys, *_in_fp32(first, *args), **kwargs)
-        # The forward also returns a logarithm for the backward, which is fp32 for every dtype.
+        # The forward also returns the log-sum-exp for the backward, in fp32 for every dtype.
         with_logarithm = len(results) == 2
         return (_rounded(results[0]), results[1]) if with_logarithm else _rounded(results)
 

@@ -1,4 +1,4 @@
-"""Collectives that Megatron calls in ways NCCL accepts and gloo does not."""
+"""Collectives with arguments of Megatron that NCCL supports and gloo does not."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def scatter_unequal(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _longest(parts: Sequence[torch.Tensor]) -> int | None:
-    """Length of the longest part; none where all are equally long."""
+    """Return the length of the longest part; None if all lengths are equal."""
     lengths = {len(part) if part.dim() else 1 for part in parts}
     return max(lengths) if len(lengths) > 1 else None
 
@@ -92,13 +92,13 @@ def _as_list(sizes: Any) -> Any:
 
 
 class _Works:
-    """Several works, waited for as one."""
+    """Several work handles as one."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
 
     def wait(self, *args: Any) -> bool:
-        """Wait for all of them."""
+        """Wait for all handles."""
         return all([work.wait(*args) for work in self._works])
 
 
@@ -117,12 +117,12 @@ def gather_dtypes_apart(gather_coalesced: Callable[..., Any]) -> Callable[..., A
 
 
 def over_gloo(init_process_group: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `init_process_group` that takes gloo where GPUs are named, or nothing is."""
+    """Make `init_process_group` that uses gloo if a GPU backend or no backend is named."""
 
     def init(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
         if backend is None or "nccl" in backend:
             backend = "gloo"
-        # It would bind the group to a GPU.
+        # `device_id` would bind the group to a GPU.
         kwargs.pop("device_id", None)
         return init_process_group(backend, *args, **kwargs)
 

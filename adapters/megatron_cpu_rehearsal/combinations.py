@@ -1,4 +1,4 @@
-"""Combinations of flags that Megatron accepts and that cannot train on a CPU."""
+"""Combinations of flags that Megatron accepts and that a CPU does not support."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Megatron's local attention under context parallelism, which it offers on a GPU alone.
+"""Megatron's local attention under context parallelism, which Megatron supports only on a GPU.
 
-A rank's queries meet the keys and values of the whole sequence, gathered over the context-parallel
-group and put into the sequence's order: each query's row is computed as one rank would compute it.
+Keys and values of the whole sequence are gathered over the context-parallel group, in the order of
+the sequence. Attention of a rank's queries is then computed as on a single rank.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def without_rejection(construct: Callable[..., None]) -> Callable[..., None]:
         construct(self, alone, *args, **kwargs)
         self.config = config
         softmax = self.scale_mask_softmax
-        # A window is counted from the first query it sees, which a part's first query is not: the
-        # mask is made for the whole sequence instead.
+        # Megatron counts a window from the first local query, which is not the first query of the
+        # sequence: the mask is computed for the whole sequence instead.
         self.rehearsal_window, softmax.window_size = softmax.window_size, None
 
     return construct_attention
@@ -61,9 +61,9 @@ def over_the_whole_sequence(attend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def chunks_of_rank(rank: int, size: int) -> tuple[int, int]:
-    """The two of `2 * size` chunks of a sequence that Megatron gives to a rank of a group.
+    """Return the two of `2 * size` chunks of a sequence that Megatron assigns to a rank.
 
-    An early and a late chunk together cost every rank the same under a causal mask.
+    Under a causal mask, one early and one late chunk have the same cost on every rank.
     """
     return rank, 2 * size - 1 - rank
 
@@ -76,7 +76,7 @@ def _group(pg_collection: Any) -> Any:
 
 
 def _whole_sequence(part: torch.Tensor, group: Any) -> torch.Tensor:
-    """Gather `(sequence / size, ...)` to `(sequence, ...)`; backward sums over the group."""
+    """Gather `(sequence / size, ...)` to `(sequence, ...)`; the backward sums over the group."""
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
     size = group.size()
@@ -88,7 +88,7 @@ def _whole_sequence(part: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def _causal_mask(length: int, group: Any, window: Any) -> torch.Tensor:
-    """Rows of the whole sequence's mask that belong to this rank: `(1, 1, length, sequence)`."""
+    """Return this rank's rows of the whole sequence's mask: `(1, 1, length, sequence)`."""
     from megatron.core.transformer import utils
 
     size = group.size()

@@ -1,7 +1,7 @@
 """Stubs for the parts of `torch.cuda` that Megatron calls.
 
-There is one device, whose work is done when a call returns: streams and events order nothing,
-memory statistics are zero, and the device's random state is the CPU generator's.
+There is one device, whose work is complete when a call returns: streams and events have no effect,
+memory statistics are zero, and the device's random state is that of the CPU generator.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from megatron_cpu_rehearsal.patching import Patches
 from megatron_cpu_rehearsal.tensor_types import tensor_type
 
 
-class Stream:
-    """A stream on which nothing waits."""
+class StreamStub:
+    """Stub for a stream, whose work is always complete."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
         self.cuda_stream = 0
         self.device = torch.device("cpu")
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> StreamStub:
         return self
 
     def __exit__(self, *args: object) -> None:
@@ -49,19 +49,19 @@ class Stream:
         return event
 
     def query(self) -> bool:
-        """Everything is done."""
+        """Return True: all work is complete."""
         return True
 
 
 class Event:
-    """A point in time."""
+    """Stub for an event, which records the time."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
         self._time = 0.0
 
     def record(self, stream: Any = None) -> None:
-        """Note the time."""
+        """Record the current time."""
         del stream
         self._time = time.perf_counter()
 
@@ -72,19 +72,18 @@ class Event:
         """Nothing to wait for."""
 
     def query(self) -> bool:
-        """It has happened."""
+        """Return True: the event has occurred."""
         return True
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds until another event."""
+        """Return the milliseconds until another event."""
         return (end._time - self._time) * 1e3
 
 
-_STREAM = Stream()
+_STREAM = StreamStub()
 
 
-# Megatron asks for the architecture to choose settings of communication; 9 (Hopper) keeps them at
-# their defaults.
+# Megatron chooses communication settings by architecture; 9 (Hopper) selects the defaults.
 _HOPPER = (9, 0)
 
 
@@ -120,10 +119,10 @@ def _device(device: Any = None) -> Iterator[None]:
 
 
 def _returns(value: Any) -> Any:
-    """A new function that returns `value`.
+    """Return a new function that returns `value`.
 
-    New each time: torch's compiler keeps a table of torch's functions by object and rejects one
-    object under two names.
+    Each call creates a new function: torch's compiler has a table of torch's functions by object
+    and rejects one object under two names.
     """
 
     def stub(*args: Any, **kwargs: Any) -> Any:
@@ -150,8 +149,8 @@ STUBS: dict[str, Any] = {
     "device": _device,
     "synchronize": _returns(None),
     "empty_cache": _returns(None),
-    "Stream": Stream,
-    "ExternalStream": Stream,
+    "Stream": StreamStub,
+    "ExternalStream": StreamStub,
     "Event": Event,
     "current_stream": lambda device=None: _STREAM,
     "default_stream": lambda device=None: _STREAM,
@@ -184,10 +183,10 @@ STUBS: dict[str, Any] = {
 
 
 def install_stubs(patches: Patches, capability: tuple[int, int] = _HOPPER) -> None:
-    """Put the stubs in place.
+    """Install the stubs.
 
     Args:
-        patches: Undoes it.
+        patches: Registry that restores the originals.
         capability: Compute capability that the device reports.
     """
     for name, value in STUBS.items():
@@ -201,6 +200,6 @@ def install_stubs(patches: Patches, capability: tuple[int, int] = _HOPPER) -> No
         patches.set(torch.cuda.random, name, STUBS[name])
     for name in ("range_push", "range_pop", "mark"):
         patches.set(torch.cuda.nvtx, name, _returns(None))
-    # With CUDA said to be there, torch would ask a driver that does not exist for the accelerator.
+    # Since CUDA is reported as available, torch would query a driver that does not exist.
     patches.set(torch.accelerator, "is_available", lambda: False)
     patches.set(torch.accelerator, "current_accelerator", lambda check_available=False: None)

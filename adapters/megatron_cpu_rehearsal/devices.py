@@ -22,7 +22,7 @@ _TYPE_NAMES = {
 
 
 def on_cpu(device: Any) -> Any:
-    """A device argument, with CUDA devices (also plain ordinals) turned into the CPU."""
+    """Map CUDA devices, including plain ordinals, in a device argument to the CPU."""
     if isinstance(device, torch.device):
         return CPU if device.type == "cuda" else device
     if isinstance(device, str):
@@ -33,9 +33,9 @@ def on_cpu(device: Any) -> Any:
 
 
 class CpuDevices(TorchFunctionMode):
-    """Turns CUDA devices into the CPU in every torch call that takes a device.
+    """Maps CUDA devices to the CPU in every torch call that takes a device.
 
-    Only devices change: which function runs, on which values and in which dtype, does not.
+    Only devices change; functions, values and dtypes do not.
     """
 
     @override

@@ -8,4 +8,4 @@ class FlagError(ValueError):
 
 
 class RehearsalError(FlagError):
-    """Flags that a CPU cannot run, or a start without a GPU that did not ask for a rehearsal."""
+    """A flag is not supported on a CPU, or no GPU is available and no rehearsal was requested."""

@@ -1,7 +1,7 @@
 """Megatron's gated delta net and sparse attention in its local layers.
 
-Megatron specifies both with Transformer Engine's layers, and computes them with kernels for a GPU
-where it does not compute them itself.
+Megatron specifies both with Transformer Engine's layers, and uses GPU kernels of other packages for
+parts of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = [
 
 
 def local_backend(config: Any) -> Any:
-    """Choose layers that are Megatron's own."""
+    """Choose Megatron's own layers."""
     del config
     from megatron.core.models.backends import LocalSpecProvider
 
@@ -37,7 +37,7 @@ def local_backend(config: Any) -> Any:
 
 
 def local_attention_spec(config: Any, backend: Any = None) -> Any:
-    """Specify ordinary attention between layers of another kind."""
+    """Specify the ordinary attention layers of a model with experimental attention."""
     del backend
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
@@ -55,7 +55,7 @@ def local_attention_spec(config: Any, backend: Any = None) -> Any:
 
 
 def layer_with_l2_norms(specify: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the specification of a layer that heeds `--qk-l2-norm`."""
+    """Make the specification of a layer that supports `--qk-l2-norm`."""
 
     def specify_with_norms(config: Any, vp_stage: Any) -> Any:
         from megatron.core.transformer.torch_norm import L2Norm
@@ -82,8 +82,8 @@ def causal_conv1d(
         x: `(batch, sequence, channels)`.
         weight: `(channels, taps)`, the last tap for the token itself.
         bias: `(channels,)`.
-        activation: `silu`, or its other name `swish`; nothing is applied when None.
-        others: Of the kernel: states and packed sequences, which a rehearsal has none of.
+        activation: `silu`, or its alias `swish`; None for no activation.
+        others: Arguments of the kernel for states and packed sequences; not supported.
 
     Returns:
         A tensor like `x`, and no state.
@@ -107,10 +107,11 @@ def hadamard_rotation(x: torch.Tensor) -> torch.Tensor:
     """Multiply the last dimension by the orthonormal Hadamard matrix of its length.
 
     Args:
-        x: Its last dimension is a power of two; the kernel pads others with zeros, here it may not.
+        x: A tensor whose last dimension is a power of two. The GPU kernel pads other sizes with
+            zeros.
 
     Returns:
-        A tensor like `x`; sums are fp32.
+        A tensor like `x`, summed in fp32.
 
     Raises:
         ValueError: The last dimension is not a power of two.

@@ -33,13 +33,13 @@ IMPL_FLAG = "--transformer-impl"
 
 @dataclass(frozen=True, slots=True)
 class CpuFlag:
-    """A flag a rehearsal sets.
+    """A flag that a rehearsal sets.
 
     Attributes:
         name: The flag.
-        value: Its value; `None` for a switch.
-        reason: Why a CPU needs it.
-        only_local: Whether Transformer Engine's layers do without it.
+        value: Its value; None for a switch.
+        reason: Reason why a CPU needs the flag.
+        only_local: Whether only Megatron's own layers need the flag.
     """
 
     name: str
@@ -50,14 +50,14 @@ class CpuFlag:
 
 @dataclass(frozen=True, slots=True)
 class GpuFlag:
-    """A flag that only a GPU can support.
+    """A flag that only a GPU supports.
 
     Attributes:
         name: The flag.
-        reason: Why.
-        values: Values that are rejected; none: the flag itself is.
-        only_local: Whether Transformer Engine has kernels for it in a rehearsal, so that it is
-            rejected with Megatron's own layers alone.
+        reason: Reason of the rejection.
+        values: Rejected values; if empty, the flag is rejected with every value.
+        only_local: Whether the flag is rejected only with Megatron's own layers, since a rehearsal
+            has kernels of Transformer Engine for it.
     """
 
     name: str
@@ -136,15 +136,15 @@ _LOCAL_UNLESS_ASKED = ("--experimental-attention-variant", "--hybrid-layer-patte
 
 
 def is_requested(argv: Sequence[str]) -> bool:
-    """Whether a command line asks for a rehearsal."""
+    """Whether a command line requests a rehearsal."""
     return FLAG in argv
 
 
 def transformer_impl(argv: Sequence[str]) -> str:
-    """Layers that a command line trains: `transformer_engine` or `local`, Megatron's own.
+    """Return the layers that a command line trains: `transformer_engine`, or `local` (Megatron's).
 
-    Without `--transformer-impl` these are Transformer Engine's, as in Megatron, if its Python
-    package can be loaded and reference kernels exist for the flags.
+    Without `--transformer-impl` these are Transformer Engine's layers, as in Megatron, if its
+    Python package can be loaded and reference kernels exist for the flags.
 
     Raises:
         RehearsalError: The flags name other layers, or Transformer Engine cannot be loaded.
@@ -207,9 +207,9 @@ def with_cpu_flags(argv: Sequence[str], supported: Collection[str] = ()) -> list
 def with_cpu_defaults(
     add_arguments: Callable[..., Any], argv: Sequence[str], supported: Collection[str] = ()
 ) -> Callable[..., Any]:
-    """Make the flags that a CPU needs defaults of Megatron's parser.
+    """Set the flags that a CPU needs as defaults of Megatron's parser.
 
-    A script may have a parser of its own instead, which would not know these flags.
+    Flags on the command line could be unknown to the parser of a script.
 
     Args:
         add_arguments: Megatron's `add_megatron_arguments`.
@@ -217,7 +217,8 @@ def with_cpu_defaults(
         supported: See `with_cpu_flags`.
 
     Returns:
-        Its replacement, which raises `RehearsalError` where a CPU cannot support a flag.
+        The replacement of `add_arguments`, which raises `RehearsalError` if a flag is not supported
+        on a CPU.
     """
 
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -239,7 +240,7 @@ _BLACKWELL_RECIPES = ("mxfp8",)
 
 
 def cpu_capability(argv: Sequence[str]) -> tuple[int, int]:
-    """Compute capability a command line needs: Hopper's, or Blackwell's where a recipe wants it.
+    """Return the compute capability for a command line: Hopper, or Blackwell if a recipe needs it.
 
     Args:
         argv: The user's flags.
@@ -257,17 +258,18 @@ _MANY_CONNECTIONS_FLAGS = (
 
 
 def cpu_environment(argv: Sequence[str]) -> dict[str, str]:
-    """Environment variables a command line needs on a CPU.
+    """Return the environment variables that a command line needs on a CPU.
 
-    Each rank gets one thread, since ranks share a machine, and gloo the loopback interface.
+    Each rank uses one thread, since ranks share a machine, and gloo uses the loopback interface.
     Megatron requires one hardware queue of the GPU (`CUDA_DEVICE_MAX_CONNECTIONS`) for tensor and
-    context parallelism, and several for its FSDP; a CPU has none and only satisfies the check.
+    context parallelism, and several for its FSDP. A CPU has none; the variable only satisfies the
+    check.
 
     Args:
         argv: The user's flags.
 
     Returns:
-        Defaults by name: a variable the user has set is left as it is.
+        Defaults by name. Variables that the user has set are not changed.
     """
     variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     given = _values(argv)
@@ -278,7 +280,7 @@ def cpu_environment(argv: Sequence[str]) -> dict[str, str]:
 
 
 def _values(argv: Sequence[str]) -> dict[str, str]:
-    """Flags on a command line and the word after each."""
+    """Return the flags of a command line, each with the following word."""
     found: dict[str, str] = {}
     for position, word in enumerate(argv):
         if not word.startswith("--"):

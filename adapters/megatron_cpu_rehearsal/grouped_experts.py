@@ -1,9 +1,9 @@
-"""The linear layers of Megatron's grouped experts, which Transformer Engine has for a GPU.
+"""CPU versions of Transformer Engine's linear layers for Megatron's grouped experts.
 
-`TEGroupedMLP` itself is Megatron's and runs as it is; these are the two layers it is given. Their
-parameters have the names, shapes, random numbers and marks of Transformer Engine's.
+Megatron's `TEGroupedMLP` runs unchanged with these two layers. Their parameters have the names,
+shapes, initial values and attributes of Transformer Engine's.
 
-Imported while a rehearsal is under way, since it imports Megatron.
+Import this file only during a rehearsal, since it imports Megatron.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["ColumnParallelGroupedLinear", "RowParallelGroupedLinear", "grouped_m
 def _drop_states_of_experts(
     layer: Any, state_dict: dict[str, Any], prefix: str, *others: Any
 ) -> None:
-    """A checkpoint has a state for each expert, the layer one for all."""
+    """Remove the extra states of experts in a checkpoint; the layer has one for all experts."""
     del others
     for expert in range(1, layer.num_gemms):
         state_dict.pop(f"{prefix}_extra_state{expert}", None)
@@ -42,15 +42,15 @@ class _GroupedLinear(TransformerEngineModule):
 
     Args:
         num_gemms: Number of local experts.
-        input_size: Features in, over all expert-tensor-parallel ranks.
-        output_size: Features out, likewise.
+        input_size: Input features, over all expert-tensor-parallel ranks.
+        output_size: Output features, over all expert-tensor-parallel ranks.
         config: Megatron's transformer configuration.
-        init_method: Fills a weight.
-        bias: Whether each expert has one.
-        skip_bias_add: Whether to hand the biases back and not to add them.
-        is_expert: Always true.
+        init_method: Initializes a weight.
+        bias: Whether each expert has a bias.
+        skip_bias_add: Whether to return the biases instead of adding them.
+        is_expert: Always True.
         pg_collection: Process groups.
-        others: What only Transformer Engine uses.
+        others: Arguments that only Transformer Engine uses.
     """
 
     partition_dim: ClassVar[int]
@@ -93,7 +93,7 @@ class _GroupedLinear(TransformerEngineModule):
         self.register_parameter(name, torch.nn.Parameter(values))
 
     def reset_parameters(self) -> None:
-        """Draw weights in the experts' order, set biases to zero, and mark both."""
+        """Initialize weights in the order of experts, set biases to zero, and set attributes."""
         if self.config.perform_initialization and not self._experts("weight")[0].is_meta:
             for weight in self._experts("weight"):
                 self._draw(weight)
@@ -124,7 +124,7 @@ class _GroupedLinear(TransformerEngineModule):
             self.init_method(weight)
 
     def _experts(self, name: str) -> list[torch.nn.Parameter]:
-        """Weights or biases by expert; no biases where the layer has none."""
+        """Return weights or biases by expert; empty if the layer has no biases."""
         if name == "bias" and not self.use_bias:
             return []
         return [self.get_parameter(f"{name}{expert}") for expert in range(self.num_gemms)]
@@ -134,11 +134,11 @@ class _GroupedLinear(TransformerEngineModule):
         """Apply each expert to its tokens.
 
         Args:
-            tokens: `(tokens, features)`, those of the first expert first.
-            tokens_per_expert: How many are each expert's.
+            tokens: `(tokens, features)`, sorted by expert.
+            tokens_per_expert: Number of tokens of each expert.
 
         Returns:
-            The output, and the biases where they are not added yet.
+            The output, and the biases if they are not added.
         """
         weights, biases = self._experts("weight"), self._experts("bias")
         added = biases if biases and not self.returns_bias else [None] * self.num_gemms
@@ -195,14 +195,14 @@ class _GroupedLinear(TransformerEngineModule):
 
 
 class ColumnParallelGroupedLinear(_GroupedLinear):
-    """Outputs are split over the expert-tensor-parallel ranks."""
+    """A layer whose outputs are split over the expert-tensor-parallel ranks."""
 
     partition_dim = 0
     parallel_mode = "column"
 
 
 class RowParallelGroupedLinear(_GroupedLinear):
-    """Inputs are split over the expert-tensor-parallel ranks; the dispatcher sums outputs."""
+    """A layer whose inputs are split over these ranks; the dispatcher sums its outputs."""
 
     partition_dim = 1
     parallel_mode = "row"

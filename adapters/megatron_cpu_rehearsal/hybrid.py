@@ -1,8 +1,8 @@
-"""Hybrid models of Megatron's own layers: its specification names Transformer Engine's.
+"""Hybrid models with Megatron's own layers; Megatron specifies them with Transformer Engine's.
 
-Imported while a rehearsal is under way, since it imports Megatron.
+Import this file only during a rehearsal, since it imports Megatron.
 
-Which layers there are, and which modules each is made of, is transcribed from Megatron-LM's
+The layers and their modules are transcribed from Megatron-LM's
 `megatron/core/models/hybrid/hybrid_layer_specs.py`, Copyright (c) NVIDIA CORPORATION; see NOTICE.
 """
 
@@ -83,7 +83,7 @@ class ShardedGroupedRMSNorm(GroupedRMSNorm):
 def local_stack_spec(spec: ModuleSpec) -> ModuleSpec:
     """Specify Megatron's stack of hybrid layers with its own norms and linear layers.
 
-    Transformer Engine's layers contain the norm of their input; here it is a module of its own.
+    Transformer Engine's layers contain the norm of their input; here the norm is a separate module.
     """
     del spec
     norm = WrappedTorchNorm
@@ -117,7 +117,7 @@ def local_stack_spec(spec: ModuleSpec) -> ModuleSpec:
                 module=MoETransformerLayer,
                 submodules=TransformerLayerSubmodules(
                     pre_mlp_layernorm=norm,
-                    # Always grouped, as in Megatron's; the number of experts is any but None.
+                    # As in Megatron: always grouped; any number of experts selects experts.
                     mlp=get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=True),
                     mlp_bda=get_bias_dropout_add,
                 ),
@@ -141,7 +141,7 @@ def local_stack_spec(spec: ModuleSpec) -> ModuleSpec:
 
 
 def _layer(attention: ModuleSpec, norm: Any = WrappedTorchNorm) -> ModuleSpec:
-    """A layer of attention alone."""
+    """Specify a layer with attention only."""
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -174,7 +174,7 @@ _LATENT: dict[str, Any] = {
     "q_layernorm": IdentityOp,
     "kv_layernorm": IdentityOp,
 }
-"""With --qk-layernorm, Megatron takes layers with a norm inside where these name none."""
+"""With --qk-layernorm, Megatron uses layers with a fused norm if no norm is specified."""
 
 
 def _latent_attention() -> ModuleSpec:

@@ -1,9 +1,9 @@
-"""Megatron's multi-latent attention in its local layers, as it is with Transformer Engine's.
+"""Megatron's multi-latent attention with local layers, equal to that with Transformer Engine's.
 
-Megatron's local specification of it has Transformer Engine's in mind: its attention is asked for
-widths of heads it does not know, and it cuts the projections to the latents over tensor-parallel
-ranks, where the gradient of the rotary part of the keys, which all heads share, is lost on all
-ranks but one.
+Megatron's local specification does not match its own layers: it passes head widths that its local
+attention does not support, and it shards the projections to the latents over tensor-parallel ranks.
+With this sharding the gradient of the rotary part of the keys, which all heads share, would be lost
+on all ranks but one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = [
 
 
 def with_head_widths(construct: Callable[..., None]) -> Callable[..., None]:
-    """Make `DotProductAttention.__init__` whose values are as wide as its keys or not."""
+    """Make `DotProductAttention.__init__` that supports values of another width than keys."""
 
     def construct_attention(
         self: Any,
@@ -34,7 +34,7 @@ def with_head_widths(construct: Callable[..., None]) -> Callable[..., None]:
             kwargs["softmax_scale"] = 1 / math.sqrt(k_channels)
         construct(self, *args, **kwargs)
         if v_channels is not None:
-            # Only what the output is reshaped to depends on it.
+            # Only the shape of the output depends on the width of values.
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
     return construct_attention
@@ -58,7 +58,7 @@ def with_latents_on_every_rank(construct: Callable[..., None]) -> Callable[..., 
             "linear_kv_down_proj": ReplicatedLinear,
         }
         if config.q_lora_rank is None and config.qk_layernorm:
-            # There is no latent of the queries whose norm could be a module of its own.
+            # Without a query latent, the norm is part of the query projection.
             changes["linear_q_proj"] = NormedColumnParallelLinear
             changes["q_layernorm"] = IdentityOp
         submodules = dataclasses.replace(submodules, **changes)
@@ -68,7 +68,7 @@ def with_latents_on_every_rank(construct: Callable[..., None]) -> Callable[..., 
 
 
 def choose_normed_linear(provider: Any) -> type:
-    """Choose the layer with a norm inside, which Megatron's own layers do not have."""
+    """Choose the linear layer with a fused norm, which Megatron's own layers lack."""
     del provider
     from megatron_cpu_rehearsal.replicated_linear import NormedColumnParallelLinear
 

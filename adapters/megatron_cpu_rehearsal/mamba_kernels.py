@@ -1,6 +1,6 @@
 """CPU reference kernels for the functions of mamba_ssm that Megatron's Mamba layers call.
 
-The published definitions, in fp32 within and in the input's dtype without, as the kernels do it.
+The kernels compute the published definitions in fp32 and return the dtype of the input.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def split_conv1d_scan(
         dt_bias: Added to the step, `(heads,)`.
         A: Decay, negative, `(heads,)`.
         D: Weight of the input itself, `(heads,)` or `(heads, headdim)`.
-        chunk_size: Of the kernel's algorithm; the result does not depend on it.
+        chunk_size: Chunk size of the kernel's algorithm; it does not change the result.
         activation: Always SiLU.
-        headdim: Features of a head; None: those of D.
-        ngroups: Groups of heads that share B and C.
-        norm_before_gate: Only of use with a norm within.
-        seq_idx: Not taken: packed sequences are rejected by Megatron itself.
+        headdim: Features of a head; derived from D if None.
+        ngroups: Number of groups of heads that share B and C.
+        norm_before_gate: Used only with a fused norm.
+        seq_idx: Not supported; Megatron rejects packed sequences.
 
     Returns:
         `(batch, sequence, heads * headdim)`.
@@ -82,7 +82,7 @@ def _scan(
     c: torch.Tensor,
     skip: torch.Tensor,
 ) -> torch.Tensor:
-    """The state-space model, summed over every pair of a token and one of its past.
+    """Compute the state-space model as a sum over pairs of a token and an earlier token.
 
     With `state_t = exp(dt_t A) state_(t-1) + dt_t B_t x_t`, the output `C_t state_t + D x_t` is the
     sum over `s <= t` of `(C_t B_s) exp(A (dt_(s+1) + ... + dt_t)) dt_s x_s`, and `D x_t`.
@@ -92,11 +92,11 @@ def _scan(
         steps: `(batch, sequence, heads)`.
         decay: `(heads,)`.
         b: `(batch, sequence, groups, state)`.
-        c: Likewise.
+        c: `(batch, sequence, groups, state)`.
         skip: D, `(heads, headdim)` or `(heads, 1)`.
 
     Returns:
-        As `x`.
+        A tensor of the shape of `x`.
     """
     length, heads = x.shape[1:3]
     repeats = heads // b.shape[2]
@@ -112,15 +112,15 @@ def _scan(
 class GroupedRMSNorm(torch.nn.Module):
     """RMS norm over groups of features.
 
-    mamba_ssm's can apply a gate too; in training Megatron leaves that to the scan.
+    The norm of mamba_ssm can also apply a gate; in training, Megatron's scan applies it.
 
     Args:
-        hidden_size: Features.
+        hidden_size: Number of features.
         eps: Added to the mean square.
         group_size: Features of a group.
-        norm_before_gate: Of no use without a gate.
-        device: Of the weight.
-        dtype: Of the weight.
+        norm_before_gate: Not used, since there is no gate.
+        device: Device of the weight.
+        dtype: Dtype of the weight.
     """
 
     def __init__(
@@ -152,5 +152,5 @@ class GroupedRMSNorm(torch.nn.Module):
 
 
 def _split_last(x: torch.Tensor, parts: int) -> torch.Tensor:
-    """`(..., features)` as `(..., parts, features / parts)`."""
+    """View `(..., features)` as `(..., parts, features / parts)`."""
     return x.reshape(*x.shape[:-1], parts, -1)

@@ -1,4 +1,4 @@
-"""Norms that Megatron has on a GPU alone: with weights stored minus one, or split sequences."""
+"""Norms that Megatron supports only on a GPU: zero-centered weights, and sequence parallelism."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def normalize(
     """Apply the norm that a configuration names to the last dimension of `x`.
 
     Args:
-        x: What is normalized.
-        weight: Its factor; with `layernorm_zero_centered_gamma` its factor minus one.
-        bias: Its shift; an RMS norm has none.
+        x: Input.
+        weight: Factor; with `layernorm_zero_centered_gamma` the factor minus one.
+        bias: Shift; None for an RMS norm.
         eps: Added to the variance.
         config: Megatron's transformer configuration.
 
@@ -34,7 +34,7 @@ def normalize(
     """
     shape, kind = weight.shape, x.dtype
     if config.layernorm_zero_centered_gamma:
-        # As Transformer Engine, which adds the one in fp32: next to it bf16 has three digits.
+        # Transformer Engine also adds one in fp32: near 1, bf16 has only three digits.
         x, weight = x.float(), weight.float() + 1
         bias = None if bias is None else bias.float()
     if config.normalization == "RMSNorm":
@@ -45,11 +45,11 @@ def normalize(
 class ZeroCenteredLayerNorm(nn.LayerNorm):
     """A layer norm that stores its weight minus one, as Transformer Engine and apex define it.
 
-    Weight decay then draws the factor to one and not to zero.
+    Weight decay then moves the factor towards one instead of zero.
 
     Args:
         config: Megatron's transformer configuration.
-        hidden_size: Length of what is normalized.
+        hidden_size: Length of the normalized dimension.
         eps: Added to the variance.
     """
 
@@ -59,7 +59,7 @@ class ZeroCenteredLayerNorm(nn.LayerNorm):
 
     @override
     def reset_parameters(self) -> None:
-        """Set weight and bias to zero, which are a factor of one and no shift."""
+        """Set weight and bias to zero: a factor of one and no shift."""
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 
@@ -78,7 +78,7 @@ class ZeroCenteredRMSNorm(nn.RMSNorm):
 
     @override
     def reset_parameters(self) -> None:
-        """Set the weight to zero, which is a factor of one."""
+        """Set the weight to zero: a factor of one."""
         nn.init.zeros_(self.weight)
 
     @override
@@ -91,13 +91,13 @@ _ZERO_CENTERED = {"LayerNorm": ZeroCenteredLayerNorm, "RMSNorm": ZeroCenteredRMS
 
 
 def with_every_option(make_norm: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `WrappedTorchNorm.__new__` that knows sequence parallelism and zero-centered weights."""
+    """Make `WrappedTorchNorm.__new__` for sequence parallelism and zero-centered weights."""
 
     def make_norm_with_options(
         cls: type, config: Any, hidden_size: int, eps: float = 1e-5, *args: Any, **kwargs: Any
     ) -> Any:
-        # A norm works token by token, so a part of the sequence gives the results of the whole.
-        # Only the gradients of its weights are partial; Megatron sums those of marked parameters.
+        # A norm is applied per token and needs no other part of the sequence. Only the gradients of
+        # its weights are partial; Megatron sums those of parameters with this attribute.
         plain = copy.copy(config)
         plain.sequence_parallel = False
         plain.layernorm_zero_centered_gamma = False

@@ -1,4 +1,4 @@
-"""Suppresses the parts of Megatron's output that say nothing about a run on a CPU."""
+"""Suppresses the parts of Megatron's output that do not apply to a run on a CPU."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _LOGGERS = (None, "megatron", "torch.distributed", "torch.distributed.checkpoint
 
 @contextlib.contextmanager
 def quiet(patches: Patches) -> Iterator[None]:
-    """Suppress output that says nothing about a run on a CPU.
+    """Suppress output that does not apply to a run on a CPU.
 
     This is Megatron's table of arguments, warnings about packages that need a GPU, reports of
-    device memory, and the times of day between the steps of the start. Iteration lines,
-    evaluation, checkpoints and errors are printed as ever.
+    device memory, and timestamps between the steps of the startup. Output about iterations,
+    evaluations, checkpoints and errors is not suppressed.
     """
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
@@ -39,7 +39,7 @@ def quiet(patches: Patches) -> Iterator[None]:
 
 def _quiet_training(patches: Patches) -> None:
     try:
-        # Importing it is what most warnings come from.
+        # Most warnings come from this import.
         from megatron.training import arguments, training
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("megatron.training"):
@@ -58,5 +58,5 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 
 def _meet(*args: Any, **kwargs: Any) -> None:
     del args, kwargs
-    # Megatron's own brings the ranks together, which later steps may count on.
+    # Megatron's own function synchronizes ranks, on which later steps may rely.
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Patches of torch and Megatron that a CPU needs, each with its reason."""
+"""Patches of torch and Megatron for a CPU, each with its reason."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _LATENT_EXPERTS = "the projections around experts in a latent space are Transfor
 _FLA = "flash-linear-attention's kernels need a GPU"
 _VARIANT_SPEC = "experimental attention is specified with Transformer Engine's layers alone"
 _HYBRID_SPEC = "hybrid layers are specified with Transformer Engine's alone"
-# What c10d calls for a coalesced all-gather, from torch 2.15 on by another name.
+# Method that c10d calls for a coalesced all-gather; torch 2.15 renamed it.
 _COALESCED_GATHER = (
     "all_gather_single_coalesced"
     if hasattr(torch.distributed.ProcessGroup, "all_gather_single_coalesced")
@@ -110,46 +110,46 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "megatron.core.datasets.utils:compile_helpers",
-        "the wheel carries the compiled helpers and no Makefile to compile them with",
+        "the wheel contains the compiled helpers and no Makefile",
         wrap="megatron_cpu_rehearsal.patches:_skip_if_compiled",
     ),
     Patch(
         "megatron.training.initialize:_warmup_jit_function",
-        "nothing is compiled, so nothing needs warming up; on a GPU its random numbers come from "
-        "the device, here they would shift those that weights are initialized from",
+        "nothing is compiled and needs a warm-up; its random numbers would come from the generator "
+        "that initializes weights, which on a GPU they do not",
         replace="megatron_cpu_rehearsal.output:nothing",
     ),
     Patch(
         "torch.utils.data.dataloader:_BaseDataLoaderIter.__init__",
-        "a loader seeds its workers from the host's generator, which is the device's as well here; "
-        "a resumed run would go on with other random numbers than the one it resumes",
+        "a loader seeds its workers from the host's generator, which is also the device's in a "
+        "rehearsal; a resumed run would continue with different random numbers",
         wrap="megatron_cpu_rehearsal.patches:_without_random_numbers",
     ),
     Patch(
         "torch.autograd:_engine_run_backward",
-        "torch switches a function mode off while one of its functions runs, and a backward within "
-        "a backward (activation recompute) is one: Megatron's own backwards name CUDA devices",
+        "torch disables a function mode while one of its functions runs, such as a backward within "
+        "a backward (activation recompute), and Megatron's own backwards name CUDA devices",
         wrap="megatron_cpu_rehearsal.patches:_with_cpu_devices",
     ),
     Patch(
         "torch:Tensor.record_stream",
-        "nothing but a CUDA stream is taken, by which the schedule of "
-        "--overlap-moe-expert-parallel-comm keeps memory from being reused too early",
+        "it accepts only CUDA streams; the schedule of --overlap-moe-expert-parallel-comm calls it "
+        "to prevent an early reuse of memory",
         replace="megatron_cpu_rehearsal.output:nothing",
     ),
     Patch(
         "torch.distributed:init_process_group",
-        "a script that makes the process group itself names nccl, which needs GPUs",
+        "a script that creates the process group names nccl, which needs GPUs",
         wrap="megatron_cpu_rehearsal.collectives:over_gloo",
     ),
     Patch(
         "torch.distributed:all_to_all_single",
-        "the MoE token dispatcher passes split sizes as arrays; gloo wants lists",
+        "the MoE token dispatcher passes split sizes as arrays; gloo requires lists",
         wrap="megatron_cpu_rehearsal.collectives:lists_for_splits",
     ),
     Patch(
         "torch.distributed:all_gather",
-        "expert tensor parallelism gathers parts of unequal length; gloo wants equal ones",
+        "expert tensor parallelism gathers parts of unequal length; gloo requires equal lengths",
         wrap="megatron_cpu_rehearsal.collectives:gather_unequal",
     ),
     Patch(
@@ -160,28 +160,28 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "torch.distributed:reduce_scatter",
-        "expert tensor parallelism scatters parts of unequal length; gloo wants equal ones",
+        "expert tensor parallelism scatters parts of unequal length; gloo requires equal lengths",
         wrap="megatron_cpu_rehearsal.collectives:scatter_unequal",
     ),
     Patch(
         "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-        "torch's norm, the only one on a CPU, is offered neither with --sequence-parallel nor with "
+        "torch's norm, the only one on a CPU, supports neither --sequence-parallel nor "
         "--apply-layernorm-1p",
         wrap="megatron_cpu_rehearsal.norms:with_every_option",
     ),
     Patch(
         "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
-        "attention that knows context parallelism is part of Transformer Engine",
+        "attention with context parallelism is part of Transformer Engine",
         wrap="megatron_cpu_rehearsal.context_parallel:without_rejection",
     ),
     Patch(
         "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
-        "under context parallelism queries have to meet the keys of every rank",
+        "under context parallelism queries need the keys of every rank",
         wrap="megatron_cpu_rehearsal.context_parallel:over_the_whole_sequence",
     ),
     Patch(
         "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
-        "attention of keys and values of different widths is part of Transformer Engine",
+        "attention with keys and values of different widths is part of Transformer Engine",
         wrap="megatron_cpu_rehearsal.latent_attention:with_head_widths",
     ),
     Patch(
@@ -230,9 +230,9 @@ PATCHES: tuple[Patch, ...] = (
 WITHOUT_TRANSFORMER_ENGINE: tuple[Patch, ...] = (
     Patch(
         "megatron.core.transformer.multi_latent_attention:MLASelfAttention.__init__",
-        "the local specification of multi-latent attention cuts its projections to the latents "
-        "over tensor-parallel ranks and drops gradients of the keys they share; Transformer "
-        "Engine's, which runs on a GPU, has them on every rank",
+        "the local specification of multi-latent attention shards the projections to the latents "
+        "over tensor-parallel ranks and drops gradients of the shared keys; Transformer Engine's "
+        "specification replicates the projections",
         wrap="megatron_cpu_rehearsal.latent_attention:with_latents_on_every_rank",
     ),
     Patch(
@@ -267,14 +267,14 @@ WITHOUT_TRANSFORMER_ENGINE: tuple[Patch, ...] = (
     ),
     Patch(
         "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
-        "it takes the absence of an argument for FP8 and asks Transformer Engine about it, which "
-        "recompute of --recompute-modules moe_act runs into",
+        "without an argument it assumes FP8 and calls Transformer Engine, also for "
+        "--recompute-modules moe_act",
         wrap="megatron_cpu_rehearsal.patches:_without_fp8",
     ),
     Patch(
         "megatron.core.models.backends:LocalSpecProvider.grouped_mlp_modules",
-        "without Transformer Engine's grouped linear layer --moe-grouped-gemm quietly builds "
-        "sequential experts, which have other modules and parameters",
+        "without Transformer Engine's grouped linear layer --moe-grouped-gemm silently builds "
+        "sequential experts, which have different modules and parameters",
         wrap="megatron_cpu_rehearsal.patches:_with_grouped_experts",
     ),
     Patch(
@@ -296,7 +296,7 @@ WITHOUT_TRANSFORMER_ENGINE: tuple[Patch, ...] = (
     ),
     Patch(
         "megatron.training.models.gpt:_te_or_local_layer_spec",
-        "the local specification of a layer without experts forgets --qk-l2-norm",
+        "the local specification of a layer without experts ignores --qk-l2-norm",
         wrap="megatron_cpu_rehearsal.experimental_attention:layer_with_l2_norms",
     ),
     Patch(
@@ -316,21 +316,21 @@ WITHOUT_TRANSFORMER_ENGINE: tuple[Patch, ...] = (
     ),
     Patch(
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_state_dict",
-        "before it loads a checkpoint, Megatron's optimizer reads its number of steps from state "
-        "that torch's Adam, the only one on a CPU, makes in its first step",
+        "before loading a checkpoint, Megatron's optimizer reads its number of steps from state "
+        "that torch's Adam, the only one on a CPU, creates in its first step",
         wrap="megatron_cpu_rehearsal.patches:_with_state_to_fill",
     ),
     Patch(
         "megatron.core.optimizer.distrib_optimizer:"
         "DistributedOptimizer._set_main_param_and_optimizer_states",
-        "Megatron's optimizer loads steps with the options of its groups; torch's Adam keeps them "
-        "in tensors beside the moments, and those it looks for in the checkpoint as well",
+        "Megatron's optimizer loads step counts with the options of its groups; torch's Adam "
+        "stores them as state tensors, which would also be loaded from the checkpoint",
         wrap="megatron_cpu_rehearsal.patches:_without_steps",
     ),
     Patch(
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict",
-        "Megatron's optimizer gives all parameters one tensor for their number of steps, to which "
-        "torch's Adam then adds one for every parameter",
+        "Megatron's optimizer assigns one step-count tensor to all parameters, which torch's Adam "
+        "then increments once per parameter",
         wrap="megatron_cpu_rehearsal.patches:_with_steps_of_their_own",
     ),
 )
@@ -339,7 +339,7 @@ WITHOUT_TRANSFORMER_ENGINE: tuple[Patch, ...] = (
 
 PARSER = Patch(
     "megatron.training.arguments:add_megatron_arguments",
-    "a script has a command line of its own, to which no flags can be added",
+    "no flags can be added to a script's own command line",
     wrap="megatron_cpu_rehearsal.flags:with_cpu_defaults",
 )
-"""For scripts with a command line of their own."""
+"""For scripts with their own command line."""

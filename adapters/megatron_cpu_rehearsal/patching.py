@@ -21,7 +21,7 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables inside this context, and restore them at its end.
 
     Args:
-        values: By name.
+        values: Values by name.
     """
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
@@ -45,12 +45,12 @@ class Patch:
 
     Attributes:
         target: `module:attribute`, or `module:Class.attribute`.
-        reason: Why it has to be replaced.
+        reason: Reason of the replacement.
         wrap: `module:function` that makes the replacement from the original.
-        replace: `module:name` of the replacement, where it is not made from the original.
-        name: Short name; by default the attribute's.
+        replace: `module:name` of the replacement, if it does not depend on the original.
+        name: Short name; by default the name of the attribute.
         parameters: Leading parameter names that the original must have.
-        selected: Whether it is applied only when the command line selects its package.
+        selected: Whether the patch is applied only if the command line selects its package.
     """
 
     target: str
@@ -93,7 +93,7 @@ class Patch:
         """Make the replacement.
 
         Args:
-            original: The attribute as it is.
+            original: The current value of the attribute.
             args: Further arguments of the function that `wrap` names.
         """
         if self.replace:
@@ -102,7 +102,7 @@ class Patch:
 
 
 def _named(path: str) -> Any:
-    """The object that `module:attribute` names."""
+    """Return the object that `module:attribute` names."""
     module, _, attributes = path.partition(":")
     return functools.reduce(getattr, attributes.split("."), importlib.import_module(module))
 
@@ -122,7 +122,7 @@ class Patches:
             args: See `Patch.replacement`.
 
         Raises:
-            AttributeError: There is no such attribute.
+            AttributeError: The attribute does not exist.
         """
         found = patch.find()
         if found is not None:
@@ -138,7 +138,7 @@ class Patches:
         setattr(owner, name, value)
 
     def default_environment(self, variables: Mapping[str, str]) -> None:
-        """Set environment variables that are not set."""
+        """Set the environment variables that the user has not set."""
         for name, value in variables.items():
             if name not in os.environ:
                 os.environ[name] = value

@@ -1,9 +1,9 @@
-"""Linear layers of Transformer Engine that Megatron's own layers have no counterpart of.
+"""Linear layers of Transformer Engine without a counterpart in Megatron's own layers.
 
-One that every tensor-parallel rank holds whole, and one with the norm of its input inside. Names,
-shapes and marks of their parameters are those of Transformer Engine's.
+One layer is replicated on all tensor-parallel ranks; the other one has a fused input norm. Names,
+shapes and attributes of their parameters are those of Transformer Engine's.
 
-Imported while a rehearsal is under way, since it imports Megatron.
+Import this file only during a rehearsal, since it imports Megatron.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ __all__ = ["NormedColumnParallelLinear", "ReplicatedLinear"]
 
 
 class ReplicatedLinear(TransformerEngineModule):
-    """`TELinear` of mode `duplicated`: every tensor-parallel rank holds the same whole weight.
+    """`TELinear` of mode `duplicated`, whose weight is replicated on all tensor-parallel ranks.
 
     Args:
-        input_size: Features in.
-        output_size: Features out.
+        input_size: Input features.
+        output_size: Output features.
         config: Megatron's transformer configuration.
-        init_method: Fills the weight.
-        bias: Whether there is one.
-        skip_bias_add: Whether to hand the bias back and not to add it.
-        tp_group: Tensor-parallel ranks; Megatron's when None.
-        others: What only Transformer Engine uses.
+        init_method: Initializes the weight.
+        bias: Whether the layer has a bias.
+        skip_bias_add: Whether to return the bias instead of adding it.
+        tp_group: Tensor-parallel group; Megatron's group if None.
+        others: Arguments that only Transformer Engine uses.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ReplicatedLinear(TransformerEngineModule):
             self._draw(init_method)
         for param in self.parameters():
             marks: Any = param
-            # Each rank sees a part of the sequence: Megatron sums the gradients.
+            # Each rank has a part of the sequence, and Megatron sums the gradients.
             marks.sequence_parallel = config.sequence_parallel
             marks.tensor_model_parallel = False
             marks.allreduce = True
@@ -101,7 +101,7 @@ class ReplicatedLinear(TransformerEngineModule):
         """Apply the layer to this rank's part of the sequence.
 
         Returns:
-            The output, and the bias where it is not added yet.
+            The output, and the bias if it is not added.
         """
         if self.returns_bias:
             return functional.linear(x, self.weight), self.bias
@@ -110,7 +110,7 @@ class ReplicatedLinear(TransformerEngineModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> Any:
-        """Return the shards of a checkpoint: one copy of the whole.
+        """Return the shards of a checkpoint: one replica of the whole weight.
 
         Args:
             prefix: Prefix of the keys.
@@ -124,10 +124,10 @@ class NormedColumnParallelLinear(ColumnParallelLinear):
     """`TELayerNormColumnParallelLinear`: normalizes its input, then applies Megatron's layer.
 
     Args:
-        input_size: Features in.
-        output_size: Features out, over all tensor-parallel ranks.
+        input_size: Input features.
+        output_size: Output features, over all tensor-parallel ranks.
         config: Megatron's transformer configuration.
-        options: Of Megatron's `ColumnParallelLinear`.
+        options: Options of Megatron's `ColumnParallelLinear`.
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:

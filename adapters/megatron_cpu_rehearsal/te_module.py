@@ -1,6 +1,6 @@
-"""Common parts of layers that replace Transformer Engine's.
+"""Common base of the layers that replace Transformer Engine's.
 
-Imported while a rehearsal is under way, since it imports Megatron.
+Import this file only during a rehearsal, since it imports Megatron.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _state_may_be_absent(
 
 
 class TransformerEngineModule(nn.Module):
-    """A module with an extra state, which is empty, and nothing left to do after a backward."""
+    """A module with an empty extra state and without delayed weight gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,15 +29,15 @@ class TransformerEngineModule(nn.Module):
         hooks.register_load_state_dict_pre_hook(_state_may_be_absent)
 
     def backward_dw(self) -> None:
-        """Nothing is left: gradients of weights are computed with those of inputs."""
+        """Do nothing: weight gradients are computed together with input gradients."""
 
     @override
     def get_extra_state(self) -> None:
-        """Nothing: scales of FP8 are what Transformer Engine keeps here."""
+        """Return None; Transformer Engine stores FP8 scales in the extra state."""
 
     @override
     def set_extra_state(self, state: Any) -> None:
-        """Take no state."""
+        """Ignore the state."""
 
 
 def sharded_entries(
@@ -47,11 +47,11 @@ def sharded_entries(
     sharded_offsets: Any = (),
     metadata: Any = None,
 ) -> Any:
-    """A layer's `sharded_state_dict`.
+    """Return the `sharded_state_dict` of a layer.
 
     Args:
-        layer: With the tensor-parallel group as `tp_group`.
-        axes: By parameter, the dimension that tensor-parallel ranks hold parts along.
+        layer: A layer with the tensor-parallel group as `tp_group`.
+        axes: By parameter, the dimension along which it is tensor-parallel.
         prefix: Prefix of the keys.
         sharded_offsets: Position of this layer in the stacked dimensions.
         metadata: Metadata of the checkpoint.

@@ -1,4 +1,4 @@
-"""Stubs for `torch.cuda.FloatTensor` and the like: constructors, and classes to test against."""
+"""Stubs for `torch.cuda.FloatTensor` and similar types: constructors and `isinstance` checks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Transformer Engine without a GPU: reference kernels for its compiled module, and what loads them.
+"""Transformer Engine without a GPU: reference kernels for its compiled module, and their loading.
 
-Transformer Engine's Python runs unmodified. Beneath it, `transformer_engine_torch` (Transformer
-Engine's own code calls it `tex`) is a module of kernels in plain torch, each with the definition of
-its format; a name it lacks raises `NotEmulatedError`.
+Transformer Engine's Python code runs unmodified. Its compiled module `transformer_engine_torch`
+(`tex` in Transformer Engine's code) is replaced by kernels in plain torch, each with the definition
+of its format; a missing name raises `NotEmulatedError`.
 """
 
 from megatron_cpu_rehearsal.te.load import (

@@ -1,14 +1,14 @@
 """Activation functions, gated and not, forward and backward.
 
-`x` is `(..., N)`; a gated function takes `(..., 2 N)`, whose first half is activated and whose
-second half is the factor. All compute in fp32 and round once; with a quantizer the result is
+`x` is `(..., N)`; a gated function takes `(..., 2 N)`: the first half is activated, the second half
+is the factor. All functions compute in fp32 and round once; with a quantizer the result is
 quantized.
 
 * gelu: `x / 2 * (1 + tanh(0.79788456 * (x + 0.044715 * x ** 3)))`, the approximation by tanh;
 * qgelu: `x * sigmoid(1.702 * x)`;
 * silu: `x * sigmoid(x)`;
 * relu: `max(x, 0)`; srelu: its square;
-* glu (of gated ones only): `sigmoid(x)`.
+* glu (gated only): `sigmoid(x)`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _backward(slope: _Function) -> Callable[..., Any]:
 
 
 def _backward_with_bias(slope: _Function) -> Callable[..., Any]:
-    """Make a function's backward that also gives a bias's gradient: sums over the rows."""
+    """Make a function's backward that also returns a bias's gradient, the sum over rows."""
 
     def kernel(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> list[Any]:
         values = grad.float() * slope(fwd_input.float())
@@ -135,8 +135,8 @@ def clamped_swiglu(
 
     Args:
         input: `(..., 2 N)`: `x`, which is clamped from above, and the gate, clamped on both sides.
-        quantizer: Of Transformer Engine, or None.
-        limit: What halves are clamped to.
+        quantizer: A quantizer of Transformer Engine, or None.
+        limit: Bound of the clamped halves.
         alpha: Steepness of the sigmoid.
         glu_linear_offset: Added to the clamped gate.
     """
@@ -153,7 +153,7 @@ def clamped_dswiglu(
     alpha: float = 1.702,
     glu_linear_offset: float = 1.0,
 ) -> Any:
-    """Backward of `clamped_swiglu`; where a half was clamped its gradient is zero."""
+    """Backward of `clamped_swiglu`; clamped elements have a zero gradient."""
     x, gate = fwd_input.float().chunk(2, -1)
     clamped, factor = x.clamp(max=limit), gate.clamp(-limit, limit) + glu_linear_offset
     grad = grad.float()
@@ -179,4 +179,4 @@ def _kernels() -> dict[str, Callable[..., Any]]:
 
 
 KERNELS = _kernels()
-"""Activations by the names Transformer Engine has for them."""
+"""Activations by Transformer Engine's names."""

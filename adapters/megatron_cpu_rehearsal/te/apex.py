@@ -1,4 +1,4 @@
-"""apex's extension for weight gradients, which Megatron's own layers want beside its default ones.
+"""apex's extension for weight gradients, which Megatron's own layers use.
 
 With `--gradient-accumulation-fusion`, Megatron's default, the output layer calls it.
 """
@@ -16,12 +16,12 @@ NAME = "fused_weight_gradient_mlp_cuda"
 
 
 def wgrad_gemm_accum(input: torch.Tensor, d_output: torch.Tensor, d_weight: torch.Tensor) -> None:
-    """`d_weight += d_output.T @ input`, in place; summed in fp32 and rounded once.
+    """Compute `d_weight += d_output.T @ input` in place; summed in fp32 and rounded once.
 
     Args:
         input: `(..., in)`.
         d_output: `(..., out)`.
-        d_weight: `(out, in)`, of fp32, bf16 or fp16.
+        d_weight: `(out, in)`, in fp32, bf16 or fp16.
     """
     rows = d_output.reshape(-1, d_output.shape[-1]).float()
     product = rows.t() @ input.reshape(-1, input.shape[-1]).float()
@@ -29,7 +29,7 @@ def wgrad_gemm_accum(input: torch.Tensor, d_output: torch.Tensor, d_weight: torc
 
 
 def make() -> ModuleType:
-    """Make the module; its two functions are for main gradients of 32 and of 16 bits."""
+    """Make the module, with one function for 32-bit and one for 16-bit main gradients."""
     module = ModuleType(NAME, __doc__)
     vars(module).update(
         wgrad_gemm_accum_fp32=wgrad_gemm_accum, wgrad_gemm_accum_fp16=wgrad_gemm_accum

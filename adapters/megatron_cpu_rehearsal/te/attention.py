@@ -1,7 +1,7 @@
 """Softmax of attention scores, scaled and masked.
 
 Scores are `(batch, heads, queries, keys)`, or `(batch * heads, queries, keys)` under the square
-causal mask. All compute in fp32 and round once.
+causal mask. All functions compute in fp32 and round once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MASKED = -10000.0
 
 
 def get_fused_attn_backend(*params: object) -> tuple[int, str]:
-    """No fused attention: cuDNN's kernels are not emulated."""
+    """Report that no fused attention exists: cuDNN's kernels are not emulated."""
     del params
     return -1, "the CPU rehearsal has no fused attention"
 
@@ -37,12 +37,12 @@ def scaled_softmax_forward(input: torch.Tensor, scale_factor: float) -> torch.Te
 def scaled_masked_softmax_forward(
     input: torch.Tensor, mask: torch.Tensor, scale_factor: float
 ) -> torch.Tensor:
-    """As `scaled_softmax_forward`; masked scores become -10000, rows without any other zero.
+    """As `scaled_softmax_forward`; masked scores become -10000, fully masked rows become zero.
 
     Args:
         input: Scores.
-        mask: `(batch or 1, 1, queries, keys)`; what is 1 is masked.
-        scale_factor: Of the scores.
+        mask: `(batch or 1, 1, queries, keys)`; 1 for masked scores.
+        scale_factor: Factor of the scores.
     """
     is_masked = mask.bool().expand(input.shape)
     scores = (input.float() * scale_factor).masked_fill(is_masked, _MASKED)
@@ -51,11 +51,11 @@ def scaled_masked_softmax_forward(
 
 
 def _causal(input: torch.Tensor, scale_factor: float) -> torch.Tensor:
-    """Softmax where the last query sees every key and each one before it one less."""
+    """Causal softmax, aligned so that the last query attends to all keys."""
     queries, keys = input.shape[-2:]
     later = torch.ones(queries, keys, dtype=torch.bool).triu(1 + keys - queries)
     scores = (input.float() * scale_factor).masked_fill(later, -torch.inf)
-    # A query that sees no key at all has no probabilities.
+    # Probabilities of a query without keys are zero.
     return torch.softmax(scores, -1).nan_to_num(nan=0.0).to(input.dtype)
 
 
@@ -69,14 +69,14 @@ def scaled_upper_triang_masked_softmax_forward(
 def scaled_aligned_causal_masked_softmax_forward(
     input: torch.Tensor, scale_factor: float
 ) -> torch.Tensor:
-    """The same with other numbers of queries and keys, aligned at their last ones."""
+    """As above with different numbers of queries and keys, aligned at the last ones."""
     return _causal(input, scale_factor)
 
 
 def scaled_softmax_backward(
     output_grads: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float
 ) -> torch.Tensor:
-    """`scale_factor * p * (grad - sum(grad * p))` with probabilities `p`; of every softmax here."""
+    """Backward of all softmaxes: `scale_factor * p * (grad - sum(grad * p))` of probabilities."""
     p, grad = softmax_results.float(), output_grads.float()
     values = scale_factor * p * (grad - (grad * p).sum(-1, keepdim=True))
     return values.to(output_grads.dtype)

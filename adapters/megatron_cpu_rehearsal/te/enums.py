@@ -53,7 +53,7 @@ TORCH_DTYPES: dict[int, torch.dtype] = {
     DType.kFloat8E4M3: torch.float8_e4m3fn,
     DType.kFloat8E5M2: torch.float8_e5m2,
 }
-"""torch's type for each of `DType`; it has none for FP4."""
+"""torch's dtype for each `DType`; torch has none for FP4."""
 
 
 class FP8FwdTensors(IntEnum):
@@ -109,14 +109,14 @@ class Float8BlockScaleTensorFormat(IntEnum):
 
 
 class CommOverlapType(IntEnum):
-    """Collectives that user buffers overlap with a product."""
+    """Collectives that overlap with a GEMM in user buffers."""
 
     RS = 0
     AG = 1
 
 
 class CommOverlapAlgo(IntEnum):
-    """Ways of doing so."""
+    """Algorithms of this overlap."""
 
     BULK_OVERLAP_AG = 0
     BULK_OVERLAP_RS = 1
@@ -130,14 +130,14 @@ class CommOverlapAlgo(IntEnum):
 
 
 class NVTERoutingMapFormat(IntEnum):
-    """How a router's choice is stored."""
+    """Formats of a router's routing map."""
 
     BYTEMAP = 0
     BITMAP_U8 = 1
 
 
 class NVTEQBHistogramMode(IntEnum):
-    """How a router counts."""
+    """Modes of a router's histogram."""
 
     TWO_KERNEL = 0
     FUSED_ATOMIC = 1
@@ -194,7 +194,7 @@ class NVTE_QKV_Format(IntEnum):
 
 
 class NVTE_QKV_Layout(IntEnum):
-    """How queries, keys and values lie in memory."""
+    """Memory layouts of queries, keys and values."""
 
     NVTE_SB3HD = 0
     NVTE_SBH3D = 1

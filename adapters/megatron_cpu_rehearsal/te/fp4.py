@@ -1,11 +1,11 @@
-"""The 4-bit float of NVFP4, two to a byte, and the two scales that NVFP4 has for its blocks.
+"""The 4-bit float of NVFP4, packed in pairs, and NVFP4's scales of blocks and of tensors.
 
 E2M1 has 2 bits of exponent, 1 of mantissa and a sign: 0, 0.5, 1, 1.5, 2, 3, 4, 6. Each block has an
-E4M3 scale, and the whole tensor one in fp32, made of its largest absolute value (amax):
+E4M3 scale, and the whole tensor has an fp32 scale computed from its largest absolute value (amax):
 
     value = element * block scale * amax / (6 * 448)
 
-Pure functions of tensors, which know nothing of Transformer Engine's classes.
+These are pure functions of tensors, independent of Transformer Engine's classes.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _HALFWAY = tuple((a + b) / 2 for a, b in itertools.pairwise(_MAGNITUDES))
 def to_e2m1(values: torch.Tensor, random: torch.Tensor | None = None) -> torch.Tensor:
     """Round to E2M1, saturating: to nearest with ties to even, or stochastically.
 
-    Stochastically, a value between two neighbors becomes the larger one, in absolute terms, with a
-    probability of how far it is from the smaller one, in 256ths. A NaN becomes 6.
+    Stochastic rounding rounds a value between two neighbors to the one of larger magnitude with a
+    probability equal to its relative distance from the other one, in 256ths. A NaN becomes 6.
 
     Args:
-        values: Of any floating dtype and shape.
-        random: For stochastic rounding, whole numbers from 0 to 255 of the same shape.
+        values: A tensor of any floating dtype and shape.
+        random: For stochastic rounding, integers from 0 to 255 of the same shape.
 
     Returns:
         4-bit numbers, a byte each, of the same shape: a sign and three bits of magnitude.
@@ -59,7 +59,7 @@ def to_e2m1(values: torch.Tensor, random: torch.Tensor | None = None) -> torch.T
     given = values.float()
     size = given.abs()
     if random is None:
-        # A tie goes to an even number: halfway from an even one it stays, from an odd one it rises.
+        # Ties round to even: halfway above an even number down, above an odd number up.
         even, odd = (torch.tensor(_HALFWAY[start::2]) for start in (0, 1))
         code = torch.bucketize(size, even) + torch.bucketize(size, odd, right=True)
     else:
@@ -74,13 +74,13 @@ def to_e2m1(values: torch.Tensor, random: torch.Tensor | None = None) -> torch.T
 
 
 def from_e2m1(data: torch.Tensor) -> torch.Tensor:
-    """Read 4-bit numbers, a byte each, exactly, into fp32."""
+    """Convert 4-bit numbers, a byte each, to fp32 exactly."""
     every = torch.tensor((*_MAGNITUDES, *(-value for value in _MAGNITUDES)))
     return every[data.long()]
 
 
 def pack(data: torch.Tensor) -> torch.Tensor:
-    """Put neighbors of the last dimension into one byte, the first one into its lower half.
+    """Pack neighbors of the last dimension into one byte, the first one into its lower half.
 
     Args:
         data: `(..., K)`, 4-bit numbers, `K` even.
@@ -92,7 +92,7 @@ def pack(data: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(data: torch.Tensor) -> torch.Tensor:
-    """The opposite of `pack`: `(..., K / 2)` to `(..., K)`."""
+    """Inverse of `pack`: `(..., K / 2)` to `(..., K)`."""
     return torch.stack((data & 15, data >> 4), -1).flatten(-2)
 
 
@@ -102,9 +102,10 @@ def transpose_packed(data: torch.Tensor) -> torch.Tensor:
 
 
 def global_scale(amax: torch.Tensor) -> torch.Tensor:
-    """Factor of a tensor with which E4M3 can hold the scales of its blocks.
+    """Return the factor of a tensor with which the scales of its blocks fit into E4M3.
 
-    `6 * 448 / amax`, at most the largest fp32 number; 1 where the amax is zero or infinite.
+    The factor is `6 * 448 / amax`, at most the largest fp32 number; 1 for an amax of zero or
+    infinity.
 
     Args:
         amax: Largest absolute value of the tensor, fp32, of any shape.
@@ -115,10 +116,10 @@ def global_scale(amax: torch.Tensor) -> torch.Tensor:
 
 
 def read_factors(rounded: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
-    """Factor of elements when they are dequantized: `scale * amax / (6 * 448)`.
+    """Return the factor of elements in dequantization: `scale * amax / (6 * 448)`.
 
     Args:
-        rounded: Scales of blocks, as E4M3 has them, in fp32.
+        rounded: Scales of blocks, rounded to E4M3, in fp32.
         amax: Largest absolute value of the tensor.
     """
     inverse = torch.tensor(1 / (_LARGEST * numbers.LARGEST[_E4M3]))
@@ -126,7 +127,7 @@ def read_factors(rounded: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
 
 
 def block_scales(amax: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Scales of blocks before they are rounded to E4M3: `amax * (scale / 6)`.
+    """Return the scales of blocks before rounding to E4M3: `amax * (scale / 6)`.
 
     Args:
         amax: Largest absolute value of each block, fp32.
@@ -140,30 +141,30 @@ def block_scales(amax: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def element_factors(rounded: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Factor of elements before they are rounded: the reciprocal of their scales.
+    """Return the factor of elements before rounding: the reciprocal of their scales.
 
     Args:
-        rounded: Scales of blocks, as E4M3 has them, in fp32.
+        rounded: Scales of blocks, rounded to E4M3, in fp32.
         scale: `global_scale` of the tensor.
 
     Returns:
-        fp32, at most the largest fp32 number, which is that of blocks whose scale is zero.
+        fp32, at most the largest fp32 number, which is the factor of blocks with a zero scale.
     """
     reciprocal = (rounded * scale.reshape(()).reciprocal()).reciprocal()
     return reciprocal.clamp(max=torch.finfo(torch.float32).max)
 
 
 def transform(values: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Multiply each 16 neighbors of the last dimension with a matrix (a Hadamard transform).
+    """Multiply each group of 16 elements of the last dimension by a matrix (Hadamard transform).
 
-    Products are added up in fp64, where their order makes no difference, and rounded once.
+    Products are summed in fp64, where their order does not change the result, and rounded once.
 
     Args:
         values: `(..., K)`, `K` a multiple of 16.
         matrix: `(16, 16)`.
 
     Returns:
-        Of the shape and dtype of `values`.
+        A tensor of the shape and dtype of `values`.
     """
     products = values.double().reshape(-1, BLOCK) @ matrix.double()
     return products.view(values.shape).to(values.dtype)

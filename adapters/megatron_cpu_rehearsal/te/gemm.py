@@ -1,16 +1,16 @@
-"""Products of matrices, plain or quantized, one or several.
+"""Products of matrices, plain or quantized, single or grouped.
 
-A tensor is a matrix `(M, K)`: all its dimensions but the last, and the last one. The kernels are
-those of a library that stores matrices by column, so in terms of rows `D = op(B) @ op(A)`:
+A tensor is viewed as a matrix `(M, K)`, where `K` is its last dimension. The kernels have the
+interface of a library with column-major matrices; in row-major terms, `D = op(B) @ op(A)`:
 
 * `TN`, a forward: `A` weight `(out, in)`, `B` input `(tokens, in)`, `D` `(tokens, out)`;
 * `NN`, a gradient of an input: `A` weight, `B` gradient `(tokens, out)`, `D` `(tokens, in)`;
 * `NT`, a gradient of a weight: `A` input, `B` gradient, `D` `(out, in)`.
 
-Of a quantized operand the payload is read whose blocks lie along the contracted dimension: the
-row-wise one of `A` if it is transposed and of `B` if it is not, else the column-wise one. Sums are
-made in fp32 and rounded once, after the bias, the activation and what is accumulated onto. How a
-tensor core adds up (`use_split_accumulator`) is not emulated.
+For a quantized operand, the payload with blocks along the contracted dimension is read: the
+row-wise payload of a transposed `A` and of a non-transposed `B`, otherwise the column-wise payload.
+Sums are computed in fp32 and rounded once, after adding the bias, applying the activation and
+accumulating. The summation order of a tensor core (`use_split_accumulator`) is not emulated.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _operand(tensor: Any, way: str) -> torch.Tensor:
 
 
 def _output_shape(a: Any, trans_a: bool, b: Any, trans_b: bool) -> tuple[int, ...]:
-    """Shape of `D`, which keeps the dimensions of a `B` that is not transposed."""
+    """Return the shape of `D`, which has the leading dimensions of a non-transposed `B`."""
     last_of_a = storages.shape_of(a)[-1]
     rows_of_a = 1
     for size in storages.shape_of(a)[:-1]:
@@ -46,14 +46,14 @@ def _output_shape(a: Any, trans_a: bool, b: Any, trans_b: bool) -> tuple[int, ..
 
 
 def _product(a: Any, trans_a: bool, b: Any, trans_b: bool) -> torch.Tensor:
-    """`op(B) @ op(A)` in fp32, as a matrix."""
+    """Compute `op(B) @ op(A)` in fp32, as a matrix."""
     left = _operand(b, "columnwise" if trans_b else "rowwise")
     right = _operand(a, "rowwise" if trans_a else "columnwise")
     return (left.t() if trans_b else left) @ (right.t() if trans_a else right)
 
 
 def _column_sums(b: Any, trans_b: bool) -> torch.Tensor:
-    """The gradient of a bias: a gradient's sum over its rows, in fp32.
+    """Compute the gradient of a bias: the sum of a gradient over its rows, in fp32.
 
     Raises:
         NotImplementedError: The payload is a transform of the gradient.
@@ -61,7 +61,7 @@ def _column_sums(b: Any, trans_b: bool) -> torch.Tensor:
     way = "columnwise" if trans_b else "rowwise"
     if storages.is_transformed(b, way):
         raise NotImplementedError(
-            "a bias's gradient cannot be made of the Hadamard transform of a gradient"
+            "a bias's gradient cannot be computed from the Hadamard transform of a gradient"
         )
     return _operand(b, way).sum(0)
 
@@ -94,26 +94,26 @@ def generic_gemm(
     alpha: float = 1.0,
     beta: float | None = None,
 ) -> list[Any]:
-    """`D = alpha * op(B) @ op(A) + beta * D`, with the operations fused to it.
+    """Compute `D = alpha * op(B) @ op(A) + beta * D` with fused operations.
 
     Args:
         A: Operand, see the module.
-        transA: Whether it is transposed.
+        transA: Whether `A` is transposed.
         B: Operand.
-        transB: Whether it is transposed.
+        transB: Whether `B` is transposed.
         D: A tensor to write into.
         quantizer: Quantizes the result.
-        output_dtype: A `DType`; that of `A` without one.
-        bias: Forward: added to every row. Backward: its presence asks for the bias's gradient,
-            the sum of `B` over its rows.
-        bias_type: A `DType`, that of what `gelu` saves where operands are FP8.
-        gelu: Forward: a gelu follows. Backward: the result is multiplied with its slope.
+        output_dtype: A `DType`; if None, that of `A`.
+        bias: Forward: added to every row. Backward: if given, the bias's gradient is computed, the
+            sum of `B` over its rows.
+        bias_type: A `DType`: the dtype of the saved gelu input for FP8 operands.
+        gelu: Forward: a gelu follows. Backward: the result is multiplied by its slope.
         gelu_in: Input of the gelu, for its slope.
         grad: Whether this is a backward.
-        workspace: Of a GPU; ignored.
+        workspace: Workspace of a GPU; ignored.
         workspace_size: Ignored.
-        accumulate: Whether to add to what `D` has.
-        use_split_accumulator: Ignored: every sum is made in fp32.
+        accumulate: Whether to add to the values of `D`.
+        use_split_accumulator: Ignored: every sum is computed in fp32.
         comm_overlap: Not emulated.
         comm_type: Not emulated.
         extra_output: Not emulated.
@@ -126,7 +126,7 @@ def generic_gemm(
         `extra_output`.
 
     Raises:
-        NotImplementedError: It is to overlap with a collective.
+        NotImplementedError: An overlap with a collective is requested.
     """
     del workspace, workspace_size, use_split_accumulator, comm_type, bulk_overlap
     if comm_overlap is not None:
@@ -162,7 +162,7 @@ def generic_gemm(
 
 
 def _result_dtype(a: Any, d: Any, output_dtype: int | None) -> torch.dtype:
-    """The dtype of a product that is not quantized."""
+    """Return the dtype of a product that is not quantized."""
     if output_dtype is not None:
         dtype = TORCH_DTYPES[int(output_dtype)]
         if d is not None and not storages.is_quantized(d) and d.dtype != dtype:
@@ -172,7 +172,7 @@ def _result_dtype(a: Any, d: Any, output_dtype: int | None) -> torch.dtype:
 
 
 def _stored(values: torch.Tensor, dtype: torch.dtype, output: Any, quantizer: Any) -> Any:
-    """Round a result into `output` or a new tensor, quantized where there is a quantizer."""
+    """Round a result into `output` or a new tensor, and quantize it if a quantizer is given."""
     if quantizer is None:
         return values.to(dtype) if output is None else output.copy_(values.view(output.shape))
     return quant.finished(values, dtype, quantizer, output)
@@ -197,16 +197,16 @@ def te_general_grouped_gemm(
     use_split_accumulator: bool,
     math_sm_count: int,
 ) -> list[torch.Tensor]:
-    """One product per expert, see `generic_gemm`: `D[i] = op(B[i]) @ op(A[i])`.
+    """Compute one product per expert, `D[i] = op(B[i]) @ op(A[i])`; see `generic_gemm`.
 
     Args:
         A: Operands, one per expert.
-        transa: Whether they are transposed.
+        transa: Whether the operands `A` are transposed.
         B: Operands.
-        transb: Whether they are transposed.
-        D: Tensors to write into, or one that has the results after one another.
+        transb: Whether the operands `B` are transposed.
+        D: Tensors to write into, or one tensor for the concatenated results.
         D_type: A `DType`.
-        m_splits: Rows of each expert; implied by the operands.
+        m_splits: Rows of each expert; ignored, since the operands have this number of rows.
         bias: Forward: biases; backward: tensors the biases' gradients are written into. An empty
             tensor stands for none.
         bias_type: A `DType`; ignored.

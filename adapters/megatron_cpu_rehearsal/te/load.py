@@ -1,8 +1,8 @@
-"""Importing Transformer Engine's Python over the reference kernels.
+"""Imports Transformer Engine's Python package with the reference kernels.
 
-Its pure Python wheel refuses to be imported alone, and does so in a way that Megatron does not
-expect. So it is kept where nothing else finds it, in a folder of its own beside the environment's
-packages, and is put on the path here. Where it is installed like any package, that is used.
+Its pure Python wheel raises an error that Megatron does not handle if it is imported alone.
+Therefore the wheel is in a separate folder of the environment, which is added to the path here. An
+installed package is also supported.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ __all__ = [
 ]
 
 TESTED_VERSION = "2.20"
-"""Versions of Transformer Engine, without the patch level, whose kernels these are."""
+"""Version of Transformer Engine, without the patch level, whose kernels are emulated."""
 
 FOLDER = "rehearsal-packages"
-"""Folder of an environment (`sys.prefix`) that has Transformer Engine's Python."""
+"""Folder of an environment (`sys.prefix`) with Transformer Engine's Python package."""
 
 _PACKAGE = "transformer_engine"
 _DISTRIBUTION = "transformer_engine"
-# With the first variable its package looks for no shared libraries; the second would override it.
+# With the first variable the package does not load shared libraries; the second would override it.
 _BUILDING = {"NVTE_PROJECT_BUILDING": "1", "NVTE_RELEASE_BUILD": "0"}
 
 
 def find() -> Path | None:
-    """The folder with Transformer Engine's Python package, or None where there is none."""
+    """Return the folder with Transformer Engine's Python package, or None if there is none."""
     folders = [Path(sys.prefix) / FOLDER, *(Path(entry or ".") for entry in sys.path)]
     for folder in folders:
         if (folder / _PACKAGE / "pytorch" / "__init__.py").is_file():
@@ -53,14 +53,14 @@ def find() -> Path | None:
 
 
 def version_in(folder: Path) -> str | None:
-    """Version of the Transformer Engine in a folder; None where it does not say."""
+    """Return the version of the Transformer Engine in a folder, or None if it is unknown."""
     for found in metadata.distributions(name=_DISTRIBUTION, path=[str(folder)]):
         return found.version
     return None
 
 
 def why_not_installed() -> str | None:
-    """Why there is no Transformer Engine these kernels are for, or None where there is."""
+    """Return the reason why no supported Transformer Engine is installed, or None if one is."""
     folder = find()
     if folder is None:
         return (
@@ -71,13 +71,13 @@ def why_not_installed() -> str | None:
     if version is None or version.split(".")[:2] != TESTED_VERSION.split("."):
         return (
             f"the rehearsal's kernels are those of Transformer Engine {TESTED_VERSION}, and "
-            f"{version or 'a version that does not say its number'} is installed"
+            f"{version or 'an unknown version'} is installed"
         )
     return None
 
 
 def why_not() -> str | None:
-    """Why this process cannot load Transformer Engine, in one sentence, or None where it can."""
+    """Return the reason why this process cannot load Transformer Engine, or None if it can."""
     reason = why_not_installed()
     if reason is not None:
         return reason
@@ -89,14 +89,14 @@ def why_not() -> str | None:
 
 @contextlib.contextmanager
 def loaded() -> Iterator[None]:
-    """Make Transformer Engine importable, over the reference kernels.
+    """Make Transformer Engine importable, with the reference kernels.
 
-    Devices have to be mapped to the CPU already, since it looks at them when it is imported. At the
-    end every patch is undone and the path is as before. The imported modules stay: Megatron's hold
-    their classes, and torch's operators that they define can be defined only once.
+    Devices must be mapped to the CPU before, since the import of Transformer Engine queries them.
+    The end of the context reverts all patches and the path. The imported modules stay, since
+    Megatron's modules reference their classes, and their torch operators can be defined only once.
 
     Raises:
-        RehearsalError: It is not installed, in a version whose kernels these are.
+        RehearsalError: No supported version of Transformer Engine is installed.
     """
     reason, folder = why_not(), find()
     if reason is not None or folder is None:
@@ -105,7 +105,7 @@ def loaded() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.callback(patches.undo)
         if str(folder) not in sys.path:
-            # Last: whatever else it brings along is taken from the environment if that has it.
+            # Appended last, so that packages of the environment take precedence.
             sys.path.append(str(folder))
             stack.callback(sys.path.remove, str(folder))
         for kernels in (module, apex):
@@ -118,9 +118,9 @@ def loaded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_out() -> Iterator[None]:
-    """Make Transformer Engine not importable, as if it was not installed.
+    """Make Transformer Engine not importable, as if it were not installed.
 
-    Megatron uses it wherever it can be imported, and its pure Python wheel alone fails there.
+    Megatron uses Transformer Engine if it can be imported, and fails with the pure Python wheel.
     """
     if _PACKAGE in sys.modules or importlib.util.find_spec(_PACKAGE) is None:
         yield
@@ -134,7 +134,7 @@ def kept_out() -> Iterator[None]:
 
 
 def _import_without_kernels(patches: Patches) -> None:
-    """Import the package; its part that would load shared libraries comes first, and is patched."""
+    """Import the package, after patching the function that would load shared libraries."""
     if _PACKAGE in sys.modules:
         for patch in BEFORE_IMPORT:
             patches.apply(patch)
@@ -146,7 +146,7 @@ def _import_without_kernels(patches: Patches) -> None:
         for patch in BEFORE_IMPORT:
             patches.apply(patch)
         spec.loader.exec_module(package)
-        # The package imports it as well, and says nothing where that fails.
+        # The package also imports this module, and ignores errors.
         importlib.import_module(f"{_PACKAGE}.pytorch")
     except BaseException:
         for name in [name for name in sys.modules if name.split(".")[0] == _PACKAGE]:

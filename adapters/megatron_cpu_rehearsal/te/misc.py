@@ -25,44 +25,44 @@ __all__ = [
 
 
 def get_cudnn_version() -> int:
-    """Version 9.12.0, the least that Transformer Engine 2.20 accepts."""
+    """Return version 9.12.0, the lowest that Transformer Engine 2.20 accepts."""
     return 91200
 
 
 def get_cublasLt_version() -> int:
-    """Version 13.1, which has products of every emulated format."""
+    """Return version 13.1, which supports products of all emulated formats."""
     return 130100
 
 
 def get_num_cublas_streams() -> int:
-    """One stream: nothing overlaps."""
+    """Return 1: products do not overlap."""
     return 1
 
 
 def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:
-    """Lowest and highest priority, which are equal."""
+    """Return the lowest and highest priority, which are equal."""
     del device_id
     return 0, 0
 
 
 def device_supports_multicast(device_id: int = -1) -> bool:
-    """No."""
+    """Return False."""
     del device_id
     return False
 
 
 def ubuf_built_with_mpi() -> bool:
-    """No: there are no user buffers."""
+    """Return False: there are no user buffers."""
     return False
 
 
 def nvte_built_with_cublasmp() -> bool:
-    """No."""
+    """Return False."""
     return False
 
 
 def get_grouped_gemm_setup_workspace_size(num_tensors: int) -> int:
-    """Nothing is set up."""
+    """Return 0: no workspace is needed."""
     del num_tensors
     return 0
 
@@ -73,7 +73,7 @@ def fused_multi_row_padding(
     input_row_list: Sequence[int],
     padded_input_row_list: Sequence[int],
 ) -> None:
-    """Copy groups of rows to the starts of wider groups; the rest of those becomes zero.
+    """Copy groups of rows to the starts of padded groups; padding rows become zero.
 
     Args:
         input: `(sum of input_row_list, K)`.
@@ -93,7 +93,7 @@ def fused_multi_row_unpadding(
     input_row_list: Sequence[int],
     unpadded_input_row_list: Sequence[int],
 ) -> None:
-    """Copy the first rows of each group; the opposite of `fused_multi_row_padding`.
+    """Copy the first rows of each group; the inverse of `fused_multi_row_padding`.
 
     Args:
         input: `(sum of input_row_list, K)`.
@@ -112,11 +112,11 @@ def bulk_allocate(
     device: Any = None,
     alignments: Sequence[int] | None = None,
 ) -> list[torch.Tensor]:
-    """Make empty tensors; a device's kernel takes them from one buffer.
+    """Make empty tensors; a device's kernel allocates them in one buffer.
 
     Args:
-        shapes: Of the tensors.
-        dtypes: Likewise.
+        shapes: Shapes of the tensors.
+        dtypes: Dtypes of the tensors.
         device: The CPU for every CUDA device.
         alignments: Ignored.
     """

@@ -33,7 +33,7 @@ class NotEmulatedError(NotImplementedError):
 
 
 class _Absent:
-    """A class of Transformer Engine's that its Python names in annotations and never makes here."""
+    """Placeholder for a class that Transformer Engine's Python uses only in annotations."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
@@ -42,8 +42,8 @@ class _Absent:
 
 def _message(name: str) -> str:
     return (
-        f"{NAME}.{name} is not emulated: the CPU rehearsal has reference kernels for what "
-        "Megatron's default layers and optimizers use (docs/rehearsal.md lists what is missing)"
+        f"{NAME}.{name} is not emulated: the CPU rehearsal has reference kernels for Megatron's "
+        "default layers and optimizers (docs/rehearsal.md lists missing kernels)"
     )
 
 
@@ -65,13 +65,13 @@ class CommOverlapHelper(_Absent):
 
 def _absent(name: str) -> Any:
     if name.startswith("__"):
-        # The import system and `import *` ask for such names, and take an AttributeError for no.
+        # The import system and `import *` look up such names and expect an AttributeError.
         raise AttributeError(name)
     raise NotEmulatedError(_message(name))
 
 
 def bulk_overlap_ag_with_external_gemm(*args: Any, **kwargs: Any) -> None:
-    """User buffers, which Transformer Engine's Python imports by name.
+    """Stub for a function of user buffers, which Transformer Engine's Python imports by name.
 
     Raises:
         NotEmulatedError: Always.
@@ -81,7 +81,7 @@ def bulk_overlap_ag_with_external_gemm(*args: Any, **kwargs: Any) -> None:
 
 
 def make() -> ModuleType:
-    """Make the module; a name it lacks raises `NotEmulatedError`."""
+    """Make the module; a missing name raises `NotEmulatedError`."""
     module = ModuleType(NAME, __doc__)
     names: dict[str, Any] = dict(activations.KERNELS)
     for group in _GROUPS:

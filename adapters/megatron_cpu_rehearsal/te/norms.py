@@ -1,7 +1,8 @@
 """Normalization of the last dimension, forward and backward.
 
-A tensor is `(M, K)`, all its dimensions but the last and the last one. With `zero_centered_gamma`
-the weight is stored minus one. All compute in fp32 and round results once; statistics stay fp32.
+A tensor is viewed as `(M, K)`, where `K` is its last dimension. With `zero_centered_gamma` the
+weight is stored minus one. All functions compute in fp32 and round results once; statistics are
+fp32.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def rmsnorm_bwd_add(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[torch.Tensor]:
-    """As `rmsnorm_bwd`, with another gradient of the input added before it is rounded."""
+    """As `rmsnorm_bwd`; adds another gradient of the input before rounding."""
     del sm_margin
     dx, dgamma = _rmsnorm_grads(dz, x, rsigma, gamma, zero_centered_gamma)
     return [(dx.view(x.shape) + add.float()).to(x.dtype), dgamma]

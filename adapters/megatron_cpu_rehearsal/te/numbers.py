@@ -1,6 +1,6 @@
-"""Number formats: 8-bit floats, their scales, and blocks that share one.
+"""Number formats: 8-bit floats, their scales, and blocks that share a scale.
 
-Pure functions of tensors, which know nothing of Transformer Engine's classes. Bytes are `uint8`.
+These are pure functions of tensors, independent of Transformer Engine's classes. Bytes are `uint8`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _E8M0_NAN = 255
 def to_fp8(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Round to an 8-bit float: to nearest, ties to even, saturating.
 
-    What is beyond the largest finite value, infinity too, becomes that value with its sign, as
-    CUDA's conversion does it; torch's own makes a NaN or an infinity of it. A NaN stays one.
+    Values beyond the largest finite value, and infinity, become that value with their sign, as in
+    CUDA's conversion; torch's conversion returns NaN or infinity. A NaN stays NaN.
 
     Args:
-        values: Of any floating dtype and shape.
+        values: A tensor of any floating dtype and shape.
         dtype: `float8_e4m3fn` (4 bits of exponent, 3 of mantissa) or `float8_e5m2`.
 
     Returns:
@@ -47,7 +47,7 @@ def to_fp8(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def from_fp8(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Read bytes as an 8-bit float, exactly, into fp32."""
+    """Convert bytes of an 8-bit float to fp32 exactly."""
     return data.view(dtype).float()
 
 
@@ -59,18 +59,18 @@ def scale_of_amax(
     epsilon: float = 0.0,
     largest_scale: float = torch.finfo(torch.float32).max,
 ) -> torch.Tensor:
-    """Factor of values before they are rounded to an 8-bit float.
+    """Return the factor of values before rounding to an 8-bit float.
 
     `scale = largest / max(amax, epsilon)` in fp32. A quotient that overflows becomes
-    `largest_scale`; then a power of two keeps the exponent alone, which rounds down. Where the amax
-    is zero, infinite or a NaN, the scale is 1.
+    `largest_scale`. A power-of-two scale is rounded down by keeping only the exponent. For an amax
+    of zero, infinity or NaN, the scale is 1.
 
     Args:
-        amax: Largest absolute value of what shares a scale, fp32.
+        amax: Largest absolute value of the elements that share a scale, fp32.
         largest: Largest finite value of the 8-bit float.
         power_of_two: Whether scales are powers of two.
-        epsilon: Least amax.
-        largest_scale: What an overflow becomes.
+        epsilon: Minimum of the amax.
+        largest_scale: Scale in case of an overflow.
 
     Returns:
         fp32, of the shape of `amax`.
@@ -86,19 +86,19 @@ def scale_of_amax(
 
 
 def e8m0_of(values: torch.Tensor) -> torch.Tensor:
-    """The least power of two that is not below a value, as an E8M0 byte `e`: `2 ** (e - 127)`.
+    """Return the smallest power of two not below a value, as an E8M0 byte `e`: `2 ** (e - 127)`.
 
     Args:
         values: fp32, not negative.
 
     Returns:
-        Bytes: 0 for zero and for what is at most `2 ** -127`, 254 for infinity and for what is
-        above `2 ** 127`, 255 for a NaN.
+        Bytes: 0 for values of at most `2 ** -127`, 254 for values above `2 ** 127` and infinity,
+        255 for a NaN.
     """
     bits = values.contiguous().view(torch.int32)
     exponent = bits >> _FP32_MANTISSA_BITS
     mantissa = bits & ((1 << _FP32_MANTISSA_BITS) - 1)
-    # A subnormal of at most half its range is at most 2 ** -127, the least power there is.
+    # A subnormal in the lower half of its range is at most 2 ** -127, the smallest power.
     least = (exponent == 0) & (mantissa <= 1 << (_FP32_MANTISSA_BITS - 1))
     exponent = exponent + ((mantissa > 0) & ~least).int()
     exponent = exponent.clamp(max=_E8M0_NAN - 1)
@@ -125,12 +125,12 @@ def _power(exponent: torch.Tensor) -> torch.Tensor:
 
 
 def block_amax(values: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    """Largest absolute value of each block of a matrix.
+    """Return the largest absolute value of each block of a matrix.
 
     Args:
         values: `(M, K)`.
         rows: Rows of a block; blocks at the end may have fewer.
-        cols: Columns of a block, likewise.
+        cols: Columns of a block; blocks at the end may have fewer.
 
     Returns:
         fp32, `(ceil(M / rows), ceil(K / cols))`.
@@ -145,13 +145,13 @@ def block_amax(values: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
 def expand_blocks(
     per_block: torch.Tensor, rows: int, cols: int, shape: tuple[int, int]
 ) -> torch.Tensor:
-    """Give each element of a matrix what its block has.
+    """Expand values per block to the elements of a matrix.
 
     Args:
-        per_block: One number per block, or more than the matrix has (padding).
+        per_block: One value per block; values of padding blocks are ignored.
         rows: Rows of a block.
         cols: Columns of a block.
-        shape: Of the matrix, `(M, K)`.
+        shape: Shape of the matrix, `(M, K)`.
 
     Returns:
         `(M, K)`.
@@ -161,13 +161,13 @@ def expand_blocks(
 
 
 def copy_into_corner(padded: torch.Tensor, values: torch.Tensor) -> None:
-    """Write a matrix into the first rows and columns of a larger one; the rest becomes zero."""
+    """Write a matrix to the first rows and columns of a larger one, and zero its other elements."""
     padded.zero_()
     padded[: values.shape[0], : values.shape[1]].copy_(values)
 
 
 def in_place_of_whole(part: torch.Tensor, h: int, w: int, start_offset: int) -> torch.Tensor:
-    """A matrix `(h, w)` that is zero outside a part of it, fp32."""
+    """Return an fp32 matrix `(h, w)` with the values of a part and zeros elsewhere."""
     whole = torch.zeros(h * w, dtype=torch.float32)
     whole[start_offset : start_offset + part.numel()] = part.reshape(-1).float()
     return whole.view(h, w)

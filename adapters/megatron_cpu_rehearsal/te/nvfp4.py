@@ -1,13 +1,13 @@
-"""NVFP4 tensors: making empty ones, filling them, reading them.
+"""NVFP4 tensors: creation, quantization and dequantization.
 
-A row-wise payload is `(..., K / 2)` bytes with E4M3 scales of 16 elements of a row, a column-wise
-one that of the transposed matrix, `(K, M / 2)`. Weights have scales of 16 x 16 elements, so that
-their column-wise payload is the transposed row-wise one. Of inputs and gradients the column-wise
-payload is that of a random Hadamard transform along `M`: it stands for other values, whose product
-with another such payload is the product of what was transformed.
+A row-wise payload has `(..., K / 2)` bytes with E4M3 scales of 16 elements of a row. A column-wise
+payload is that of the transposed matrix, `(K, M / 2)`. Weights have scales of 16 x 16 elements, so
+that their column-wise payload is the transposed row-wise payload. For inputs and gradients the
+column-wise payload contains a random Hadamard transform along `M`: the product of two such payloads
+equals the product of the original values.
 
-Stochastic rounding draws from the default generator, which is the device's in a rehearsal; which
-numbers the device would have drawn is not emulated.
+Stochastic rounding uses the default generator, which is the device's in a rehearsal; the device's
+own random numbers are not emulated.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def make_parts(quantizer: Any, shape: Sequence[int], device: torch.device) -> di
 
 
 def shape_of(tensor: Any) -> tuple[int, ...]:
-    """Shape of an NVFP4 tensor; as a matrix where it has its column-wise payload alone."""
+    """Return the shape of an NVFP4 tensor; a matrix shape if it has only a column-wise payload."""
     if tensor._rowwise_data is not None:
         *first, packed = tensor._rowwise_data.shape
         return (*first, 2 * packed)
@@ -88,19 +88,19 @@ def shape_of(tensor: Any) -> tuple[int, ...]:
 
 
 def is_transformed(tensor: Any, way: str) -> bool:
-    """Whether a payload is that of a Hadamard transform."""
+    """Whether a payload contains a Hadamard transform."""
     return way == "columnwise" and getattr(tensor._quantizer, "with_rht", False)
 
 
 def fill(quantizer: Any, values: torch.Tensor, output: Any) -> None:
-    """Quantize values into a tensor, in place: its payloads stay where they are.
+    """Quantize values into a tensor in place, without reallocating its payloads.
 
-    Each payload is made of the values themselves, with an amax of its own. A scale is
+    Each payload is computed from the values, with its own amax. A scale is
     `e4m3(amax of the block * (global scale / 6))`, an element `e2m1(value / (its scale / global
     scale))`; see `fp4`.
 
     Raises:
-        ValueError: A Hadamard transform is asked for, of other values than bf16.
+        ValueError: A Hadamard transform is requested for values of another dtype than bf16.
         NotImplementedError: See `check`.
     """
     check(quantizer)
@@ -141,7 +141,7 @@ def _transposed(quantizer: Any, matrix: torch.Tensor) -> torch.Tensor:
     if not quantizer.with_rht:
         return turned
     if matrix.dtype != torch.bfloat16:
-        raise ValueError(f"Transformer Engine transforms values of bf16 alone, not {matrix.dtype}")
+        raise ValueError(f"Transformer Engine transforms only bf16 values, not {matrix.dtype}")
     return fp4.transform(turned, quantizer.rht_matrix)
 
 
@@ -152,7 +152,7 @@ def _random(quantizer: Any, shape: tuple[int, int]) -> torch.Tensor | None:
 
 
 def _fit(quantizer: Any, shape: Sequence[int], output: Any) -> None:
-    """Give an existing tensor the payloads the quantizer wants, and take those it does not."""
+    """Add the payloads that the quantizer uses to an existing tensor, and remove all others."""
     wanted = [way for way in _WAYS if getattr(quantizer, f"{way}_usage")]
     names = {way: (f"_{way}_data", f"_{way}_scale_inv", f"_amax_{way}") for way in _WAYS}
     if any(getattr(output, name) is None for way in wanted for name in names[way]):
@@ -169,7 +169,7 @@ def dequantized(tensor: Any, way: str) -> torch.Tensor:
     """Dequantize a payload to the matrix `(M, K)`, in fp32.
 
     Raises:
-        RuntimeError: It does not have that payload.
+        RuntimeError: The tensor does not have this payload.
         NotImplementedError: See `check`.
     """
     check(tensor._quantizer)

@@ -1,8 +1,8 @@
-"""NVFP4 weights: their transposed payload, and quantizing those of which each rank holds a part.
+"""NVFP4 weights: transposition of payloads, and quantization of sharded weights.
 
-A weight `(h, w)` has scales of 16 x 16 elements. A part of it is a range of the flattened weight,
-which begins at `start_offset`; between amaxes and casts Transformer Engine's Python reduces the
-amaxes over ranks.
+A weight `(h, w)` has scales of 16 x 16 elements. A shard is a range of the flattened weight that
+begins at `start_offset`. Between the computation of amaxes and the cast, Transformer Engine's
+Python reduces the amaxes over ranks.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def nvfp4_data_transpose(input: torch.Tensor, *, out: torch.Tensor | None = None
 def nvfp4_2d_scale_transpose(
     input: torch.Tensor, output: torch.Tensor, M_tiles: int, K_tiles: int
 ) -> None:
-    """Transpose scales of 16 x 16 elements, which are stored once for each row.
+    """Transpose the scales of 16 x 16 blocks, which are stored once per row.
 
     Args:
         input: Bytes, `(16 * M_tiles, K_tiles)` or wider.
-        output: Bytes, `(16 * K_tiles, M_tiles)` or wider; what is wider becomes zero.
+        output: Bytes, `(16 * K_tiles, M_tiles)` or wider; padding becomes zero.
         M_tiles: Blocks in a column of the weight.
         K_tiles: Blocks in a row.
     """
@@ -54,7 +54,7 @@ def nvfp4_2d_multi_tensor_transpose(
     M_list: Sequence[int],
     K_list: Sequence[int],
 ) -> None:
-    """Make the column-wise payloads and scales of several weights `(M, K)` of row-wise ones."""
+    """Compute the column-wise payloads and scales of weights `(M, K)` from the row-wise ones."""
     for data, turned, scales, turned_scales, rows, columns in zip(
         rowwise_data_list,
         columnwise_data_list,
@@ -78,10 +78,10 @@ def nvfp4_multi_tensor_compute_partial_amax(
     start_offset_list: Sequence[int],
     block_len: int,
 ) -> None:
-    """Largest absolute value of each block of weights, and of all, as far as a part covers them.
+    """Compute the amaxes of blocks and of whole weights over the elements of shards.
 
     Args:
-        master_weight_list: Parts of weights.
+        master_weight_list: Shards of weights.
         partial_amax_list: For each, fp32, `(ceil(h / 16), ceil(w / 16))`.
         global_amax_list: For each, one fp32 element.
         h_list: Rows of the weights.
@@ -104,7 +104,7 @@ def nvfp4_multi_tensor_compute_partial_amax(
 
 
 def nvfp4_compute_global_scale(global_amax: torch.Tensor, global_scale: torch.Tensor) -> None:
-    """Global scales of weights from their amaxes; see `fp4.global_scale`."""
+    """Compute the global scales of weights from their amaxes; see `fp4.global_scale`."""
     global_scale.copy_(fp4.global_scale(global_amax))
 
 
@@ -119,12 +119,12 @@ def nvfp4_multi_tensor_fused_scale(
     rows_padded_list: Sequence[int],
     block_len: int,
 ) -> None:
-    """Make the scales of weights of amaxes, and store them as a tensor has them.
+    """Compute the scales of weights from amaxes, and store them in the format of a tensor.
 
     Args:
         block_amax_list: fp32, `(tile_rows, tile_cols)`.
         global_amax_list: One fp32 element each.
-        per_block_scale_list: fp32, `(tile_rows, tile_cols)`: scales that are not rounded yet.
+        per_block_scale_list: fp32, `(tile_rows, tile_cols)`: unrounded scales.
         target_scale_list: E4M3, `(rows_padded, tile_cols)` or wider: one for each row.
         target_amax_list: One fp32 element each.
         tile_rows_list: Blocks in a column of the weights.
@@ -157,12 +157,12 @@ def nvfp4_multi_tensor_2d_partial_cast(
     start_offset_list: Sequence[int],
     block_len: int,
 ) -> None:
-    """Cast parts of weights, with the scales of their blocks.
+    """Cast shards of weights with the scales of their blocks.
 
     Args:
-        inp_list: Parts.
-        out_list: Bytes, half as many.
-        scale_list: fp32, `(ceil(h / 16), ceil(w / 16))`, not rounded yet.
+        inp_list: Shards.
+        out_list: Bytes, half the number of elements.
+        scale_list: fp32, `(ceil(h / 16), ceil(w / 16))`, unrounded.
         global_scale_list: One fp32 element each.
         h_list: Rows of the weights.
         w_list: Columns of the weights.
@@ -170,7 +170,7 @@ def nvfp4_multi_tensor_2d_partial_cast(
         block_len: 16.
 
     Raises:
-        NotImplementedError: A part begins or ends within a byte.
+        NotImplementedError: A shard begins or ends within a byte.
     """
     for part, out, scales, scale, height, width, start in zip(
         inp_list,

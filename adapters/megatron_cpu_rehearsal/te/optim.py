@@ -1,8 +1,7 @@
-"""Steps of optimizers over lists of tensors, and what goes with them: scaling, norms.
+"""Optimizer steps, scaling and norms over lists of tensors.
 
-A call has lists of tensors, one list per role, the first entry of each belonging together. Numbers
-are computed in fp32 and rounded when stored. `chunk_size` is how a GPU divides the work; it changes
-nothing.
+A call has one list of tensors per role; entries at the same index belong together. Values are
+computed in fp32 and rounded when stored. `chunk_size` divides the work of a GPU and is ignored.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _WITH_L2 = 0
 def multi_tensor_scale(
     chunk_size: int, is_infinite: torch.Tensor, tensor_lists: Lists, scale: float
 ) -> None:
-    """`out = in * scale`; `is_infinite` becomes 1 where an input is not finite.
+    """Compute `out = in * scale`; `is_infinite` becomes 1 if an input is not finite.
 
     Args:
         chunk_size: Ignored.
@@ -64,13 +63,13 @@ def multi_tensor_l2norm(
     tensor_lists: Lists,
     per_tensor_python: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of all elements of a list, `(1,)`, and of each tensor, or nothing, `(n,)`.
+    """Compute the norm over a list, `(1,)`, and optionally the norm of each tensor, `(n,)`.
 
     Args:
         chunk_size: Ignored.
-        noop_flag: One integer; becomes 1 where the norm is not finite.
+        noop_flag: One integer; becomes 1 if the norm is not finite.
         tensor_lists: One list.
-        per_tensor_python: Whether each tensor's norm is wanted too.
+        per_tensor_python: Whether to compute the norm of each tensor.
     """
     return _norms(noop_flag, tensor_lists[0], torch.ones(()), per_tensor_python)
 
@@ -82,7 +81,7 @@ def multi_tensor_unscale_l2norm(
     inv_scale: torch.Tensor,
     per_tensor_python: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `multi_tensor_l2norm`, of elements times `inv_scale`; tensors stay as they are."""
+    """As `multi_tensor_l2norm`, of elements times `inv_scale`; tensors are not changed."""
     return _norms(noop_flag, tensor_lists[0], inv_scale, per_tensor_python)
 
 
@@ -133,7 +132,7 @@ class _Adam:
     def __call__(
         self, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, p: torch.Tensor
     ) -> torch.Tensor:
-        """The stepped parameter in fp32; the moments are stored, rounded to their dtypes.
+        """Return the updated parameter in fp32, and store the moments rounded to their dtypes.
 
         Args:
             grad: Gradient.
@@ -182,10 +181,10 @@ def multi_tensor_adam_param_remainder(
     tensor_lists: Lists,
     *options: Any,
 ) -> None:
-    """Step fp32 masters of which the parameter, bf16, is the upper half.
+    """Step fp32 masters whose upper halves are the bf16 parameters.
 
-    The lower half is kept as 16 bits. A parameter is rounded to nearest: where the lower half is
-    negative as a signed number, one was added to the upper half, and is taken back.
+    The lower half is stored as 16 bits. A parameter is rounded to nearest: if the lower half is
+    negative as a signed number, one was added to the upper half and is subtracted again.
 
     Args:
         chunk_size: Ignored.
@@ -239,11 +238,11 @@ def multi_tensor_adam_capturable(
 
     Args:
         chunk_size: Ignored.
-        noop_flag: Nothing happens where it is 1.
+        noop_flag: If 1, the step is skipped.
         tensor_lists: Gradients, which are multiplied by `inv_scale` in place, parameters, first
             and second moments, masters (optional).
-        options: Arguments of `_Adam`, of which `lr` and `step` are tensors of one element, and
-            `inv_scale`, which is one too.
+        options: Arguments of `_Adam` and `inv_scale`; `lr`, `step` and `inv_scale` are tensors of
+            one element.
     """
     if int(noop_flag) == 1:
         return
@@ -270,19 +269,19 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float,
 ) -> None:
-    """A step of SGD with momentum, as torch defines it.
+    """Perform a step of SGD with momentum, as defined by torch.
 
     Args:
         chunk_size: Ignored.
-        noop_flag: Nothing happens where it is not 0.
+        noop_flag: If not 0, the step is skipped.
         tensor_lists: Gradients, parameters, momenta, and copies of the parameters (optional).
         wd: Weight decay.
         momentum: Decay of the momentum.
-        dampening: What of a gradient the momentum does not take.
+        dampening: Dampening of the momentum.
         lr: Step size.
-        nesterov: Whether to look ahead.
-        first_run: Whether the momentum starts as the gradient.
-        wd_after_momentum: Whether weight decay does not enter the momentum.
+        nesterov: Whether to use Nesterov momentum.
+        first_run: Whether the momentum is initialized with the gradient.
+        wd_after_momentum: Whether weight decay is applied after the momentum.
         scale: Factor of the gradients.
     """
     del chunk_size

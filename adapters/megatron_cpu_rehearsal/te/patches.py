@@ -1,4 +1,4 @@
-"""Patches of Transformer Engine that a CPU needs, each with its reason."""
+"""Patches of Transformer Engine for a CPU, each with its reason."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ BEFORE_IMPORT: tuple[Patch, ...] = (
     ),
     Patch(
         "torch:Tensor.is_cuda",
-        "Transformer Engine's modules reject tensors that are not on a GPU; callers in other "
-        "packages see the original",
+        "Transformer Engine's modules reject tensors that are not on a GPU; other packages get the "
+        "original value",
         wrap="megatron_cpu_rehearsal.te.patches:_true_within_transformer_engine",
     ),
 )
-"""In place before Transformer Engine's PyTorch package is imported."""
+"""Applied before Transformer Engine's PyTorch package is imported."""

@@ -1,4 +1,4 @@
-"""Quantizing, transposing, and what delayed scaling keeps between steps.
+"""Quantization, transposition, and the state of delayed scaling.
 
 Names and signatures are those of Transformer Engine's compiled module.
 """
@@ -30,7 +30,7 @@ __all__ = [
 def create_empty_quantized_tensor(
     quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any, pin_memory: bool
 ) -> Any:
-    """Make a quantized tensor whose payload is not initialized; see `storages.create`."""
+    """Make a quantized tensor with an uninitialized payload; see `storages.create`."""
     return storages.create(quantizer, shape, dtype, device, pin_memory)
 
 
@@ -43,10 +43,10 @@ def quantize(
     """Quantize a tensor.
 
     Args:
-        tensor: Of fp32, bf16 or fp16.
-        quantizer: Of Transformer Engine; without one the tensor is returned as it is.
+        tensor: A tensor in fp32, bf16 or fp16.
+        quantizer: A quantizer of Transformer Engine; if None, the tensor is returned unchanged.
         output: A quantized tensor to write into.
-        noop: A flag, one fp32 element: nothing is written where it is 1.
+        noop: A flag with one fp32 element; if 1, nothing is written.
 
     Returns:
         `output`, or a new tensor.
@@ -64,13 +64,13 @@ def quantize(
 def finished(values: torch.Tensor, dtype: torch.dtype, quantizer: Any, output: Any = None) -> Any:
     """Return the result of a kernel that computes in fp32 and quantizes its output.
 
-    Delayed scaling is fused: it rounds once, from fp32. Every other format is made of the result in
-    its own dtype, as the device's kernels do.
+    Delayed scaling is fused and rounds once, from fp32. All other formats are quantized from the
+    result rounded to its own dtype, as in the device's kernels.
 
     Args:
         values: The result, fp32.
-        dtype: Of a result that is not quantized.
-        quantizer: Of Transformer Engine, or None.
+        dtype: Dtype of an unquantized result.
+        quantizer: A quantizer of Transformer Engine, or None.
         output: A tensor to write into, plain or quantized.
     """
     if quantizer is None:
@@ -85,10 +85,10 @@ def finished(values: torch.Tensor, dtype: torch.dtype, quantizer: Any, output: A
 
 
 def dequantize(input: Any, otype: int) -> torch.Tensor:
-    """A quantized tensor's values: from its row-wise payload, or from the column-wise one.
+    """Return a quantized tensor's values, from its row-wise or else its column-wise payload.
 
     Args:
-        input: One of Transformer Engine's quantized tensors.
+        input: A quantized tensor of Transformer Engine.
         otype: A `DType`.
     """
     has_rowwise = getattr(input, "_rowwise_data", getattr(input, "_data", None)) is not None
@@ -97,9 +97,9 @@ def dequantize(input: Any, otype: int) -> torch.Tensor:
 
 
 def bgrad_quantize(input: torch.Tensor, quantizer: Any) -> list[Any]:
-    """A gradient's sum over all dimensions but the last, and the gradient quantized.
+    """Return a gradient's sum over all dimensions but the last, and the quantized gradient.
 
-    The sum is made in fp32 and rounded once.
+    The sum is computed in fp32 and rounded once.
 
     Returns:
         The gradient of the bias `(K,)` in the input's dtype, and the quantized tensor.
@@ -151,24 +151,24 @@ def fused_amax_and_scale_update_after_reduction(
     fp8_dtype: int,
     margin: float,
 ) -> None:
-    """Make the next step's scales of delayed scaling, and shift its histories, in place.
+    """Compute the next step's scales of delayed scaling, and shift its histories, in place.
 
-    Row 0 of a history is the amax of the step under way. The buffer's value for it, reduced over
-    ranks, takes its place where that is not zero. A history whose latest amax is zero is left as it
-    is; any other is shifted by one, the latest becomes its last row and row 0 zero. Then
-    `scale = largest * 2 ** -margin / amax`, of the latest amax or of the largest there is; it stays
-    where that is zero or not finite, and is the largest fp32 number where it overflows.
+    Row 0 of a history is the amax of the current step. A nonzero value in the buffer, reduced over
+    ranks, replaces it. A history whose latest amax is zero is not changed; all others are shifted
+    by one, the latest amax becomes the last row, and row 0 becomes zero. Then
+    `scale = largest * 2 ** -margin / amax`, with the latest or the largest amax. The scale is not
+    changed if this amax is zero or not finite, and is the largest fp32 number after an overflow.
 
     Args:
-        amax_reduction_buffer: Reduced amaxes of all histories, one after the other; may be empty.
+        amax_reduction_buffer: Reduced amaxes of all histories, concatenated; may be empty.
         amax_histories: Each `(length, number of tensors)`.
         scales: Each `(number of tensors,)`.
         amax_compute_algo: `max` or `most_recent`.
         fp8_dtype: A `DType`.
-        margin: Powers of two to leave.
+        margin: Margin, as a power of two.
     """
     if amax_compute_algo not in ("max", "most_recent"):
-        raise ValueError(f"amax_compute_algo is max or most_recent, got {amax_compute_algo!r}")
+        raise ValueError(f"amax_compute_algo must be max or most_recent, got {amax_compute_algo!r}")
     largest = numbers.LARGEST[TORCH_DTYPES[int(fp8_dtype)]] * 2.0**-margin
     start = 0
     for history, scale in zip(amax_histories, scales, strict=True):

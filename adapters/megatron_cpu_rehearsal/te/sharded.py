@@ -1,6 +1,6 @@
-"""Quantizing weights of which each rank holds a part: amaxes of parts, then casts of parts.
+"""Quantization of sharded weights: amaxes of shards, then casts of shards.
 
-A part is a range of the flattened weight `(h, w)`, which begins at `start_offset`. Between the two
+A shard is a range of the flattened weight `(h, w)` that begins at `start_offset`. Between the two
 steps Transformer Engine's Python reduces the amaxes over ranks.
 """
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def compute_amax(input: torch.Tensor, amax: torch.Tensor) -> None:
-    """Largest absolute value of a tensor, into the one fp32 element of `amax`."""
+    """Write the largest absolute value of a tensor to the single fp32 element of `amax`."""
     amax.fill_(input.abs().amax().float() if input.numel() else 0.0)
 
 
@@ -37,14 +37,14 @@ def _part_of(whole: torch.Tensor, start_offset: int, length: int) -> torch.Tenso
 def fp8_block_scaling_compute_partial_amax(
     tensor: torch.Tensor, amax: torch.Tensor, h: int, w: int, start_offset: int, block_len: int
 ) -> None:
-    """Largest absolute value of each block of `block_len` squared, as far as a part covers it.
+    """Compute the amax of each block of `block_len` squared over the elements of a shard.
 
     Args:
-        tensor: The part.
-        amax: fp32, `(ceil(h / block_len), ceil(w / block_len))` or wider; what is wider stays.
+        tensor: The shard.
+        amax: fp32, `(ceil(h / block_len), ceil(w / block_len))` or wider; padding is not changed.
         h: Rows of the weight.
         w: Columns of the weight.
-        start_offset: Where the part begins.
+        start_offset: Start of the shard.
         block_len: 128.
     """
     blocks = numbers.block_amax(
@@ -63,15 +63,15 @@ def fp8_block_scaling_partial_cast(
     block_len: int,
     out_dtype: int,
 ) -> None:
-    """Cast a part: `out = fp8(inp * scale of its block)`.
+    """Cast a shard: `out = fp8(inp * scale of its block)`.
 
     Args:
-        inp: The part.
-        out: Bytes, as many.
+        inp: The shard.
+        out: Bytes, one per element.
         scale: fp32, one per block of `block_len` squared.
         h: Rows of the weight.
         w: Columns of the weight.
-        start_offset: Where the part begins.
+        start_offset: Start of the shard.
         block_len: 128.
         out_dtype: A `DType`.
     """
@@ -89,15 +89,15 @@ def mxfp8_scaling_compute_partial_amax(
     cols: int,
     start_offset: int,
 ) -> None:
-    """Largest absolute value of each 32 elements of rows and of columns that a part covers.
+    """Compute the amaxes of 32 elements of rows and of columns over the elements of a shard.
 
     Args:
-        input: The part.
+        input: The shard.
         amax_rowwise: `(rows, cols / 32)`, padded, of the input's dtype.
-        amax_colwise: `(rows / 32, cols)`, padded, likewise.
-        rows: Of the weight, a multiple of 32.
-        cols: Of the weight, a multiple of 32.
-        start_offset: Where the part begins.
+        amax_colwise: `(rows / 32, cols)`, padded, of the input's dtype.
+        rows: Rows of the weight, a multiple of 32.
+        cols: Columns of the weight, a multiple of 32.
+        start_offset: Start of the shard.
     """
     whole = numbers.in_place_of_whole(input, rows, cols, start_offset)
     for amax, block in ((amax_rowwise, (1, MX_BLOCK)), (amax_colwise, (MX_BLOCK, 1))):
@@ -116,17 +116,17 @@ def mxfp8_scaling_partial_cast(
     cols: int,
     start_offset: int,
 ) -> None:
-    """Cast a part to E4M3 twice, with the scales of rows and with those of columns.
+    """Cast a shard to E4M3 twice, with the scales of rows and with those of columns.
 
     Args:
-        input: The part.
-        output_rowwise: Bytes, as many.
-        output_colwise: Bytes, as many.
+        input: The shard.
+        output_rowwise: Bytes, one per element.
+        output_colwise: Bytes, one per element.
         scale_inv_rowwise: E8M0, `(rows, cols / 32)`, padded.
         scale_inv_colwise: E8M0, `(rows / 32, cols)`, padded.
-        rows: Of the weight, a multiple of 32.
-        cols: Of the weight, a multiple of 32.
-        start_offset: Where the part begins.
+        rows: Rows of the weight, a multiple of 32.
+        cols: Columns of the weight, a multiple of 32.
+        start_offset: Start of the shard.
     """
     values = input.reshape(-1).float()
     for output, scales, block in (
@@ -148,15 +148,15 @@ def multi_tensor_compute_scale_and_scale_inv(
     force_pow_2_scales: bool,
     epsilon: float,
 ) -> None:
-    """Scales of amaxes, and their reciprocals; see `numbers.scale_of_amax`.
+    """Compute scales from amaxes, and their reciprocals; see `numbers.scale_of_amax`.
 
     Args:
-        chunk_size: Of a GPU's work; ignored.
-        noop_flag: Ignored by the device's kernel too.
+        chunk_size: Ignored.
+        noop_flag: Ignored, as by the device's kernel.
         tensor_lists: Amaxes, scales, inverses of scales: fp32.
         max_fp8: Largest finite value.
         force_pow_2_scales: Whether scales are powers of two.
-        epsilon: Least amax.
+        epsilon: Minimum of the amax.
     """
     del chunk_size, noop_flag
     for amax, scale, scale_inv in zip(*tensor_lists, strict=True):
@@ -170,10 +170,10 @@ def multi_tensor_compute_scale_and_scale_inv(
 def multi_tensor_compute_scale_inv_e8m0(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Sequence[Sequence[torch.Tensor]]
 ) -> None:
-    """Inverses of scales of amaxes in bf16, as E8M0: the least power of two above `amax / 448`.
+    """Compute inverse scales of bf16 amaxes as E8M0: the smallest power of two above `amax / 448`.
 
     Args:
-        chunk_size: Of a GPU's work; ignored.
+        chunk_size: Ignored.
         noop_flag: Ignored.
         tensor_lists: Amaxes in bf16, inverses as bytes.
     """

@@ -1,11 +1,11 @@
-"""Transformer Engine's quantized tensors: making empty ones, filling them, reading them back.
+"""Transformer Engine's quantized tensors: creation, quantization and dequantization.
 
-A tensor has a row-wise payload, with blocks along its last dimension, a column-wise one, with
-blocks along the others, or both. `M` is the product of all dimensions but the last, `K` the last
-one. FP8 with one scale and blockwise FP8 store the column-wise payload transposed, `(K, ...)`,
-MXFP8 does not. NVFP4 has a file of its own, `nvfp4.py`.
+A tensor has a row-wise payload, with blocks along its last dimension, a column-wise payload, with
+blocks along the other dimensions, or both. `M` is the product of all dimensions but the last, `K`
+is the last dimension. FP8 with one scale and blockwise FP8 store the column-wise payload
+transposed, `(K, ...)`; MXFP8 does not. NVFP4 is in `nvfp4.py`.
 
-Scales are stored as they are numbered, never swizzled for a tensor core; padding is zero.
+Scales are stored in row-major order, never swizzled for a tensor core; padding is zero.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _EMULATED = "FP8 with delayed, current and blockwise scaling, MXFP8 and NVFP4"
 
 @functools.cache
 def _classes() -> Any:
-    """Transformer Engine's tensor package; its modules need this package's to be imported."""
+    """Return Transformer Engine's tensor package, whose import needs the reference kernels."""
     import transformer_engine.pytorch.tensor as tensors
 
     return tensors
 
 
 def is_quantized(tensor: Any) -> bool:
-    """Whether a tensor is one of Transformer Engine's quantized ones."""
+    """Whether a tensor is a quantized tensor of Transformer Engine."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return False
     from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage
@@ -59,7 +59,7 @@ def is_quantized(tensor: Any) -> bool:
 
 
 def shape_of(tensor: Any) -> tuple[int, ...]:
-    """Shape of a plain or quantized tensor."""
+    """Return the shape of a plain or quantized tensor."""
     if is_quantized(tensor) and isinstance(tensor, _classes().NVFP4TensorStorage):
         return nvfp4.shape_of(tensor)
     return tuple(tensor.size())
@@ -72,7 +72,7 @@ def is_transformed(tensor: Any, way: str) -> bool:
 
 
 def _kind(quantizer: Any) -> str:
-    """Which format a quantizer makes, or `NotImplementedError` for one that is not emulated."""
+    """Return the format of a quantizer; raise `NotImplementedError` if it is not emulated."""
     tensors = _classes()
     for kind, name in (
         ("delayed", "Float8Quantizer"),
@@ -89,7 +89,7 @@ def _kind(quantizer: Any) -> str:
 
 
 def _has_transposed_products() -> bool:
-    """Whether the (pretended) device multiplies FP8 in every layout and needs no transposes."""
+    """Whether the emulated device supports FP8 products in every layout, without transposes."""
     from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
 
     return bool(is_non_tn_fp8_gemm_supported())
@@ -101,11 +101,11 @@ def create(
     """Make an empty tensor of a quantizer's format.
 
     Args:
-        quantizer: Of Transformer Engine.
-        shape: Of the tensor.
-        dtype: It presents itself with.
-        device: Of its payload; the CPU for every CUDA device.
-        pin: Ignored: there is no device to copy to.
+        quantizer: A quantizer of Transformer Engine.
+        shape: Shape of the tensor.
+        dtype: Nominal dtype of the tensor.
+        device: Device of the payload; the CPU for every CUDA device.
+        pin: Ignored, since there is no device to copy to.
 
     Raises:
         NotImplementedError: The format is not emulated.
@@ -175,21 +175,21 @@ def _block_parts(
 
 
 def _turned(shape: Sequence[int]) -> tuple[int, ...]:
-    """Shape of a transposed payload: the last dimension comes first."""
+    """Return the shape of a transposed payload: the last dimension comes first."""
     return (*shape[-1:], *shape[:-1])
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as a matrix `(M, K)`."""
+    """View a tensor as a matrix `(M, K)`."""
     return tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() else tensor.reshape(1, 1)
 
 
 def fill(quantizer: Any, values: torch.Tensor, output: Any) -> None:
-    """Quantize values into a tensor, in place: its payloads stay where they are.
+    """Quantize values into a tensor in place, without reallocating its payloads.
 
     Args:
-        quantizer: Of Transformer Engine; decides which payloads are written.
-        values: Plain, of the shape of `output`.
+        quantizer: A quantizer of Transformer Engine, which determines the written payloads.
+        values: A plain tensor of the shape of `output`.
         output: A tensor of the quantizer's format.
     """
     kind = _kind(quantizer)
@@ -204,10 +204,10 @@ def fill(quantizer: Any, values: torch.Tensor, output: Any) -> None:
 
 
 def _fill_float8(quantizer: Any, kind: str, values: torch.Tensor, output: Any) -> None:
-    """One scale for all: `data = fp8(values * scale)`, `scale_inv = 1 / scale`.
+    """Quantize with one scale: `data = fp8(values * scale)`, `scale_inv = 1 / scale`.
 
-    Delayed scaling takes the scale it is given and records the amax; current scaling makes the
-    scale of the amax, of all ranks of a group where the quantizer says so.
+    Delayed scaling uses the given scale and records the amax. Current scaling computes the scale
+    from the amax, reduced over a group of ranks if the quantizer has one.
     """
     _fit_float8(quantizer, values.shape, output)
     dtype = TORCH_DTYPES[int(quantizer.dtype)]
@@ -237,12 +237,12 @@ def _fill_float8(quantizer: Any, kind: str, values: torch.Tensor, output: Any) -
 
 
 def _amax(values: torch.Tensor) -> torch.Tensor:
-    """Largest absolute value, a scalar in fp32; zero of nothing."""
+    """Return the largest absolute value as an fp32 scalar; zero for an empty tensor."""
     return values.abs().amax().float() if values.numel() else torch.zeros(())
 
 
 def _fit_float8(quantizer: Any, shape: Sequence[int], output: Any) -> None:
-    """Give an existing tensor the payloads the quantizer wants, and take those it does not."""
+    """Add the payloads that the quantizer uses to an existing tensor, and remove all others."""
     anyway = _has_transposed_products()
     wants_data = quantizer.rowwise_usage or anyway
     wants_transpose = quantizer.columnwise_usage and not anyway
@@ -260,7 +260,7 @@ def _fit_float8(quantizer: Any, shape: Sequence[int], output: Any) -> None:
 
 
 def _ways(quantizer: Any, output: Any) -> list[str]:
-    """Which payloads of a tensor with two are written; ones that are missing are made."""
+    """Return the payloads to write, after allocating those that are missing."""
     shape = output.size()
     ways = [way for way in ("rowwise", "columnwise") if getattr(quantizer, f"{way}_usage")]
     if any(getattr(output, f"_{way}_data") is None for way in ways):
@@ -279,7 +279,7 @@ def _ways(quantizer: Any, output: Any) -> list[str]:
 
 
 def _fill_blockwise(quantizer: Any, values: torch.Tensor, output: Any) -> None:
-    """A scale of its own for each block of 128 x 128, or of 128 along the contracted dimension.
+    """Quantize with a scale per 128 x 128 block, or per 128 elements of the contracted dimension.
 
     Scales, fp32, for blocks of 128 x 128: `(ceil(M / 128), ceil(K / 128))` row-wise, and transposed
     column-wise; for blocks of 1 x 128: `(ceil(K / 128), M)` row-wise, `(ceil(M / 128), K)`
@@ -303,7 +303,7 @@ def _fill_blockwise(quantizer: Any, values: torch.Tensor, output: Any) -> None:
         stored = getattr(output, f"_{way}_data")
         stored.copy_((data.t() if way == "columnwise" else data).reshape(stored.shape))
         inverse = scale.reciprocal()
-        # Row-wise scales of 1 x 128 and column-wise ones of 128 x 128 lie transposed.
+        # Row-wise scales of 1 x 128 and column-wise scales of 128 x 128 are stored transposed.
         if (way == "rowwise") != (quantizer.block_scaling_dim == 2):
             inverse = inverse.t()
         numbers.copy_into_corner(getattr(output, f"_{way}_scale_inv"), inverse)
@@ -316,11 +316,12 @@ def _block_of(way: str, is_square: bool) -> tuple[int, int]:
 
 
 def _fill_mxfp8(quantizer: Any, values: torch.Tensor, output: Any) -> None:
-    """A power of two, as an E8M0 byte, for each 32 elements along the contracted dimension.
+    """Quantize with a power of two (an E8M0 byte) per 32 elements of the contracted dimension.
 
-    `scale_inv` is the least power of two not below `amax / largest`, so nothing saturates; data is
-    `fp8(values / scale_inv)`. Scales: `(M, K / 32)` row-wise, `(M / 32, K)` column-wise, padded to
-    multiples of `(128, 4)` and `(4, 128)`. With 2D quantization 32 x 32 elements share one.
+    `scale_inv` is the smallest power of two not below `amax / largest`, so that no value saturates;
+    data is `fp8(values / scale_inv)`. Scales: `(M, K / 32)` row-wise, `(M / 32, K)` column-wise,
+    padded to multiples of `(128, 4)` and `(4, 128)`. With 2D quantization 32 x 32 elements share a
+    scale.
     """
     ways = _ways(quantizer, output)
     if values.numel() == 0:
@@ -350,14 +351,14 @@ def _fill_mxfp8(quantizer: Any, values: torch.Tensor, output: Any) -> None:
 
 
 def dequantized(tensor: Any, way: str) -> torch.Tensor:
-    """Read a payload back, as the matrix `(M, K)` of the tensor's values, in fp32.
+    """Dequantize a payload to the matrix `(M, K)` of the tensor's values, in fp32.
 
     Args:
-        tensor: One of Transformer Engine's quantized ones.
-        way: Which payload is read: `rowwise` or `columnwise`.
+        tensor: A quantized tensor of Transformer Engine.
+        way: The payload: `rowwise` or `columnwise`.
 
     Raises:
-        RuntimeError: It does not have that payload.
+        RuntimeError: The tensor does not have this payload.
         NotImplementedError: The format is not emulated.
     """
     tensors = _classes()
@@ -392,7 +393,7 @@ def dequantized(tensor: Any, way: str) -> torch.Tensor:
 
 
 def _float8_values(tensor: Any, way: str) -> torch.Tensor:
-    """A payload with one scale, unscaled: either of the two will do."""
+    """Dequantize a payload with one scale, from either of the two payloads."""
     dtype = TORCH_DTYPES[int(tensor._fp8_dtype)]
     transpose = None if tensor._transpose_invalid else tensor._transpose
     if transpose is not None and (way == "columnwise" or tensor._data is None):

@@ -1,4 +1,4 @@
-"""What both suites share: rank pools, shares of longer tests, documentation, a folder to litter."""
+"""Shared parts of both suites: rank pools, samples of longer tests, options, temporary files."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from tests.pages import MEASURED
 from tests.ranks import RankPools, rank_pools
 from tests.shares import commit_of, is_chosen
 
-# On a busy machine any example may take long.
+# On a busy machine, any example may take long.
 settings.register_profile("any time", deadline=None)
 settings.load_profile("any time")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options of tables and of shares of the longer tests."""
+    """Add the options for tables and for samples of the longer tests."""
     parser.addoption(
         "--write-docs", action="store_true", help="write the tables that tests generate to docs/"
     )
     parser.addoption(
-        "--tables", action="store_true", help="print the tables of what tests measured, at the end"
+        "--tables", action="store_true", help="print the tables of measured values at the end"
     )
     parser.addoption(
-        "--one-in", type=int, default=1, help="run one in so many of the tests marked functional"
+        "--one-in", type=int, default=1, help="run one of every N tests that are marked functional"
     )
     parser.addoption(
-        "--chosen-by", default=None, help="what chooses them, any text (default: the commit)"
+        "--chosen-by", default=None, help="text that selects these tests (default: the commit)"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Check the options, find out what chooses, and have temporary files go with the session."""
+    """Check the options, set the default selection, and remove temporary files at the end."""
     _collect_litter(config)
     if config.getoption("--one-in") < 1:
         raise pytest.UsageError(f"--one-in must be at least 1, got {config.getoption('--one-in')}")
@@ -46,11 +46,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _collect_litter(config: pytest.Config) -> None:
-    """Have what libraries and ended processes leave behind in one folder, and remove that."""
-    # Made where it stays until this process removes it, which fails where it is gone by then.
+    """Redirect temporary files to one folder, which is removed at the end."""
+    # This folder must be created elsewhere: its own removal at exit fails if it is already gone.
     util.get_temp_dir()
     patch = pytest.MonkeyPatch()
-    # Where pytest keeps what `tmp_path` gave to the last tests.
+    # pytest keeps the folders of `tmp_path` of recent sessions here.
     patch.setenv("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     folder = tempfile.mkdtemp(prefix="tests-")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
@@ -60,23 +60,23 @@ def _collect_litter(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """Say which share runs, so that it can be repeated."""
+    """Print the selection of the sample, so that it can be repeated."""
     one_in = config.getoption("--one-in")
     if one_in == 1:
         return None
-    return f"longer tests: one in {one_in}, chosen by {config.getoption('--chosen-by')}"
+    return f"longer tests: one of {one_in}, selected by {config.getoption('--chosen-by')}"
 
 
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Print the tables of what tests measured."""
+    """Print the tables of measured values."""
     for text in config.stash.get(MEASURED, []):
         terminalreporter.write_line(f"\n{text}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is not part of the share."""
+    """Deselect the tests that are not part of the sample."""
     one_in, chosen_by = config.getoption("--one-in"), config.getoption("--chosen-by")
     left_out = [
         item
@@ -89,7 +89,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Have no collection of garbage look at all that was imported, here and in forked processes."""
+    """Exclude imported objects from garbage collection, here and in forked processes."""
     gc.freeze()
 
 
@@ -102,6 +102,6 @@ def pools() -> Iterator[RankPools]:
 
 @pytest.fixture(scope="session")
 def megatron() -> Iterator[RankPools]:
-    """Process groups for Megatron, apart: a rehearsal changes torch in its processes for good."""
+    """Separate process groups for Megatron, since a rehearsal changes torch in its processes."""
     with rank_pools(["tests.mcore.preloaded_local"]) as pools:
         yield pools

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from functional_tests.matrix import Run
 from functional_tests.table import Table
 from functional_tests.trainings import Trainings, trainings_of
-from tests.mcore.te_pools import blackwell_te, megatron_te
+from tests.mcore.te_pools import blackwell_te, megatron_te, pools_for
 from tests.pages import print_at_the_end
-from tests.ranks import RankPools
 
 __all__ = ["blackwell_te", "megatron_te"]
 
 
-@pytest.fixture(scope="session")
-def trainings(megatron: RankPools, request: pytest.FixtureRequest) -> Trainings:
+@pytest.fixture
+def trainings(request: pytest.FixtureRequest) -> Trainings:
     """Runs by what they are asked to do; equal runs are made once."""
-    return trainings_of(megatron, lambda: request.getfixturevalue("megatron_te"))
+    return trainings_of(lambda flags: pools_for(request, flags))
 
 
 @pytest.fixture(scope="session")
@@ -27,3 +29,15 @@ def table(request: pytest.FixtureRequest) -> Iterator[Table]:
     table = Table()
     yield table
     print_at_the_end(request.config, table.text())
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], Path]:
+    """The folder that a run saves to; equal runs are made once, and save once."""
+
+    @functools.cache
+    def folder(run: Run) -> Path:
+        del run
+        return tmp_path_factory.mktemp("saved")
+
+    return folder

@@ -2,95 +2,115 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from functional_tests.matrix import (
-    ITERATIONS,
-    RESUMES,
-    ROWS,
+    RESUMED_TO,
     SAVED,
     STRATEGIES,
-    Case,
+    TOLERANCE,
     Resume,
     Row,
-    cases,
+    Run,
 )
+from functional_tests.quantized import QUANTIZED, QUANTIZED_RESUMES, QUANTIZED_SAME
+from functional_tests.rows import RESUMES, ROWS, SAME
 from functional_tests.table import Table
 from functional_tests.trainings import Difference, Trainings, first_difference, largest
+from megatron_fsdp_v2_mcore.checkpoint.torch_dist.export import export
 from tests.cases import quick_if
-from tests.mcore.command_line import PRETRAIN, PRINTED, printed_losses, torchrun
+from tests.mcore.checkpoint_values import digests, together
+from tests.mcore.flags import loading, saving
+from tests.mcore.trained import assert_equal
 
 # Where weights are rounded, chance decides which of them cross a boundary: "as close as Megatron's
 # distributed optimizer" leaves room for that.
 AS_CLOSE = 1.5
 
 
-def _parameter(value: Any, name: str, *, is_quick: bool) -> Any:
-    return quick_if(is_quick, value, id=name.replace(" ", "_"))
+def _cases(rows: Sequence[Row]) -> list[Any]:
+    """Every row with every strategy of its own, smallest world first."""
+    return [
+        quick_if(
+            number < row.quick, row, strategy, id=_id(f"{row.world_size}-{row.name}-{strategy}")
+        )
+        for row in sorted(rows, key=lambda row: row.world_size)
+        for number, strategy in enumerate(row.strategies)
+    ]
 
 
-def _name(case: Case) -> str:
-    return f"{case.row.world_size}-{case.row.name}-{case.strategy}"
+def _id(name: str) -> str:
+    return "_".join(name.split())
 
 
-@pytest.mark.parametrize(
-    "case", [_parameter(case, _name(case), is_quick=case.is_quick) for case in cases()]
-)
-def test_it_trains_like_megatrons_ddp(trainings: Trainings, table: Table, case: Case) -> None:
-    row = case.row
-    reference = trainings(row.reference)
-    mine = trainings(row.sharded(case.strategy))
-    difference, theirs = Difference.between(mine, reference), None
-    bound = Difference(row.tolerance, row.tolerance)
-    if row.is_low_precision:
+def _compare(trainings: Trainings, table: Table, row: Row, strategy: str) -> None:
+    reference = trainings(row.reference(strategy))
+    mine = trainings(row.sharded(strategy))
+    difference, theirs = Difference.between(mine, reference, row.iterations), None
+    loss = TOLERANCE if row.tolerance is None else row.tolerance
+    bound = Difference(loss, loss if row.norms is None else row.norms)
+    if row.is_as_close_as_theirs:
+        yardsticks = [trainings(run) for run in row.yardsticks(strategy)]
         theirs = Difference.largest_of(
-            [Difference.between(trainings(run), reference) for run in row.yardsticks]
+            [Difference.between(each, reference, row.iterations) for each in yardsticks]
         )
         bound = Difference.largest_of([bound, theirs.times(AS_CLOSE)])
     where = first_difference(mine, reference, bound)
-    assert difference.within(bound), f"{case.strategy}: {difference}; {where}"
-    table.add(case, difference, theirs)
+    assert difference.within(bound), f"{strategy}: {difference}; {where}"
+    finds = row.finds if row.probe else []
+    assert mine.extras == [finds] * row.world_size
+    table.add((row.name, str(row.world_size), strategy), difference, theirs)
 
 
-@pytest.mark.parametrize(
-    "resume", [_parameter(each, each.name, is_quick=each.quick) for each in RESUMES]
-)
-def test_losses_are_those_of_the_run_that_went_on(
-    trainings: Trainings, table: Table, tmp_path: Path, resume: Resume
+@pytest.mark.parametrize(("row", "strategy"), _cases((*ROWS, *QUANTIZED)))
+def test_it_trains_like_megatrons_ddp(
+    trainings: Trainings, table: Table, row: Row, strategy: str
 ) -> None:
-    uninterrupted = trainings(resume.saving(str(tmp_path))).losses
-    assert len(uninterrupted) == ITERATIONS
-    resumed = trainings(resume.loading(str(tmp_path))).losses
-    assert len(resumed) == ITERATIONS - SAVED
-    difference = largest(resumed, uninterrupted[SAVED:])
-    assert difference <= resume.tolerance, f"{resumed} against {uninterrupted[SAVED:]}"
-    table.add_resumed(resume, difference)
+    _compare(trainings, table, row, strategy)
 
 
-@pytest.mark.functional
+@pytest.mark.parametrize(("row", "strategy"), _cases((*SAME, *QUANTIZED_SAME)))
+def test_it_trains_as_without_those_flags(
+    trainings: Trainings, table: Table, row: Row, strategy: str
+) -> None:
+    _compare(trainings, table, row, strategy)
+
+
 @pytest.mark.parametrize(
-    "row", [row for row in ROWS if row.types], ids=lambda row: row.name.replace(" ", "_")
+    "resume", [quick_if(r.quick, r, id=_id(r.name)) for r in (*RESUMES, *QUANTIZED_RESUMES)]
 )
-def test_losses_that_a_user_sees_printed_equal_ddp(trainings: Trainings, row: Row) -> None:
-    flags = [*row.sharded(row.strategies[0]).flags, "--cpu-rehearsal"]
-    run = torchrun(row.world_size, PRETRAIN, flags)
-    assert run.code == 0, run.output[-3000:]
-    assert list(run.losses) == list(range(1, ITERATIONS + 1))
-    expected = printed_losses(trainings(row.reference).losses)
-    for iteration, loss in expected.items():
-        assert run.losses[iteration] == pytest.approx(loss, rel=row.tolerance + PRINTED), iteration
-
-
-def test_names_are_unique() -> None:
-    for named in (ROWS, RESUMES):
-        names = [item.name for item in named]
-        assert len(names) == len(set(names))
+def test_a_run_continues_from_what_another_one_saved(
+    trainings: Trainings,
+    table: Table,
+    folder_of: Callable[[Run], Path],
+    tmp_path: Path,
+    resume: Resume,
+) -> None:
+    saves = replace(resume.run(resume.saves), probe=digests if resume.values else None)
+    folder, loads = folder_of(saves), resume.run(resume.loads)
+    uninterrupted = trainings(saves.adding(*saving(folder, SAVED)))
+    if resume.is_exported:
+        folder = export(folder, tmp_path, SAVED).path.parent
+    resumed = trainings(loads.adding(*loading(folder, SAVED)))
+    assert (len(uninterrupted.losses), len(resumed.losses)) == (RESUMED_TO, RESUMED_TO - SAVED)
+    difference = largest(resumed.losses, uninterrupted.losses[SAVED:])
+    assert difference <= resume.tolerance, f"{resumed} against {uninterrupted.losses[SAVED:]}"
+    if resume.tolerance == 0:
+        assert_equal(resumed, uninterrupted, after=SAVED)
+        assert resumed.loss_scales == uninterrupted.loss_scales[SAVED:]
+    if resume.values:
+        # The checkpoint of the last iteration: nothing is trained.
+        loaded = trainings(replace(loads.adding(*loading(folder)), probe=digests))
+        assert together(loaded.extras) == together(uninterrupted.extras)
+    table.resumes.append((resume.name, f"{difference:.0e}"))
 
 
 def test_every_strategy_is_trained_at_every_world_size() -> None:
     for world_size in (2, 4, 8):
-        found = {case.strategy for case in cases() if case.row.world_size == world_size}
+        found = {s for row in ROWS if row.world_size == world_size for s in row.strategies}
         assert found == set(STRATEGIES)

@@ -24,15 +24,15 @@ from unittest import mock
 
 DEFAULT_TIMEOUT_S = 60.0
 CUDA_START_S = 300.0
-"""For eight processes that each import everything and make a communicator."""
+"""Startup limit for eight processes that import all modules and create a communicator."""
 DIED = "the process died"
 STARTS = 3
-"""Times a pool is started before its failure counts."""
+"""Number of attempts to start a pool."""
 MOST_THREADS = 100
 """Of a rank between two functions; a fresh one has about ten."""
 
-# What every rank imports is imported once, before processes are forked. The last ones are most of
-# what importing Megatron imports.
+# Modules imported once, before processes are forked. The last ones are most of the imports of
+# Megatron.
 PRELOADED = [
     "torch",
     "torch.distributed.tensor",
@@ -48,7 +48,7 @@ class RankFailure(AssertionError):
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens at."""
+    """An unused port of this machine."""
     with contextlib.closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -69,11 +69,11 @@ def _serve(
         GLOO_SOCKET_IFNAME="lo",
     )
     torch.set_num_threads(1)
-    # What is imported by now is never garbage: no collection has to look at it.
+    # Imported modules are never garbage: exclude them from collections.
     gc.freeze()
     if device == "cuda":
         torch.cuda.set_device(rank)
-        # What is exchanged on the host goes over gloo, as it does in a training of Megatron's.
+        # Collectives on host tensors use gloo, as in Megatron.
         dist.init_process_group(
             "cpu:gloo,cuda:nccl",
             rank=rank,
@@ -142,7 +142,7 @@ class RankPool:
                 self._start(free_port())
                 return
             except RankFailure:
-                # Another program may take the port between its choice and its use.
+                # Another process may take the port in the meantime.
                 if attempt == STARTS - 1:
                     raise
                 self.close()
@@ -203,7 +203,7 @@ class RankPool:
                     kind, value = "failed", DIED
                 if kind == "failed":
                     failures[rank] = value
-                    # Ranks of one group fail together or hang: give the others a moment.
+                    # Ranks of one group usually fail together: wait briefly for the others.
                     deadline = min(deadline, time.monotonic() + 5.0)
                 else:
                     results[rank] = value
@@ -223,10 +223,10 @@ class RankPool:
 
     @property
     def is_worn(self) -> bool:
-        """Whether its processes have gathered threads that take time from everyone.
+        """Whether its processes have so many threads that they slow down all tests.
 
-        Every process group of gloo has threads that poll. Megatron keeps the groups of some
-        models in places that nothing empties.
+        Every gloo process group has threads that poll, and Megatron keeps the groups of some models
+        alive.
         """
         tasks = f"/proc/{self._processes[0].pid}/task"
         return os.path.isdir(tasks) and len(os.listdir(tasks)) > MOST_THREADS
@@ -239,7 +239,7 @@ class RankPool:
             process.join(0.5)
             if process.is_alive():
                 process.kill()
-                # Whoever asks next whether the pool is alive must not be told that it is.
+                # Later calls must not see the pool as alive.
                 process.join()
 
 
@@ -266,7 +266,7 @@ class RankPools:
 
 @contextlib.contextmanager
 def rank_pools(preloaded: Sequence[str] = ()) -> Iterator[RankPools]:
-    """Pools for as long as the context lasts.
+    """Provide pools within a context.
 
     Args:
         preloaded: Further modules to import before processes are forked.

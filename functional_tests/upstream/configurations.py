@@ -55,11 +55,6 @@ def examples() -> dict[str, Configuration]:
     }
 
 
-def other_programs() -> list[str]:
-    """Names of configurations that neither `pretrain_gpt.py` nor `pretrain_hybrid.py` trains."""
-    return next(lines for names, lines in _blocks(FILE) if names == [_OTHERS])
-
-
 def _flags(text: str) -> dict[str, tuple[str, ...]]:
     flags: dict[str, tuple[str, ...]] = {}
     for word in shlex.split(text):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from functional_tests.upstream.configurations import other_programs, read
-from functional_tests.upstream.page import Page
+from functional_tests.upstream.configurations import read
 from functional_tests.upstream.shrink import shrunk
 from functional_tests.upstream.validation import rejections
-from tests.pages import print_at_the_end
 
 REJECTIONS = Path(__file__).with_name("rejections.txt")
 MOST_CHARACTERS = 240
@@ -29,15 +26,6 @@ def _as_cell(reason: str) -> str:
     """A sentence as a cell of a table, cut where it lists more than a reader needs."""
     words = " ".join(reason.replace("|", "/").split())
     return words if len(words) <= MOST_CHARACTERS else f"{words[:MOST_CHARACTERS].rstrip()} ..."
-
-
-@pytest.fixture(scope="session")
-def page(request: pytest.FixtureRequest) -> Iterator[Page]:
-    """What this run measures; printed with `--tables`."""
-    configurations = read()
-    page = Page(configurations, shrunk(configurations), other_programs(), known_rejections())
-    yield page
-    print_at_the_end(request.config, page.text())
 
 
 def known_rejections() -> dict[str, str]:

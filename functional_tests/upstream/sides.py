@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from functional_tests.matrix import Run
 from functional_tests.upstream.shrink import Shrunk
-from megatron_cpu_rehearsal.flags import with_cpu_flags
 from megatron_fsdp_v2_mcore.plan.flags import without_gpu_flags
 from tests.mcore.session import fsdp
 
@@ -77,19 +76,6 @@ def _on_cpu(words: Sequence[str]) -> tuple[str, ...]:
     kept = _without(kept, FP8)
     # Whose layers they are makes no difference to what is compared; Megatron's own are faster.
     return (*kept, "--transformer-impl", "local")
-
-
-def left_out(shrunk: Shrunk) -> list[str]:
-    """Flags that are left out, or have another value, on a CPU."""
-    words = asked(shrunk)
-    kept = with_cpu_flags(_on_cpu(words))
-    same = set(_flags(words)) & set(_flags(kept))
-    return [flag.partition(" ")[0] for flag in _flags(words) if flag not in same]
-
-
-def _flags(words: Sequence[str]) -> list[str]:
-    """Every flag with its value."""
-    return [f"--{text}".strip() for text in " ".join(words).split("--")[1:]]
 
 
 def sharded(shrunk: Shrunk) -> Run:

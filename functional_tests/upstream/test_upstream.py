@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Mapping
 
 import pytest
 
+from functional_tests.table import Table
 from functional_tests.trainings import Difference, Trainings, first_difference
 from functional_tests.upstream.configurations import read
 from functional_tests.upstream.conftest import known_own_precision, known_rejections
-from functional_tests.upstream.page import Page
 from functional_tests.upstream.shrink import (
     AXES,
     DATA,
@@ -66,31 +64,6 @@ def test_shrinking_keeps_every_axis_and_every_flag() -> None:
         assert small.world_size <= MOST_RANKS
 
 
-def _has_virtual_stages(flags: Mapping[str, tuple[str, ...]]) -> bool:
-    pipeline = int(flags.get("--pipeline-model-parallel-size", "1")[0])
-    if layout := flags.get("--pipeline-model-parallel-layout"):
-        text = layout[0]
-        for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-            text = re.sub(pattern, lambda found: found[1] * int(found[2]), text)
-        return text.count("|") + 1 > pipeline
-    if pattern := flags.get("--hybrid-layer-pattern"):
-        return pattern[0].count("|") + 1 > pipeline
-    if per_stage := flags.get("--num-layers-per-virtual-pipeline-stage"):
-        return int(flags["--num-layers"][0]) > pipeline * int(per_stage[0])
-    return int(flags.get("--num-virtual-stages-per-pipeline-rank", "1")[0]) > 1
-
-
-def test_shrinking_keeps_virtual_stages() -> None:
-    seen = set()
-    for configuration in read():
-        (small,) = shrunk([configuration])
-        kept = {flag: (word,) for flag, word in itertools.pairwise((*small.flags, ""))}
-        before = _has_virtual_stages(configuration.flags)
-        assert _has_virtual_stages(kept) == before, configuration.names
-        seen.add(before)
-    assert seen == {False, True}
-
-
 PRECISIONS = {"fp32": in_fp32, "own": in_own_precision}
 _OWN_PRECISION = known_own_precision()
 
@@ -112,7 +85,7 @@ def test_every_configuration_with_an_own_precision_is_accepted_and_has_one() -> 
     ],
 )
 def test_it_trains_like_megatrons_ddp(
-    trainings: Trainings, page: Page, each: Shrunk, precision: str
+    trainings: Trainings, table: Table, each: Shrunk, precision: str
 ) -> None:
     in_precision = PRECISIONS[precision]
     theirs = trainings(in_precision(reference(each)))
@@ -121,4 +94,4 @@ def test_it_trains_like_megatrons_ddp(
     bound = Difference(TOLERANCE, TOLERANCE)
     where = first_difference(mine, theirs, bound)
     assert difference.within(bound), f"{difference}; {where}"
-    page.add(each, difference, precision)
+    table.add((each.name, str(each.world_size), precision), difference)

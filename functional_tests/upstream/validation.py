@@ -57,12 +57,14 @@ def _rejection(typed: Sequence[str], on_cpu: Sequence[str], world_size: int) -> 
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from megatron_cpu_rehearsal.flags import with_cpu_flags
+    from megatron_cpu_rehearsal.patching import environment
     from megatron_fsdp_v2.plan.sources import FlagsError
-    from megatron_fsdp_v2_mcore.plan.flags import fake_world_size, parsed, rejections_as_errors
+    from megatron_fsdp_v2_mcore.plan.flags import parsed, rejections_as_errors
 
     said = io.StringIO()
+    first_rank = {"WORLD_SIZE": str(world_size), "RANK": "0", "LOCAL_RANK": "0"}
     try:
-        with fake_world_size(world_size), contextlib.redirect_stderr(said):
+        with environment(first_rank), contextlib.redirect_stderr(said):
             args, _ = parsed(with_cpu_flags(on_cpu), typed)
             with rejections_as_errors():
                 pretrain_cfg_container_from_args(args)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 
 import pytest
 
-from tests.clients.table import Claim, Table
+from tests.clients.table import text
 from tests.pages import print_at_the_end
 from tests.ranks import RankPools, rank_pools
 
@@ -22,7 +23,6 @@ os.environ.update(
 )
 
 _PRELOADED = ("tests.clients.preloaded",)
-_CLAIMS = pytest.StashKey[dict[str, Claim]]()
 type Record = Callable[..., None]
 type Measure = Callable[..., None]
 
@@ -37,32 +37,24 @@ def forget_accelerators() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Note which lines the table has to have, before tests are chosen; a share is of all tests."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Have a share taken of the tests that measure something; the others always run."""
     here = os.path.dirname(__file__)
-    mine = [item for item in items if str(item.path).startswith(here)]
-    recording = [item for item in mine if "record" in getattr(item, "fixturenames", ())]
-    config.stash[_CLAIMS] = {item.nodeid: Claim.made_by(item) for item in recording}
-    for item in recording:
-        item.add_marker(pytest.mark.functional)
+    for item in items:
+        if str(item.path).startswith(here) and "record" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.functional)
 
 
 @pytest.fixture(scope="session")
-def claims(request: pytest.FixtureRequest) -> dict[str, Claim]:
-    """Claims of the tests that were collected, by test."""
-    return request.config.stash[_CLAIMS]
-
-
-@pytest.fixture(scope="session")
-def table(request: pytest.FixtureRequest) -> Iterator[Table]:
+def measured(request: pytest.FixtureRequest) -> Iterator[list[tuple[str, ...]]]:
     """What this run measures; printed with `--tables`."""
-    table = Table()
-    yield table
-    print_at_the_end(request.config, table.text())
+    rows: list[tuple[str, ...]] = []
+    yield rows
+    print_at_the_end(request.config, text(rows))
 
 
 @pytest.fixture
-def record(request: pytest.FixtureRequest, table: Table) -> Record:
+def record(request: pytest.FixtureRequest, measured: list[tuple[str, ...]]) -> Record:
     """Note what a test compared: `record("peft", "losses and adapters", difference, at_most)`.
 
     It asserts that the difference is at most what is allowed, and is what the table is made of.
@@ -70,7 +62,9 @@ def record(request: pytest.FixtureRequest, table: Table) -> Record:
 
     def note(client: str, compared: str, difference: float, at_most: float = 1e-6) -> None:
         assert difference <= at_most, f"{compared}: {difference} is more than {at_most}"
-        table.add(client, Claim.made_by(request.node), compared, difference)
+        number = "0" if difference == 0 else f"{difference:.0e}"
+        test = request.node.name.removeprefix("test_")
+        measured.append((client, version(client), test, compared, number))
 
     return note
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.reference.training import distances
 
-__all__ = ["Shown", "difference_of", "shown", "whole", "whole_parameters"]
+__all__ = ["Shown", "difference_of", "shown", "trained_plainly", "whole", "whole_parameters"]
 
 type Shown = Mapping[str, torch.Tensor | Mapping[str, torch.Tensor]]
 """What a run showed: tensors to compare each by itself, and parameters or gradients by name."""
@@ -37,6 +37,36 @@ def shown(
         "norms": torch.stack(norms),
         "parameters": parameters,
     }
+
+
+def trained_plainly(
+    model: nn.Module,
+    steps: Iterable[Sequence[Callable[[], torch.Tensor]]],
+    optimizer: torch.optim.Optimizer,
+    max_norm: float,
+    step_schedule: Callable[[], object] = lambda: None,
+) -> dict[str, torch.Tensor | Mapping[str, torch.Tensor]]:
+    """What a loop of torch alone shows, which clips gradients by their norm.
+
+    Args:
+        model: Sharded or not.
+        steps: Losses of the micro-batches of each step.
+        optimizer: Of the parameters that are trained.
+        max_norm: Of the gradients.
+        step_schedule: Called after each step.
+    """
+    losses, norms = [], []
+    params = [param for param in model.parameters() if param.requires_grad]
+    for micro_batches in steps:
+        for loss_of in micro_batches:
+            loss = loss_of()
+            (loss / len(micro_batches)).backward()
+            losses.append(loss.detach())
+        norms.append(whole(nn.utils.clip_grad_norm_(params, max_norm)))
+        optimizer.step()
+        step_schedule()
+        optimizer.zero_grad()
+    return shown(losses, norms, whole_parameters(model))
 
 
 def difference_of(ours: Shown, plain: Shown) -> float:

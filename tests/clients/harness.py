@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from tests.reference.training import distances
+from tests.sharding import arguments
 
 type Batch = dict[str, torch.Tensor]
 
@@ -126,7 +127,7 @@ def build(training: Training) -> nn.Module:
 
 def shard(training: Training, model: nn.Module) -> nn.Module:
     """Shard a model as its training says; without a mesh in its options, over all ranks."""
-    options = {"mesh": mesh_of(dist.get_world_size()), **training.options}
+    options = arguments(**{"mesh": mesh_of(dist.get_world_size()), **training.options})
     for unit in training.units(model):
         fully_shard(unit, **options)
     return fully_shard(model, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,11 +15,19 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from megatron_fsdp_v2 import fully_shard
-from megatron_fsdp_v2.runtime.fsdp_module import named_units
+from megatron_fsdp_v2.runtime.module import named_units
 from tests.clients.conftest import Measure, forget_accelerators
-from tests.clients.differences import Shown, difference_of, shown, whole, whole_parameters
+from tests.clients.differences import (
+    Shown,
+    difference_of,
+    shown,
+    trained_plainly,
+    whole,
+    whole_parameters,
+)
 from tests.clients.harness import STRATEGIES
 from tests.ranks import RankPools
+from tests.sharding import arguments
 
 COMPARED = "losses, norms, parameters of 4 steps of 2 micro-batches"
 BATCH = 2
@@ -85,7 +94,7 @@ def prepared(accelerator: Any, strategy: str, *, tied: bool = False) -> tuple[An
     options: dict[str, Any] = {"sharding_strategy": STRATEGIES[strategy]}
     if accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
         options["param_init_fn"] = lambda m: m.to_empty(device=accelerator.device, recurse=False)
-    ours = functools.partial(fully_shard, **options)
+    ours = functools.partial(fully_shard, **arguments(**options))
     with mock.patch("torch.distributed.fsdp.fully_shard", ours):
         found: tuple[Any, ...] = accelerator.prepare(model, optimizer, loader, schedule)
     return found
@@ -139,21 +148,20 @@ def plain(*, tied: bool = False) -> Shown:
     model = llama(tied=tied)
     optimizer, schedule = optimizer_of(model)
     size = dist.get_world_size()
-    losses, norms = [], []
-    for _ in range(2):
-        for number, tokens in enumerate(texts().split(BATCH * size)):
-            parts = [model(input_ids=t, labels=t).loss for t in tokens.split(BATCH)]
-            loss = torch.stack(parts).mean()
-            (loss / MICRO_BATCHES).backward()
-            losses.append(loss.detach())
-            if (number + 1) % MICRO_BATCHES == 0:
-                norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))
-                optimizer.step()
-                # A prepared schedule counts batches of all ranks.
-                for _ in range(size):
-                    schedule.step()
-                optimizer.zero_grad()
-    return shown(losses, norms, whole_parameters(model))
+
+    def loss_of(tokens: torch.Tensor) -> torch.Tensor:
+        return torch.stack([model(input_ids=t, labels=t).loss for t in tokens.split(BATCH)]).mean()
+
+    batches = 2 * texts().split(BATCH * size)
+    losses = [functools.partial(loss_of, tokens) for tokens in batches]
+    steps = itertools.batched(losses, MICRO_BATCHES)
+
+    def step_schedule() -> None:
+        # A prepared schedule counts batches of all ranks.
+        for _ in range(size):
+            schedule.step()
+
+    return trained_plainly(model, steps, optimizer, MAX_NORM, step_schedule)
 
 
 def difference(strategy: str, folder: str | None = None, **options: Any) -> float:
@@ -163,39 +171,34 @@ def difference(strategy: str, folder: str | None = None, **options: Any) -> floa
     return difference_of(accelerated(strategy, path, **options), plain(tied=tied))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks"),
-    [(name, 2) for name in STRATEGIES] + [("ZeRO-3", 1), ("ZeRO-3", 4)],
-)
-def test_a_prepared_model_trains_as_it_does_unsharded(
-    measure: Measure, strategy: str, ranks: int
-) -> None:
-    measure("accelerate", COMPARED, ranks, difference, strategy)
-
-
 _EFFICIENT = {"cpu_ram_efficient_loading": True}
 OPTIONS: dict[str, dict[str, Any]] = {
+    "as it is": {},
     "tied embeddings": {"tied": True},
     "activation_checkpointing": {"activation_checkpointing": True},
     "weights kept after the forward": {"reshard_after_forward": False},
     "cpu_ram_efficient_loading": _EFFICIENT,
     "cpu_ram_efficient_loading of tied embeddings": {"tied": True, **_EFFICIENT},
+    "continued from sharded files": {"files": "sharded"},
+    "continued from full files": {"files": "full"},
 }
+_AS_IT_IS, *_OF_ZERO3 = list(OPTIONS)[:-2]
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_a_model_prepared_with_an_option_trains_as_it_does_unsharded(
-    measure: Measure, option: str
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "option"),
+    [
+        *((strategy, 2, _AS_IT_IS) for strategy in STRATEGIES),
+        *(("ZeRO-3", ranks, _AS_IT_IS) for ranks in (1, 4)),
+        *(("ZeRO-3", 2, option) for option in _OF_ZERO3),
+        *((s, 2, option) for s in list(STRATEGIES)[1:] for option in list(OPTIONS)[-2:]),
+    ],
+)
+def test_a_prepared_model_trains_as_it_does_unsharded(
+    measure: Measure, tmp_path: Path, strategy: str, ranks: int, option: str
 ) -> None:
-    measure("accelerate", COMPARED, 2, difference, "ZeRO-3", **OPTIONS[option])
-
-
-@pytest.mark.parametrize("files", ["sharded", "full"])
-@pytest.mark.parametrize("strategy", list(STRATEGIES)[1:])
-def test_a_training_goes_on_from_a_saved_state(
-    measure: Measure, tmp_path: Path, strategy: str, files: str
-) -> None:
-    measure("accelerate", COMPARED, 2, difference, strategy, str(tmp_path), files=files)
+    folder = str(tmp_path) if "files" in OPTIONS[option] else None
+    measure("accelerate", COMPARED, ranks, difference, strategy, folder, **OPTIONS[option])
 
 
 def saved_for_others(folder: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.checkpoint.exporting import convert
@@ -28,6 +24,7 @@ from tests.clients.harness import (
 )
 from tests.clients.hf_models import MODELS
 from tests.clients.test_hf_training import training_of
+from tests.distributed.checkpoint_trainings import WAYS, torch_loads, torch_saves
 from tests.ranks import RankPools
 
 SAVED_AFTER = 2
@@ -39,34 +36,14 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.003, eps=1e-3)
 
 
-type Carry = Callable[[Path, nn.Module, torch.optim.Optimizer], object]
-
-
-def save_torch(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=path)
-
-
-def load_torch(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    state = {"model": of_model, "optimizer": of_optimizer}
-    dcp.load(state, checkpoint_id=path)
-    loaded = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-    set_state_dict(model, optimizer, **loaded)
-
-
-WAYS: dict[str, tuple[Carry, Carry]] = {
-    "ours": (checkpoint.save, checkpoint.load),
-    "torch": (save_torch, load_torch),
-    "ours to torch": (checkpoint.save, load_torch),
-    "torch to ours": (save_torch, checkpoint.load),
-}
+SAVE, LOAD = WAYS["ours"]
+MIXED = {"ours to torch": (SAVE, torch_loads), "torch to ours": (torch_saves, LOAD)}
 
 
 def difference_when_resumed(name: str, way: str, folder: Path) -> tuple[float, float]:
     """How far a resumed training is from one that went on, and that from an unsharded one."""
     training = training_of(name, num_steps=4, optimizer=adamw)
-    save, load = WAYS[way]
+    save, load = (WAYS | MIXED)[way]
     ranks, later = [dist.get_rank()], range(SAVED_AFTER, training.num_steps)
     model = shard(training, build(training))
     optimizer = training.optimizer(model.parameters())
@@ -84,7 +61,7 @@ def difference_when_resumed(name: str, way: str, folder: Path) -> tuple[float, f
     return change_of_parts(again.params, went_on.params), from_plain
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, *MIXED])
 @pytest.mark.parametrize("name", CHECKPOINTED)
 def test_a_resumed_training_goes_on_bit_by_bit(
     clients: RankPools, record: Record, tmp_path: Path, name: str, way: str

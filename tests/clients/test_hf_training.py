@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,12 @@ import transformers
 from torch._dynamo.utils import counters
 from torch.utils.data import SequentialSampler
 
-from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
-from megatron_fsdp_v2.runtime.fsdp_module import named_units
+from megatron_fsdp_v2 import fully_shard
+from megatron_fsdp_v2.runtime.module import named_units
 from tests.clients.conftest import Measure, forget_accelerators
 from tests.clients.harness import (
     STRATEGIES,
     Batch,
-    Part,
     Trace,
     Training,
     build,
@@ -32,7 +31,6 @@ from tests.clients.harness import (
     parameters_held,
     run,
     shard,
-    train_sharded,
 )
 from tests.clients.hf_models import MODELS, units
 from tests.ranks import RankPools
@@ -63,50 +61,6 @@ def options_of(strategy: str, mesh: str) -> dict[str, Any]:
     }
 
 
-def difference_of_a_training(name: str, strategy: str, mesh: str) -> float:
-    return compare(training_of(name, options=options_of(strategy, mesh)))
-
-
-_CASES = [
-    *((name, "ZeRO-3", "2 ranks") for name in MODELS),
-    *((name, strategy, "2 ranks") for name in IN_DETAIL for strategy in list(STRATEGIES)[:3]),
-    *((name, "ZeRO-3", mesh) for name in IN_DETAIL for mesh in list(MESHES)[2:]),
-]
-
-
-@pytest.mark.parametrize(("name", "strategy", "mesh"), _CASES)
-def test_a_model_trains_as_it_does_unsharded(
-    measure: Measure, name: str, strategy: str, mesh: str
-) -> None:
-    ranks = math.prod(MESHES[mesh])
-    measure("transformers", COMPARED, ranks, difference_of_a_training, name, strategy, mesh)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_on_one_rank_a_model_trains_as_it_does_unsharded(measure: Measure, name: str) -> None:
-    # A decoder's layers all add to the gradient of the encoder's output. A unit adds up its own
-    # contributions first, and the sum of three or more numbers depends on the order.
-    at_most, training = 1e-6 if name in TWO_PARTS else 0.0, (name, "ZeRO-3", "1 rank")
-    measure("transformers", COMPARED, 1, difference_of_a_training, *training, at_most=at_most)
-
-
-def difference_with_recomputation(name: str, use_reentrant: bool) -> float:
-    def recompute(model: Any) -> None:
-        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-
-    options = options_of("ZeRO-3", "2 ranks")
-    return compare(training_of(name, prepare=recompute, options=options))
-
-
-@pytest.mark.parametrize("recomputation", ["reentrant", "non reentrant"])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_with_gradient_checkpointing_trains_as_it_does_unsharded(
-    measure: Measure, name: str, recomputation: str
-) -> None:
-    reentrant = recomputation == "reentrant"
-    measure("transformers", COMPARED, 2, difference_with_recomputation, name, reentrant)
-
-
 def all_hidden_states(model: Any, batch: Batch) -> Any:
     """A loss that every layer's output is a part of."""
     states = model(input_ids=batch["input_ids"], output_hidden_states=True).hidden_states
@@ -114,58 +68,43 @@ def all_hidden_states(model: Any, batch: Batch) -> Any:
     return sum(state.square().mean() for state in states)
 
 
-def difference_without_a_head(strategy: str) -> float:
-    changes = {"build": lambda: MODELS["Llama"].build().model, "loss": all_hidden_states}
-    return compare(training_of("Llama", options=options_of(strategy, "2 ranks"), **changes))
+def _recomputes(*, use_reentrant: bool) -> dict[str, Any]:
+    arguments = {"use_reentrant": use_reentrant}
+    return {"prepare": lambda model: model.gradient_checkpointing_enable(arguments)}
 
 
-@pytest.mark.parametrize("strategy", ["ZeRO-1", "ZeRO-3"])
-def test_a_model_without_a_head_trains_on_all_its_hidden_states_as_unsharded(
-    measure: Measure, strategy: str
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "reentrant checkpointing": _recomputes(use_reentrant=True),
+    "non-reentrant checkpointing": _recomputes(use_reentrant=False),
+    "without a head": {"build": lambda: MODELS["Llama"].build().model, "loss": all_hidden_states},
+}
+
+
+def difference_of_a_training(name: str, strategy: str, mesh: str, variant: str) -> float:
+    options = options_of(strategy, mesh)
+    return compare(training_of(name, options=options, **VARIANTS[variant]))
+
+
+_AS_IT_IS, *_RECOMPUTED, _HEADLESS = VARIANTS
+_CASES = [
+    *((name, "ZeRO-3", mesh, _AS_IT_IS) for name in MODELS for mesh in ("1 rank", "2 ranks")),
+    *((n, strategy, "2 ranks", _AS_IT_IS) for n in IN_DETAIL for strategy in list(STRATEGIES)[:3]),
+    *((name, "ZeRO-3", mesh, _AS_IT_IS) for name in IN_DETAIL for mesh in list(MESHES)[2:]),
+    *((name, "ZeRO-3", "2 ranks", variant) for name in MODELS for variant in _RECOMPUTED),
+    *(("Llama", strategy, "2 ranks", _HEADLESS) for strategy in ("ZeRO-1", "ZeRO-3")),
+]
+
+
+@pytest.mark.parametrize(("name", "strategy", "mesh", "variant"), _CASES)
+def test_a_model_trains_as_it_does_unsharded(
+    measure: Measure, name: str, strategy: str, mesh: str, variant: str
 ) -> None:
-    measure("transformers", COMPARED, 2, difference_without_a_head, strategy)
-
-
-def train_by_hand_in_bf16(training: Training) -> dict[str, Part]:
-    """Unsharded: computed with bf16 copies of the parameters, summed and stepped in fp32."""
-    main, copy = build(training), build(training)
-    optimizer = training.optimizer(main.parameters())
-    ranks = dist.get_world_size()
-    for param in copy.parameters():
-        param.data = param.data.bfloat16()
-    for step in range(training.num_steps):
-        with torch.no_grad():
-            for mine, theirs in zip(main.parameters(), copy.parameters(), strict=True):
-                theirs.copy_(mine)
-                mine.grad = torch.zeros_like(mine)
-        for micro in range(training.num_micro):
-            sums = [torch.zeros_like(param) for param in main.parameters()]
-            for rank in range(ranks):
-                training.loss(copy, training.batch(step, micro, rank)).backward()
-                for total, theirs in zip(sums, copy.parameters(), strict=True):
-                    assert theirs.grad is not None
-                    total.add_(theirs.grad.float())
-                    theirs.grad = None
-            for mine, total in zip(main.parameters(), sums, strict=True):
-                assert mine.grad is not None
-                mine.grad += total / ranks
-        optimizer.step()
-    return parameters_held(main)
-
-
-def difference_in_bf16(name: str) -> float:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    options = {**options_of("ZeRO-3", "2 ranks"), "mp_policy": policy}
-    training = training_of(name, options=options)
-    return difference_of_parts(train_sharded(training).params, train_by_hand_in_bf16(training))
-
-
-@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
-def test_a_model_trains_in_bf16_as_by_hand_with_copies_of_fp32_weights(
-    measure: Measure, name: str
-) -> None:
-    compared = "parameters after 3 steps of 2 micro-batches"
-    measure("transformers", compared, 2, difference_in_bf16, name)
+    # A decoder's layers all add to the gradient of the encoder's output. A unit adds up its own
+    # contributions first, and the sum of three or more numbers depends on the order.
+    at_most = 0.0 if mesh == "1 rank" and name not in TWO_PARTS else 1e-6
+    ranks, case = math.prod(MESHES[mesh]), (name, strategy, mesh, variant)
+    measure("transformers", COMPARED, ranks, difference_of_a_training, *case, at_most=at_most)
 
 
 def names_of_units(name: str, code: str) -> list[str]:
@@ -252,29 +191,21 @@ def test_trainer_trains_a_sharded_model_as_its_own_data_parallelism_does(
 BEFORE, AFTER, NEVER = "compiled and then sharded", "sharded and then compiled", "not compiled"
 
 
-@dataclass
-class Compiled:
-    """What a training with compiled layers showed.
-
-    Attributes:
-        trace: What was computed.
-        graphs: Graphs compiled so far, after the first micro-batch and after each step.
-        breaks: Why graphs were broken, where they were.
-    """
-
-    trace: Trace
-    graphs: list[int]
-    breaks: list[str]
-
-
 def compile_layers(model: Any) -> None:
     """Compile each layer by itself."""
     for layer in model.model.layers:
         layer.compile(backend="aot_eager")
 
 
-def train(training: Training, order: str, *, is_sharded: bool = True) -> Compiled:
-    """Train with layers that are compiled at some time, or never."""
+def train(
+    training: Training, order: str, *, is_sharded: bool = True
+) -> tuple[Trace, list[int], list[str]]:
+    """Train with layers that are compiled at some time, or never.
+
+    Returns:
+        What was computed, how many graphs were compiled by the first micro-batch and by each step,
+        and why graphs were broken.
+    """
     graphs: list[int] = []
 
     def count(model: Any, step: int, rank: int) -> Mapping[str, torch.Tensor]:
@@ -294,25 +225,22 @@ def train(training: Training, order: str, *, is_sharded: bool = True) -> Compile
         compile_layers(model)
     optimizer = training.optimizer(model.parameters())
     trace = run(training, model, optimizer, [dist.get_rank()], range(training.num_steps))
-    return Compiled(trace, graphs, list(counters["graph_break"]))
+    return trace, graphs, list(counters["graph_break"])
 
 
 def difference_with_compiled_layers(order: str) -> float:
     # Without a cache of keys and values, which only generation has a use for.
     training = training_of("Llama", prepare=lambda m: setattr(m.config, "use_cache", False))
-    plain = train(training, NEVER)
-    unsharded = train(training, BEFORE, is_sharded=False)
-    compiled = train(training, order)
-    assert not plain.trace.losses.keys() ^ compiled.trace.losses.keys()
-    assert unsharded.graphs[0] > 0
+    plain, *_ = train(training, NEVER)
+    _, (number, *_), breaks_unsharded = train(training, BEFORE, is_sharded=False)
+    compiled, graphs, breaks = train(training, order)
     # What the library's code makes of it, and nothing more for being sharded; all in the first use.
-    assert compiled.graphs == [unsharded.graphs[0]] * (2 * training.num_steps)
-    assert compiled.breaks == unsharded.breaks
-    found = [abs(compiled.trace.losses[key] - loss) for key, loss in plain.trace.losses.items()]
-    pairs = zip(compiled.trace.grads, plain.trace.grads, strict=True)
+    assert graphs == [number] * (2 * training.num_steps) and number > 0
+    assert breaks == breaks_unsharded
+    found = [abs(compiled.losses[key] - loss) for key, loss in plain.losses.items()]
+    pairs = zip(compiled.grads, plain.grads, strict=True)
     found += [change_of_parts(mine, theirs) for mine, theirs in pairs]
-    found.append(change_of_parts(compiled.trace.params, plain.trace.params))
-    return max(found)
+    return max(*found, change_of_parts(compiled.params, plain.params))
 
 
 @pytest.mark.parametrize("order", [BEFORE, AFTER])

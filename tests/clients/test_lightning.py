@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import warnings
 from pathlib import Path
@@ -14,7 +15,14 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests.clients.conftest import Measure
-from tests.clients.differences import Shown, difference_of, shown, whole, whole_parameters
+from tests.clients.differences import (
+    Shown,
+    difference_of,
+    shown,
+    trained_plainly,
+    whole,
+    whole_parameters,
+)
 from tests.distributed.wrapping import wrap
 from tests.reference.models import Block
 
@@ -159,36 +167,26 @@ def fitted(strategy: str | None, *, resumed: Path | None = None, **options: Any)
     return found | {"validation": trainer.callback_metrics["validation"]}
 
 
-def trainer_difference(strategy: str) -> float:
-    """Between Lightning with and without sharding."""
-    return difference_of(fitted(strategy), fitted(None))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_trainer_with_clipping_accumulation_and_validation(
-    measure: Measure, strategy: str, ranks: int
-) -> None:
-    compared = "losses, norms, validation, parameters"
-    measure("lightning", compared, ranks, trainer_difference, strategy)
-
-
-def resumed_difference(strategy: str, folder: str, sharded_files: bool) -> float:
-    """Between a training that went on from a checkpoint and one that was not interrupted."""
+def trainer_difference(strategy: str, files: str, folder: str) -> float:
+    """Between Lightning with and without sharding; with files, continued from a checkpoint."""
+    if files == "none":
+        return difference_of(fitted(strategy), fitted(None))
     path = Path(folder) / "checkpoint"
-    resumed = fitted(strategy, resumed=path, sharded_files=sharded_files)
-    assert path.is_dir() is sharded_files
+    resumed = fitted(strategy, resumed=path, sharded_files=files == "sharded")
+    assert path.is_dir() is (files == "sharded")
     return difference_of(resumed, fitted(None))
 
 
-@pytest.mark.parametrize("files", ["sharded", "full"])
+@pytest.mark.parametrize(
+    ("files", "ranks"), [("none", 1), ("none", 2), ("sharded", 2), ("full", 2)]
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_trainer_that_goes_on_from_a_checkpoint(
-    measure: Measure, tmp_path: Path, strategy: str, files: str
+def test_a_trainer_with_clipping_accumulation_and_validation(
+    measure: Measure, tmp_path: Path, strategy: str, files: str, ranks: int
 ) -> None:
-    arguments = (strategy, str(tmp_path), files == "sharded")
-    compared = "losses, norms, validation, parameters"
-    measure("lightning", compared, 2, resumed_difference, *arguments)
+    """Uninterrupted, and continued from a checkpoint."""
+    compared, arguments = "losses, norms, validation, parameters", (strategy, files, str(tmp_path))
+    measure("lightning", compared, ranks, trainer_difference, *arguments)
 
 
 def fabric_of(strategy: str, sharded_files: bool) -> Any:
@@ -256,17 +254,10 @@ def plain_training() -> Shown:
     """The same in a loop of torch alone."""
     model = plain_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
-    losses, norms = [], []
-    batches = list(DataLoader(samples(STEPS), BATCH * dist.get_world_size()))
-    for number, (x, y) in enumerate(batches):
-        loss = (model(x) - y).square().mean()
-        (loss / MICRO_BATCHES).backward()
-        losses.append(loss.detach())
-        if (number + 1) % MICRO_BATCHES == 0:
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.3))
-            optimizer.step()
-            optimizer.zero_grad()
-    return shown(losses, norms, whole_parameters(model))
+    batches = DataLoader(samples(STEPS), BATCH * dist.get_world_size())
+    losses = [lambda x=x, y=y: (model(x) - y).square().mean() for x, y in batches]
+    steps = itertools.batched(losses, MICRO_BATCHES)
+    return trained_plainly(model, steps, optimizer, max_norm=0.3)
 
 
 def fabric_difference(strategy: str, folder: str, sharded_files: bool) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from megatron_fsdp_v2 import checkpoint
-from megatron_fsdp_v2.runtime.fsdp_module import unit_of
+from megatron_fsdp_v2.runtime.module import unit_of
 from tests.clients.conftest import Measure, Record
-from tests.clients.differences import Shown, difference_of, shown, whole, whole_parameters
+from tests.clients.differences import Shown, difference_of, trained_plainly, whole, whole_parameters
 from tests.clients.harness import STRATEGIES
 from tests.clients.test_accelerate import COMPARED, llama
 from tests.distributed.wrapping import wrap
@@ -60,32 +61,30 @@ def tokens(step: int, micro: int, rank: int) -> torch.Tensor:
     return torch.randint(0, 61, (BATCH, 7), generator=generator)
 
 
-def train(model: Any, optimizer: Any, ranks: list[int], steps: range) -> tuple[Any, Any]:
-    """Losses, mean over all ranks, and gradient norms of some steps with data of some ranks."""
-    losses, norms = [], []
-    for step in steps:
-        for micro in range(MICRO_BATCHES):
-            batches = [tokens(step, micro, rank) for rank in ranks]
-            loss = torch.stack([model(input_ids=t, labels=t).loss for t in batches]).mean()
-            (loss / MICRO_BATCHES).backward()
-            loss = loss.detach()
-            if len(ranks) < dist.get_world_size():
-                dist.all_reduce(loss)
-                loss /= dist.get_world_size()
-            losses.append(loss)
-        trained = [param for param in model.parameters() if param.requires_grad]
-        norms.append(whole(nn.utils.clip_grad_norm_(trained, 0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, norms
+def train(model: Any, optimizer: Any, ranks: list[int], steps: range) -> Shown:
+    """What some steps show, with losses that are means over all ranks, of data of some ranks."""
+
+    def loss_of(step: int, micro: int) -> torch.Tensor:
+        batches = [tokens(step, micro, rank) for rank in ranks]
+        loss = torch.stack([model(input_ids=t, labels=t).loss for t in batches]).mean()
+        if len(ranks) < dist.get_world_size():
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)
+            # With the gradient of this rank's.
+            loss = loss + (mean / dist.get_world_size() - loss.detach())
+        return loss
+
+    micro_batches = range(MICRO_BATCHES)
+    losses = [
+        [functools.partial(loss_of, step, micro) for micro in micro_batches] for step in steps
+    ]
+    return trained_plainly(model, losses, optimizer, max_norm=0.5)
 
 
-def trained_unsharded() -> tuple[Any, Shown]:
-    """The model after a training on this rank alone, and what that showed."""
+def trained_unsharded() -> Shown:
+    """What a training on this rank alone shows."""
     model = with_adapters()
-    ranks = list(range(dist.get_world_size()))
-    losses, norms = train(model, optimizer_of(model), ranks, range(STEPS))
-    return model, shown(losses, norms, whole_parameters(model))
+    return train(model, optimizer_of(model), list(range(dist.get_world_size())), range(STEPS))
 
 
 def sharded() -> Any:
@@ -101,12 +100,11 @@ def difference(strategy: str) -> float:
     layer = model.base_model.model.model.layers[0]
     kinds = {group.spec.requires_grad for group in unit_of(layer).groups}
     assert kinds == {True, False}
-    losses, norms = train(model, optimizer_of(model), [dist.get_rank()], range(STEPS))
-    mine = shown(losses, norms, whole_parameters(model))
+    mine = train(model, optimizer_of(model), [dist.get_rank()], range(STEPS))
     for name, param in model.named_parameters():
         same = torch.equal(whole(param), before[name])
         assert same is not param.requires_grad, name
-    return difference_of(mine, trained_unsharded()[1])
+    return difference_of(mine, trained_unsharded())
 
 
 @pytest.mark.parametrize(
@@ -122,13 +120,13 @@ def difference_after_resuming(folder: str) -> float:
     """The same where all is rebuilt in the middle and loaded from a checkpoint."""
     model, optimizer = sharded()
     ranks = [dist.get_rank()]
-    losses, norms = train(model, optimizer, ranks, range(STEPS // 2))
+    first = train(model, optimizer, ranks, range(STEPS // 2))
     checkpoint.save(folder, model, optimizer)
     model, optimizer = sharded()
     checkpoint.load(folder, model, optimizer)
-    more = train(model, optimizer, ranks, range(STEPS // 2, STEPS))
-    mine = shown(losses + more[0], norms + more[1], whole_parameters(model))
-    return difference_of(mine, trained_unsharded()[1])
+    rest = train(model, optimizer, ranks, range(STEPS // 2, STEPS))
+    curves = {name: torch.cat([first[name], rest[name]]) for name in ("losses", "norms")}
+    return difference_of({**rest, **curves}, trained_unsharded())
 
 
 def test_training_of_adapters_goes_on_from_a_checkpoint(measure: Measure, tmp_path: Path) -> None:

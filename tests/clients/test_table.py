@@ -1,14 +1,10 @@
-"""Claims are unique, and pinned versions are installed."""
+"""Pinned versions are installed."""
 
 from __future__ import annotations
 
 from importlib.metadata import version
 
-from tests.clients.table import Claim, pinned
-
-
-def test_claims_are_unique(claims: dict[str, Claim]) -> None:
-    assert len(set(claims.values())) == len(claims)
+from tests.clients.table import pinned
 
 
 def test_everything_that_is_pinned_is_installed() -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2 import fully_shard
-from megatron_fsdp_v2.runtime.fsdp_module import named_units
+from megatron_fsdp_v2.runtime.module import named_units
 from tests.clients.conftest import Measure
 from tests.clients.differences import Shown, difference_of, shown, whole_parameters
 
@@ -138,12 +138,22 @@ def plain() -> Shown:
     return job.shown(*job.train(range(STEPS)))
 
 
-def difference(replicas: int, sections: dict[str, Any]) -> float:
-    """Between the training sharded and unsharded."""
-    job = Job(job_config(**sections), replicas=replicas)
-    # Embeddings, three blocks, the norm with the output.
-    assert len([unit for _, unit in named_units(job.model) if unit.groups]) == 5
-    return difference_of(job.shown(*job.train(range(STEPS))), plain())
+def difference(replicas: int, sections: dict[str, Any], folder: str = "") -> float:
+    """Between the training sharded and unsharded; with a folder, continued in the middle."""
+    losses, norms = [], []
+    half = STEPS // 2 if folder else STEPS
+    for first in range(0, STEPS, half):
+        job = Job(job_config(folder, **sections), replicas=replicas)
+        # Embeddings, three blocks, the norm with the output.
+        assert len([unit for _, unit in named_units(job.model) if unit.groups]) == 5
+        assert not folder or job.checkpoints.load() is bool(first)
+        more = job.train(range(first, first + half))
+        losses += more[0]
+        norms += more[1]
+        if folder:
+            job.checkpoints.save(first + half)
+            job.checkpoints.close()
+    return difference_of(job.shown(losses, norms), plain())
 
 
 _SELECTIVE = {"mode": "selective", "selective_ac_option": "2"}
@@ -161,29 +171,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_llama3_trains_as_it_does_unsharded(measure: Measure, option: str) -> None:
-    measure("torchtitan", COMPARED, 2, difference, 1, OPTIONS[option])
-
-
-def test_llama3_with_replicas_of_shards_trains_as_it_does_unsharded(measure: Measure) -> None:
-    measure("torchtitan", COMPARED, 4, difference, 2, {})
-
-
-def difference_after_resuming(folder: str) -> float:
-    """The same where all is rebuilt in the middle and loaded by torchtitan's checkpointer."""
-    losses, norms = [], []
-    for first in (0, STEPS // 2):
-        job = Job(job_config(folder))
-        assert job.checkpoints.load() is bool(first)
-        more = job.train(range(first, first + STEPS // 2))
-        losses += more[0]
-        norms += more[1]
-        job.checkpoints.save(first + STEPS // 2)
-        job.checkpoints.close()
-    return difference_of(job.shown(losses, norms), plain())
+@pytest.mark.parametrize(
+    ("option", "replicas"), [*((option, 1) for option in OPTIONS), ("as it is", 2)]
+)
+def test_llama3_trains_as_it_does_unsharded(measure: Measure, option: str, replicas: int) -> None:
+    measure("torchtitan", COMPARED, 2 * replicas, difference, replicas, OPTIONS[option])
 
 
 def test_a_job_goes_on_from_its_checkpoint(measure: Measure, tmp_path: Path) -> None:
-    measure("torchtitan", COMPARED, 2, difference_after_resuming, str(tmp_path))
+    measure("torchtitan", COMPARED, 2, difference, 1, {}, str(tmp_path))
     assert (tmp_path / "checkpoint" / "step-4" / ".metadata").is_file()

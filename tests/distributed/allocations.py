@@ -9,13 +9,15 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_fsdp_v2.params.weights import GroupWeights
-from megatron_fsdp_v2.runtime.fsdp_module import named_units
+from megatron_fsdp_v2.params.group import ParameterGroup
+from megatron_fsdp_v2.runtime.module import named_units
 
 
-def steady_nbytes(weights: GroupWeights) -> int:
+def steady_nbytes(group: ParameterGroup) -> int:
     """Bytes of a group's main and model weights; where these are one storage, counted once."""
-    return weights.main.nbytes + (0 if weights.is_made_of_main else weights.model_nbytes)
+    return group.main_weight.nbytes + (
+        0 if group.shares_main else sum(payload.model.nbytes for payload in group.payloads)
+    )
 
 
 def peak_nbytes(call: Callable[[], None]) -> int:
@@ -59,7 +61,7 @@ def left_of(train: Callable[[], list[Any]]) -> tuple[int, Any]:
         alive = []
         for _, unit in named_units(model):
             for group in unit.groups:
-                for buffer in (group.main_weight, group.main_grad, group.weights.gathered):
+                for buffer in (group.main_weight, group.main_grad, group.gathered_weight):
                     if buffer is not None:
                         alive.append(weakref.ref(buffer.tensor))
         del _, unit, group, buffer, rest, model

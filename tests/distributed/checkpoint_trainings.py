@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,34 +13,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from megatron_fsdp_v2 import checkpoint, fully_shard
+from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.optim import Muon
-from tests.distributed.wrapping import mesh_of
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """How a model is sharded.
-
-    Attributes:
-        mesh: Shape of the data-parallel mesh.
-        strategy: Along its inner axis.
-        outer: Along its outer axis, where there is one.
-    """
-
-    mesh: tuple[int, ...]
-    strategy: str = "optim_grads_params"
-    outer: str = "no_shard"
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """For `fully_shard`."""
-        return {
-            "mesh": mesh_of(*self.mesh),
-            "sharding_strategy": self.strategy,
-            "outer_dp_sharding_strategy": self.outer,
-        }
+from tests.distributed.wrapping import on_mesh, wrap
 
 
 class Net(nn.Module):
@@ -57,13 +32,12 @@ class Net(nn.Module):
         return self.down(torch.relu(self.up(x))) * self.scale.mean()
 
 
-def net(sharding: Sharding | None = None, width: int = 8) -> Any:
+def net(mesh_name: str = "", width: int = 8, **options: Any) -> Any:
     """A sharded `Net`: ZeRO-3 over all ranks unless told otherwise."""
     torch.manual_seed(0)
     model = Net(width)
-    options = (sharding or Sharding((dist.get_world_size(),))).options
-    fully_shard(model.up, **options)
-    return fully_shard(model, **options)
+    given = on_mesh(mesh_name) if mesh_name else {}
+    return wrap(model, [model.up], **given, **options)
 
 
 def muon(model: nn.Module, lr: float = 0.1, **options: Any) -> Muon:

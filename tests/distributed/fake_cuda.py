@@ -26,8 +26,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from megatron_fsdp_v2.dtensor.attributes import AttributesAtOnce
-from megatron_fsdp_v2.runtime.fsdp_module import named_units, unit_of
+from megatron_fsdp_v2.dtensor.attributes import FastAttributes
+from megatron_fsdp_v2.runtime.module import named_units, unit_of
 from tests.processes import ROOT
 from tests.stream_safety import accesses, find_violations, schedule
 from tests.stream_safety.recorder import (
@@ -117,10 +117,9 @@ class FakeCuda:
         """Have the schedule tell when temporary buffers of a sharded model gain and lose memory."""
         for path, unit in named_units(model):
             for group in unit.groups:
-                for holder in filter(None, (group.weights, group.grads)):
-                    for kind, buffer in holder.temporaries().items():
-                        name = f"{path or 'root'} {kind}"
-                        self.recorder.name(buffer.tensor, name, has_memory=buffer.is_live)
+                for kind, buffer in group.temporaries().items():
+                    name = f"{path or 'root'} {kind}"
+                    self.recorder.name(buffer.tensor, name, has_memory=buffer.is_live)
         unit_of(model).context.observer.subscribe(self.recorder.receive)
 
     def violations(self) -> list[str]:
@@ -362,7 +361,7 @@ def enter(world_size: int, rank: int) -> FakeCuda:
     FakeTensor.as_subclass = _as_subclass
     FakeTensor.is_cuda = property(_is_on_cuda)
     # It asks its local tensor where the engine does.
-    for kind in (DTensor, AttributesAtOnce):
+    for kind in (DTensor, FastAttributes):
         kind.device = property(lambda tensor: tensor._local_tensor.device)
     accesses.plain_tensors = _plain_tensors
     return host

@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp_v2.comm.backends import NcclCollectives
 from megatron_fsdp_v2.comm.streams import StreamCommunicator
-from megatron_fsdp_v2.diagnostics.simulation.process_group import PythonGroup
 from megatron_fsdp_v2.optim import engine
-from megatron_fsdp_v2.runtime import unit_plan
+from megatron_fsdp_v2.plan.simulation.process_group import PythonGroup
+from megatron_fsdp_v2.runtime import construct
 from tests.distributed import wrapping
 from tests.stream_safety.recorder import StreamRecorder
 
@@ -267,7 +267,7 @@ def as_on_cuda() -> Iterator[StreamRecorder]:
     recorder = StreamRecorder()
     communicator = StreamCommunicator(recorder, NcclCollectives())
     with (
-        mock.patch.object(unit_plan, "communicator_for", lambda device: communicator),
+        mock.patch.object(construct, "communicator_for", lambda device: communicator),
         mock.patch.object(engine, "communicator_for", lambda device: communicator),
         mock.patch.object(wrapping, "mesh_of", mesh_of),
     ):

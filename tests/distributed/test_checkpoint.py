@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
 import threading
+import time
+import uuid
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +24,12 @@ from megatron_fsdp_v2.checkpoint import CheckpointError, saving
 from megatron_fsdp_v2.checkpoint.exporting import export
 from megatron_fsdp_v2.checkpoint.manifest import Manifest
 from megatron_fsdp_v2.checkpoint.verifying import verify
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
-from tests.distributed.checkpoint_trainings import Net, Sharding, digests, flip, net, train
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, rows_of
+from tests.distributed.checkpoint_trainings import Net, digests, flip, net, train
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import STRATEGIES, said, wrap
-from tests.ranks import RankPools
-
-
-def _over_all(strategy: str) -> Sharding:
-    return Sharding((dist.get_world_size(),), strategy)
+from tests.distributed.wrapping import said, wrap
+from tests.ranks import RankFailure, RankPool, RankPools
+from tests.unit.checkpoints import no_file_longer_than
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "async"])
@@ -43,7 +46,7 @@ def test_training_goes_on_as_if_it_had_not_stopped(
     uninterrupted = train(model, optimizer, 3, first=3)
     if future is not None:
         future.result()
-    again = net(_over_all("optim"))
+    again = net(sharding_strategy="optim")
     with torch.no_grad():
         for param in again.parameters():
             param.zero_()
@@ -52,9 +55,9 @@ def test_training_goes_on_as_if_it_had_not_stopped(
     assert train(again, other, 3, first=3) == uninterrupted
 
 
-def _saves(folder: str, *mesh: int) -> tuple[dict[str, str], dict[str, Any]]:
+def _saves(folder: str, mesh_name: str) -> tuple[dict[str, str], dict[str, Any]]:
     """Digests of all, and full weights."""
-    model = net(Sharding(mesh))
+    model = net(mesh_name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     train(model, optimizer, 2)
     checkpoint.save(folder, model, optimizer)
@@ -72,39 +75,25 @@ def _loads_plain(folder: str) -> dict[str, str]:
 def test_replicas_write_once_and_an_unsharded_model_loads_it(
     pools: RankPools, tmp_path: Path
 ) -> None:
-    saved, _ = pools(4).run(_saves, str(tmp_path / "saved"), 2, 2)[0]
+    saved, _ = pools(4).run(_saves, str(tmp_path / "saved"), "HSDP 2x2")[0]
     assert pools(1).run(_loads_plain, str(tmp_path / "saved"))[0] == saved
     manifest = Manifest.read(tmp_path / "saved")
     assert manifest is not None
     assert manifest.world_size == 4
-    assert "up.weight" in manifest.units
+    # Replicas have nothing to write, and no file.
+    assert verify(tmp_path / "saved").notes == []
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
 def test_an_export_of_a_sharded_run_is_the_plain_models_state_dict(
     pools: RankPools, tmp_path: Path, suffix: str
 ) -> None:
-    _, weights = pools(3).run(_saves, str(tmp_path / "saved"), 3)[0]
+    _, weights = pools(3).run(_saves, str(tmp_path / "saved"), "3")[0]
     (file,) = export(tmp_path / "saved", tmp_path / f"model{suffix}").files
     loaded = load_file(file) if suffix == ".safetensors" else torch.load(file, weights_only=True)
     plain = Net()
     plain.load_state_dict(loaded)
     assert {name: p.tolist() for name, p in plain.named_parameters()} == weights
-
-
-@on_ranks(2, strategy=STRATEGIES)
-def test_loaded_weights_are_used_by_the_next_forward(tmp_path: Path, strategy: str) -> None:
-    folder, model = str(tmp_path / "saved"), net(_over_all(strategy))
-    x = torch.ones(2, 5)
-    with torch.no_grad():
-        expected = model(x).sum().item()
-    checkpoint.save(folder, model)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.zero_()
-        model(x)
-        checkpoint.load(folder, model)
-        assert model(x).sum().item() == expected
 
 
 # -- what does not fit ---------------------------------------------------------------------------
@@ -130,28 +119,21 @@ def test_another_model_is_rejected_with_names_and_shapes(tmp_path: Path) -> None
 
 
 @on_ranks(1)
-def test_what_cannot_be_saved_or_found_is_said(tmp_path: Path) -> None:
-    model, extra = net(), {"net": object()}
+def test_an_optimizer_of_other_parameters_is_rejected(tmp_path: Path) -> None:
     stranger = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
-    Path(tmp_path, "mine").mkdir()
-    Path(tmp_path, "mine", "notes.txt").touch()
-    taken = said(ValueError, lambda: checkpoint.save(f"{tmp_path}/mine", model))
-    unkept = said(CheckpointError, lambda: checkpoint.save(f"{tmp_path}/a", model, extra=extra))
-    strange = said(ValueError, lambda: checkpoint.save(f"{tmp_path}/b", model, stranger))
-    nowhere = said(CheckpointError, lambda: checkpoint.load(f"{tmp_path}/nowhere", model))
-    assert "exists and is not a checkpoint" in taken
-    assert "extra['net'] is of the type object, which a checkpoint does not keep" in unkept
+    strange = said(ValueError, lambda: checkpoint.save(f"{tmp_path}/b", net(), stranger))
     assert "is not one of the model" in strange
-    assert "there is no checkpoint at" in nowhere
 
 
 @on_ranks(2)
 def test_two_saves_to_one_path_do_not_mix(tmp_path: Path) -> None:
-    folder, model = str(tmp_path / "saved"), net()
+    folder, model, may_write = str(tmp_path / "saved"), net(), threading.Event()
+    saving._BACKGROUND.submit(may_write.wait)
     first = checkpoint.save(folder, model, extra=1, async_save=True)
     assert first is not None
     kind: Any = CheckpointError if dist.get_rank() else RuntimeError
     second = said(kind, lambda: checkpoint.save(folder, model, extra=2))
+    may_write.set()
     first.result()
     checkpoint.save(folder, model, extra=3)
     assert "is under way" in second
@@ -171,20 +153,6 @@ def test_what_one_rank_cannot_save_is_an_error_on_all(tmp_path: Path) -> None:
         assert unkept.startswith("extra is of the type object")
     else:
         assert "rank 2 could not save to" in unkept and "does not keep" in unkept
-
-
-@on_ranks(2)
-def test_a_flipped_byte_is_found_on_load_on_every_rank_and_by_verify(tmp_path: Path) -> None:
-    folder, model = tmp_path / "saved", net()
-    checkpoint.save(str(folder), model)
-    manifest = Manifest.read(folder)
-    assert manifest is not None
-    item = manifest.files["__1_0.distcp"].items[0]
-    flip(folder / "__1_0.distcp", lambda _: item.offset + item.length // 2)
-    error = said(CheckpointError, lambda: checkpoint.load(str(folder), model))
-    (problem,) = verify(folder).problems
-    assert "__1_0.distcp" in error
-    assert "__1_0.distcp" in problem
 
 
 # -- what a save costs ----------------------------------------------------------------------------
@@ -253,3 +221,215 @@ def test_saves_that_run_at_once_do_not_meet(tmp_path: Path) -> None:
         values = torch.cat([p.full_tensor().flatten() for p in model.parameters()]).unique()
         assert values.tolist() == [float(number)]
     assert all(verify(path).is_good for path in tmp_path.iterdir())
+
+
+POINTS, MOST_POINTS = 6, 20
+
+
+def _model(value: float) -> Any:
+    layers = [nn.Linear(256, 256, bias=False) for _ in range(4)]
+    model = wrap(nn.Sequential(*layers), units=layers)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(value)
+    return model
+
+
+def _killed_in_a_save(folder: str, victim: int, fraction: float) -> None:
+    checkpoint.save(folder, _model(1.0), extra=1)
+    start = time.perf_counter()
+    checkpoint.save(folder, _model(1.0), extra=1)
+    took = time.perf_counter() - start
+    model = _model(2.0)
+    dist.barrier()
+    if dist.get_rank() == victim:
+        kill = (os.getpid(), signal.SIGKILL)
+        threading.Timer(took * fraction, os.kill, kill).start()
+    checkpoint.save(folder, model, extra=2)
+    if dist.get_rank() == victim:
+        time.sleep(60.0)
+
+
+def _reads(folder: str) -> tuple[int, list[float]]:
+    model = _model(0.0)
+    extra = checkpoint.load(folder, model)
+    found = torch.cat([param.full_tensor().flatten() for param in model.parameters()])
+    return extra, found.unique().tolist()
+
+
+def _check_rejected(folder: str, text: str) -> None:
+    assert text in said(CheckpointError, lambda: checkpoint.load(folder, _model(0.0)))
+
+
+@pytest.mark.functional
+def test_a_rank_killed_anywhere_in_a_save_leaves_a_whole_checkpoint(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    points = random.Random(0)
+    outcomes, num_rejected = [], 0
+    for number in range(MOST_POINTS):
+        # On a busy machine a kill may come late again and again.
+        if number >= POINTS and 1 in outcomes and num_rejected:
+            break
+        folder = tmp_path / str(number) / "saved"
+        folder.parent.mkdir()
+        pool = RankPool(2)
+        with pytest.raises(RankFailure, match="the process died"):
+            pool.run(_killed_in_a_save, str(folder), number % 2, points.uniform(0.0, 1.2))
+        ((extra, values),) = pools(1).run(_reads, str(folder))
+        assert values == [float(extra)], f"point {number}"
+        outcomes.append(extra)
+        left = {path.name for path in folder.parent.iterdir()}
+        for incomplete in folder.parent.glob("saved.*.incomplete"):
+            pools(1).run(_check_rejected, str(incomplete), "cut short")
+            num_rejected += 1
+        # The next job takes over the lock, and removes what is left.
+        pools(1).run(_saves_often, str(folder), 3, 1)
+        assert [path.name for path in folder.parent.iterdir()] == ["saved"], left
+    # Some kills came while the new checkpoint was written.
+    assert 1 in outcomes
+    assert num_rejected
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "async"])
+@on_ranks(2)
+def test_a_full_disk_is_said_on_every_rank_and_changes_nothing(
+    tmp_path: Path, is_async: bool
+) -> None:
+    folder = str(tmp_path / "saved")
+
+    def save() -> None:
+        future = checkpoint.save(folder, _model(2.0), extra=2, async_save=is_async)
+        if future is not None:
+            future.result()
+
+    model = _model(1.0)
+    checkpoint.save(folder, model, extra=1)
+    with no_file_longer_than(100_000):
+        error = said(CheckpointError, save)
+    first = checkpoint.load(folder, model)
+    save()
+    assert "failed, and nothing there has changed" in error
+    assert "a file may not become that long" in error
+    assert (first, checkpoint.load(folder, model)) == (1, 2)
+
+
+@on_ranks(1)
+def test_a_checkpoint_that_was_being_replaced_is_found(tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    checkpoint.save(folder, _model(1.0), extra=1)
+    Path(folder).rename(f"{folder}.{uuid.uuid4().hex}.previous")
+    with pytest.warns(UserWarning, match="was interrupted"):
+        assert checkpoint.load(folder, _model(0.0)) == 1
+    checkpoint.save(folder, _model(2.0), extra=2)
+    assert checkpoint.load(folder, _model(0.0)) == 2
+
+
+def _destroys_its_group(folder: str, destroyers: list[int], moment: str) -> None:
+    """End the process group of a save while it is written; see that it fails."""
+    checkpoint.save(folder, _model(1.0), extra=1)
+    model, is_destroyed = _model(2.0), threading.Event()
+    place: Any = saving.Writer if moment == "write_data" else saving
+    original = getattr(place, moment)
+
+    def wait_and_go_on(*args: Any, **kwargs: Any) -> Any:
+        assert is_destroyed.wait(20.0)
+        return original(*args, **kwargs)
+
+    setattr(place, moment, wait_and_go_on)
+    future = checkpoint.save(folder, model, extra=2, async_save=True)
+    assert future is not None
+    if dist.get_rank() in destroyers:
+        dist.destroy_process_group()
+    is_destroyed.set()
+    error = future.exception(timeout=20.0)
+    assert type(error) is CheckpointError
+    assert "failed, and nothing there has changed" in str(error)
+    if not dist.is_initialized():
+        assert "the process group was destroyed" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("destroyers", "moment"),
+    [
+        ([0, 1], "write_data"),
+        ([1], "write_data"),
+        ([0], "write_data"),
+        # Torch begins to save as a rank alone then, on both ranks.
+        ([0, 1], "save_state_dict"),
+    ],
+    ids=["both", "second", "first", "both, before"],
+)
+def test_a_save_whose_process_group_ends_fails_says_so_and_leaves_what_was_there(
+    pools: RankPools, tmp_path: Path, destroyers: list[int], moment: str
+) -> None:
+    pool = RankPool(2)
+    try:
+        pool.run(_destroys_its_group, str(tmp_path / "saved"), destroyers, moment)
+    finally:
+        pool.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    ((extra, values),) = pools(1).run(_reads, str(tmp_path / "saved"))
+    assert (extra, values) == (1, [1.0])
+
+
+def _saves_often(folder: str, first: int, num_saves: int) -> tuple[int, int]:
+    """Saves that came to their end, and those that were rejected."""
+    done, rejected = 0, 0
+    for number in range(num_saves):
+        value = first + 2 * number
+        try:
+            checkpoint.save(folder, _model(float(value)), extra=value)
+            done += 1
+        except (RuntimeError, CheckpointError) as error:
+            # The owner is named once it has written its name into the lock file.
+            assert "is under way, by " in str(error), error
+            rejected += 1
+    return done, rejected
+
+
+def test_two_jobs_that_save_to_one_path_and_one_that_reads_never_mix(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    folder, jobs = str(tmp_path / "saved"), (pools(2), pools(3))
+    jobs[0].run(_saves_often, folder, 1, 1)
+    with ThreadPoolExecutor(2) as threads:
+        running = [
+            threads.submit(job.run, _saves_often, folder, number, 15)
+            for number, job in enumerate(jobs)
+        ]
+        num_reads = 0
+        while not all(job.done() for job in running):
+            ((extra, values),) = pools(1).run(_reads, folder)
+            assert values == [float(extra)]
+            num_reads += 1
+    assert num_reads
+    counts = [job.result() for job in running]
+    for of_job in counts:
+        assert len(set(of_job)) == 1
+    assert all(done + rejected == 15 for ((done, rejected), *_) in counts)
+    assert sum(done for ((done, _), *_) in counts) >= 2
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+@on_ranks(2, rank=[0, 1])
+def test_damage_that_one_rank_reads_changes_nothing_on_any(tmp_path: Path, rank: int) -> None:
+    folder, file = str(tmp_path / "saved"), tmp_path / "saved" / f"__{rank}_0.distcp"
+    model = _model(1.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(1, 256)).sum().backward()
+    optimizer.step()
+    checkpoint.save(folder, model, optimizer, extra=torch.get_rng_state())
+    optimizer.step()
+
+    def bits() -> list[torch.Tensor]:
+        states = [state for held in optimizer.state.values() for state in held.values()]
+        return [rows_of(tensor).clone() for tensor in [*model.parameters(), *states]]
+
+    optimizer.param_groups[0]["lr"] = 0.7
+    before = bits()
+    flip(file, lambda length: length * 7 // 8)
+    error = said(CheckpointError, lambda: checkpoint.load(folder, model, optimizer))
+    assert file.name in error
+    assert all(map(torch.equal, before, bits()))
+    assert optimizer.param_groups[0]["lr"] == 0.7

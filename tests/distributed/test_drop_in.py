@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
+from torch.linalg import vector_norm
 
+from megatron_fsdp_v2.dtensor.optimizer_kinds import hide_empty_gradients
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     MESHES,
@@ -22,19 +24,16 @@ from tests.distributed.wrapping import (
     batch,
     fp64_pair,
     gradient_error,
-    listen,
     of_all_ranks,
     on_mesh,
     own_loss,
     pair,
     plain_loss,
     said,
-    shards_of,
     train_both,
     weight_error,
     wrap,
 )
-from tests.ranks import RankPools
 from tests.reference.models import Formula, Stack
 
 RANKS = 3
@@ -65,44 +64,39 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def _optimizer_error(cls: Any, options: dict[str, Any]) -> float:
+@on_ranks(RANKS, name=OPTIMIZERS)
+def test_an_optimizer_steps_shards_like_the_whole(name: str) -> None:
+    cls, options = OPTIMIZERS[name]
     plain, sharded = fp64_pair()
     extra = {"momentum": 0.9, "weight_decay": 0.1} if cls is optim.SGD else {}
     first, second = (cls(m.parameters(), lr=0.01, **extra, **options) for m in (plain, sharded))
     # From its sixth step on RAdam divides by something else.
     train_both(plain, sharded, (first, second), range(7 if cls is optim.RAdam else 3))
-    return weight_error(sharded, plain)
+    empty = of_all_ranks([not param.to_local().numel() for param in sharded.parameters()])
+    assert any(map(any, empty)) and weight_error(sharded, plain) < EXACT
 
 
-def optimizer_errors() -> tuple[dict[str, float | str], list[int]]:
-    """Error by optimizer, or what it raised; and rows of every parameter here."""
-    found: dict[str, float | str] = {}
-    for name, (cls, options) in OPTIMIZERS.items():
-        try:
-            found[name] = _optimizer_error(cls, options)
-        except NotImplementedError as error:
-            found[name] = str(error)
-    rows = [int(param.to_local().shape[0]) for param in fp64_pair()[1].parameters()]
-    return found, rows
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "StepLR": lambda optimizer: optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5),
+    "OneCycleLR": lambda optimizer: optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=6),
+}
 
 
-@pytest.fixture(scope="module")
-def optimizers(pools: RankPools) -> Iterator[list[tuple[dict[str, float | str], list[int]]]]:
-    """`optimizer_errors` of every rank."""
-    yield pools(RANKS).run(optimizer_errors)
+@on_ranks(RANKS, name=SCHEDULERS)
+def test_learning_rate_schedulers_step_sharded_optimizers_like_plain_ones(name: str) -> None:
+    models = fp64_pair()
+    plain, sharded = (optim.SGD(m.parameters(), lr=0.02, momentum=0.9) for m in models)
+    schedulers = [SCHEDULERS[name](optimizer) for optimizer in (plain, sharded)]
+    rates = []
 
+    def advance() -> None:
+        for scheduler in schedulers:
+            scheduler.step()
+        rates.append([scheduler.get_last_lr() for scheduler in schedulers])
 
-def test_the_shards_that_optimizers_meet_here_are_uneven_and_some_empty(optimizers: Any) -> None:
-    rows = [rows for _, rows in optimizers]
-    assert any(0 in r for r in rows)
-    assert any(len({r[i] for r in rows} - {0}) > 1 for i in range(len(rows[0])))
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_steps_shards_like_the_whole(optimizers: Any, name: str) -> None:
-    for found, _ in optimizers:
-        assert isinstance(found[name], float), found[name]
-        assert found[name] < EXACT
+    train_both(*models, (plain, sharded), range(5), advance)
+    assert all(mine == theirs for theirs, mine in rates) and rates[0] != rates[-1]
+    assert weight_error(models[1], models[0]) < EXACT
 
 
 # -- gradients ------------------------------------------------------------------------------------
@@ -110,20 +104,6 @@ def test_an_optimizer_steps_shards_like_the_whole(optimizers: Any, name: str) ->
 
 def _number(norm: Any) -> float:
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-
-
-@on_ranks(RANKS, strategy=STRATEGIES, order=[1.0, 2.0, float("inf")])
-def test_clip_grad_norm_returns_and_applies_the_global_norm_on_every_rank(
-    strategy: str, order: float
-) -> None:
-    plain, sharded = fp64_pair(strategy)
-    backward_both(plain, sharded)
-    expected = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.01, order))
-    norm: Any = nn.utils.clip_grad_norm_(sharded.parameters(), 0.01, order)
-    whole, item = _number(norm), norm.item()
-    assert whole == pytest.approx(expected, rel=1e-12)
-    assert item == whole, "a partial norm would be logged"
-    assert gradient_error(sharded, plain) < EXACT
 
 
 @on_ranks(RANKS)
@@ -164,32 +144,6 @@ def test_clip_grad_norm_works_where_ranks_hold_gradients_of_different_dtypes() -
     norms = of_all_ranks(_number(nn.utils.clip_grad_norm_(model.parameters(), 0.01)))
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
     assert norms[0] > 0
-
-
-# Where gradients are replicated, an overflow that only one rank's gradient has cannot be.
-OVERFLOWS = [(s, "loss") for s in STRATEGIES] + [(s, "shard") for s in STRATEGIES[1:]]
-
-
-@pytest.mark.parametrize(("strategy", "where"), OVERFLOWS)
-@on_ranks(RANKS)
-def test_an_overflow_on_one_rank_makes_all_ranks_skip_the_step(strategy: str, where: str) -> None:
-    """Step 1 overflows on rank 1 only."""
-    model = wrap(Stack().double(), sharding_strategy=strategy)
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler(device="cpu", init_scale=4.0, growth_interval=1)
-    trace = []
-    for step in range(3):
-        optimizer.zero_grad()
-        before = shards_of(model)
-        loss = own_loss(model, step)
-        overflows = step == 1 and dist.get_rank() == 1
-        scaler.scale(loss * float("inf") if overflows and where == "loss" else loss).backward()
-        if overflows and where == "shard":
-            next(p.grad for p in model.parameters() if p.grad is not None).to_local().fill_(1e400)
-        scaler.step(optimizer)
-        scaler.update()
-        trace.append((scaler.get_scale(), not all(map(torch.equal, before, shards_of(model)))))
-    assert trace == [(8.0, True), (4.0, False), (8.0, True)]
 
 
 # -- the module itself ----------------------------------------------------------------------------
@@ -239,18 +193,6 @@ def test_a_sharded_module_is_still_a_module() -> None:
     assert shapes[0] == shapes[1]
 
 
-@on_ranks(2)
-def test_a_parameter_frozen_at_wrapping_can_be_trained_later() -> None:
-    model = Stack()
-    model.blocks[0].up.requires_grad_(False)
-    wrap(model)
-    model.blocks[0].up.requires_grad_(True)
-    own_loss(model).backward()
-    params = [p for p in model.blocks[0].up.parameters() if p.to_local().numel()]
-    assert params
-    assert all(p.grad is not None for p in params)
-
-
 @on_ranks(2, strategy=STRATEGIES)
 def test_one_that_an_evaluation_finds_unfrozen_can_be_trained(strategy: str) -> None:
     """In inference mode, which makes tensors that nobody may write outside of it."""
@@ -262,34 +204,6 @@ def test_one_that_an_evaluation_finds_unfrozen_can_be_trained(strategy: str) -> 
     assert all(p.grad is not None for p in model.parameters() if p.to_local().numel())
 
 
-@on_ranks(2)
-def test_prefetch_lists_of_several_units_gather_nothing_twice() -> None:
-    model = wrap(Stack(4))
-    own_loss(model).backward()
-    wire = listen(model)
-
-    def count() -> int:
-        wire.sent.clear()
-        own_loss(model).backward()
-        return wire.count("all_gather")
-
-    recorded = count()
-    first, second, third, fourth = model.blocks
-    first.set_modules_to_forward_prefetch([second, third])
-    forward = count()
-    first.set_modules_to_forward_prefetch([])
-    fourth.set_modules_to_backward_prefetch([third, second])
-    assert forward == recorded
-    assert count() == recorded
-
-
-@on_ranks(4)
-def test_a_partial_reshard_after_forward_is_rejected() -> None:
-    """A number of ranks, as FSDP2 takes one."""
-    text = said(ValueError, lambda: wrap(Stack(1), reshard_after_forward=3))
-    assert "reshard_after_forward" in text
-
-
 # -- what is communicated to clip gradients -------------------------------------------------------
 
 
@@ -298,10 +212,9 @@ def test_a_partial_reshard_after_forward_is_rejected() -> None:
 def test_clipping_where_a_rank_is_empty_is_one_all_reduce_per_axis_on_every_rank(
     mesh_name: str, num_holders: int
 ) -> None:
-    """And gradients are clipped as those of a plain model are."""
-    plain, model = pair(lambda: nn.Linear(4, num_holders, bias=False), **on_mesh(mesh_name))
-    for either in (plain, model):
-        either(torch.ones(2, 4)).square().sum().backward()
+    _, model = pair(lambda: nn.Linear(4, num_holders, bias=False), **on_mesh(mesh_name))
+    model(torch.ones(2, 4)).square().sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     sent: list[str] = []
 
     def noted(name: str) -> Any:
@@ -310,9 +223,6 @@ def test_clipping_where_a_rank_is_empty_is_one_all_reduce_per_axis_on_every_rank
             dist, name, lambda *a, **k: (sent.append(name), original(*a, **k))[1]
         )
 
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
-    expected = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
-    error = gradient_error(model, plain)
     with contextlib.ExitStack() as stack:
         for name in ("send", "recv", "all_reduce", "all_gather", "barrier"):
             stack.enter_context(noted(name))
@@ -320,8 +230,6 @@ def test_clipping_where_a_rank_is_empty_is_one_all_reduce_per_axis_on_every_rank
     start, end = model.weight.local_rows
     assert sum(of_all_ranks(end > start)) == num_holders
     assert sent == ["all_reduce"] * len(MESHES[mesh_name][0])
-    assert norm == pytest.approx(expected, rel=1e-6)
-    assert error < 1e-6
 
 
 X = torch.arange(16.0).view(2, 8)
@@ -336,15 +244,15 @@ def two_layers() -> Formula:
     )
 
 
-def _two() -> tuple[Any, Any]:
+def _two(strategy: str = STRATEGIES[-1]) -> tuple[Any, Any]:
     """The model with gradients twice: plain, and sharded over all ranks."""
-    plain, model = pair(two_layers, lambda m: [m.few])
+    plain, model = pair(two_layers, lambda m: [m.few], sharding_strategy=strategy)
     for either in (plain, model):
         either(X).backward()
     return plain, model
 
 
-@pytest.mark.parametrize("order", [2.0, float("inf")])
+@pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize(("name", "num_holders"), [("few", 2), ("many", 3)])
 @on_ranks(4, timeout_s=20)
@@ -355,12 +263,37 @@ def test_a_subset_that_some_rank_holds_no_row_of_is_clipped_to_the_unsharded_nor
     options: dict[str, Any] = {"norm_type": order, "foreach": foreach}
     for _ in range(2):
         expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.5, **options)
-        norm = nn.utils.clip_grad_norm_(part.parameters(), 0.5, **options).item()
+        norm: Any = nn.utils.clip_grad_norm_(part.parameters(), 0.5, **options)
+    whole_norm, item = _number(norm), norm.item()
     holds = part.weight.to_local().numel() > 0
     assert sum(of_all_ranks(holds)) == num_holders
     assert holds == (part.weight.grad is not None)
-    assert norm == pytest.approx(expected.item(), rel=1e-6)
+    assert whole_norm == pytest.approx(expected.item(), rel=1e-6)
+    assert item == whole_norm, "a partial norm would be logged"
     assert gradient_error(part, whole) < 1e-6
+
+
+class _ReadsGradients(torch.optim.Optimizer):
+    """Not known to be elementwise, so every rank finds every gradient."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def finds_all(self) -> bool:
+        return all(p.grad is not None for group in self.param_groups for p in group["params"])
+
+
+@on_ranks(2)
+def test_gradients_without_rows_can_be_hidden_from_every_caller() -> None:
+    model = wrap(nn.Linear(4, 1, bias=False))
+    model(torch.ones(2, 4)).sum().backward()
+    holds = model.weight.to_local().numel() > 0
+    optimizer = _ReadsGradients(model.parameters())
+    assert optimizer.finds_all()
+    with hide_empty_gradients():
+        assert optimizer.finds_all() == holds
+    assert optimizer.finds_all()
+    assert sorted(of_all_ranks(holds)) == [False, True]
 
 
 @on_ranks(4, timeout_s=20)
@@ -383,41 +316,200 @@ def test_ranks_without_rows_come_to_clip_exactly_where_others_have_gradients() -
     assert [*found, norm()] == [True, False, True, False, False]
 
 
-@pytest.mark.parametrize("broken", [None, 0, 3], ids=["whole", "inf on rank 0", "inf on rank 3"])
-@on_ranks(4, timeout_s=20, name=["few", "many", ""], fused=[False, True])
-def test_grad_scaler_decides_alike_where_ranks_hold_no_rows(
-    name: str, fused: bool, broken: int | None
+# Where gradients are replicated, an overflow that only one rank's gradient has cannot be.
+OVERFLOWS = [(s, where) for s in STRATEGIES for where in ("", "loss", "shard")]
+OVERFLOWS.remove(("no_shard", "shard"))
+
+
+@pytest.mark.parametrize(("strategy", "where"), OVERFLOWS)
+@on_ranks(4, timeout_s=20, name=["few", ""], fused=[False, True])
+def test_an_overflow_on_one_rank_makes_all_ranks_skip_the_step(
+    strategy: str, where: str, name: str, fused: bool
 ) -> None:
-    plain, model = _two()
+    """Those that hold no row of what is stepped, too."""
+    plain, model = _two(strategy)
+    holders, rank = of_all_ranks(model.few.weight.grad is not None), dist.get_rank()
     optimizers = []
     for either in (plain, model):
         either.zero_grad()
         params = getattr(either, name).parameters() if name else either.parameters()
         optimizers.append(torch.optim.AdamW(params, lr=0.1, fused=fused))
-    if broken is None:
+    if not where:
         plain(X).backward()
         optimizers[0].step()
     scaler = torch.amp.GradScaler(device="cpu", init_scale=4.0, growth_interval=1)
-    scaler.scale(model(X * float("inf") if dist.get_rank() == broken else X)).backward()
+    scaler.scale(model(X * float("inf") if where == "loss" and rank == 3 else X)).backward()
+    if where == "shard" and rank == holders.index(True):
+        model.few.weight.grad.to_local().fill_(float("inf"))
     if not fused:
         scaler.unscale_(optimizers[1])
     scaler.step(optimizers[1])
     scaler.update()
     # A step that only some ranks skip would leave weights that differ from the plain ones.
-    assert scaler.get_scale() == (8.0 if broken is None else 2.0)
+    assert scaler.get_scale() == (2.0 if where else 8.0)
     assert weight_error(model, plain) < 1e-5
 
 
-@on_ranks(2, strategy=STRATEGIES, set_to_none=[True, False])
-def test_a_module_resets_gradients_between_a_forward_and_its_backward(
-    strategy: str, set_to_none: bool
-) -> None:
-    """As the tutorials of torch do; gathered parameters then stand where sharded ones would."""
-    plain, model = pair(sharding_strategy=strategy)
-    backward_both(plain, model)
-    loss = own_loss(model, 1)
-    plain.zero_grad()
-    model.zero_grad(set_to_none)
-    plain_loss(plain, 1).backward()
-    loss.backward()
-    assert gradient_error(model, plain) < 1e-6
+class _Optimizer(optim.Optimizer):
+    """Steps one parameter after the other, as most published optimizers do."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, self.state[param], group["lr"])
+        return loss
+
+    def _update(self, param: Any, state: Any, lr: float) -> None:
+        raise NotImplementedError
+
+
+class Lamb(_Optimizer):
+    """Adam's direction, scaled by norms."""
+
+    def _update(self, param: Any, state: Any, lr: float) -> None:
+        if not state:
+            state["mean"] = torch.zeros_like(param)
+            state["square"] = torch.zeros_like(param)
+        state["mean"].mul_(0.9).add_(param.grad, alpha=0.1)
+        state["square"].mul_(0.99).addcmul_(param.grad, param.grad, value=0.01)
+        update = state["mean"] / state["square"].sqrt().add(1e-3)
+        ratio = param.norm() / update.norm().clamp(min=1e-3)
+        param.sub_(update * ratio, alpha=lr)
+
+
+class Lars(_Optimizer):
+    """Gradient descent at a rate of norms that are looked at on the host."""
+
+    def _update(self, param: Any, state: Any, lr: float) -> None:
+        del state
+        of_param, of_grad = torch.norm(param).item(), torch.norm(param.grad).item()
+        rate = of_param / (of_grad + 1e-3) if of_param > 0 and of_grad > 0 else 1.0
+        param.add_(param.grad, alpha=-lr * rate)
+
+
+class Sam(_Optimizer):
+    """Two steps with a backward between them, of which torch's hooks know nothing."""
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        params = [p for group in self.param_groups for p in group["params"]]
+        norms = torch.stack([vector_norm(p.grad) for p in params if p.grad is not None])
+        for param in params:
+            if param.grad is not None:
+                self.state[param]["old"] = param.detach().clone()
+                param.add_(param.grad / vector_norm(norms), alpha=0.1)
+
+    def _update(self, param: Any, state: Any, lr: float) -> None:
+        param.copy_(state["old"])
+        param.add_(param.grad / param.grad.norm().clamp(min=1e-3), alpha=-lr)
+
+
+CLASSES_NORMS: list[Any] = [Lamb, Lars, optim.Adafactor]
+
+
+def _two_layers() -> Formula:
+    """A layer, and another one that is not used and has no gradient on any rank."""
+    layers = {name: nn.Linear(5, 5) for name in ("used", "other")}
+    return Formula(lambda self, x: self.used(x), **layers)
+
+
+# Class, model, units and mesh.
+CASES: dict[str, tuple[Any, Callable[[], nn.Module], Any, str]] = {
+    **{f"{kind.__module__}.{kind.__name__}": (kind, Stack, None, "3") for kind in CLASSES_NORMS},
+    "a rank without rows of the whole model": (
+        *(Lamb, lambda: nn.Linear(5, 2, bias=False), lambda model: []),
+        "3",
+    ),
+    "rows are replicated": (Lamb, Stack, None, "HSDP 2x2"),
+    "rows are replicated, on the host": (Lars, Stack, None, "HSDP 2x2"),
+    "a parameter that is not used": (Lamb, _two_layers, lambda m: [m.used, m.other], "3"),
+}
+
+
+@on_ranks(lambda name: 4 if "HSDP" in CASES[name][-1] else 3, name=CASES)
+def test_an_optimizer_that_takes_a_norm_of_each_parameter_steps_like_the_whole(name: str) -> None:
+    kind, build, units, mesh = CASES[name]
+    plain, sharded = pair(lambda: build().double(), units, **on_mesh(mesh))
+    train_both(plain, sharded, (kind(plain.parameters()), kind(sharded.parameters())), range(3))
+    assert weight_error(sharded, plain) < EXACT
+
+
+@on_ranks(3)
+def test_a_gradient_that_comes_within_the_step_counts_and_one_that_is_dropped_does_not() -> None:
+    plain, sharded = fp64_pair()
+    for model, loss_of in ((plain, plain_loss), (sharded, own_loss)):
+        optimizer = Lamb(model.parameters())
+
+        def closure(model: Any = model, loss_of: Any = loss_of, optimizer: Any = optimizer) -> Any:
+            optimizer.zero_grad()
+            loss = loss_of(model, 0)
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        optimizer.zero_grad()
+        optimizer.step()
+    assert weight_error(sharded, plain) < EXACT
+
+
+@on_ranks(3)
+def test_methods_beside_step_find_what_step_does() -> None:
+    plain, sharded = fp64_pair()
+    optimizers = Sam(plain.parameters()), Sam(sharded.parameters())
+    for step in range(3):
+        for do in (Sam.first_step, Sam.step):
+            backward_both(plain, sharded, step)
+            for optimizer in optimizers:
+                do(optimizer)
+                optimizer.zero_grad()
+    assert weight_error(sharded, plain) < EXACT
+
+
+class _Random(_Optimizer):
+    def _update(self, param: Any, state: Any, lr: float) -> None:
+        param.sub_(torch.rand(param.shape), alpha=lr)
+
+
+class _Unknown(_Optimizer):
+    def _update(self, param: Any, state: Any, lr: float) -> None:
+        param.to_sparse()
+
+
+@on_ranks(2)
+def test_what_cannot_step_shards_is_rejected_by_name() -> None:
+    for kind, why in ((_Random, "draws random numbers"), (_Unknown, "layout")):
+        model = wrap(Stack())
+        optimizer = kind(model.parameters())
+        own_loss(model, 0).backward()
+        text = said(RuntimeError, optimizer.step)
+        assert f"{kind.__name__} cannot step sharded parameters" in text and why in text, text
+
+
+@on_ranks(3)
+def test_elementwise_optimizers_find_no_gradient_without_rows() -> None:
+    found = []
+
+    class Spy(optim.AdamW):
+        skips_empty_shards = True
+
+        def _init_group(self, group: Any, *lists: Any) -> Any:
+            result = super()._init_group(group, *lists)
+            found.extend(param.to_local().numel() for param in lists[0])
+            return result
+
+    model = wrap(Stack())
+    optimizer = Spy(model.parameters())
+    own_loss(model, 0).backward()
+    optimizer.step()
+    assert found and all(found)
+    assert any(param.grad is None for param in model.parameters())

@@ -1,23 +1,35 @@
-"""After an exception, or a forward whose backward never came, nothing stale is used or trained."""
+"""Wrong numbers that others shipped, each with a direct test; and what follows an exception."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
-from megatron_fsdp_v2 import checkpoint
+from megatron_fsdp_v2 import checkpoint, fully_shard
+from megatron_fsdp_v2.comm import backends
+from megatron_fsdp_v2.comm.interface import Collective, Work
+from megatron_fsdp_v2.runtime.module import unit_of
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     STRATEGIES,
+    backward_both,
+    batch,
     fp64_pair,
     gradient_error,
+    listen,
     loss_of,
+    mesh_of,
     own_loss,
     pair,
     plain_loss,
@@ -25,9 +37,152 @@ from tests.distributed.wrapping import (
     step_all,
     train_both,
     weight_error,
+    wrap,
 )
 from tests.reference.failing import PlannedFailure, fail, fail_when_it_comes_back, failing
-from tests.reference.models import Skipping
+from tests.reference.models import Checkpointed, Skipping, Stack
+
+# -- axes of one rank -----------------------------------------------------------------------------
+
+
+@on_ranks("shape", shape=[(1,), (1, 1), (1, 2), (2, 1)], strategy=STRATEGIES)
+def test_gradients_do_not_double_along_an_axis_of_one_rank(
+    shape: tuple[int, ...], strategy: str
+) -> None:
+    plain, sharded = pair(mesh=mesh_of(*shape), sharding_strategy=strategy)
+    for micro in range(3):
+        backward_both(plain, sharded, micro)
+        assert gradient_error(sharded, plain) < 1e-6, micro
+
+
+# -- weights that were written --------------------------------------------------------------------
+
+
+def _write(model: nn.Module, weights: dict[str, torch.Tensor], how: str) -> None:
+    if how in ("load_state_dict", "assign"):
+        model.load_state_dict(weights, assign=how == "assign")
+    elif how == "set_model_state_dict":
+        donor = wrap(Stack())
+        donor.load_state_dict(weights)
+        set_model_state_dict(model, donor.state_dict())
+    for name, param in model.named_parameters():
+        if how == "copy_":
+            with torch.no_grad():
+                param.copy_(weights[name])
+        elif how == "local":
+            start, end = param.local_rows
+            with torch.no_grad():
+                param.to_local().copy_(weights[name][start:end])
+        elif how == "data":
+            param.data.copy_(weights[name])
+        elif how == "foreach":
+            with torch.no_grad():
+                torch._foreach_zero_([param])
+                torch._foreach_add_([param], [_like(param, weights[name])])
+
+
+def _like(param: Any, full: torch.Tensor) -> Any:
+    donor = param.detach().clone()
+    donor.copy_(full)
+    return donor
+
+
+WRITTEN = [
+    ("load_state_dict", "step"),
+    ("load_state_dict", "evaluation"),
+    ("load_state_dict", "forward with gradients"),
+    ("assign", "step"),
+    ("copy_", "step"),
+    ("local", "step"),
+    ("set_model_state_dict", "evaluation"),
+    ("copy_", "evaluation"),
+    ("local", "evaluation"),
+    ("data", "evaluation"),
+    ("foreach", "evaluation"),
+]
+
+
+@pytest.mark.parametrize(("how", "before"), WRITTEN, ids=" after ".join)
+@on_ranks(2, strategy=[*STRATEGIES, "gathered after a step"])
+def test_weights_that_were_written_are_used_by_the_next_forward(
+    strategy: str, how: str, before: str
+) -> None:
+    torch.manual_seed(1)
+    other = Stack()
+    ahead = {"enable_unshard_after_step": True}
+    model = wrap(Stack(), **({"sharding_strategy": strategy} if strategy in STRATEGIES else ahead))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    own_loss(model).backward()
+    step_all(optimizer)
+    if before != "step":
+        with torch.set_grad_enabled(before == "forward with gradients"):
+            model(batch(0))
+    _write(model, {n: p.detach() for n, p in other.named_parameters()}, how)
+    expected = other(batch(0)).detach()
+    for trains in (False, False, True, False):
+        if trains:
+            own_loss(model).backward()
+            continue
+        with torch.no_grad():
+            assert float((model(batch(0)) - expected).norm() / expected.norm()) < 1e-6
+
+
+# -- evaluations of some ranks --------------------------------------------------------------------
+
+
+@on_ranks(2, strategy=STRATEGIES[:3], trains_first=[False, True])
+def test_ranks_may_evaluate_different_numbers_of_batches_below_zero_3(
+    strategy: str, trains_first: bool
+) -> None:
+    model = wrap(Stack(), sharding_strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if trains_first:
+        own_loss(model).backward()
+        optimizer.step()
+    wire = listen(model)
+
+    def evaluate(times: int) -> None:
+        for _ in range(times):
+            with torch.no_grad():
+                model(batch(0))
+
+    evaluate(1)
+    wire.sent.clear()
+    evaluate(3 * dist.get_rank())
+    collectives = len(wire.sent)
+    optimizer.zero_grad()
+    own_loss(model).backward()
+    optimizer.step()
+    evaluate(1)
+    assert collectives == 0
+
+
+# -- recomputation --------------------------------------------------------------------------------
+
+
+class Recomputing(Checkpointed):
+    """Notes the dtype that its blocks compute in."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__(use_reentrant=use_reentrant)
+        self.seen: list[torch.dtype] = []
+        for block in self.blocks:
+            block.up.register_forward_hook(lambda m, a, output: self.seen.append(output.dtype))
+
+
+@on_ranks(2, use_reentrant=[False, True])
+def test_autocast_holds_in_a_recomputation(use_reentrant: bool) -> None:
+    plain, sharded = pair(lambda: Recomputing(use_reentrant))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = [plain_loss(plain), own_loss(sharded)]
+    for loss in losses:
+        loss.backward()
+    # Three blocks, each once in the forward and once more in the backward.
+    assert sharded.seen == [torch.bfloat16] * 6
+    assert gradient_error(sharded, plain) < 2e-3
+
+
+# -- interruptions --------------------------------------------------------------------------------
 
 EXACT = 1e-12
 
@@ -65,13 +220,30 @@ def _trained(strategy: str) -> tuple[Any, Any, list[Any]]:
     return plain, model, optimizers
 
 
-@pytest.mark.parametrize("options", [{}, {"enable_trace_pool": True}], ids=["", "pool"])
-@on_ranks(2, strategy=STRATEGIES)
-def test_the_backward_of_another_graph_after_a_failed_one_is_right(
-    strategy: str, options: dict[str, Any]
-) -> None:
-    """Two graphs; the backward of one fails, the other's is right."""
-    plain, model = fp64_pair(strategy, **options)
+def _fail_in_a_hook(model: Any) -> None:
+    first = next(iter(model.parameters()))
+    with failing(first.register_post_accumulate_grad_hook(fail)):
+        own_loss(model, 0).backward()
+    own_loss(model, 1).backward()
+
+
+def _fail_after_a_micro_batch(model: Any) -> None:
+    with model.no_sync():
+        own_loss(model, 0).backward()
+    _fail_in_forward(model)
+    own_loss(model, 1).backward()
+
+
+def _fail_between_zeros(model: Any) -> None:
+    own_loss(model, 0).backward()
+    model.zero_grad(set_to_none=False)
+    with failing(model.input.register_full_backward_hook(fail)):
+        own_loss(model, 7).backward()
+    model.zero_grad(set_to_none=False)
+    own_loss(model, 1).backward()
+
+
+def _fail_beside_another_graph(model: Any) -> None:
     handle = model.blocks[1].register_forward_hook(fail_when_it_comes_back)
     fails = own_loss(model, 0)
     handle.remove()
@@ -80,16 +252,48 @@ def test_the_backward_of_another_graph_after_a_failed_one_is_right(
         fails.backward()
     model.zero_grad()
     works.backward()
-    plain_loss(plain, 1).backward()
+
+
+def _reset_after_the_forward(model: Any, set_to_none: bool) -> None:
+    """As the tutorials of torch do; gathered parameters then stand where sharded ones would."""
+    own_loss(model, 0).backward()
+    loss = own_loss(model, 1)
+    model.zero_grad(set_to_none)
+    loss.backward()
+
+
+# What is done, and steps whose gradients are there in the end.
+SEQUENCES: dict[str, tuple[Callable[[Any], None], tuple[int, ...]]] = {
+    "a hook of a parameter that raises": (_fail_in_a_hook, (0, 1)),
+    "a failed forward between micro-batches": (_fail_after_a_micro_batch, (0, 1)),
+    "a failed backward between zeros": (_fail_between_zeros, (1,)),
+    "a failed backward beside another graph": (_fail_beside_another_graph, (1,)),
+    "None after a forward": (partial(_reset_after_the_forward, set_to_none=True), (1,)),
+    "zeros after a forward": (partial(_reset_after_the_forward, set_to_none=False), (1,)),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_trace_pool": True}], ids=["", "pool"])
+@on_ranks(2, strategy=STRATEGIES, name=SEQUENCES)
+def test_gradients_are_those_of_the_backwards_since_the_last_reset(
+    strategy: str, name: str, options: dict[str, Any]
+) -> None:
+    act, steps = SEQUENCES[name]
+    plain, model = fp64_pair(strategy, **options)
+    act(model)
+    for step in steps:
+        plain_loss(plain, step).backward()
     assert gradient_error(model, plain) < EXACT
 
 
 @on_ranks(2, strategy=STRATEGIES, kind=INTERRUPTIONS)
-def test_loaded_weights_count_whatever_was_interrupted(
+def test_saves_and_loads_hold_weights_and_optimizer_whatever_was_interrupted(
     tmp_path: Path, strategy: str, kind: str
 ) -> None:
     folder = str(tmp_path / "saved")
     plain, model, optimizers = _trained(strategy)
+    INTERRUPTIONS[kind](model)
+    model.zero_grad()
     checkpoint.save(folder, model, optimizers[1])
     weights, state = copy.deepcopy((plain.state_dict(), optimizers[0].state_dict()))
     train_both(plain, model, optimizers, range(2, 4))
@@ -103,23 +307,6 @@ def test_loaded_weights_count_whatever_was_interrupted(
     train_both(plain, model, optimizers, range(4, 6))
     errors = evaluation, loaded, weight_error(model, plain)
     assert max(errors) < EXACT, errors
-
-
-@on_ranks(2, strategy=["optim", "optim_grads_params"], kind=INTERRUPTIONS)
-def test_a_save_after_an_interruption_holds_weights_and_optimizer(
-    tmp_path: Path, strategy: str, kind: str
-) -> None:
-    folder = str(tmp_path / "saved")
-    plain, model, optimizers = _trained(strategy)
-    INTERRUPTIONS[kind](model)
-    optimizers[1].zero_grad()
-    checkpoint.save(folder, model, optimizers[1])
-    train_both(plain, model, optimizers, range(2, 4))
-    checkpoint.load(folder, model, optimizers[1])
-    again, _ = fp64_pair("no_shard")
-    other = _adamw(again)[0]
-    checkpoint.load(folder, again, other)
-    assert weight_error(model, again) == 0.0
 
 
 @on_ranks(2, strategy=STRATEGIES)
@@ -137,7 +324,7 @@ def test_an_optimizer_of_gathered_weights_says_so_at_its_first_step(strategy: st
 
 
 @pytest.mark.parametrize("as_parameters", [False, True], ids=["tensors", "parameters"])
-@on_ranks(2, strategy=STRATEGIES, before_it=["", "gathered", *INTERRUPTIONS])
+@on_ranks(2, strategy=STRATEGIES[::3], before_it=["", "gathered", *INTERRUPTIONS])
 def test_weights_for_one_call_are_rejected_and_replace_nothing(
     strategy: str, before_it: str, as_parameters: bool
 ) -> None:
@@ -162,32 +349,6 @@ def test_weights_for_one_call_are_rejected_and_replace_nothing(
 
 
 @on_ranks(2, strategy=STRATEGIES)
-def test_a_failed_forward_costs_no_accumulated_gradient(strategy: str) -> None:
-    """A micro-batch, a forward that raises, and the last micro-batch: both gradients are there."""
-    plain, model = fp64_pair(strategy)
-    with model.no_sync():
-        own_loss(model, 0).backward()
-    _fail_in_forward(model)
-    own_loss(model, 1).backward()
-    for step in (0, 1):
-        plain_loss(plain, step).backward()
-    assert gradient_error(model, plain) < EXACT
-
-
-@on_ranks(2, strategy=STRATEGIES)
-def test_zeros_written_after_a_failed_backward_stay_zeros(strategy: str) -> None:
-    plain, model = fp64_pair(strategy)
-    own_loss(model, 0).backward()
-    model.zero_grad(set_to_none=False)
-    with failing(model.input.register_full_backward_hook(fail)):
-        own_loss(model, 7).backward()
-    model.zero_grad(set_to_none=False)
-    own_loss(model, 1).backward()
-    plain_loss(plain, 1).backward()
-    assert gradient_error(model, plain) < EXACT
-
-
-@on_ranks(2, strategy=STRATEGIES)
 def test_freezing_counts_also_while_weights_are_gathered(strategy: str) -> None:
     _, model = fp64_pair(strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -202,6 +363,61 @@ def test_freezing_counts_also_while_weights_are_gathered(strategy: str) -> None:
         step_all(optimizer)
         changes.append(not torch.equal(before, weight.full_tensor()))
     assert changes == [True, False, True]
+
+
+class _Lost:
+    def wait(self) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+
+@on_ranks(2, is_async=[False, True], at_issue=[False, True])
+def test_weights_whose_gather_failed_are_gathered_by_the_next_forward(
+    is_async: bool, at_issue: bool
+) -> None:
+    plain, model = pair(enable_unshard_prefetch=is_async)
+    with torch.no_grad():
+        own_loss(model, 0)
+    group = unit_of(model.blocks[1]).groups[0]
+
+    def fails(collective: Collective, *, async_op: bool) -> Work:
+        assert async_op is is_async
+        collective.output.fill_(float("nan"))
+        if at_issue:
+            raise RuntimeError("Connection closed by peer")
+        with mock.patch.object(backends, "all_gather_single", lambda *_, **__: _Lost()):
+            return communicator.issue(collective, async_op=async_op)
+
+    broken: Any = mock.Mock(has_streams=False, issue=fails)
+    communicator = group.replace_communicator(broken)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="Connection closed by peer"):
+        own_loss(model, 0)
+    group.replace_communicator(communicator)
+    backward_both(plain, model, 0)
+    assert gradient_error(model, plain) < 1e-6
+
+
+class _OneUnused(nn.Module):
+    """Parameters of two groups; one of the second group is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.unused = (nn.Parameter(torch.ones(8, 4)) for _ in range(3))
+        for param in (self.second, self.unused):
+            param.requires_gradient_reduction = False  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.first + x @ self.second).sum()
+
+
+@on_ranks(2, strategy=STRATEGIES)
+def test_a_reduction_before_one_that_fails_is_dropped_with_its_backward(strategy: str) -> None:
+    model = fully_shard(
+        _OneUnused(), mesh=mesh_of(2), sharding_strategy=strategy, on_missing_grad="error"
+    )
+    with pytest.raises(RuntimeError, match="no gradient arrived for unused"):
+        model(torch.ones(2, 8)).backward()
+    model.reset_iter_state()
+    assert not any(p.grad.count_nonzero() for p in model.parameters() if p.grad is not None)
 
 
 @pytest.mark.parametrize("evaluates", [False, True], ids=["reset", "evaluation"])

@@ -15,6 +15,7 @@ from torch import nn
 
 import megatron_fsdp_v2
 from benchmarks.common import Block, fake_ranks, ours
+from megatron_fsdp_v2 import RuntimeOptions
 from tests.distributed.wrapping import Dispatched
 
 PACKAGE = str(Path(megatron_fsdp_v2.__file__).parent)
@@ -78,18 +79,20 @@ def _per_unit(wrap: Any) -> dict[str, float]:
 # Of a unit of four parameters, beside what the module itself does. A change that needs more says
 # here what for; one that needs less lowers the number.
 # Every unit asks whether its pass is captured in a CUDA graph (2 calls) and how users end backwards
-# (3), compares versions (1), and asks the observer at every phase and buffer (14 to 18).
+# (3), compares versions (1), and asks the observer at every phase and buffer (14 to 18). A gather
+# that failed leaves no memory behind (6 at ZeRO-3). Main gradients are made for each reduction: one
+# allocation, and two operations for every parameter.
 BUDGETS = {
-    "no_shard": {"calls": 304, "operations": 9, "nodes": 1},
-    "optim_grads": {"calls": 320, "operations": 18, "nodes": 1},
-    "optim_grads_params": {"calls": 357, "operations": 15, "nodes": 1},
+    "no_shard": {"calls": 304, "operations": 18, "nodes": 1},
+    "optim_grads": {"calls": 328, "operations": 25, "nodes": 1},
+    "optim_grads_params": {"calls": 369, "operations": 23, "nodes": 1},
 }
 
 
 @pytest.mark.parametrize("strategy", BUDGETS)
 def test_a_unit_costs_the_host_no_more_than_its_budget(strategy: str) -> None:
     plain = _per_unit(lambda model, mesh: model)
-    found = _per_unit(ours(strategy, check_ranks="never"))
+    found = _per_unit(ours(strategy, options=RuntimeOptions(check_ranks="never")))
     for name, most in BUDGETS[strategy].items():
         # Counts are exact; what is far below its budget has a budget that says nothing.
         assert 0.9 * most <= found[name] - plain[name] <= most, (name, found[name] - plain[name])

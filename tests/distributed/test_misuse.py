@@ -1,29 +1,176 @@
-"""Misuse of state is an error that says what to do, and what follows an error works."""
+"""Bad arguments and misuse of state are errors that say what to do, and what follows works."""
 
 from __future__ import annotations
 
-from typing import Any, override
+import copy
+import dataclasses
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel
 from torch.distributed.fsdp import fully_shard as their_fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
 
-from megatron_fsdp_v2 import fully_shard
+from megatron_fsdp_v2 import MixedPrecisionPolicy, RuntimeOptions, UnitOptions, fully_shard
+from megatron_fsdp_v2.params.autograd import save_activations_on_cpu
+from megatron_fsdp_v2.params.formats import register_format
+from megatron_fsdp_v2.runtime.module import unit_of
 from tests.distributed.on_ranks import on_ranks
+from tests.distributed.test_parameters import rebuild, step
 from tests.distributed.wrapping import (
     batch,
     check_said,
     gradient_error,
+    loss_of,
     mesh_of,
+    own_loss,
     pair,
     said,
     wrap,
 )
-from tests.reference.models import INPUT, WIDTH, Stack
+from tests.parity.unusual import ClosureBlock, Regularized, Unpacking, gradient_penalty
+from tests.reference.models import INPUT, WIDTH, Formula, Stack
+from tests.reference.scaled_float8 import ScaledFloat8Format, quantize_linears
+
+# -- arguments ------------------------------------------------------------------------------------
+
+
+def _linear(**options: Any) -> Any:
+    return fully_shard(nn.Linear(2, 2), **options)
+
+
+def _parent_before_child() -> None:
+    model = Stack()
+    fully_shard(model)
+    fully_shard(model.blocks[0])
+
+
+def _zero_dim() -> None:
+    module = nn.Linear(2, 2)
+    module.scale = nn.Parameter(torch.tensor(1.0))
+    fully_shard(module)
+
+
+def _made_of_others() -> None:
+    module = nn.Linear(2, 2)
+    module.weight = nn.Parameter(TwoTensor(torch.ones(2, 2), torch.zeros(2, 2)))
+    fully_shard(module)
+
+
+def _with_a_gather_of_its_own() -> None:
+    module = nn.Linear(2, 2)
+    # What FSDP2 calls before it gathers a parameter.
+    module.bias.fsdp_pre_all_gather = lambda *args: (args, None)  # type: ignore[attr-defined]
+    fully_shard(module)
+
+
+def _tied_but_different() -> None:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    fully_shard(first)
+    fully_shard(second, gradient_scaling_factor=3.0)
+
+
+class _Bare(nn.Module):
+    """A module that cannot initialize itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, 2, device="meta"))
+
+
+class _Reshaping(_Bare):
+    """Registers something of another shape."""
+
+    def reset_parameters(self) -> None:
+        self.weight = nn.Parameter(torch.zeros(3, 2))
+
+
+def _trained_in(dtype: torch.dtype) -> None:
+    module = nn.Linear(2, 2)
+    module.weight = nn.Parameter(torch.ones(2, 2).to(dtype))
+    fully_shard(module)
+
+
+def _quantized_and_offloaded() -> None:
+    register_format(ScaledFloat8Format)
+    model = Stack()
+    quantize_linears(model)
+    fully_shard(model.blocks[0], offload_policy=CPUOffloadPolicy())
+
+
+@dataclasses.dataclass
+class _Elsewhere:
+    """A policy of some library, with more to say than there is here."""
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+
+
+@dataclasses.dataclass
+class _OfTorch215:
+    """The field that torch's policy has from 2.15 on."""
+
+    param_dtype: torch.dtype | None = None
+    param_dtype_override_fn: Any = None
+
+
+@dataclasses.dataclass
+class _OnAnotherMesh:
+    """As torch 2.15's `ShardPlacementResult`."""
+
+    placement: Shard
+    mesh_info: Any = None
+
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "unknown sharding_strategy 'zero3'; choose one of no_shard, optim": {
+        "sharding_strategy": "zero3"
+    },
+    "needs a 2-D mesh": {"outer_dp_sharding_strategy": "optim"},
+    "mesh must be a DeviceMesh, got str": {"mesh": "dp"},
+    "unknown shard_granularity 'rows'": {"shard_granularity": "rows"},
+    "reduce_scatter_with_fp32_accumulation cannot be used with sharding_strategy=": {
+        "mp_policy": MixedPrecisionPolicy(reduce_scatter_with_fp32_accumulation=True),
+        "sharding_strategy": "no_shard",
+    },
+    "used_params has a parameter of shape (2, 3) that no other unit has": {
+        "options": UnitOptions(used_params={nn.Parameter(torch.ones(2, 3))})
+    },
+    "on_missing_grad must be 'zero' or 'error', got 'ignore'": {"on_missing_grad": "ignore"},
+    "enable_trace_pool must be True or False, got 'yes'": {"enable_trace_pool": "yes"},
+    "options must be a RuntimeOptions or a UnitOptions, got {": {"options": {"check_ranks": None}},
+    "mp_policy must be a MixedPrecisionPolicy": {"mp_policy": torch.bfloat16},
+    "whose buffer_dtype cannot be honored": {"mp_policy": _Elsewhere(buffer_dtype=torch.float32)},
+    "whose param_dtype_override_fn cannot be honored": {
+        "mp_policy": _OfTorch215(param_dtype_override_fn=lambda param: None)
+    },
+    "reshard_after_forward must be True, False or None, got 3": {"reshard_after_forward": 3},
+    "reshard_after_forward must be True, False or None, got 'yes'": {
+        "reshard_after_forward": "yes"
+    },
+    "offload_policy='cpu' cannot be honored; give": {"offload_policy": "cpu"},
+    "dp_mesh_dims='dp' cannot be honored: give the data-parallel axes as the mesh": {
+        "dp_mesh_dims": "dp"
+    },
+    "shard_placement_fn returns S(1) for parameter weight; parameters are sharded by": {
+        "shard_placement_fn": lambda param: Shard(1) if param.ndim > 1 else None
+    },
+    "make a module whose parameters have another mesh a unit with that mesh": {
+        "shard_placement_fn": lambda param: _OnAnotherMesh(Shard(0))
+    },
+}
+# -- misuse ---------------------------------------------------------------------------------------
 
 
 def _while_unsharded() -> None:
@@ -92,24 +239,167 @@ def _opts_out_between_backwards() -> None:
     model.set_requires_gradient_reduction(False)
 
 
-RUNTIME = {
+def _stale_optimizer() -> None:
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    fully_shard(model)
+    optimizer.step()
+
+
+def _optimizer_before_rebuilding() -> None:
+    model = wrap(Stack())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    rebuild(model)
+    step(model, optimizer)
+
+
+def _changed(path: str, value: Callable[[Any], Any]) -> Callable[[], None]:
+    """A use of a model in which something was set to a value."""
+    owner, _, name = path.rpartition(".")
+
+    def call() -> None:
+        model = wrap(Stack())
+        target = model.get_parameter(owner) if name == "data" else model.get_submodule(owner)
+        setattr(target, name, value(model))
+        model(torch.ones(2, 5))
+
+    return call
+
+
+def _without_a_gradient() -> None:
+    model = Stack()
+    model.blocks[0].unused = nn.Parameter(torch.ones(2, 2))
+    wrap(model, on_missing_grad="error")(torch.ones(2, 5)).sum().backward()
+
+
+def _computes_with_an_original() -> None:
+    layer = nn.Linear(4, 4)
+    kept = [layer.weight]
+    module = Formula(lambda m, x: m.layer(x) + x @ kept[0].t(), layer=layer)
+    wrap(module)(torch.ones(2, 4)).sum().backward()
+
+
+def _changes_a_leaf() -> None:
+    model = wrap(Formula(lambda m, x: m.layer(x.relu_()), layer=nn.Linear(4, 4)))
+    model(torch.ones(2, 4, requires_grad=True))
+
+
+def _new(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.ones(shape, dtype=dtype))
+
+
+VALUE: dict[str, Callable[[], Any]] = {
+    **{text: partial(_linear, **options) for text, options in ARGUMENTS.items()},
+    "a data-parallel mesh has 1 axis (dp) or 2 (outer dp, inner dp), got 3": lambda: _linear(
+        mesh=init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c"))
+    ),
+    "needs an nn.Module": lambda: fully_shard(lambda x: x),  # type: ignore[arg-type]
+    "ModuleList has no forward": lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])),
+    "fully_shard was already called on this": lambda: fully_shard(_linear()),
+    "is sharded already, by a unit that contains it": _parent_before_child,
+    "parameter scale is 0-dim": _zero_dim,
+    "parameter weight is a TwoTensor, which is made of other tensors": _made_of_others,
+    "parameter bias is a Parameter, which is made of other tensors or defines": (
+        _with_a_gather_of_its_own
+    ),
+    "parameter weight is tied to weight of Linear/0, which was sharded with another mesh": (
+        _tied_but_different
+    ),
+    "check_ranks must be 'never', 'once' or 'always', got 'sometimes'": lambda: RuntimeOptions(
+        check_ranks="sometimes"
+    ),
+    "Linear is not sharded; call fully_shard": lambda: unit_of(nn.Linear(2, 2)),
+    "parameter weight is not a leaf tensor": _non_leaf,
+    "parameter weight is complex (torch.complex64) and trained": partial(
+        _trained_in, torch.complex64
+    ),
+    "parameter weight is of 8 bits (torch.float8_e4m3fn) and trained": partial(
+        _trained_in, torch.float8_e4m3fn
+    ),
+    "parameter up.weight is a ScaledFloat8": _quantized_and_offloaded,
+    "initialization of _Reshaping left weight of shape (3, 2)": lambda: fully_shard(_Reshaping()),
+    "min_nbytes is a number of bytes, got -1": lambda: save_activations_on_cpu(min_nbytes=-1),
+    "got an empty list": lambda: fully_shard([]),
+    "needs an nn.Module, got str": lambda: fully_shard([nn.Linear(2, 2), "head"]),
+    "the root (Stack) are torch.float32 and cannot become torch.bfloat16 once they are": (
+        lambda: wrap(Stack()).bfloat16()
+    ),
+    "set the dtype to compute with by mp_policy=MixedPrecisionPolicy(param_dtype=...)": (
+        lambda: nn.Sequential(wrap(Stack())).half()
+    ),
+    "stay on cpu, where their mesh is, and cannot move to meta": lambda: wrap(Stack()).to("meta"),
+    "parameter up.weight of blocks.1/0 (registered as weight of Linear) was tied to": _changed(
+        "blocks.1.up.weight", lambda model: model.blocks[0].up.weight
+    ),
+    "shape (3, 7) before, (4, 7) now": _changed("output.weight", lambda _: _new(4, 7)),
+    "was removed after fully_shard": _changed("blocks.0.up.bias", lambda _: None),
+    "changed from torch.float32 to torch.bfloat16; keep its dtype": _changed(
+        "output.weight", lambda _: _new(3, 7, dtype=torch.bfloat16)
+    ),
+    "cannot take data of shape (4, 7)": _changed("output.weight.data", lambda _: torch.ones(4, 7)),
+}
+if not torch.cuda.is_available():
+    # On a machine with a GPU that is a mesh like any other.
+    VALUE["mesh is of device type 'cuda', and there is no CUDA device here"] = _cuda_mesh
+TYPE: dict[str, Callable[[], Any]] = {
+    "give it as options=RuntimeOptions(check_ranks=...)": lambda: _linear(check_ranks=None),
+    "give it as options=UnitOptions(used_params=...)": lambda: _linear(used_params=None),
+    "unexpected keyword argument 'sharding'": lambda: _linear(sharding=None),
+}
+RUNTIME: dict[str, Callable[[], Any]] = {
     "call reshard() on it, or wrap its parent before the first step": _while_unsharded,
     "is gathered or has a reduction under way": _in_the_middle_of_a_step,
     "which belongs to another root; call fully_shard on a module that": _shared_with_another_root,
     "which is gathered; call reshard() on its module first": _tied_to_a_gathered_unit,
     "a module must not be run inside its own forward": _within_itself,
     "has gradients that are not synchronized yet": _opts_out_between_backwards,
+    "weight of unit the root (_Bare) had no values on the meta device and got none since": (
+        lambda: fully_shard(_Bare())(torch.ones(1, 2))
+    ),
+    "no gradient arrived for unused": _without_a_gradient,
+    "for layer.weight of Formula/0 as it was before fully_shard": _computes_with_an_original,
+    "a leaf Variable that requires grad": _changes_a_leaf,
+    "cannot be deep-copied": lambda: copy.deepcopy(_linear()),
+    "cannot be pickled": lambda: pickle.dumps(_linear()),
+    "holds input.weight of Stack/0 as it was before fully_shard": _stale_optimizer,
+    "holds input.weight of Stack/0 as it was before the parameter was replaced": (
+        _optimizer_before_rebuilding
+    ),
 }
-VALUE = {"parameter weight is not a leaf tensor": _non_leaf}
-if not torch.cuda.is_available():
-    # On a machine with a GPU that is a mesh like any other.
-    VALUE["mesh is of device type 'cuda', and there is no CUDA device here"] = _cuda_mesh
 
 
 @on_ranks(2)
-def test_every_misuse_says_what_is_wrong() -> None:
-    check_said(RuntimeError, RUNTIME)
+def test_every_bad_call_says_what_is_wrong() -> None:
     check_said(ValueError, VALUE)
+    check_said(TypeError, TYPE)
+    check_said(RuntimeError, RUNTIME)
+
+
+@on_ranks(2, pool=[False, True])
+def test_what_zero_3_cannot_run_is_an_error_that_names_the_unit(pool: bool) -> None:
+    def trained(build: Callable[[], Any], frozen: bool = False) -> str:
+        model = wrap(build(), enable_trace_pool=pool)
+        model.blocks.requires_grad_(not frozen)
+        return said(RuntimeError, lambda: [own_loss(model).backward() for _ in range(3)])
+
+    for frozen in (False, True):
+        hidden = trained(lambda: Unpacking(block=ClosureBlock), frozen)
+        assert "blocks.2 (ClosureBlock)" in hidden
+        assert "returns tensors inside an object that is not searched" in hidden
+    for what in ("weight", "view", "detached"):
+        leaking = trained(lambda what=what: Regularized(what))
+        assert "the forward of blocks.0 (Leaking) returns its weight up.weight" in leaking
+    plain, model = pair(enable_trace_pool=pool)
+    twice = said(RuntimeError, lambda: gradient_penalty(model, 0, 0, dist.get_rank()))
+    assert twice.startswith("the root (Stack) is in a backward with create_graph=True")
+    # And it goes on.
+    for rank in range(2):
+        (loss_of(plain, rank) / 2).backward()
+    own_loss(model).backward()
+    assert gradient_error(model, plain) < 1e-6
 
 
 @on_ranks(2, strategy=["no_shard", "optim_grads", "optim_grads_params"])
@@ -134,30 +424,6 @@ def test_a_second_backward_on_one_graph_is_torchs_error_or_adds(strategy: str) -
 
 
 @on_ranks(2)
-def test_a_tied_parameter_is_one_parameter_reduced_once() -> None:
-    first, middle, second = nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False)
-    second.weight = first.weight
-    model = nn.Sequential(first, middle, second)
-    fully_shard(first)
-    fully_shard(second)
-    fully_shard(model)
-    assert len(list(model.parameters())) == 1
-    seen = []
-    for layer in (first, second):
-        layer.register_forward_pre_hook(lambda m, _: seen.append(tuple(m.weight.shape) == (4, 4)))
-    with torch.profiler.profile() as profile:
-        model(torch.ones(2, 4)).square().mean().backward()
-    names = [event.name for event in profile.events()]
-    rests = first.weight is second.weight and first.weight.to_local().shape[0] < 4
-    assert all(seen)
-    assert rests
-    # One per use in the forward, one in the backward that the prefetch holds from one use to
-    # the other, and one for the comparison at the first use.
-    assert names.count("gloo:all_gather") == 4
-    assert names.count("gloo:all_to_all") == 1
-
-
-@on_ranks(2)
 def test_ignored_parameters_are_left_alone() -> None:
     """An ignored parameter stays the object it is, and gets its own plain gradient."""
     model = Stack()
@@ -169,28 +435,8 @@ def test_ignored_parameters_are_left_alone() -> None:
     assert bool((kept.grad != 0).any())
 
 
-class _KeepsItsWeight(nn.Linear):
-    """Computes with the parameter it was built with, past where that is registered."""
-
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-        self.kept = [self.weight]
-
-    @override
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.kept[0].t() + self.bias
-
-
 @on_ranks(2)
-def test_a_module_that_computes_with_an_original_parameter_is_named() -> None:
-    model = fully_shard(_KeepsItsWeight())
-    text = said(RuntimeError, lambda: model(torch.ones(2, 4)).sum().backward())
-    assert "a gradient arrived for weight of" in text
-    assert "as it was before fully_shard" in text
-
-
-@on_ranks(2)
-def test_other_wrappers_around_and_inside_are_named() -> None:
+def test_other_wrappers_around_are_rejected_and_inside_are_named() -> None:
     def around() -> nn.Module:
         return nn.Sequential(wrap(Stack()), nn.Linear(3, 3))
 
@@ -199,13 +445,11 @@ def test_other_wrappers_around_and_inside_are_named() -> None:
 
     ddp, inner = DistributedDataParallel, nn.Sequential(nn.Linear(3, 3))
     their_fully_shard(inner[0], mesh=mesh_of(2))
+    # Torch rejects what it finds, in words of its own, before a value moves.
     for module in (wrap(Stack()), around()):
-        by_ddp = said(RuntimeError, lambda module=module: ddp(module))
-        by_fsdp1 = said(RuntimeError, lambda module=module: fsdp1(module))
-        assert f"{ddp.__name__} was called on a module that is, or contains, a FSDPStack" in by_ddp
-        assert "FullyShardedDataParallel (FSDP1) was called on a module" in by_fsdp1
-    by_fsdp2 = said(RuntimeError, lambda: their_fully_shard(around(), mesh=mesh_of(2)))
-    assert "torch.distributed.fsdp.fully_shard was called on a module" in by_fsdp2
+        for wrapper in (ddp, fsdp1, partial(their_fully_shard, mesh=mesh_of(2))):
+            with pytest.raises((RuntimeError, NotImplementedError, TypeError, AssertionError)):
+                wrapper(module)
     reduces = {
         "0 (DistributedDataParallel) reduces its gradients through": ddp(nn.Linear(3, 3)),
         "0 (FullyShardedDataParallel) reduces its gradients through": fsdp1(nn.Linear(3, 3)),

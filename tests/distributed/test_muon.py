@@ -1,25 +1,28 @@
-"""Muon's update of sharded parameters is that of whole matrices, wherever their rows are."""
+"""Muon's update of sharded parameters is that of whole matrices; what a step costs; bad input."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
-from megatron_fsdp_v2.optim import MatrixEngine, MatrixFunction, Muon
-from tests.distributed.checkpoint_trainings import block_muon
-from tests.distributed.muon_cases import (
+from megatron_fsdp_v2.optim import MatrixEngine, MatrixFunction, Muon, newton_schulz_flops
+from tests.distributed.cut_parameters import (
     Bag,
     Place,
     Spec,
     error,
-    full,
     give,
     gradients,
     initial,
@@ -31,11 +34,10 @@ from tests.distributed.muon_cases import (
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     STRATEGIES,
-    fp64_pair,
+    check_said,
     mesh_of,
     of_all_ranks,
-    train_both,
-    weight_error,
+    said,
 )
 from tests.reference.muon import ReferenceMuon
 
@@ -79,15 +81,6 @@ TENSOR_SPECS = (
 EVEN = [Place((2, 2), strategy, has_tensor_axis=True) for strategy in STRATEGIES]
 
 
-def random_specs(seed: int) -> list[Spec]:
-    """Some matrices and stacks with few rows and columns."""
-    dice = random.Random(seed)
-    shapes = [
-        tuple(dice.randint(1, 11) for _ in range(dice.choice((2, 2, 2, 3)))) for _ in range(9)
-    ]
-    return [Spec(shape) for shape in shapes]
-
-
 def _train(
     specs: Sequence[Spec],
     params: Sequence[nn.Parameter],
@@ -126,17 +119,10 @@ def check_updates(
 @on_ranks("world_size", world_size=[1, 2, 3, 4])
 def test_the_update_is_that_of_whole_matrices_at_every_strategy(world_size: int) -> None:
     places = [Place((world_size,), strategy) for strategy in STRATEGIES]
-    check_updates(SPECS, *places)
+    check_updates(SPECS, *places, Place((world_size,), granularity="block:2"))
     check_updates(SPECS, places[-1], dtype=torch.float32, tolerance=FP32, **CUBIC)
     if world_size == 2:
         check_updates(SPECS, places[-1], dtype=torch.float32, tolerance=STRETCHED)
-
-
-@on_ranks("world_size", world_size=[2, 3, 4], seed=[0, 1])
-def test_matrices_of_random_shapes(world_size: int, seed: int) -> None:
-    specs, place = random_specs(10 * world_size + seed), Place((world_size,))
-    check_updates(specs, place, Place((world_size,), "optim", granularity="block:2"))
-    check_updates(specs, place, dtype=torch.float32, tolerance=FP32, **CUBIC)
 
 
 @on_ranks(4, outer=["no_shard", "optim"])
@@ -221,15 +207,6 @@ def test_bf16_parameters_are_torchs_within_rounding(place: Place | None) -> None
     assert error(*beside_torch(place, torch.bfloat16)) < 2**-8
 
 
-@on_ranks(2)
-def test_a_batch_in_bf16_is_torchs_within_rounding() -> None:
-    specs = [Spec((24, 16))] * 5 + [Spec((16, 24))] * 5
-    theirs, mine = plain(specs), sharded(specs, Place((2,)))
-    for params, kind in ((theirs, torch.optim.Muon), (mine, Muon)):
-        _train(specs, params, kind(params, lr=0.5), torch.float32)
-    assert error([whole(param) for param in mine], [p.detach() for p in theirs]) < 2**-8
-
-
 # -- mixtures -------------------------------------------------------------------------------------
 
 
@@ -282,16 +259,6 @@ def test_groups_without_muon_are_stepped_by_adamw(strategy: str, lr: Any) -> Non
     assert error([whole(p) for p in mine], [p.detach() for p in theirs]) < EXACT
 
 
-@on_ranks(2, strategy=STRATEGIES)
-def test_a_training_is_the_plain_loops(strategy: str) -> None:
-    plain_model, model = fp64_pair(strategy)
-    optimizer = block_muon(model, lr=0.01, ns_dtype=torch.float64)
-    matrices, others = (group["params"] for group in block_muon(plain_model).param_groups)
-    reference = ReferenceMuon(matrices, others, lr=0.01, dtype=torch.float64)
-    train_both(plain_model, model, (reference, optimizer), range(5))
-    assert weight_error(model, plain_model) < EXACT
-
-
 # -- the engine by itself -------------------------------------------------------------------------
 
 
@@ -320,17 +287,14 @@ def test_tensor_parallel_parts_can_be_matrices_of_their_own(strategy: str) -> No
         assert torch.allclose(result, expected[start:end], rtol=1e-13)
 
 
-@pytest.mark.parametrize("place", [Place((2, 2)), Place((2, 2), "no_shard")], ids=str)
 @on_ranks(4)
-def test_replicas_can_each_do_all_of_the_work(place: Place) -> None:
-    params = sharded((Spec((8, 6)), Spec((3, 4, 5))), place, torch.float64)
+def test_ranks_with_whole_parameters_can_each_do_all_of_the_work() -> None:
+    params = sharded((Spec((8, 6)), Spec((3, 4, 5))), Place((2, 2), "no_shard"), torch.float64)
     values = [local_of(p).detach() for p in params]
-    shared, alone = (_engine(params, _ranked, shares_replicas=s) for s in (True, False))
+    shared, alone = (_engine(params, _ranked, spreads_replicated=s) for s in (True, False))
     assert all(map(torch.equal, shared.run(values), alone.run(values)))
-    assert all(axis.size == 2 for work in alone.works for axis in work.axes)
-    # What every rank has whole is not sent.
-    sent = sum(work.sent_numel for work in alone.works)
-    assert (sent == 0) == (place.strategy == "no_shard")
+    assert sum(work.sent_numel for work in alone.works) == 0
+    assert sum(work.sent_numel for work in shared.works) > 0
 
 
 @pytest.mark.parametrize(
@@ -351,7 +315,7 @@ def test_small_buckets_change_no_bit(place: Place) -> None:
     specs = [Spec((40, 7)), Spec((6, 6)), *(Spec((5, 6 + n)) for n in range(14)), Spec((3, 4, 5))]
     params = sharded(specs, place)
     values = [local_of(p).detach() for p in params]
-    options = {"shares_replicas": True}
+    options = {"spreads_replicated": True}
     few, many = (_engine(params, _ranked, bucket_numel=n, **options) for n in (2**30, 36))
     assert few.works[0].ownership.num_buckets == 1
     for _ in range(2):
@@ -377,8 +341,220 @@ def test_functions_of_several_kinds_may_be_mixed() -> None:
     assert all(torch.equal(mine, e[first:last]) for mine, e, (first, last) in pairs)
 
 
+SPECS_WORK = tuple(Spec(shape) for shape in ((8, 6), (6, 8), (3, 4, 5), (8, 6), (9, 4), (2, 10)))
+TOTAL_FLOPS = sum(
+    newton_schulz_flops(*spec.shape[-2:]) * math.prod(spec.shape[:-2]) for spec in SPECS_WORK
+)
+
+
+def _stepped(specs: Sequence[Spec], place: Place, **options: Any) -> tuple[list[Any], Muon]:
+    """Parameters after one step, with gradients for the next one."""
+    params = sharded(specs, place)
+    optimizer = Muon(params, **options)
+    for step in range(2):
+        give(params, gradients(specs, step))
+        if step == 0:
+            optimizer.step()
+    return params, optimizer
+
+
+def _engine_work(optimizer: Muon) -> MatrixEngine:
+    assert optimizer._engine is not None
+    return optimizer._engine[1]
+
+
+# -- counted --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [
+        # Rows to the owner, and results back.
+        (Place((3,)), 2),
+        (Place((3,), "no_shard"), 1),
+        (Place((3,), granularity="tensor"), 0),
+        (Place((1,)), 0),
+    ],
+    ids=str,
+)
+@on_ranks("place")
+def test_a_step_of_one_bucket_is_a_pair_of_all_to_alls_at_most(place: Place, number: int) -> None:
+    _, optimizer = _stepped(SPECS_WORK, place)
+    with torch.profiler.profile() as profile:
+        optimizer.step()
+    names = [event.name for event in profile.events()]
+    found = Counter(name for name in names if name.startswith(("gloo:", "c10d::")))
+    assert sum(work.ownership.num_buckets for work in _engine_work(optimizer).works) == 1
+    assert found == Counter({"gloo:all_to_all": number, "c10d::alltoall_base_": number})
+
+
+@pytest.mark.parametrize(
+    "place",
+    [Place((4,)), Place((4,), "no_shard"), Place((2, 2)), Place((2, 2), outer="optim")],
+    ids=str,
+)
+@on_ranks(4)
+def test_every_matrix_is_worked_on_once_where_it_was_planned(place: Place) -> None:
+    _, optimizer = _stepped(SPECS_WORK, place)
+    with FlopCounterMode(display=False) as counter:
+        optimizer.step()
+    measured = counter.get_total_flops()
+    everywhere = of_all_ranks(measured)
+    assert measured == sum(work.flops for work in _engine_work(optimizer).works)
+    assert sum(everywhere) == TOTAL_FLOPS
+    # Seven matrices, the three of the stack where they are: nobody does more than half.
+    assert measured < TOTAL_FLOPS / 2
+
+
+# -- state ----------------------------------------------------------------------------------------
+
+
+def test_a_copied_optimizer_steps_like_the_original() -> None:
+    params = plain(SPECS_WORK)
+    optimizer = Muon(params, ns_dtype=torch.float32)
+    give(params, gradients(SPECS_WORK, 0))
+    optimizer.step()
+    other = copy.deepcopy(optimizer)
+    copies = other.param_groups[0]["params"]
+    for who, those in ((optimizer, params), (other, copies)):
+        give(those, gradients(SPECS_WORK, 1))
+        who.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, copies, strict=True))
+
+
+# -- options --------------------------------------------------------------------------------------
+
+
 @on_ranks(2)
-def test_random_tensors_are_equal_everywhere() -> None:
-    # What all of the above rests on: full() is a function of its arguments.
-    values = full(3, (4, 2)).tolist()
-    assert of_all_ranks(values) == [values] * 2
+def test_options_may_change_between_steps() -> None:
+    dtype = torch.float64
+    theirs, mine = plain(SPECS_WORK, dtype), sharded(SPECS_WORK, Place((2,)), dtype)
+    reference = ReferenceMuon(theirs, lr=0.1, dtype=dtype)
+    optimizer = Muon(mine, lr=0.1, ns_dtype=dtype)
+    for step in range(3):
+        if step == 1:
+            optimizer.param_groups[0]["ns_steps"] = 2
+            reference.newton_schulz["steps"] = 2
+            optimizer.param_groups[0]["lr"] = reference.lr = 0.3
+        if step == 2:
+            mine[1].requires_grad_(False)
+            theirs[1].requires_grad_(False)
+        for params, who in ((theirs, reference), (mine, optimizer)):
+            give(params, gradients(SPECS_WORK, step, dtype))
+            who.step()  # type: ignore[attr-defined]
+    assert error([whole(p) for p in mine], [p.detach() for p in theirs]) < 1e-12
+
+
+def test_a_closure_computes_the_loss_with_gradients() -> None:
+    param = nn.Parameter(torch.ones(2, 3))
+    optimizer = Muon([param])
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (param**2).sum()
+        loss.backward()
+        return loss
+
+    assert float(optimizer.step(closure).detach()) == 6.0
+    assert not torch.equal(param.detach(), torch.ones(2, 3))
+
+
+# -- bad input ------------------------------------------------------------------------------------
+
+MATRIX = nn.Parameter(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lr": -1.0}, "lr must be at least 0, got -1.0"),
+        ({"lr": torch.tensor([1.0, 2.0])}, "lr must have one element"),
+        ({"lr": float("nan")}, "lr must be at least 0"),
+        ({"momentum": -0.1}, "momentum must be at least 0"),
+        ({"weight_decay": -0.1}, "weight_decay must be at least 0"),
+        ({"ns_steps": 0}, "ns_steps must be from 1 to 99, got 0"),
+        ({"ns_steps": 100}, "ns_steps must be from 1 to 99, got 100"),
+        ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients must be"),
+        ({"adjust_lr_fn": "bad"}, "adjust_lr_fn must be 'original' or 'match_rms_adamw'"),
+        ({"betas": (0.9, 1.0)}, "betas[1] must be in [0, 1), got 1.0"),
+        ({"ns_dtype": torch.int32}, "ns_dtype must be a floating-point dtype"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_an_option_out_of_range_is_rejected_by_name(options: dict[str, Any], words: str) -> None:
+    assert words in said(ValueError, lambda: Muon([MATRIX], **options))
+
+
+def test_a_parameter_that_is_no_matrix_is_rejected_by_name() -> None:
+    model, optimizer = nn.Sequential(nn.Linear(3, 2)), Muon([MATRIX])
+    odd = [nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))]
+    four = [nn.Parameter(torch.ones(2, 2, 2, 2))]
+    group = {"params": [nn.Parameter(torch.ones(2))]}
+    text = said(ValueError, lambda: Muon(model.named_parameters()))
+    assert "0.bias is 1-D" in text and "use_muon=False" in text
+    rejected: dict[str, Callable[[], Any]] = {
+        "parameter 0 of shape (2, 2) is complex": lambda: Muon(odd),
+        "is 4-D": lambda: Muon(four),
+        "1-D": lambda: optimizer.add_param_group(group),
+    }
+    check_said(ValueError, rejected)
+    assert len(optimizer.param_groups) == 1
+    # AdamW takes them all.
+    Muon(model.parameters(), use_muon=False)
+
+
+def test_a_missing_gradient_is_named_and_a_frozen_parameter_needs_none() -> None:
+    model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(6)))
+    optimizer = Muon(model.named_parameters())
+    model[5].requires_grad_(False)
+    model[0].weight.grad = torch.ones(3, 3)
+    text = said(RuntimeError, optimizer.step)
+    assert "no gradient for 1.weight, 2.weight, 3.weight and 1 more" in text
+    for layer in model[1:5]:
+        layer.weight.grad = torch.ones(3, 3)
+    before = model[5].weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(model[5].weight, before)
+
+
+@on_ranks(2)
+def test_misuse_of_sharded_parameters_is_named() -> None:
+    specs = [Spec((4, 3)), Spec((6, 2)), Spec((4, 3))]
+    params = sharded(specs, Place((2,)))
+    give(params, gradients(specs, 0))
+    params[1].grad = None
+    assert "no gradient for p0 of inner/0" in said(RuntimeError, Muon(params).step)
+    vector = sharded([Spec((4, 3)), Spec((4,))], Place((2,)))
+    foreign = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh_of(2), [Shard(0)]))
+    function = MatrixFunction(lambda stack: stack, lambda m, n: 1)
+    engine = MatrixEngine(params, [function] * 3)
+    rejected: dict[str, Callable[[], Any]] = {
+        "p0 of inner/0 is 1-D": lambda: Muon(vector),
+        "parameter 0 of shape (4, 3) is a DTensor": lambda: Muon([foreign]),
+        "not sharded by fully_shard": lambda: MatrixEngine([foreign], [function]),
+        "got shape (4,)": lambda: MatrixEngine([vector[1]], [function]),
+        "bucket_numel must be at least 1": lambda: MatrixEngine(
+            params, [function] * 3, bucket_numel=0
+        ),
+        "expected 3 updates, got 0": lambda: engine.run([]),
+    }
+    check_said(ValueError, rejected)
+
+
+def _ranks_differ(arrange: Callable[[list[Any], int], list[Any]]) -> str:
+    specs = [Spec((4, 3)), Spec((4, 3)), Spec((6, 2))]
+    params = sharded(specs, Place((2,)))
+    give(params, gradients(specs, 0))
+    return said(RuntimeError, Muon(arrange(params, dist.get_rank())).step)
+
+
+@on_ranks(2)
+def test_ranks_that_give_other_parameters_say_so_on_every_rank() -> None:
+    order = _ranks_differ(lambda p, rank: p if rank else [p[2], p[1], p[0]])
+    alike = _ranks_differ(lambda p, rank: p if rank else [p[1], p[0], p[2]])
+    fewer = _ranks_differ(lambda p, rank: p[: 2 + rank])
+    same = _ranks_differ(lambda p, rank: p)
+    for text in (order, alike):
+        assert "ranks differ at unit" in text and "p0 of Bag/0" in text
+    assert "ranks differ" in fewer
+    assert same == "no error"

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy
+from megatron_fsdp_v2.comm.interface import Axis
+from megatron_fsdp_v2_mcore.formats.axes import group_over
 from tests.cases import quick_rows
 from tests.distributed import wrapping
 from tests.distributed.nccl_double import FLOAT8, as_on_cuda, mesh_of, ring_reduced
@@ -23,38 +25,6 @@ MAIN_GRADS = (torch.float32, torch.bfloat16)
 
 def _group(*shape: int) -> Any:
     return mesh_of(*shape).get_group(0)
-
-
-@on_ranks(3)
-def test_calls_answer_as_those_of_nccl_do() -> None:
-    group, rank = _group(3), dist.get_rank()
-    options = dist.AllreduceOptions()
-    options.asyncOp = False
-    value = torch.tensor([float(rank)])
-    synchronous = group.allreduce([value], options)
-    asynchronous = dist.all_reduce(value, group=group, async_op=True)
-    asynchronous.wait()
-    shards = torch.arange(3.0) + rank
-    scattered = torch.empty(1)
-    dist.reduce_scatter_tensor(scattered, shards, group=group)
-    gathered = torch.empty(3, dtype=torch.float8_e4m3fn)
-    dist.all_gather_into_tensor(gathered, torch.tensor([1.0 + rank]).to(gathered), group=group)
-    sent, received = torch.arange(3.0) + 10 * rank, torch.empty(3)
-    dist.all_to_all_single(received, sent, [1, 1, 1], [1, 1, 1], group=group)
-    largest = torch.tensor([rank])
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    first = torch.tensor([rank + 5])
-    dist.broadcast(first, group=group, group_src=1)
-    objects: list[Any] = [None] * 3
-    dist.all_gather_object(objects, {"rank": rank}, group=group)
-    assert synchronous is None
-    assert value.item() == 9.0
-    assert scattered.item() == 3.0 * rank + 3.0
-    assert gathered.float().tolist() == [1.0, 2.0, 3.0]
-    assert received.tolist() == [rank, rank + 10.0, rank + 20.0]
-    assert largest.item() == 2
-    assert first.item() == 6
-    assert objects == [{"rank": r} for r in range(3)]
 
 
 @on_ranks(2)
@@ -156,9 +126,18 @@ def test_gradients_in_bf16_are_added_up_in_fp32_where_that_is_asked_for(
     assert errors[0] <= (2**-6 if main_grads is torch.float32 else 2**-5)
 
 
-@on_ranks(2)
-def test_what_is_not_scattered_cannot_be_added_up_in_fp32() -> None:
-    policy = MixedPrecisionPolicy(reduce_scatter_with_fp32_accumulation=True)
-    options = {"mp_policy": policy, "sharding_strategy": "no_shard"}
-    text = said(ValueError, lambda: wrap(Square(), mesh=wrapping.mesh_of(2), **options))
-    assert "reduce_scatter_with_fp32_accumulation cannot be used with sharding_strategy=" in text
+@on_ranks(4, answers_as_nccl=[False, True])
+def test_a_group_over_two_axes_reduces_over_all_of_their_ranks(answers_as_nccl: bool) -> None:
+    with as_on_cuda() if answers_as_nccl else contextlib.nullcontext():
+        mesh = wrapping.mesh_of(2, 2)
+        axes = [Axis(mesh.get_group(a), mesh.size(a), mesh.get_local_rank(a)) for a in range(2)]
+        group, rank = group_over(axes), dist.get_rank()
+    # The largest of each column is another rank's.
+    values, later = torch.eye(4)[rank] * (rank + 1), torch.tensor([float(rank)])
+    dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
+    work = dist.all_reduce(later, dist.ReduceOp.MAX, group=group, async_op=True)
+    assert work is not None
+    work.wait()
+    assert values.tolist() == [1.0, 2.0, 3.0, 4.0] and later.item() == 3.0
+    assert (group.size(), group.rank()) == (4, rank)
+    assert group_over(axes[1:]) is axes[1].group

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_map
 
+from megatron_fsdp_v2.dtensor.row_shards import RowShards
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from tests.cases import longer
-from tests.distributed import operators_on_ranks
-from tests.distributed.operators_on_ranks import REFUSED, RIGHT, ROWS, WRONG
+from tests.distributed.wrapping import mesh_of
 from tests.ranks import RankPools
 
 pytest.importorskip("expecttest", reason="torch's OpInfo needs it; `make setup` installs it")
@@ -30,13 +38,176 @@ FEWEST = 0.9
 """Share of the operators that are right; others are an error by name."""
 
 
+ROWS = ("even", "uneven", "empty")
+"""How rows are spread: as equally as can be; most of them on rank 0; none on rank 0."""
+
+RIGHT, WRONG, REFUSED, SKIPPED = "right", "wrong", "refused", "skipped"
+NOT_COMPARED = (
+    *("empty", "rand", "dropout", "bernoulli", "uniform", "normal", "cauchy", "exponential"),
+    "geometric",
+)
+"""In names: what returns memory as it is, or random numbers."""
+
+
+@functools.cache
+def operators() -> dict[str, Any]:
+    """Those with a floating-point tensor as their first input, by name."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return {
+        op.name + (f".{op.variant_test_name}" if op.variant_test_name else ""): op
+        for op in op_db
+        if torch.float32 in op.dtypes and not op.name.startswith(("_refs", "_native", "ops."))
+    }
+
+
+def sharded_at(length: int, ranks: int, rows: str) -> list[tuple[int, int]]:
+    """Row range of every rank."""
+    if rows == "even":
+        step = -(-length // ranks)
+        cuts = [min(step * rank, length) for rank in range(ranks + 1)]
+    elif rows == "uneven":
+        cuts = [0, *(max(length - ranks + 1 + rank, 0) for rank in range(ranks))]
+    else:
+        cuts = [0, 0, *(length - ranks + 2 + rank for rank in range(ranks - 1))]
+        cuts = [max(cut, 0) for cut in cuts]
+    return list(itertools.pairwise(cuts))
+
+
+def sharded(whole: torch.Tensor, rows: str) -> torch.Tensor:
+    """A tensor as this package shards it."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    ranges = sharded_at(whole.shape[0], ranks, rows)
+    start, end = ranges[rank]
+    local = whole.detach()[start:end].clone()
+    return UnevenDTensor.from_rows(
+        local, mesh_of(ranks), RowShards(tuple(ranges), (1,)), whole.shape
+    )
+
+
+def samples(name: str, most: int) -> Iterator[Any]:
+    """Inputs, equal on all ranks, of which the first is a parameter of 1 to 3 dimensions."""
+    op, found = operators()[name], set()
+    torch.manual_seed(0)
+    for sample in op.sample_inputs("cpu", torch.float32, requires_grad=False):
+        first = sample.input
+        if not isinstance(first, torch.Tensor) or not first.is_floating_point():
+            continue
+        if (
+            first.layout is not torch.strided
+            or not 1 <= first.ndim <= 3
+            or first.shape[0] < 2
+            or not first.numel()
+        ):
+            continue
+        kind = first.ndim, len(sample.args), tuple(sorted(sample.kwargs))
+        if kind not in found:
+            found.add(kind)
+            yield sample
+        if len(found) == most:
+            return
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _outcome(func: Callable[..., Any], param: torch.Tensor, rest: Any, trains: bool) -> Any:
+    """Results and the gradient, as whole plain tensors."""
+    args, kwargs = rest
+    torch.manual_seed(0)
+    found = [leaf for leaf in tree_flatten(func(param, *args, **kwargs))[0] if leaf is not None]
+    for leaf in found:
+        if type(leaf) is DTensor and isinstance(param, UnevenDTensor):
+            assert all(p.is_replicate() for p in leaf.placements), f"DTensor {leaf.placements}"
+    wholes = [_whole(leaf) for leaf in found]
+    trained = [w for w in wholes if isinstance(w, torch.Tensor) and w.requires_grad]
+    grad = None
+    if trains and trained:
+        generator = torch.Generator().manual_seed(1)
+        terms = [
+            (w.abs() * torch.rand(w.shape, generator=generator)).sum() for w in trained if w.numel()
+        ]
+        sum(terms).backward()
+        grad = param.grad
+        if type(grad) is DTensor and isinstance(param, UnevenDTensor):
+            raise AssertionError("gradient is a DTensor")
+        grad = None if grad is None else _whole(grad)
+    return [w.detach() if isinstance(w, torch.Tensor) else w for w in wholes], grad
+
+
+def _same(mine: Any, expected: Any) -> bool:
+    if isinstance(expected, torch.Tensor):
+        return (
+            isinstance(mine, torch.Tensor)
+            and mine.shape == expected.shape
+            and torch.allclose(mine, expected.to(mine.dtype), 1e-3, 1e-4, equal_nan=True)
+        )
+    return bool(mine == expected) or str(mine) == str(expected) == "nan"
+
+
+def verdict(name: str, rows: str, *, mixed: bool = False, most: int = 3) -> list[tuple[str, str]]:
+    """What an operator does, forward and backward, for some samples.
+
+    Args:
+        name: One of `operators`.
+        rows: One of `ROWS`.
+        mixed: Whether other tensors stay plain, or are sharded as well.
+        most: Samples.
+    """
+    op = operators()[name]
+    trains = op.supports_autograd
+    found = []
+    for sample in samples(name, most):
+        rest = sample.args, sample.kwargs
+
+        def wrapped(leaf: Any, spread: bool = True) -> Any:
+            if not isinstance(leaf, torch.Tensor) or mixed:
+                return leaf
+            if leaf.ndim == 0 or leaf.layout is not torch.strided:
+                return leaf
+            return sharded(leaf, rows) if leaf.shape[0] else leaf
+
+        whole = torch.nn.Parameter(sample.input.detach().clone(), requires_grad=trains)
+        try:
+            copies = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, rest)
+            expected = _outcome(op.op, whole, copies, trains)
+        except Exception:
+            found.append((SKIPPED, "the unsharded one fails"))
+            continue
+        param = torch.nn.Parameter(sharded(sample.input, rows), requires_grad=trains)
+        try:
+            mine = _outcome(op.op, param, tree_map(wrapped, rest), trains)
+        except AssertionError as error:
+            found.append((WRONG, str(error)))
+            continue
+        except Exception as error:
+            found.append((REFUSED, f"{type(error).__name__}: {str(error)[:300]}"))
+            continue
+        if any(word in name for word in NOT_COMPARED):
+            found.append((SKIPPED, "random"))
+            continue
+        what = ""
+        if len(mine[0]) != len(expected[0]) or not all(map(_same, mine[0], expected[0])):
+            what = "values"
+        elif (mine[1] is None) != (expected[1] is None) or not (
+            mine[1] is None or _same(mine[1], expected[1])
+        ):
+            what = "gradient"
+        found.append((WRONG, what) if what else (RIGHT, ""))
+    return found
+
+
+def verdicts(names: Sequence[str], rows: str, **options: Any) -> dict[str, Any]:
+    """`verdict` of several."""
+    return {name: verdict(name, rows, **options) for name in names}
+
+
 def _check(pools: RankPools, names: list[str], rows: str, ranks: int, mixed: bool) -> None:
     found: dict[str, list[Any]] = {}
     for start in range(0, len(names), 60):
         batch = names[start : start + 60]
-        per_rank = pools(ranks).run(
-            operators_on_ranks.verdicts, batch, rows, mixed=mixed, timeout_s=240.0
-        )
+        per_rank = pools(ranks).run(verdicts, batch, rows, mixed=mixed, timeout_s=240.0)
         for name in batch:
             found[name] = [[(kind, text) for kind, text in one[name]] for one in per_rank]
     wrong = {
@@ -66,4 +237,4 @@ def test_some_operators_are_those_of_the_whole_forward_and_backward(
 def test_every_operator_is_that_of_the_whole_or_an_error_on_all_ranks(
     pools: RankPools, rows: str, ranks: int, mixed: bool
 ) -> None:
-    _check(pools, sorted(operators_on_ranks.operators()), rows, ranks, mixed)
+    _check(pools, sorted(operators()), rows, ranks, mixed)

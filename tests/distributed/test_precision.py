@@ -1,30 +1,37 @@
-"""Dtypes are where a policy says, also unusual ones, and gradients are scaled as documented."""
+"""Dtypes are where a policy says; gradients are scaled as documented; unusual parameters."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, override
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+)
 
-from megatron_fsdp_v2 import MixedPrecisionPolicy
-from megatron_fsdp_v2.runtime.fsdp_module import unit_of
+from megatron_fsdp_v2 import MixedPrecisionPolicy, checkpoint
+from megatron_fsdp_v2.checkpoint.exporting import export
+from megatron_fsdp_v2.checkpoint.verifying import verify
+from megatron_fsdp_v2.optim import flat_optimizer
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     STRATEGIES,
-    backward_both,
     batch,
     held_error,
     listen,
     mesh_of,
+    of_all_ranks,
     on_mesh,
     pair,
-    said,
     shards_of,
     step_all,
     strategies_on,
@@ -172,65 +179,7 @@ def test_floating_inputs_and_outputs_are_cast_if_asked_to_and_others_untouched(
     }
 
 
-# -- main weights ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("param_dtype", [None, BF16], ids=str)
-@on_ranks("world_size", world_size=[1, 2], strategy=STRATEGIES)
-def test_model_weights_exist_only_where_placement_or_dtype_of_the_whole_differs(
-    world_size: int, strategy: str, param_dtype: torch.dtype | None
-) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype)
-    model = wrap(Stack(1), sharding_strategy=strategy, mp_policy=policy)
-    (group,) = unit_of(model.blocks[0]).groups
-    main, weight = group.main_weight.tensor, group.model_weight.tensor
-    shares = main.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
-    # ZeRO-1 and ZeRO-2 keep the whole model weight and a piece of the main weight; along an axis
-    # of one rank the piece is the whole.
-    placement_differs = strategy in ("optim", "optim_grads") and world_size > 1
-    # What is gathered for every use is cast into the buffer that is gathered.
-    is_cast = param_dtype is not None
-    is_gathered = strategy == "optim_grads_params" and world_size > 1
-    assert shares is (not placement_differs and (is_gathered or not is_cast))
-
-
 # -- mixed dtypes and requires_grad ---------------------------------------------------------------
-
-
-class MixedUnit(nn.Module):
-    """Two floating dtypes, a frozen parameter of each kind, an integer table."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        # Rows of 16 bytes and more, so that each of three ranks holds some of everything trained.
-        self.coarse = nn.Parameter(torch.ones(5, 4))
-        self.fine = nn.Parameter(torch.ones(7, 4, dtype=FP64))
-        self.frozen = nn.Parameter(torch.full((5, 4), 2.0), requires_grad=False)
-        self.table = nn.Parameter(torch.arange(9), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert self.table.dtype is torch.int64
-        y = (x @ (self.coarse * self.frozen)).double() @ self.fine.t()
-        return y[:, self.table[:4]]
-
-
-@on_ranks("world_size", world_size=[2, 3])
-def test_a_unit_takes_mixed_dtypes_and_requires_grad(world_size: int) -> None:
-    model = wrap(MixedUnit())
-    wire = listen(model)
-    model(batch(dist.get_rank())).sum().backward()
-    reduced = sum(s.numel for s in wire.sent if s.kind != "all_gather")
-    needed = sum(g.layout.numel for g in unit_of(model).groups if g.spec.requires_grad)
-    grads = {p.grad.dtype for p in (model.coarse, model.fine) if p.grad is not None}
-    assert {n: (p.dtype, p.requires_grad) for n, p in model.named_parameters()} == {
-        "coarse": (FP32, True),
-        "fine": (FP64, True),
-        "frozen": (FP32, False),
-        "table": (torch.int64, False),
-    }
-    assert model.frozen.grad is model.table.grad is None
-    assert grads == {FP32, FP64}
-    assert reduced == needed, "gradients of frozen parameters went over the wire"
 
 
 # -- gradient scaling -----------------------------------------------------------------------------
@@ -270,13 +219,24 @@ def test_a_gradient_is_the_factor_times_the_sum_over_ranks_of_both_axes(
             assert held_error(model.weight.grad, 2 * expected) < 1e-5, options
 
 
-@on_ranks(2)
-def test_grad_comm_dtype_is_on_the_wire_of_the_outer_axis_too() -> None:
-    policy = MixedPrecisionPolicy(grad_comm_dtype=BF16)
-    model = wrap(Stack(1), mesh=mesh_of(2, 1), mp_policy=policy)
-    wire = listen(model)
-    model(batch(dist.get_rank())).sum().backward()
-    assert wire.dtypes(gathers=False) == {BF16}
+FP16_POLICIES = {
+    "wire": MixedPrecisionPolicy(grad_comm_dtype=FP16),
+    "main": MixedPrecisionPolicy(main_grads_dtype=FP16, grad_comm_dtype=FP32),
+    "both": MixedPrecisionPolicy(main_grads_dtype=FP16),
+}
+
+
+@on_ranks("shape", shape=[(2,), (3,), (2, 2)], strategy=STRATEGIES, policy=FP16_POLICIES)
+def test_an_fp16_mean_does_not_overflow_where_the_sum_would(
+    shape: tuple[int, ...], strategy: str, policy: str
+) -> None:
+    options = {"sharding_strategy": strategy, "mp_policy": FP16_POLICIES[policy]}
+    model = wrap(_dot(), mesh=mesh_of(*shape), **options)
+    model(torch.full((7, 3), 60_000.0)).backward()
+    grad = model.weight.grad
+    values = [] if grad is None else grad.to_local().unique().tolist()
+    assert any(of_all_ranks(values))
+    assert values == pytest.approx([60_000.0] * len(values), rel=1e-3)
 
 
 # -- whole trainings ------------------------------------------------------------------------------
@@ -380,6 +340,7 @@ FROZEN = [
     (torch.float8_e4m3fn, True, (2, 2)),
     (torch.complex64, False, (2,)),
     (torch.complex128, False, (2, 2)),
+    (torch.int64, True, (3,)),
 ]
 
 
@@ -406,38 +367,86 @@ def test_a_frozen_weight_of_any_dtype_is_gathered_bit_by_bit(
     assert model.seen == dtype
 
 
-@on_ranks(2)
-def test_trained_complex_and_8_bit_weights_are_rejected_by_name() -> None:
-    found = []
-    for dtype in (torch.complex64, torch.float8_e4m3fn):
-        model = Quantized(dtype)
-        model.weight = nn.Parameter(model.weight.detach())
-        found.append(said(ValueError, lambda model=model: wrap(model, [])))
-    complex_one, small = found
-    assert "parameter weight is complex (torch.complex64) and trained" in complex_one
-    assert "parameter weight is of 8 bits (torch.float8_e4m3fn) and trained" in small
+OPTIMIZERS = {
+    "foreach": lambda params: torch.optim.AdamW(params, lr=0.1, foreach=True),
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "flat": lambda params: flat_optimizer(torch.optim.AdamW)(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+}
 
 
-def _sparse() -> nn.Module:
-    """An embedding with sparse gradients, used twice, and a layer."""
-    return Formula(
-        lambda m, tokens: m.layer(m.table(tokens)) + m.table(tokens.flip(0)),
-        table=nn.Embedding(11, 4, sparse=True),
-        layer=nn.Linear(4, 4),
-    ).double()
+class Net(nn.Module):
+    """Parameters without elements beside others, in a unit and alone in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.empty(3, 0))
+        self.columns = nn.Parameter(torch.empty(0, 5))
+        self.stacked = nn.Parameter(torch.empty(3, 0, 2))
+        self.frozen = nn.Parameter(torch.empty(2, 0), requires_grad=False)
+        self.alone = nn.Linear(0, 3, bias=False)
+        self.biased = nn.Linear(0, 2)
+        self.linear = nn.Linear(4, 2)
+
+    def reset_parameters(self) -> None:
+        """There is nothing to set here."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        empty = (self.rows, self.columns, self.stacked, self.frozen)
+        total = sum(param.sum() for param in empty) + self.alone(x[:, :0]).sum()
+        return self.linear(x) + self.biased(x[:, :0]) + total
 
 
-@on_ranks(2, strategy=STRATEGIES)
-def test_sparse_gradients_train_as_in_a_plain_model(strategy: str) -> None:
-    options = {"sharding_strategy": strategy}
-    plain, model = pair(_sparse, lambda m: [m.table], **options)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+def _steps(*trainings: tuple[Any, Any]) -> None:
+    for step in range(2):
+        for model, optimizer in trainings:
+            optimizer.zero_grad()
+            model(torch.ones(4, 4) + step).square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
 
-    def loss(model: Any, rank: int, step: int) -> torch.Tensor:
-        return model(torch.arange(4) * (step + rank + 1) % 11).square().mean()
 
-    for step in range(6):
-        backward_both(plain, model, step, loss)
-        if step % 2:
-            step_all(*optimizers)
-    assert weight_error(model, plain) < 1e-12
+def _shapes(state: Any) -> dict[str, Any]:
+    return {name: tuple(value.shape) for name, value in state.items()}
+
+
+@on_ranks("num_ranks", num_ranks=[1, 3], strategy=STRATEGIES)
+def test_parameters_without_elements_train_are_saved_and_loaded(
+    tmp_path: Path, num_ranks: int, strategy: str
+) -> None:
+    torch.manual_seed(0)
+    original = Net()
+
+    def sharded(strategy: str) -> Any:
+        model = copy.deepcopy(original)
+        return wrap(model, [model.alone], sharding_strategy=strategy)
+
+    others = dict(zip(STRATEGIES, reversed(STRATEGIES), strict=True))
+    errors = {}
+    for name, optimizer_of in OPTIMIZERS.items():
+        plain, model, other = copy.deepcopy(original), sharded(strategy), sharded(others[strategy])
+        optimizers = [
+            optimizer_of([param for param in each.parameters() if param.requires_grad])
+            for each in (plain, model, other)
+        ]
+        _steps((plain, optimizers[0]), (model, optimizers[1]))
+        errors[name] = weight_error(model, plain)
+        path = tmp_path / name
+        checkpoint.save(path, model, optimizers[1])
+        checkpoint.load(path, other, optimizers[2])
+        _steps((plain, optimizers[0]), (other, optimizers[2]))
+        errors[f"{name}, loaded"] = weight_error(other, plain)
+    whole = get_model_state_dict(other, options=StateDictOptions(full_state_dict=True))
+    with torch.device("meta"):
+        built: Any = Net()
+        wrap(built, [built.alone], sharding_strategy=strategy)
+    checkpoint.load(path, built)
+    built(torch.ones(1, 4))
+    built.load_state_dict(plain.state_dict())
+    errors["meta"] = weight_error(built, plain)
+    if dist.get_rank() == 0:
+        (file,) = export(path, tmp_path / "m.pt").files
+        expected = _shapes(original.state_dict())
+        assert _shapes(whole) == _shapes(torch.load(file)) == expected
+        assert verify(path).problems == verify(file).problems == []
+    assert max(errors.values()) < 1e-5, errors

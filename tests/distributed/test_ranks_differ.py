@@ -1,27 +1,29 @@
-"""Ranks that shard or run different things: found and named, or made no difference."""
+"""Ranks that do different things, die or stay away: found and named, or without a difference."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from megatron_fsdp_v2 import fully_shard
+from megatron_fsdp_v2.comm import interface
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
-    backward_both,
-    gradient_error,
-    loss_of,
-    of_all_ranks,
-    pair,
     said,
-    step_all,
-    weight_error,
     wrap,
 )
+from tests.ranks import RankFailure, RankPool, RankPools
 from tests.reference.models import Skipping, Stack
 
 
@@ -69,27 +71,6 @@ def test_a_unit_skipped_on_one_rank_at_zero_3_is_named() -> None:
     assert "must run on every rank" in text
 
 
-def _losses(model: Any, num_evaluations: int = 0) -> list[float]:
-    """Losses of three steps, with evaluations after each."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    losses = []
-    for _ in range(3):
-        loss = model(torch.ones(2, 5)).square().mean()
-        loss.backward()
-        step_all(optimizer)
-        for _ in range(num_evaluations):
-            with torch.no_grad():
-                model(torch.ones(3, 5))
-        losses.append(float(loss))
-    return losses
-
-
-@on_ranks(2, strategy=["no_shard", "optim_grads", "optim_grads_params"])
-def test_the_check_before_every_collective_passes_where_ranks_agree(strategy: str) -> None:
-    losses = _losses(wrap(Stack(), sharding_strategy=strategy, check_ranks="always"))
-    assert losses[0] > losses[1] > losses[2]
-
-
 @on_ranks(2, strategy=["no_shard", "optim", "optim_grads"])
 def test_a_unit_left_out_everywhere_has_no_gradient_and_one_left_out_somewhere_has(
     strategy: str,
@@ -108,147 +89,165 @@ def test_a_unit_left_out_everywhere_has_no_gradient_and_one_left_out_somewhere_h
     assert all(somewhere)
 
 
-@on_ranks(2, strategy=["no_shard", "optim", "optim_grads"])
-def test_unequal_numbers_of_evaluations_need_no_partner_below_zero_3(strategy: str) -> None:
-    losses = _losses(wrap(Stack(), sharding_strategy=strategy), 1 + 2 * dist.get_rank())
-    assert of_all_ranks(losses) == [losses] * 2
-    assert losses[0] > losses[2]
+TIMEOUT_S = 1.5
+WIDTH = 8
 
 
-def _check_gradients(plain: Any, model: Any, arrange: Callable[..., None], steps: int = 1) -> None:
-    """See that they are right where `arrange(model, rank, step)` has ranks run other things."""
+class Block(nn.Module):
+    """A layer that can do something before it computes, or before its backward is over."""
 
-    def loss(model: Any, rank: int, step: int) -> torch.Tensor:
-        arrange(model, rank, step)
-        return loss_of(model, rank, step)
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.before: Callable[[], None] | None = None
+        self.in_backward: Callable[[], None] | None = None
 
-    for step in range(steps):
-        backward_both(plain, model, step, loss)
-    assert gradient_error(model, plain) < 1e-6
-
-
-class Uneven(Stack):
-    """Every block runs as often as `times` says, on this rank."""
-
-    times: tuple[int, ...] = (1, 1, 1)
-
-    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
-        for block, times in zip(self.blocks, self.times, strict=True):
-            for _ in range(times):
-                x = block(x)
-        return x
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.before is not None:
+            self.before()
+        x = x * 1
+        act = self.in_backward
+        if act is not None:
+            # Its gradient is one of the last of this block, right before the block is reduced.
+            x.register_hook(lambda grad: act())
+        return x @ self.weight
 
 
-# How often each rank runs each of three blocks; more ranks begin again.
-TIMES = ((0, 2, 1), (1, 1, 3), (2, 0, 0))
+def _mesh_of_its_own(timeout_s: float) -> DeviceMesh:
+    ranks = list(range(dist.get_world_size()))
+    group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
+    assert isinstance(group, dist.ProcessGroup)
+    return DeviceMesh.from_group(group, "cpu")
 
 
-def _backward(model: Any, backwards: str, rank: int, factor: float) -> None:
-    """One step's backwards: of a loss, of a kept graph once more, or of two forwards at once."""
-    model.times = TIMES[rank % len(TIMES)]
-    first, second = (loss_of(model, rank, step) * factor for step in range(2))
-    if backwards == "together":
-        (first + second).backward()
-    else:
-        first.backward(retain_graph=backwards == "kept")
-        (first if backwards == "kept" else second).backward()
+def _model(timeout_s: float, strategy: str) -> tuple[nn.Module, list[Block]]:
+    """A model of three units over a process group of its own, after one whole step."""
+    blocks = [Block(), Block(), Block()]
+    # One collective at a time, so that the first one that misses a rank is the one reported.
+    options: dict[str, Any] = {"enable_unshard_prefetch": False, "enable_async_reduce_grad": False}
+    options |= {"mesh": _mesh_of_its_own(timeout_s), "sharding_strategy": strategy}
+    model = wrap(nn.Sequential(*blocks), blocks, **options)
+    _step(model)
+    return model, blocks
 
 
-@pytest.mark.parametrize("backwards", ["kept", "in turn", "together"])
-@on_ranks(3, strategy=["no_shard", "optim", "optim_grads"])
-def test_units_that_ranks_run_a_different_number_of_times_train_like_one_process(
-    strategy: str, backwards: str
+def _step(model: nn.Module) -> torch.Tensor:
+    loss = model(torch.ones(2, WIDTH)).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+class _StayedAwayError(Exception):
+    pass
+
+
+def _stay_away() -> None:
+    raise _StayedAwayError
+
+
+def _misses_a_rank(strategy: str, *, in_backward: bool) -> str:
+    """Have rank 1 stop at the middle unit; return what the other one raises."""
+    model, blocks = _model(TIMEOUT_S, strategy)
+    if dist.get_rank() == 1:
+        setattr(blocks[1], "in_backward" if in_backward else "before", _stay_away)
+    try:
+        _step(model)
+    except _StayedAwayError:
+        # As a rank that hangs: it is there, and answers nothing.
+        time.sleep(TIMEOUT_S + 0.3)
+        return ""
+    except RuntimeError as error:
+        assert isinstance(error.__cause__, RuntimeError)
+        return str(error)
+    raise AssertionError("no rank was missed")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "in_backward", "collective"),
+    [
+        ("optim_grads_params", False, "all-gather of 2/0"),
+        ("optim_grads_params", True, "reduce-scatter of 1/0"),
+        ("no_shard", True, "all-reduce of 1/0"),
+    ],
+)
+def test_a_rank_that_stays_away_is_an_error_that_names_unit_and_collective(
+    pools: RankPools, strategy: str, in_backward: bool, collective: str
 ) -> None:
-    checks = "always" if backwards == "kept" else "once"
-    plain, model = pair(Uneven, sharding_strategy=strategy, check_ranks=checks)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (plain, model)]
-    for _ in range(2):
-        for rank in range(3):
-            _backward(plain, backwards, rank, 1 / 3)
-        _backward(model, backwards, dist.get_rank(), 1.0)
-        step_all(*optimizers)
-    assert weight_error(model, plain) < 1e-6
-
-
-def _frozen_in_part() -> Skipping:
-    model = Skipping()
-    model.blocks[1].requires_grad_(False)
-    return model
-
-
-@on_ranks(2, strategy=["no_shard", "optim", "optim_grads"])
-def test_a_unit_that_is_trained_from_now_on_may_be_left_out_by_a_rank(strategy: str) -> None:
-    """A block that was frozen when it was sharded is trained, and rank 1 leaves it out at first."""
-    plain, model = pair(_frozen_in_part, sharding_strategy=strategy)
-    for both in (plain, model):
-        both.blocks[1].requires_grad_(True)
-
-    def skip(model: Any, rank: int, step: int) -> None:
-        model.skip = 1 if rank == 1 and step == 0 else None
-
-    _check_gradients(plain, model, skip, steps=2)
-
-
-class TiedOnSomeRanks(Stack):
-    """The root computes with a block's weight too, where `uses` says so."""
-
-    uses = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tied = torch.nn.Linear(7, 15)
-        self.tied.weight = self.blocks[1].up.weight
-
-    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
-        if self.uses:
-            x = x + self.tied(x)[:, :7]
-        return super().run_blocks(x)
+    message, _ = pools(2).run(_misses_a_rank, strategy, in_backward=in_backward)
+    assert message.startswith(f"{collective} failed on rank 0: rank 1 did not take part within 1.5")
+    assert "The first error in the logs of rank 1 is the cause" in message
 
 
 @on_ranks(2)
-def test_a_tied_weight_that_one_rank_uses_twice_is_reduced_once_at_zero_3() -> None:
-    """At ZeRO-3, rank 0 alone computes with a weight in a second place."""
-    plain, model = pair(TiedOnSomeRanks)
-    _check_gradients(plain, model, lambda model, rank, _: setattr(model, "uses", rank == 0))
-
-
-class RegionWithBranch(torch.nn.Module):
-    """A unit that is one recomputed region; it ends with its inner unit, or on one rank not."""
-
-    branches = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.nn.Linear(7, 7)
-        self.own = torch.nn.Linear(7, 7)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return torch.utils.checkpoint.checkpoint(self.region, x, use_reentrant=False)
-
-    def region(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inner(torch.tanh(x))
-        return self.own(torch.tanh(x)) if self.branches else x
+def test_a_rank_that_is_late_within_the_timeout_fails_nothing() -> None:
+    found = []
+    for late_s in (0.5, 0.0):
+        torch.manual_seed(0)
+        model, blocks = _model(60.0, "optim_grads_params")
+        if dist.get_rank() == 1:
+            blocks[1].before = functools.partial(time.sleep, late_s)
+        found.append([float(_step(model)) for _ in range(2)])
+    assert found[0] == found[1]
 
 
 @on_ranks(2)
-def test_an_output_handed_on_from_an_inner_unit_starts_the_outer_backward_first() -> None:
-    """At ZeRO-3, rank 1 alone has one more layer at the end of a recomputed region."""
-    plain, model = pair(
-        lambda: Stack(1, block=lambda _: RegionWithBranch()),
-        lambda m: [m.blocks[0].inner, m.blocks[0]],
-    )
-    _check_gradients(
-        plain, model, lambda model, rank, _: setattr(model.blocks[0], "branches", rank == 1)
-    )
+def test_the_comparison_at_the_first_use_says_that_it_missed_a_rank() -> None:
+    model: Any = fully_shard(Block(), mesh=_mesh_of_its_own(TIMEOUT_S))
+    if dist.get_rank() == 1:
+        time.sleep(TIMEOUT_S + 0.3)
+        return
+    text = said(RuntimeError, lambda: model(torch.ones(2, WIDTH)))
+    assert text.startswith("comparison of what ranks sharded, at the first use failed on rank 0")
 
 
-@on_ranks(2, strategy=["no_shard", "optim", "optim_grads"])
-def test_a_gradient_that_waits_in_a_bucket_is_reduced_once(strategy: str) -> None:
-    """Also where one rank has it and the other does not: both compare what they are about to do."""
-    options = {"sharding_strategy": strategy, "check_ranks": "always", "bucket_bytes": 1 << 20}
-    plain, model = pair(Skipping, **options)
+@pytest.fixture
+def own_pool() -> Iterator[RankPool]:
+    pool = RankPool(2)
+    yield pool
+    pool.close()
 
-    def skip(model: Any, rank: int, step: int) -> None:
-        model.skip = 1 if rank == step else None
 
-    _check_gradients(plain, model, skip, steps=2)
+def _die_in_the_middle() -> Any:
+    model, blocks = _model(30.0, "optim_grads_params")
+    if dist.get_rank() == 1:
+        blocks[1].before = lambda: os._exit(9)
+    _step(model)
+
+
+def test_a_rank_that_dies_is_an_error_that_names_unit_and_collective(own_pool: RankPool) -> None:
+    started = time.monotonic()
+    with pytest.raises(RankFailure) as raised:
+        own_pool.run(_die_in_the_middle)
+    message = str(raised.value)
+    assert "rank 1: the process died" in message
+    assert "all-gather of 2/0 failed on rank 0: the connection to rank 1 was lost" in message
+    # Long before the timeout: a closed connection is noticed at once.
+    assert time.monotonic() - started < 20.0
+
+
+@pytest.mark.parametrize(
+    ("others", "raised", "said"),
+    [
+        (
+            [1],
+            "Timed out",
+            "rank 1 did not take part within 5 s, the timeout of this process group",
+        ),
+        ([1, 2], "Broken pipe", "the connection to one of ranks 1, 2 was lost: a process ended"),
+        (list(range(1, 20)), "Timed out", "one of ranks 1, 2, 3, 4, 5, 6, 7, 8 and 11 more did"),
+        ([], "Timed out", "one of the others did not take part within 5 s"),
+    ],
+)
+def test_what_a_failure_means_is_said_before_what_the_backend_says(
+    monkeypatch: pytest.MonkeyPatch, others: list[int], raised: str, said: str
+) -> None:
+    members = ([0, *others], timedelta(seconds=5))
+    monkeypatch.setattr(interface, "_members", lambda group: members)
+    message = str(interface.collective_failure("gather", None, RuntimeError(raised)))
+    assert message.startswith("gather failed on rank 0: ") and said in message
+    assert raised in message
+
+
+def test_an_error_that_is_neither_late_nor_lost_is_quoted() -> None:
+    error = interface.collective_failure("gather", None, RuntimeError("bad sizes\nand a trace"))
+    assert str(error) == "gather failed on rank 0: bad sizes"

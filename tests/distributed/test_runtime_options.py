@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_v2 import fully_shard
-from megatron_fsdp_v2.comm.rank_checks import CheckRanks
-from megatron_fsdp_v2.runtime.fsdp_module import unit_of
-from megatron_fsdp_v2.runtime.options import RuntimeOptions
+from megatron_fsdp_v2 import RuntimeOptions, UnitOptions, fully_shard
+from megatron_fsdp_v2.runtime.module import unit_of
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import said, train_own
 from tests.reference.models import WIDTH, Stack
+from tests.sharding import shard
 
 OTHERS: dict[str, tuple[Any, Any]] = {
     "enable_unshard_prefetch": (False, True),
@@ -29,21 +28,21 @@ OTHERS: dict[str, tuple[Any, Any]] = {
 def _shard(model: Any, root: dict[str, Any], *units: dict[str, Any]) -> Any:
     """Shard a model with options for the root and its blocks; missing ones are not given."""
     for block, options in zip(model.blocks, units, strict=False):
-        fully_shard(block, **options)
-    return fully_shard(model, **root)
+        shard(block, **options)
+    return shard(model, **root)
 
 
 @on_ranks(1, option=OTHERS)
 def test_units_follow_whoever_was_given_an_option(option: str) -> None:
     value, _ = OTHERS[option]
-    expected = RuntimeOptions(**{option: CheckRanks(value) if option == "check_ranks" else value})
+    expected = RuntimeOptions(**{option: value})
     given = {option: value}
     for options in ((given, {}, {}, {}), ({}, {}, given, {})):
         model = _shard(Stack(), *options)
         context = unit_of(model).context
         assert all(unit_of(module).context is context for module in model.blocks)
         assert context.options == expected
-        assert context.reductions.max_live_grad_buffers == expected.max_live_grad_buffers
+        assert context.reductions.options.max_live_grad_buffers == expected.max_live_grad_buffers
 
 
 @on_ranks(1, option=OTHERS)
@@ -85,3 +84,15 @@ def test_a_pool_given_to_the_root_alone_takes_in_the_buffers_of_all_units() -> N
     assert all(map(torch.equal, bits[0], bits[2]))
     assert len(names[0]) == len(names[1]) > 5
     assert pools[1::2] == [0, 0]
+
+
+@on_ranks(1)
+def test_an_argument_takes_precedence_and_options_given_elsewhere_must_agree_with_it() -> None:
+    model: Any = Stack()
+    options = RuntimeOptions(enable_trace_pool=True, max_live_grad_buffers=3)
+    fully_shard(model.blocks[0], options=UnitOptions(runtime=options), enable_trace_pool=False)
+    text = said(ValueError, lambda: fully_shard(model, options=options))
+    fully_shard(model, options=UnitOptions())
+    found = unit_of(model).context.options
+    assert "enable_trace_pool=True for Stack and enable_trace_pool=False for blocks.0" in text
+    assert (found.enable_trace_pool, found.max_live_grad_buffers) == (False, 3)

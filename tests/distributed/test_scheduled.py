@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp_v2.runtime.fsdp_module import named_units
+from megatron_fsdp_v2.runtime.module import named_units
 from megatron_fsdp_v2.runtime.scheduled import ScheduledUnits
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
@@ -307,8 +307,8 @@ def test_uses_that_a_schedule_does_not_tell_are_errors_that_name_the_unit() -> N
     units.abandon()
     assert "end was called with no micro-batch under way" in said(RuntimeError, units.end)
     assert "begin_forward was called with no micro-batch under way" in not_begun
-    assert "gradients switched off" in no_gradients
-    assert not_used.startswith("layers.0.experts (Sequential) runs where its schedule")
+    assert "gradients disabled" in no_gradients
+    assert not_used.startswith("layers.0.experts (Sequential) runs outside the uses")
     assert never_begun.startswith("layers.0 (Layer) is not in use")
     assert gradient.startswith("a gradient of layers.0.experts (Sequential) arrived")
     no_root: dict[str, Callable[[], Any]] = {

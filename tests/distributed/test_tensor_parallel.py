@@ -1,19 +1,41 @@
-"""Modules of plain tensor-parallel parts, described by a table of rules."""
+"""Modules that tensor parallelism cut: DTensors of torch, plain parts with rules, tensor shards."""
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor import Partial, Shard
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint as recompute
 
-from megatron_fsdp_v2 import checkpoint, fully_shard
+from megatron_fsdp_v2 import UnitOptions, checkpoint, fully_shard
+from megatron_fsdp_v2.checkpoint.entries import state_entries
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
+from megatron_fsdp_v2.dtensor.row_shards import TensorShard
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.tensor_parallel import (
     COLUMN,
     NORM_RULES,
@@ -22,65 +44,190 @@ from megatron_fsdp_v2.tensor_parallel import (
     TensorParallelRule,
     tensor_shards,
 )
-from tests.distributed.checkpoint_trainings import digests
+from tests.cases import quick_if
+from tests.distributed.checkpoint_trainings import digests, muon
+from tests.distributed.cut_parameters import Spec, full, part, tensor_shard
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.plain_parallel_model import CUT, RULES, WORDS, Column, parts, whole
-from tests.distributed.tensor_parallel_models import (
-    assert_loads_everywhere,
-    data_axes,
-    data_rank_of,
-    mesh_with_tp,
-    train,
-)
-from tests.distributed.wrapping import STRATEGIES, said
+from tests.distributed.wrapping import STRATEGIES, mesh_of, of_all_ranks, said
 from tests.ranks import RankPools
+from tests.reference.models import Block
+from tests.reference.wrapping_adam import WrappingAdam
 
-STEPS = 3
+VOCAB, HIDDEN, FFN, SEQUENCE, BATCH = 10, 6, 8, 4, 3
 
 
-def _sharded(shape: tuple[int, ...], strategy: str = "optim_grads_params", seed: int = 0) -> Any:
+class Language(nn.Module):
+    """Embedding, two blocks, column-parallel and row-parallel, norm, head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, HIDDEN)
+        self.blocks = nn.ModuleList(Block(HIDDEN, FFN) for _ in range(2))
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@functools.cache
+def mesh_with_tp(*shape: int) -> DeviceMesh:
+    """`(dp, tp)` or `(dp_outer, dp, tp)`; once in a process, since its groups are never ended."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp_outer", "dp", "tp")[-len(shape) :])
+
+
+def data_axes(mesh: DeviceMesh) -> DeviceMesh:
+    """All axes of such a mesh but the last."""
+    return mesh[("dp_outer", "dp")[-(mesh.ndim - 1) :]]
+
+
+def plain(seed: int = 0) -> Any:
+    """The model on one rank."""
+    torch.manual_seed(seed)
+    return Language()
+
+
+def parallelized(mesh: DeviceMesh, model: Any = None) -> Any:
+    """The model with its sequence, vocabulary, columns and rows over the last axis."""
+    model = plain() if model is None else model
+    plan: dict[str, Any] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    for number in range(len(model.blocks)):
+        plan[f"blocks.{number}.norm"] = SequenceParallel()
+        plan[f"blocks.{number}.up"] = ColwiseParallel(input_layouts=Shard(1))
+        plan[f"blocks.{number}.down"] = RowwiseParallel(output_layouts=Shard(1))
+    return parallelize_module(model, mesh["tp"], plan)
+
+
+def sharded(*shape: int, model: Any = None, **options: Any) -> Any:
+    """The same, sharded over the other axes, block by block."""
     mesh = mesh_with_tp(*shape)
-    model = parts(mesh, seed)
-    for unit in (model.experts_up, model):
-        shards = tensor_shards(unit, mesh=mesh, rules=RULES)
-        fully_shard(unit, mesh=data_axes(mesh), sharding_strategy=strategy, tensor_shards=shards)
+    model = parallelized(mesh, model)
+    for unit in (*model.blocks, model):
+        fully_shard(unit, mesh=data_axes(mesh), **options)
     return model
+
+
+def tokens_of(data_rank: int, step: int) -> torch.Tensor:
+    """What one data-parallel rank sees in a step: `(BATCH, SEQUENCE)`."""
+    generator = torch.Generator().manual_seed(100 * step + data_rank)
+    return torch.randint(VOCAB, (BATCH, SEQUENCE), generator=generator)
+
+
+def loss_of(model: nn.Module, data_rank: int, step: int) -> torch.Tensor:
+    """Cross entropy of predicting the next token of a ring."""
+    tokens = tokens_of(data_rank, step)
+    logits = model(tokens)
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+
+def data_rank_of(mesh: DeviceMesh) -> int:
+    """Number of a rank among those that see different data."""
+    return dist.get_rank() // mesh.size(mesh.ndim - 1)
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data_ranks: list[int],
+    steps: range,
+    clips: float = math.inf,
+    loss: Callable[[Any, int, int], torch.Tensor] = loss_of,
+) -> list[float]:
+    """Train on the mean loss of some data-parallel ranks; norms of gradients before clipping."""
+    norms = []
+    for step in steps:
+        optimizer.zero_grad()
+        torch.stack([loss(model, rank, step) for rank in data_ranks]).mean().backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), clips).item())
+        optimizer.step()
+    return norms
+
+
+def full_error(model: nn.Module, reference: nn.Module) -> float:
+    """Largest difference of weights to those of a model on one rank. Collective."""
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max(float((p.full_tensor() - q).abs().max()) for p, q in pairs)  # type: ignore[attr-defined]
 
 
 def _optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     if kind == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    if kind == "muon":
+        return muon(model, lr=0.02, ns_dtype=torch.float32)
     return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
 
 
-def _train(model: Any, optimizer: Any, data_ranks: list[int], steps: int) -> list[float]:
-    return train(model, optimizer, data_ranks, range(steps), clips=1.0, loss=_loss)
+def _described(*shape: int, seed: int = 0, **options: Any) -> Any:
+    """Plain parts, sharded as rules say."""
+    mesh = mesh_with_tp(*shape)
+    model = parts(mesh, seed)
+    for unit in (model.experts_up, model):
+        of_unit = UnitOptions(tensor_shards=tensor_shards(unit, mesh=mesh, rules=RULES))
+        fully_shard(unit, mesh=data_axes(mesh), options=of_unit, **options)
+    return model
 
 
-def _loss(model: Any, rank: int, step: int) -> torch.Tensor:
+def _parallelized(*shape: int, seed: int = 0, **options: Any) -> Any:
+    return sharded(*shape, model=plain(seed), **options)
+
+
+def _loss_of_words(model: Any, rank: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + rank)
     loss: torch.Tensor = model(torch.randint(WORDS, (5,), generator=generator)).square().mean()
     return loss
 
 
-CASES = [*((strategy, "sgd") for strategy in STRATEGIES), ("optim_grads_params", "adamw")]
+@dataclass(frozen=True)
+class Way:
+    """A model on one rank, the same over a mesh, and the loss of one data-parallel rank."""
+
+    whole: Callable[[], Any]
+    sharded: Callable[..., Any]
+    loss: Callable[[Any, int, int], torch.Tensor]
+
+    def train(self, model: Any, optimizer: Any, data_ranks: list[int], steps: int) -> list[float]:
+        """Norms of gradients before clipping."""
+        return train(model, optimizer, data_ranks, range(steps), clips=0.5, loss=self.loss)
 
 
-@pytest.mark.parametrize(("strategy", "kind"), CASES)
-@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (2, 2)], ids=str)
-@on_ranks("shape")
+WAYS = {
+    "parallelize_module": Way(plain, _parallelized, loss_of),
+    "rules": Way(whole, _described, _loss_of_words),
+}
+KINDS = [(strategy, "sgd") for strategy in STRATEGIES]
+KINDS += [(STRATEGIES[-1], "adamw"), (STRATEGIES[-1], "muon")]
+
+
+@pytest.mark.parametrize(
+    ("shape", "strategy", "kind"),
+    [
+        quick_if(shape == (2, 2) or (strategy, kind) == KINDS[3], shape, strategy, kind)
+        for shape in ((1, 2), (2, 1), (2, 2), (1, 2, 2))
+        for strategy, kind in KINDS
+    ],
+)
+@on_ranks("shape", way=WAYS)
 def test_training_equals_the_unsharded_loop(
-    shape: tuple[int, ...], strategy: str, kind: str
+    way: str, shape: tuple[int, ...], strategy: str, kind: str
 ) -> None:
-    mesh = mesh_with_tp(*shape)
-    model, reference = _sharded(shape, strategy), whole()
-    mine = _train(model, _optimizer(kind, model), [data_rank_of(mesh)], STEPS)
+    mesh, how = mesh_with_tp(*shape), WAYS[way]
+    if way == "rules" and kind == "muon":
+        kind = "adamw"
+    model, reference = how.sharded(*shape, sharding_strategy=strategy), how.whole()
     ranks = list(range(mesh.size() // shape[-1]))
-    theirs = _train(reference, _optimizer(kind, reference), ranks, STEPS)
-    expected = dict(reference.named_parameters())
-    for name, param in model.named_parameters():
-        assert float((param.full_tensor() - expected[name]).abs().max()) < 1e-6, name
-    assert mine == pytest.approx(theirs, rel=1e-6)
+    mine = how.train(model, _optimizer(kind, model), [data_rank_of(mesh)], 3)
+    theirs = how.train(reference, _optimizer(kind, reference), ranks, 3)
+    tolerance = 1e-5 if kind == "muon" else 1e-6
+    assert full_error(model, reference) < tolerance
+    assert mine == pytest.approx(theirs, abs=tolerance, rel=tolerance)
 
 
 @on_ranks(2)
@@ -96,79 +243,215 @@ def test_every_parameter_is_described_and_stacked_weights_are_cut_one_dimension_
     assert "experts_up.bias" not in found
 
 
-# -- checkpoints ---------------------------------------------------------------------------------
+# -- checkpoints ----------------------------------------------------------------------------------
 
 
-def _saved(folder: str, shape: tuple[int, ...]) -> dict[str, str]:
-    model = _sharded(shape)
-    optimizer = _optimizer("adamw", model)
-    _train(model, optimizer, [data_rank_of(mesh_with_tp(*shape))], 2)
-    checkpoint.save(f"{folder}/ours", model, optimizer)
+def _states(model: Any, optimizer: Any) -> tuple[Any, Any]:
+    """Torch's state dicts, and apart from them bytes that differ between ranks."""
     weights, states = get_state_dict(model, optimizer)
-    weights = {name: value for name, value in weights.items() if "_extra_state" not in name}
-    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=f"{folder}/torch")
+    extra = {name: weights.pop(name) for name in list(weights) if "_extra_state" in name}
+    return {"model": weights, "optimizer": states}, extra
+
+
+def _saved(folder: str, way: str) -> dict[str, str]:
+    how = WAYS[way]
+    model = how.sharded(2, 2)
+    optimizer = _optimizer("adamw", model)
+    how.train(model, optimizer, [data_rank_of(mesh_with_tp(2, 2))], 2)
+    checkpoint.save(f"{folder}/ours", model, optimizer)
+    dcp.save(_states(model, optimizer)[0], checkpoint_id=f"{folder}/torch")
+    if dist.get_rank() == 0:
+        checkpoint.export(f"{folder}/ours", f"{folder}/plain.pt")
+    dist.barrier()
+    loaded = torch.load(f"{folder}/plain.pt", weights_only=True)
+    for name, param in model.named_parameters():
+        assert torch.equal(loaded[name], param.full_tensor()), name
     return digests(model, optimizer)
 
 
-def _loaded(folder: str, shape: tuple[int, ...], strategy: str) -> list[dict[str, str]]:
+def _loaded(folder: str, way: str, shape: tuple[int, ...], strategy: str) -> list[dict[str, str]]:
+    """Digests of what this package and torch load."""
     found = []
     for kind in ("ours", "torch"):
-        model = _sharded(shape, strategy, seed=1)
+        model = WAYS[way].sharded(*shape, seed=1, sharding_strategy=strategy)
         optimizer = _optimizer("adamw", model)
         if kind == "ours":
-            checkpoint.load(f"{folder}/{kind}", model, optimizer)
+            checkpoint.load(f"{folder}/ours", model, optimizer)
         else:
-            weights, states = get_state_dict(model, optimizer)
-            extra = {n: weights.pop(n) for n in list(weights) if "_extra_state" in n}
-            dcp.load({"model": weights, "optimizer": states}, checkpoint_id=f"{folder}/{kind}")
-            weights |= extra
-            set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+            state, extra = _states(model, optimizer)
+            dcp.load(state, checkpoint_id=f"{folder}/torch")
+            set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=state["model"] | extra,
+                optim_state_dict=state["optimizer"],
+            )
         found.append(digests(model, optimizer))
     return found
 
 
+@pytest.mark.parametrize("way", WAYS)
 def test_a_checkpoint_loads_bit_equal_at_other_data_and_tensor_parallel_sizes(
-    pools: RankPools, tmp_path: Path
+    pools: RankPools, tmp_path: Path, way: str
 ) -> None:
-    saved = pools(4).run(_saved, str(tmp_path), (2, 2))[0]
+    saved = pools(4).run(_saved, str(tmp_path), way)[0]
     stored = CheckpointFolder(tmp_path / "ours").metadata.state_dict_metadata
     assert not any("_extra_state" in key for key in stored)
-    assert_loads_everywhere(pools, _loaded, tmp_path, saved)
+    assert len(saved) > 20
+    for number, shape in enumerate([(2, 1), (1, 2), (4, 1), (1, 1), (2, 2)]):
+        strategy = STRATEGIES[number % len(STRATEGIES)]
+        for found in pools(shape[0] * shape[1]).run(_loaded, str(tmp_path), way, shape, strategy):
+            assert found == [saved, saved], shape
 
 
-class _WithEmptyParameters(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-        self.none = nn.Parameter(torch.empty(0))
-        self.no_rows = nn.Parameter(torch.empty(0, 3))
+# -- other ways through a step -------------------------------------------------------------------
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + self.none.sum() + self.no_rows.sum()
+
+class _Recomputed(Language):
+    use_reentrant = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = recompute(block, x, use_reentrant=self.use_reentrant)
+        return self.head(self.norm(x))
+
+
+def _recomputed(use_reentrant: bool) -> Any:
+    torch.manual_seed(0)
+    model = _Recomputed()
+    model.use_reentrant = use_reentrant
+    return model
+
+
+def _frozen() -> Any:
+    model = plain()
+    model.blocks[0].up.requires_grad_(False)
+    return model
+
+
+VARIANTS: dict[str, Callable[[], Any]] = {
+    "recomputed": lambda: sharded(2, 2, model=_recomputed(False)),
+    "recomputed, reentrant": lambda: sharded(2, 2, model=_recomputed(True)),
+    "trace pool": lambda: sharded(2, 2, enable_trace_pool=True),
+    "outer axis": lambda: sharded(2, 1, 2),
+    "outer axis, sharded": lambda: sharded(2, 1, 2, outer_dp_sharding_strategy="optim"),
+    "frozen": lambda: sharded(2, 2, model=_frozen()),
+}
+
+
+@on_ranks(4, name=VARIANTS)
+def test_recomputation_the_pool_outer_axes_and_frozen_layers_change_nothing(name: str) -> None:
+    model, reference = VARIANTS[name](), _frozen() if name == "frozen" else plain()
+    train(model, _optimizer("sgd", model), [data_rank_of(mesh_with_tp(2, 2))], range(5))
+    train(reference, _optimizer("sgd", reference), [0, 1], range(5))
+    assert full_error(model, reference) < 1e-6
 
 
 @on_ranks(2)
-def test_parameters_without_elements_are_in_a_checkpoint_and_have_no_state(tmp_path: Path) -> None:
-    def made() -> tuple[Any, torch.optim.Optimizer]:
-        model = fully_shard(_WithEmptyParameters(), mesh=mesh_with_tp(2, 1)["dp"])
-        return model, _optimizer("adamw", model)
+def test_gathered_parameters_are_dtensors_over_the_tensor_parallel_mesh() -> None:
+    model = sharded(1, 2)
+    model.blocks[0].down.weight.marked = True
+    loss_of(model, 0, 0).backward()
+    assert all(type(p.data) is UnevenDTensor for p in model.parameters())
+    block = model.blocks[0]
+    block.unshard()
+    weight = block.up.weight
+    assert weight.placements == (Shard(0),)
+    assert block.down.weight.placements == (Shard(1),)
+    assert block.down.bias.placements == (Replicate(),)
+    assert weight.device_mesh.mesh_dim_names == ("tp",)
+    assert weight.is_leaf and weight.requires_grad
+    assert weight is block._fsdp_unit.groups[0].unsharded_params[2]
 
-    model, optimizer = made()
-    model(torch.ones(2, 4)).sum().backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    assert not any(param in optimizer.state for param in (model.none, model.no_rows))
-    checkpoint.save(f"{tmp_path}/ours", model, optimizer)
-    dcp.save({"model": model.state_dict()}, checkpoint_id=f"{tmp_path}/torch")
-    for kind in ("ours", "torch"):
-        fresh, other = made()
-        if kind == "ours":
-            checkpoint.load(f"{tmp_path}/{kind}", fresh, other)
-        else:
-            dcp.load({"model": fresh.state_dict()}, checkpoint_id=f"{tmp_path}/{kind}")
-        assert torch.equal(fresh.weight.full_tensor(), model.weight.full_tensor())
-    stored = CheckpointFolder(tmp_path / "ours").metadata.state_dict_metadata
-    assert stored["model.no_rows"].size == (0, 3)
-    assert not any(key.startswith("optimizer.state.no") for key in stored)
+
+@on_ranks(2)
+def test_a_state_dict_of_the_parallelized_model_loads_also_into_one_from_meta() -> None:
+    with torch.device("meta"):
+        skeleton = Language()
+    model = sharded(1, 2, model=skeleton)
+    for seed, assign in ((3, False), (4, True)):
+        given = parallelized(mesh_with_tp(1, 2), plain(seed)).state_dict()
+        model.load_state_dict(given, assign=assign)
+        loss_of(model, 0, 0)
+        assert full_error(model, plain(seed)) == 0.0
+
+
+@on_ranks(2)
+def test_replicated_parameters_from_meta_are_the_same_on_all_tensor_parallel_ranks() -> None:
+    # Ranks are seeded differently, as in a training with dropout.
+    torch.manual_seed(dist.get_rank())
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4))
+    mesh = mesh_with_tp(1, 2)
+    parallelize_module(model, mesh["tp"], {"0": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    bias = model[0].bias.to_local().detach()
+    assert torch.equal(*of_all_ranks(bias)) and bool(bias.any())
+
+
+# -- what cannot be sharded ----------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_norms_over_two_meshes_are_rejected_and_the_advice_works() -> None:
+    mesh = mesh_with_tp(2, 2)
+
+    def trained(*, described: bool | None) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        if described is not None:
+            plan = {"0": ColwiseParallel(output_layouts=Replicate())}
+            parallelize_module(model, mesh["tp"], plan)
+            rules = [TensorParallelRule(nn.Module, REPLICATED)]
+            shards = tensor_shards(model, mesh=mesh, rules=rules) if described else {}
+            # Units of their own, so that every rank has rows of both.
+            for unit in (*model, model):
+                fully_shard(unit, mesh=mesh["dp"], options=UnitOptions(tensor_shards=shards))
+        model(torch.arange(16.0).view(2, 8)).square().sum().backward()
+        return model.parameters()
+
+    def norm(*, described: bool | None) -> float:
+        return float(nn.utils.clip_grad_norm_(trained(described=described), 1.0).item())
+
+    rejected = said(ValueError, lambda: norm(described=False))
+    ratio = norm(described=True) / norm(described=None)
+    assert "tensors over two meshes" in rejected and "REPLICATED" in rejected
+    assert ratio == pytest.approx(1.0, rel=1e-5)
+
+
+@on_ranks(4)
+def test_dtensors_that_cannot_be_sharded_are_rejected_by_name() -> None:
+    mesh, other = mesh_with_tp(2, 2), init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+
+    def shard(param: Any, data: Any = None, **options: Any) -> str:
+        module = nn.Linear(4, 4, bias=False)
+        module.weight = nn.Parameter(param)
+        shards = {module.weight: TensorShard(mesh, 0)} if options else {}
+        of_unit = UnitOptions(tensor_shards=shards)
+        return said(
+            ValueError,
+            lambda: fully_shard(module, mesh=data or mesh["dp"], options=of_unit),
+        )
+
+    def over(tensor: Any, *placements: Any, rows: int = 4) -> Any:
+        return DTensor.from_local(torch.ones(rows, 4), tensor, placements, run_check=False)
+
+    nameless = init_device_mesh("cpu", (4,))
+    same = shard(over(mesh["dp"], Shard(0)))
+    other = shard(over(other, Shard(0)))
+    found = {
+        "still to be summed": shard(over(mesh["tp"], Partial())),
+        "parallelize over a 1-D mesh": shard(over(mesh, Replicate(), Shard(0))),
+        "mesh['tp']": same,
+        "no names of axes": shard(over(mesh["tp"], Shard(0)), data=nameless),
+        "unequal parts": shard(distribute_tensor(torch.ones(5, 4), mesh["tp"], [Shard(0)])),
+        "leave it out of tensor_shards": shard(over(mesh["tp"], Shard(0)), described=True),
+    }
+    for text, message in found.items():
+        assert "parameter weight" in message and text in message
+    assert "parameter weight" in other
+    assert "not an axis of the same mesh" in same and "not an axis of the same mesh" in other
 
 
 # -- tables that do not fit ----------------------------------------------------------------------
@@ -187,14 +470,119 @@ def test_a_table_that_does_not_fit_is_rejected_by_name() -> None:
         "has no pattern for it": {"kernel": Shard(0)},
         "has no dimension 2": {"*": Shard(2)},
         "use Shard, Replicate or FusedShard": {"*": Partial()},
-        "does not fall into 3 equal pieces": {"*": FusedShard(0, 3)},
+        "cannot be divided into 3 equal matrices": {"*": FusedShard(0, 3)},
     }.items():
         assert text in described(Column(4, 4), TensorParallelRule(Column, placements))
     no_rule = described(nn.Sequential(nn.Linear(4, 4)), *RULES)
-    assert "parameter 0.weight of shape (4, 4) of Linear: no rule matches" in no_rule
+    assert "parameter 0.weight of shape (4, 4) of Linear is unknown: no rule matches" in no_rule
     linear = TensorParallelRule(nn.Linear, REPLICATED)
     assert "linear.weight is tied" in described(tied, *RULES, linear)
     one_axis = described(nn.LayerNorm(4), *NORM_RULES, over=mesh["tp"])
-    assert "then the tensor-parallel one" in one_axis
+    assert "then the tensor-parallel axis" in one_axis
     for cls in ("Linear", torch.Tensor):
         assert "import path" in said(ValueError, lambda cls=cls: TensorParallelRule(cls, COLUMN))
+
+
+WEIGHTS = {
+    "column": Spec((FFN, HIDDEN), 0),
+    "gated": Spec((2 * FFN, HIDDEN), 0, num_pieces=2),
+    "row": Spec((HIDDEN, FFN), 1),
+    "norm": Spec((HIDDEN,)),
+}
+
+
+def _whole(name: str) -> torch.Tensor:
+    return full(sorted(WEIGHTS).index(name), WEIGHTS[name].shape)
+
+
+class _Parts(nn.Module):
+    """A tensor-parallel rank's parts; its gradients are a function of the whole weights."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
+        for name, spec in WEIGHTS.items():
+            value = part(_whole(name), spec, rank, size)
+            self.register_parameter(name, nn.Parameter(value.clone()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum() * sum((p**3).sum() for p in self.parameters())  # type: ignore[return-value]
+
+
+def _sharded(dp: int, tp: int, strategy: str) -> Any:
+    both = mesh_of(dp, tp)
+    model = _Parts(both.get_local_rank(1), tp)
+    shards = {p: tensor_shard(p, WEIGHTS[name], both) for name, p in model.named_parameters()}
+    options = UnitOptions(tensor_shards=shards)
+    return fully_shard(model, mesh=both["outer"], sharding_strategy=strategy, options=options)
+
+
+@on_ranks(2, sizes=[(1, 2), (2, 1)], strategy=STRATEGIES)
+def test_state_that_an_optimizer_wraps_itself_is_of_the_same_rows(
+    sizes: tuple[int, int], strategy: str
+) -> None:
+    """Though it is made as plain DTensors."""
+    model = _sharded(*sizes, strategy)
+    optimizer = WrappingAdam(model.parameters(), lr=0.1)
+    model(torch.ones(3)).backward()
+    optimizer.step()
+    entries = state_entries(optimizer, {p: name for name, p in model.named_parameters()})
+    assert len(entries) == 2 * len(WEIGHTS)
+    assert {type(value) for value in entries.values()} == {UnevenDTensor}
+
+
+@on_ranks(4)
+def test_pieces_of_a_gated_layer_are_whole_halves() -> None:
+    model = _sharded(2, 2, "optim_grads_params")
+    gate, up = model.gated.pieces()
+    whole = _whole("gated")
+    assert gate.shape == up.shape == (FFN, HIDDEN)
+    assert torch.equal(gate.full_tensor(), whole[:FFN])
+    assert torch.equal(up.full_tensor(), whole[FFN:])
+    assert [piece.shape for piece in model.row.pieces()] == [model.row.shape]
+
+
+@on_ranks(4)
+def test_weights_spread_from_rank_0_are_right_or_rejected_where_sub_tensors_are_fused() -> None:
+    model = _sharded(2, 2, "optim_grads_params")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    spread = partial(set_model_state_dict, model, options=options)
+
+    def given(*names: str) -> dict[str, torch.Tensor]:
+        return {name: _whole(name) + 1 for name in names if dist.get_rank() == 0}
+
+    plain = [name for name, spec in WEIGHTS.items() if spec.num_pieces == 1]
+    spread(given(*plain))
+    for name in plain:
+        assert torch.equal(getattr(model, name).full_tensor(), _whole(name) + 1), name
+    assert "each sub-tensor of a fused" in said(RuntimeError, lambda: spread(given(*WEIGHTS)))
+
+
+@on_ranks(4)
+def test_bad_shards_are_rejected_by_name() -> None:
+    data, both = mesh_of(2, 2)["outer"], mesh_of(2, 2)
+
+    def shard(**kwargs: Any) -> Any:
+        model = nn.Linear(4, 4, bias=False)
+        tensor = TensorShard(**{"mesh": both, "dim": 0, **kwargs})
+        options = UnitOptions(tensor_shards={model.weight: tensor})
+        return fully_shard(model, mesh=data, options=options)
+
+    swapped = DeviceMesh.from_group(
+        [both.get_group(1), both.get_group(0)], "cpu", mesh=both.mesh.T, mesh_dim_names=("a", "b")
+    )
+    one = said(ValueError, lambda: shard(mesh=data))
+    assert "parameter weight" in one and "one more" in one
+    assert "one more" in said(ValueError, lambda: shard(mesh=swapped))
+    assert "no dimension 2" in said(ValueError, lambda: shard(dim=2))
+    assert "add up to the 4" in said(ValueError, lambda: shard(pieces=(1, 2)))
+
+
+@on_ranks(3)
+def test_a_separate_parameter_is_cut_alike_beside_any_others() -> None:
+    def cuts(rows: int) -> Any:
+        model = nn.ModuleDict({"shared": nn.Linear(4, 5), "other": nn.Linear(3, rows)})
+        model.__class__ = type("Both", (nn.ModuleDict,), {"forward": lambda self, x: x})
+        fully_shard(model, options=UnitOptions(separate_params={model["shared"].weight}))
+        return model["shared"].weight.local_rows
+
+    assert cuts(2) == cuts(31)

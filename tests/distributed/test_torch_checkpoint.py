@@ -1,15 +1,19 @@
-"""Torch's own `torch.distributed.checkpoint` and state-dict calls on sharded models."""
+"""Torch's own `torch.distributed.checkpoint`, state-dict calls and files of sharded models."""
 
 from __future__ import annotations
 
+import copy
 import io
 import math
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -18,13 +22,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from tests.cases import longer
 from tests.distributed.checkpoint_trainings import (
     WAYS,
-    Sharding,
     digests,
     muon,
     net,
@@ -33,9 +39,20 @@ from tests.distributed.checkpoint_trainings import (
     train,
 )
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import step_all
+from tests.distributed.wrapping import (
+    MESHES,
+    mesh_of,
+    of_all_ranks,
+    own_loss,
+    pair,
+    said,
+    shards_of,
+    step_all,
+    weight_error,
+    wrap,
+)
 from tests.ranks import RankPools
-from tests.reference.models import Formula
+from tests.reference.models import Formula, Stack, TiedInside
 from tests.reference.wrapping_adam import WrappingAdam
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
@@ -54,28 +71,27 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "Rprop": lambda model: optim.Rprop(model.parameters(), lr=0.1),
     "Muon": muon,
 }
-SHARDINGS = {
-    "ZeRO-0, 1": Sharding((1,), "no_shard"),
-    "ZeRO-1, 2": Sharding((2,), "optim"),
-    "ZeRO-2, 3": Sharding((3,), "optim_grads"),
-    "ZeRO-3, 4": Sharding((4,)),
-    "HSDP, 2x2": Sharding((2, 2)),
-    "HFSDP, 2x2": Sharding((2, 2), outer="optim"),
-}
-SAVED_BY = Sharding((3,))
+# Mesh and strategy.
+SHARDINGS = [
+    ("1", "no_shard"),
+    ("2", "optim"),
+    ("3", "optim_grads"),
+    ("4", "optim_grads_params"),
+    ("HSDP 2x2", "optim_grads_params"),
+    ("HFSDP 2x2", "optim_grads_params"),
+]
+SAVED_BY = ("3", "optim_grads_params")
 
 Digests = dict[str, dict[str, str]]
 
 
-def ranks(sharding: Sharding) -> int:
-    return math.prod(sharding.mesh)
-
-
-def _saved(folder: str, way: str, names: list[str], sharding: Sharding) -> tuple[Digests, bool]:
+def _saved(
+    folder: str, way: str, names: list[str], mesh_name: str, strategy: str
+) -> tuple[Digests, bool]:
     """Digests by optimizer, and whether some parameter has no rows here."""
     found, is_empty = {}, False
     for name in names:
-        model = net(sharding)
+        model = net(mesh_name, sharding_strategy=strategy)
         optimizer = OPTIMIZERS[name](model)
         train(model, optimizer, 2)
         WAYS[way][0](f"{folder}/{name}", model, optimizer)
@@ -84,10 +100,10 @@ def _saved(folder: str, way: str, names: list[str], sharding: Sharding) -> tuple
     return found, is_empty
 
 
-def _loaded(folder: str, way: str, names: list[str], sharding: Sharding) -> Digests:
+def _loaded(folder: str, way: str, names: list[str], mesh_name: str, strategy: str) -> Digests:
     found = {}
     for name in names:
-        model = net(sharding)
+        model = net(mesh_name, sharding_strategy=strategy)
         with torch.no_grad():
             for param in model.parameters():
                 param.fill_(0.5)
@@ -100,27 +116,18 @@ def _loaded(folder: str, way: str, names: list[str], sharding: Sharding) -> Dige
     return found
 
 
-def _check_loads(
-    pools: RankPools, folder: Path, saved: Digests, names: list[str], labels: list[str]
-) -> None:
-    for label in labels:
-        sharding = SHARDINGS[label]
-        for found in pools(ranks(sharding)).run(_loaded, str(folder), "torch", names, sharding):
-            for name in names:
-                assert found[name] == saved[name], (label, name)
-
-
-QUICK = ["ZeRO-1, 2", "HFSDP, 2x2"]
-
-
-@pytest.mark.parametrize("labels", [QUICK, longer(list(SHARDINGS))], ids=len)
+@pytest.mark.parametrize("shardings", [SHARDINGS[1::4], longer(SHARDINGS)], ids=len)
 def test_every_optimizer_loads_bit_equal_at_other_sizes_and_strategies(
-    pools: RankPools, tmp_path: Path, labels: list[str]
+    pools: RankPools, tmp_path: Path, shardings: list[tuple[str, str]]
 ) -> None:
-    names = list(OPTIMIZERS)
-    results = pools(3).run(_saved, str(tmp_path), "torch", names, SAVED_BY)
+    names, folder = list(OPTIMIZERS), str(tmp_path)
+    results = pools(3).run(_saved, folder, "torch", names, *SAVED_BY)
+    saved = results[0][0]
+    for mesh_name, strategy in shardings:
+        ranks = pools(math.prod(MESHES[mesh_name][0]))
+        for found in ranks.run(_loaded, folder, "torch", names, mesh_name, strategy):
+            assert found == saved, (mesh_name, strategy)
     assert any(is_empty for _, is_empty in results)
-    _check_loads(pools, tmp_path, results[0][0], names, labels)
 
 
 @pytest.mark.parametrize("rows", [4, 1], ids=["ranks hold others", "a rank holds nothing"])
@@ -144,22 +151,13 @@ def test_state_of_a_parameter_of_no_rows_is_saved_and_loaded(tmp_path: Path, row
     assert [float(of_one["step"]) for of_one in state.values()] == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("saving", ["HSDP, 2x2", "HFSDP, 2x2", "ZeRO-0, 1"])
-def test_what_any_strategy_saved_every_other_loads(
-    pools: RankPools, tmp_path: Path, saving: str
-) -> None:
-    names, sharding = ["AdamW", "Muon"], SHARDINGS[saving]
-    saved = pools(ranks(sharding)).run(_saved, str(tmp_path), "torch", names, sharding)[0][0]
-    _check_loads(pools, tmp_path, saved, names, list(SHARDINGS))
-
-
 @pytest.mark.parametrize(("saves", "loads"), [("ours", "torch"), ("torch", "ours")])
 def test_folders_of_torch_and_of_this_package_are_the_same(
     pools: RankPools, tmp_path: Path, saves: str, loads: str
 ) -> None:
     names = ["AdamW", "SGD, momentum", "Adagrad", "Muon"]
-    saved = pools(3).run(_saved, str(tmp_path), saves, names, SAVED_BY)[0][0]
-    for found in pools(2).run(_loaded, str(tmp_path), loads, names, Sharding((2,), "optim_grads")):
+    saved = pools(3).run(_saved, str(tmp_path), saves, names, *SAVED_BY)[0][0]
+    for found in pools(2).run(_loaded, str(tmp_path), loads, names, "2", "optim_grads"):
         assert found == saved
 
 
@@ -199,8 +197,8 @@ def test_a_training_in_progress_goes_back_to_a_checkpoint(tmp_path: Path, name: 
     assert digests(model, optimizer) == saved
 
 
-def _full_state(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Whole tensors from `get_model_state_dict` and `get_optimizer_state_dict`."""
+@on_ranks(3, name=["AdamW", "SGD, momentum", "Muon"])
+def test_full_state_dicts_are_plain_and_load_at_another_strategy(name: str) -> None:
     model = net()
     optimizer = OPTIMIZERS[name](model)
     train(model, optimizer, 3)
@@ -211,37 +209,12 @@ def _full_state(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     torch.save(state, file)
     file.seek(0)
     plain = torch.load(file, weights_only=True)["state"]
-    assert all(type(v) is torch.Tensor for entry in plain.values() for v in entry.values())
-    # Torch puts sharded tensors into what it is given to load.
-    numbers = {key: value.tolist() for key, value in weights.items()}
-    state_numbers = {
-        param: {key: value.tolist() for key, value in entry.items()}
-        for param, entry in state["state"].items()
-    }
-    again = net(Sharding((3,), "optim"))
+    again = net(sharding_strategy="optim")
     other = OPTIMIZERS[name](again)
     set_model_state_dict(again, weights, options=options)
     set_optimizer_state_dict(again, other, state, options=options)
+    assert all(type(v) is torch.Tensor for entry in plain.values() for v in entry.values())
     assert digests(again, other) == digests(model, optimizer)
-    return numbers, state_numbers
-
-
-@pytest.mark.parametrize("name", ["AdamW", "SGD, momentum", "Muon"])
-def test_full_state_dicts_are_whole_and_alike_on_all_ranks_and_load(
-    pools: RankPools, name: str
-) -> None:
-    first, *others = pools(3).run(_full_state, name)
-    assert all(other == first for other in others)
-    weights, state = first
-    assert state.keys() == weights.keys() - {"scale"}
-    for param, entry in state.items():
-        assert entry
-        for key, value in entry.items():
-            assert value == 3.0 if key == "step" else _size(value) == _size(weights[param]), key
-
-
-def _size(nested: Any) -> int:
-    return sum(map(_size, nested)) if isinstance(nested, list) else 1
 
 
 # -- state of plain DTensors -----------------------------------------------------------------------
@@ -249,7 +222,7 @@ def _size(nested: Any) -> int:
 
 def losses_around_a_save(folder: str, way: str, strategy: str, *, saves: bool) -> list[float]:
     """Losses of steps 3 to 5, with a save before them here, or on other ranks."""
-    model = net(Sharding((2,), strategy) if saves else Sharding((3,)))
+    model = net(sharding_strategy=strategy if saves else "optim_grads_params")
     optimizer = WrappingAdam(model.parameters(), lr=0.05)
     save, load = WAYS[way]
     if saves:
@@ -292,3 +265,133 @@ def test_a_rank_without_rows_makes_state_by_itself_and_the_others_need_not_know(
     with torch.no_grad():
         found = model(torch.ones(1, 8))
     assert torch.allclose(found, model.weight.full_tensor().sum())
+
+
+# -- schedulers and state -------------------------------------------------------------------------
+
+
+FULL = StateDictOptions(full_state_dict=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+def _two_rows() -> nn.Module:
+    return nn.Linear(5, 2)
+
+
+@on_ranks(2, timeout_s=15, from_rank_0=[False, True], build=[Stack, _two_rows])
+def test_weights_are_gathered_in_full_and_loaded_from_full_ones(
+    build: Any, from_rank_0: bool
+) -> None:
+    """They are given on every rank, or on rank 0 and spread from there."""
+    plain, model = pair(build)
+    weights = get_model_state_dict(model, options=FULL)
+    are_plain = all(type(value) is torch.Tensor for value in weights.values())
+    right = all(torch.equal(weights[n], value) for n, value in plain.state_dict().items())
+    fresh = wrap(build())
+    for param in fresh.parameters():
+        nn.init.constant_(param, 0.1)
+    given = {} if from_rank_0 and dist.get_rank() > 0 else weights
+    set_model_state_dict(fresh, given, options=FROM_RANK_0 if from_rank_0 else FULL)
+    assert are_plain and right
+    assert weight_error(fresh, plain) == 0.0
+
+
+def _model(strategy: str) -> tuple[Any, Any]:
+    model = wrap(Stack().double(), sharding_strategy=strategy)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def _step(model: Any, optimizer: Any, step: int) -> list[torch.Tensor]:
+    own_loss(model, step).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    step_all(optimizer)
+    return shards_of(model)
+
+
+@on_ranks(2, strategy=["no_shard", "optim_grads", "optim_grads_params"])
+def test_a_training_goes_on_from_each_ranks_own_file(tmp_path: Path, strategy: str) -> None:
+    path = tmp_path / f"{strategy}-{dist.get_rank()}.pt"
+    model, optimizer = _model(strategy)
+    _step(model, optimizer, 0)
+    # Between a forward and its backward, the state dict is of sharded parameters too.
+    loss = own_loss(model, 1)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    loss.backward()
+    optimizer.zero_grad()
+    wanted = _step(model, optimizer, 2)
+    for assign in (False, True):
+        other, resumed = _model(strategy)
+        state = torch.load(path, weights_only=True)
+        other.load_state_dict(state["model"], assign=assign)
+        resumed = torch.optim.AdamW(other.parameters(), lr=0.1)
+        resumed.load_state_dict(state["optimizer"])
+        assert all(map(torch.equal, wanted, _step(other, resumed, 2)))
+
+
+def _file_of(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+@on_ranks(2, strategy=["no_shard", "optim_grads_params"])
+def test_a_state_dict_has_sharded_parameters_alone_while_some_are_gathered(strategy: str) -> None:
+    """Also under the second name of one that a unit shares with its root, which is gathered."""
+    model = TiedInside().double()
+    wrap(model, [model.embedding, *model.blocks], sharding_strategy=strategy)
+    model.unshard()
+    states = [model.state_dict()]
+    model.reshard()
+    # Between a forward and its backward.
+    loss = own_loss(model)
+    states.append(model.state_dict())
+    found = {type(value).__name__ for state in states for value in state.values()}
+    assert found == {"UnevenDTensor"}
+    # The gathered ones are back where the backward looks for them.
+    assert not isinstance(model.head.weight, DTensor)
+    loss.backward()
+    assert model.head.weight.grad is not None
+
+
+@on_ranks(2)
+def test_what_one_ranks_file_cannot_be_used_for_is_said() -> None:
+    model = wrap(Stack())
+    state = model.state_dict()
+    loaded = torch.load(_file_of(state), weights_only=True)
+    files = of_all_ranks(_file_of(state).getvalue())
+    theirs = torch.load(io.BytesIO(files[1 - dist.get_rank()]), weights_only=True)
+    weight = loaded["output.weight"]
+    other = fully_shard(Stack(), mesh=mesh_of(2), sharding_strategy="optim")
+    copied = copy.deepcopy(state)
+    shallow = copy.copy(model.output.weight)
+    parameter = pickle.loads(pickle.dumps(model.output.weight))
+    with torch.no_grad():
+        model.output.weight.zero_()
+    rows = said(RuntimeError, lambda: other.load_state_dict(loaded))
+    another_rank = said(RuntimeError, lambda: model.load_state_dict(theirs))
+    assert "holds other rows than this rank has of the parameter" in rows
+    assert "load the file of this rank" in another_rank
+    assert "loaded from a file has one rank's rows" in said(RuntimeError, weight.full_tensor)
+    flat = said(RuntimeError, lambda: safetensors.torch.save(state))
+    assert "Write a gathered state dict" in flat
+    assert torch.equal(weight.to_local(), copied["output.weight"].to_local())
+    assert bool((copied["output.weight"].to_local() != 0).all())
+    assert bool((shallow.to_local() == 0).all()) and isinstance(shallow, nn.Parameter)
+    assert isinstance(parameter, nn.Parameter) and parameter.requires_grad
+
+
+@on_ranks(4)
+def test_a_file_holds_tensor_parallel_rows_too() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def build(seed: int) -> Any:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh())
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+        return fully_shard(model, mesh=mesh["dp"])
+
+    first, second = build(0), build(1)
+    second.load_state_dict(torch.load(_file_of(first.state_dict()), weights_only=True))
+    pairs = zip(first.parameters(), second.parameters(), strict=True)
+    assert max(float((a.full_tensor() - b.full_tensor()).abs().max()) for a, b in pairs) == 0.0

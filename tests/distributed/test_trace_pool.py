@@ -1,25 +1,40 @@
-"""The traced pool: close to the lower bound, no allocations, stable addresses, the same bits."""
+"""The traced pool: close to the lower bound, no allocations, stable addresses, registered once."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
-from collections.abc import Callable
-from functools import partial
+import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from xml.etree import ElementTree
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from examples.pool_picture import pool_picture
-from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
-from megatron_fsdp_v2.runtime.fsdp_module import unit_of
+from megatron_fsdp_v2 import MixedPrecisionPolicy
+from megatron_fsdp_v2.comm.backends import NcclRegistrar, registrar_for
+from megatron_fsdp_v2.memory.registered_memory import deregister_all
+from megatron_fsdp_v2.runtime.module import unit_of
+from megatron_fsdp_v2.runtime.registered_pool import register_pool
+from tests.cases import longer
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import on_mesh, said, shards_of, step_all, wrap
+from tests.distributed.wrapping import (
+    mesh_of,
+    on_mesh,
+    own_loss,
+    said,
+    shards_of,
+    step_all,
+    train_own,
+    wrap,
+)
 from tests.reference.models import Block, Stack
 
 WIDTH = 48
@@ -41,31 +56,8 @@ class Deep(nn.Module):
         return x
 
 
-class ExpertBlock(nn.Module):
-    """A layer with a larger unit inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = Block(WIDTH)
-        self.experts = Block(2 * WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.dense(x)
-        return x + self.experts(torch.cat([x, x], dim=-1))[..., :WIDTH]
-
-
-class Mixture(Deep):
-    """Layers with experts that are units of their own."""
-
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__(0)
-        self.blocks = nn.ModuleList(ExpertBlock() for _ in range(num_blocks))
-
-
 def _sharded(model: Any, mesh_name: str = "2", **options: Any) -> Any:
-    inner = ([b.experts, b] if isinstance(b, ExpertBlock) else [b] for b in model.blocks)
-    options = {"enable_trace_pool": True, **on_mesh(mesh_name), **options}
-    return wrap(model, itertools.chain(*inner), **options)
+    return wrap(model, **{"enable_trace_pool": True, **on_mesh(mesh_name), **options})
 
 
 def _step(model: Any, *, num_micro: int = 1, evaluates: bool = False, rows: int = 2) -> None:
@@ -83,7 +75,6 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "training with evaluations between": (lambda: Deep(32), {}, {"evaluates": True}),
     "recomputation": (lambda: Deep(32, recomputes=True), {}, {}),
     "4 micro-batches": (lambda: Deep(32), {}, {"num_micro": 4}),
-    "mixture of experts": (lambda: Mixture(12), {}, {}),
     "HSDP 2x2": (lambda: Deep(12), {"mesh_name": "HSDP 2x2"}, {"num_micro": 2}),
     "bf16 with fp32 gradients": (
         lambda: Deep(12),
@@ -104,7 +95,7 @@ def _places(model: Any, steps: dict[str, Any]) -> dict[str, set[int]]:
     def look(*_: Any) -> None:
         for module in [*model.blocks, model]:
             for group in unit_of(module).groups:
-                temporaries = group.weights.temporaries() | group.grads.temporaries()
+                temporaries = group.temporaries()
                 for buffer in temporaries.values():
                     if buffer.is_live:
                         seen.setdefault(buffer.name, set()).add(buffer.tensor.data_ptr())
@@ -144,163 +135,37 @@ def test_plans_are_within_5_percent_and_nothing_is_allocated_after_warm_up(name:
     assert {name: len(at) for name, at in first.items() if len(at) > 1} == {}
 
 
-# -- the same bits, whatever happens --------------------------------------------------------------
+# -- memory given back ----------------------------------------------------------------------------
 
 
-class Scenario:
-    """Things done to a model in an order that the first passes did not have; what came out."""
-
-    def __init__(self, model: Any, *, pooled: bool) -> None:
-        self.model = model
-        self.pooled = pooled
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        self.generator = torch.Generator().manual_seed(dist.get_rank())
-        self.bits: list[torch.Tensor] = []
-
-    def loss(self, rows: int = 3) -> torch.Tensor:
-        loss: torch.Tensor = self.model(torch.randn(rows, 5, generator=self.generator))
-        loss = loss.square().mean()
-        self.bits.append(loss.detach().clone())
-        return loss
-
-    def step(self) -> None:
-        self.bits += [
-            p.grad.to_local().clone() for p in self.model.parameters() if p.grad is not None
-        ]
-        step_all(self.optimizer)
-
-    def train(self, times: int = 1, rows: int = 3) -> None:
-        for _ in range(times):
-            self.loss(rows).backward()
-            self.step()
-
-    def evaluate(self, *, inference: bool = False) -> None:
-        with torch.inference_mode() if inference else torch.no_grad():
-            self.loss()
-
-    def pool(self, method: str) -> None:
-        if self.pooled:
-            getattr(self.model.trace_pool(), method)()
+# What is done after a step, and between the forward and the backward of the next one.
+GIVEN_BACK = [("", "")] * 4
+GIVEN_BACK += [("release", ""), ("release", "release"), ("", "reset")]
+GIVEN_BACK += [("", "")] * 4
 
 
-def _evaluation_before_a_backward(run: Scenario) -> None:
-    run.train(4)
-    loss = run.loss()
-    run.evaluate()
-    run.evaluate(inference=True)
-    loss.backward()
-    run.step()
-
-
-def _one_forward_one_backward(run: Scenario) -> None:
-    """A pipeline's order: up to three forwards wait for their backward."""
-    for _ in range(4):
-        waiting = [run.loss(rows) for rows in (2, 3)]
-        for rows in (1, 4, 2):
-            waiting.append(run.loss(rows))
-            waiting.pop(0).backward()
-        for loss in waiting:
-            loss.backward()
-        run.step()
-
-
-def _other_batch_sizes(run: Scenario) -> None:
-    for rows in (3, 3, 3, 3, 1, 7, 2):
-        run.train(rows=rows)
-
-
-def _another_reshard(run: Scenario) -> None:
-    run.train(4)
-    run.model.blocks[1].set_reshard_after_forward(False)
-    run.train(3)
-    run.model.set_reshard_after_forward(False)
-    run.train(3)
-    run.model.set_reshard_after_forward(True)
-    run.train(2)
-
-
-def _modules_skipped(run: Scenario) -> None:
-    blocks = run.model.blocks
-    run.train(4)
-    run.model.blocks = blocks[1:]
-    run.train(2)
-    run.model.blocks = blocks[::2]
-    run.train(4)
-    run.model.blocks = blocks[::-1]
-    run.train(4)
-    run.model.blocks = blocks
-    run.train(2)
-
-
-def _layers_frozen(run: Scenario) -> None:
-    run.train(4)
-    run.model.blocks[2].requires_grad_(False)
-    run.train(3)
-    run.model.blocks[2].requires_grad_(True)
-    run.model.blocks[0].requires_grad_(False)
-    run.train(3)
-
-
-def _memory_given_back(run: Scenario) -> None:
-    run.train(4)
-    run.pool("release")
-    run.train()
-    loss = run.loss()
-    run.pool("release")
-    loss.backward()
-    run.step()
-    loss = run.loss()
-    run.pool("reset")
-    loss.backward()
-    run.step()
-    run.train(4)
-
-
-def _gathered_by_hand(run: Scenario) -> None:
-    run.train(4)
-    for block in run.model.blocks:
-        block.unshard()
-    run.train(1)
-    run.model.set_modules_to_forward_prefetch(list(run.model.blocks))
-    run.train(3)
-
-
-def _a_view_is_kept(run: Scenario) -> None:
-    run.train()
-    run.model.blocks[1].unshard()
-    kept = run.model.blocks[1].up.weight.detach()
-    run.model.blocks[1].reshard()
-    run.train(4)
-    del kept
-    run.train(2)
-
-
-SCENARIOS: dict[str, Callable[[Scenario], None]] = {
-    scenario.__name__: scenario
-    for scenario in (
-        _evaluation_before_a_backward,
-        _one_forward_one_backward,
-        _other_batch_sizes,
-        _another_reshard,
-        _modules_skipped,
-        _layers_frozen,
-        _memory_given_back,
-        _gathered_by_hand,
-        _a_view_is_kept,
-    )
-}
-
-
-@on_ranks(2, scenario=SCENARIOS)
-def test_what_was_not_traced_gives_the_same_bits(scenario: str) -> None:
-    bits = []
+@on_ranks(2)
+def test_memory_goes_back_unless_a_backward_needs_it_and_no_bit_depends_on_it() -> None:
+    bits, given_back = [], []
     for pooled in (False, True):
         torch.manual_seed(0)
-        run = Scenario(_sharded(Stack(5), enable_trace_pool=pooled), pooled=pooled)
-        SCENARIOS[scenario](run)
-        bits.append([*run.bits, *shards_of(run.model)])
-    assert all(torch.equal(a, b) for a, b in zip(*bits, strict=True))
-    assert all(report.plan is not None for report in run.model.trace_pool().reports())
+        model: Any = _sharded(Stack(5), enable_trace_pool=pooled)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        pool = model.trace_pool() if pooled else None
+        for step, (after, between) in enumerate(GIVEN_BACK):
+            if pool is not None and after:
+                given_back.append((getattr(pool, after)(), pool.release()))
+            loss = own_loss(model, step)
+            if pool is not None and between:
+                given_back.append(getattr(pool, between)())
+            loss.backward()
+            step_all(optimizer)
+        bits.append(shards_of(model))
+    planned = sum(report.plan.nbytes for report in pool.reports() if report.plan is not None)
+    first, second, awaited, _ = given_back
+    assert all(map(torch.equal, *bits))
+    assert first == second == (planned, 0) and planned > 0
+    assert awaited == 0
 
 
 # -- misuse ---------------------------------------------------------------------------------------
@@ -327,37 +192,9 @@ def test_two_units_that_need_the_same_bytes_are_both_named() -> None:
     model.blocks[second].reshard()
     for _ in range(3):
         _step(model)
-    assert "has to come back to the memory where a forward left views of it" in text
+    assert "must return to the memory that saved views of it refer to" in text
     assert all(f"blocks.{index}/0/model_weight" in text for index in (first, second))
     assert "reset()" in text
-
-
-@on_ranks(2)
-def test_units_of_one_root_must_agree_on_the_pool() -> None:
-    texts = []
-    for inner in (False, True):
-        model = Stack(2)
-        for block in model.blocks:
-            fully_shard(block, enable_trace_pool=inner)
-        others = partial(fully_shard, model, enable_trace_pool=not inner)
-        texts.append(said(ValueError, others))
-    assert "=True for Stack and enable_trace_pool=False for blocks.0 (Block):" in texts[0]
-    assert "give it to the root alone, or the same to all" in texts[1]
-
-
-@on_ranks(2)
-def test_released_memory_goes_back_unless_a_backward_needs_it() -> None:
-    model = _sharded(Stack(5))
-    for _ in range(4):
-        _step(model)
-    pool = model.trace_pool()
-    planned = sum(report.plan.nbytes for report in pool.reports() if report.plan is not None)
-    at_rest, again = pool.release(), pool.release()
-    loss = model(torch.randn(2, 5)).square().mean()
-    awaited = pool.release()
-    loss.backward()
-    assert planned == at_rest > 0
-    assert (again, awaited) == (0, 0)
 
 
 @on_ranks(2)
@@ -383,3 +220,139 @@ def test_a_plan_is_reported_as_text_and_as_a_picture(tmp_path: Path) -> None:
     titles = [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")]
     # Each block is gathered twice in a pass, and two patterns were traced.
     assert sum(title.startswith("blocks.1/0/model_weight") for title in titles) == 4
+
+
+class Recorder:
+    """Stands where NCCL stands, and notes what it is told."""
+
+    def __init__(self, rejects: bool = False) -> None:
+        self.calls: list[tuple[str, int, str]] = []
+        self.blocks: dict[int, torch.Tensor] = {}
+        self.rejects = rejects
+
+    def new_pool(self, group: Any, device: torch.device) -> int:
+        self.calls.append(("pool", len(self.blocks), group.group_name))
+        return len(self.blocks)
+
+    def allocate(self, pool: int, nbytes: int, device: torch.device) -> torch.Tensor:
+        block = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        # Only its address is kept: the block is to be freed when nobody uses it.
+        self.blocks[pool] = torch.tensor([block.data_ptr(), nbytes])
+        return block
+
+    def register(self, pool: int, group: Any, device: torch.device) -> None:
+        if self.rejects:
+            raise RuntimeError("no such driver")
+        self.calls.append(("register", pool, group.group_name))
+
+    def wait(self, device: torch.device) -> None:
+        self.calls.append(("wait", len(self.blocks), ""))
+
+    def deregister(self, pool: int, group: Any, device: torch.device) -> None:
+        self.calls.append(("deregister", pool, group.group_name))
+
+    def always_waited(self) -> bool:
+        """Whether the device was waited for before each block was deregistered."""
+        before = {"wait", "deregister"}
+        calls = [kind for kind, _, _ in self.calls]
+        pairs = zip(["", *calls], calls, strict=False)
+        return all(first in before for first, second in pairs if second == "deregister")
+
+    def told(self, what: str) -> list[tuple[int, str]]:
+        return [(pool, group) for kind, pool, group in self.calls if kind == what]
+
+
+@on_ranks("shape", shape=[(2,), longer((2, 2))])
+def test_blocks_are_registered_once_with_every_group_and_taken_back(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    plain = train_own(wrap(Stack(), mesh=mesh_of(*shape), enable_trace_pool=True), 6)
+    torch.manual_seed(0)
+    model = wrap(Stack(), mesh=mesh_of(*shape), enable_trace_pool=True)
+    recorder = Recorder()
+    assert register_pool(model, recorder)
+    assert not recorder.calls
+    assert all(map(torch.equal, train_own(model, 6), plain))
+    first = recorder.told("register")
+    used = {b.data_ptr() for b in model.trace_pool().blocks()}
+    assert used <= {int(block[0]) for block in recorder.blocks.values()}
+    assert len({group for _, group in first}) == len(shape)
+    train_own(model, 3)
+    assert recorder.told("register") == first and len(set(first)) == len(first)
+    assert not recorder.told("deregister")
+    # Another plan is another block; what was there is given up.
+    model.trace_pool().reset()
+    gc.collect()
+    assert sorted(recorder.told("deregister")) == sorted(first)
+    assert recorder.always_waited()
+    train_own(model, 6)
+    deregister_all()
+    assert sorted(recorder.told("deregister")) == sorted(recorder.told("register"))
+    deregister_all()
+    del model
+    gc.collect()
+    assert len(recorder.told("deregister")) == len(recorder.told("register")) > 2
+    assert recorder.always_waited()
+
+
+@on_ranks(2)
+def test_memory_that_cannot_be_registered_is_used_all_the_same() -> None:
+    model = wrap(Stack(), mesh=mesh_of(2), enable_trace_pool=True)
+    recorder = Recorder(rejects=True)
+    register_pool(model, recorder)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        weights = train_own(model, 5)
+    messages = [str(warning.message) for warning in caught]
+    assert len(weights)
+    assert messages
+    assert all("could not be registered with process group" in text for text in messages)
+    assert all(text.endswith("no such driver") for text in messages)
+    # What NCCL's allocator gave goes back to it, registered or not.
+    model.trace_pool().reset()
+    gc.collect()
+    assert len(recorder.told("wait")) == len(recorder.told("pool")) > 0
+
+
+@on_ranks(2)
+def test_there_is_nothing_to_register_on_a_cpu_or_without_a_pool() -> None:
+    on_a_cpu = register_pool(wrap(Stack(), mesh=mesh_of(2), enable_trace_pool=True))
+    plain = wrap(Stack(), mesh=mesh_of(2))
+    assert on_a_cpu is False
+    assert "has no trace pool" in said(RuntimeError, lambda: register_pool(plain))
+    assert "Stack is not sharded" in said(ValueError, lambda: register_pool(Stack()))
+
+
+def test_nccl_is_given_pools_of_its_own_allocator() -> None:
+    device, group = torch.device("cuda", 3), mock.Mock()
+    backend, default = group._get_backend.return_value, mock.DEFAULT
+    cuda = mock.patch.multiple(
+        torch.cuda, MemPool=default, use_mem_pool=default, synchronize=default
+    )
+    with cuda as called, mock.patch.object(torch, "empty") as empty:
+        registrar = registrar_for(device)
+        assert isinstance(registrar, NcclRegistrar)
+        pool = registrar.new_pool(group, device)
+        block = registrar.allocate(pool, 64, device)
+        registrar.register(pool, group, device)
+        registrar.wait(device)
+        registrar.deregister(pool, group, device)
+    called["MemPool"].assert_called_once_with(backend.mem_allocator)
+    called["use_mem_pool"].assert_called_once_with(pool, device)
+    called["synchronize"].assert_called_once_with(device)
+    empty.assert_called_once_with(64, dtype=torch.uint8, device=device)
+    assert block is empty.return_value
+    names = [name for name, _, _ in backend.mock_calls]
+    assert names == ["register_mem_pool", "deregister_mem_pool"]
+    backend.register_mem_pool.assert_called_once_with(pool)
+    backend.deregister_mem_pool.assert_called_once_with(pool)
+    assert registrar_for(torch.device("cpu")) is None
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="torch is built without NCCL")
+def test_torch_has_what_nccl_is_called_by() -> None:
+    from torch.distributed import ProcessGroupNCCL
+
+    for name in ("register_mem_pool", "deregister_mem_pool", "mem_allocator"):
+        assert hasattr(ProcessGroupNCCL, name), name
+    assert hasattr(torch.cuda, "MemPool")
+    assert hasattr(torch.cuda, "use_mem_pool")

@@ -1,8 +1,7 @@
-"""Another format of weights than plain numbers, written as one file: `tests/reference`."""
+"""Weights in other formats than plain numbers: one with scales, one with two payloads."""
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 from unittest import mock
 
@@ -10,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp_v2.params.formats import DenseFormat, format_of, register_format
-from megatron_fsdp_v2.runtime import unit
-from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     STRATEGIES,
@@ -21,16 +19,18 @@ from tests.distributed.wrapping import (
     held_error,
     listen,
     mesh_of,
-    shards_of,
+    own_loss,
+    step_all,
     wrap,
 )
-from tests.reference.models import Checkpointed, Stack
+from tests.reference.models import INPUT, Checkpointed, Stack
 from tests.reference.scaled_float8 import (
     ScaledFloat8,
     ScaledFloat8Format,
     quantize_linears,
     quantized,
 )
+from tests.reference.two_way import TwoWay, TwoWayFormat, TwoWayLinear, in_two_ways
 
 STEPS = 3
 
@@ -111,75 +111,22 @@ def test_training_in_8_bits_is_that_of_whole_quantized_weights(
     assert max(errors) < 2e-6, errors
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(2)
-def test_all_that_a_step_changed_is_written_in_one_call(strategy: str) -> None:
-    found = []
-    for one_by_one in (False, True):
-        _, model = _pair((2,), sharding_strategy=strategy)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-        instead = mock.patch.object(unit, "write_stale") if one_by_one else contextlib.nullcontext()
-        calls = []
-        write = mock.patch.object(ScaledFloat8Format, "write", wraps=ScaledFloat8Format.write)
-        for step in range(STEPS):
-            with instead, write as written:
-                model(batch(dist.get_rank(), step)).square().mean().backward()
-                with torch.no_grad():
-                    model(batch(0, step))
-            calls.append(written.call_count)
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append((calls, shards_of(model)))
-    (together, weights), (apart, same) = found
-    num_units = len(unit_of(model).context.units())
+@on_ranks(2, strategy=STRATEGIES)
+def test_all_weights_that_a_step_changed_are_written_in_one_call(strategy: str) -> None:
+    _, model = _pair((2,), sharding_strategy=strategy)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    calls = []
+    for step in range(STEPS):
+        with mock.patch.object(
+            ScaledFloat8Format, "write", wraps=ScaledFloat8Format.write
+        ) as written:
+            own_loss(model, step).backward()
+            with torch.no_grad():
+                model(batch(0, step))
+        calls.append(written.call_count)
+        step_all(optimizer)
     # Once after a step, and once after a backward: an optimizer that nobody sees may have stepped.
-    assert together == [2] * STEPS
-    assert apart == [2 * num_units] * STEPS
-    assert all(map(torch.equal, weights, same))
-
-
-@on_ranks(2)
-def test_what_travels_is_the_payload() -> None:
-    weights = sum(p.numel() for p in Stack().parameters() if p.dim() == 2)
-    _, model = _pair((2,))
-    wire = listen(model)
-    model(batch(dist.get_rank()))
-    gathers = [sent for sent in wire.sent if sent.kind == "all_gather"]
-    eight = sum(sent.nbytes for sent in gathers if sent.dtype.itemsize == 1)
-    groups = unit_of(model.blocks[0]).groups
-    formats = sorted(group.spec.format_type.__name__ for group in groups)
-    assert weights <= eight < 1.5 * weights
-    assert 0 < wire.nbytes("all_gather") - eight < weights
-    assert formats == ["DenseFormat", "ScaledFloat8Format"]
-
-
-def _bytes(weight: ScaledFloat8) -> torch.Tensor:
-    return weight.payload.view(torch.uint8)
-
-
-@on_ranks(2)
-def test_a_gathered_payload_is_that_of_quantizing_the_whole_weight() -> None:
-    plain, model = _pair((2,))
-    with torch.no_grad():
-        for param in plain.parameters():
-            param.mul_(1.7)
-        for param in model.parameters():
-            param.mul_(1.7)
-    same: list[bool] = []
-
-    def look(module: Any, _args: Any) -> None:
-        for name, param in module.named_parameters():
-            if isinstance(param, ScaledFloat8):
-                fqn = next(n for n, m in model.named_modules() if m is module)
-                whole = quantized(plain.get_parameter(f"{fqn}.{name}"))
-                same.append(torch.equal(_bytes(param), _bytes(whole)))
-                same.append(bool(param.scale == whole.scale))
-
-    for block in model.blocks:
-        block.register_forward_pre_hook(look)
-    model(batch(dist.get_rank()))
-    assert len(same) == 3 * 2 * 2
-    assert all(same)
+    assert calls == [2] * STEPS
 
 
 def test_a_format_is_found_by_what_the_parameter_is() -> None:
@@ -187,3 +134,126 @@ def test_a_format_is_found_by_what_the_parameter_is() -> None:
     register_format(ScaledFloat8Format)
     assert format_of(nn.Parameter(torch.ones(2, 2))) is DenseFormat
     assert format_of(nn.Parameter(quantized(torch.ones(2, 2)))) is ScaledFloat8Format
+
+
+WIDTH = 12
+NUMBERS = INPUT * WIDTH + 2 * WIDTH * WIDTH
+
+
+class Layers(nn.Module):
+    """Three layers with weights in two forms; the last one's input is an output twice over."""
+
+    def __init__(self, *, recompute: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        shapes = [(WIDTH, INPUT), (WIDTH, WIDTH), (WIDTH, WIDTH)]
+        self.blocks = nn.ModuleList(TwoWayLinear(torch.randn(shape) / 2) for shape in shapes)
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if self.recompute and torch.is_grad_enabled():
+                reentrant = self.recompute == "reentrant"
+                x = checkpoint(block, x, use_reentrant=reentrant)
+            else:
+                x = block(x)
+            x = torch.tanh(x)
+        return x
+
+
+def _gradients(model: Layers, mains: list[torch.Tensor], step: int) -> list[torch.Tensor]:
+    """Of the mean loss of all ranks, with whole weights in two forms, made of main weights."""
+    total = [torch.zeros_like(main) for main in mains]
+    for rank in range(dist.get_world_size()):
+        x = batch(rank, step).requires_grad_()
+        weights = []
+        for block, main in zip(model.blocks, mains, strict=True):
+            block.weight = nn.Parameter(in_two_ways(main))
+            weights.append(block.weight)
+            x = torch.tanh(block(x))
+        (x.square().mean() / dist.get_world_size()).backward()
+        for summed, weight in zip(total, weights, strict=True):
+            summed.add_(weight.grad)
+    return total
+
+
+def train(strategy: str, shape: tuple[int, ...], recompute: str, options: dict[str, Any]) -> Any:
+    """Errors of gradients and weights over three steps; 16-bit bytes of the last one's gathers."""
+    register_format(TwoWayFormat)
+    plain, model = Layers(), Layers(recompute=recompute)
+    mains = [block.weight.numbers(0) for block in plain.blocks]
+    wrap(model, mesh=mesh_of(*shape), sharding_strategy=strategy, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    wire = listen(model)
+    errors, gathered = [], []
+    for step in range(3):
+        wire.sent.clear()
+        x = batch(dist.get_rank(), step).requires_grad_()
+        loss = model(x).square().mean()
+        forward = [sent.numel for sent in wire.sent if sent.dtype == torch.int16]
+        loss.backward()
+        both = [sent.numel for sent in wire.sent if sent.dtype == torch.int16]
+        gathered = [sum(forward), sum(both) - sum(forward)]
+        for param, grad in zip(model.parameters(), _gradients(plain, mains, step), strict=True):
+            if param.grad is not None:
+                errors.append(held_error(param.grad, grad))
+        step_all(optimizer)
+        for param, main, grad in zip(
+            model.parameters(), mains, _gradients(plain, mains, step), strict=True
+        ):
+            main.sub_(grad, alpha=0.5)
+            errors.append(held_error(param, main))
+            main.copy_(param.full_tensor().detach())
+        with torch.no_grad():
+            model(batch(dist.get_rank(), step))
+    return max(errors), gathered
+
+
+NOT_AHEAD = {"enable_unshard_prefetch": False}
+CASES_PAYLOAD: list[tuple[str, tuple[int, ...], str, dict[str, Any]]] = [
+    *((strategy, (2,), "", {}) for strategy in STRATEGIES),
+    ("optim_grads_params", (3,), "", {}),
+    ("optim_grads_params", (2,), "reentrant", {}),
+    ("optim_grads_params", (2,), "not reentrant", {}),
+    ("optim_grads_params", (2,), "", {"reshard_after_forward": False}),
+    ("optim_grads_params", (2,), "", NOT_AHEAD),
+    ("optim_grads_params", (2,), "not reentrant", {"enable_trace_pool": True}),
+    ("optim_grads_params", (2, 2), "", {}),
+    ("optim", (2,), "", {"check_ranks": "always"}),
+    ("optim_grads_params", (2,), "", {"check_ranks": "always"}),
+]
+
+
+@pytest.mark.parametrize(("strategy", "shape", "recompute", "options"), CASES_PAYLOAD, ids=str)
+@on_ranks("shape")
+def test_each_form_is_there_for_its_use(
+    strategy: str, shape: tuple[int, ...], recompute: str, options: dict[str, Any]
+) -> None:
+    error, _ = train(strategy, shape, recompute, options)
+    assert error < 2e-6
+
+
+@on_ranks(2, recompute=["", "reentrant", "not reentrant"])
+def test_a_use_gathers_its_own_form_and_no_other(recompute: str) -> None:
+    _, (forward, backward) = train("optim_grads_params", (2,), recompute, {})
+    # Padding is at most one line of 128 bytes for each weight and rank.
+    padding = 3 * 2 * 64
+    assert NUMBERS <= forward <= NUMBERS + padding
+    times = 2 if recompute else 1
+    assert times * NUMBERS <= backward <= times * (NUMBERS + padding)
+
+
+def _sharded(**options: Any) -> Any:
+    register_format(TwoWayFormat)
+    return wrap(Layers(), **options)
+
+
+@on_ranks(1)
+def test_the_same_object_is_computed_with_all_the_time() -> None:
+    model = _sharded()
+    seen: list[Any] = []
+    model.blocks[0].register_forward_pre_hook(lambda module, _args: seen.append(module.weight))
+    for _ in range(2):
+        model(batch(0).requires_grad_()).square().mean().backward()
+    assert seen[0] is seen[1]
+    assert isinstance(seen[0], TwoWay) and isinstance(seen[0], nn.Parameter)

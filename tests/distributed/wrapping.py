@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, override
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,11 +16,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_fsdp_v2 import FSDPModule, MixedPrecisionPolicy, fully_shard
-from megatron_fsdp_v2.comm import backends
+from megatron_fsdp_v2 import FSDPModule, MixedPrecisionPolicy
+from megatron_fsdp_v2.comm.backends import CpuCommunicator
 from megatron_fsdp_v2.comm.interface import Collective
-from megatron_fsdp_v2.runtime.fsdp_module import unit_of
+from megatron_fsdp_v2.runtime.module import unit_of
 from tests.reference.models import INPUT, Stack
+from tests.sharding import shard
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 BF16 = MixedPrecisionPolicy(
@@ -63,8 +65,8 @@ def wrap(model: Any, units: Iterable[nn.Module] | None = None, **options: Any) -
     if "mesh" not in options:
         options["mesh"] = mesh_of(dist.get_world_size())
     for unit in getattr(model, "blocks", ()) if units is None else units:
-        fully_shard(unit, **options)
-    return fully_shard(model, **options)
+        shard(unit, **options)
+    return shard(model, **options)
 
 
 def said(kind: type[Exception], call: Callable[[], Any]) -> str:
@@ -178,21 +180,18 @@ class Wire:
 
 @contextlib.contextmanager
 def sends(axes: Any) -> Iterator[Counter[Any]]:
-    """Counts what is sent: kind, axis, ranks that take part, bytes of all full buffers in it."""
+    """Counts what is sent: kind, axis, ranks that take part, bytes of the full buffer."""
     found: Counter[Any] = Counter()
-    issue = backends._issue
+    issue = CpuCommunicator.issue
 
-    def counted(collectives: Sequence[Collective], label: Any) -> Any:
-        first, nbytes = collectives[0], sum(each.full.nbytes for each in collectives)
-        where = "inner" if first.axis == axes[-1] else "outer"
-        found[first.kind.value, where, first.axis.size, nbytes] += 1
-        return issue(collectives, label)
+    def counted(self: Any, collective: Collective, *, async_op: bool) -> Any:
+        where, size = "inner" if collective.axis == axes[-1] else "outer", collective.axis.size
+        if size > 1:
+            found[collective.kind.value, where, size, collective.full.nbytes] += 1
+        return issue(self, collective, async_op=async_op)
 
-    backends._issue = counted
-    try:
+    with mock.patch.object(CpuCommunicator, "issue", counted):
         yield found
-    finally:
-        backends._issue = issue
 
 
 def listen(model: nn.Module, look: Callable[[], Any] = lambda: None) -> Wire:
@@ -201,9 +200,7 @@ def listen(model: nn.Module, look: Callable[[], Any] = lambda: None) -> Wire:
     wire = Wire(units[-1].context.communicator, look)
     for unit in units:
         for group in unit.groups:
-            group.weights.replace_communicator(wire)  # type: ignore[arg-type]
-            if group.grads is not None:
-                group.grads.replace_communicator(wire)  # type: ignore[arg-type]
+            group.replace_communicator(wire)  # type: ignore[arg-type]
     return wire
 
 
@@ -262,10 +259,11 @@ def fp64_pair(strategy: str = "optim_grads_params", **options: Any) -> tuple[Any
 
 
 def held_error(param: Any, full: torch.Tensor) -> float:
-    """Largest difference of the rows held here to those of a full tensor."""
+    """Largest difference of the rows held here to those of a full tensor; infinite for a NaN."""
     start, end = param.local_rows
     difference = param.to_local().detach().double() - full[start:end].detach().double()
-    return float(difference.abs().max()) if difference.numel() else 0.0
+    # Python's `max` of a number and a NaN is the number.
+    return float(difference.abs().nan_to_num(torch.inf).max()) if difference.numel() else 0.0
 
 
 def weight_error(sharded: nn.Module, plain: nn.Module) -> float:

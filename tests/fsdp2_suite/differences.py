@@ -48,7 +48,7 @@ REASONS = {
         "`model.to(dtype)` after sharding",
     ),
     "extensions": _REJECTED(
-        r"ValueError: parameter .* which is made of other tensors or says how it is gathered",
+        r"ValueError: parameter .* which is made of other tensors or defines fsdp_pre_all_gather",
         "all-gather extensions (`fsdp_pre_all_gather`), and parameters made of other tensors",
     ),
     "not-here": _REJECTED(

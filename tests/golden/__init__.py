@@ -20,8 +20,4 @@ then computes the same bits on this machine. Otherwise it warns and compares the
 a tolerance; `tests/parity` compares gradients and weights with the unsharded training anyway.
 
 `make golden` writes the records. What is equal is stored once, so that a diff shows a change once.
-
-`host_time.json` is the processor time of a unit (one forward and backward, no communication) above
-the unsharded model's, as a ratio to that of FSDP2, measured in turns. It is printed for comparison
-and not tested, since it varies with the machine.
 """

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from megatron_fsdp_v2.params.formats import register_format
-from tests.distributed.test_payloads import Layers
+from tests.distributed.test_weight_formats import Layers
 from tests.distributed.wrapping import BF16, MESHES, STRATEGIES, strategies_on
 from tests.parity.patterns import PATTERNS
 from tests.reference import models

@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.live_bytes import LiveBytes
-from megatron_fsdp_v2 import fully_shard
 from tests.distributed.nccl_double import NcclDouble, as_on_cuda
 from tests.distributed.wrapping import on_mesh
 from tests.golden.cases import Case
@@ -24,6 +23,7 @@ from tests.golden.files import EVERY
 from tests.parity.patterns import PATTERNS, Pattern
 from tests.ranks import RankPools
 from tests.reference.training import train_reference, train_sharded
+from tests.sharding import shard
 
 _MATMULS = tuple(getattr(torch.ops.aten, name) for name in ("mm", "addmm", "bmm"))
 _KINDS = {
@@ -189,7 +189,7 @@ def train(case: Case) -> dict[str, Any]:
         with recorder, recorder.calls_of(NcclDouble):
             trace = train_sharded(
                 _watched(pattern, recorder),
-                lambda module: fully_shard(module, sharding_strategy=case.strategy, **options),
+                lambda module: shard(module, sharding_strategy=case.strategy, **options),
                 _bytes_of,
             )
     return {

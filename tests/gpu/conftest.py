@@ -1,31 +1,75 @@
-"""A process group of one rank in the test's own process."""
+"""Options of the checks that need GPUs, and the machine that they run on.
+
+pytest tests/gpu --device cuda            every GPU of this machine; `make test-gpu`
+pytest tests/gpu --device cpu --small     a rehearsal on a CPU
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-NEEDS_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-"""What every file of this folder is marked with."""
+from tests.gpu.machine import FOR_BITS, Machine, describe, requirements
+
+HERE = Path(__file__).parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of the machine."""
+    parser.addoption("--device", choices=("cuda", "cpu"), help="what checks run on (cuda)")
+    parser.addoption("--ranks", type=int, help="ranks at most (every GPU; 2 on a CPU)")
+    parser.addoption("--small", action="store_true", help="do as little as shows that it runs")
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Describe the machine, and say what it lacks."""
+    device = config.getoption("--device") or "cuda"
+    lacks = requirements()[0] if device == "cuda" else []
+    return [*(f"{name}: {value}" for name, value in describe(device).items()), *lacks]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is in this folder: `make test` leaves it out."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+
+
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    """Show what a check measured where its result is shown."""
+    if report.when != "call" or not report.passed or not report.user_properties:
+        return None
+    found = ", ".join(f"{name}: {value}" for name, value in report.user_properties)
+    return "passed", ".", f"PASSED ({found})"
 
 
 @pytest.fixture(scope="session")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
-    """A CUDA mesh of one rank: NCCL on CUDA, gloo for what tests exchange on the host."""
-    store: Path = tmp_path_factory.mktemp("group") / "store"
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.cuda.set_device(0)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=0, world_size=1
-    )
-    yield init_device_mesh("cuda", (1,), mesh_dim_names=("dp",))
-    dist.destroy_process_group()
+def machine(pytestconfig: pytest.Config) -> Machine:
+    """What checks run on; without a usable GPU they are skipped, or end if GPUs were asked for."""
+    asked, ranks = pytestconfig.getoption("--device"), pytestconfig.getoption("--ranks")
+    device = asked or "cuda"
+    if device == "cuda":
+        lacks, can_run = requirements()
+        present = torch.cuda.device_count()
+        if not (can_run and present):
+            if asked:
+                pytest.exit("; ".join(lacks) or "there is no GPU", returncode=2)
+            pytest.skip("needs a GPU")
+        ranks = ranks or present
+        if ranks > present:
+            pytest.exit(f"{ranks} ranks need as many GPUs, and there are {present}", returncode=2)
+        for name, value in FOR_BITS.items():
+            os.environ.setdefault(name, value)
+    return Machine(device, ranks or 2, pytestconfig.getoption("--small"))
+
+
+@pytest.fixture
+def cuda_machine(machine: Machine) -> Machine:
+    """A machine with GPUs, for claims that a CPU says nothing about."""
+    if not machine.on_cuda:
+        pytest.skip("needs a GPU")
+    return machine

@@ -1,8 +1,4 @@
-"""Memory on CUDA, by the statistics of torch's allocator.
-
-At world size 1 nothing is gathered: what rests is whole weights, and what comes and goes is
-gradients, and full gradient buffers, of which the bounded in-flight queue allows two units' worth.
-"""
+"""Memory on CUDA: torch's allocator agrees with layouts and plans."""
 
 from __future__ import annotations
 
@@ -11,74 +7,71 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp_v2.runtime.fsdp_module import unit_of
+from megatron_fsdp_v2.diagnostics import memory_tracker
+from megatron_fsdp_v2.plan import (
+    MeshDescription,
+    Strategy,
+    TrainingDescription,
+    describe_module,
+    plan_one,
+)
+from megatron_fsdp_v2.runtime.module import unit_of
 from tests.distributed.allocations import steady_nbytes
-from tests.distributed.wrapping import wrap
-from tests.gpu.conftest import NEEDS_GPU
-from tests.parity.test_parity import STRATEGIES
-from tests.reference.models import Block
+from tests.distributed.test_memory_bound import deep
+from tests.distributed.wrapping import STRATEGIES, step_all, wrap
+from tests.gpu.machine import Machine, mesh_of
 
-pytestmark = NEEDS_GPU
-
-WIDTH = 1024
-NUM_UNITS = 8
 SLACK = 4 << 20
-"""Bytes for activations, rounding of the allocator, and what libraries keep."""
+"""Bytes that torch's allocator and libraries may have besides: rounding, workspaces."""
 
 
-def _step(model: Any) -> None:
-    model(torch.ones(4, WIDTH, device="cuda")).square().mean().backward()
+def measured(device: str, strategy: str, width: int) -> dict[str, int]:
+    """Bytes of a step: between steps and at its peak, by the tracker and by torch's allocator."""
+
+    def allocated() -> int:
+        gc.collect()
+        return torch.cuda.memory_allocated() if device == "cuda" else 0
+
+    # Matrix libraries keep memory of their own from their first use on.
+    warm = nn.Linear(width, width).to(device)
+    warm(torch.ones(2, width, device=device)).sum().backward()
+    del warm
+    before = allocated()
+    model: Any = deep(width=width).to(device)
+    wrap(model, mesh=mesh_of(device, (dist.get_world_size(),)), sharding_strategy=strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+
+    def step() -> None:
+        model(torch.ones(2, width, device=device)).square().mean().backward()
+        step_all(optimizer)
+        optimizer.zero_grad()
+
+    step()
+    groups = [group for unit in (model, *model.blocks) for group in unit_of(unit).groups]
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    steady = sum(map(steady_nbytes, groups)) + sum(t.to_local().nbytes for t in states if t.dim())
+    found = {"layout": steady, "steady": allocated() - before}
+    with memory_tracker(model, optimizer) as tracked:
+        step()
+    found["peak"] = tracked.peak.total
+    if tracked.max_memory_allocated is not None:
+        found["peak allocated"] = tracked.max_memory_allocated - before
+    return found
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_at_rest_and_at_its_peak_a_step_holds_what_the_layout_says(
-    mesh: DeviceMesh, strategy: str
-) -> None:
-    # Matrix libraries allocate their workspaces, in the forward's and the backward's thread.
-    layer = nn.Linear(WIDTH, WIDTH, device="cuda")
-    _step(layer)
-    del layer
-    gc.collect()
-    before = torch.cuda.memory_allocated()
-    model: Any = nn.Sequential(*(Block(WIDTH) for _ in range(NUM_UNITS))).cuda()
-    wrap(model, list(model), mesh=mesh, sharding_strategy=strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(2):
-        _step(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.cuda.synchronize()
-    groups = [group for block in model for group in unit_of(block).groups]
-    expected = sum(steady_nbytes(group.weights) for group in groups)
-    resting = torch.cuda.memory_allocated() - before
-    assert expected <= resting <= expected * 1.02 + SLACK
-    torch.cuda.reset_peak_memory_stats()
-    _step(model)
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before - resting
-    unit = max(group.layout.numel * 4 for group in groups)
-    # All gradients, two full buffers, and gradients of one unit as autograd hands them over.
-    assert unit <= peak - expected <= 3 * unit + SLACK
-
-
-def test_the_trace_pool_changes_no_bit_and_allocates_nothing(mesh: DeviceMesh) -> None:
-    results, allocated = [], []
-    for pooled in (False, True):
-        torch.manual_seed(0)
-        model: Any = nn.Sequential(*(Block(WIDTH) for _ in range(NUM_UNITS))).cuda()
-        wrap(model, list(model), mesh=mesh, enable_trace_pool=pooled)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for step in range(6):
-            if pooled and step == 5:
-                allocated.append(model.trace_pool().num_allocations)
-            _step(model)
-            optimizer.step()
-            optimizer.zero_grad()
-        if pooled:
-            assert [model.trace_pool().num_allocations] == allocated > [0]
-            assert all(report.plan is not None for report in model.trace_pool().reports())
-        results.append([param.to_local().clone() for param in model.parameters()])
-    assert all(map(torch.equal, *results))
+def test_a_step_takes_what_its_layout_and_its_plan_say(machine: Machine, strategy: str) -> None:
+    width = 1024 if machine.on_cuda else 64
+    with torch.device("meta"):
+        units, _ = describe_module(deep(width=width))
+    meshes = {"dp": MeshDescription(machine.ranks)}
+    training = TrainingDescription(units, meshes, on_cpu=not machine.on_cuda)
+    planned = plan_one(training, Strategy(strategy)).peak_nbytes
+    for found in machine.run(measured, strategy, width):
+        allowed = planned * 1.02 + (SLACK if machine.on_cuda else 0)
+        assert max(found["peak"], found.get("peak allocated", 0)) <= allowed, found
+        if machine.on_cuda:
+            assert found["layout"] <= found["steady"] <= found["layout"] * 1.02 + SLACK, found

@@ -7,28 +7,17 @@ a missing wait would show old contents. NCCL itself runs where two GPUs are ther
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.multiprocessing.spawn import spawn
-from torch.profiler import ProfilerActivity, profile
 
 from megatron_fsdp_v2.comm.backends import CudaStreams, communicator_for
 from megatron_fsdp_v2.comm.interface import Axis, Collective, CollectiveKind, CommStream
 from megatron_fsdp_v2.comm.streams import StreamCommunicator
-from tests.distributed.wrapping import wrap
-from tests.gpu.conftest import NEEDS_GPU
-from tests.reference.models import Block
 
-pytestmark = NEEDS_GPU
+pytestmark = pytest.mark.usefixtures("cuda_machine")
 
 SLOW = 20_000_000
 """Cycles of a pause: about ten milliseconds."""
@@ -67,9 +56,6 @@ class SlowCopies:
     ) -> None:
         self._pause()
         received.copy_(sent)
-
-    def in_one(self, axis: Axis) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
 
 @pytest.fixture
@@ -151,77 +137,3 @@ def test_three_communication_streams_run_beside_the_compute_stream(
 def test_units_share_their_lanes() -> None:
     device = torch.device("cuda", 0)
     assert communicator_for(device) is communicator_for(torch.device("cuda", 0))
-
-
-# -- traces ---------------------------------------------------------------------------------------
-
-
-def _kernels(trace: Path) -> list[tuple[str, int, float, float]]:
-    """Name, stream, start and end (in microseconds) of everything that ran on the device."""
-    events = json.loads(trace.read_text())["traceEvents"]
-    return [
-        (e["name"], e["args"]["stream"], e["ts"], e["ts"] + e["dur"])
-        for e in events
-        if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
-    ]
-
-
-def test_a_trace_shows_communication_beside_computation(
-    communicator: StreamCommunicator, tmp_path: Path
-) -> None:
-    big = torch.ones(2048, 2048, device="cuda")
-    output, shard = torch.zeros(8, device="cuda"), torch.ones(4, device="cuda")
-    # Loading kernels for the first time takes longer than the pause.
-    big @ big
-    communicator.issue(_gather(output, shard), async_op=True).wait()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        work = communicator.issue(_gather(output, shard), async_op=True)
-        for _ in range(4):
-            big @ big
-        work.wait()
-        torch.cuda.synchronize()
-    profiled.export_chrome_trace(str(tmp_path / "trace.json"))
-    kernels = _kernels(tmp_path / "trace.json")
-    assert len({stream for _, stream, _, _ in kernels}) == 2
-    (lane_stream,) = {stream for name, stream, _, _ in kernels if "spin" in name}
-    comm_stream = [kernel for kernel in kernels if kernel[1] == lane_stream]
-    products = [kernel for kernel in kernels if kernel[1] != lane_stream]
-    assert _overlap(products, comm_stream) > 0.0
-
-
-def _overlap(ours: list[Any], theirs: list[Any]) -> float:
-    """The longest time, in microseconds, that two kernels ran side by side."""
-    return max(
-        min(end, other_end) - max(start, other_start)
-        for _, _, start, end in ours
-        for _, _, other_start, other_end in theirs
-    )
-
-
-def _profiled_step(rank: int, store: str, folder: str) -> None:
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=2)
-    mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("dp",))
-    model: Any = nn.Sequential(*(Block(2048) for _ in range(6))).cuda()
-    wrap(model, list(model), mesh=mesh)
-    data = torch.ones(2048, 2048, device="cuda")
-    for _ in range(3):
-        model(data).square().mean().backward()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        model(data).square().mean().backward()
-        torch.cuda.synchronize()
-    profiled.export_chrome_trace(f"{folder}/trace_{rank}.json")
-    dist.destroy_process_group()
-
-
-@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two CUDA devices")
-def test_a_trace_of_two_ranks_shows_collectives_beside_computation(tmp_path: Path) -> None:
-    spawn(_profiled_step, (str(tmp_path / "store"), str(tmp_path)), nprocs=2)
-    for rank in range(2):
-        kernels = _kernels(tmp_path / f"trace_{rank}.json")
-        for name in ("allgather", "reducescatter"):
-            collectives = [k for k in kernels if name in k[0].lower()]
-            others = [k for k in kernels if "nccl" not in k[0].lower()]
-            assert _overlap(others, collectives) > 0.0, name

@@ -22,20 +22,29 @@ def digests(model: list[Any], optimizer: Any) -> dict[str, str]:
     for param, name in canonical_parameter_names(model).items():
         if name.is_unused:
             continue
-        found[name.fqn] = _digest(param)
+        found[name.fqn] = digest(param)
         for option in ("exp_avg", "exp_avg_sq"):
             # A rank without rows has no state, and takes part in gathering that of the others.
             value = state.get(param, {}).get(option, torch.zeros_like(param))
-            found[f"{name.fqn}.{option}"] = _digest(value)
+            found[f"{name.fqn}.{option}"] = digest(value)
         if param in state:
             found[f"{name.fqn}.step"] = str(float(state[param]["step"]))
     for chunk, names in zip(model, canonical_names(model), strict=True):
         buffers = [(names[key].fqn, b) for key, b in chunk.named_buffers() if key in names]
-        found.update({fqn: _digest(buffer) for fqn, buffer in buffers})
+        found.update({fqn: digest(buffer) for fqn, buffer in buffers})
     return found
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def fp8_digests(model: list[Any], optimizer: Any) -> dict[str, str]:
+    """A digest of every scale and amax history that this rank has. A probe for `train`."""
+    from megatron_fsdp_v2_mcore.checkpoint import fp8_state
+
+    del optimizer
+    return {tensor.name: digest(tensor.live) for tensor in fp8_state._tensors(model)}
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """The shape of a whole tensor, and a hash of its bytes. Collective."""
     full = tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor
     data = full.detach().contiguous().view(torch.uint8).numpy().tobytes()
     return f"{tuple(full.shape)} {hashlib.sha1(data).hexdigest()}"

@@ -23,8 +23,9 @@ TRANSFORMER_ENGINE = ["--transformer-impl", "transformer_engine"]
 MODEL_FLAGS = [*_MODEL.split(), *LOCAL]
 """A tiny model of Megatron's own layers; `TRANSFORMER_ENGINE` after them has the default ones."""
 
+# Every layer of the tiny models is a unit: together they would be one by default.
 _FSDP = """
---use-megatron-fsdp --use-fsdp-fully-shard-api --ckpt-format fsdp_dtensor
+--use-megatron-fsdp --use-fsdp-fully-shard-api --ckpt-format fsdp_dtensor --fsdp-unit-bytes 1
 --data-parallel-sharding-strategy
 """
 

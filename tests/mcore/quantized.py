@@ -10,11 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp_v2.runtime import unit
-from megatron_fsdp_v2.runtime.fsdp_module import unit_of
 from megatron_fsdp_v2_mcore.formats import register_formats
 from tests.distributed import wrapping
 from tests.distributed.wrapping import listen, step_all
@@ -219,76 +217,3 @@ def gathered_bytes(recipe: str, *, recomputes: bool = False) -> list[tuple[int, 
         loss.backward()
         found.append((forward, wire.nbytes("all_gather") - forward))
     return found
-
-
-def frozen_beside_others() -> tuple[bool, list[str]]:
-    """Whether a frozen FP8 weight stays as it is while others train, and the groups of a unit."""
-    te = enter("tensorwise")
-    model = layers(te, "tensorwise")
-    model[1].weight.requires_grad_(False)
-    model = sharded(model, "optim_grads_params")
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    before = model[1].weight.detach().full_tensor().clone()
-    for seed in range(2):
-        step(te, model, "tensorwise", seed)
-        step_all(optimizer)
-    groups = unit_of(model[1]).groups
-    kinds = sorted(
-        f"{group.weights.format.payload_dtype} {group.spec.requires_grad}" for group in groups
-    )
-    return torch.equal(model[1].weight.detach().full_tensor(), before), kinds
-
-
-def rejections() -> dict[str, str]:
-    """What is said of quantized weights that cannot be sharded as asked."""
-    te = enter("tensorwise")
-    said = {}
-    for name, options in {
-        "bf16 main weights": {"mp_policy": MixedPrecisionPolicy()},
-        "offload": {"mp_policy": POLICY, "offload_policy": CPUOffloadPolicy()},
-    }.items():
-        model = layers(te, "tensorwise")
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-        try:
-            fully_shard(model[0], **{"mesh": mesh, **options})
-        except ValueError as error:
-            said[name] = str(error)
-        # As it was: it can be sharded as it should be.
-        sharded(model, "optim_grads_params")
-        step(te, model, "tensorwise")
-    return said
-
-
-def nvfp4_rejections() -> dict[str, str]:
-    """What is said of NVFP4 weights that cannot be gathered."""
-    te = enter("nvfp4")
-    from transformer_engine.common.recipe import NVFP4BlockScaling
-
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    said = {}
-    for name, width, options in (
-        ("blocks of 1 x 16", 64, {"disable_2d_quantization": True}),
-        ("a width of 96", 96, {}),
-    ):
-        with te.quantized_model_init(recipe=NVFP4BlockScaling(**options)):
-            layer = te.Linear(width, 64, params_dtype=torch.bfloat16, device="cpu")
-        try:
-            fully_shard(layer, mesh=mesh, mp_policy=POLICY)
-        except ValueError as error:
-            said[name] = str(error)
-    return said
-
-
-def on_meta() -> tuple[bool, bool]:
-    """Whether weights made on the meta device are FP8 when gathered, and main weights finer."""
-    te = enter("tensorwise")
-    recipe = recipe_of("tensorwise")
-    with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
-        layer = te.Linear(64, 32, params_dtype=torch.bfloat16, device="meta")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    fully_shard(layer, mesh=mesh, mp_policy=POLICY)
-    whole = layer.weight.detach().full_tensor()
-    layer.unshard()
-    weight: Any = layer.weight
-    is_quantized = weight._data.dtype is torch.uint8
-    return is_quantized, not torch.equal(weight.dequantize().float(), whole)

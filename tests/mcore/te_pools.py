@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
+from tests.mcore.session import impl_of
 from tests.ranks import RankPools, rank_pools
 
-__all__ = ["blackwell_te", "megatron_te", "recipe_te"]
+__all__ = ["blackwell_te", "megatron_te", "pools_for", "recipe_te"]
 
 RECIPES = ("delayed", "tensorwise", "blockwise")
 BLACKWELL_RECIPES = ("mxfp8", "nvfp4")
@@ -38,6 +39,15 @@ def blackwell_te() -> Iterator[RankPools]:
 def recipe_te(request: pytest.FixtureRequest, recipe: str) -> RankPools:
     """One of these: for the argument `recipe` of a test."""
     name = "blackwell_te" if recipe in BLACKWELL_RECIPES else "megatron_te"
+    found: RankPools = request.getfixturevalue(name)
+    return found
+
+
+def pools_for(request: pytest.FixtureRequest, flags: Sequence[str]) -> RankPools:
+    """The process groups whose ranks have what a command line needs."""
+    name = "megatron"
+    if impl_of(flags) == "transformer_engine":
+        name = "megatron_te" if {"mxfp8", "nvfp4"}.isdisjoint(flags) else "blackwell_te"
     found: RankPools = request.getfixturevalue(name)
     return found
 

@@ -17,11 +17,10 @@ from tests.mcore.command_line import (
     RUN,
     Run,
     printed_losses,
-    run_each,
     run_module,
     torchrun,
 )
-from tests.mcore.flags import MODEL_FLAGS, ZERO1, Flags, fsdp, words
+from tests.mcore.flags import MODEL_FLAGS, fsdp, words
 from tests.mcore.trained import trained
 from tests.ranks import RankPools
 
@@ -49,7 +48,7 @@ def typed() -> Run:
 def test_printed_losses_of_20_iterations_equal_ddp(
     typed: Run, losses_of_ddp: dict[int, float]
 ) -> None:
-    # Other world sizes train in process, in test_parity_with_ddp.py: starting takes longer.
+    # Other world sizes train in process, in the functional matrix: starting takes longer.
     assert list(typed.losses) == list(range(1, 21))
     assert typed.losses == pytest.approx(losses_of_ddp, rel=1e-6 + PRINTED)
 
@@ -175,101 +174,3 @@ def test_one_rank_speaks_for_all() -> None:
     run = torchrun(2, PRETRAIN, MODEL_FLAGS, CUDA_VISIBLE_DEVICES="")
     assert run.code != 0
     assert run.output.count("No GPU was found.") == 1
-
-
-# What is typed beside `START`, and what is said.
-BAD: dict[str, tuple[Flags, str]] = {
-    "api-alone": ("--use-fsdp-fully-shard-api", "needs --use-megatron-fsdp"),
-    "unknown-strategy": (fsdp("optim_gradients"), "invalid choice: 'optim_gradients'"),
-    "ckpt-format": (fsdp(ZERO1, "--ckpt-format torch_dist"), "--ckpt-format torch_dist"),
-    "load-nothing": (fsdp(ZERO1, "--load no/such/folder"), "--load no/such/folder does not"),
-    "gpu-flag": ("--attention-backend flash", "cannot be used on a CPU"),
-    "reads-internals": (fsdp(ZERO1, "--qk-clip"), "--qk-clip cannot be used with"),
-    "norms-alone": (
-        "--log-per-param-norm",
-        "--log-per-param-norm needs --use-fsdp-fully-shard-api",
-    ),
-    "pool-alone": ("--fsdp-trace-pool", "--fsdp-trace-pool needs --use-fsdp-fully-shard-api"),
-    "depth-alone": (
-        "--fsdp-unshard-prefetch-depth 2",
-        "--fsdp-unshard-prefetch-depth needs --use-fsdp-fully-shard-api",
-    ),
-    "depth-without-prefetch": (
-        fsdp(ZERO1, "--fsdp-unshard-prefetch-depth 2"),
-        "--fsdp-unshard-prefetch-depth needs --overlap-param-gather",
-    ),
-    "after-the-step-alone": (
-        "--fsdp-unshard-after-step",
-        "--fsdp-unshard-after-step needs --use-fsdp-fully-shard-api",
-    ),
-    "after-the-step-without-prefetch": (
-        fsdp(ZERO1, "--fsdp-unshard-after-step"),
-        "--fsdp-unshard-after-step needs --overlap-param-gather",
-    ),
-    "ahead-twice": (
-        fsdp(
-            ZERO1,
-            "--overlap-param-gather --fsdp-unshard-prefetch-bytes 2GiB",
-            "--suggested-communication-unit-size 1000",
-        ),
-        "--suggested-communication-unit-size and --fsdp-unshard-prefetch-bytes both say",
-    ),
-    "buffers-without-overlap": (
-        fsdp(ZERO1, "--fsdp-max-live-grad-buffers 3"),
-        "--fsdp-max-live-grad-buffers needs --overlap-grad-reduce",
-    ),
-    "buckets-alone": (
-        "--fsdp-bucket-bytes 1MiB",
-        "--fsdp-bucket-bytes needs --use-fsdp-fully-shard-api",
-    ),
-    "buckets-without-overlap": (
-        fsdp(ZERO1, "--fsdp-bucket-bytes 1MiB"),
-        "--fsdp-bucket-bytes needs --overlap-param-gather or --overlap-grad-reduce",
-    ),
-    "flat-alone": (
-        "--fsdp-flat-optimizer",
-        "--fsdp-flat-optimizer needs --use-fsdp-fully-shard-api",
-    ),
-    "flat-muon": (
-        fsdp(ZERO1, "--fsdp-flat-optimizer --optimizer muon"),
-        "--fsdp-flat-optimizer cannot be used with --optimizer muon: only Adam",
-    ),
-    "no-buffers": (
-        fsdp(ZERO1, "--fsdp-max-live-grad-buffers 0"),
-        "expected a whole number of at least 1, got '0'",
-    ),
-    "other-data": ("--fim-data", "--fim-data asks for data that this pretrain_gpt does not"),
-    "megatrons-own": (
-        "--mtp-num-layers 1",
-        "Megatron rejects these flags: Multi-Token Prediction (MTP) is not supported with",
-    ),
-    "experts": (
-        fsdp(ZERO1, "--num-experts 3 --expert-model-parallel-size 2"),
-        "--num-experts 3 cannot be divided by --expert-model-parallel-size 2",
-    ),
-}
-START = words(MODEL_FLAGS, "--train-iters 2 --cpu-rehearsal")
-
-
-@pytest.fixture(scope="module")
-def rejected() -> dict[str, Run]:
-    """What became of every bad command line, one after the other in one process."""
-    lines = [words(START, flags) for flags, _ in BAD.values()]
-    return dict(zip(BAD, run_each(PRETRAIN, lines), strict=True))
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_bad_command_line_ends_with_a_sentence(rejected: dict[str, Run], name: str) -> None:
-    _check_rejected(rejected[name], name)
-
-
-@pytest.mark.functional
-def test_a_bad_command_line_ends_its_process_with_that_sentence() -> None:
-    name = "reads-internals"
-    _check_rejected(run_module(PRETRAIN, words(START, BAD[name][0])), name)
-
-
-def _check_rejected(run: Run, name: str) -> None:
-    assert run.code == 2, run.output[-3000:]
-    assert BAD[name][1] in run.output
-    assert "Traceback" not in run.output

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.cases import quick_if
 from tests.mcore import flags as f
@@ -36,19 +37,7 @@ def _weights(chunks: Any, optimizer: Any) -> dict[str, list[torch.Tensor]]:
     return {name: [one[name] for one in everyone if name in one] for name in names}
 
 
-def _start(pools: RankPools, *flags: str) -> dict[str, list[torch.Tensor]]:
-    weights: dict[str, list[torch.Tensor]]
-    weights, *_ = trained(pools, 4, ONE_STEP, f.fsdp(), *flags, probe=_weights).extras
-    return weights
-
-
 TENSOR = f"{f.TP2} --init-method-std 0.05"
-
-
-@pytest.fixture(scope="module")
-def real(megatron: RankPools) -> dict[str, list[torch.Tensor]]:
-    """Weights of the tensor-parallel model, built as Megatron always does."""
-    return _start(megatron, TENSOR)
 
 
 MOE = f"{f.ALLTOALL} --moe-grouped-gemm"
@@ -83,49 +72,38 @@ def test_a_model_built_on_the_meta_device_starts_from_the_same_weights(
     assert real.losses == late.losses
 
 
-def _lines_at_start(device: str) -> list[str]:
-    """What is logged for a layer that calls itself one of Transformer Engine's."""
+@on_megatron(2)
+def test_where_weights_may_start_otherwise_one_line_says_so() -> None:
+    """On the first rank alone, of a layer that calls itself one of Transformer Engine's."""
     enter_rehearsal()
     from megatron_fsdp_v2_mcore.model import initialize
 
     kind = type("Linear", (torch.nn.Linear,), {"__module__": "transformer_engine.pytorch"})
-    with torch.device(device):
-        chunk = torch.nn.Sequential(kind(4, 4))
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    level = initialize._logger.level
-    initialize._logger.addHandler(handler)
-    # Rehearsals in tests are quiet.
-    initialize._logger.setLevel(logging.WARNING)
-    try:
-        initialize.initializer(SimpleNamespace(), chunk)
-    finally:
-        initialize._logger.setLevel(level)
-        initialize._logger.removeHandler(handler)
-    return lines
+    said: dict[str, list[str]] = {}
+    for device in ("meta", "cpu"):
+        with torch.device(device):
+            chunk = torch.nn.Sequential(kind(4, 4))
+        with mock.patch.object(initialize._logger, "log") as log:
+            initialize.initializer(SimpleNamespace(), chunk)
+        said[device] = [str(call.args[1]) for call in log.mock_calls]
+    assert len(said["meta"]) == (dist.get_rank() == 0)
+    assert all("initial values differ from those without the flag" in line for line in said["meta"])
+    assert said["cpu"] == []
 
 
 @on_megatron(2)
-def test_where_weights_may_start_otherwise_one_line_says_so() -> None:
-    """On the first rank alone."""
-    lines = _lines_at_start("meta")
-    assert len(lines) == (dist.get_rank() == 0)
-    assert all("start from other values than without the flag" in line for line in lines)
-    assert _lines_at_start("cpu") == []
+def test_groups_of_a_collection_are_used_where_they_fit() -> None:
+    """A collection has one, has none, or has one of other ranks."""
+    from megatron_fsdp_v2_mcore.model.meshes import Meshes, gather_groups
 
-
-def test_pipeline_stages_start_from_one_embedding_on_the_meta_device(megatron: RankPools) -> None:
-    weights = _start(megatron, f.PP2, META)
-    first, last = weights[EMBEDDING][0], weights["output_layer.weight"][0]
-    assert float(first.std()) == pytest.approx(0.02, rel=0.1)
-    assert torch.equal(first, last)
-
-
-def test_ranks_that_draw_other_weights_start_from_the_first_one(
-    megatron: RankPools, real: dict[str, list[torch.Tensor]]
-) -> None:
-    drawn = _start(megatron, TENSOR, "--data-parallel-random-init")
-    assert drawn.keys() == real.keys()
-    for name, copies in drawn.items():
-        assert all(torch.equal(copy, real[name][0]) for copy in copies), name
+    mesh = init_device_mesh("cpu", (2,))
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    given = dist.new_group([0, 1])
+    found: list[Any] = []
+    for group, are_made in ((None, False), (None, True), (given, False), (alone, False)):
+        collection = SimpleNamespace(dp_cp_ag=group)
+        made = gather_groups(collection, Meshes(mesh, None), None, are_made=are_made).get(mesh)
+        again = gather_groups(collection, Meshes(mesh, None), None, are_made=are_made).get(mesh)
+        assert made is again
+        found.append(None if made is None else (made is given, made.size()))
+    assert found == [None, (False, 2), (True, 2), (False, 2)]

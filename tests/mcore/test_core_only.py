@@ -140,7 +140,10 @@ def test_a_process_group_that_a_model_needs_is_missed_by_name(core: RankPools) -
 
 def test_a_script_is_warned_of_what_is_done_in_another_way(core: RankPools) -> None:
     told, _ = core(2).run(core_only.warnings_of, fsdp_double_buffer=True)
-    assert any(text.startswith("--fsdp-double-buffer: beside the root") for text in told)
+    assert any(
+        text.startswith("--fsdp-double-buffer: without the flag, apart from the root")
+        for text in told
+    )
 
 
 ALONE = """

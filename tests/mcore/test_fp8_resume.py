@@ -1,8 +1,7 @@
-"""FP8's delayed scaling goes on from a checkpoint: scales and amax histories are in it."""
+"""FP8 trainings, and how delayed scaling goes on: scales and amax histories are in a checkpoint."""
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,20 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
+from functional_tests.quantized import BLACKWELL, FORMATS, MODEL
 from megatron_fsdp_v2.checkpoint.exporting import export
 from megatron_fsdp_v2.checkpoint.verifying import verify
-from megatron_fsdp_v2_mcore.checkpoint.fit import Verdict, judge
-from megatron_fsdp_v2_mcore.checkpoint.fp8_names import is_fp8_state
+from megatron_fsdp_v2_mcore.checkpoint.compatibility import check_request
 from megatron_fsdp_v2_mcore.checkpoint.layout import model_tensors
+from megatron_fsdp_v2_mcore.checkpoint.name_table import is_fp8_state
+from tests.docs.blocks import ROOT, blocks_in
 from tests.mcore import flags as f
-from tests.mcore import fp8_modules
-from tests.mcore.checkpoint_values import together
-from tests.mcore.fp8_modules import state_digests
+from tests.mcore.checkpoint_values import digest, fp8_digests, together
+from tests.mcore.command_line import torchrun
 from tests.mcore.quantized import enter
 from tests.mcore.session import Training, distance, train
-from tests.mcore.test_checkpoint_fit import ASKED, _args, _saved
-from tests.mcore.trained import assert_equal, on_te, saved_and_resumed, trained
+from tests.mcore.test_checkpoint_compatibility import ASKED, _args, _saved
+from tests.mcore.trained import assert_equal, on_te, trained
 from tests.ranks import RankPools
 
 # Two steps of two microbatches before the checkpoint: all of a history counts.
@@ -64,7 +64,7 @@ def _state(folder: Path, iteration: int = 2) -> dict[str, torch.Tensor]:
 def _loaded(pools: RankPools, world_size: int, folder: Path, *flags: f.Flags) -> dict[str, str]:
     """What ranks have of it that load the checkpoint of iteration 2 and train no further."""
     command = f.words(f.MODEL_FLAGS, COMMON, *flags, f.loading(folder, 2), _NO_MORE)
-    results = pools(world_size).run(train, command, state_digests)
+    results = pools(world_size).run(train, command, fp8_digests)
     return together([result.extras for result in results])
 
 
@@ -77,30 +77,6 @@ def test_a_run_with_fp8_weights_goes_on_as_if_it_had_not_stopped(
     folder, uninterrupted = saved
     flags = [COMMON, f.fsdp(), GATHERED, EVALUATED, f.loading(folder, 2)]
     assert_equal(trained(megatron_te, 2, *flags), uninterrupted, after=2)
-
-
-@pytest.mark.functional
-@pytest.mark.parametrize(
-    ("flags", "world_size"),
-    [
-        pytest.param(f"{DELAYED} {MAIN}", 2, id="bf16 weights"),
-        pytest.param(f"{GATHERED} --async-save", 2, id="asynchronous"),
-        pytest.param(f"{GATHERED} {f.TP2_SP}", 2, id="tensor"),
-        pytest.param(f"{GATHERED} {f.TP2_SP} {EVALUATED}", 4, id="tensor and data"),
-        pytest.param(f"{GATHERED} {f.PP2}", 2, id="pipeline"),
-        pytest.param(f"{GATHERED} {f.VPP2}", 2, id="virtual pipeline"),
-        pytest.param(f"{GATHERED} {f.FULL_RECOMPUTE}", 2, id="recompute"),
-        pytest.param(f"{GATHERED} {EXPERTS} {f.EP2}", 2, id="grouped experts"),
-        pytest.param(f"{GATHERED} {f.ALLTOALL} {f.EP2}", 2, id="experts one by one"),
-    ],
-)
-def test_other_runs_go_on_as_if_they_had_not_stopped(
-    megatron_te: RankPools, tmp_path: Path, flags: str, world_size: int
-) -> None:
-    uninterrupted, resumed = saved_and_resumed(
-        megatron_te, tmp_path, COMMON, f.fsdp(), flags, at=2, world_size=world_size
-    )
-    assert_equal(resumed, uninterrupted, after=2)
 
 
 @pytest.mark.functional
@@ -119,7 +95,7 @@ def test_ranks_of_other_kinds_go_on_with_the_same_scales(
     megatron_te: RankPools, saved: Saved, world_size: int, flags: list[Any]
 ) -> None:
     folder, uninterrupted = saved
-    expected = {name: fp8_modules.digest(value) for name, value in _state(folder).items()}
+    expected = {name: digest(value) for name, value in _state(folder).items()}
     assert _loaded(megatron_te, world_size, folder, *flags) == expected
     resumed = trained(megatron_te, world_size, COMMON, *flags, f.loading(folder, 2))
     assert distance(resumed.losses, uninterrupted.losses[2:]) < 1e-3
@@ -138,22 +114,8 @@ def test_experts_go_on_with_their_own_scales_on_other_ranks(
         for i in range(4)
     ]
     assert not any(torch.equal(scales[0], other) for other in scales[1:])
-    expected = {name: fp8_modules.digest(value) for name, value in saved_state.items()}
+    expected = {name: digest(value) for name, value in saved_state.items()}
     assert _loaded(megatron_te, 2, tmp_path, *flags, f.EP2) == expected
-
-
-@pytest.mark.functional
-def test_runs_with_and_without_fp8_load_what_the_other_saved(
-    megatron_te: RankPools, saved: Saved, tmp_path: Path
-) -> None:
-    plain = [COMMON, f.fsdp(), MAIN]
-    folder, uninterrupted = saved
-    to_bf16 = trained(megatron_te, 2, *plain, f.loading(folder, 2))
-    assert 0 < distance(to_bf16.losses, uninterrupted.losses[2:]) < 1e-2
-    whole = trained(megatron_te, 2, *plain, f.saving(tmp_path, 2))
-    assert not _state(tmp_path)
-    from_bf16 = trained(megatron_te, 2, COMMON, f.fsdp(), GATHERED, f.loading(tmp_path, 2))
-    assert 0 < distance(from_bf16.losses, whole.losses[2:]) < 1e-2
 
 
 @pytest.mark.functional
@@ -164,7 +126,7 @@ def test_with_a_history_of_another_length_scales_go_on(
     flags = [f.fsdp(), DELAYED, MAIN, "--fp8-amax-history-len 8"]
     found = _loaded(megatron_te, 2, folder, *flags)
     expected = {
-        name: fp8_modules.digest(value if "scale" in name else torch.zeros(8, value.shape[1]))
+        name: digest(value if "scale" in name else torch.zeros(8, value.shape[1]))
         for name, value in _state(folder).items()
     }
     assert found == expected
@@ -224,51 +186,41 @@ FP8_ASKED = {
 FP8_SHAPES: dict[str, Any] = dict(FP8_ASKED)
 
 
-def _verdict(folder: Path, **more: tuple[int, ...]) -> Verdict:
-    return judge(_saved(folder, **more), {**ASKED, **FP8_ASKED}, _args(), _args())
+SCALE, MISSING = f"{LAYER}.scale_fwd", f"{LAYER}.scale_bwd"
+HISTORIES = {k: (4, *s[1:]) for k, s in FP8_ASKED.items() if "amax" in k}
+# What a file holds of the state, which of it is not loaded, and what the one note says.
+HELD: dict[str, tuple[dict[str, Any], set[str], list[str]]] = {
+    "all": (FP8_SHAPES, set(), []),
+    "none": ({}, set(FP8_ASKED), ["has no scales of delayed scaling", "is reinitialized"]),
+    "some": ({k: s for k, s in FP8_SHAPES.items() if k != MISSING}, {MISSING}, [MISSING]),
+    "another length": (
+        FP8_SHAPES | HISTORIES,
+        set(HISTORIES),
+        ["have 4 steps, 16 in this run (--fp8-amax-history-len)"],
+    ),
+    **{
+        f"another shape {shape}": (
+            FP8_SHAPES | {SCALE: shape},
+            {SCALE},
+            [f"{SCALE} {shape} of torch.float32, in this run (3,)"],
+        )
+        for shape in [(6,), (), (3, 1)]
+    },
+}
 
 
-def test_scales_that_fit_are_loaded_and_nothing_is_said(tmp_path: Path) -> None:
-    verdict = _verdict(tmp_path, **FP8_SHAPES)
-    assert (verdict.problem, verdict.notes, verdict.without_scales) == ("", [], set())
-
-
-def test_a_file_without_scales_loads_and_that_is_said(tmp_path: Path) -> None:
-    verdict = _verdict(tmp_path)
-    assert verdict.problem == ""
-    assert verdict.without_scales == set(FP8_ASKED)
-    (note,) = verdict.notes
-    assert "holds no scales of delayed scaling" in note and "starts anew" in note
+@pytest.mark.parametrize("what", HELD)
+def test_scales_that_fit_are_loaded_and_what_starts_anew_is_said(tmp_path: Path, what: str) -> None:
+    held, without, texts = HELD[what]
+    result = check_request(_saved(tmp_path, **held), {**ASKED, **FP8_ASKED}, _args(), _args())
+    assert (result.problem, result.without_scales) == ("", without)
+    assert len(result.notes) == bool(texts)
+    assert all(text in note for note in result.notes for text in texts)
 
 
 def test_scales_nobody_asks_for_are_left_alone(tmp_path: Path) -> None:
-    verdict = judge(_saved(tmp_path, **FP8_SHAPES), ASKED, _args(), _args())
-    assert (verdict.problem, verdict.notes) == ("", [])
-
-
-def test_scales_of_some_modules_are_loaded_and_others_are_named(tmp_path: Path) -> None:
-    missing = f"{LAYER}.scale_bwd"
-    verdict = _verdict(tmp_path, **{k: s for k, s in FP8_SHAPES.items() if k != missing})
-    assert (verdict.problem, verdict.without_scales) == ("", {missing})
-    assert missing in verdict.notes[0]
-
-
-def test_a_history_of_another_length_is_said_and_starts_anew(tmp_path: Path) -> None:
-    histories = {k: (4, *s[1:]) for k, s in FP8_ASKED.items() if "amax" in k}
-    verdict = _verdict(tmp_path, **{**FP8_SHAPES, **histories})
-    assert (verdict.problem, verdict.without_scales) == ("", set(histories))
-    (note,) = verdict.notes
-    assert "have 4 steps, and 16 here (--fp8-amax-history-len)" in note
-
-
-@pytest.mark.parametrize("shape", [(6,), (), (3, 1)])
-def test_scales_of_another_shape_are_named_and_start_anew(
-    tmp_path: Path, shape: tuple[int, ...]
-) -> None:
-    key = f"{LAYER}.scale_fwd"
-    verdict = _verdict(tmp_path, **{**FP8_SHAPES, key: shape})
-    assert (verdict.problem, verdict.without_scales) == ("", {key})
-    assert f"{key} {shape} of torch.float32, here (3,)" in verdict.notes[0]
+    result = check_request(_saved(tmp_path, **FP8_SHAPES), ASKED, _args(), _args())
+    assert (result.problem, result.notes) == ("", [])
 
 
 def test_scales_of_another_dtype_are_named_and_start_anew(tmp_path: Path) -> None:
@@ -276,30 +228,26 @@ def test_scales_of_another_dtype_are_named_and_start_anew(tmp_path: Path) -> Non
     entries: dict[str, Any] = {k: torch.ones(s) for k, s in FP8_ASKED.items()}
     entries[key] = entries[key].long()
     dcp.save(entries, checkpoint_id=str(tmp_path), no_dist=True)
-    verdict = judge(str(tmp_path), FP8_SHAPES, _args(), _args())
-    assert (verdict.problem, verdict.without_scales) == ("", {key})
-    assert "of torch.int64" in verdict.notes[0]
+    result = check_request(str(tmp_path), FP8_SHAPES, _args(), _args())
+    assert (result.problem, result.without_scales) == ("", {key})
+    assert "of torch.int64" in result.notes[0]
 
 
 # --------------------------------------------------------------------------------- without a loop
-
-
-def _recipe(**options: Any) -> Any:
-    from transformer_engine.common.recipe import DelayedScaling
-
-    return DelayedScaling(amax_history_len=7, **options)
 
 
 @on_te(2)
 def test_a_damaged_scale_is_an_error_and_changes_nothing() -> None:
     """On every rank, though one alone read it."""
     te = enter("delayed")
+    from transformer_engine.common.recipe import DelayedScaling
+
     from megatron_fsdp_v2_mcore.checkpoint import fp8_state
     from megatron_fsdp_v2_mcore.flags.errors import FlagError
     from megatron_fsdp_v2_mcore.formats import delayed_scaling
 
     layer = te.Linear(16, 16, device="cpu")
-    with torch.no_grad(), te.autocast(enabled=True, recipe=_recipe()):
+    with torch.no_grad(), te.autocast(enabled=True, recipe=DelayedScaling(amax_history_len=7)):
         delayed_scaling.allocate(layer)
     before = {name: value.clone() for name, value in delayed_scaling.live_state(layer).items()}
     good = {name: value + 1 for name, value in fp8_state.wanted_tensors([layer]).items()}
@@ -322,49 +270,27 @@ def test_a_damaged_scale_is_an_error_and_changes_nothing() -> None:
     assert all((value == 2).all() for value in delayed_scaling.live_state(layer).values())
 
 
-@on_te(1)
-def test_modules_make_before_their_first_forward_what_it_would_make() -> None:
-    """Linear layers, MLPs, grouped layers; attention where it is quantized, and only there."""
-    te = enter("delayed")
-    from megatron_fsdp_v2_mcore.formats import delayed_scaling
+@pytest.mark.functional
+@pytest.mark.parametrize("recipe", FORMATS)
+def test_quantized_products_train_next_to_those_of_bf16(recipe_te: RankPools, recipe: str) -> None:
+    """Under Megatron's DDP; the matrix has how near sharded trainings come to that."""
+    gpu = BLACKWELL if recipe in ("mxfp8", "nvfp4") else ""
+    plain, quantized = (
+        trained(recipe_te, 2, MODEL, "--train-iters 4", which) for which in (gpu, FORMATS[recipe])
+    )
+    assert 1e-6 < distance(quantized.losses, plain.losses) < (0.1 if recipe == "nvfp4" else 1e-2)
+    assert quantized.losses[-1] < quantized.losses[0]
 
-    def made() -> dict[str, tuple[Any, Any]]:
-        attention = te.DotProductAttention(2, 16, attention_dropout=0.0)
-        quantized = te.DotProductAttention(2, 16, attention_dropout=0.0)
-        return {
-            "Linear": (te.Linear(16, 32, device="cpu"), _recipe()),
-            "LayerNormMLP": (te.LayerNormMLP(16, 32, device="cpu"), _recipe()),
-            "GroupedLinear": (te.GroupedLinear(3, 16, 32, device="cpu"), _recipe()),
-            "DotProductAttention": (attention, _recipe()),
-            "quantized attention": (quantized, _recipe(fp8_dpa=True)),
-        }
 
-    def shapes(module: Any) -> dict[str, tuple[int, ...]]:
-        return {k: tuple(v.shape) for k, v in delayed_scaling.live_state(module).items()}
-
-    early, late = {}, {}
-    for name, (module, recipe) in made().items():
-        with torch.no_grad(), te.autocast(enabled=True, recipe=recipe):
-            delayed_scaling.allocate(module)
-        early[name] = shapes(module)
-    for name, (module, recipe) in made().items():
-        inputs: list[Any] = [torch.randn(32, 16)]
-        if name == "GroupedLinear":
-            inputs.append([16, 0, 16])
-        elif "ttention" in name:
-            inputs = [torch.randn(8, 1, 2, 16) for _ in range(3)]
-        # The rehearsal has no quantized attention, which allocates before it is looked for.
-        known = (ValueError, NotImplementedError) if name == "quantized attention" else ()
-        with (
-            torch.no_grad(),
-            te.autocast(enabled=True, recipe=recipe),
-            contextlib.suppress(*known),
-        ):
-            module(*inputs)
-        late[name] = shapes(module)
-    assert early == late
-    assert early["Linear"]["scale_fwd"] == (3,)
-    assert early["LayerNormMLP"]["amax_history_bwd"] == (7, 4)
-    assert early["GroupedLinear"]["amax_history_fwd"] == (7, 9)
-    assert early["DotProductAttention"] == {}
-    assert early["quantized attention"]["scale_fwd"] == (9,)
+@pytest.mark.functional
+def test_the_command_on_the_page_trains() -> None:
+    page = "docs/fp8.md"
+    blocks = blocks_in(page, (ROOT / page).read_text())
+    (command,) = (block.code for block in blocks if block.language == "bash")
+    launcher, _, script = command.replace("\\\n", " ").partition(" -m ")
+    assert launcher.split() == ["torchrun", "--nproc-per-node", "2"]
+    module, *flags = script.split()
+    run = torchrun(2, module, flags)
+    assert run.code == 0, run.output[-3000:]
+    assert sorted(run.losses) == [1, 2, 3, 4]
+    assert run.losses[4] < run.losses[1]

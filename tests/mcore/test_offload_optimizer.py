@@ -1,69 +1,129 @@
-"""The optimizer of two devices, by itself: what it steps, moves, says and loads."""
+"""The optimizer of two devices, by itself: what it steps, moves, books, says and loads."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import gc
+from collections import Counter
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, override
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_fsdp_v2 import MixedPrecisionPolicy
+from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp_v2.diagnostics import memory_tracker
+from megatron_fsdp_v2.diagnostics.memory_ledger import Role
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
+from megatron_fsdp_v2.params.autograd import is_gathered_weight
 from tests.cases import longer
-from tests.mcore.offloading import (
-    OPTIMIZERS,
-    DTensorCalls,
-    adam,
-    backward,
-    same,
-    sharded_model,
-    whole,
-)
-from tests.mcore.session import enter_rehearsal
+from tests.mcore.session import MODEL_FLAGS, Training, curves, enter_rehearsal, fsdp, train
 from tests.mcore.trained import on_megatron
+from tests.ranks import RankPools
 from tests.stream_safety import record_streams
+
+SIZES = (12, 7, 5)
+
+
+class DTensorCalls(TorchDispatchMode):
+    """Counts operations, and those that are given a DTensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            self.counts["dtensor"] += 1
+            return NotImplemented
+        self.counts["plain"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Layers(nn.Module):
+    """Linear layers beside each other; some of their parameters have no rows on some rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(size, size) for size in SIZES)
+
+    @override
+    def forward(self, step: int, without: tuple[int, ...]) -> torch.Tensor:
+        loss = torch.zeros(())
+        for index, layer in enumerate(self.layers):
+            if index not in without:
+                torch.manual_seed(100 * step + 10 * index + dist.get_rank())
+                loss = loss + layer(torch.randn(4, SIZES[index])).square().sum()
+        return loss
+
+
+def sharded_model(strategy: str = "optim_grads_params", **options: Any) -> Layers:
+    """The same on all calls, with fresh parameters; options are those of `fully_shard`."""
+    enter_rehearsal()
+    torch.manual_seed(3)
+    model = Layers()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    for module in (*model.layers, model):
+        fully_shard(
+            module, mesh=mesh, sharding_strategy=strategy, on_missing_grad="zero", **options
+        )
+    return model
+
+
+def adam(model: Layers) -> torch.optim.Optimizer:
+    """Torch's AdamW with two groups of other options."""
+    params = list(model.parameters())
+    return torch.optim.AdamW(
+        [{"params": params[:3], "lr": 2e-2}, {"params": params[3:]}],
+        lr=1e-2,
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+    )
+
+
+def backward(model: Layers, step: int, without: tuple[int, ...] = ()) -> None:
+    """Give parameters the gradients of a step; some layers none."""
+    model.zero_grad()
+    model(step, without).backward()
+    for index in without:
+        for param in model.layers[index].parameters():
+            param.grad = None
+
+
+def whole(model: Layers) -> list[torch.Tensor]:
+    """Every parameter in one piece. Collective."""
+    return [param.detach().full_tensor().clone() for param in model.parameters()]
+
+
+def same(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    """Whether parameters are the same bit for bit."""
+    return all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
 
 STEPS = 4
 
 
-def _offloaded(model: Any, kind: str = "adam", **options: Any) -> Any:
+def _offloaded(model: Any, **options: Any) -> Any:
     from megatron_fsdp_v2_mcore.optim.offload import ShardedHybridOptimizer
 
-    return ShardedHybridOptimizer(OPTIMIZERS[kind](model), **options)
-
-
-# -- which parameters -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "numels", [[5, 0, 3, 3, 0, 1], [78, 30, 24], [100, 1, 1, 1], [7], [0, 0], []]
-)
-def test_at_least_the_fraction_is_offloaded_and_less_than_a_parameter_beyond(
-    numels: list[int],
-) -> None:
-    from megatron_fsdp_v2_mcore.optim.offload import choose_offloaded
-
-    for fraction in (0.0, 0.1, 0.25, 0.5, 0.9, 1.0):
-        chosen = choose_offloaded(numels, fraction)
-        offloaded = sum(numels[i] for i in chosen)
-        assert all(numels[i] for i in chosen)
-        assert offloaded >= fraction * sum(numels)
-        # Without any one of them it would be too little.
-        if chosen:
-            assert offloaded - min(numels[i] for i in chosen) < fraction * sum(numels)
-        assert not chosen or fraction > 0
-        assert fraction < 1 or offloaded == sum(numels)
+    return ShardedHybridOptimizer(adam(model), **options)
 
 
 # -- steps ----------------------------------------------------------------------------------------
 
 
-def _trained(kind: str, strategy: str, offload: dict[str, Any] | None) -> Any:
+def _trained(strategy: str, offload: dict[str, Any] | None) -> Any:
     model = sharded_model(strategy)
-    make = OPTIMIZERS[kind] if offload is None else functools.partial(_offloaded, kind=kind)
-    optimizer = make(model, **(offload or {}))
+    optimizer = adam(model) if offload is None else _offloaded(model, **offload)
     for step in range(STEPS):
         # In the third step a layer has no gradients: those of the second must not be used again.
         # Another layer has its first ones then.
@@ -80,18 +140,13 @@ def _trained(kind: str, strategy: str, offload: dict[str, Any] | None) -> Any:
 )
 @on_megatron("world_size")
 def test_steps_are_bit_for_bit_those_without_offload(world_size: int, strategy: str) -> None:
-    plain = {kind: _trained(kind, strategy, None) for kind in OPTIMIZERS}
-    ways: list[tuple[str, dict[str, Any]]] = [
-        (kind, {"fraction": fraction, "overlaps": overlaps})
-        for kind in OPTIMIZERS
+    plain = _trained(strategy, None)
+    ways: list[dict[str, Any]] = [
+        {"fraction": fraction, "overlaps": overlaps}
         for fraction, overlaps in ((0, False), (0.5, True), (0.5, False), (1, True))
     ]
-    ways.append(("counting", {"fraction": 0.5, "uses_torch_on_device": True}))
-    differing = [
-        f"{kind} {options}"
-        for kind, options in ways
-        if not same(plain[kind], _trained(kind, strategy, options))
-    ]
+    ways.append({"fraction": 0.5, "uses_torch_on_device": True})
+    differing = [way for way in ways if not same(plain, _trained(strategy, way))]
     assert differing == []
 
 
@@ -156,8 +211,8 @@ def test_copies_are_pinned_as_the_options_say_and_made_once(pins_params: bool) -
     assert asked == [("params", pins_params)] * 6 + [("grads", not pins_params)] * 6
 
 
-@on_megatron(1, kind=["adam", "counting"], overlaps=[True, False])
-def test_no_part_steps_before_the_copies_it_needs_are_made(kind: str, overlaps: bool) -> None:
+@on_megatron(1, overlaps=[True, False])
+def test_no_part_steps_before_the_copies_it_needs_are_made(overlaps: bool) -> None:
     """On a GPU: the device's part, and the host's, with gradients of another dtype than weights."""
     model = sharded_model(mp_policy=MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16))
     with record_streams(model) as recording:
@@ -167,7 +222,7 @@ def test_no_part_steps_before_the_copies_it_needs_are_made(kind: str, overlaps: 
             mock.patch.object(torch.cuda, "current_stream", device.current_stream),
             mock.patch.object(torch.cuda, "stream", device.use),
         ):
-            optimizer = _offloaded(model, kind, fraction=0.5, overlaps=overlaps)
+            optimizer = _offloaded(model, fraction=0.5, overlaps=overlaps)
             for step in range(3):
                 backward(model, step)
                 optimizer.step()
@@ -178,53 +233,6 @@ def test_no_part_steps_before_the_copies_it_needs_are_made(kind: str, overlaps: 
 
 
 # -- state ----------------------------------------------------------------------------------------
-
-
-def _continued(kind: str, model: Any, state: Any, fraction: float) -> Any:
-    optimizer = _offloaded(model, kind, fraction=fraction)
-    optimizer.load_state_dict(state)
-    for step in range(2, STEPS):
-        backward(model, step)
-        optimizer.step()
-    return whole(model)
-
-
-@on_megatron(
-    2,
-    kind=["adam", "counting"],
-    fractions=[(1.0, 1.0), (0.5, 1.0), (1.0, 0.0), (0.0, 0.5)],
-)
-def test_state_loads_at_another_fraction_and_is_that_without_offload(
-    kind: str, fractions: tuple[float, float]
-) -> None:
-    """And a run goes on with it bit for bit."""
-    saved_with, loaded_with = fractions
-    model = sharded_model()
-    optimizer = _offloaded(model, kind, fraction=saved_with)
-    plain = sharded_model()
-    reference = OPTIMIZERS[kind](plain)
-    for step in range(2):
-        backward(model, step)
-        optimizer.step()
-        backward(plain, step)
-        reference.step()
-    state, theirs = optimizer.state_dict(), reference.state_dict()
-    # As without offload, and so is what is in it.
-    keys, their_keys = (
-        {key: sorted(values) for key, values in of["state"].items()} for of in (state, theirs)
-    )
-    groups, their_groups = state["param_groups"], theirs["param_groups"]
-    weights = [param.detach().clone() for param in model.parameters()]
-    for step in range(2, STEPS):
-        backward(plain, step)
-        reference.step()
-    other = sharded_model()
-    with torch.no_grad():
-        for param, weight in zip(other.parameters(), weights, strict=True):
-            param.copy_(weight)
-    assert keys == their_keys
-    assert groups == their_groups
-    assert same(whole(plain), _continued(kind, other, state, loaded_with))
 
 
 @on_megatron(2, form=["rows of a run on one rank", "whole"])
@@ -286,73 +294,109 @@ def test_what_cannot_be_offloaded_is_rejected_by_name() -> None:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"optimizer_offload_fraction is from 0 to 1, got 1\.5"):
         _offloaded(model, fraction=1.5)
-    with pytest.raises(ValueError, match="optimizer_cpu_offload cannot be used with SGD: there is"):
+    with pytest.raises(ValueError, match="optimizer_cpu_offload cannot be used with SGD: no optim"):
         ShardedHybridOptimizer(sgd, fraction=1.0)
     optimizer = _offloaded(model, fraction=1.0)
     with pytest.raises(RuntimeError, match="an offloaded optimizer takes no further parameter gro"):
         optimizer.add_param_group({"params": [torch.zeros(1)]})
 
 
-# -- others ---------------------------------------------------------------------------------------
+def train_moving_activations(flags: Sequence[str], modules: Sequence[str]) -> Training:
+    """A training whose activations of some modules Megatron moves to the host and back.
+
+    Megatron's command line offers it with Transformer Engine only, and moves CUDA tensors only.
+    `extras` is how many tensors were moved, and how many of them were gathered weights.
+    """
+    gpt = enter_rehearsal()["gpt"]
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.pipeline_parallel import fine_grained_activation_offload as offload
+
+    make, move = gpt.core_transformer_config_from_args, offload.ChunkOffloadHandler.offload
+    moved: list[bool] = []
+
+    def with_modules(*args: Any, **kwargs: Any) -> Any:
+        config = make(*args, **kwargs)
+        config.fine_grained_activation_offloading = bool(modules)
+        config.offload_modules = list(modules)
+        config.min_offloaded_tensor_size = 0
+        return config
+
+    def noted(self: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        moved.append(is_gathered_weight(tensor))
+        return move(self, tensor, *args, **kwargs)
+
+    def is_managed(tensor: torch.Tensor) -> bool:
+        return not isinstance(tensor, torch.nn.Parameter)
+
+    handler = offload.ChunkOffloadHandler
+    with (
+        # It only tells Transformer Engine's own layers.
+        mock.patch.object(transformer_engine, "cpu_offload", SimpleNamespace()),
+        mock.patch.object(gpt, "core_transformer_config_from_args", with_modules),
+        mock.patch.object(handler, "offload", noted),
+        mock.patch.object(handler, "_can_manage_tensor_for_offload", staticmethod(is_managed)),
+    ):
+        try:
+            trained = train(flags)
+        finally:
+            offload.PipelineOffloadManager.reset_instance()
+    return dataclasses.replace(trained, extras=(len(moved), sum(moved)))
 
 
-class OnDevice(torch.Tensor):
-    """A CPU tensor that says it is on a GPU, from which Megatron's class offloads."""
-
-    is_cuda = True
-
-    @override
-    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
-        return self.detach().as_subclass(torch.Tensor).clone()
+MOMENTS, COUNTER = 8, 4
+"""Bytes of an element's two moments, and of a parameter's step counter."""
 
 
-def _with_megatrons_own(optimizer_cls: Any, **options: Any) -> list[torch.Tensor]:
-    """Weights, and what is in the state dict, after steps of one that offloads."""
-    torch.manual_seed(5)
-    params = [torch.nn.Parameter(torch.randn(size).as_subclass(OnDevice)) for size in (30, 7, 3)]
-    optimizer = optimizer_cls([{"params": params, "lr": 1e-2}], **options)
-    for _ in range(3):
-        for param in params:
-            param.grad = torch.randn(param.shape).as_subclass(OnDevice)
+@on_megatron(2, tracks_from_the_start=[True, False], fraction=[None, 0.0, 0.5, 1.0])
+def test_the_tracker_tells_offloaded_state_from_that_on_the_device(
+    tracks_from_the_start: bool, fraction: float | None
+) -> None:
+    model = sharded_model()
+    optimizer: Any = adam(model)
+    # What others offloaded is counted for as long as it lives.
+    gc.collect()
+    if fraction is not None:
+        from megatron_fsdp_v2_mcore.optim.offload import ShardedHybridOptimizer
+
+        optimizer = ShardedHybridOptimizer(optimizer, fraction=fraction)
+    if not tracks_from_the_start:
+        backward(model, 0)
         optimizer.step()
-    state = optimizer.state_dict()["state"]
-    kept = [state[key][name] for key in sorted(state) for name in sorted(state[key])]
-    return [tensor.detach().as_subclass(torch.Tensor).clone() for tensor in (*params, *kept)]
+    with memory_tracker(model, optimizer) as memory:
+        for step in range(1, 3):
+            backward(model, step)
+            optimizer.step()
+    slots = [] if fraction is None else optimizer._slots
+    on_host = [slot.param for slot in slots if slot.is_on_host]
+    numels = [param.to_local().numel() for param in model.parameters()]
+    elements = sum(param.to_local().numel() for param in on_host)
+    rest = sum(numels) - elements, sum(numel > 0 for numel in numels) - len(on_host)
+    device, offloaded = memory.live[Role.OPTIMIZER], dict(memory.offloaded)
+    assert elements >= (fraction or 0) * sum(numels)
+    assert device == MOMENTS * rest[0] + COUNTER * rest[1]
+    # Moments, a copy of the main weight and one of its gradient.
+    of_optimizer = (MOMENTS + 8) * elements + COUNTER * len(on_host)
+    assert offloaded.pop(Role.OPTIMIZER, 0) == of_optimizer
+    assert sum(offloaded.values()) == 0
+    assert ("Offloaded to host memory: optimizer" in memory.report()) == bool(fraction)
+    if fraction == 1.0:
+        assert device == 0
+    if fraction == 0.5:
+        assert 0 < device <= MOMENTS * sum(numels) / 2 + COUNTER * rest[1]
+    if fraction == 1.0 and not tracks_from_the_start:
+        # Not for a moment either.
+        assert memory.role_peaks[Role.OPTIMIZER] == 0
 
 
-@on_megatron(1)
-def test_who_uses_the_optimizer_without_sharding_sees_no_change() -> None:
-    """Megatron's own class is in its place, and so is what it steps and keeps."""
-    from megatron.core import optimizer as megatron_optimizers
-    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
-
-    import megatron_fsdp_v2_mcore
-
-    def stepped() -> list[list[torch.Tensor]]:
-        return [
-            _with_megatrons_own(
-                megatron_optimizers.HybridDeviceOptimizer,
-                offload_fraction=fraction,
-                cpu_optimizer_cls=torch.optim.AdamW,
-                gpu_optimizer_cls=torch.optim.AdamW,
-                param_update_in_fp32=True,
-                overlap_cpu_optimizer_d2h_h2d=overlaps,
-                lr=1e-2,
-            )
-            for fraction in (0.0, 0.5, 1.0)
-            for overlaps in (False, True)
-        ]
-
-    enter_rehearsal()
-    alone = stepped()
-    megatron_fsdp_v2_mcore.enable()
-    try:
-        is_theirs = megatron_optimizers.HybridDeviceOptimizer is HybridDeviceOptimizer
-        beside = stepped()
-    finally:
-        megatron_fsdp_v2_mcore.uninstall()
-    plain = _with_megatrons_own(torch.optim.AdamW)
-    assert is_theirs
-    assert all(same(a, b) for a, b in zip(alone, beside, strict=True))
-    # It does step them.
-    assert all(same(a[:3], plain[:3]) for a in alone)
+def test_activations_that_megatron_moves_to_the_host_compose_with_sharded_parameters(
+    megatron: RankPools,
+) -> None:
+    flags = [*MODEL_FLAGS, *fsdp(), "--train-iters", "3"]
+    plain = curves(megatron(2).run(train_moving_activations, flags, (), timeout_s=180))
+    modules = ("attn_norm", "qkv_linear", "core_attn", "attn_proj")
+    moved = curves(megatron(2).run(train_moving_activations, flags, modules, timeout_s=180))
+    assert moved.losses == plain.losses
+    assert moved.grad_norms == plain.grad_norms
+    for num_moved, num_weights in moved.extras:
+        assert num_moved > 20
+        assert num_weights == 0

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import functools
 import itertools
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
 
+from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp_v2.runtime.module import unit_of
 from tests.cases import longer, quick_rows
 from tests.distributed.nccl_double import as_on_cuda
 from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import said, step_all
 from tests.mcore import quantized
 from tests.mcore.te_pools import BLACKWELL_RECIPES, RECIPES
 from tests.mcore.trained import TIMEOUT_S
@@ -90,11 +95,23 @@ def test_gathered_bytes_are_the_same_over_what_answers_as_nccl(recipe: str, inst
 
 
 @pytest.mark.functional
+@pytest.mark.parametrize(
+    ("width", "options", "text"),
+    [
+        (64, {"disable_2d_quantization": True}, "in blocks of 1 x 16 cannot be gathered as bytes"),
+        (96, {}, "(64, 96) cannot be gathered as NVFP4"),
+    ],
+)
 @on_te_ranks(2, recipe=["nvfp4"])
-def test_what_cannot_be_gathered_as_nvfp4_is_said(recipe: str) -> None:
-    said = quantized.nvfp4_rejections()
-    assert "in blocks of 1 x 16 cannot be gathered as bytes" in said["blocks of 1 x 16"]
-    assert "(64, 96) cannot be gathered as NVFP4" in said["a width of 96"]
+def test_what_cannot_be_gathered_as_nvfp4_is_said(
+    recipe: str, width: int, options: dict[str, bool], text: str
+) -> None:
+    te = quantized.enter(recipe)
+    from transformer_engine.common.recipe import NVFP4BlockScaling
+
+    with te.quantized_model_init(recipe=NVFP4BlockScaling(**options)):
+        layer = te.Linear(width, 64, params_dtype=torch.bfloat16, device="cpu")
+    assert text in said(ValueError, lambda: fully_shard(layer, mp_policy=quantized.POLICY))
 
 
 @pytest.mark.parametrize(
@@ -127,24 +144,55 @@ def test_mxfp8_gathers_both_forms_for_what_is_recomputed(recipe: str) -> None:
 
 @on_te_ranks(2, recipe=["tensorwise"])
 def test_a_frozen_fp8_weight_is_gathered_as_bytes_beside_others(recipe: str) -> None:
-    is_same, kinds = quantized.frozen_beside_others()
-    assert is_same
+    te = quantized.enter(recipe)
+    model = quantized.layers(te, recipe)
+    model[1].weight.requires_grad_(False)
+    model = quantized.sharded(model, "optim_grads_params")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    before = model[1].weight.detach().full_tensor().clone()
+    for seed in range(2):
+        quantized.step(te, model, recipe, seed)
+        step_all(optimizer)
+    assert torch.equal(model[1].weight.detach().full_tensor(), before)
     # The bias of the frozen weight's layer is not frozen, where it has one.
-    assert "torch.uint8 False" in kinds
+    kinds = [(g.format.payload_dtype, g.spec.requires_grad) for g in unit_of(model[1]).groups]
+    assert (torch.uint8, False) in kinds
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"mp_policy": MixedPrecisionPolicy()},
+            "parameter weight: a quantized weight needs main weights in fp32",
+        ),
+        (
+            {"mp_policy": quantized.POLICY, "offload_policy": CPUOffloadPolicy()},
+            "leave offload_policy out",
+        ),
+    ],
+)
 @on_te_ranks(2, recipe=["tensorwise"])
-def test_what_cannot_be_done_with_quantized_weights_is_said_by_name(recipe: str) -> None:
-    said = quantized.rejections()
-    assert "parameter weight: a quantized weight needs main weights of fp32" in said.pop(
-        "bf16 main weights"
-    )
-    assert "leave offload_policy out" in said.pop("offload")
-    assert not said
+def test_what_cannot_be_done_with_quantized_weights_is_said_by_name(
+    recipe: str, options: dict[str, Any], text: str
+) -> None:
+    te = quantized.enter(recipe)
+    model = quantized.layers(te, recipe)
+    assert text in said(ValueError, lambda: fully_shard(model[0], **options))
+    # As it was: it can be sharded as it should be.
+    quantized.sharded(model, "optim_grads_params")
+    quantized.step(te, model, recipe)
 
 
 @on_te_ranks(2, recipe=["tensorwise"])
 def test_what_an_initialization_quantizes_is_kept(recipe: str) -> None:
-    is_quantized, is_finer = quantized.on_meta()
-    assert is_quantized
-    assert is_finer
+    """And main weights are finer, also of modules made on the meta device."""
+    te = quantized.enter(recipe)
+    options = {"recipe": quantized.recipe_of(recipe), "preserve_high_precision_init_val": True}
+    with te.quantized_model_init(**options):
+        layer = te.Linear(64, 32, params_dtype=torch.bfloat16, device="meta")
+    fully_shard(layer, mp_policy=quantized.POLICY)
+    whole = layer.weight.detach().full_tensor()
+    layer.unshard()
+    assert layer.weight._data.dtype is torch.uint8
+    assert not torch.equal(layer.weight.dequantize().float(), whole)

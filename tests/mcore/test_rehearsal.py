@@ -1,11 +1,14 @@
-"""The CPU rehearsal is explicit, changes devices only, and is undone."""
+"""The CPU rehearsal is explicit, changes devices only, is undone, and runs by itself."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import os
+import re
+import subprocess
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +17,6 @@ import torch.distributed as dist
 
 import megatron_cpu_rehearsal
 from megatron_cpu_rehearsal import RehearsalError
-from megatron_cpu_rehearsal.cuda_stubs import STUBS, install_stubs
 from megatron_cpu_rehearsal.devices import CpuDevices
 from megatron_cpu_rehearsal.flags import (
     CPU_FLAGS,
@@ -24,8 +26,19 @@ from megatron_cpu_rehearsal.flags import (
     with_cpu_flags,
 )
 from megatron_cpu_rehearsal.patching import Patches
+from tests.docs.blocks import ROOT, blocks_in
+from tests.mcore.command_line import (
+    PRINTED,
+    environment_of,
+    launcher,
+    printed_losses,
+    run_each,
+    torchrun,
+)
+from tests.mcore.flags import MODEL_FLAGS
 from tests.mcore.session import LOCAL, enter_rehearsal
-from tests.mcore.trained import on_megatron
+from tests.mcore.trained import on_megatron, trained
+from tests.ranks import RankPools
 
 
 def test_flags_a_cpu_needs_are_added_and_the_users_are_kept() -> None:
@@ -36,22 +49,6 @@ def test_flags_a_cpu_needs_are_added_and_the_users_are_kept() -> None:
     assert flags.count("--num-workers") == 1
     for flag in CPU_FLAGS:
         assert flag.name in flags
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--transformer-impl", "inference_optimized"],
-        ["--distributed-backend=nccl"],
-        ["--attention-backend", "flash"],
-        *[[flag.name, *flag.values[:1]] for flag in GPU_FLAGS],
-    ],
-    ids=lambda flags: flags[0],
-)
-def test_a_flag_that_needs_a_gpu_is_rejected_by_name(flags: list[str]) -> None:
-    flags = flags if "--transformer-impl" in flags else [*flags, *LOCAL]
-    with pytest.raises(RehearsalError, match=f"{flags[0].split('=')[0]}.* cannot be used on a CPU"):
-        with_cpu_flags(flags)
 
 
 def test_a_value_that_needs_no_gpu_is_left_to_the_user() -> None:
@@ -132,12 +129,6 @@ def test_a_rehearsal_is_rejected_where_cuda_is_in_use(monkeypatch: pytest.Monkey
     megatron_cpu_rehearsal.check_device([])
 
 
-def test_without_gpu_and_rehearsal_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(RehearsalError, match="Add --cpu-rehearsal"):
-        megatron_cpu_rehearsal.check_device([])
-
-
 @on_megatron(1)
 def test_everything_a_rehearsal_changes_is_put_back() -> None:
     enter_rehearsal()
@@ -181,15 +172,6 @@ def test_tensors_of_several_dtypes_are_gathered_in_one_call(is_async: bool) -> N
     assert all(torch.equal(*pair) for pair in zip(buffers, wholes, strict=True))
 
 
-def test_stubs_are_undone() -> None:
-    before = {name: getattr(torch.cuda, name, None) for name in STUBS}
-    patches = Patches()
-    install_stubs(patches)
-    assert torch.cuda.device_count() == 1
-    patches.undo()
-    assert {name: getattr(torch.cuda, name, None) for name in STUBS} == before
-
-
 def test_cuda_devices_become_the_cpu_and_values_stay() -> None:
     with CpuDevices():
         made = torch.arange(4, device="cuda")
@@ -200,3 +182,58 @@ def test_cuda_devices_become_the_cpu_and_values_stay() -> None:
     assert made.tolist() == [0, 1, 2, 3]
     assert moved.dtype == torch.bfloat16
     assert meta.is_meta
+
+
+PAGE = ROOT / "adapters" / "megatron_cpu_rehearsal" / "README.md"
+REHEARSAL = "megatron_cpu_rehearsal"
+SCRIPT = str(ROOT / "tests" / "mcore" / "pretrain_as_megatron_does.py")
+# To Python a module that is None cannot be imported.
+ALONE = "import sys\nsys.modules.update(megatron_fsdp_v2=None, megatron_fsdp_v2_mcore=None)\n"
+
+
+def _losses_of_the_page(num_ranks: int, path: Path) -> list[float]:
+    done = subprocess.run(
+        [*launcher(num_ranks), str(path)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        cwd=path.parent,
+        env=environment_of(PYTHONPATH=str(ROOT / "adapters")),
+    )
+    assert done.returncode == 0, done.stderr
+    losses = re.findall(r"iteration (\d): loss ([\d.]+)", done.stdout)
+    assert [number for number, _ in losses] == list("12345")
+    return [float(loss) for _, loss in losses]
+
+
+def test_the_program_of_the_page_trains(tmp_path: Path) -> None:
+    (program,) = [b for b in blocks_in(PAGE.name, PAGE.read_text()) if b.language == "python"]
+    path = tmp_path / "train.py"
+    path.write_text(ALONE + program.code)
+    on_two, on_one = _losses_of_the_page(2, path), _losses_of_the_page(1, path)
+    # Both see the same eight sequences in an iteration.
+    assert on_two == pytest.approx(on_one, abs=5e-6)
+    assert on_two[-1] < on_two[0] - 0.1
+
+
+@pytest.mark.functional
+def test_a_script_of_megatrons_trains_as_under_the_adapter(
+    megatron: RankPools, tmp_path: Path
+) -> None:
+    assert REHEARSAL in PAGE.read_text(), "README.md says how the script is started"
+    script = tmp_path / "script.py"
+    script.write_text(f"{ALONE}import runpy\nrunpy.run_path({SCRIPT!r}, run_name='__main__')\n")
+    run = torchrun(2, REHEARSAL, [str(script), *MODEL_FLAGS, "--train-iters", "4"])
+    assert run.code == 0, run.output
+    losses = printed_losses(trained(megatron, 2, "--train-iters 4").losses)
+    assert run.losses == pytest.approx(losses, rel=1e-6 + PRINTED)
+
+
+def test_what_cannot_run_on_a_cpu_is_one_sentence() -> None:
+    command_lines = [[SCRIPT, *MODEL_FLAGS, "--profile"], ["--profile"], ["no_such_script.py"]]
+    rejected, unnamed, missing = run_each(REHEARSAL, command_lines)
+    assert rejected.code == 2
+    said = "--profile cannot be used on a CPU: it records CUDA activity; leave it out"
+    assert rejected.output.splitlines()[-1] == said
+    assert unnamed.code == missing.code == 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch.nn import functional
@@ -15,9 +13,6 @@ from megatron_cpu_rehearsal.experimental_attention import (
 )
 from megatron_cpu_rehearsal.mamba_kernels import GroupedRMSNorm, split_conv1d_scan
 from megatron_cpu_rehearsal.norms import ZeroCenteredLayerNorm, ZeroCenteredRMSNorm
-from tests.mcore.flags import DEEPSEEK, EP2, ETP1, TP2_SP
-from tests.mcore.trained import trained
-from tests.ranks import RankPools
 
 
 class _Options:
@@ -70,56 +65,6 @@ def test_stand_ins_of_experimental_attention_are_what_they_stand_for() -> None:
     torch.testing.assert_close(hadamard_rotation(rows), rows @ matrix)
     with pytest.raises(ValueError, match="--dsa-indexer-head-dim 6 is not a power of two"):
         hadamard_rotation(torch.randn(2, 6))
-
-
-_MARKS = ("tensor_model_parallel", "sequence_parallel", "allreduce")
-
-
-def _latent_layers(model: list[Any], optimizer: Any) -> dict[str, Any]:
-    """Parameters of the layer with experts, with their marks; and how far attention is off."""
-    del optimizer
-    layer = model[0].module.decoder.layers[1]
-    attention = layer.self_attention
-    marks = {
-        name: (tuple(param.shape), *(bool(getattr(param, mark, None)) for mark in _MARKS))
-        for name, param in layer.named_parameters()
-    }
-    sequence, heads = 6, attention.num_attention_heads_per_partition
-    query, key = (torch.randn(sequence, 2, heads, 24) for _ in range(2))
-    value = torch.randn(sequence, 2, heads, 12)
-    mask = torch.ones(sequence, sequence).triu(1).bool()
-    result = attention.core_attention(query, key, value, mask.view(1, 1, sequence, sequence))
-    parts = [part.permute(1, 2, 0, 3) for part in (query, key, value)]
-    expected = functional.scaled_dot_product_attention(
-        *parts, is_causal=True, scale=attention.softmax_scale
-    )
-    expected = expected.permute(2, 0, 1, 3).flatten(2)
-    return {"marks": marks, "error": float((result - expected).abs().max())}
-
-
-def test_latent_attention_has_transformer_engines_parameters_and_widths(
-    megatron: RankPools,
-) -> None:
-    flags = f"{DEEPSEEK} {TP2_SP} {EP2} {ETP1} --train-iters 1"
-    found = trained(megatron, 2, flags, probe=_latent_layers).extras[0]
-    assert found["error"] < 1e-6
-    whole, part, expert = (False, True, True), (True, False, True), (True, False, False)
-    attention, mlp = "self_attention", "mlp.experts"
-    assert {name: found["marks"][name] for name in found["marks"] if "router" not in name} == {
-        "input_layernorm.weight": ((64,), False, True, False),
-        "pre_mlp_layernorm.weight": ((64,), False, True, False),
-        f"{attention}.q_layernorm.weight": ((24,), False, True, False),
-        f"{attention}.kv_layernorm.weight": ((16,), False, True, False),
-        f"{attention}.linear_q_down_proj.weight": ((24, 64), *whole),
-        f"{attention}.linear_q_up_proj.weight": ((48, 24), *part),
-        f"{attention}.linear_kv_down_proj.weight": ((24, 64), *whole),
-        f"{attention}.linear_kv_up_proj.weight": ((56, 16), *part),
-        f"{attention}.linear_proj.weight": ((64, 24), *part),
-        **{f"{mlp}.linear_fc1.weight{n}": ((128, 64), *expert) for n in range(2)},
-        **{f"{mlp}.linear_fc2.weight{n}": ((64, 64), *expert) for n in range(2)},
-        "mlp.shared_experts.linear_fc1.weight": ((64, 64), *part),
-        "mlp.shared_experts.linear_fc2.weight": ((64, 32), *part),
-    }
 
 
 def test_the_mamba_stub_is_the_recurrence() -> None:

@@ -1,4 +1,4 @@
-"""A job that torchrun restarts goes on from its newest checkpoint."""
+"""A job goes on: restarted by torchrun from its newest checkpoint, or started again by hand."""
 
 from __future__ import annotations
 
@@ -15,8 +15,13 @@ import pytest
 import torch.distributed as dist
 
 from megatron_fsdp_v2_mcore.restarts import meet, store_of_this_start
+from tests.cases import longer
+from tests.mcore import flags as f
 from tests.mcore.command_line import PRETRAIN, ROOT, environment_of, launcher, losses_in
-from tests.mcore.flags import MODEL_FLAGS, fsdp, loading, saving, words
+from tests.mcore.flags import MODEL_FLAGS, ZERO3, fsdp, loading, saving, words
+from tests.mcore.session import distance
+from tests.mcore.trained import trained
+from tests.ranks import RankPools
 
 PATIENT = timedelta(seconds=20)
 
@@ -49,10 +54,12 @@ def test_every_start_agrees_on_a_prefix_of_its_own_whoever_comes_last() -> None:
 def test_a_start_that_not_all_ranks_come_to_names_those_that_are_missing() -> None:
     store = dist.HashStore()
     _start(store, 3)
-    with pytest.raises(RuntimeError, match=r"ranks 1, 2 did not come to this start within 0\.2 s"):
+    with pytest.raises(
+        RuntimeError, match=r"ranks 1, 2 did not answer at this start within 0\.2 s"
+    ):
         meet(store, 0, 3, timedelta(seconds=0.2))
     with pytest.raises(
-        RuntimeError, match=r"rank 3 did not meet the other ranks .* logs of rank 0"
+        RuntimeError, match=r"rank 3 did not reach the other ranks .* logs of rank 0"
     ):
         meet(dist.HashStore(), 3, 4, timedelta(seconds=0.2))
 
@@ -136,3 +143,47 @@ def _wait_until(iteration: int, restarts: int, log: Path, job: subprocess.Popen[
         assert job.poll() is None, log.read_text()[-3000:]
         time.sleep(0.1)
     raise AssertionError(log.read_text()[-3000:])
+
+
+def _folder(path: Path) -> list[str]:
+    return [*f.loading(path), *f.saving(path, 100)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "flags"),
+    [
+        (ZERO3, ""),
+        (ZERO3, f.MUON),
+        longer(f.NO_SHARD, ""),
+        longer(f.ZERO1, f.MUON),
+        longer(ZERO3, "--bf16"),
+        longer(ZERO3, "--fp16 --initial-loss-scale 256"),
+        longer(ZERO3, f"{f.MUON} --muon-scalar-optimizer lion"),
+        longer(ZERO3, "--optimizer lion"),
+    ],
+)
+def test_one_command_starts_stops_and_resumes_like_an_uninterrupted_run(
+    megatron: RankPools, tmp_path: Path, flags: str, strategy: str
+) -> None:
+    common = [fsdp(strategy), flags]
+    uninterrupted = trained(megatron, 2, *common, "--train-iters 5", iterations=5)
+    command = [*common, _folder(tmp_path), "--override-opt-param-scheduler"]
+    first = trained(megatron, 2, *command, "--train-iters 3", iterations=3)
+    rest = trained(megatron, 2, *command, "--train-iters 5", iterations=2)
+    assert [*first.losses, *rest.losses] == uninterrupted.losses
+    assert [*first.grad_norms, *rest.grad_norms] == uninterrupted.grad_norms
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize("flag", ["--no-load-optim", "--finetune"])
+def test_weights_without_optimizer_state_go_on_as_under_megatrons_ddp(
+    megatron: RankPools, tmp_path: Path, flag: str
+) -> None:
+    losses = []
+    for name, flags in (("theirs", "--ckpt-format torch_dist"), ("ours", fsdp(f.ZERO1))):
+        common = [flags, f.saving(tmp_path / name, 9)]
+        trained(megatron, 2, *common, "--train-iters 2")
+        go_on = [*common, "--train-iters 6", f.loading(tmp_path / name), flag]
+        losses.append(trained(megatron, 2, *go_on).losses)
+    assert len(losses[0]) == (6 if flag == "--finetune" else 4)
+    assert distance(losses[1], losses[0]) < 1e-6

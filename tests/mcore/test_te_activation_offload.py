@@ -9,12 +9,10 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_cpu_rehearsal import RehearsalError
-from megatron_cpu_rehearsal.flags import with_cpu_flags
-from megatron_fsdp_v2.params.gathered_parameter import is_gathered_weight
+from megatron_fsdp_v2.params.autograd import is_gathered_weight
 from tests.cases import longer
 from tests.mcore import flags as f
-from tests.mcore.flags import GATED, LOCAL, OVERLAP, STRATEGIES, TP2_SP, ZERO3, fsdp, words
+from tests.mcore.flags import GATED, OVERLAP, STRATEGIES, TP2_SP, ZERO3, fsdp, words
 from tests.mcore.session import Training, enter_rehearsal, train
 from tests.mcore.trained import assert_equal, trained
 from tests.ranks import RankPools
@@ -88,8 +86,3 @@ def test_activations_are_moved_and_gathered_weights_are_not(
         assert 0 < counts["spoiled"] <= counts["bytes"]
         assert counts["parameters"] > 0
         assert counts["gathered"] == 0
-
-
-def test_it_is_part_of_transformer_engine() -> None:
-    with pytest.raises(RehearsalError, match=r"--cpu-offloading-num-layers .*part of Transf"):
-        with_cpu_flags([*LOCAL, *OFFLOAD.split()])

@@ -3,26 +3,289 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_fsdp_v2 import checkpoint, fully_shard
+from megatron_fsdp_v2 import UnitOptions, checkpoint, fully_shard
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
+from megatron_fsdp_v2.tensor_parallel import COLUMN, TensorParallelRule, tensor_shards
 from megatron_fsdp_v2_mcore.model.amax_mesh import name_amax_mesh
+from megatron_fsdp_v2_mcore.model.tensor_parallel_rules import TRANSFORMER_ENGINE_RULES
 from tests.cases import longer
 from tests.distributed.checkpoint_trainings import WAYS
+from tests.distributed.plain_parallel_model import Copy, Sum
 from tests.distributed.wrapping import said
-from tests.mcore import te_tensor_parallel
+from tests.mcore.checkpoint_values import digest
 from tests.mcore.flags import STRATEGIES
-from tests.mcore.session import entered_te
-from tests.mcore.te_tensor_parallel import output_in_fp8, quantized, weights_of
+from tests.mcore.session import enter_rehearsal, entered_te
 from tests.mcore.trained import TIMEOUT_S, on_te
 from tests.ranks import RankPools
+
+HIDDEN, FFN, EXPERTS, TOKENS = 16, 24, (5, 3), 8
+STEPS = 3
+
+
+class Stacked(nn.Module):
+    """Experts in one parameter, `(experts, out, in)`, whose outputs are cut; an absent bias."""
+
+    def __init__(self, tp: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(len(EXPERTS), HIDDEN // tp, HIDDEN) / 4)
+        self.bias = torch.Tensor()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = torch.split(x, list(EXPERTS))
+        return torch.cat([p @ w.T for p, w in zip(parts, self.weight, strict=True)])
+
+
+RULES = (*TRANSFORMER_ENGINE_RULES, TensorParallelRule(Stacked, COLUMN))
+
+
+class _Gather(torch.autograd.Function):
+    """Put the outputs of tensor-parallel ranks one beside the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.rank, ctx.size = dist.get_rank(group), dist.get_world_size(group)
+        parts = [torch.empty_like(x) for _ in range(ctx.size)]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad.chunk(ctx.size, -1)[ctx.rank], None
+
+
+class Model(nn.Module):
+    """Every module of the table, column-parallel and row-parallel, with and without biases."""
+
+    def __init__(self, group: Any, tp: int) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as te
+
+        same: dict[str, Any] = dict(tp_group=group, tp_size=tp, device="cpu")
+        self.group = group
+        self.projections = te.LayerNormLinear(
+            HIDDEN,
+            2 * HIDDEN,
+            parallel_mode="column",
+            parameters_split=("query", "key"),
+            bias=False,
+            **same,
+        )
+        self.out = te.Linear(HIDDEN, HIDDEN, parallel_mode="row", **same)
+        self.mlp = te.LayerNormMLP(
+            HIDDEN,
+            FFN,
+            activation="swiglu",
+            set_parallel_mode=True,
+            normalization="RMSNorm",
+            **same,
+        )
+        experts = len(EXPERTS), HIDDEN, HIDDEN
+        # With tensor parallelism it takes no bias.
+        self.up = te.GroupedLinear(*experts, parallel_mode="column", bias=False, **same)
+        self.down = te.GroupedLinear(*experts, parallel_mode="row", bias=False, **same)
+        self.whole = te.Linear(HIDDEN, HIDDEN, device="cpu")
+        self.stacked = Stacked(tp)
+        self.norm = te.RMSNorm(HIDDEN, device="cpu")
+        self.last = te.LayerNorm(HIDDEN, device="cpu")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        splits = list(EXPERTS)
+        # A rank has its part of the one and of the other.
+        query, key = self.projections(x).chunk(2, -1)
+        x = x + self.out(torch.tanh(query) * key)
+        x = x + self.mlp(x)
+        # Experts leave communication to who dispatches tokens.
+        routed = self.down(self.up(Copy.apply(x, self.group), splits), splits)
+        x = self.norm(x + Sum.apply(routed, self.group))
+        x = x + _Gather.apply(self.stacked(Copy.apply(x, self.group)), self.group)
+        out: torch.Tensor = self.last(self.whole(x))
+        return out
+
+
+def mesh_of(dp: int, tp: int) -> DeviceMesh:
+    """A new one: trainings of Megatron end the groups of all there are."""
+    return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+
+
+def _part(name: str, whole: torch.Tensor, rank: int, tp: int) -> torch.Tensor:
+    """What one tensor-parallel rank holds of a whole weight, written out by name."""
+    if "layer_norm" in name or name.startswith(("norm", "last", "whole")) or name == "out.bias":
+        return whole
+    if name == "mlp.fc2_bias":
+        return whole
+    if name.startswith("mlp.fc1"):
+        gate, up = whole.chunk(2)
+        return torch.cat([gate.chunk(tp)[rank], up.chunk(tp)[rank]])
+    if name.startswith(("out.weight", "mlp.fc2_weight", "down.weight")):
+        return whole.chunk(tp, 1)[rank]
+    return whole.chunk(tp, 1 if name.startswith("stacked") else 0)[rank]
+
+
+def sharded(dp: int, tp: int, strategy: str = "optim_grads_params") -> tuple[Any, DeviceMesh]:
+    """The model at a size; its whole weights are the same at every size."""
+    enter_rehearsal("transformer_engine")
+    mesh = mesh_of(dp, tp)
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    torch.manual_seed(0)
+    whole = dict(Model(alone, 1).named_parameters())
+    model: Any = Model(mesh["tp"].get_group(), tp)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(_part(name, whole[name], mesh.get_local_rank("tp"), tp))
+    for unit in (*model.children(), model):
+        shards = tensor_shards(unit, mesh=mesh, rules=RULES)
+        options = UnitOptions(tensor_shards=shards)
+        fully_shard(unit, mesh=mesh["dp"], options=options, sharding_strategy=strategy)
+    return model, mesh
+
+
+def optimizer_of(model: nn.Module, **options: Any) -> Any:
+    """Transformer Engine's own."""
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    return FusedAdam(list(model.parameters()), lr=0.01, **options)
+
+
+def train(model: Any, mesh: DeviceMesh, optimizer: Any, steps: range) -> list[float]:
+    """Losses over the data of four data-parallel ranks, which fewer have several of each."""
+    losses = []
+    dp = mesh.size(0)
+    for step in steps:
+        total = torch.zeros(())
+        mine = range(mesh.get_local_rank("dp"), 4, dp)
+        for number in mine:
+            model.set_requires_gradient_sync(number == mine[-1])
+            generator = torch.Generator().manual_seed(10 * step + number)
+            x = torch.randn(TOKENS, HIDDEN, generator=generator)
+            loss = model(x).pow(3).mean() / len(mine)
+            loss.backward()
+            total += loss.detach()
+        dist.all_reduce(total, group=mesh["dp"].get_group())
+        losses.append(float(total) / dp)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def digests(model: Any, optimizer: Any) -> dict[str, str]:
+    """Of every whole parameter and moment."""
+    found = {}
+    state = optimizer.state_dict()["state"]
+    for number, (name, param) in enumerate(model.named_parameters()):
+        assert isinstance(param, UnevenDTensor)
+        found[name] = digest(param)
+        for moment in ("exp_avg", "exp_avg_sq"):
+            rows = state[number][moment]._local_tensor
+            full = param.detach().clone()
+            full._local_tensor.copy_(rows)
+            found[f"{name} {moment}"] = digest(full)
+    return found
+
+
+def save(folder: str, dp: int, tp: int) -> tuple[dict[str, str], list[float], bool]:
+    """Train, save, go on.
+
+    Returns:
+        Digests of what was saved, losses of all steps, whether absent biases stayed plain tensors.
+    """
+    model, mesh = sharded(dp, tp)
+    optimizer = optimizer_of(model)
+    losses = train(model, mesh, optimizer, range(STEPS))
+    checkpoint.save(folder, model, optimizer)
+    saved = digests(model, optimizer)
+    losses += train(model, mesh, optimizer, range(STEPS, 2 * STEPS))
+    absent = model.projections.query_bias, model.up.bias0, model.stacked.bias
+    stayed = all(type(bias) is torch.Tensor and not bias.numel() for bias in absent)
+    return saved, losses, stayed and not any(bias in optimizer.state for bias in absent)
+
+
+def load(folder: str, dp: int, tp: int, strategy: str) -> tuple[dict[str, str], list[float]]:
+    """Load over other weights and state.
+
+    Returns:
+        Digests of what was loaded, and losses of the steps that follow.
+    """
+    model, mesh = sharded(dp, tp, strategy)
+    optimizer = optimizer_of(model)
+    train(model, mesh, optimizer, range(7, 8))
+    checkpoint.load(folder, model, optimizer)
+    loaded = digests(model, optimizer)
+    return loaded, train(model, mesh, optimizer, range(STEPS, 2 * STEPS))
+
+
+# ------------------------------------------------------------------------------ quantized modules
+
+
+def quantized(amax_history_len: int = 4) -> nn.Sequential:
+    """Modules with extra state of their own, after a step in FP8."""
+    te = entered_te()
+    from transformer_engine.common.recipe import DelayedScaling
+
+    torch.manual_seed(0)
+    same: dict[str, Any] = dict(device="cpu")
+    model = nn.Sequential(
+        te.Linear(32, 32, **same), te.LayerNormMLP(32, 64, **same), te.RMSNorm(32, **same)
+    )
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    with te.autocast(enabled=True, recipe=DelayedScaling(amax_history_len=amax_history_len)):
+        model(torch.ones(16, 32)).sum().backward()
+    return model
+
+
+def weights_of(model: nn.Module) -> dict[str, Any]:
+    """What torch's own checkpoint is given: no records of past scales."""
+    found = get_model_state_dict(model)
+    return {name: value for name, value in found.items() if not name.endswith("_extra_state")}
+
+
+def output_in_fp8(tp: int, *, names_mesh: bool) -> tuple[torch.Tensor, list[str]]:
+    """A column-parallel layer's outputs with current scaling, all columns, and what it warned of.
+
+    The one half of the weight is much smaller than the other.
+    """
+    te = entered_te()
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    mesh = mesh_of(dist.get_world_size() // tp, tp)
+    group = mesh["tp"].get_group()
+    generator = torch.Generator().manual_seed(3)
+    whole = torch.randn(64, 32, generator=generator) * torch.tensor([[1.0], [0.3]]).repeat(32, 1)
+    whole[:32] *= 0.1
+    x = torch.randn(16, 32, generator=generator)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        layer = te.Linear(
+            32, 64, bias=False, parallel_mode="column", tp_group=group, tp_size=tp, device="cpu"
+        )
+        with torch.no_grad():
+            layer.weight.copy_(whole.chunk(tp)[mesh.get_local_rank("tp")])
+        shards = tensor_shards(layer, mesh=mesh, rules=RULES)
+        fully_shard(layer, mesh=mesh["dp"], options=UnitOptions(tensor_shards=shards))
+        if names_mesh:
+            name_amax_mesh(layer, mesh["tp"])
+        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+            out = _Gather.apply(layer(x), group)  # type: ignore[no-untyped-call]
+    return out.detach(), [str(warning.message) for warning in said]
+
 
 EXTRA = "_extra_state"
 
@@ -48,16 +311,16 @@ def test_every_module_comes_back_bit_for_bit_at_any_size_and_goes_on(
 ) -> None:
     ranks = saved_at[0] * saved_at[1]
     folder = str(tmp_path / "checkpoint")
-    saves = megatron_te(ranks).run(te_tensor_parallel.save, folder, *saved_at, timeout_s=TIMEOUT_S)
+    saves = megatron_te(ranks).run(save, folder, *saved_at, timeout_s=TIMEOUT_S)
     saved, losses, absent_stayed = saves[0]
     assert absent_stayed
-    assert len(set(losses)) == len(losses) == 2 * te_tensor_parallel.STEPS
+    assert len(set(losses)) == len(losses) == 2 * STEPS
     loads = megatron_te(loaded_at[0] * loaded_at[1]).run(
-        te_tensor_parallel.load, folder, *loaded_at, strategy, timeout_s=TIMEOUT_S
+        load, folder, *loaded_at, strategy, timeout_s=TIMEOUT_S
     )
     for loaded, following in loads:
         assert loaded == saved
-        assert following == pytest.approx(losses[te_tensor_parallel.STEPS :], rel=1e-5)
+        assert following == pytest.approx(losses[STEPS:], rel=1e-5)
 
 
 @on_te(2, way=WAYS)
@@ -116,11 +379,11 @@ def test_experts_stacked_in_a_grouped_tensor_are_rejected_by_name() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, longer(torch.uint8)], ids=str)
 @on_te(2)
 def test_state_with_scales_is_not_saved_without_them(tmp_path: Path, dtype: torch.dtype) -> None:
-    model, mesh = te_tensor_parallel.sharded(2, 1)
-    optimizer = te_tensor_parallel.optimizer_of(model)
+    model, mesh = sharded(2, 1)
+    optimizer = optimizer_of(model)
     checkpoint.save(tmp_path / "saved", model, optimizer)
-    scaled = te_tensor_parallel.optimizer_of(model, exp_avg_dtype=dtype)
-    te_tensor_parallel.train(model, mesh, scaled, range(1))
+    scaled = optimizer_of(model, exp_avg_dtype=dtype)
+    train(model, mesh, scaled, range(1))
     for call in (checkpoint.save, checkpoint.load):
         with pytest.raises((ValueError, RuntimeError), match=f"exp_avg in {dtype}, which has scal"):
             call(tmp_path / "saved", model, scaled)
@@ -133,7 +396,7 @@ def test_attention_beside_layers_has_no_weights_to_reduce_an_amax_of() -> None:
 
     layer = te.Linear(32, 32, bias=False, device="cpu")
     attention = te.DotProductAttention(2, 16, attention_dropout=0.0)
-    mesh = te_tensor_parallel.mesh_of(1, 2)["tp"]
+    mesh = mesh_of(1, 2)["tp"]
     hooks = name_amax_mesh(nn.ModuleList([layer, attention]), mesh)
     with torch.no_grad(), te.autocast(enabled=True, recipe=Float8CurrentScaling()):
         x = layer(torch.randn(16, 32)).view(16, 1, 2, 16)

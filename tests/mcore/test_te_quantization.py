@@ -1,7 +1,8 @@
 """Transformer Engine's Python over the reference kernels: its formats, modules and optimizer.
 
-What is compared with is computed here in fp64 from each format's definition. Everything runs on
-ranks that have Transformer Engine.
+What is compared with is computed here in fp64 from each format's definition. Where a definition
+rounds in fp32, the exact number is made in fp64 and rounded once. Everything runs on ranks that
+have Transformer Engine.
 """
 
 from __future__ import annotations
@@ -12,10 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_cpu_rehearsal.te import numbers
+from megatron_cpu_rehearsal.te import fp4, numbers
 from tests.mcore.session import entered_te
-from tests.mcore.test_te_kernels import E4M3, _nearest
+from tests.mcore.test_te_kernels import E4M3, TEX, VALUES, nearest
 from tests.mcore.trained import on_te
+
+_GRID = VALUES["E2M1"]
+# Sylvester's construction: an entry is -1 where row and column share an odd number of bits.
+HADAMARD = torch.tensor(
+    [[(-1) ** (row & col).bit_count() for col in range(16)] for row in range(16)],
+    dtype=torch.float64,
+)
 
 
 def _bytes_of(exact: torch.Tensor) -> torch.Tensor:
@@ -32,7 +40,7 @@ def test_a_scale_for_a_tensor_delayed_or_current_and_common_to_ranks() -> None:
     history = torch.zeros(1)
     delayed = te.Float8Quantizer(torch.tensor([20.0]), history, te.DType.kFloat8E4M3)
     made = delayed(x)
-    exact = _nearest(x.double() * 20.0, E4M3)
+    exact = nearest(x.double() * 20.0, E4M3)
     assert torch.equal(made._data, _bytes_of(exact))
     assert torch.equal(made._transpose, _bytes_of(exact).t())
     assert torch.equal(made.dequantize().double(), (exact * (1 / 20.0)).float().bfloat16().double())
@@ -52,7 +60,7 @@ def test_a_scale_for_a_tensor_delayed_or_current_and_common_to_ranks() -> None:
         scale = (448.0 / amax.double()).float()
         if power:
             scale = 2.0 ** scale.log2().floor()
-        assert torch.equal(made._data, _bytes_of(_nearest(x.float() * scale, E4M3)))
+        assert torch.equal(made._data, _bytes_of(nearest(x.float() * scale, E4M3)))
         assert made._scale_inv.item() == (1 / scale).item()
     # Written in place: a payload that is a view of a flat buffer stays one.
     address = made._data.data_ptr()
@@ -60,7 +68,7 @@ def test_a_scale_for_a_tensor_delayed_or_current_and_common_to_ranks() -> None:
     made.quantize_(x * 3)
     assert made._data.data_ptr() == address
     scale = 2.0 ** (448.0 / (x * 3).float().abs().max()).log2().floor()
-    assert torch.equal(made._data, _bytes_of(_nearest((x * 3).float() * scale, E4M3)))
+    assert torch.equal(made._data, _bytes_of(nearest((x * 3).float() * scale, E4M3)))
 
 
 @on_te(2)
@@ -77,7 +85,7 @@ def test_a_scale_for_a_block_is_a_power_of_two_of_its_largest() -> None:
             tiles = x.double().unfold(0, rows, rows).unfold(1, cols, cols)
             scale = 2.0 ** (448.0 / tiles.abs().amax((2, 3))).log2().floor()
             wide = scale.repeat_interleave(rows, 0).repeat_interleave(cols, 1)
-            data = _bytes_of(_nearest(x.double() * wide, E4M3))
+            data = _bytes_of(nearest(x.double() * wide, E4M3))
             stored = getattr(made, f"_{way}_data")
             assert torch.equal(stored, data.t() if way == "columnwise" else data), (dim, way)
             inverse = (1 / scale).float()
@@ -99,7 +107,7 @@ def test_mxfp8_has_an_exponent_for_32_elements_each_way() -> None:
         exponent = (tiles.abs().amax((2, 3)) / 448.0).log2().ceil()
         scale_inv = 2.0**exponent
         wide = scale_inv.repeat_interleave(rows, 0).repeat_interleave(cols, 1)
-        data = _nearest(x.double() / wide, E4M3)
+        data = nearest(x.double() / wide, E4M3)
         assert torch.equal(getattr(made, f"_{way}_data"), _bytes_of(data)), way
         stored = getattr(made, f"_{way}_scale_inv")
         kept = stored[: exponent.shape[0], : exponent.shape[1]].double() - 127
@@ -113,119 +121,247 @@ def test_mxfp8_has_an_exponent_for_32_elements_each_way() -> None:
         te.MXFP8Quantizer(te.DType.kFloat8E4M3)(torch.randn(33, 32))
 
 
-@on_te(2)
-def test_products_of_fp8_are_those_of_the_values_they_stand_for() -> None:
+def _quantizers(te: Any, *, of_weights: bool) -> dict[str, Any]:
+    """One of each format for weights, or for inputs and gradients."""
+    e4m3 = te.DType.kFloat8E4M3
+    dim = 2 if of_weights else 1
+    four_bits = {"with_2d_quantization": True}
+    if not of_weights:
+        four_bits = {"with_rht": True, "with_post_rht_amax": True}
+    return {
+        "current": te.Float8CurrentScalingQuantizer(e4m3, "cpu"),
+        "blockwise": te.Float8BlockQuantizer(
+            e4m3, rowwise=True, columnwise=True, block_scaling_dim=dim
+        ),
+        "mxfp8": te.MXFP8Quantizer(e4m3),
+        "nvfp4": te.NVFP4Quantizer(**four_bits),
+    }
+
+
+def _values(tensor: Any, way: str) -> torch.Tensor:
+    """What a payload stands for, in fp64: its elements times the scales of their blocks."""
+    if hasattr(tensor, "_scale_inv"):
+        return numbers.from_fp8(tensor._data, E4M3).double() * tensor._scale_inv.double()
+    data, scales = (getattr(tensor, f"_{way}_{what}") for what in ("data", "scale_inv"))
+    rows, columns = tensor.shape
+    if hasattr(tensor, "_amax_rowwise"):
+        factor = getattr(tensor, f"_amax_{way}").double() / (6 * 448)
+        found = fp4.from_e2m1(fp4.unpack(data)).double() * factor
+        wide = scales.view(E4M3).double().repeat_interleave(16, 1)
+        found *= wide[: found.shape[0], : found.shape[1]]
+        return found if way == "rowwise" else found.t()
+    scales, block = scales.double(), 32
+    if hasattr(tensor, "_is_2D_scaled"):
+        block = 128
+        # One scale for each block of a row or, of two dimensions, of a square.
+        if tensor._is_2D_scaled:
+            scales = scales.repeat_interleave(block, 0)[: rows if way == "rowwise" else columns]
+            scales = scales if way == "rowwise" else scales.t()
+        elif way == "rowwise":
+            scales = scales.t()
+        data = data if way == "rowwise" else data.t()
+    else:
+        scales = 2.0 ** (scales - 127)
+    wide = scales.repeat_interleave(block, 1 if way == "rowwise" else 0)
+    return numbers.from_fp8(data, E4M3).double() * wide[:rows, :columns]
+
+
+@on_te(2, name=["current", "blockwise", "mxfp8", "nvfp4"])
+def test_products_are_those_of_the_values_that_are_stored(name: str) -> None:
     te = entered_te()
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
     torch.manual_seed(0)
-    weight, x, grad = torch.randn(256, 128), torch.randn(64, 128), torch.randn(64, 256)
-    quantizers = {
-        "current": lambda: te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, "cpu"),
-        "blockwise": lambda: te.Float8BlockQuantizer(
-            te.DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=1
-        ),
-        "mxfp8": lambda: te.MXFP8Quantizer(te.DType.kFloat8E4M3),
-    }
-    for name, make in quantizers.items():
-        w, a, d = make()(weight), make()(x), make()(grad)
-        exact = [_values(t) for t in (w, a, d)]
-        rowwise, columnwise = [e[0] for e in exact], [e[1] for e in exact]
-        y, *_ = general_gemm(w, a, torch.float32)
-        dgrad, *_ = general_gemm(w, d, torch.float32, layout="NN", grad=True)
-        wgrad, *_ = general_gemm(a, d, torch.float32, layout="NT", grad=True)
-        wanted = [
-            rowwise[1] @ rowwise[0].t(),
-            rowwise[2] @ columnwise[0],
-            columnwise[2].t() @ columnwise[1],
-        ]
-        for mine, theirs in zip((y, dgrad, wgrad), wanted, strict=True):
-            torch.testing.assert_close(mine.double(), theirs, atol=1e-4, rtol=1e-5, msg=name)
+    shapes = ((256, 128), (64, 128), (64, 256))
+    weight, x, grad = (torch.randn(*shape).bfloat16() for shape in shapes)
+    one, other = (_quantizers(te, of_weights=is_weight)[name] for is_weight in (True, False))
+    w, a, d = one(weight), other(x), other(grad)
+    y, *_ = general_gemm(w, a, torch.float32)
+    dgrad, *_ = general_gemm(w, d, torch.float32, layout="NN", grad=True)
+    wgrad, *_ = general_gemm(a, d, torch.float32, layout="NT", grad=True)
+    wanted = [
+        _values(a, "rowwise") @ _values(w, "rowwise").t(),
+        _values(d, "rowwise") @ _values(w, "columnwise"),
+        _values(d, "columnwise").t() @ _values(a, "columnwise"),
+    ]
+    for mine, theirs in zip((y, dgrad, wgrad), wanted, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, atol=2e-4, rtol=1e-5)
+    # Near that of the gradient and the input themselves: NVFP4's transforms cancel.
+    exact = grad.double().t() @ x.double()
+    assert float((wgrad.double() - exact).norm() / exact.norm()) < 0.25
+    if name == "nvfp4":
+        with pytest.raises(NotImplementedError, match="Hadamard transform of a gradient"):
+            general_gemm(a, d, torch.float32, layout="NT", grad=True, bias=torch.zeros(256))
 
 
-def _values(tensor: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row-wise and column-wise payloads in fp64, by loops over blocks."""
-    if hasattr(tensor, "_scale_inv"):
-        values = numbers.from_fp8(tensor._data, E4M3).double() * tensor._scale_inv.double()
-        return values, values
-    is_mx = not hasattr(tensor, "_is_2D_scaled")
-    block, found = (32 if is_mx else 128), []
-    for way in ("rowwise", "columnwise"):
-        data = numbers.from_fp8(getattr(tensor, f"_{way}_data"), E4M3).double()
-        scales = getattr(tensor, f"_{way}_scale_inv").double()
-        scales = 2.0 ** (scales - 127) if is_mx else scales
-        if way == "columnwise" and not is_mx:
-            data = data.t()
-        if way == "rowwise" and not is_mx:
-            scales = scales.t()
-        values = torch.empty_like(data)
-        for row in range(data.shape[0]):
-            for col in range(0, data.shape[1], block if way == "rowwise" else 1):
-                if way == "rowwise":
-                    part = (row, slice(col, col + block))
-                    values[part] = data[part] * scales[row, col // block]
-                else:
-                    values[row, col] = data[row, col] * scales[row // block, col]
-        found.append(values)
-    return found[0], found[1]
-
-
-@on_te(2)
-def test_parts_that_ranks_cast_are_those_of_the_whole_quantized() -> None:
+@on_te(2, name=["current", "blockwise", "nvfp4"])
+def test_parts_that_ranks_cast_are_those_of_the_whole_quantized(name: str) -> None:
     """Each rank casts its part; together they are what quantizing the whole gives."""
     te = entered_te()
-    from transformer_engine.pytorch.tensor.utils import quantize_master_weights
+    from transformer_engine.pytorch.tensor.utils import (
+        post_all_gather_processing,
+        quantize_master_weights,
+    )
 
-    rank, half = dist.get_rank(), 256 * 128 // 2
     torch.manual_seed(0)
-    whole = torch.randn(256, 128)
-    start = 0 if rank == 0 else half + 64
-    part = whole.view(-1)[: half + 64] if rank == 0 else whole.view(-1)[half + 64 :]
-    quantizers = [
-        te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, "cpu"),
-        te.Float8BlockQuantizer(
-            te.DType.kFloat8E4M3, rowwise=True, columnwise=False, block_scaling_dim=2
-        ),
-    ]
-    for quantizer in quantizers:
-        wanted = quantizer(whole.bfloat16())
-        weight = quantizer(torch.zeros(256, 128).bfloat16())
-        quantize_master_weights([weight], [part.clone()], [start], dist.group.WORLD)
-        data, expected = (
-            (t._data if hasattr(t, "_data") else t._rowwise_data).view(-1) for t in (weight, wanted)
+    whole, middle = torch.randn(256, 128), 256 * 128 // 2 + 64
+    start, end = ((0, middle), (middle, whole.numel()))[dist.get_rank()]
+    quantizer = _quantizers(te, of_weights=True)[name]
+    wanted, weight = quantizer(whole.bfloat16()), quantizer(torch.zeros(256, 128).bfloat16())
+    part = whole.view(-1)[start:end].clone()
+    quantize_master_weights([weight], [part], [start], dist.group.WORLD)
+    field = "_data" if hasattr(weight, "_data") else "_rowwise_data"
+    data, expected = (getattr(tensor, field).view(-1) for tensor in (weight, wanted))
+    a_byte = whole.numel() // data.numel()
+    mine = slice(start // a_byte, end // a_byte)
+    assert torch.equal(data[mine], expected[mine])
+    if name == "nvfp4":
+        data.copy_(expected)
+        post_all_gather_processing([weight])
+        for way in ("rowwise", "columnwise"):
+            for stored in (f"_{way}_data", f"_{way}_scale_inv", f"_amax_{way}"):
+                assert torch.equal(getattr(weight, stored), getattr(wanted, stored)), stored
+
+
+# -- NVFP4 -----------------------------------------------------------------------------------------
+
+
+def test_stochastic_rounding_takes_a_neighbor_as_often_as_it_is_near() -> None:
+    values = torch.cat([torch.rand(200) * 6.5, _GRID.float(), torch.tensor([0.125, 2.75, 5.0])])
+    values = torch.cat([values, -values])
+    every = torch.arange(256).expand(len(values), 256)
+    found = fp4.from_e2m1(fp4.to_e2m1(values[:, None].expand(-1, 256), every)).double()
+    for value, rounded in zip(values.double().tolist(), found, strict=True):
+        size = min(abs(value), 6.0)
+        below = max(float(number) for number in _GRID if number <= size)
+        above = min((float(number) for number in _GRID if number > size), default=below)
+        assert set(rounded.abs().tolist()) <= {below, above}
+        share = (size - below) / (above - below) if above > below else 0.0
+        assert int((rounded.abs() == above).sum()) == (
+            int(share * 256) if share else 256 * (above == below)
         )
-        mine = slice(start, start + part.numel())
-        assert torch.equal(data[mine], expected[mine]), type(quantizer).__name__
+        assert bool((rounded.sign() * value >= 0).all())
+
+
+def test_two_numbers_share_a_byte_the_first_its_lower_half() -> None:
+    numbers = torch.tensor([[1, 2, 15, 0], [7, 8, 3, 4]], dtype=torch.uint8)
+    packed = fp4.pack(numbers)
+    assert packed.tolist() == [[1 + 16 * 2, 15], [7 + 16 * 8, 3 + 16 * 4]]
+    assert torch.equal(fp4.unpack(packed), numbers)
+    assert torch.equal(fp4.unpack(TEX.nvfp4_data_transpose(packed)), numbers.t())
+
+
+def _defined(
+    source: torch.Tensor, rows: int, amax: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Elements, scales of blocks of `rows` x 16, and amax that a matrix has in NVFP4, in fp64."""
+    amax = source.abs().max().double() if amax is None else amax.double()
+    to_all = (6 * 448 / amax).float().double()
+    blocks = source.double().unfold(0, rows, rows).unfold(1, 16, 16).abs().amax((2, 3))
+    sixth = (to_all * torch.tensor(1 / 6).double()).float().double()
+    scales = nearest((blocks * sixth).float(), E4M3)
+    decoded = (scales * (1 / to_all).float().double()).float().double()
+    factors = (1 / decoded).float().double().clamp(max=torch.finfo(torch.float32).max)
+    wide = factors.repeat_interleave(rows, 0).repeat_interleave(16, 1)
+    return nearest((source.double() * wide).float(), "E2M1"), scales, amax
+
+
+def _assert_payload(
+    tensor: Any, way: str, wanted: tuple[torch.Tensor, torch.Tensor, torch.Tensor], rows: int
+) -> None:
+    """Compare what is stored of one payload, as the matrix it lies in memory."""
+    elements, scales, amax = wanted
+    data = getattr(tensor, f"_{way}_data").reshape(elements.shape[0], -1)
+    assert torch.equal(fp4.from_e2m1(fp4.unpack(data)).double(), elements), way
+    stored = getattr(tensor, f"_{way}_scale_inv").view(E4M3).double()
+    expanded = scales.repeat_interleave(rows, 0)
+    assert torch.equal(stored[: expanded.shape[0], : expanded.shape[1]], expanded), way
+    assert float(stored.sum()) == float(expanded.sum()), "padding is not zero"
+    assert stored.shape[0] % 128 == stored.shape[1] % 4 == 0
+    assert float(getattr(tensor, f"_amax_{way}")) == float(amax), way
+
+
+def _samples() -> torch.Tensor:
+    torch.manual_seed(0)
+    x = torch.randn(48, 80) * torch.logspace(-3, 2, 48)[:, None]
+    # A block of zeros, and one whose scale E4M3 has no number for.
+    x[:16, :16] = 0.0
+    x[:16, 16:32] *= 1e-9
+    return x.bfloat16()
 
 
 @on_te(2)
-def test_layer_norm_mlp_is_its_definition_forward_and_backward() -> None:
+def test_payloads_scales_and_what_is_read_back_are_their_definition() -> None:
+    te, x = entered_te(), _samples()
+    for rows in (1, 16):
+        quantizer = te.NVFP4Quantizer(with_2d_quantization=rows == 16)
+        made = quantizer(x)
+        for way, source in (("rowwise", x), ("columnwise", x.t())):
+            _assert_payload(made, way, _defined(source, rows), rows)
+        elements, scales, amax = _defined(x, rows)
+        wide = scales.repeat_interleave(rows, 0).repeat_interleave(16, 1)
+        exact = elements * wide * amax / (6 * 448)
+        torch.testing.assert_close(
+            made.dequantize(dtype=torch.float32).double(), exact, rtol=1e-6, atol=0
+        )
+        # Six times what E2M1 and E4M3 are off by together, of the largest of a block.
+        most = x.double().unfold(0, rows, rows).unfold(1, 16, 16).abs().amax((2, 3))
+        bound = most.repeat_interleave(rows, 0).repeat_interleave(16, 1) / 4 + amax / 6 / 448 / 448
+        assert bool(((exact - x.double()).abs() <= bound).all())
+    # Made of the row-wise payload, the column-wise one is what both make together.
+    alone = te.NVFP4Quantizer(columnwise=False, with_2d_quantization=True)(x)
+    alone.update_usage(rowwise_usage=True, columnwise_usage=True)
+    for field in ("_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise"):
+        assert torch.equal(getattr(alone, field), getattr(made, field)), field
+    with pytest.raises(ValueError, match="blocks of 16"):
+        te.NVFP4Quantizer()(torch.randn(24, 32).bfloat16())
+    for name in ("row_scaled_nvfp4", "nvfp4_use_4over6"):
+        with pytest.raises(NotImplementedError, match=name):
+            te.NVFP4Quantizer(**{name: True})(x)
+
+
+@on_te(2)
+def test_a_transformed_payload_is_that_of_tokens_times_a_hadamard_matrix() -> None:
+    """Blocks of 16 tokens are multiplied with a Hadamard matrix with signs, rounded to bf16."""
+    te, x = entered_te(), _samples()
+    quantizer = te.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)
+    made = quantizer(x)
+    _assert_payload(made, "rowwise", _defined(x, 1), 1)
+    from transformer_engine.pytorch.tensor.nvfp4_tensor import get_wgrad_sign_vector
+
+    signs = get_wgrad_sign_vector("cpu").double()
+    matrix = signs[:, None] * HADAMARD / 4
+    turned = (x.t().double().unflatten(1, (-1, 16)) @ matrix).flatten(1).bfloat16()
+    _assert_payload(made, "columnwise", _defined(turned, 1), 1)
+    # Orthogonal: what two transforms are multiplied to is what the originals are.
+    assert torch.equal(matrix @ matrix.t(), torch.eye(16, dtype=torch.float64))
+    with pytest.raises(ValueError, match="transforms only bf16"):
+        quantizer(x.float())
+
+
+@on_te(2)
+def test_stochastic_rounding_has_the_mean_of_what_is_rounded() -> None:
+    te, x = entered_te(), _samples()
+    quantizer = te.NVFP4Quantizer(columnwise=False, stochastic_rounding=True)
+    torch.manual_seed(1)
+    made = [quantizer(x).dequantize(dtype=torch.float32).double() for _ in range(400)]
+    torch.manual_seed(1)
+    assert torch.equal(quantizer(x).dequantize(dtype=torch.float32).double(), made[0])
+    _, scales, amax = _defined(x, 1)
+    steps = 2 * scales.repeat_interleave(16, 1) * amax / (6 * 448)
+    mean = torch.stack(made).mean(0)
+    representable = x.double().abs() <= 6 * steps / 2
+    error = (mean - x.double()).abs()[representable]
+    # Five standard deviations of the mean, and the 256th that probabilities are rounded by.
+    assert bool((error <= steps[representable] * (5 * 0.5 / 20 + 1 / 256)).all())
+
+
+@on_te(2)
+def test_ranks_share_the_amax_of_a_group() -> None:
     te = entered_te()
-    torch.manual_seed(0)
-    hidden = 32
-    for options in ({"activation": "gelu"}, {"activation": "swiglu", "normalization": "RMSNorm"}):
-        mlp = te.LayerNormMLP(hidden, 64, **options)
-        x = torch.randn(3, 4, hidden, requires_grad=True)
-        y = mlp(x)
-        weights = [p.detach().double().requires_grad_() for p in mlp.parameters()]
-        named = dict(zip((name for name, _ in mlp.named_parameters()), weights, strict=True))
-        wide = x.detach().double().requires_grad_()
-        if options["activation"] == "gelu":
-            normed = torch.nn.functional.layer_norm(
-                wide, (hidden,), named["layer_norm_weight"], named["layer_norm_bias"], 1e-5
-            )
-        else:
-            normed = torch.nn.functional.rms_norm(wide, (hidden,), named["layer_norm_weight"], 1e-5)
-        inner = normed @ named["fc1_weight"].t() + named["fc1_bias"]
-        if options["activation"] == "gelu":
-            inner = torch.nn.functional.gelu(inner, approximate="tanh")
-        else:
-            first, second = inner.chunk(2, -1)
-            inner = torch.nn.functional.silu(first) * second
-        exact = inner @ named["fc2_weight"].t() + named["fc2_bias"]
-        torch.testing.assert_close(y.double(), exact, atol=1e-5, rtol=1e-5)
-        grad = torch.randn(y.shape)
-        mine = torch.autograd.grad(y, [x, *mlp.parameters()], grad)
-        theirs = torch.autograd.grad(exact, [wide, *weights], grad.double())
-        for a, b in zip(mine, theirs, strict=True):
-            torch.testing.assert_close(a.double(), b, atol=1e-4, rtol=1e-4)
+    x = _samples() * (dist.get_rank() + 1)
+    quantizer = te.NVFP4Quantizer()
+    quantizer.with_amax_reduction, quantizer.amax_reduction_group = True, dist.group.WORLD
+    amax = x.abs().max().float()
+    dist.all_reduce(amax, dist.ReduceOp.MAX)
+    _assert_payload(quantizer(x), "rowwise", _defined(x, 1, amax), 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Sequence
@@ -12,74 +13,29 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_fsdp_v2.runtime.module import named_units
+from megatron_fsdp_v2_mcore.model.weight_hashes import compare
 from tests.cases import longer, quick_only
 from tests.mcore import flags as f
 from tests.mcore import session
-from tests.mcore.session import distance, train
+from tests.mcore.session import Training, enter_rehearsal, rank, train
 from tests.mcore.trained import assert_close, assert_equal, on_megatron, run_of_ranks, trained
-from tests.mcore.writers import Scalars, scalars_of, train_recorded
 from tests.ranks import RankPools
+
+Scalars = dict[tuple[str, int], float]
+
 
 SIX = "--train-iters 6"
 
 
-@pytest.mark.parametrize(
-    ("flags", "num_logged"),
-    [
-        ("--decoupled-lr 5e-3 --decoupled-min-lr 1e-3", 6),
-        ("--iterations-to-skip 3 5", 4),
-        ("--train-sync-interval 2 --empty-unused-memory-level 2", 6),
-        ("--rerun-mode disabled", 6),
-        ("--check-for-spiky-loss", 6),
-        ("--use-mup --mup-base-hidden-size 32", 6),
-        ("--use-cpu-initialization", 6),
-        ("--timing-log-level 2 --log-throughput --log-memory-interval 2", 6),
-        ("--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.2", 6),
-        ("--dataloader-type cyclic", 6),
-        ("--deterministic-mode", 6),
-    ],
-)
-@pytest.mark.functional
-def test_a_feature_trains_like_ddp(megatron: RankPools, flags: str, num_logged: int) -> None:
-    reference = trained(megatron, 2, SIX, flags)
-    assert len(reference.losses) == num_logged
-    assert_close(trained(megatron, 2, SIX, flags, f.fsdp()), reference)
+def _scalars(pools: RankPools, world_size: int, folder: Path, *flags: f.Flags) -> Scalars:
+    """What a training writes for TensorBoard, by name and iteration."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-
-@pytest.mark.parametrize(
-    ("ranks", "flags"),
-    [
-        pytest.param(2, "--eval-interval 2 --eval-iters 1", id="evaluation"),
-        longer(4, f"{f.PP2} --num-layers 4", id="pipeline"),
-        longer(4, f.FULL_RECOMPUTE, id="recompute"),
-        longer(4, f"{f.ALLTOALL} {f.EP2}", id="experts"),
-        longer(4, "--bf16 --accumulate-allreduce-grads-in-fp32", id="bf16"),
-    ],
-)
-def test_the_trace_pool_changes_no_bit_of_a_training(
-    megatron: RankPools, ranks: int, flags: str
-) -> None:
-    overlap = f.OVERLAP if "--eval" in flags else ""
-    common = [SIX, f.fsdp(), overlap, "--global-batch-size 16", flags]
-    pooled = trained(megatron, ranks, *common, "--fsdp-trace-pool")
-    assert_equal(pooled, trained(megatron, ranks, *common))
-
-
-def _scalars(pools: RankPools, world_size: int, *flags: f.Flags) -> Scalars:
-    """What a training hands to TensorBoard."""
-    words = f.words(f.MODEL_FLAGS, *flags)
-    return scalars_of(pools(world_size).run(train_recorded, words))
-
-
-def test_iterations_skipped_by_the_loss_scale_are_those_of_ddp(megatron: RankPools) -> None:
-    # Megatron adds micro-batches up in fp16 otherwise, and overflows where ours do not yet.
-    flags = "--fp16 --accumulate-allreduce-grads-in-fp32 --initial-loss-scale 16777216"
-    more = "--hysteresis 1 --loss-scale-window 3 --train-iters 12 --tensorboard-dir unused"
-    ddp, ours = (_scalars(megatron, 2, flags, more, which) for which in ("", f.fsdp()))
-    scales = _series(ddp, "loss-scale")
-    assert _series(ours, "loss-scale") == scales
-    assert len(set(scales)) > 2, "the scale should have fallen and risen"
-    assert distance(_series(ours, "lm loss"), _series(ddp, "lm loss")) < 2e-3
+    trained(pools, world_size, *flags, f"--tensorboard-dir {folder}")
+    events = EventAccumulator(str(folder)).Reload()
+    names = events.Tags()["scalars"]
+    return {(name, e.step): e.value for name in names for e in events.Scalars(name)}
 
 
 # -- what is logged -------------------------------------------------------------------------------
@@ -87,7 +43,7 @@ def test_iterations_skipped_by_the_loss_scale_are_those_of_ddp(megatron: RankPoo
 LOGGED = """
 --log-params-norm --log-num-zeros-in-grad --log-validation-ppl-to-tensorboard
 --log-world-size-to-tensorboard --eval-interval 3 --eval-iters 2 --eval-micro-batch-size 1
---eval-global-batch-size 4 --decoupled-lr 2e-3 --decoupled-min-lr 0 --tensorboard-dir unused
+--eval-global-batch-size 4 --decoupled-lr 2e-3 --decoupled-min-lr 0
 --manual-gc --manual-gc-interval 2 --clip-grad 0.5
 --vocab-size 2048 --untie-embeddings-and-output-weights
 """
@@ -98,8 +54,8 @@ def _series(scalars: Scalars, name: str) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def logged_by_ddp(megatron: RankPools) -> Scalars:
-    scalars = _scalars(megatron, 2, SIX, LOGGED)
+def logged_by_ddp(megatron: RankPools, tmp_path_factory: pytest.TempPathFactory) -> Scalars:
+    scalars = _scalars(megatron, 2, tmp_path_factory.mktemp("logged"), SIX, LOGGED)
     for name in ("params-norm", "num-zeros", "grad-norm", "lm loss", "learning-rate"):
         assert len(_series(scalars, name)) == 6, name
     assert len(_series(scalars, "lm loss validation")) == 2
@@ -111,9 +67,9 @@ def logged_by_ddp(megatron: RankPools) -> Scalars:
 @pytest.mark.parametrize("strategy", f.STRATEGIES)
 @pytest.mark.functional
 def test_tensorboard_gets_the_scalars_it_gets_from_ddp(
-    megatron: RankPools, logged_by_ddp: Scalars, strategy: str
+    megatron: RankPools, logged_by_ddp: Scalars, tmp_path: Path, strategy: str
 ) -> None:
-    ours = _scalars(megatron, 2, SIX, LOGGED, f.fsdp(strategy))
+    ours = _scalars(megatron, 2, tmp_path, SIX, LOGGED, f.fsdp(strategy))
     assert ours.keys() == logged_by_ddp.keys()
     for key, value in logged_by_ddp.items():
         # Added up in another order, a few numbers come out as zero, or no longer do.
@@ -121,14 +77,12 @@ def test_tensorboard_gets_the_scalars_it_gets_from_ddp(
         assert ours[key] == pytest.approx(value, **tolerance), key
 
 
-def test_tensorboard_files_hold_what_was_logged(megatron: RankPools, tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    flags = f"--train-iters 3 --tensorboard-dir {tmp_path} --log-per-param-norm"
-    losses = trained(megatron, 2, f.fsdp(), flags).losses
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert [event.value for event in events.Scalars("lm loss")] == pytest.approx(losses)
-    assert len(events.Scalars("param-norm/decoder.final_layernorm.weight")) == 3
+def test_norms_of_parameters_are_logged_at_the_interval(
+    megatron: RankPools, tmp_path: Path
+) -> None:
+    flags = "--train-iters 3 --log-interval 2 --log-per-param-norm"
+    scalars = _scalars(megatron, 2, tmp_path, f.fsdp(), flags)
+    assert {step for name, step in scalars if name.startswith("param-norm/")} == {2}
 
 
 def norms_of_ddp(model: Any, optimizer: Any) -> dict[str, tuple[float, float]]:
@@ -155,9 +109,13 @@ def expected_norms(megatron: RankPools) -> dict[str, tuple[float, float]]:
 
 @pytest.mark.parametrize("strategy", quick_only(f.STRATEGIES, f.NO_SHARD, f.ZERO3))
 def test_norms_of_every_parameter_are_those_of_ddp(
-    megatron: RankPools, expected_norms: dict[str, tuple[float, float]], strategy: str
+    megatron: RankPools,
+    expected_norms: dict[str, tuple[float, float]],
+    tmp_path: Path,
+    strategy: str,
 ) -> None:
-    ours = _scalars(megatron, 2, f.fsdp(strategy), UNCLIPPED, "--log-per-param-norm")
+    flags = [UNCLIPPED, "--log-per-param-norm"]
+    ours = _scalars(megatron, 2, tmp_path, f.fsdp(strategy), *flags)
     names = {name.partition("/")[2] for name, _ in ours if name.startswith("param-norm/")}
     assert names == expected_norms.keys()
     for name, (weight, grad) in expected_norms.items():
@@ -178,23 +136,16 @@ def test_norms_of_every_parameter_are_those_of_ddp(
 )
 @pytest.mark.functional
 def test_norms_of_every_parameter_add_up_to_the_norms_of_the_model(
-    megatron: RankPools, flags: str, num_parameters: int
+    megatron: RankPools, tmp_path: Path, flags: str, num_parameters: int
 ) -> None:
     common = f"--global-batch-size 8 --train-iters 2 {PER_PARAMETER}"
-    scalars = _scalars(megatron, 4, common, f.fsdp(), flags)
+    scalars = _scalars(megatron, 4, tmp_path, common, f.fsdp(), flags)
     for kind, total in (("param-norm", "params-norm"), ("param-grad-norm", "grad-norm")):
         each = {
             name: norm for (name, step), norm in scalars.items() if step == 2 and f"{kind}/" in name
         }
         assert len(each) == num_parameters
         assert math.hypot(*each.values()) == pytest.approx(scalars[total, 2], rel=1e-5)
-
-
-def test_norms_are_logged_at_the_interval_only(megatron: RankPools) -> None:
-    flags = "--train-iters 5 --log-interval 2 --log-per-param-norm"
-    scalars = _scalars(megatron, 2, f.fsdp(), flags)
-    steps = {step for name, step in scalars if name.startswith("param-norm/")}
-    assert steps == {2, 4}
 
 
 # -- numbers that are not finite ------------------------------------------------------------------
@@ -295,21 +246,6 @@ def test_a_run_that_exits_early_saves_and_is_resumed(
     assert_equal(resumed, uninterrupted, after=int(saved[-1]))
 
 
-def evaluations(flags: Sequence[str]) -> list[dict[str, float]]:
-    """Run a training; return the losses of every evaluation."""
-    training = session.enter_rehearsal()["training"]
-    evaluate, seen = training.evaluate, []
-
-    def evaluate_and_note(*args: Any, **kwargs: Any) -> Any:
-        outcome = evaluate(*args, **kwargs)
-        seen.append({name: float(loss) for name, loss in outcome[0].items()})
-        return outcome
-
-    with mock.patch.object(training, "evaluate", evaluate_and_note):
-        train(flags)
-    return seen
-
-
 @pytest.fixture(scope="module")
 def saved(megatron: RankPools, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """Checkpoints of iterations 3 and 6, and what evaluations after training found."""
@@ -317,10 +253,9 @@ def saved(megatron: RankPools, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return folder, _evaluations(megatron, f.saving(folder, 3))
 
 
-def _evaluations(pools: RankPools, *flags: f.Flags) -> list[dict[str, float]]:
+def _evaluations(pools: RankPools, *flags: f.Flags) -> list[float]:
     words = f.words(f.MODEL_FLAGS, SIX, f.fsdp(), "--eval-iters 2", *flags)
-    found: list[dict[str, float]] = pools(2).run(evaluations, words)[0]
-    return found
+    return list(pools(2).run(train, words)[0].evaluations)
 
 
 @pytest.mark.functional
@@ -330,18 +265,6 @@ def test_evaluation_without_training_finds_what_training_ended_with(
     folder, losses = saved
     assert len(losses) == 2
     assert _evaluations(megatron, f.loading(folder), "--skip-train") == losses
-
-
-@pytest.mark.functional
-def test_finetuning_starts_over_with_loaded_weights(
-    megatron: RankPools, saved: tuple[Path, Any]
-) -> None:
-    fresh = trained(megatron, 2, SIX, f.fsdp(), once=True)
-    flags = [SIX, f.loading(saved[0]), "--finetune"]
-    tuned, whole = (trained(megatron, 2, *flags, f.fsdp(s)) for s in (f.ZERO3, f.NO_SHARD))
-    assert len(tuned.losses) == 6
-    assert tuned.losses[0] < fresh.losses[0] - 0.1
-    assert distance(tuned.losses, whole.losses) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -365,15 +288,99 @@ def test_flags_about_loading_load(megatron: RankPools, saved: tuple[Path, Any], 
     assert_equal(run_of_ranks(megatron, 2, f.words(model, load, flags)), plain)
 
 
+def train_below(flags: Sequence[str], threshold: float) -> Training:
+    """Run a training that skips iterations whose gradient norm is above a threshold."""
+    training = enter_rehearsal()["training"]
+    configure = training.get_megatron_optimizer_config
+
+    def get_config(args: Any) -> Any:
+        config, overrides = configure(args)
+        return dataclasses.replace(config, grad_norm_skip_threshold=threshold), overrides
+
+    with mock.patch.object(training, "get_megatron_optimizer_config", get_config):
+        return train(flags)
+
+
+@pytest.mark.parametrize(
+    ("named", "ours"),
+    [
+        ("", ""),
+        longer("", "--no-fsdp-flat-optimizer"),
+        longer("", "--optimizer-cpu-offload"),
+        longer("--optimizer lion --lr 1e-4", ""),
+        (f.MUON, ""),
+    ],
+)
+def test_iterations_with_a_larger_one_than_the_threshold_are_skipped(
+    megatron: RankPools, named: str, ours: str
+) -> None:
+    common = ["--train-iters 6 --lr-warmup-iters 2", named]
+    norms = trained(megatron, 2, *common, once=True).grad_norms
+    largest, smallest = max(norms), min(norms)
+    below: dict[str, Any] = {"by": train_below, "threshold": (largest + smallest) / 2}
+    reference = trained(megatron, 2, *common, once=True, **below)
+    assert 0 < sum(reference.skipped) < 6
+    sharded = trained(megatron, 2, *common, f.fsdp(), ours, **below)
+    assert sharded.skipped == reference.skipped
+    assert_close(sharded, reference)
+
+
+STEPS = "--check-weight-hash-across-dp-replicas-interval 2 --train-iters 4 --global-batch-size 8"
+
+
+def _probe(chunks: Any, optimizer: Any) -> list[str]:
+    """What is said of weights as they are, and of one that the last rank has changed."""
+    del optimizer
+    compare(chunks)
+    (unit,) = (unit for name, unit in named_units(chunks[0]) if name.endswith("decoder.layers.1"))
+    (group,) = unit.groups
+    is_last = rank() == torch.distributed.get_world_size() - 1
+    wait, config = group._wait, chunks[0].ddp_config
+
+    def wait_for_wrong_ones() -> bool:
+        is_new = wait()
+        group.gathered_weight.view(0).view(-1)[0] += 1.0
+        return is_new
+
+    if is_last and "no_shard" in (config.data_parallel_sharding_strategy, *_outer(config)):
+        index = next(i for i, _ in enumerate(group.names) if group.main_weight.view(i).numel())
+        group.main_weight.view(index).view(-1)[0] += 1.0
+    elif is_last:
+        # Nobody has a copy of main weights, so something goes wrong where they are gathered.
+        group._wait = wait_for_wrong_ones
+    try:
+        compare(chunks)
+    except RuntimeError as error:
+        return [str(error)]
+    return []
+
+
+def _outer(config: Any) -> list[str]:
+    hybrid = config.num_distributed_optimizer_instances > 1
+    return [config.outer_dp_sharding_strategy] if hybrid else []
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more", "ranks"),
+    [
+        (f.ZERO3, "", 2),
+        (f.NO_SHARD, "--bf16", 2),
+        longer(f.ZERO1, "", 2),
+        longer(f.ZERO2, "--bf16", 2),
+        longer(f.ZERO3, f.HSDP, 4),
+    ],
+)
+def test_weights_that_differ_are_found_with_every_strategy(
+    megatron: RankPools, strategy: str, more: str, ranks: int
+) -> None:
+    result = trained(megatron, ranks, STEPS, f.fsdp(strategy), more, probe=_probe)
+    assert len(result.losses) == 4
+    for said in result.extras:
+        (message,) = said
+        assert "layers.1" in message or message.startswith("other ranks hold weights")
+    assert any("weights differ between data-parallel ranks:" in s[0] for s in result.extras)
+
+
 @pytest.mark.functional
-@pytest.mark.parametrize("axes", ["", f.HFSDP])
-def test_gradients_in_bf16_are_added_up_in_fp32(megatron: RankPools, axes: str) -> None:
-    """On a CPU they are in any case, where main gradients are in fp32: the same bits."""
-    common = f.words(
-        "--bf16 --train-iters 4 --global-batch-size 16 --megatron-fsdp-grad-comm-dtype bf16",
-        "--megatron-fsdp-main-params-dtype fp32 --megatron-fsdp-main-grads-dtype fp32",
-        axes,
-    )
-    plain = trained(megatron, 4, common, f.fsdp(f.ZERO3))
-    flag = "--ddp-reduce-scatter-with-fp32-accumulation"
-    assert_equal(trained(megatron, 4, common, f.fsdp(f.ZERO3), flag), plain)
+def test_experts_and_stages_are_compared_among_those_who_share_them(megatron: RankPools) -> None:
+    trained(megatron, 4, STEPS, f.fsdp(), f.ALLTOALL, f.EP2, f.PP2, iterations=4)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from tests.distributed.on_ranks import on_ranks
-from tests.mcore.flags import MODEL_FLAGS, Flags, loading, saving, words
+from tests.mcore.flags import MODEL_FLAGS, Flags, words
 from tests.mcore.session import Training, curves, distance, train
 from tests.ranks import RankPools
 
@@ -72,14 +71,6 @@ def run_of_ranks(
     if not once or key not in done:
         done[key] = curves(pools(world_size).run(by, command, timeout_s=TIMEOUT_S, **options))
     return done[key] if once else done.pop(key)
-
-
-def saved_and_resumed(
-    pools: RankPools, folder: Path, *flags: Flags, at: int = 4, world_size: int = 2, **options: Any
-) -> tuple[Training, Training]:
-    """A training that saves at an iteration and goes on, and one that goes on from there."""
-    whole = trained(pools, world_size, *flags, saving(folder, at), **options)
-    return whole, trained(pools, world_size, *flags, loading(folder, at), **options)
 
 
 def assert_close(

@@ -2,59 +2,68 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from megatron_fsdp_v2 import fully_shard
+from megatron_fsdp_v2.comm import backends
+from megatron_fsdp_v2.params.autograd import save_activations_on_cpu
 from tests.cases import quick_if
 from tests.distributed.nccl_double import as_on_cuda
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import MESHES, STRATEGIES, on_mesh, strategies_on
-from tests.pages import page, print_at_the_end, table
-from tests.parity.patterns import PATTERNS
-from tests.ranks import RankPools
+from tests.distributed.wrapping import BF16, MESHES, STRATEGIES, on_mesh, strategies_on
+from tests.parity.patterns import PATTERNS, Pattern
+from tests.parity.unusual import UNUSUAL
 from tests.reference.training import Trace, distances, train_reference, train_sharded
+from tests.sharding import arguments
 
 TOLERANCE = 1e-6
-BUCKET = 4800
-"""Bytes that two blocks take, or a little more."""
+ALL = PATTERNS | UNUSUAL
 SWITCHES = ("enable_unshard_prefetch", "enable_async_reduce_grad")
 
 
-def _sharded(
-    pattern: str,
+def train_pattern(
+    pattern: str | Pattern,
     strategy: str,
     mesh_name: str,
     see: Callable[[nn.Module], None] = lambda module: None,
     **switches: Any,
 ) -> Trace:
+    """Train a pattern with further options; `see` is given every unit, the root last."""
     options = {"sharding_strategy": strategy, **on_mesh(mesh_name), **switches}
+    trained = ALL[pattern] if isinstance(pattern, str) else pattern
 
     def shard(module: nn.Module) -> None:
-        fully_shard(module, **PATTERNS[pattern].options, **options)
+        fully_shard(module, **arguments(**trained.options, **options))
         see(module)
 
-    return train_sharded(PATTERNS[pattern], shard)
+    return train_sharded(trained, shard)
 
 
 def _strategies(pattern: str, mesh_name: str) -> list[str]:
     """Strategies that a pattern can be trained with."""
-    skips = PATTERNS[pattern].skips and mesh_name != "1"
+    skips = ALL[pattern].skips and mesh_name != "1"
     return [s for s in strategies_on(mesh_name) if not (skips and s == "optim_grads_params")]
 
 
 def errors_of_pattern(pattern: str, mesh_name: str) -> dict[str, float]:
     """On every rank: the largest relative error of a pattern, per strategy."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    reference = train_reference(PATTERNS[pattern], size, evaluates_rank=rank)
+    reference = train_reference(ALL[pattern], size, evaluates_rank=rank)
     return {
-        strategy: compare(_sharded(pattern, strategy, mesh_name), reference)
+        strategy: compare(train_pattern(pattern, strategy, mesh_name), reference)
         for strategy in _strategies(pattern, mesh_name)
     }
 
@@ -86,14 +95,14 @@ def compare(trace: Trace, reference: Trace) -> float:
 def _pool_changes_nothing(plain: Trace, pattern: str, strategy: str, mesh_name: str) -> bool:
     """Whether a training on the traced pool gives the same bits as one without it."""
     roots: list[Any] = []
-    pooled = _sharded(pattern, strategy, mesh_name, roots.append, enable_trace_pool=True)
+    pooled = train_pattern(pattern, strategy, mesh_name, roots.append, enable_trace_pool=True)
     for report in roots[-1].trace_pool().reports():
         # A test of a pool that was never planned would show nothing.
         assert report.plan is not None or not report.programs
-    return _same_bits(plain, pooled)
+    return same_bits(plain, pooled)
 
 
-def _same_bits(first: Trace, second: Trace) -> bool:
+def same_bits(first: Trace, second: Trace) -> bool:
     if first.losses != second.losses or first.evaluations != second.evaluations:
         return False
     pairs: list[tuple[Any, Any]] = [(first.params[n], second.params[n]) for n in first.params]
@@ -102,55 +111,22 @@ def _same_bits(first: Trace, second: Trace) -> bool:
     return all(a is b is None or torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.fixture(scope="module")
-def matrix(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, str, str], float]]:
-    """Errors by (pattern, strategy, mesh); printed with `--tables`."""
-    errors: dict[tuple[str, str, str], float] = {}
-    yield errors
-    if errors:
-        print_at_the_end(request.config, _page(errors))
-
-
-_ABOUT = (
-    "Largest relative error (norm of the difference over norm) of losses, gradients and "
-    "parameters over 5 steps, against an unsharded loop, fp32; each is below 1e-06. `make test` "
-    "trains each pattern on one mesh in turn, `make test-matrices` on the rest. A tensor that is "
-    "small by cancellation is measured against a third of the norm of all of them. Empty: at "
-    "ZeRO-3 a unit cannot be skipped on some ranks only, and a replicated optimizer cannot be "
-    "sharded along the outer axis. With prefetching and asynchronous reduction switched off "
-    "the same bits come out (`test_switches_change_no_bit`)."
-)
-
-
-def _page(errors: dict[tuple[str, str, str], float]) -> str:
-    columns = sorted({key[1:] for key in errors}, key=lambda c: (list(MESHES).index(c[1]), c[0]))
-    known = {key: f"{error:.0e}" for key, error in errors.items()}
-    rows = [[name, *(known.get((name, *column), "") for column in columns)] for name in PATTERNS]
-    head = ["pattern", *(f"{s}, {m}" for s, m in columns)]
-    return page("Parity matrix", _ABOUT, table(head, rows))
-
-
 def _cells() -> Iterator[Any]:
     """Every pattern on every mesh; in `make test` on one of them in turn."""
-    for number, pattern in enumerate(PATTERNS):
+    for number, pattern in enumerate(ALL):
         for place, name in enumerate(MESHES):
             yield quick_if(place == number % len(MESHES), pattern, name)
 
 
 @pytest.mark.parametrize(("pattern", "mesh_name"), list(_cells()))
-def test_a_pattern_trains_like_the_reference(
-    pools: RankPools, matrix: dict[tuple[str, str, str], float], pattern: str, mesh_name: str
-) -> None:
-    ranks = pools(math.prod(MESHES[mesh_name][0]))
-    results = ranks.run(errors_of_pattern, pattern, mesh_name)
-    for strategy in _strategies(pattern, mesh_name):
-        error = max(result[strategy] for result in results)
-        matrix[pattern, strategy, mesh_name] = error
-        assert error < TOLERANCE, f"{strategy}: {error}"
+@on_ranks("mesh_name")
+def test_a_pattern_trains_like_the_reference(pattern: str, mesh_name: str) -> None:
+    errors = errors_of_pattern(pattern, mesh_name)
+    assert max(errors.values()) < TOLERANCE, errors
 
 
 def _cells_of_nccl() -> Iterator[Any]:
-    """Every pattern on every mesh of several ranks; in `make test` four of the cells."""
+    """Every recorded pattern on every mesh of several ranks; in `make test` four of the cells."""
     names = list(MESHES)[1:]
     for number, pattern in enumerate(PATTERNS):
         for place, name in enumerate(names):
@@ -169,67 +145,145 @@ def test_a_pattern_trains_like_the_reference_over_what_answers_as_nccl(
 
 
 def _switched() -> Iterator[Any]:
-    """Every pattern at ZeRO-3, which has most to switch, and ZeRO-2; half of it in longer runs."""
-    for number, (name, pattern) in enumerate(PATTERNS.items()):
+    """Every pattern at ZeRO-3, which has most to switch, and ZeRO-2; most of it in longer runs."""
+    for number, (name, pattern) in enumerate(ALL.items()):
         strategies = [s for s in STRATEGIES[2:] if not (pattern.skips and s == STRATEGIES[-1])]
         for strategy in strategies:
-            is_quick = strategy == strategies[-1] and number % 2 == 0
+            is_quick = strategy == strategies[-1] and number % 4 == 0
             yield quick_if(is_quick, name, strategy)
+
+
+COLLIDING = ("weights kept in some steps",)
+"""Patterns whose uses change from step to step: the pool ends with the error that names both."""
 
 
 @pytest.mark.parametrize(("pattern", "strategy"), list(_switched()))
 @on_ranks(3)
 def test_switches_change_no_bit(pattern: str, strategy: str) -> None:
-    on = _sharded(pattern, strategy, "3")
+    on = train_pattern(pattern, strategy, "3")
     # Weights that are gathered for use are what prefetching and the pool can do wrong; then both
     # switches are off at once, too.
     gathers = strategy == "optim_grads_params"
     for switches in [SWITCHES[:1], SWITCHES] if gathers else [SWITCHES]:
-        off = _sharded(pattern, strategy, "3", **dict.fromkeys(switches, False))
-        assert _same_bits(off, on), switches
-    if gathers or PATTERNS[pattern].skips:
+        off = train_pattern(pattern, strategy, "3", **dict.fromkeys(switches, False))
+        assert same_bits(off, on), switches
+    if (gathers or ALL[pattern].skips) and pattern not in COLLIDING:
         assert _pool_changes_nothing(on, pattern, strategy, "3")
-    assert _same_bits(_sharded(pattern, strategy, "3", bucket_bytes=BUCKET), on)
-
-
-def _bucket_cells() -> Iterator[Any]:
-    """Every pattern on every mesh of several ranks; in `make test` every ninth on one of them.
-
-    The others are compared there in buckets by `test_switches_change_no_bit`.
-    """
-    names = list(MESHES)[1:]
-    for number, pattern in enumerate(PATTERNS):
-        for place, name in enumerate(names):
-            is_quick = number % 9 == 0 and place == (number // 9) % len(names)
-            yield quick_if(is_quick, pattern, name)
-
-
-@pytest.mark.parametrize(("pattern", "mesh_name"), list(_bucket_cells()))
-@on_ranks("mesh_name")
-def test_buckets_change_no_bit_but_where_an_all_reduce_sums_by_position(
-    pattern: str, mesh_name: str
-) -> None:
-    for strategy in _strategies(pattern, mesh_name):
-        plain = _sharded(pattern, strategy, mesh_name)
-        bucketed = _sharded(pattern, strategy, mesh_name, bucket_bytes=BUCKET)
-        pooled = _sharded(pattern, strategy, mesh_name, bucket_bytes=BUCKET, enable_trace_pool=True)
-        # Of two ranks there is one order of summands; along an outer axis sums may be all-reduces.
-        if "no_shard" not in (strategy, *MESHES[mesh_name][1:]) or mesh_name == "2":
-            assert _same_bits(plain, bucketed), strategy
-            assert _same_bits(plain, pooled), strategy
-        else:
-            for trace in (bucketed, pooled):
-                losses = torch.tensor(trace.losses, dtype=torch.float64)
-                torch.testing.assert_close(
-                    losses, losses.new_tensor(plain.losses), rtol=1e-6, atol=0
-                )
-                for name, param in plain.params.items():
-                    torch.testing.assert_close(trace.params[name], param, rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.functional
-@on_ranks("mesh_name", pattern=PATTERNS, mesh_name=MESHES)
+@pytest.mark.parametrize(
+    ("pattern", "mesh_name"),
+    [
+        *itertools.product(PATTERNS, MESHES),
+        *itertools.product([p for p in UNUSUAL if p not in COLLIDING], ["2"]),
+    ],
+)
+@on_ranks("mesh_name")
 def test_the_trace_pool_changes_no_bit_in_the_whole_matrix(pattern: str, mesh_name: str) -> None:
     for strategy in _strategies(pattern, mesh_name):
-        plain = _sharded(pattern, strategy, mesh_name)
+        plain = train_pattern(pattern, strategy, mesh_name)
         assert _pool_changes_nothing(plain, pattern, strategy, mesh_name), strategy
+
+
+# -- options that change no bit -------------------------------------------------------------------
+
+_POOL = {"enable_trace_pool": True}
+_BF16 = {"mp_policy": BF16}
+_AFTER_STEP = {"enable_unshard_after_step": True}
+_ON_HOST = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+_WAITS = dict.fromkeys(SWITCHES, False)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A training, and what is changed in another one that must give the same bits.
+
+    Attributes:
+        pattern: One of the patterns.
+        mesh: One of `MESHES`.
+        options: Of both trainings.
+        change: Options of the other one.
+        around: Context of the other one.
+        strategies: What both are trained with.
+        is_quick: Whether the row is in `make test`.
+    """
+
+    pattern: str
+    mesh: str = "2"
+    options: dict[str, Any] = field(default_factory=dict)
+    change: dict[str, Any] = field(default_factory=dict)
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    strategies: tuple[str, ...] = STRATEGIES[-1:]
+    is_quick: bool = True
+
+
+def _broadcasts() -> AbstractContextManager[Any]:
+    return mock.patch.object(backends, "BROADCAST_BYTES", 1)
+
+
+def _copies() -> AbstractContextManager[Any]:
+    """A copy of everything that autograd saves, weights included."""
+    return saved_tensors_hooks(torch.clone, lambda packed: packed)
+
+
+_UNSYNCED, _BETWEEN = "accumulation under no_sync", "evaluation between"
+_RECOMPUTED = "checkpointing, non-reentrant"
+_KNOBS: dict[str, dict[str, Any]] = {
+    "two ahead, one buffer": {"unshard_prefetch_depth": 2, "max_live_grad_buffers": 1},
+    "three ahead, four buffers": {"unshard_prefetch_depth": 3, "max_live_grad_buffers": 4},
+    "ahead by bytes, pool": {"unshard_prefetch_bytes": 2500, **_POOL},
+}
+_OF_MANY_USES = (
+    *("module used twice in a forward", "tied parameters across units", "nested units"),
+    *("unit skipped on some steps", "checkpointed region of units, non-reentrant"),
+    *("checkpointing, reentrant", "exception in a backward"),
+)
+SAME_BITS: dict[str, Row] = {
+    "gathered after a step": Row(_BETWEEN, change=_AFTER_STEP, strategies=STRATEGIES),
+    "gathered after a step, bf16": Row(_BETWEEN, options=_BF16, change=_AFTER_STEP),
+    "gathered after a step, three ahead, pool": Row(
+        _BETWEEN, options=_BF16, change={**_AFTER_STEP, **_POOL, "unshard_prefetch_depth": 3}
+    ),
+    "compared before each collective": Row(
+        "plain", change={"check_ranks": "always"}, strategies=STRATEGIES
+    ),
+    "one gradient buffer": Row(_UNSYNCED, "HSDP 2x2", change={"max_live_grad_buffers": 1}),
+    **{
+        f"{text}, {pattern}": Row(pattern, change=change, strategies=STRATEGIES, is_quick=False)
+        for text, change in _KNOBS.items()
+        for pattern in _OF_MANY_USES
+    },
+    "kept after a forward": Row(_RECOMPUTED, change={"reshard_after_forward": False}),
+    "broadcasts": Row("plain", "3", around=_broadcasts, strategies=STRATEGIES[1:]),
+    "offloaded": Row(_UNSYNCED, change=_ON_HOST, strategies=STRATEGIES),
+    "offloaded, zeros": Row("zero_grad to zero", "3", change=_ON_HOST, is_quick=False),
+    "offloaded, clipped": Row("clip_grad_norm_", "3", change=_ON_HOST, strategies=STRATEGIES[1:3]),
+    "offloaded, one rank": Row(_BETWEEN, "1", change=_ON_HOST, is_quick=False),
+    "offloaded, bf16": Row(_BETWEEN, options=_BF16, change=_ON_HOST),
+    "offloaded, recomputed": Row(_RECOMPUTED, change=_ON_HOST, is_quick=False),
+    "offloaded, pool": Row(_BETWEEN, options=_POOL, change=_ON_HOST, is_quick=False),
+    "offloaded, waiting": Row(_UNSYNCED, options=_WAITS, change=_ON_HOST, is_quick=False),
+    "offloaded, fused": Row("AdamW, fused", change=_ON_HOST, is_quick=False),
+    "offloaded, HSDP": Row(_UNSYNCED, "HSDP 2x2", change=_ON_HOST, is_quick=False),
+    "offloaded, HFSDP": Row(_UNSYNCED, "HFSDP 2x2", change=_ON_HOST),
+    "saved on the host": Row("plain", around=save_on_cpu),
+    "saved on the host, recomputed, pool": Row(_RECOMPUTED, options=_POOL, around=save_on_cpu),
+    "saved as copies": Row("plain", around=_copies),
+    "saved as copies, recomputed, pool": Row(_RECOMPUTED, options=_POOL, around=_copies),
+    "activations on the host": Row("plain", around=save_activations_on_cpu),
+    "activations on the host, recomputed, pool": Row(
+        _RECOMPUTED, options=_POOL, around=save_activations_on_cpu
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [quick_if(row.is_quick, name) for name, row in SAME_BITS.items()])
+@on_ranks(lambda name: math.prod(MESHES[SAME_BITS[name].mesh][0]))
+def test_an_option_changes_no_bit(name: str) -> None:
+    row = SAME_BITS[name]
+    for strategy in row.strategies:
+        plain = train_pattern(row.pattern, strategy, row.mesh, **row.options)
+        with row.around():
+            changed = train_pattern(row.pattern, strategy, row.mesh, **row.options | row.change)
+        assert same_bits(plain, changed), strategy

@@ -1,6 +1,7 @@
-"""Runs many cases, says what they covered, and makes a small script of each that fails.
+"""Runs many cases, reports their coverage, and writes each failing case after shrinking it.
 
 python -m tests.random.campaign --cases 1000 --seed 0
+python -m tests.random.campaign --replay out/random/case_453.json
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.random.cases import Case
-from tests.random.features import features_of, generated_features
+from tests.random.cases import Case, from_json, to_json
 from tests.random.generate import generate
 from tests.random.program import Outcome, run_case
-from tests.random.script import script_of
+from tests.random.rules import all_options
 from tests.random.shrink import shrink
 from tests.ranks import RankFailure, RankPools, rank_pools
 
@@ -27,7 +27,7 @@ SHRINKING_TIMEOUT_S = 10.0
 PROGRESS_EVERY_S = 15.0
 MOST_FAILURES = 5
 FEW = 300
-"""Cases from which on every feature is expected to occur."""
+"""Number of cases from which on every generated feature must occur in a passing case."""
 
 Runs = Callable[[Case, str], Outcome]
 
@@ -35,7 +35,7 @@ Runs = Callable[[Case, str], Outcome]
 def outcome_of(
     case: Case, pools: RankPools, timeout_s: float = TIMEOUT_S, run: Runs = run_case
 ) -> Outcome:
-    """Run a case on its number of ranks; the worst of what they say."""
+    """Run a case on its number of ranks; return the worst outcome."""
     pool = pools(case.world_size)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
@@ -58,7 +58,7 @@ def _say(text: str) -> None:
 
 
 def way_of(outcome: Outcome) -> str:
-    """In which way a case failed, so that a smaller one fails in the same way."""
+    """The kind of a failure, so that a smaller case must fail in the same way."""
     if outcome.kind != "raised":
         return outcome.kind
     last = outcome.text.strip().splitlines()[-1]
@@ -66,7 +66,7 @@ def way_of(outcome: Outcome) -> str:
 
 
 def shrunk(case: Case, pools: RankPools, run: Runs = run_case) -> Case:
-    """The smallest case found that fails as a failing one does; itself if it fails no more."""
+    """The smallest case found that fails in the same way; the case itself if it no longer fails."""
     first = outcome_of(case, pools, SHRINKING_TIMEOUT_S, run)
     if first.kind == "same":
         return case
@@ -75,33 +75,42 @@ def shrunk(case: Case, pools: RankPools, run: Runs = run_case) -> Case:
     def fails(candidate: Case) -> bool:
         return way_of(outcome_of(candidate, pools, SHRINKING_TIMEOUT_S, run)) == way
 
-    # Each try that hangs takes as long as is waited for it.
+    # Each try that hangs takes the full timeout.
     return shrink(case, fails, most_tries=40 if first.kind == "hang" else 200)
 
 
-def report(case: Case, outcome: Outcome, pools: RankPools, folder: Path) -> Path:
-    """Shrink a failing case and write it as a script."""
-    small = shrunk(case, pools)
+def report(case: Case, pools: RankPools, folder: Path) -> Path:
+    """Shrink a failing case and write it to a file."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"case_{case.seed}.py"
-    about = f"Seen: {outcome.kind} at event {outcome.event} of the case it was made from."
-    path.write_text(script_of(small, path.name, about))
+    path = folder / f"case_{case.seed}.json"
+    path.write_text(to_json(shrunk(case, pools)))
     return path
 
 
+def replay(path: Path, pools: RankPools) -> int:
+    """Run a case from a file; return status 1 if it still fails."""
+    outcome = outcome_of(from_json(path.read_text()), pools)
+    _say(f"{outcome.kind} at event {outcome.event}\n{outcome.text}")
+    return int(outcome.kind != "same")
+
+
 def main() -> int:
-    """Run the cases; the status is 1 if one failed or a feature never occurred."""
+    """Run the cases; return status 1 if a case failed or a feature never occurred."""
     parser = argparse.ArgumentParser(prog="tests.random.campaign", description=__doc__)
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/random"))
+    parser.add_argument("--replay", type=Path, help="a case that failed")
     options = parser.parse_args()
     with rank_pools() as pools:
+        if options.replay is not None:
+            return replay(options.replay, pools)
         return _campaign(options.cases, options.seed, options.out, pools)
 
 
 def _campaign(num_cases: int, first_seed: int, folder: Path, pools: RankPools) -> int:
     began = said = time.monotonic()
+    drawn: set[str] = set()
     covered: collections.Counter[str] = collections.Counter()
     kinds: collections.Counter[str] = collections.Counter()
     num_failures = 0
@@ -109,6 +118,7 @@ def _campaign(num_cases: int, first_seed: int, folder: Path, pools: RankPools) -
         case = generate(first_seed + number)
         outcome = outcome_of(case, pools)
         kinds[outcome.kind] += 1
+        drawn |= features_of(case)
         covered.update(features_of(case) if outcome.kind == "same" else ())
         now = time.monotonic()
         if now - said > PROGRESS_EVERY_S:
@@ -123,17 +133,46 @@ def _campaign(num_cases: int, first_seed: int, folder: Path, pools: RankPools) -
         num_failures += 1
         last = outcome.text.strip().splitlines()[-1][:300] if outcome.text else ""
         _say(f"seed {case.seed}: {outcome.kind} at event {outcome.event}: {last}")
-        # One that the plain model cannot run is a mistake of the generator.
+        # A case that the plain model cannot run is a bug of the generator.
         if num_failures <= MOST_FAILURES and outcome.kind != "invalid":
-            _say(f"  made smaller: {report(case, outcome, pools, folder)}")
+            _say(f"  made smaller: {report(case, pools, folder)}")
     _say(f"{num_cases} cases in {time.monotonic() - began:.0f} s: {dict(kinds)}")
     for feature, count in sorted(covered.items()):
         _say(f"  {count:5d}  {feature}")
-    missing = generated_features() - covered.keys() if num_cases >= FEW else set()
+    missing = drawn - covered.keys() if num_cases >= FEW else set()
     for feature in sorted(missing):
-        _say(f"no case had: {feature}")
+        _say(f"no case that ended well had: {feature}")
     return int(num_failures > 0 or bool(missing))
 
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def features_of(case: Case) -> set[str]:
+    """The features that a case covers."""
+    nodes = case.tree.walk()
+    found = {f"{case.world_size} ranks", case.dtype, f"output {case.output}"}
+    for options in all_options(case):
+        shape = "x".join(map(str, options.mesh))
+        found |= {f"mesh {shape}", options.strategy, f"check_ranks {options.check}"}
+        found |= {"HFSDP"} if options.outer == "optim" else set()
+        found |= {"trace pool"} if options.pool else set()
+        found |= {"prefetch by bytes"} if options.ahead is not None else set()
+        found |= {"gathers after a step"} if options.early else set()
+    found.add(f"optimizer {case.options.optimizer}")
+    for node in nodes:
+        found.add(f"module {node.kind}")
+        if node.kind in ("pack", "odd", "checkpoint", "branch", "in place"):
+            found.add(f"{node.kind} {node.how or 'non-reentrant'}")
+        for name in ("unit", "frozen", "double"):
+            found |= {name} if getattr(node, name) else set()
+        if node.unit and any(below.unit for below in node.walk()[1:]):
+            found.add("nested units")
+        if node.kind == "checkpoint" and any(n.kind == "checkpoint" for n in node.walk()[1:]):
+            found.add("nested recomputation")
+    found |= {"ties"} if case.ties else set()
+    for event in case.program:
+        found.add(f"event {event.do}" + (f", {event.how}" if event.how else ""))
+        found |= {"another sharding after a load"} if event.options is not None else set()
+    return found

@@ -1,7 +1,7 @@
-"""What a case is: a tree of modules, how it is sharded, and what is done to it, as plain data.
+"""A case as plain data: a tree of modules, its sharding, and a program.
 
-A case is frozen and goes through JSON unchanged, so that a failing one can be sent to rank
-processes, made smaller, and printed into a script.
+A case is frozen and round-trips through JSON, so that a failing case can be sent to rank processes,
+shrunk, and written to a file.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Node:
     """A module of the tree; every module maps `(rows, width)` to the same shape.
 
     Attributes:
-        id: Names the node in ties and events, also when other nodes are gone.
-        kind: What it is; see `models.KINDS`.
+        id: Identifies the node in ties and events, also after other nodes are removed.
+        kind: A key of `models.KINDS`.
         how: Its variant.
-        size: Its number: a width, a vocabulary, a repetition, the id of another node.
+        size: Its numeric argument: a width, a vocabulary, a repetition, the id of another node.
         unit: Whether `fully_shard` is called on it.
         frozen: Whether its own parameters require no gradient from the start.
         double: Whether its own parameters are fp64 where the model is fp32.
@@ -41,13 +41,13 @@ class Node:
     children: tuple[Node, ...] = ()
 
     def walk(self) -> list[Node]:
-        """This node and all below, parents first."""
+        """This node and its descendants, parents first."""
         return [self, *(below for child in self.children for below in child.walk())]
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a model is sharded and stepped.
+    """Options of sharding and of the optimizer.
 
     Attributes:
         strategy: `sharding_strategy`.
@@ -59,7 +59,6 @@ class Options:
         prefetch: `unshard_prefetch_depth`; 0 switches prefetching off.
         ahead: `unshard_prefetch_bytes`, with any depth then.
         early: `enable_unshard_after_step`.
-        bucket: `bucket_bytes`.
         asynchronous: `enable_async_reduce_grad`.
         live: `max_live_grad_buffers`.
         pool: `enable_trace_pool`.
@@ -76,7 +75,6 @@ class Options:
     prefetch: int = 1
     ahead: int | None = None
     early: bool = False
-    bucket: int | None = None
     asynchronous: bool = True
     live: int = 2
     pool: bool = False
@@ -86,16 +84,16 @@ class Options:
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that is done.
+    """One event of a program.
 
     Attributes:
-        do: What; see `program.Run`.
-        seed: Of its data, and of what is skipped by it.
-        slot: Which of the losses that are kept for a backward.
-        node: Which node it is about.
+        do: Name of the event; see `program.Run`.
+        seed: Seed of its data and of its skipped nodes.
+        slot: Index of a loss that is kept for a backward.
+        node: Id of a node.
         how: Its variant.
-        flag: A yes or no of it.
-        options: How the next model is sharded, where it is rebuilt.
+        flag: Its boolean argument.
+        options: Sharding of a rebuilt model.
     """
 
     do: str
@@ -112,15 +110,15 @@ class Case:
     """A model, its sharding and a program.
 
     Attributes:
-        seed: Of initial weights.
+        seed: Seed of the initial weights.
         width: Features between modules.
         dtype: `float32` or `float64`.
-        tree: What stands between the root's input and output layer.
+        tree: The modules between the root's input and output layer.
         ties: Pairs of ids of `linear` or `embed` nodes that share a weight.
         ends: Whether input and output layers belong to the `root` or are `units`.
-        output: What the root returns; a variant of `struct`.
-        options: The first sharding.
-        program: What is done, in order.
+        output: Structure of the root's output; a variant of `struct`.
+        options: The initial sharding.
+        program: The events in order.
     """
 
     seed: int
@@ -140,12 +138,12 @@ class Case:
 
     @property
     def world_size(self) -> int:
-        """Ranks it runs on."""
+        """Number of ranks."""
         return math.prod(self.options.mesh)
 
 
 def to_json(case: Case) -> str:
-    """A case as text; what has its default is left out."""
+    """Convert a case to JSON; fields with default values are omitted."""
     return json.dumps(_slim(case))
 
 
@@ -165,7 +163,7 @@ _NESTED: dict[str, Any] = {"tree": Node, "children": Node, "options": Options, "
 
 
 def from_json(text: str) -> Case:
-    """The case that `to_json` made a text of."""
+    """Convert the result of `to_json` back to a case."""
     case: Case = _made(Case, json.loads(text))
     return case
 

@@ -1,4 +1,4 @@
-"""Makes a case of a seed. What is not allowed is not made; `rules.py` says what that is."""
+"""Generates a case from a seed. The generated cases obey `rules.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tests.random import models
 from tests.random.cases import STRATEGIES, ZERO_3, Case, Event, Node, Options
-from tests.random.rules import SWITCHES, broken_rule
+from tests.random.rules import broken_rule
 
 MESHES: dict[int, list[tuple[int, ...]]] = {
     1: [(1,), (1, 1)],
@@ -20,19 +20,15 @@ INNER = {
     **{"seq": 2, "repeat": 1, "checkpoint": 2, "detached": 1, "dead": 1},
     **{"no grad": 1, "branch": 2, "in place": 1, "own input": 1, "pack": 2},
 }
-"""Modules with others inside, and how often each is drawn."""
+"""Containers and their weights for drawing."""
 OPTIMIZERS = ["sgd", "momentum", "momentum", "decay", "adamw", "adamw foreach", "adamw fused"]
 OPTIMIZERS += ["momentum flat", "adamw flat", "adamw flat"]
 PACKS = [how for how in models.PACKS if how != "tensor"]
 OUTPUTS = ["tensor", "tensor", "tuple", "dict", "dataclass", "nondifferentiable", "one unused"]
 
 
-def _on(feature: str) -> bool:
-    return SWITCHES.get(feature, True)
-
-
 class Generator:
-    """Makes one case."""
+    """Generates one case."""
 
     def __init__(self, seed: int, world_size: int | None) -> None:
         self.seed = seed
@@ -42,7 +38,7 @@ class Generator:
         self.nodes: list[Node] = []
 
     def chance(self, probability: float) -> bool:
-        """Whether something happens."""
+        """Draw a boolean."""
         return self.random.random() < probability
 
     # -- the tree ------------------------------------------------------------------------------
@@ -72,19 +68,17 @@ class Generator:
         return self.node(kind, how=how, size=size, unit=unit, frozen=frozen, double=double)
 
     def children(self, depth: int, most: int) -> tuple[Node, ...]:
-        """Some modules."""
+        """A list of modules."""
         return tuple(self.any(depth) for _ in range(self.random.randint(1, most)))
 
     def any(self, depth: int) -> Node:
         """A module of any kind."""
         if depth <= 0 or self.chance(0.4):
             known = [node for node in self.nodes if node.kind not in ("again", "pack", "own input")]
-            if known and self.chance(0.1) and _on("again"):
+            if known and self.chance(0.1):
                 return self.node("again", size=self.random.choice(known).id)
             return self.leaf()
         kind = self.random.choices(list(INNER), list(INNER.values()))[0]
-        if not _on(kind):
-            kind = "seq"
         children = self.children(depth - 1, 3 if kind == "seq" else 2)
         unit = self.chance(0.45)
         if kind == "own input":
@@ -103,13 +97,13 @@ class Generator:
         elif kind == "branch":
             how = self.random.choice(["step", "rank", "rank"])
         elif kind == "in place":
-            how = self.random.choice(["input", "output", "view"] if _on("own input") else ["input"])
-            # An activation saves what it returns, and torch says so.
+            how = self.random.choice(["input", "output", "view"])
+            # An activation saves its output, so torch rejects in-place changes of it.
             how = "input" if self._ends_in_activation(children) else how
         return self.node(kind, children, how=how, size=size, unit=unit)
 
     def _ends_in_activation(self, children: tuple[Node, ...]) -> bool:
-        """Whether an activation may have made what modules return, one after the other."""
+        """Whether an activation may produce the output of modules in sequence."""
         for child in reversed(children):
             node = child
             if node.kind == "again":
@@ -121,7 +115,7 @@ class Generator:
                 return True
             if not hands_on and node.kind != "branch":
                 return False
-            # It hands on its input, always or where it is left out.
+            # It returns its input, always or if it is skipped.
         return False
 
     def tree(self) -> Node:
@@ -144,7 +138,7 @@ class Generator:
     # -- sharding ------------------------------------------------------------------------------
 
     def options(self) -> Options:
-        """How the model is sharded."""
+        """The sharding of the model."""
         mesh = self.random.choice(MESHES[self.world_size])
         strategy = self.random.choice([*STRATEGIES, ZERO_3])
         outer = "no_shard"
@@ -160,8 +154,7 @@ class Generator:
             prefetch=self.random.choice([0, 1, 1, 1, 2]),
             ahead=self.random.choice([None, None, None, 1, 2_000]),
             early=self.chance(0.25),
-            # Nothing but the smallest units; a few units; the whole model.
-            bucket=self.random.choice([None, None, 600, 3_000, 1_000_000]),
+            # Only the smallest units; a few units; the whole model.
             asynchronous=self.chance(0.8),
             live=self.random.choice([1, 2, 2, 3]),
             pool=self.chance(0.35),
@@ -172,7 +165,7 @@ class Generator:
     # -- the program ---------------------------------------------------------------------------
 
     def data(self) -> int:
-        """A seed of a batch."""
+        """The seed of a batch."""
         return self.random.randint(0, 50)
 
     def some_node(self) -> int:
@@ -180,15 +173,14 @@ class Generator:
         return self.random.choice(self.nodes).id
 
     def interlude(self) -> list[Event]:
-        """What may come at any time, most often nothing."""
+        """Events that may occur at any time, most often none."""
         found = []
         while self.chance(0.25):
             do = self.random.choice(
                 ["evaluate", "evaluate", "evaluate", "waste", "state", "full", "functional"]
             )
             how = "inference" if do == "evaluate" and self.chance(0.3) else ""
-            if _on(do):
-                found.append(Event(do, seed=self.data(), how=how))
+            found.append(Event(do, seed=self.data(), how=how))
         return found
 
     def micro(self, last: bool) -> list[Event]:
@@ -198,13 +190,13 @@ class Generator:
         )
         deferred = "" if last or self.chance(0.5) else self.random.choice(["no sync", "not last"])
         flag = self.chance(0.2)
-        if kind in ("input gradient", "penalty", "weights") and _on(kind):
+        if kind in ("input gradient", "penalty", "weights"):
             return [Event(kind, seed=self.data()), *self.simple(deferred, flag)]
-        if kind == "retain" and _on(kind):
+        if kind == "retain":
             forward = Event("forward", seed=self.data(), flag=flag)
             first = Event("backward", how=self.random.choice(["retain", "retain no sync"]))
             return [forward, *self.interlude(), first, Event("backward", how=deferred)]
-        if kind == "two slots" and _on(kind):
+        if kind == "two slots":
             order = self.random.choice([(0, 1), (1, 0)])
             return [
                 Event("forward", seed=self.data(), slot=0),
@@ -231,9 +223,8 @@ class Generator:
             events.append(Event("freeze", node=self.some_node(), flag=self.chance(0.6)))
         if self.chance(0.2):
             how = self.random.choice(["forward", "backward", "recomputation"])
-            if _on("fail " + how):
-                flag = self.chance(0.7)
-                events.append(Event("fail", self.data(), node=self.some_node(), how=how, flag=flag))
+            flag = self.chance(0.7)
+            events.append(Event("fail", self.data(), node=self.some_node(), how=how, flag=flag))
         num_micro = self.random.choice([1, 1, 1, 2, 3])
         for micro in range(num_micro):
             events += self.interlude()
@@ -243,7 +234,7 @@ class Generator:
         return [*events, *self.interlude(), Event("step"), *self.interlude()]
 
     def program(self) -> tuple[Event, ...]:
-        """Steps with other things between."""
+        """Steps with other events between them."""
         events = self.interlude()
         saved = ""
         for _ in range(self.random.randint(2, 4)):
@@ -275,7 +266,7 @@ class Generator:
 
 
 def generate(seed: int, world_size: int | None = None) -> Case:
-    """The case of a seed; its world size is drawn as well unless it is given."""
+    """Generate the case of a seed; the world size is drawn unless given."""
     for attempt in range(1000):
         case = Generator(seed + 1_000_003 * attempt, world_size).case()
         if not broken_rule(case):

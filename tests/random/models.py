@@ -25,11 +25,11 @@ class PlannedFailure(Exception):
 
 @dataclass
 class Call:
-    """What a forward is told besides its input.
+    """Arguments of a forward besides its input.
 
     Attributes:
         tokens: For embeddings, `(rows,)`.
-        chosen: Nodes that are skipped, or that run twice, in this forward on this rank.
+        chosen: Nodes that are skipped or run twice in this forward on this rank.
         fail: Node whose forward or backward fails; -1 for none.
         fails_in: `forward`, `backward` or `recomputation`.
     """
@@ -56,7 +56,7 @@ class Named(NamedTuple):
 
 
 PACKS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    # How a module returns a tensor, and how whoever called it gets the tensor back.
+    # Functions that wrap a module's output tensor, and that unwrap it in the caller.
     "tensor": (lambda y: y, lambda out: out),
     "tuple": (lambda y: (y * 0.5, y.sin()), lambda out: out[0] + out[1]),
     "list": (lambda y: [y * 0.5, [y.sin()]], lambda out: out[0] + out[1][0]),
@@ -81,7 +81,7 @@ PACKS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 
 class Part(nn.Module):
-    """Base of all modules of the tree; `COMPUTE` has what one without parameters does."""
+    """Base of all modules of the tree; `COMPUTE` has the forwards of those without parameters."""
 
     def __init__(self, node: Node, children: list[nn.Module], width: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Part(nn.Module):
         self.make(width)
 
     def make(self, width: int) -> None:
-        """Make its parameters."""
+        """Create its parameters."""
 
     def forward(self, x: torch.Tensor, call: Call) -> Any:
         fails = call.fail == self.node.id
@@ -104,7 +104,7 @@ class Part(nn.Module):
         return y
 
     def compute(self, x: torch.Tensor, call: Call) -> Any:
-        """What the kind is about."""
+        """The computation of the kind."""
         return COMPUTE[self.node.kind](self, x, call)
 
     def inside(self, x: torch.Tensor, call: Call) -> torch.Tensor:
@@ -167,7 +167,7 @@ class OddPart(Part):
 
 
 class SparePart(Part):
-    """A parameter that nothing uses, beside a layer."""
+    """A layer and an unused parameter."""
 
     def make(self, width: int) -> None:
         self.spare = nn.Parameter(torch.randn(3, 2))
@@ -178,7 +178,7 @@ class SparePart(Part):
 
 
 def _repeat(part: Part, x: torch.Tensor, call: Call) -> torch.Tensor:
-    """Runs its children several times; where it is chosen, once more."""
+    """Runs its children several times; once more if it is chosen."""
     for _ in range(max(1, part.node.size) + (part.node.id in call.chosen)):
         x = part.inside(x, call)
     return x
@@ -190,7 +190,7 @@ def _checkpoint(part: Part, x: torch.Tensor, call: Call) -> Any:
 
 
 def _dead(part: Part, x: torch.Tensor, call: Call) -> torch.Tensor:
-    """Its children run and nothing comes of it."""
+    """Its children run, and their output is not used."""
     part.inside(x, call)
     return x
 
@@ -203,13 +203,13 @@ def _no_grad(part: Part, x: torch.Tensor, call: Call) -> torch.Tensor:
 
 
 def _in_place(part: Part, x: torch.Tensor, call: Call) -> torch.Tensor:
-    """In-place operations on what goes into its children, or on what comes out."""
+    """In-place operations on the input or output of its children."""
     how = part.node.how
     if how == "input":
         x = x * 1.0
         x.mul_(0.9)
     y = part.inside(x, call)
-    # Where a child hands on its input, a unit hands on a view of it, and a module itself.
+    # If a child returns its input, a unit returns a view of it and a plain module the input itself.
     is_new = y.data_ptr() != x.data_ptr()
     if how == "output" and is_new:
         y.mul_(0.9)
@@ -219,7 +219,7 @@ def _in_place(part: Part, x: torch.Tensor, call: Call) -> torch.Tensor:
 
 
 def _unpack(part: Part, x: torch.Tensor, call: Call) -> torch.Tensor:
-    """Calls a child that may return something structured, by keyword if its variant says so."""
+    """Calls a child that may return a structured output, by keyword in some variants."""
     for child in part.below:
         x = child(x=x, call=call) if part.node.how == "keywords" else child(x, call)
         node = getattr(child, "node", None)
@@ -233,18 +233,18 @@ COMPUTE: dict[str, Callable[[Any, torch.Tensor, Call], Any]] = {
     "seq": Part.inside,
     "repeat": _repeat,
     "checkpoint": _checkpoint,
-    # Its children see a detached input; what they make is added.
+    # Its children get a detached input; their output is added.
     "detached": lambda part, x, call: x + 0.5 * part.inside(x.detach(), call),
     "dead": _dead,
     "no grad": _no_grad,
-    # Its children are left out where it is chosen.
+    # Its children are skipped if it is chosen.
     "branch": lambda part, x, call: x if part.node.id in call.chosen else part.inside(x, call),
     "in place": _in_place,
     # Changes its own input in place, which its caller does not use again.
     "own input": lambda part, x, call: part.inside(x.mul_(0.9), call),
-    # Gives its child an input that nothing else holds, and that may be changed.
+    # Passes its child an input without other references, which may be changed.
     "fresh": lambda part, x, call: part.inside(x * 1.0, call),
-    # Returns something structured.
+    # Returns a structured output.
     "pack": lambda part, x, call: PACKS[part.node.how][0](part.inside(x, call)),
     "unpack": _unpack,
 }
@@ -280,7 +280,7 @@ def _built(node: Node, case: Case, known: dict[int, nn.Module]) -> nn.Module:
         if child.kind != "again":
             children.append(_built(child, case, known))
         elif child.size in known:
-            # The same module at a second place; its first one is complete by now.
+            # The same module registered a second time; the first is complete by now.
             children.append(known[child.size])
     part = KINDS[node.kind](node, children, case.width)
     own = [p for name, p in part.named_parameters() if not name.startswith("below.")]
@@ -292,7 +292,7 @@ def _built(node: Node, case: Case, known: dict[int, nn.Module]) -> nn.Module:
 
 
 def build(case: Case) -> Tree:
-    """The model of a case, the same at every call."""
+    """Build the model of a case; identical at every call."""
     torch.manual_seed(case.seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, case.dtype))
@@ -323,7 +323,7 @@ def units(model: Tree, case: Case) -> Iterator[nn.Module]:
     if case.ends == "units":
         yield model.input
         yield model.output
-    # A module that is used again inside another unit has to be sharded before that one as well.
+    # A module that is used again inside another unit must be sharded before that unit.
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> Iterator[nn.Module]:
@@ -340,7 +340,7 @@ def units(model: Tree, case: Case) -> Iterator[nn.Module]:
 
 
 def tensors_of(output: Any) -> list[torch.Tensor]:
-    """All floating-point tensors in what a root returned, in order."""
+    """All floating-point tensors in a root's output, in order."""
     if isinstance(output, torch.Tensor):
         return [output] if output.is_floating_point() else []
     if isinstance(output, Parts):
@@ -360,7 +360,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.03, momentum=0.9),
     "decay": lambda params: torch.optim.SGD(params, lr=0.03, momentum=0.9, weight_decay=0.1),
-    # A large eps: where a gradient is almost zero, Adam's quotient makes steps of its rounding.
+    # A large eps: for an almost zero gradient, Adam's quotient amplifies rounding errors.
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-2, foreach=False),
     "adamw foreach": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-2, foreach=True),
     "adamw fused": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-2, fused=True),

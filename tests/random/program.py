@@ -1,18 +1,17 @@
-"""Runs a case: the sharded model on this rank, beside a plain loop over all ranks' data.
+"""Runs a case: the sharded model on this rank, and a plain loop over all ranks' data.
 
-Every rank builds the plain model as well and feeds it the data of all ranks, so that losses,
-gradients, parameters and optimizer states are known everywhere. After every event that has a
-result the two are compared.
+Every rank also builds the plain model and trains it with the data of all ranks, so that the
+expected losses, gradients, parameters and optimizer states are known on every rank. Results are
+compared after every event.
 
-After an exception in a forward or a backward the program does what a training loop would: it drops
-the losses of that step, clears the gradients on all ranks, and goes on.
+After an exception in a forward or a backward the program acts as a training loop would: it drops
+the losses of that step, clears the gradients on all ranks, and continues.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -24,10 +23,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_v2 import checkpoint, fully_shard
+from megatron_fsdp_v2 import RuntimeOptions, checkpoint, fully_shard
+from tests.distributed.wrapping import mesh_of
 from tests.random.cases import Case, Event, Options
 from tests.random.models import (
     INPUT,
@@ -49,7 +48,7 @@ WEIGHT_TERMS: list[Callable[[Any], Any]] = [
     lambda p: (p.softmax(0) * whole(p).detach().sum()).square().sum(),
     lambda p: p[:1].sum() * p.norm(),
 ]
-"""What makes a loss of a parameter: on its rows, and on the whole."""
+"""Functions that compute a loss of a parameter: on its rows, and on the full tensor."""
 
 
 def whole(tensor: Any) -> Any:
@@ -60,30 +59,23 @@ MOST_PROBLEMS = 5
 
 
 class InvalidCase(Exception):
-    """The plain model cannot do it, so there is nothing to compare with."""
+    """The plain model cannot run the event, so there is no reference."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a case ended on a rank.
+    """Outcome of a case on a rank.
 
     Attributes:
         kind: `same`, `different`, `raised`, `invalid`, or `rejected`: the traced pool's own error
-            of a pass that it has no plan for, which leaves nothing wrong behind.
-        event: Position of the first event that went wrong.
-        text: What went wrong.
+            for a pass without a plan, which leaves a valid state.
+        event: Position of the first failing event.
+        text: Description of the failure.
     """
 
     kind: str
     event: int = -1
     text: str = ""
-
-
-@functools.cache
-def mesh_of(*shape: int) -> DeviceMesh:
-    """The mesh of a shape; once in a process, since its groups are never ended."""
-    names = ("outer", "inner")[-len(shape) :]
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def batch(case: Case, seed: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,7 +88,7 @@ def batch(case: Case, seed: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def chosen(case: Case, seed: int, rank: int) -> frozenset[int]:
-    """Nodes that this forward skips, or runs once more."""
+    """Nodes that this forward skips or runs twice."""
     found = set()
     for node in case.tree.walk():
         if node.how == "step" and (seed * 7 + node.id) % 3 == 0:
@@ -107,7 +99,7 @@ def chosen(case: Case, seed: int, rank: int) -> frozenset[int]:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """A loss of everything a root returned."""
+    """A loss of all outputs of a root."""
     parts = [tensor.double().square().mean() for tensor in tensors_of(output)]
     return torch.stack(parts).sum()
 
@@ -115,6 +107,16 @@ def loss_of(output: Any) -> torch.Tensor:
 def shard(case: Case, options: Options) -> Any:
     """The model of a case, sharded."""
     model = build(case)
+    runtime = RuntimeOptions(
+        enable_unshard_prefetch=options.prefetch > 0,
+        unshard_prefetch_depth=max(1, options.prefetch) if options.ahead is None else None,
+        unshard_prefetch_bytes=options.ahead,
+        enable_unshard_after_step=options.early,
+        enable_async_reduce_grad=options.asynchronous,
+        max_live_grad_buffers=options.live,
+        enable_trace_pool=options.pool,
+        check_ranks=options.check,
+    )
     for unit in units(model, case):
         fully_shard(
             unit,
@@ -124,22 +126,14 @@ def shard(case: Case, options: Options) -> Any:
             reshard_after_forward=options.reshard,
             shard_granularity=options.granularity,
             gradient_scaling_factor=options.scale,
-            enable_unshard_prefetch=options.prefetch > 0,
-            unshard_prefetch_depth=max(1, options.prefetch) if options.ahead is None else None,
-            unshard_prefetch_bytes=options.ahead,
-            enable_unshard_after_step=options.early,
-            bucket_bytes=options.bucket,
-            enable_async_reduce_grad=options.asynchronous,
-            max_live_grad_buffers=options.live,
-            enable_trace_pool=options.pool,
-            check_ranks=options.check,
+            options=runtime,
         )
     return model
 
 
 @contextlib.contextmanager
 def _plain() -> Iterator[None]:
-    """Whatever goes wrong inside is the case's own fault."""
+    """Mark exceptions inside as `invalid`."""
     try:
         yield
     except Exception as error:
@@ -147,7 +141,7 @@ def _plain() -> Iterator[None]:
 
 
 def _on_some_rank(flags: list[bool]) -> list[int]:
-    """Which flags are set on some rank. Collective."""
+    """Flags that are set on any rank. Collective."""
     found = torch.tensor(flags, dtype=torch.int64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return found.tolist()
@@ -159,14 +153,14 @@ def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @dataclass
 class Snapshot:
-    """What the plain model and optimizer were at a save."""
+    """State of the plain model and optimizer at a save."""
 
     model: dict[str, torch.Tensor]
     optimizer: dict[str, Any]
     future: Any = None
 
     def wait(self) -> None:
-        """Have it on disk."""
+        """Wait until the save is on disk."""
         if self.future is not None:
             self.future.result()
 
@@ -187,20 +181,20 @@ class Run:
             make = OPTIMIZERS[case.options.optimizer]
             self.plain_optimizer = make(self.plain.parameters())
         self.model = shard(case, case.options)
-        # As an optimizer does: between a forward and its backward modules hold other ones.
+        # As an optimizer does: between a forward and its backward modules hold gathered parameters.
         self.params: dict[str, Any] = dict(self.model.named_parameters())
         self.optimizer = make(self.model.parameters())
-        # By slot: this rank's loss, all ranks' losses of the plain model, and inputs of both.
+        # By slot: this rank's loss, all ranks' losses of the plain model, and the inputs of both.
         self.slots: dict[int, tuple[Any, list[Any], Any, list[Any]]] = {}
         self.snapshots: dict[int, Snapshot] = {}
         self.unsynced = False
         self.has_grads = False
 
-    # -- what is the same on both sides --------------------------------------------------------
+    # -- shared by both models -----------------------------------------------------------------
 
     @property
     def factor(self) -> float:
-        """Of the sum of gradients over ranks."""
+        """Factor of the sum of gradients over ranks."""
         scale = self.options.scale
         return 1.0 / self.world_size if scale is None else scale
 
@@ -216,20 +210,20 @@ class Run:
     # -- comparing -----------------------------------------------------------------------------
 
     def differs(self, what: str, error: float) -> None:
-        """Note a difference that is too large; not a number is one."""
+        """Record a difference that is too large, or NaN."""
         if not error <= self.tolerance:
             self.problems.append((self.position, f"{what}: {error:.3g}"))
 
     def compare_numbers(self, what: str, mine: Any, theirs: Any) -> None:
-        """Compare single numbers; overflowed alike, they are the same."""
+        """Compare single numbers; equal infinities are equal."""
         mine, theirs = float(mine), float(theirs)
         error = 0.0 if mine == theirs else abs(mine - theirs) / max(abs(theirs), 1e-3)
         self.differs(what, error)
 
     def compare_rows(self, what: str, pairs: dict[str, tuple[Any, Any]]) -> None:
-        """Compare the rows held here of tensors with those of full ones.
+        """Compare local rows with the rows of full tensors.
 
-        A tensor that is small by cancellation is measured against a third of the norm of all.
+        For a tensor that is small by cancellation the reference is a third of the norm of all.
         """
         norms = {name: float(full.detach().double().norm()) for name, (_, full) in pairs.items()}
         floor = 0.33 * sum(norm**2 for norm in norms.values()) ** 0.5
@@ -249,7 +243,7 @@ class Run:
         return {name: (param, plain[name]) for name, param in self.params.items()}
 
     def compare_params(self) -> None:
-        """Compare the values of all parameters, and whether they are trained."""
+        """Compare the values and `requires_grad` of all parameters."""
         pairs = self.pairs()
         self.compare_rows("value", pairs)
         for name, (mine, full) in pairs.items():
@@ -257,7 +251,7 @@ class Run:
                 self.problems.append((self.position, f"{name}: shape or requires_grad"))
 
     def compare_grads(self) -> None:
-        """Compare gradients; where a unit's other parameters have one, none means zero."""
+        """Compare gradients; None counts as zero if other parameters of the unit have one."""
         pairs = self.pairs()
         has, lacks = self._presence(pairs)
         compared = {}
@@ -277,7 +271,7 @@ class Run:
         self.compare_rows("gradient", compared)
 
     def _presence(self, pairs: dict[str, tuple[Any, Any]]) -> tuple[list[int], list[int]]:
-        """For every parameter: is there a gradient on some rank, and none on some. Collective."""
+        """For every parameter: does any rank have a gradient, does any have none. Collective."""
         held = [mine for mine, _ in pairs.values()]
         has = [bool(mine.to_local().numel()) and mine.grad is not None for mine in held]
         lacks = [bool(mine.to_local().numel()) and mine.grad is None for mine in held]
@@ -285,7 +279,7 @@ class Run:
         return found[: len(held)], found[len(held) :]
 
     def compare_states(self) -> None:
-        """Compare the optimizer states of parameters that have rows here."""
+        """Compare the optimizer states of parameters with local rows."""
         pairs = self.pairs()
         found: dict[str, dict[str, tuple[Any, Any]]] = {}
         for name, (mine, full) in pairs.items():
@@ -308,7 +302,7 @@ class Run:
     # -- events --------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
-        """Do everything; stop at the first event that went wrong."""
+        """Run all events; stop at the first failing event."""
         for position, event in enumerate(self.case.program):
             self.position = position
             getattr(self, "do_" + event.do.replace(" ", "_"))(event)
@@ -323,7 +317,7 @@ class Run:
         return Outcome("different", self.problems[0][0], text)
 
     def do_forward(self, event: Event) -> None:
-        """Make a loss and keep it; `flag`: the input requires a gradient."""
+        """Compute and keep a loss; `flag`: the input requires a gradient."""
         with _plain():
             inputs, losses = [], []
             for rank in range(self.world_size):
@@ -338,7 +332,7 @@ class Run:
             self.slots[event.slot] = (loss, losses, x, inputs)
 
     def do_backward(self, event: Event) -> None:
-        """Backward of a kept loss; `how`: `no sync`, `last` or `retain`; keeps it with retain."""
+        """Backward of a kept loss; `how`: `no sync`, `last` or `retain`, which keeps the loss."""
         if event.slot not in self.slots:
             return
         loss, losses, x, inputs = self.slots.pop(event.slot)
@@ -364,7 +358,7 @@ class Run:
             self.compare_grads()
 
     def do_input_gradient(self, event: Event) -> None:
-        """A gradient with respect to the input alone, which leaves none on parameters."""
+        """A gradient with respect to the input alone, without gradients of parameters."""
         if self.unsynced:
             return
         with _plain():
@@ -397,11 +391,11 @@ class Run:
         self.compare_grads()
 
     def do_weights(self, event: Event) -> None:
-        """A backward of a loss of the parameters themselves, by an operation of each."""
+        """A backward of a loss of the parameters themselves."""
         if self.unsynced:
             return
 
-        # A sharded parameter learns at the next reshard that it was frozen while gathered.
+        # A parameter frozen while gathered is updated at the next reshard.
         pairs = [
             (mine, full)
             for mine, full in self.pairs().values()
@@ -424,7 +418,7 @@ class Run:
         self._forward_alone(event, torch.inference_mode if inference else torch.no_grad)
 
     def do_waste(self, event: Event) -> None:
-        """A forward with gradients whose backward never comes."""
+        """A forward with gradients without a backward."""
         self._forward_alone(event, torch.enable_grad)
 
     def _forward_alone(self, event: Event, context: Any) -> None:
@@ -437,7 +431,7 @@ class Run:
         self.compare_numbers("loss", found, expected)
 
     def do_fail(self, event: Event) -> None:
-        """A step that fails at a node; then gradients are cleared, as the retry begins.
+        """A step that fails at a node, followed by clearing the gradients for a retry.
 
         `how`: `forward`, `backward` or `recomputation`.
         """
@@ -449,12 +443,12 @@ class Run:
                 loss.backward()
         self.slots.clear()
         if event.how != "forward" and self.case.differs_by_rank:
-            # Before collectives of one's own, since another rank may have come further.
+            # Before other collectives, since another rank may be further in its reductions.
             self.model.reset_iter_state()
             self._zero(set_to_none=True)
         self._zero(event.flag)
-        # Zeros on one side and None on the other are brought in line. A reduction that is still
-        # under way may write over zeros; the next forward writes them again.
+        # Align zeros and None on both sides. A reduction in flight may overwrite zeros; the next
+        # forward restores them.
         if event.flag or event.how == "forward":
             self.compare_grads()
 
@@ -466,7 +460,7 @@ class Run:
     def _zero(self, set_to_none: bool) -> None:
         self.plain_optimizer.zero_grad(set_to_none=set_to_none)
         self.optimizer.zero_grad(set_to_none=set_to_none)
-        # Frozen ones may hold some as well, and belong to no optimizer's business.
+        # Frozen parameters may also have gradients, which the optimizer does not clear.
         self.unsynced = self.has_grads = False
 
     def do_clip(self, event: Event) -> None:
@@ -474,7 +468,7 @@ class Run:
         held = [p for p in self.params.values() if p.to_local().numel()]
         if self.unsynced or not self.has_grads:
             return
-        # The others would wait for a rank that has rows but no gradient of any.
+        # Other ranks would wait for a rank with rows but without any gradient.
         if _on_some_rank([all(p.grad is None for p in held)])[0]:
             return
         limit = 0.05 * (1 + event.seed % 5)
@@ -505,7 +499,7 @@ class Run:
                 model.known[event.node].requires_grad_(not event.flag)
 
     def do_state(self, event: Event) -> None:
-        """Look at the state dict."""
+        """Compare the state dict."""
         del event
         theirs = self.plain.state_dict()
         mine = self.model.state_dict()
@@ -532,7 +526,7 @@ class Run:
         known: dict[int, torch.Tensor] = {}
         state = {}
         for name, value in self.plain.state_dict().items():
-            # Tied ones come under several names and have one value.
+            # Tied parameters have several names and one value.
             key = value.data_ptr() if value.numel() else id(value)
             if key not in known:
                 noise = torch.randn(tuple(value.shape), generator=generator, dtype=torch.float64)
@@ -543,7 +537,7 @@ class Run:
         self.compare_params()
 
     def do_functional(self, event: Event) -> None:
-        """A call with other weights, which counts for that call alone."""
+        """A call with other weights for that call alone."""
         x, call = self.own(event)
         values = {n: p.detach() * 0.8 + 0.01 for n, p in self.plain.named_parameters()}
         with _plain(), torch.no_grad():
@@ -561,7 +555,7 @@ class Run:
     # -- checkpoints ---------------------------------------------------------------------------
 
     def do_save(self, event: Event) -> None:
-        """Save under a number; `how`: `async` or `torch`, whose own checkpoint it then is."""
+        """Save under a number; `how`: `async`, or `torch` for torch's own checkpoint."""
         if self.unsynced:
             return
         state, params = self.plain_optimizer.state, self.plain.parameters()
@@ -571,7 +565,7 @@ class Run:
             return
         path = str(self.folder / f"{event.slot}")
         if event.slot in self.snapshots:
-            # A save to where another one is under way is rejected.
+            # A save to a path with another save in progress is rejected.
             self.snapshots[event.slot].wait()
         snapshot = Snapshot(
             copy.deepcopy(self.plain.state_dict()), copy.deepcopy(self.plain_optimizer.state_dict())
@@ -586,7 +580,7 @@ class Run:
         self.snapshots[event.slot] = snapshot
 
     def do_restore(self, event: Event) -> None:
-        """Load what was saved; with `options`, into a new model that is sharded in that way."""
+        """Load a save; with `options`, into a new model with that sharding."""
         snapshot = self.snapshots.get(event.slot)
         if snapshot is None or self.unsynced:
             return
@@ -602,7 +596,7 @@ class Run:
                 param.requires_grad_(trained[name])
         self.slots.clear()
         self.plain.load_state_dict(snapshot.model)
-        # Torch takes tensors as they are, and training would change the snapshot.
+        # Torch's save does not copy tensors, and training would change the snapshot.
         self.plain_optimizer.load_state_dict(copy.deepcopy(snapshot.optimizer))
         self._zero(set_to_none=True)
         if event.how == "torch":
@@ -629,7 +623,7 @@ def run_case(case: Case, folder: str) -> Outcome:
     except InvalidCase as error:
         return Outcome("invalid", -1 if run is None else run.position, str(error))
     except Exception as error:
-        # A rank that stops leaves the others waiting; what it says must not wait for them.
+        # Other ranks wait for a rank that stops; its message must not wait for them.
         has_pool = run is not None and run.options.pool
         is_rejected = has_pool and "no traced pass uses them together" in str(error)
         kind = "rejected" if is_rejected else "raised"

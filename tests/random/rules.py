@@ -1,4 +1,4 @@
-"""What a case may not do, because it has no meaning or is documented as rejected."""
+"""Rules for cases: they exclude undefined or documented unsupported programs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import math
 
 from tests.random.cases import STRATEGIES, ZERO_3, Case, Node, Options
 
-SWITCHES: dict[str, bool] = {}
-"""Features that are not generated, with `False`, and why."""
-
 
 def all_options(case: Case) -> list[Options]:
-    """All ways a case shards its model."""
+    """All shardings of a case's model."""
     return [case.options, *(e.options for e in case.program if e.options is not None)]
 
 
@@ -20,7 +17,7 @@ def broken_rule(case: Case) -> str:
     nodes = case.tree.walk()
     penalizes = any(event.do == "penalty" for event in case.program)
     for options in all_options(case):
-        if math.prod(options.mesh) != case.world_size:
+        if not options.mesh or math.prod(options.mesh) != case.world_size:
             return "every sharding is over all ranks"
         if options.outer == "optim" and (
             len(options.mesh) != 2 or options.strategy == STRATEGIES[0]
@@ -61,17 +58,17 @@ def _differs_by_rank(node: Node) -> bool:
 
 
 def runs_unit(node: Node, nodes: list[Node]) -> bool:
-    """Whether a unit may run inside a node, also one that is used again there."""
+    """Whether a unit may run inside a node, also as a reused module."""
     below = [known for child in node.children for known in child.walk()]
     used = {known.size for known in below if known.kind == "again"}
     again = [known for target in nodes if target.id in used for known in target.walk()]
     deeper = {known.size for known in again if known.kind == "again"}
-    # A module that is used again inside one that is used again: say yes, to be short.
+    # Nested reuse: conservatively True.
     return any(known.unit for known in below + again) or bool(deeper)
 
 
 def _saves_with_torch_while_gathered(case: Case) -> bool:
-    """Whether torch's calls come after a forward whose backward never came, or failed."""
+    """Whether torch's calls follow a forward whose backward is missing or failed."""
     is_gathered = False
     for event in case.program:
         if event.do in ("waste", "fail", "forward"):
@@ -86,8 +83,8 @@ def _saves_with_torch_while_gathered(case: Case) -> bool:
 def _adds_to_zeros_of_a_failure(case: Case) -> bool:
     """Whether a loss of weights comes before the forward that repairs a failed backward.
 
-    What reductions of the failed backward brought after `zero_grad(set_to_none=False)` cannot be
-    told from what that loss brings; the repair drops both.
+    Gradients that reductions of the failed backward write after `zero_grad(set_to_none=False)`
+    cannot be distinguished from those of that loss; the repair drops both.
     """
     is_zeroed = False
     for event in case.program:

@@ -1,33 +1,33 @@
-"""Makes a failing case smaller, as long as it still fails in the same way."""
+"""Shrinks a failing case while it fails in the same way."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import MISSING, replace
 from typing import Any
 
-from tests.random.cases import Case, Event, Node, Options
+from tests.random.cases import Case, Node
 from tests.random.rules import broken_rule
 
 Fails = Callable[[Case], bool]
-"""Whether a case fails in the way that is looked for."""
+"""Whether a case fails in the same way."""
 
 
 def shrink(case: Case, fails: Fails, most_tries: int = 400) -> Case:
-    """The smallest failing case that greedy steps lead to.
+    """Shrink a failing case by greedy steps.
 
     Args:
-        case: One that fails.
+        case: A failing case.
         fails: Runs a case.
-        most_tries: Cases to run at most.
+        most_tries: Maximum number of cases to run.
     """
     tried, changed = 0, True
     while changed:
         changed, position = False, 0
         while True:
-            # What failed to fail at earlier positions is not tried again until the next round.
+            # Earlier candidates that passed are not tried again until the next round.
             candidate = next(itertools.islice(smaller(case), position, None), None)
             if candidate is None:
                 break
@@ -44,88 +44,35 @@ def shrink(case: Case, fails: Fails, most_tries: int = 400) -> Case:
     return case
 
 
-def smaller(case: Case) -> Iterator[Case]:
-    """Cases that are simpler in one respect, boldest first."""
-    yield from _fewer_events(case)
-    for tree in _smaller_trees(case.tree):
-        yield replace(case, tree=tree)
-    for index in range(len(case.ties)):
-        yield replace(case, ties=case.ties[:index] + case.ties[index + 1 :])
-    yield from _fewer_ranks(case)
-    for options in _simpler(case.options, Options(mesh=case.options.mesh)):
-        yield replace(case, options=options)
-    plain = Case(seed=case.seed, tree=case.tree, ties=case.ties, program=case.program)
-    for changed in _simpler(case, replace(plain, options=case.options)):
-        yield changed
-    for index, event in enumerate(case.program):
-        for changed in _simpler_events(event, case.options):
-            program = (*case.program[:index], changed, *case.program[index + 1 :])
-            yield replace(case, program=program)
+def smaller(value: Any) -> Iterator[Any]:
+    """A case, or a part of one, simplified in one place; the largest simplification first."""
+    if isinstance(value, tuple):
+        yield from _shorter(value)
+        for index, item in enumerate(value):
+            if dataclasses.is_dataclass(item):
+                for changed in smaller(item):
+                    yield (*value[:index], changed, *value[index + 1 :])
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # A case has its program last.
+        for field in reversed(dataclasses.fields(value)):
+            now, plain = getattr(value, field.name), field.default
+            if field.default_factory is not MISSING:
+                plain = field.default_factory()
+            if plain is not MISSING and now != plain:
+                yield replace(value, **{field.name: plain})
+            for changed in smaller(now):
+                yield replace(value, **{field.name: changed})
+        if isinstance(value, Node) and value.kind in ("mlp", "spare", "odd", "embed", "act"):
+            yield replace(value, kind="linear", how="", size=0)
 
 
-def _fewer_events(case: Case) -> Iterator[Case]:
-    program = case.program
-    size = len(program)
-    # All of it, then halves, quarters, single ones.
+def _shorter(items: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """Without a half, a quarter or one of the items; or with a module's children in its place."""
+    size = len(items)
     while size >= 1:
-        for start in range(0, len(program), size):
-            rest = program[:start] + program[start + size :]
-            if len(rest) < len(program):
-                yield replace(case, program=rest)
+        for start in range(0, len(items), size):
+            yield items[:start] + items[start + size :]
         size //= 2
-
-
-def _smaller_trees(node: Node) -> Iterator[Node]:
-    """A tree without one of its nodes, or with a simpler one."""
-    for index, child in enumerate(node.children):
-        before, after = node.children[:index], node.children[index + 1 :]
-        yield replace(node, children=before + after)
-        if child.children:
-            # What is inside, in place of what it is in.
-            yield replace(node, children=before + child.children + after)
-    for changed in _simpler(node, Node(node.id, node.kind, node.how, node.size)):
-        if changed.children == node.children:
-            yield changed
-    if node.kind in ("seq", "act", "mlp", "spare", "odd", "embed") and node.kind != "seq":
-        yield replace(node, kind="linear", how="", size=0)
-    for index, child in enumerate(node.children):
-        before, after = node.children[:index], node.children[index + 1 :]
-        for changed in _smaller_trees(child):
-            yield replace(node, children=(*before, changed, *after))
-
-
-def _fewer_ranks(case: Case) -> Iterator[Case]:
-    mesh = case.options.mesh
-    for fewer in ((1,), (2,), (1, 2), (2, 1), (3,)):
-        size, now = fewer[0] * fewer[-1] if len(fewer) == 2 else fewer[0], case.world_size
-        if size < now or (size == now and len(fewer) < len(mesh)):
-            yield _with_mesh(case, fewer)
-
-
-def _with_mesh(case: Case, mesh: tuple[int, ...]) -> Case:
-    def changed(options: Options) -> Options:
-        outer = options.outer if len(mesh) == 2 else "no_shard"
-        return replace(options, mesh=mesh, outer=outer)
-
-    program = tuple(
-        replace(e, options=changed(e.options)) if e.options is not None else e for e in case.program
-    )
-    return replace(case, options=changed(case.options), program=program)
-
-
-def _simpler[T](value: T, plain: T) -> Iterator[T]:
-    """A dataclass with one field as in a plain one."""
-    fields: Any = dataclasses.fields(value)  # type: ignore[arg-type]
-    for field in fields:
-        default = getattr(plain, field.name)
-        if getattr(value, field.name) != default:
-            yield replace(value, **{field.name: default})  # type: ignore[type-var]
-
-
-def _simpler_events(event: Event, options: Options) -> Iterator[Event]:
-    how = event.how if event.do == "fail" else ""
-    plain = Event(event.do, slot=event.slot, node=event.node, how=how)
-    yield from (changed for changed in _simpler(event, plain))
-    if event.options is not None:
-        for changed in _simpler(event.options, Options(mesh=options.mesh)):
-            yield replace(event, options=changed)
+    for index, item in enumerate(items):
+        if isinstance(item, Node) and item.children:
+            yield items[:index] + item.children + items[index + 1 :]

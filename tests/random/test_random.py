@@ -1,4 +1,4 @@
-"""A sample of the random cases, and a test of what makes failing ones small.
+"""A sample of the random cases, and tests of shrinking.
 
 `make test-random` runs 1,000 cases.
 """
@@ -6,9 +6,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +13,11 @@ import pytest
 
 from megatron_fsdp_v2 import fully_shard
 from tests.random import program
-from tests.random.campaign import outcome_of, shrunk
+from tests.random.campaign import outcome_of, replay, report, shrunk
 from tests.random.cases import Case, Event, Node, Options, from_json, to_json
 from tests.random.generate import generate
 from tests.random.program import Outcome, run_case
 from tests.random.rules import broken_rule
-from tests.random.script import script_of
 from tests.ranks import RankPools
 
 QUICK = range(16)
@@ -59,7 +55,15 @@ def test_a_case_goes_through_json_unchanged() -> None:
         assert generate(seed) == case
 
 
-# -- with a planted mistake ------------------------------------------------------------------------
+def test_a_case_that_was_written_down_runs_again(
+    pools: RankPools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = report(_failing_case(), pools, tmp_path)
+    assert replay(path, pools) == 0
+    assert capsys.readouterr().out.startswith("same")
+
+
+# -- with an injected fault ------------------------------------------------------------------------
 
 
 def _wrong(module: Any, **options: Any) -> Any:
@@ -70,7 +74,7 @@ def _wrong(module: Any, **options: Any) -> Any:
 
 
 def run_planted(case: Case, folder: str) -> Outcome:
-    """Run a case with the planted mistake."""
+    """Run a case with the injected fault."""
     program.fully_shard = _wrong  # type: ignore[attr-defined]
     try:
         return run_case(case, folder)
@@ -78,28 +82,9 @@ def run_planted(case: Case, folder: str) -> Outcome:
         program.fully_shard = fully_shard  # type: ignore[attr-defined]
 
 
-def run_script(path: str, folder: str, *, planted: bool) -> str:
-    """Run the case in a script, with its own code; how it ended."""
-    spec = importlib.util.spec_from_file_location("case_script", path)
-    assert spec is not None and spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up.
-    sys.modules["case_script"] = module
-    spec.loader.exec_module(module)
-    if planted:
-        module.fully_shard = _wrong
-    outcome: Any = module.run_case(module.from_json(module.CASE), folder)
-    return str(outcome.kind)
-
-
-def _packages_of(source: str) -> set[str]:
-    """The packages that a script imports from."""
-    return set(re.findall(r"^(?:from|import) (\w+)", source, re.MULTILINE))
-
-
 @functools.cache
 def _failing_case() -> Case:
-    """A case of many things of which one, a spare parameter, meets the planted mistake."""
+    """A case with many features, of which an unused parameter triggers the injected fault."""
     inner = Node(3, "seq", unit=True, children=(Node(4, "spare"), Node(5, "mlp", size=3)))
     tree = Node(1, "seq", children=(Node(2, "linear", unit=True), inner, Node(6, "act")))
     step = (Event("backward"), Event("step"))
@@ -109,7 +94,7 @@ def _failing_case() -> Case:
     return Case(3, tree=tree, output="dict", ends="units", options=options, program=program)
 
 
-def test_a_planted_mistake_is_found_and_made_small(pools: RankPools, tmp_path: Path) -> None:
+def test_a_planted_mistake_is_found_and_made_small(pools: RankPools) -> None:
     case = _failing_case()
     assert outcome_of(case, pools).kind == "same"
     assert outcome_of(case, pools, run=run_planted).kind == "different"
@@ -118,13 +103,3 @@ def test_a_planted_mistake_is_found_and_made_small(pools: RankPools, tmp_path: P
     assert [event.do for event in small.program] == ["forward", "backward"]
     assert [node.kind for node in small.tree.walk()] == ["seq", "spare"]
     assert (small.options, small.world_size) == (Options(), 1)
-
-    path = tmp_path / "case.py"
-    path.write_text(script_of(small))
-    ours = {"torch", "megatron_fsdp_v2", "__future__"}
-    assert ours <= _packages_of(path.read_text()) <= ours | sys.stdlib_module_names
-    kinds = [
-        pools(1).run(run_script, str(path), str(tmp_path), planted=planted)
-        for planted in (True, False)
-    ]
-    assert kinds == [["different"], ["same"]]

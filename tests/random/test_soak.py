@@ -1,4 +1,4 @@
-"""A long training with everything in it: nothing grows, and no step gets slower."""
+"""A long training with many features: memory and step time do not grow."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Quarter:
-    """What a quarter of the steps looked like on a rank.
+    """Measurements of a quarter of the steps on a rank.
 
     Attributes:
         seconds: Median time of a step.
-        resident: Bytes of memory at its end.
-        live: Tensors at its end.
-        threads: Threads at its end.
+        resident: Bytes of resident memory at its end.
+        live: Number of tensors at its end.
+        threads: Number of threads at its end.
         files: Open file descriptors at its end.
-        loss: At its end.
+        loss: Loss at its end.
     """
 
     seconds: float
@@ -99,9 +99,9 @@ def test_a_long_training_stays_as_it_is(pools: RankPools, tmp_path: Path) -> Non
         assert late.live <= early.live, (rank, quarters)
         assert late.threads <= early.threads, (rank, quarters)
         assert late.files <= early.files, (rank, quarters)
-        # An allocator's arenas breathe; one leaked buffer of a step would be 10 MiB by now.
+        # The allocator's arenas fluctuate; one leaked buffer per step would take 10 MiB by now.
         assert late.resident <= early.resident + 4 * MIB, (rank, quarters)
-        # A machine that others use is not even; what grows with every step is.
+        # Other load varies; time that grows with every step does not.
         assert late.seconds <= 1.5 * early.seconds, (rank, quarters)
         assert late.loss < quarters[0].loss
     assert len(list(tmp_path.glob("step_*"))) == 2

@@ -1,1 +1,1 @@
-"""The slow and obvious: what the fast code is compared with."""
+"""Simple reference implementations for comparison with the product code."""

@@ -1,4 +1,4 @@
-"""Failures that are planned: hooks that raise, and those who do not hear of it."""
+"""Injected failures: hooks that raise, and contexts that suppress the exception."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def fail(*args: Any) -> None:
 
 
 def fail_when_it_comes_back(module: Any, args: Any, output: torch.Tensor) -> None:
-    """A forward hook that has the backward fail where it comes to the output."""
+    """A forward hook that makes the backward raise at the output."""
     output.register_hook(fail)
 
 
 @contextlib.contextmanager
 def failing(handle: Any) -> Iterator[None]:
-    """Nobody hears of what a hook raises; it is removed in the end."""
+    """Suppress the exception of a hook, and remove the hook at the end."""
     with contextlib.suppress(PlannedFailure):
         yield
     handle.remove()

@@ -1,4 +1,4 @@
-"""A product whose weight's gradient is left for later, as Transformer Engine's modules leave it."""
+"""A matrix product with a delayed weight gradient, as in Transformer Engine's modules."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 class LateProduct(torch.autograd.Function):
     """`x @ weight.t()` of `x` of any number of dimensions.
 
-    What is to be done with `weight`, the gradient of the product and `x`, the latter two as
-    matrices, is given as a function; it may return a placeholder for the weight's gradient.
+    A function is called with `weight`, the gradient of the product and `x`, the latter two as
+    matrices; it may return a placeholder for the weight's gradient.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""Shapes of real units, and what no row sharding of them can go below. Derived in docs/layout.md.
+"""Shapes of units of real models, and what layouts of them could be at best (docs/layout.md).
 
-Nothing here is shared with the planner: these are independent statements to hold it against. All
-numbers are elements of a slice, all flat buffers together.
+The bounds share no code with the planner. All numbers are elements of a slice, summed over flat
+buffers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _llama(hidden: int, ffn: int, kv: int = 1024) -> list[Shape]:
 
 
 def _deepseek_v3(experts: int) -> list[Shape]:
-    """A layer with latent attention; `experts` routed ones and one shared, or 0 for a dense one."""
+    """A layer with latent attention, `experts` routed experts and a shared one; dense for 0."""
     hidden, ffn = 7168, 2048 if experts else 18432
     q_a, kv_a = [(1536, hidden), (1536,)], [(576, hidden), (512,)]
     attention = [*q_a, (24576, 1536), *kv_a, (32768, 512), (hidden, 16384)]
@@ -39,47 +39,13 @@ UNITS: dict[str, list[Shape]] = {
 RANKS = (8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384)
 
 
-def scattered_bound(shapes: Sequence[Shape], num_shards: int) -> int:
-    """Least slice if every row could go anywhere, but whole: a bound for packing rows in bins.
-
-    The slice cannot be less than a row or than the average. Nor can it be one whose bins the rows
-    provably overfill: with `x` for a row's part of a slice and any whole `k`, count a row as
-    `floor((k + 1) x) / k`, or as `x` where `(k + 1) x` is whole. Rows that fit in one bin count at
-    most 1 together (Fekete and Schepers), so all rows must count at most `num_shards`.
-    """
-    rows: dict[int, int] = {}
-    for shape in shapes:
-        rows[math.prod(shape[1:])] = rows.get(math.prod(shape[1:]), 0) + shape[0]
-
-    def overfills(size: int, k: int) -> bool:
-        count = 0  # Times k and size, to stay whole.
-        for row, number in rows.items():
-            whole, rest = divmod((k + 1) * row, size)
-            count += number * (whole * size if rest else row * k)
-        return count > num_shards * k * size
-
-    total = sum(math.prod(shape) for shape in shapes)
-    low = max(-(-total // num_shards), *rows) - 1
-    high = low + 1
-    while any(overfills(high, k) for k in range(1, 65)):
-        low, high = high, 2 * high
-    # What a row counts falls as the slice grows, so the sizes ruled out are an interval.
-    while high - low > 1:
-        middle = (low + high) // 2
-        if any(overfills(middle, k) for k in range(1, 65)):
-            low = middle
-        else:
-            high = middle
-    return high
-
-
 def contiguous_bound(shapes: Sequence[Shape], num_shards: int) -> int:
-    """Least slice of any split into flat buffers, where every matrix is longer than two slices.
+    """Lower bound of the slice of any split into flat buffers, for matrices longer than two slices.
 
-    Row sizes that one matrix has alone go to one buffer with it; of the row size that several
-    matrices share (there must be one at most), any number of rows may go to any buffer, which
-    forgets that these matrices are contiguous too. One-dimensional parameters are left out. Both
-    only lower the bound.
+    A matrix with a unique row size is in one buffer. Rows of the row size that several matrices
+    share (at most one such size) may be in any buffer, which drops the requirement that these
+    matrices are contiguous. One-dimensional parameters are ignored. Both relaxations only lower the
+    bound.
 
     Raises:
         ValueError: Several row sizes are shared, or a matrix is not longer than two slices.
@@ -94,7 +60,7 @@ def contiguous_bound(shapes: Sequence[Shape], num_shards: int) -> int:
     row = shared[0] if shared else 1
     shared_numel = sum(by_row[row]) if shared else 0
     singles = [(r, numels[0]) for r, numels in by_row.items() if len(numels) == 1]
-    # Every row size in a buffer of its own.
+    # One buffer per row size.
     best = sum(-(-sum(n) // (num_shards * r)) * r for r, n in by_row.items())
     if min(min(numels) for numels in by_row.values()) <= 2 * best:
         raise ValueError("a matrix is not longer than two slices, so the bound does not hold")
@@ -106,7 +72,7 @@ def contiguous_bound(shapes: Sequence[Shape], num_shards: int) -> int:
 def _least(
     blocks: Sequence[Sequence[tuple[int, int]]], row: int, numel: int, num_shards: int, limit: int
 ) -> int:
-    """Least slices of buffers for these blocks and one for what they do not take in of `numel`."""
+    """Smallest slices of buffers for these blocks plus one for the remaining rows of `numel`."""
     if not blocks:
         return -(-max(numel, 0) // (num_shards * row)) * row
     fixed = sum(n for _, n in blocks[0])
@@ -129,10 +95,95 @@ def _least(
 def _partitions(
     items: Sequence[tuple[int, int]],
 ) -> Iterator[list[list[tuple[int, int]]]]:
-    """Every partition of the items."""
+    """All partitions of the items."""
     for labels in itertools.product(*(range(i + 1) for i in range(len(items)))):
         if sorted(set(labels)) == list(range(len(set(labels)))):
             blocks: list[list[tuple[int, int]]] = [[] for _ in set(labels)]
             for label, item in zip(labels, items, strict=True):
                 blocks[label].append(item)
             yield blocks
+
+
+def _root(vocabulary: int, hidden: int) -> list[Shape]:
+    """Embedding, last norm, output layer."""
+    return [(vocabulary, hidden), (hidden,), (vocabulary, hidden)]
+
+
+def _llama_tp2() -> list[Shape]:
+    """A layer of Llama-3 8B on one of two tensor-parallel ranks."""
+    return [(4096,), (3072, 4096), (4096, 2048), (4096,), (14336, 4096), (4096, 7168)]
+
+
+def _qwen2() -> list[Shape]:
+    """A layer of Qwen2-7B, with biases of q, k and v."""
+    hidden, kv, ffn = 3584, 512, 18944
+    attention = [(hidden, hidden), (hidden,), (kv, hidden), (kv,), (kv, hidden), (kv,)]
+    mlp = [(ffn, hidden), (ffn, hidden), (hidden, ffn)]
+    return [*attention, (hidden, hidden), *mlp, (hidden,), (hidden,)]
+
+
+def _qwen3_moe() -> list[Shape]:
+    """A layer of Qwen3-30B-A3B: norms of q and k, 128 experts."""
+    hidden, ffn, experts = 2048, 768, 128
+    attention = [(4096, hidden), (512, hidden), (512, hidden), (hidden, 4096), (128,), (128,)]
+    mlp = [(ffn, hidden), (ffn, hidden), (hidden, ffn)] * experts
+    return [*attention, (experts, hidden), *mlp, (hidden,), (hidden,)]
+
+
+def _gpt2() -> list[Shape]:
+    """A layer of GPT-2: everything has a bias."""
+    linears = [(2304, 768), (768, 768), (3072, 768), (768, 3072)]
+    return [*linears, *[(shape[0],) for shape in linears], *[(768,)] * 4]
+
+
+REAL_UNITS: dict[str, tuple[list[Shape], tuple[int, ...]]] = {
+    "Llama-3 8B, TP 2, layer": (_llama_tp2(), (4,)),
+    "Llama-3 8B, TP 2, root": (_root(64128, 4096), (4,)),
+    "Llama-3 8B, layer": (UNITS["Llama-3 8B"], (4, 64, 1024)),
+    "Llama-3 8B, root": (_root(128256, 4096), (4, 64)),
+    "Llama-3 70B, layer": (UNITS["Llama-3 70B"], (8, 1024)),
+    "Llama-3 70B, root": (_root(128256, 8192), (8, 1024)),
+    "Llama-3 405B, layer": (UNITS["Llama-3 405B"], (8, 1024)),
+    "Llama-3 405B, root": (_root(128256, 16384), (8, 1024)),
+    "Qwen2-7B, layer": (_qwen2(), (2,)),
+    "Qwen2-7B, root": (_root(152064, 3584), (2,)),
+    "Qwen3-30B-A3B, layer": (_qwen3_moe(), (2,)),
+    "Qwen3-30B-A3B, root": (_root(151936, 2048), (2,)),
+    "DeepSeek-V3, dense layer": (UNITS["DeepSeek-V3, dense"], (8, 1024)),
+    "DeepSeek-V3, 256 experts": (UNITS["DeepSeek-V3, 256 experts"], (8,)),
+    "GPT-2, layer": (_gpt2(), (2, 3, 4, 8, 64, 1024)),
+    "GPT-2, root": ([(50257, 768), (1024, 768), (768,), (768,)], (2, 3, 4, 8, 64, 1024)),
+}
+"""Shapes and numbers of ranks."""
+
+
+def numel_of(shapes: Sequence[Shape]) -> int:
+    """Elements of all parameters."""
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def fits(items: Sequence[tuple[int, int]], num_shards: int, size: int, line: int = 1) -> bool:
+    """Whether any order fits in slices of this size, each item at the first legal offset.
+
+    The first legal offset is best for all that follow, so this misses no layout.
+
+    Args:
+        items: Elements of each parameter, and how many of them must not be cut.
+        num_shards: Number of slices.
+        size: Elements of a slice.
+        line: Elements that starts of parameters are aligned to.
+    """
+    for order in set(itertools.permutations(items)):
+        start = 0
+        for numel, granule in order:
+            for offset in range(start, start + 2 * size + line):
+                cuts = range(-offset % size or size, numel, size)
+                if offset % math.gcd(granule, line) == 0 and all(c % granule == 0 for c in cuts):
+                    break
+            else:
+                start = num_shards * size + 1
+                break
+            start = offset + numel
+        if start <= num_shards * size:
+            return True
+    return False

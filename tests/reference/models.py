@@ -17,7 +17,7 @@ OUTPUT = 3
 
 
 class Formula(nn.Module):
-    """Parts by name, and a forward that is a function of the module and its arguments."""
+    """Submodules by name, and a forward given as a function of the module and its arguments."""
 
     def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
@@ -47,9 +47,9 @@ class Stack(nn.Module):
     """Input layer, blocks, output layer.
 
     Args:
-        num_blocks: How many.
-        width: Of the blocks.
-        block: Makes one of a width.
+        num_blocks: Number of blocks.
+        width: Width of the blocks.
+        block: Creates a block of a width.
         ends: Width of the input and of the output.
     """
 
@@ -117,7 +117,7 @@ class UsedTwice(Stack):
 
 
 class Skipping(Stack):
-    """A block is left out where `skip` says so."""
+    """The block given by `skip` is skipped."""
 
     skip: int | None = None
 
@@ -140,7 +140,7 @@ class Detached(Stack):
 
 @dataclass
 class Parts:
-    """An output that only a walk over dataclass fields can see into."""
+    """An output whose tensors are in dataclass fields."""
 
     first: torch.Tensor
     rest: dict[str, list[torch.Tensor]]
@@ -185,11 +185,11 @@ class TiedInside(nn.Module):
 
 
 class TiedAcross(TiedInside):
-    """The same, with embedding and head as units of their own."""
+    """The same, with embedding and head as separate units."""
 
 
 class Experts(nn.Module):
-    """A unit of three experts of which a forward uses those it is told to, and a shared layer."""
+    """A unit of a shared layer and three experts, of which a forward uses the given ones."""
 
     active: tuple[int, ...] = (0, 1, 2)
 
@@ -206,11 +206,11 @@ class Experts(nn.Module):
 
 
 MixtureOfExperts = functools.partial(Stack, 2, block=Experts)
-"""Blocks with experts; which of them have tokens differs between ranks."""
+"""Blocks with experts; the experts with tokens differ between ranks."""
 
 
 class DoubleExperts(Experts):
-    """Experts of another dtype than the rest of the unit: a group that a rank may not use."""
+    """Experts with another dtype than the rest of the unit: a group a rank may leave unused."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__(width)
@@ -224,11 +224,11 @@ class DoubleExperts(Experts):
 
 
 MixtureOfDoubleExperts = functools.partial(Stack, 2, block=DoubleExperts)
-"""The same with a parameter group of their own for the experts."""
+"""The same with a separate parameter group for the experts."""
 
 
 class UnusedParameter(Stack):
-    """A unit with a parameter nothing uses."""
+    """A unit with an unused parameter."""
 
     def __init__(self) -> None:
         super().__init__()

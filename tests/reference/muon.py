@@ -1,4 +1,4 @@
-"""Muon the slow way: whole matrices, one at a time, with plain products; AdamW by torch."""
+"""Reference Muon: full matrices, one at a time, with plain products; AdamW by torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def orthogonalized(
 
 
 def rate_factor(name: str | None, rows: int, cols: int) -> float:
-    """What a learning rate is multiplied by for a matrix of this shape."""
+    """Factor of the learning rate for a matrix of this shape."""
     if name == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, cols))
     return math.sqrt(max(1.0, rows / cols))
@@ -43,8 +43,8 @@ class ReferenceMuon:
 
     Args:
         matrices: 2-D and 3-D parameters.
-        others: Of any shape.
-        dtype: Of Newton-Schulz.
+        others: Parameters of any shape.
+        dtype: Dtype of Newton-Schulz.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""A weight format in one file: 8 bits an element and one scale for each weight, on a CPU.
+"""A weight format in one file: 8 bits per element and one scale per weight, on a CPU.
 
-What an adapter writes for a real format, with nothing of a library in it.
+The equivalent of an adapter's format, without a library.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from megatron_fsdp_v2.params.buffer import DataParallelBuffer
 from megatron_fsdp_v2.params.formats import WeightUse, Written
 
 LARGEST = 448.0
-"""Of `float8_e4m3fn`."""
+"""Largest value of `float8_e4m3fn`."""
 
 
 class ScaledFloat8(torch.Tensor):
-    """`payload * scale`, which computes as the numbers it stands for.
+    """The quantized tensor `payload * scale`; operations run on the dequantized values.
 
     Args:
         payload: `float8_e4m3fn`, of the shape of the weight.
@@ -55,7 +55,7 @@ class ScaledFloat8(torch.Tensor):
         return f"ScaledFloat8({tuple(self.shape)})"
 
     def numbers(self) -> torch.Tensor:
-        """What it stands for, in fp32."""
+        """The dequantized values in fp32."""
         return self.payload.float() * self.scale
 
     @classmethod
@@ -68,25 +68,25 @@ class ScaledFloat8(torch.Tensor):
 
 
 def quantized(weight: torch.Tensor) -> ScaledFloat8:
-    """A whole weight in this format."""
+    """Quantize a full weight to this format."""
     scale = scale_of(weight.detach().abs().max().reshape(1))
     return ScaledFloat8((weight.detach() / scale).to(torch.float8_e4m3fn), scale)
 
 
 def scale_of(largest: torch.Tensor) -> torch.Tensor:
-    """The scale of weights by the largest absolute value of each."""
+    """Scales of weights from their largest absolute values."""
     return torch.where(largest > 0, largest / LARGEST, 1.0)
 
 
 def quantize_linears(model: nn.Module) -> None:
-    """Have the weights of linear layers in this format."""
+    """Convert the weights of linear layers to this format."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.weight = nn.Parameter(quantized(module.weight))
 
 
 class ScaledFloat8Format:
-    """See `WeightFormat`. Main weights are the fp32 numbers; scales are of whole weights."""
+    """See `WeightFormat`. Main weights are fp32; each scale covers a full weight."""
 
     own_attributes: ClassVar[frozenset[str]] = frozenset({"payload", "scale"})
     communicates: ClassVar[bool] = True
@@ -141,7 +141,7 @@ class ScaledFloat8Format:
     def write(cls, parts: Sequence[Written[Self]], axes: Sequence[Axis]) -> None:
         rows, scales, written = [], [], []
         for part in parts:
-            bytes_of = DataParallelBuffer(part.main.layout, part.main.span, part.payloads[0])
+            bytes_of = DataParallelBuffer(part.main.context, part.main.placements, part.payloads[0])
             for index, scale in enumerate(part.format._scales):
                 rows.append(part.main.view(index))
                 scales.append(scale)

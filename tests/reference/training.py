@@ -1,4 +1,4 @@
-"""Training as a pattern describes it: unsharded with all ranks' data, and sharded."""
+"""Trainings of a pattern: unsharded with all ranks' data, and sharded."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ STEPS = 5
 
 @dataclass
 class Trace:
-    """Numbers of a training.
+    """Results of a training.
 
     Attributes:
         losses: Mean loss over ranks and micro-batches, per step.
-        evaluations: Mean outputs of evaluations, per evaluation, of the rank asked for.
-        grads: Gradients by name, per step; None where there is none.
+        evaluations: Mean outputs of evaluations of the requested rank, and norms before clipping.
+        grads: Gradients by name, per step; None for parameters without a gradient.
         params: Parameters by name, at the end.
-        rows: Of a sharded training: which rows of a parameter `grads` and `params` hold.
+        rows: In a sharded training, the rows of each parameter in `grads` and `params`.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -43,8 +43,8 @@ class Hands:
     Attributes:
         ranks: Ranks whose data this process sees.
         weight: Factor of every loss before its backward.
-        held: What this process holds of a parameter or gradient, copied.
-        syncs: Context of a backward, given whether it is the last one of a step.
+        held: Copies the part of a parameter or gradient that this process holds.
+        syncs: Returns the context of a backward, given whether it is the last of a step.
     """
 
     ranks: list[int]
@@ -78,7 +78,8 @@ def run(pattern: Pattern, model: nn.Module, hands: Hands, evaluates_rank: int) -
                 _evaluate(pattern, model, step, evaluates_rank, trace)
         trace.losses.append(loss_sum)
         if pattern.clips:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            trace.evaluations.append(norm.item())
         trace.grads.append(
             {
                 name: None if param.grad is None else hands.held(param.grad)
@@ -99,7 +100,7 @@ def _evaluate(pattern: Pattern, model: nn.Module, step: int, rank: int, trace: T
 
 
 def _reload(model: nn.Module) -> None:
-    """Load other weights, given in full, as a plain checkpoint holds them."""
+    """Load other weights, given as full tensors, as in a plain checkpoint."""
     generator = torch.Generator().manual_seed(5)
     state = {
         name: torch.randn(tuple(value.shape), generator=generator, dtype=value.dtype) * 0.3
@@ -125,16 +126,16 @@ def train_reference(
     """The plain loop: one process, every rank's data, mean over ranks.
 
     Args:
-        pattern: What is trained.
-        world_size: Ranks whose data it sees.
-        evaluates_rank: Rank whose evaluations it makes.
-        copy: What the trace has of a gradient or a parameter.
+        pattern: The training.
+        world_size: Number of ranks whose data it uses.
+        evaluates_rank: Rank whose evaluations it runs.
+        copy: Copies a gradient or parameter for the trace.
     """
     torch.manual_seed(0)
     hands = Hands(
         ranks=list(range(world_size)),
         weight=1.0 / world_size,
-        held=lambda tensor: copy(tensor.detach()),
+        held=lambda tensor: copy(tensor.detach().to_dense()),
         syncs=lambda model, is_last: contextlib.nullcontext(),
     )
     return run(pattern, pattern.build(), hands, evaluates_rank)
@@ -148,9 +149,9 @@ def train_sharded(
     """The sharded model, on this rank's data. Collective.
 
     Args:
-        pattern: What is trained.
+        pattern: The training.
         shard: Makes a module a unit.
-        copy: What the trace has of the rows of a gradient or a parameter.
+        copy: Copies the rows of a gradient or parameter for the trace.
     """
     rank = dist.get_rank()
 
@@ -184,8 +185,8 @@ def train_sharded(
 def distances(mine: dict[str, Any], theirs: dict[str, torch.Tensor]) -> list[float]:
     """Relative error of every tensor: norm of the difference over norm.
 
-    A gradient that is almost zero by cancellation is measured against a third of the norm of
-    all of them: its rounding errors come from terms of that size.
+    For a gradient that is almost zero by cancellation the reference is a third of the norm of all
+    gradients, since its rounding errors come from terms of that size.
 
     Args:
         mine: `((first row, one past the last), those rows)` by name.

@@ -1,7 +1,7 @@
-"""A weight format with two payloads: one that a forward computes with, one for a backward.
+"""A weight format with two payloads: one for the forward, one for the backward.
 
-Forward: bf16. Backward: fp16. Both travel as 16-bit integers, so that neither can stand in for the
-other, and a module that computes with what was not gathered computes with zeros.
+Forward: bf16. Backward: fp16. Both are communicated as 16-bit integers, so they cannot be confused,
+and a module that uses a payload that was not gathered computes with zeros.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FORMS = (torch.bfloat16, torch.float16)
 
 
 class TwoWay(torch.Tensor):
-    """A weight in two forms, of 16-bit integers each; None for one that is not there."""
+    """A weight in two payloads of 16-bit integers; None for an absent payload."""
 
     forms: list[torch.Tensor | None]
 
@@ -38,7 +38,7 @@ class TwoWay(torch.Tensor):
         return f"TwoWay({tuple(self.shape)})"
 
     def numbers(self, way: int) -> torch.Tensor:
-        """What a forward (0) or a backward (1) computes with, in fp32."""
+        """The values of the forward (0) or backward (1) payload in fp32."""
         form = self.forms[way]
         assert form is not None, f"the form for use {way} is not there"
         return form.view(FORMS[way]).float()
@@ -51,7 +51,7 @@ class TwoWay(torch.Tensor):
 
 
 def in_two_ways(weight: torch.Tensor) -> TwoWay:
-    """A whole weight in this format."""
+    """Convert a full weight to this format."""
     return TwoWay([weight.detach().to(form).view(torch.int16) for form in FORMS], weight.shape)
 
 
@@ -68,7 +68,7 @@ class _Product(torch.autograd.Function):
 
 
 class TwoWayLinear(nn.Module):
-    """A linear layer of such a weight, without bias."""
+    """A linear layer with a weight in this format, without bias."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()

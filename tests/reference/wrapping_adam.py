@@ -9,8 +9,10 @@ from torch.distributed.tensor import DTensor
 
 
 class WrappingAdam(torch.optim.Optimizer):
-    """Adam with decoupled weight decay on local rows; DTensors with the parameter's placements
-    go around its moments, also around those of parameters without a gradient.
+    """Adam with decoupled weight decay on local rows.
+
+    Its moments are wrapped in DTensors with the parameter's placements, also those of parameters
+    without a gradient.
     """
 
     def __init__(

@@ -10,30 +10,17 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-__all__ = ["BackwardStreams", "RecordsEvents"]
+if TYPE_CHECKING:
+    from tests.stream_safety.recorder import RecordedEvent, RecordedStream
+
+__all__ = ["BackwardStreams"]
 
 
-class RecordsEvents(Protocol):
-    """A recorded stream."""
-
-    def record_event(self) -> Any:
-        """Write down an event."""
-        ...
-
-    def wait_event(self, event: Any, /) -> None:
-        """Write down that this stream waits for an event."""
-        ...
-
-    def wait_stream(self, stream: Any, /) -> None:
-        """Write down that this stream waits for another one."""
-        ...
-
-
-class BackwardStreams[StreamT: RecordsEvents]:
+class BackwardStreams:
     """Follows the nodes that a backward runs.
 
     Numbers of nodes grow in the order they are made in; so stretches of numbers have streams.
@@ -42,22 +29,22 @@ class BackwardStreams[StreamT: RecordsEvents]:
         stream: The stream that nodes are made on at first.
     """
 
-    def __init__(self, stream: StreamT) -> None:
+    def __init__(self, stream: RecordedStream) -> None:
         self._starts = [0]
         self._streams = [stream]
         self._last_number = 0
         self._running: Any = None
         self._running_on = stream
         self._adds_up = False
-        self._kept: dict[Any, StreamT] = {}
+        self._kept: dict[Any, RecordedStream] = {}
         self._producers: defaultdict[Any, list[Any]] = defaultdict(list)
         self._known: set[Any] = set()
         # Where the backward was called, by the first node of it that is seen.
-        self._origins: dict[Any, tuple[StreamT, Any]] = {}
-        self._ends: dict[Any, tuple[StreamT, Any]] = {}
-        self._leaf_streams: dict[StreamT, None] = {}
+        self._origins: dict[Any, tuple[RecordedStream, RecordedEvent]] = {}
+        self._ends: dict[Any, tuple[RecordedStream, RecordedEvent]] = {}
+        self._leaf_streams: dict[RecordedStream, None] = {}
 
-    def made_on(self, stream: StreamT) -> None:
+    def made_on(self, stream: RecordedStream) -> None:
         """Note that nodes are made on a stream from now on."""
         self._note(stream, _next_number())
 
@@ -66,7 +53,7 @@ class BackwardStreams[StreamT: RecordsEvents]:
         if node not in self._kept:
             self._kept[node] = self._stream_of(node)
 
-    def current(self, chosen: StreamT | None) -> StreamT:
+    def current(self, chosen: RecordedStream | None) -> RecordedStream:
         """The stream to run on now; follows from one node to the next.
 
         Args:
@@ -87,7 +74,7 @@ class BackwardStreams[StreamT: RecordsEvents]:
         self._last_number = _next_number()
         return stream
 
-    def _note(self, stream: StreamT, number: int) -> None:
+    def _note(self, stream: RecordedStream, number: int) -> None:
         if self._streams[-1] is not stream:
             self._starts.append(number)
             self._streams.append(stream)
@@ -101,7 +88,7 @@ class BackwardStreams[StreamT: RecordsEvents]:
             self._ends[self._running] = (self._running_on, self._running_on.record_event())
         self._adds_up = False
 
-    def _enter(self, node: Any, chosen: StreamT | None) -> None:
+    def _enter(self, node: Any, chosen: RecordedStream | None) -> None:
         self._running = node
         if node is None:
             assert chosen is not None
@@ -137,7 +124,7 @@ class BackwardStreams[StreamT: RecordsEvents]:
             if stream is not self._running_on:
                 self._running_on.wait_event(event)
 
-    def _stream_of(self, node: Any) -> StreamT:
+    def _stream_of(self, node: Any) -> RecordedStream:
         if _accumulates(node):
             # It is made where its parameter is first used.
             node = min(self._producers[node], key=lambda producer: producer._sequence_nr())
@@ -166,7 +153,7 @@ class BackwardStreams[StreamT: RecordsEvents]:
         # A backward inside a node has nodes of its own.
         self._adds_up = running_node() is self._running
 
-    def _awaited(self, node: Any) -> list[tuple[StreamT, Any]]:
+    def _awaited(self, node: Any) -> list[tuple[RecordedStream, RecordedEvent]]:
         """Where those ended whose results a node takes, through nodes that had nothing to do."""
         found, seen, left = [], set(), [node]
         while left:

@@ -122,7 +122,7 @@ class StreamRecorder:
         self.schedule = Schedule()
         # Each with the node that ran when it was set, or None.
         self._current: list[tuple[RecordedStream, Any]] = [(RecordedStream(COMPUTE, self), None)]
-        self._backward: BackwardStreams[RecordedStream] | None = None
+        self._backward: BackwardStreams | None = None
         self._names = {COMPUTE}
         self._storages: dict[int, _Storage] = {}
         self._main_names: dict[torch.Tensor, str] = {}
@@ -398,11 +398,6 @@ class RecordedCollectives:
         self._recorder.operation("all_reduce", reads=[], writes=[full])
         with self._recorder.paused():
             dist.all_reduce(full, group=axis.group)
-
-    def in_one(self, axis: Axis) -> contextlib.AbstractContextManager[None]:
-        """Nothing: of several that are one, each is run, and written down."""
-        del axis
-        return contextlib.nullcontext()
 
     def all_to_all(
         self,

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from megatron_fsdp_v2.comm.streams import StreamCommunicator
-from megatron_fsdp_v2.params.grads import GroupGrads
-from megatron_fsdp_v2.params.weights import GroupWeights
-from megatron_fsdp_v2.runtime.fsdp_module import named_units
+from megatron_fsdp_v2.memory.allocator import BufferUse
+from megatron_fsdp_v2.params.group import ParameterGroup
+from megatron_fsdp_v2.runtime.module import named_units
 from tests.stream_safety.checker import Violation, find_violations
 from tests.stream_safety.recorder import (
     OperationMode,
@@ -123,42 +123,28 @@ def record_streams(module: nn.Module) -> Iterator[Recording]:
         observer = units[0][1].context.observer
         observer.subscribe(recording.recorder.receive)
         undo.callback(observer.unsubscribe, recording.recorder.receive)
-        holders = [
-            (f"{name} {kind}", holder)
-            for name, group in groups
-            for kind, holder in (("weights", group.weights), ("grads", group.grads))
-            if holder is not None
-        ]
-        for name, holder in holders:
-            _record_holder(name, holder, recording, undo)
+        for name, group in groups:
+            _name_buffers(name, group, recording.recorder)
+            before = group.replace_communicator(recording.communicator)
+            undo.callback(group.replace_communicator, before)
         with OperationMode(recording.recorder):
             yield recording
         # Storages that died by now are freed in the schedule, those that die later are not.
         recording.recorder.stop()
 
 
-def _record_holder(
-    name: str,
-    holder: GroupWeights | GroupGrads,
-    recording: Recording,
-    undo: contextlib.ExitStack,
-) -> None:
-    """Put the recorded communicator in the place of the group's, and name its buffers."""
-    _name_buffers(name, holder, recording.recorder)
-    before = holder.replace_communicator(recording.communicator)
-    undo.callback(holder.replace_communicator, before)
-
-
-def _name_buffers(name: str, holder: GroupWeights | GroupGrads, recorder: StreamRecorder) -> None:
-    if isinstance(holder, GroupWeights):
-        recorder.name(holder.main.tensor, f"{name} main")
-        recorder.name(holder.model.tensor, f"{name} model")
-    else:
-        recorder.name_main(holder.buffers.full.tensor, f"{name} main")
-        if holder.main is not None:
-            recorder.name(holder.main.tensor, f"{name} main")
-    for kind, buffer in holder.temporaries().items():
-        recorder.name(buffer.tensor, f"{name} {_KINDS.get(kind, kind)}", has_memory=buffer.is_live)
+def _name_buffers(name: str, group: ParameterGroup, recorder: StreamRecorder) -> None:
+    recorder.name(group.main_weight.tensor, f"{name} weights main")
+    recorder.name(group.model_weight.tensor, f"{name} weights model")
+    if group.grads is not None:
+        recorder.name_main(group.grads.full.tensor, f"{name} grads main")
+    if group.main_grad is not None:
+        recorder.name(group.main_grad.tensor, f"{name} grads main")
+    for kind, buffer in group.temporaries().items():
+        what = "weights" if buffer.use is BufferUse.GATHERED else "grads"
+        recorder.name(
+            buffer.tensor, f"{name} {what} {_KINDS.get(kind, kind)}", has_memory=buffer.is_live
+        )
 
 
 _KINDS = {"model_weight": "gathered", "main_grad": "full"}

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import resource
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron_fsdp_v2.checkpoint import writing
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST
 from megatron_fsdp_v2.checkpoint.metadata import METADATA
-from megatron_fsdp_v2.checkpoint.writing import FolderWriter
+from megatron_fsdp_v2.checkpoint.writing import Blocks, StoredObject, pickled
 from megatron_fsdp_v2.cli import main
 
-FIRST, SECOND = "__0_0.distcp", "__0_1.distcp"
-"""Files of data, as writers call them."""
+FIRST = "__0_0.distcp"
+"""The file of data that one process writes."""
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -33,7 +34,6 @@ def write_folder(
     objects: Mapping[str, object] | None = None,
     *,
     cut: int | None = None,
-    **options: Any,
 ) -> Path:
     """A checkpoint folder as several ranks write it.
 
@@ -42,17 +42,16 @@ def write_folder(
         tensors: What it holds, by name.
         objects: Other things in it.
         cut: Row at which tensors with more rows are cut in two chunks.
-        options: Of the writer.
     """
-    writer = FolderWriter(path, **options)
+    entries: dict[str, object] = {}
     for name, data in tensors.items():
-        shape = tuple(data.shape)
+        blocks = entries[name] = Blocks(data.shape, data.dtype)
         is_cut = cut is not None and data.dim() > 0 and len(data) > cut
         for start, part in ((0, data[:cut]), (cut, data[cut:])) if is_cut else ((0, data),):
-            writer.add_block(name, shape, (start, *[0] * len(shape))[: len(shape)], part)
-    for name, value in (objects or {}).items():
-        writer.add_object(name, value)
-    writer.finish()
+            offset = (start, *[0] * data.dim())[: data.dim()]
+            blocks.add(offset, part.shape, lambda part=part: part)
+    entries |= {name: StoredObject(pickled(value)) for name, value in (objects or {}).items()}
+    writing.write_folder(path, entries)
     return path
 
 
@@ -71,6 +70,17 @@ def changed_metadata(path: Path) -> Iterator[Metadata]:
     yield metadata
     (path / MANIFEST).unlink(missing_ok=True)
     file.write_bytes(pickle.dumps(metadata))
+
+
+@contextlib.contextmanager
+def no_file_longer_than(nbytes: int) -> Iterator[None]:
+    """Simulate a disk that becomes full: writes beyond this length of a file fail."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def names_in(folder: Path) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
+import struct
 import sys
 import tomllib
 from collections.abc import Callable
@@ -18,10 +18,9 @@ from safetensors.torch import load_file
 
 from megatron_fsdp_v2 import cli
 from megatron_fsdp_v2.checkpoint import command as converters
-from megatron_fsdp_v2.checkpoint import model_tensors
-from megatron_fsdp_v2.checkpoint.manifest import MANIFEST
+from megatron_fsdp_v2.checkpoint import exporting
 from tests.processes import ROOT
-from tests.unit.checkpoints import FIRST, ckpt, flip, names_in, write_folder
+from tests.unit.checkpoints import FIRST, ckpt, flip, names_in, no_file_longer_than, write_folder
 
 type Says = Callable[..., str]
 
@@ -38,7 +37,7 @@ def declared(group: str) -> dict[str, EntryPoint]:
 @pytest.fixture(autouse=True)
 def as_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "discover_commands", lambda: declared(cli.COMMAND_GROUP))
-    for module in (model_tensors, converters):
+    for module in (exporting, converters):
         monkeypatch.setattr(module, "entry_points", lambda group: tuple(declared(group).values()))
 
 
@@ -62,18 +61,18 @@ def folder(tmp_path: Path) -> Path:
     return write_folder(tmp_path / "checkpoint", tensors, {"extra": {"step": 3}})
 
 
-def test_inspect_shows_a_tree_in_natural_order(folder: Path, says: Says) -> None:
+def test_inspect_lists_names_in_natural_order(folder: Path, says: Says) -> None:
     lines = [line.split() for line in says("inspect", folder).splitlines()]
-    assert [line[0] for line in lines[:-2]] == [
-        *("extra", "model", "embedding.table.weight", "layers"),
-        *("0.weight", "2.weight", "10.weight", "optimizer.state.exp_avg"),
-    ]
-    assert lines[1] == ["model", "4", "tensors", "12.0", "KiB"]
-    assert lines[4] == ["0.weight", "(4,", "256)", "float32", "4.0", "KiB"]
-    assert lines[2] == ["embedding.table.weight", "(2,", "3)", "bfloat16", "12", "B"]
+    layers = [f"model.layers.{number}.weight" for number in (0, 2, 10)]
+    names = ["extra", "model.embedding.table.weight", *layers, "optimizer.state.exp_avg"]
+    assert [line[0] for line in lines[:-2]] == names
+    assert lines[2] == [layers[0], "(4,", "256)", "float32", "4.0", "KiB"]
+    assert lines[1] == [names[1], "(2,", "3)", "bfloat16", "12", "B"]
     assert lines[-2] == ["total", "5", "tensors", "12.0", "KiB"]
     assert " ".join(lines[-1]).startswith("manifest of version 1: saved by 1 ranks")
-    assert "layers" not in says("inspect", folder, "--depth", 1)
+    first, second, *_ = says("inspect", folder, "--depth", 1).splitlines()
+    assert first.split()[:2] == ["extra", "object"]
+    assert second.split() == ["model", "4", "tensors", "12.0", "KiB"]
 
 
 def test_inspect_writes_json(folder: Path, says: Says) -> None:
@@ -85,40 +84,15 @@ def test_inspect_writes_json(folder: Path, says: Says) -> None:
     assert found["manifest"]["world_size"] == 1
 
 
-@pytest.mark.parametrize("name", ["m.safetensors", "m.pt"])
-def test_inspect_looks_into_files_as_well(folder: Path, says: Says, name: str) -> None:
-    says("export", folder, folder.parent / name)
-    out = says("inspect", folder.parent / name)
-    assert "embedding.table.weight" in out
-    assert "manifest" not in out
-
-
 def test_verify_returns_0_for_a_good_checkpoint_and_1_for_a_damaged_one(
     folder: Path, says: Says
 ) -> None:
     assert "undamaged; 2 files" in says("verify", folder)
-    flip(folder / FIRST, 6000)
+    content = (folder / FIRST).read_bytes()
+    flip(folder / FIRST, content.index(struct.pack("<2f", 10.0, 10.0)))
     out = says("verify", folder, status=1)
     assert "DAMAGED (1 problem); 2 files" in out
     assert "model.layers.10.weight" in out
-
-
-def test_verify_says_what_it_cannot_know_without_a_manifest(folder: Path, says: Says) -> None:
-    (folder / MANIFEST).unlink()
-    assert "there is no manifest.json: structure and sizes" in says("verify", folder)
-
-
-def test_progress_is_shown_to_somebody_who_looks(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert ckpt("verify", folder) == 0
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert ckpt("verify", folder) == 0
-    shown = capsys.readouterr().err
-    assert shown.startswith("\r")
-    assert shown.endswith("read\n")
-    assert shown.count("100 %") == 1
 
 
 def test_export_says_what_it_wrote_and_what_it_left_out(
@@ -126,22 +100,11 @@ def test_export_says_what_it_wrote_and_what_it_left_out(
 ) -> None:
     out = tmp_path / "model.safetensors"
     written = says("export", folder, out, "--dtype", "bfloat16", "--max-shard-size", "5MB")
-    assert f"{out}: 4 tensors, 6.0 KiB, one at a time (the largest has 4.0 KiB)" in written
+    assert f"{out}: 4 tensors, 6.0 KiB\n" in written
     assert "left out: optimizer.state.exp_avg, extra" in written
     assert all(tensor.dtype == torch.bfloat16 for tensor in load_file(out).values())
     written = says("export", folder, tmp_path / "sharded.safetensors", "--max-shard-size", "5KB")
     assert "sharded.safetensors.index.json and 3 files beside it: 4 tensors" in written
-
-
-def test_convert_goes_there_and_back(folder: Path, tmp_path: Path) -> None:
-    source = folder
-    for target in ("a.pt", "b.safetensors", "c", "d.pt"):
-        assert ckpt("convert", source, tmp_path / target) == 0
-        source = tmp_path / target
-    assert ckpt("verify", tmp_path / "c") == 0
-    first, last = (torch.load(tmp_path / n, weights_only=True) for n in ("a.pt", "d.pt"))
-    assert first.keys() == last.keys()
-    assert all(torch.equal(first[name], last[name]) for name in first)
 
 
 @pytest.mark.parametrize(
@@ -156,18 +119,19 @@ def test_convert_goes_there_and_back(folder: Path, tmp_path: Path) -> None:
         ("inspect {0}/empty", "has no .metadata, only nothing"),
         ("export {0}/empty {0}/m.pt", "has no .metadata, only nothing"),
         ("convert {0}/empty {0}/m", "has no .metadata, only nothing"),
-        ("export {0}/checkpoint {0}/there.pt", "already exists"),
+        ("export {0}/checkpoint {0}/files/there.pt", "already exists"),
         ("export {0}/checkpoint {0}/m.npz", "name it .safetensors or .pt"),
         ("export {0} {0}/m.pt", "name one of checkpoint"),
-        ("convert {0}/there.pt {0}/m", "cannot be loaded"),
+        ("convert {0}/files/there.pt {0}/m", "cannot be loaded"),
         ("export {0}/checkpoint {0}/m.pt --prefix x.", "no tensors called x.*"),
     ],
 )
 def test_what_is_not_possible_is_one_sentence_and_2(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, problem: str
 ) -> None:
-    (tmp_path / "there.pt").touch()
-    (tmp_path / "empty").mkdir()
+    for name in ("files", "empty"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "files" / "there.pt").touch()
     assert ckpt(*words.format(tmp_path).split()) == 2
     captured = capsys.readouterr()
     assert problem in captured.err
@@ -179,12 +143,8 @@ def test_what_is_not_possible_is_one_sentence_and_2(
 def test_a_conversion_that_finds_no_space_says_so_and_leaves_nothing(
     folder: Path, tmp_path: Path, says: Says, target: str
 ) -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
-    try:
+    with no_file_longer_than(2000):
         said = says("convert", folder, tmp_path / target, status=2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert said == f"[Errno 27] a file may not become that long: '{tmp_path / target}'\n"
     assert names_in(tmp_path) == ["checkpoint"]
     says("convert", folder, tmp_path / target)
@@ -203,7 +163,7 @@ def test_an_option_that_makes_no_sense_is_rejected(
 
 
 def test_adapters_are_found_by_their_declared_entry_points() -> None:
-    (layout,) = model_tensors.find_layouts()
+    (layout,) = exporting.find_layouts()
     from megatron_fsdp_v2_mcore.checkpoint.layout import model_tensors as of_megatron
 
     assert layout is of_megatron
@@ -254,6 +214,9 @@ def test_a_format_that_does_not_fit_or_whose_package_is_missing_is_rejected(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, words: str, point: str, problem: str
 ) -> None:
     _offer(monkeypatch, "other", point)
-    with pytest.raises(SystemExit, match=r"^2$"):
-        ckpt("convert", "from", "here", *words.split())
+    try:
+        status: object = ckpt("convert", "from", "here", *words.split())
+    except SystemExit as stopped:
+        status = stopped.code
+    assert status == 2
     assert problem in capsys.readouterr().err

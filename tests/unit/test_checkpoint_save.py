@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
-import resource
 import shutil
 import signal
-import subprocess
 import sys
-import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +18,7 @@ from torch import nn
 
 from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, naming_full_disk
-from megatron_fsdp_v2.checkpoint.metadata import METADATA
-from megatron_fsdp_v2.checkpoint.replacing import acquire_lock, release_lock
-from tests.unit.checkpoints import names_in
+from tests.unit.checkpoints import names_in, no_file_longer_than
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -114,17 +107,6 @@ def test_an_empty_folder_is_taken_and_any_other_is_rejected(tmp_path: Path) -> N
 # -- a full disk ----------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def no_file_longer_than(nbytes: int) -> Iterator[None]:
-    """Stands for a disk that becomes full, for who may not mount a small one."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_a_save_that_finds_no_space_says_so_and_leaves_nothing_in_the_way(tmp_path: Path) -> None:
     path, limits = tmp_path / "k", itertools.count(0, 150)
     save(path, 1)
@@ -159,141 +141,7 @@ def test_that_a_disk_is_full_is_said_where_torch_hides_it() -> None:
 # -- locks ----------------------------------------------------------------------------------------
 
 
-HOLDER = """
-import sys
-from pathlib import Path
-from megatron_fsdp_v2.checkpoint import replacing
-lock = replacing.acquire_lock(Path(sys.argv[1]))
-print("held", flush=True)
-input()
-"""
-
-
-def test_a_path_that_a_living_job_saves_to_is_rejected_until_that_job_ends(tmp_path: Path) -> None:
-    path, file = tmp_path / "k", tmp_path / ".k.save-lock"
-    save(path, 1)
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    other = subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], **pipes)
-    try:
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"held\n"
-        with pytest.raises(RuntimeError, match=rf"another job .*process {other.pid} on .* since"):
-            save(path, 2)
-        assert load(path) == 1
-        assert names_in(tmp_path) == sorted(["k", file.name])
-    finally:
-        # Nobody waits for it yet, so that it is a zombie; its lock is free.
-        other.kill()
-    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
-    save(path, 3)
-    other.wait()
-    assert load(path) == 3
-    assert names_in(tmp_path) == ["k"]
-
-
-def test_a_second_save_of_the_same_process_is_told_to_wait(tmp_path: Path) -> None:
-    lock = acquire_lock(tmp_path / "k")
-    with pytest.raises(RuntimeError, match=r"wait for the result\(\) of its future first"):
-        save(tmp_path / "k", 1)
-    release_lock(lock)
-    save(tmp_path / "k", 1)
-    assert names_in(tmp_path) == ["k"]
-
-
-def test_of_many_that_ask_one_at_a_time_holds_the_lock(tmp_path: Path) -> None:
-    inside, most, done = [0], [0], [0]
-
-    def ask() -> None:
-        while done[0] < 200:
-            try:
-                lock = acquire_lock(tmp_path / "k")
-            except RuntimeError:
-                continue
-            inside[0] += 1
-            most[0] = max(most[0], inside[0])
-            done[0] += 1
-            time.sleep(0)
-            inside[0] -= 1
-            release_lock(lock)
-
-    askers = [threading.Thread(target=ask) for _ in range(4)]
-    for asker in askers:
-        asker.start()
-    for asker in askers:
-        asker.join()
-    assert most == [1]
-
-
 # -- readers, and kills ---------------------------------------------------------------------------
-
-
-def test_who_reads_while_it_is_replaced_sees_one_checkpoint_or_the_other(tmp_path: Path) -> None:
-    path = tmp_path / "k"
-    save(path, 1)
-    is_over = threading.Event()
-
-    def replace() -> None:
-        value = 1
-        while not is_over.is_set():
-            value += 1
-            save(path, value)
-
-    writer = threading.Thread(target=replace)
-    writer.start()
-    seen = []
-    deadline = time.monotonic() + 20.0
-    try:
-        while len(set(seen)) < 10 and time.monotonic() < deadline:
-            seen.append(load(path))
-    finally:
-        is_over.set()
-        writer.join()
-    assert seen == sorted(seen)
-    assert len(set(seen)) > 5
-
-
-def test_a_folder_that_is_gone_for_a_moment_is_opened_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "k"
-    save(path, 1)
-    opened, left = os.open, [True]
-
-    def between_renames(name: Any, *args: Any, **kwargs: Any) -> int:
-        if name == path and left:
-            left.clear()
-            raise FileNotFoundError(name)
-        return opened(name, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", between_renames)
-    assert load(path) == 1
-    assert not left
-
-
-def test_a_folder_that_is_replaced_before_its_metadata_is_read_is_opened_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, other = tmp_path / "k", tmp_path / "other"
-    save(path, 1)
-    save(other, 2)
-    read, reads = Path.read_bytes, 0
-
-    def while_it_is_replaced(file: Path) -> bytes:
-        nonlocal reads
-        if file.name != METADATA:
-            return read(file)
-        reads += 1
-        if reads > 1:
-            return read(file)
-        path.rename(tmp_path / "gone")
-        try:
-            return read(file)
-        finally:
-            other.rename(path)
-
-    monkeypatch.setattr(Path, "read_bytes", while_it_is_replaced)
-    assert load(path) == 2
-    assert reads == 2
 
 
 def test_no_two_looks_find_a_folder_missing_that_is_replaced_in_between(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch as safetensors
@@ -12,20 +11,21 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from megatron_fsdp_v2 import checkpoint
-from megatron_fsdp_v2.checkpoint import verifying
-from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotFoundError
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.exporting import convert, export
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.inspecting import inspect
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, Manifest
 from megatron_fsdp_v2.checkpoint.verifying import verify
-from megatron_fsdp_v2.checkpoint.writing import FolderWriter
 from tests.unit.checkpoints import (
     FIRST,
-    SECOND,
     changed_metadata,
     ckpt,
     flip,
@@ -38,9 +38,7 @@ from tests.unit.checkpoints import (
 def folder(tmp_path: Path) -> Path:
     tensors = {f"model.{name}": torch.arange(150.0).repeat(2) for name in "abc"}
     extra = {"extra": {"step": 3}}
-    path = write_folder(tmp_path / "checkpoint", tensors, extra, cut=150, file_bytes=3000)
-    assert (path / SECOND).is_file()
-    return path
+    return write_folder(tmp_path / "checkpoint", tensors, extra, cut=150)
 
 
 @pytest.fixture
@@ -52,54 +50,41 @@ def of_torch(tmp_path: Path) -> Path:
 
 
 def test_a_good_checkpoint_has_no_problems_and_every_byte_is_compared(folder: Path) -> None:
-    seen: list[tuple[int, int]] = []
-    report = verify(folder, lambda *now: seen.append(now))
+    report = verify(folder)
     assert report.is_good
     assert report.problems == report.notes == []
     files = [path for path in folder.iterdir() if path.name != MANIFEST]
     assert report.num_files == len(files)
     assert report.nbytes == sum(path.stat().st_size for path in files)
-    assert seen[-1] == (report.nbytes, report.nbytes)
-    assert seen == sorted(seen)
 
 
 def test_any_flipped_byte_is_found_with_its_file_and_tensor(folder: Path) -> None:
-    for name in (FIRST, SECOND):
-        file = folder / name
-        for position in range(0, file.stat().st_size, 211):
-            flip(file, position)
-            (problem,) = verify(folder).problems
-            assert problem.startswith(f"{name}: ")
-            assert "model." in problem or "extra" in problem
-            assert "checksum" in problem
-            flip(file, position)
+    file = folder / FIRST
+    for position in range(0, file.stat().st_size, 211):
+        flip(file, position)
+        (problem,) = verify(folder).problems
+        assert problem.startswith(f"{FIRST}: ")
+        assert "model." in problem or "extra" in problem
+        assert "checksum" in problem
+        flip(file, position)
     assert verify(folder).is_good
+    for position in (10, 9000):
+        flip(file, position)
+    assert len(verify(folder).problems) == 2
 
 
-def test_long_items_are_compared_piece_by_piece(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["folder", "of_torch"])
+def test_missing_and_truncated_files_and_one_with_more_in_it_are_found(
+    request: pytest.FixtureRequest, kind: str
 ) -> None:
-    monkeypatch.setattr(verifying, "_READ_BYTES", 100)
-    assert verify(folder).is_good
-    flip(folder / FIRST, 1000)
-    assert not verify(folder).is_good
-
-
-def test_all_problems_are_told_at_once(folder: Path) -> None:
-    flip(folder / FIRST, 10)
-    (folder / SECOND).unlink()
-    problems = verify(folder).problems
-    assert len(problems) == 2
-    assert any("checksum" in problem for problem in problems)
-    assert any(f"{SECOND} is missing" in problem for problem in problems)
-
-
-def test_a_truncated_file_and_one_with_more_in_it_are_found(folder: Path) -> None:
-    file = folder / SECOND
-    content = file.read_bytes()
-    for changed, problem in ((content[:-7], "truncated"), (content + b"x", "should have")):
-        file.write_bytes(changed)
-        assert any(problem in found for found in verify(folder).problems)
+    path = request.getfixturevalue(kind)
+    content = (path / FIRST).read_bytes()
+    more = [(content + b"x", "should have")] if kind == "folder" else []
+    for changed, problem in ((content[:-7], "truncated"), *more):
+        (path / FIRST).write_bytes(changed)
+        assert any(problem in found for found in verify(path).problems)
+    (path / FIRST).unlink()
+    assert any(f"{FIRST} is missing" in problem for problem in verify(path).problems)
 
 
 def test_what_does_not_belong_there_is_noted(folder: Path) -> None:
@@ -112,16 +97,9 @@ def test_what_does_not_belong_there_is_noted(folder: Path) -> None:
 def test_a_file_that_the_manifest_does_not_know_is_a_problem(folder: Path) -> None:
     manifest = Manifest.read(folder)
     assert manifest is not None
-    files = {name: file for name, file in manifest.files.items() if name != SECOND}
+    files = {name: file for name, file in manifest.files.items() if name != FIRST}
     Manifest(1, torch.__version__, files=files).write(folder)
-    assert verify(folder).problems == [f"not in the manifest: {SECOND}"]
-
-
-def test_what_is_not_there_is_not_damaged(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    for name in ("nothing", "nothing.pt", "nothing.safetensors", "empty"):
-        with pytest.raises(NotFoundError, match=r"does not exist|only nothing"):
-            verify(tmp_path / name)
+    assert verify(folder).problems == [f"not in the manifest: {FIRST}"]
 
 
 def test_metadata_that_contradicts_itself_is_found(folder: Path) -> None:
@@ -140,20 +118,6 @@ def test_metadata_that_contradicts_itself_is_found(folder: Path) -> None:
     assert "model.c has a chunk at (0,) that is in no file" in problems
 
 
-def test_without_a_manifest_torchs_own_checksums_are_compared(of_torch: Path) -> None:
-    report = verify(of_torch)
-    assert report.is_good
-    assert report.notes[0].startswith("there is no manifest.json: structure and sizes were")
-    file = of_torch / FIRST
-    content = file.read_bytes()
-    # An element in the middle, where nothing but a checksum tells.
-    position = content.index(torch.arange(1500.0, 1501.0).view(torch.uint8).numpy().tobytes())
-    flip(file, position)
-    (problem,) = verify(of_torch).problems
-    assert f"{FIRST}: model.weight" in problem
-    assert "CRC-32" in problem
-
-
 def test_what_has_no_checksums_at_all_is_said(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
@@ -164,14 +128,6 @@ def test_what_has_no_checksums_at_all_is_said(tmp_path: Path) -> None:
     assert report.is_good
     assert "1 items have no checksums at all" in report.notes
     assert report.nbytes == 0
-
-
-def test_without_a_manifest_missing_and_short_files_are_found(of_torch: Path) -> None:
-    file = of_torch / FIRST
-    file.write_bytes(file.read_bytes()[:-1])
-    assert any("truncated" in problem for problem in verify(of_torch).problems)
-    file.unlink()
-    assert any(f"{FIRST} is missing" in problem for problem in verify(of_torch).problems)
 
 
 # -- every kind of checkpoint, and shared tensors -------------------------------------------------
@@ -191,52 +147,40 @@ class Tied(nn.Module):
             self.head.weight = self.embed.weight
 
 
-@pytest.fixture(scope="module")
-def language_model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
-    counts = {"num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(**sizes, **counts, tie_word_embeddings=True)
-    return transformers.AutoModelForCausalLM.from_config(config)
+@pytest.fixture
+def sharded(folder: Path, tmp_path: Path) -> Path:
+    """A folder of several safetensors files with an index, as Hugging Face has them."""
+    export(folder, tmp_path / "sharded" / "model.safetensors", max_shard_bytes=2400)
+    return tmp_path / "sharded"
 
 
 def bytes_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.distcp"))
 
 
-@pytest.mark.parametrize("max_shard_size", ["1GB", "20KB"], ids=["one-file", "index"])
-def test_verify_finds_nothing_wrong_with_what_transformers_wrote_and_finds_damage(
-    language_model: Any, tmp_path: Path, max_shard_size: str
-) -> None:
-    language_model.save_pretrained(tmp_path, max_shard_size=max_shard_size)
-    files = sorted(tmp_path.glob("*.safetensors"))
-    assert (len(files) > 1) == (max_shard_size == "20KB")
-    report = verify(tmp_path)
+def test_damaged_and_missing_files_of_an_index_are_found(sharded: Path) -> None:
+    files = sorted(sharded.glob("*.safetensors"))
+    report = verify(sharded)
     assert report.problems == []
-    assert report.num_files == len(files)
+    assert report.num_files == len(files) == 2
     assert any("no checksums" in note for note in report.notes)
-    assert ckpt("verify", tmp_path) == 0
-    assert ckpt("verify", files[0]) == 0
-    assert len(inspect(tmp_path).tensors) == len(language_model.state_dict()) - 1
     content = files[-1].read_bytes()
     for damaged in (content[:-4], content + b"0000", content[:8] + b"[" + content[9:]):
         files[-1].write_bytes(damaged)
-        assert not verify(tmp_path).is_good
-        assert ckpt("verify", tmp_path) == 1
+        assert not verify(sharded).is_good
     files[-1].unlink()
-    assert ckpt("verify", tmp_path) == 1
+    assert ckpt("verify", sharded) == 1
 
 
-def test_an_index_and_its_files_have_to_agree(language_model: Any, tmp_path: Path) -> None:
-    language_model.save_pretrained(tmp_path, max_shard_size="20KB")
-    index = tmp_path / "model.safetensors.index.json"
+def test_an_index_and_its_files_have_to_agree(sharded: Path) -> None:
+    index = sharded / "model.safetensors.index.json"
     content = json.loads(index.read_text())
     name, file = next(iter(content["weight_map"].items()))
     index.write_text(json.dumps({"weight_map": content["weight_map"] | {"other.weight": file}}))
-    assert "does not hold other.weight" in verify(tmp_path).problems[0]
+    assert "does not hold other.weight" in verify(sharded).problems[0]
     del content["weight_map"][name]
     index.write_text(json.dumps(content))
-    assert any(f"holds {name}, which the index" in note for note in verify(tmp_path).notes)
+    assert any(f"holds {name}, which the index" in note for note in verify(sharded).notes)
 
 
 def test_every_kind_is_verified_for_what_it_is(tmp_path: Path) -> None:
@@ -250,23 +194,31 @@ def test_every_kind_is_verified_for_what_it_is(tmp_path: Path) -> None:
         assert report.problems == [], name
         assert ckpt("verify", tmp_path / name) == 0
         assert len(inspect(tmp_path / name).tensors) == 2
+    (note, *_) = verify(tmp_path / "dcp").notes
+    assert note.startswith("there is no manifest.json: structure and sizes were")
     for name in ("x.pt", f"dcp/{FIRST}"):
         file = tmp_path / name
-        content = bytearray(file.read_bytes())
-        content[content.find(tensors["a"].numpy().tobytes()) + 40] ^= 1
-        file.write_bytes(content)
+        flip(file, file.read_bytes().find(tensors["a"].numpy().tobytes()) + 40)
     assert not verify(tmp_path / "x.pt").is_good
-    assert not verify(tmp_path / "dcp").is_good
+    (problem,) = verify(tmp_path / "dcp").problems
+    assert f"{FIRST}: a" in problem
+    assert "CRC-32" in problem
 
 
 def test_overlapping_chunks_that_leave_a_gap_are_found(tmp_path: Path) -> None:
-    for name, starts, is_good in (("good", (0, 10, 20), True), ("bad", (0, 5, 20), False)):
-        writer = FolderWriter(tmp_path / name)
-        for start in starts:
-            for column in (0, 3):
-                writer.add_block("model.x", (30, 6), (start, column), torch.ones(10, 3))
-        writer.finish()
-        assert verify(tmp_path / name).is_good == is_good
+    tensors = {"model.x": torch.ones(30, 6)}
+    for name in ("good", "bad"):
+        write_folder(tmp_path / name, tensors, cut=20)
+    with changed_metadata(tmp_path / "bad") as metadata:
+        entry = metadata.state_dict_metadata["model.x"]
+        assert isinstance(entry, TensorStorageMetadata)
+        entry.chunks = [
+            ChunkStorageMetadata(torch.Size([5, 0]), torch.Size([20, 6])),
+            ChunkStorageMetadata(torch.Size([20, 0]), torch.Size([10, 6])),
+        ]
+        moved = [MetadataIndex("model.x", torch.Size([row, 0])) for row in (0, 5)]
+        metadata.storage_data[moved[1]] = metadata.storage_data.pop(moved[0])
+    assert verify(tmp_path / "good").is_good
     assert "overlap" in verify(tmp_path / "bad").problems[0]
     assert bool((CheckpointFolder(tmp_path / "good").read_tensor("model.x") == 1).all())
     with pytest.raises(CheckpointError, match="overlap"):
@@ -344,15 +296,21 @@ def test_exports_hold_a_shared_tensor_once_and_every_name_comes_back(tmp_path: P
         assert same_bits({n: folder.read_tensor(f"model.{n}") for n in state}, state)
 
 
-def test_transformers_loads_an_export_of_its_own_tied_model(
-    language_model: Any, tmp_path: Path
-) -> None:
-    checkpoint.save(tmp_path / "saved", language_model)
-    for limit in (10**9, 20_000):
-        out = tmp_path / f"hf{limit}"
-        export(tmp_path / "saved", out / "model.safetensors", max_shard_bytes=limit)
-        language_model.config.save_pretrained(out)
-        loaded, info = type(language_model).from_pretrained(out, output_loading_info=True)
-        assert not info["missing_keys"]
-        assert not info["unexpected_keys"]
-        assert same_bits(loaded.state_dict(), language_model.state_dict())
+@pytest.mark.parametrize("limit", [10**9, 20_000], ids=["one file", "several files"])
+def test_transformers_loads_an_export_of_its_own_tied_model(tmp_path: Path, limit: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
+    counts = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, **counts, tie_word_embeddings=True)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size=limit)
+    assert verify(tmp_path / "theirs").problems == []
+    assert len(inspect(tmp_path / "theirs").tensors) == len(model.state_dict()) - 1
+    checkpoint.save(tmp_path / "saved", model)
+    out = tmp_path / "exported"
+    export(tmp_path / "saved", out / "model.safetensors", max_shard_bytes=limit)
+    config.save_pretrained(out)
+    loaded, info = type(model).from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert same_bits(loaded.state_dict(), model.state_dict())

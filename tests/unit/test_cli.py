@@ -44,15 +44,6 @@ def test_a_subcommand_whose_package_is_missing_says_so_in_one_sentence(monkeypat
     assert "megatron-fsdp-v2[megatron]" in captured.err
 
 
-def test_only_the_named_subcommand_is_imported(monkeypatch):
-    offer(monkeypatch, greet=f"{__name__}:greeting", patches="no_such_package_here:command")
-    loaded = []
-    load = cli.load_command
-    monkeypatch.setattr(cli, "load_command", lambda p: loaded.append(p.name) or load(p))
-    cli.main(["greet", "Ada"])
-    assert loaded == ["greet"]
-
-
 def test_help_lists_all_subcommands_with_the_unavailable_ones_marked(monkeypatch, capsys):
     offer(monkeypatch, greet=f"{__name__}:greeting", patches="no_such_package_here:command")
     assert cli.main([]) == 0

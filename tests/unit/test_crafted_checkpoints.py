@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-import builtins
 import collections
 import copy
 import enum
 import io
 import json
+import math
 import os
 import pathlib
 import pickle
@@ -17,7 +16,6 @@ import shutil
 import struct
 import types
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,21 +27,21 @@ import torch._dynamo  # The first optimizer imports it, and it changes torch.
 import torch.distributed.checkpoint as dcp
 import torch.distributed.tensor  # Allows its classes in torch.load.
 from torch import nn
-from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
-from megatron_fsdp_v2.checkpoint.exporting import export, open_source
+from megatron_fsdp_v2.checkpoint.exporting import convert, export, open_source
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.inspecting import inspect
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST
 from megatron_fsdp_v2.checkpoint.metadata import METADATA
-from megatron_fsdp_v2.checkpoint.torch_files import load_plain
+from megatron_fsdp_v2.checkpoint.unpickling import load_plain, map_file
 from megatron_fsdp_v2.checkpoint.verifying import verify
+from megatron_fsdp_v2.checkpoint.writing import pack
 from tests.cases import longer
-from tests.unit.checkpoints import FIRST, changed_metadata, ckpt
+from tests.unit.checkpoints import FIRST, changed_metadata, same_bits
 
 
 class Color(enum.Enum):
@@ -53,13 +51,11 @@ class Color(enum.Enum):
 
 
 SHARED = (
-    *(pathlib.Path, pathlib.PosixPath, pathlib.PurePath, pathlib.PurePosixPath),
-    *(torch, torch.Size, torch.Tensor, torch.device, torch.dtype, torch.nn.Parameter),
-    *(collections.OrderedDict, torch.serialization, torch.serialization._get_layout, torch._utils),
+    *(pathlib.PosixPath, collections.OrderedDict, torch, torch.serialization._get_layout),
     *(vars(dcp_metadata)[name] for name in dcp_metadata.__all__),
-    *(dcp_metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo, builtins, os, pickle),
-    *(Color, Color.RED, argparse.Namespace),
+    *(dcp_metadata._MEM_FORMAT_ENCODING, Color, Color.RED),
 )
+"""What crafted files try to change."""
 
 
 def attributes(shared: Any) -> dict[str, Any]:
@@ -89,9 +85,6 @@ def _unchanged(tmp_path: Path) -> Iterator[None]:
 def genuine(path: Path, *, has_manifest: bool = False) -> Path:
     """A checkpoint of a linear layer, saved by torch or by this package."""
     model = nn.Linear(4, 6)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.copy_(torch.arange(param.numel()).view(param.shape))
     if has_manifest:
         checkpoint.save(path, model, extra={"step": 3, "name": "x"})
     else:
@@ -100,18 +93,15 @@ def genuine(path: Path, *, has_manifest: bool = False) -> Path:
     return path
 
 
-def is_rejected(path: Path, said: str = "", *, inspected: bool = True) -> None:
-    """Every way to read a folder says in its own error what is wrong; `said` is in all of them."""
+def is_rejected(path: Path, said: str | None = None, *, inspected: bool = True) -> None:
+    """Every reader of a folder raises its own error; `said` is in all of them."""
     out = path.with_name("out.safetensors")
     assert not verify(path).is_good
-    assert ckpt("verify", path) == 1
     if inspected:
         with pytest.raises(CheckpointError, match=said):
             inspect(path)
-        assert ckpt("inspect", path) == 2
     with pytest.raises(CheckpointError, match=said):
         export(path, out)
-    assert ckpt("export", path, out) == 2
     with pytest.raises(CheckpointError, match=said):
         checkpoint.load(path, nn.Linear(4, 6))
     assert not out.exists()
@@ -135,29 +125,20 @@ TWICE = b"q\x00h\x00\x86"
 APPENDED = {
     "state of a class": PATH + EVIL + b"b0",
     "slots of a class": PATH + SLOTS,
-    "slots of an enumeration": name(dcp_metadata.__name__, "_MEM_FORMAT_ENCODING") + SLOTS,
     "slots of a function": name("torch.serialization", "_get_layout") + SLOTS,
-    "slots of a dtype's module": name("torch", "float32") + SLOTS,
     "slots of metadata": METADATA_CLASS + SLOTS,
     "call": SYSTEM + TOUCH + b"\x85R0",
     "call of a call": PATH + text("x") + b"\x85R" + text("y") + b"\x85R0",
     "new": SYSTEM + TOUCH + b"\x85\x810",
-    "new with keywords": PATH + b")}\x920",
-    "instance": b"(" + TOUCH + b"ios\nsystem\n0",
     "object": b"(" + SYSTEM + TOUCH + b"o0",
     "extension": b"\x82\x010",
     "persistent id": b"Pabc\n0",
-    "persistent id of the stack": b"K\x01Q0",
     "dotted name": text("pathlib") + text("Path.home") + b"\x930",
     "a long of gigabytes": b"\x8b\xff\xff\xff\x7f",
-    "a string of exabytes": b"\x8d" + b"\xff" * 7 + b"\x7f",
     "bytes of exabytes": b"\x8e" + b"\xff" * 7 + b"\x7f",
-    "bytearray of exabytes": b"\x96" + b"\xff" * 7 + b"\x7f",
     "a number of digits": b"I" + b"9" * 10_000 + b"\n0",
     "memory of gigabytes": b"Nr\xff\xff\xff\xff0",
-    "out of the memory": b"j\xff\xff\xff\xff0",
     "a mark too many": b"(",
-    "a value too many": b"N",
     "nothing left": b"0",
     "marks": b"(" * 20_000,
     "string that is not text": b"X\x01\x00\x00\x00\xff0",
@@ -173,7 +154,6 @@ def pushed(module: str, of: str) -> bytes:
 ALONE = {
     "a function": pushed("os", "system"),
     "a function by a name with dots": pushed("torch", "os.system"),
-    "a builtin function": pushed("builtins", "eval"),
     "a dictionary": pickle.dumps({"a": 1})[2:-1],
     "noise": bytes(range(256)),
     "tuples in tuples": b")" + b"\x85" * 20_000,
@@ -181,7 +161,6 @@ ALONE = {
     "a list in itself": b"]q\x00h\x00a",
     "doubled": b")" + TWICE * 60,
     "a doubled key": b"})" + TWICE * 60 + b"Ns",
-    "nothing": b"",
     "a class": PATH,
     "another thing": name("collections", "OrderedDict") + b")R",
     "metadata without anything": METADATA_CLASS + b")\x81",
@@ -201,7 +180,7 @@ def test_pickles_of_something_else_and_operations_that_metadata_does_not_have_ar
     file = genuine(tmp_path / "c") / METADATA
     content = file.read_bytes()[:-1] + APPENDED.get(what, b"")
     file.write_bytes((content if what in APPENDED else b"\x80\x02" + ALONE[what]) + b".")
-    is_rejected(file.parent, "not allowed" if "function" in what and what in ALONE else "")
+    is_rejected(file.parent, "not allowed" if "function" in what and what in ALONE else None)
 
 
 @pytest.mark.parametrize("kept", [0, 50])
@@ -253,7 +232,6 @@ def shifted(metadata: Metadata) -> None:
 
 CHANGED: dict[str, Callable[[Metadata], Any]] = {
     "a shape beyond 63 bits": lambda m: resized(m, 2**62, 2**62),
-    "a shape beyond 63 bits and zero": lambda m: resized(m, 2**62, 2**62, 0),
     "a negative shape": lambda m: resized(m, -4, 6),
     "a chunk of other dimensions": lambda m: setattr(
         weight(m).chunks[0], "sizes", torch.Size((24,))
@@ -268,21 +246,14 @@ CHANGED: dict[str, Callable[[Metadata], Any]] = {
     "a name with an escape": lambda m: renamed(m, "model.\x1b[2Jweight"),
     "a name with a surrogate": lambda m: renamed(m, "model.\udc80"),
     "a name that is a number": lambda m: renamed(m, 3),
-    "a name of many parts": lambda m: renamed(m, "a." * 5000),
     "a name of a megabyte": lambda m: renamed(m, "m" * 2**20),
     "a path up": lambda m: all_infos(m, relative_path="../mine/keep"),
     "an absolute path": lambda m: all_infos(m, relative_path="/etc/passwd"),
-    "a path down": lambda m: all_infos(m, relative_path="a/b"),
     "a path of nothing": lambda m: all_infos(m, relative_path=""),
-    "the folder": lambda m: all_infos(m, relative_path="."),
-    "the folder above": lambda m: all_infos(m, relative_path=".."),
-    "a path with NUL": lambda m: all_infos(m, relative_path="a\0b"),
     "a path that is bytes": lambda m: all_infos(m, relative_path=b"a"),
-    "a long path": lambda m: all_infos(m, relative_path="a" * 5000),
     "a place before the file": lambda m: all_infos(m, offset=-1),
     "a place beyond 63 bits": lambda m: all_infos(m, offset=2**63 - 1, length=2),
     "a place that is not whole": lambda m: all_infos(m, offset=0.5),
-    "a place that is infinite": lambda m: all_infos(m, length=float("inf")),
     "a transformation": lambda m: all_infos(m, transform_descriptors=[["x"]]),
     "no index": lambda m: setattr(m, "storage_data", {"a": 1}),
     "a list for a dictionary": lambda m: setattr(m, "state_dict_metadata", []),
@@ -309,7 +280,7 @@ def test_numbers_and_names_out_of_range_are_rejected(tmp_path: Path, what: str) 
     path = genuine(tmp_path / "c")
     with changed_metadata(path) as metadata:
         (CHANGED | LATER)[what](metadata)
-    said = "said to lie in" if what.startswith("a path up") else ""
+    said = "said to lie in" if what.startswith("a path up") else None
     is_rejected(path, said, inspected=what in CHANGED)
 
 
@@ -326,59 +297,38 @@ def test_planner_data_of_another_program_is_left_alone(tmp_path: Path, planner_d
     assert CheckpointFolder(path).read_tensor("model.weight").shape == (6, 4)
 
 
-MANIFESTS = {
-    "infinite": lambda m: m | {"world_size": float("inf")},
-    "not a number": lambda m: m | {"version": float("nan")},
-    "negative": lambda m: m | {"world_size": -1},
-    "not whole": lambda m: m | {"world_size": 1.5},
-    "a bool": lambda m: m | {"version": True},
-    "beyond 63 bits": lambda m: m | {"world_size": 2**63},
-    "a list": lambda m: [m],
-    "files that are a list": lambda m: m | {"files": [1]},
-    "a path up": lambda m: m | {"files": {"../mine/keep": {"nbytes": 4, "items": []}}},
-    "an absolute path": lambda m: m | {"files": {"/dev/zero": {"nbytes": 4, "items": []}}},
-    "items of strings": lambda m: m | {"files": {"a": {"nbytes": 4, "items": ["abc"]}}},
-    "an item of two": lambda m: m | {"files": {"a": {"nbytes": 4, "items": [[1, 2]]}}},
-    "a negative item": lambda m: m | {"files": {"a": {"nbytes": 4, "items": [[-1, 2, 3]]}}},
-    "a long checksum": lambda m: m | {"files": {"a": {"nbytes": 4, "items": [[1, 2, 2**32]]}}},
-    "units of numbers": lambda m: m | {"units": {"a": 1}},
+MANIFESTS: dict[str, tuple[Any, str | None]] = {
+    "infinite": ({"world_size": float("inf")}, None),
+    "negative": ({"world_size": -1}, None),
+    "not whole": ({"world_size": 1.5}, None),
+    "beyond 63 bits": ({"world_size": 2**63}, None),
+    "files that are a list": ({"files": [1]}, None),
+    "a path up": ({"files": {"../mine/keep": {"nbytes": 4, "items": []}}}, None),
+    "an item of two": ({"files": {"a": {"nbytes": 4, "items": [[1, 2]]}}}, None),
+    "a negative item": ({"files": {"a": {"nbytes": 4, "items": [[-1, 2, 3]]}}}, None),
+    "a long checksum": ({"files": {"a": {"nbytes": 4, "items": [[1, 2, 2**32]]}}}, None),
+    "a file without items": ({"files": {"a": {"nbytes": 3}}}, "cannot be read"),
+    "another version": ({"version": 2}, "is of version 2 of .*reads version 1"),
+    "another format": ({"format": "another"}, "is of version 1 of the format 'another'"),
+    "deep": (b'{"units":' + b"[" * 20_000 + b"]" * 20_000 + b"}", None),
+    "digits": (b'{"version":' + b"9" * 5000 + b"}", None),
+    "not text": (b"\xff\xfe", None),
 }
+"""Fields of a manifest, or its bytes, and what the error says."""
 
 
-MANIFESTS_SAID = {
-    "another version": (lambda m: m | {"version": 2}, "is of version 2 .*reads version 1"),
-    "another format": (lambda m: m | {"format": "another"}, "is of the format 'another'"),
-    "a file without items": (lambda m: m | {"files": {"a": {"nbytes": 3}}}, "cannot be read"),
-}
-MANIFEST_BYTES = {
-    "deep": b'{"units":' + b"[" * 20_000 + b"]" * 20_000 + b"}",
-    "digits": b'{"version":' + b"9" * 5000 + b"}",
-    "not text": b"\xff\xfe",
-    "empty": b"",
-}
-
-
-@pytest.mark.parametrize("what", [*MANIFESTS, *MANIFESTS_SAID, *MANIFEST_BYTES, "twice"])
-def test_manifests_are_read_strictly(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize(("changed", "said"), MANIFESTS.values(), ids=MANIFESTS)
+def test_manifests_are_read_strictly(tmp_path: Path, changed: Any, said: str | None) -> None:
     path = genuine(tmp_path / "c", has_manifest=True)
-    content = (path / MANIFEST).read_bytes()
-    change, said = MANIFESTS_SAID.get(what, (MANIFESTS.get(what), ""))
-    if change is not None:
-        content = json.dumps(change(json.loads(content))).encode()
-    else:
-        content = MANIFEST_BYTES.get(what, b'{"version":2,' + content[1:])
-    (path / MANIFEST).write_bytes(content)
+    if isinstance(changed, dict):
+        changed = json.dumps(json.loads((path / MANIFEST).read_bytes()) | changed).encode()
+    (path / MANIFEST).write_bytes(changed)
     is_rejected(path, said)
 
 
-@pytest.mark.parametrize(
-    ("which", "has_manifest"),
-    [(METADATA, True), (METADATA, False), (MANIFEST, True), (FIRST, True), (FIRST, False)],
-)
-def test_links_out_of_the_folder_are_rejected(
-    tmp_path: Path, which: str, has_manifest: bool
-) -> None:
-    path = genuine(tmp_path / "c", has_manifest=has_manifest)
+@pytest.mark.parametrize("which", [METADATA, MANIFEST, FIRST])
+def test_links_out_of_the_folder_are_rejected(tmp_path: Path, which: str) -> None:
+    path = genuine(tmp_path / "c", has_manifest=True)
     file, elsewhere, inside = path / which, tmp_path / "elsewhere", path / "inside"
     shutil.move(file, inside)
     file.symlink_to(inside)
@@ -387,44 +337,26 @@ def test_links_out_of_the_folder_are_rejected(
     file.unlink()
     file.symlink_to(elsewhere)
     is_rejected(path, inspected=which != FIRST)
-    file.unlink()
-    file.symlink_to(file.name)
-    is_rejected(path, inspected=which != FIRST)
 
 
-def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_pipes_in_the_place_of_files_are_not_waited_for(tmp_path: Path) -> None:
     path = genuine(tmp_path / "c")
+    os.mkfifo(path / MANIFEST)
+    checkpoint.load(path, nn.Linear(4, 6))
     (path / FIRST).unlink()
     os.mkfifo(path / FIRST)
     is_rejected(path, inspected=False)
 
 
-def test_a_pipe_in_the_place_of_a_manifest_is_not_waited_for(tmp_path: Path) -> None:
-    path = genuine(tmp_path / "c")
-    os.mkfifo(path / MANIFEST)
-    model = nn.Linear(4, 6)
-    checkpoint.load(path, model)
-    assert model.bias.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-
-
-@pytest.mark.parametrize("transformed", [False, True])
-def test_no_memory_is_taken_for_state_of_an_optimizer_that_is_not_there(
-    tmp_path: Path, transformed: bool
-) -> None:
+def test_no_memory_is_taken_for_state_of_an_optimizer_that_is_not_there(tmp_path: Path) -> None:
     model = nn.Linear(4, 6)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     model(torch.ones(4)).sum().backward()
     optimizer.step()
     checkpoint.save(tmp_path / "c", model, optimizer)
     with changed_metadata(tmp_path / "c") as metadata:
-        state = metadata.state_dict_metadata["optimizer.state.weight.momentum_buffer"]
-        assert isinstance(state, dcp_metadata.TensorStorageMetadata)
+        state: Any = metadata.state_dict_metadata["optimizer.state.weight.momentum_buffer"]
         state.size = state.chunks[0].sizes = torch.Size((2**29, 2**29))
-        if transformed:
-            # Of what is transformed, lengths say little.
-            for index, info in metadata.storage_data.items():
-                if index.fqn.startswith("optimizer.state"):
-                    info.transform_descriptors = ["x"]
     with pytest.raises(CheckpointError):
         checkpoint.load(tmp_path / "c", model, optimizer)
     assert optimizer.state[model.weight]["momentum_buffer"].shape == (6, 4)
@@ -444,32 +376,28 @@ HEADERS: dict[str, dict[str, Any] | str] = {
     "an end behind the file": {"a": A, "b": B | {"shape": [90], "data_offsets": [12, 372]}},
     "negative": {"a": A | {"shape": [-3], "data_offsets": [12, 0]}, "b": B},
     "beyond 63 bits": {"a": A | {"shape": [2**62, 2**62]}, "b": B},
-    "beyond 63 bits and zero": {"a": A | {"shape": [2**62, 2**62, 0]}, "b": B},
     "not whole": {"a": A | {"shape": [3.0]}, "b": B},
     "infinite": {"a": A | {"shape": [float("inf")]}, "b": B},
-    "infinitely far": {"a": A | {"data_offsets": [0, float("inf")]}, "b": B},
     "bools": {"a": A | {"shape": [True, 3]}, "b": B},
     "a dtype that is a list": {"a": A | {"dtype": []}, "b": B},
     "another dtype": {"a": A | {"dtype": "F31"}, "b": B},
     "a name with an escape": {"\x1b[2J": A, "b": B},
     "metadata of numbers": {"a": A, "b": B, "__metadata__": {"x": 1}},
-    "a list": "[]",
     "deep": '{"a":' + "[" * 20_000 + "]" * 20_000 + "}",
 }
 
 
 @pytest.mark.parametrize("what", [*HEADERS, "a long header", "an empty file"])
 def test_headers_of_safetensors_are_read_strictly(tmp_path: Path, what: str) -> None:
-    file, target = tmp_path / "x.safetensors", tmp_path / "out"
+    file = tmp_path / "x.safetensors"
     file.write_bytes(header({"a": A, "b": B}))
     assert verify(file).is_good
     others = {"a long header": b"\xff" * 8 + b"{}", "an empty file": b""}
     file.write_bytes(header(HEADERS[what]) if what in HEADERS else others[what])
     assert not verify(file).is_good
-    for action in ("verify", "inspect", "convert"):
-        assert ckpt(action, file, *([target] * (action == "convert"))) != 0
-    with pytest.raises(CheckpointError):
-        inspect(file)
+    for read in (inspect, lambda source: convert(source, tmp_path / "out")):
+        with pytest.raises(CheckpointError):
+            read(file)
 
 
 @pytest.mark.parametrize("to", ["../mine/keep", "/etc/passwd", "", ".", "a\0b", 3, None, ["x"]])
@@ -487,14 +415,9 @@ TENSOR = name("torch._utils", "_rebuild_tensor_v2") + b"((" + STORAGE
 OBJECTS = {
     "a string that doubles": ENCODE + text("abcd") + text("hex") + b"\x86R",
     "zeros": name("__builtin__", "bytearray") + b"\x8a\x06" + b"\xff" * 5 + b"\x00\x85R",
-    "a deep key": b"})" + b"\x85" * 20_000 + b"Ns",
-    "a doubled key": b"})" + TWICE * 60 + b"Ns",
-    "a key in a set": name("__builtin__", "set") + b"])" + b"\x85" * 20_000 + b"a\x85R",
-    "state of a class": name("collections", "OrderedDict") + EVIL + b"b",
     "state of a member": name(__name__, "Color") + b"K\x01\x85R}" + text("_value_") + b"K\x02sb",
     "a call of a dtype": name("torch", "float32") + b")R",
-    "dunder attributes": name("argparse", "Namespace") + b")\x81}" + text("__class__") + b"Nsb",
-    "a function": SYSTEM + TOUCH + b"\x85R",
+    "dunder attributes": name("collections", "OrderedDict") + b")R}" + text("__class__") + b"Nsb",
     "a long storage": TENSOR + b"J\x00\x00\x10\x00tQK\x00K\x04\x85K\x01\x85\x89}tR",
     "a class of torch that communicates": name("torch.distributed.device_mesh", "DeviceMesh")
     + text("cpu")
@@ -505,114 +428,80 @@ OBJECTS = {
     + (name("__builtin__", "set") + b"h\x00\x85R") * 50
     + b"t\x86",
     "a negative stride": TENSOR + b"K\x04tQK\x00K\x04\x85J\xff\xff\xff\xff\x85\x89}tR",
+    "more than its storage": TENSOR + b"K\x04tQK\x00K\x04\x85K\x02\x85\x89}tR",
     "a storage that does not exist": TENSOR.replace(text("0"), text("9"))
     + b"K\x04tQK\x00K\x04\x85K\x01\x85\x89}tR",
 }
 
 
-def archived(description: bytes, *more: tuple[str, bytes], kind: int = zipfile.ZIP_STORED) -> bytes:
+def archived(description: bytes, kind: int = zipfile.ZIP_STORED) -> bytes:
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", kind) as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02" + description + b".")
         for record, of in (("byteorder", b"little"), ("data/0", bytes(16)), ("version", b"3\n")):
             archive.writestr(f"archive/{record}", of)
-        for record, of in more:
-            archive.writestr(record, of)
     return content.getvalue()
 
 
 @pytest.mark.parametrize("what", OBJECTS)
-def test_objects_that_are_not_plain_data_are_rejected_before_torch_sees_them(
-    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_objects_that_are_not_plain_data_are_rejected(tmp_path: Path, what: str) -> None:
     file = tmp_path / "x.pt"
     file.write_bytes(archived(OBJECTS[what]))
-    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("torch.load was called"))
-    for source in (file, io.BytesIO(file.read_bytes())):
-        with pytest.raises(CheckpointError, match="cannot be loaded as plain data"):
-            load_plain(source, "x", [Color, argparse.Namespace])
-    assert not verify(file).is_good
-    assert ckpt("verify", file) == 1
-    assert ckpt("inspect", file) == 2
-
-
-def test_archives_that_two_readers_could_read_differently_are_rejected(tmp_path: Path) -> None:
-    harmless, legacy, renamed = b"}", io.BytesIO(), io.BytesIO()
-    torch.save([], legacy, _use_new_zipfile_serialization=False)
-    with zipfile.ZipFile(renamed, "w") as archive:
-        for record in ("data.pkl", "evil.pkl"):
-            info = zipfile.ZipInfo(f"archive/{record}")
-            other = {"data.pkl": "evil.pkl", "evil.pkl": "data.pkl"}[record]
-            field = struct.pack("<BI", 1, zlib.crc32(info.filename.encode()))
-            field += f"archive/{other}".encode()
-            info.extra = struct.pack("<HH", 0x7075, len(field)) + field
-            archive.writestr(info, b"\x80\x02}." if record == "evil.pkl" else b"\x80\x02].")
-        archive.writestr("archive/version", b"3\n")
-    # Torch reads a list, and Python's zipfile a dictionary.
-    assert torch.load(io.BytesIO(renamed.getvalue()), weights_only=True) == []
-    with zipfile.ZipFile(renamed) as archive:
-        assert archive.read("archive/data.pkl") == b"\x80\x02}."
-    assert load_plain(io.BytesIO(archived(harmless)), "x") == {}
-    for content in (
-        archived(harmless, ("archive/DATA.pkl", b"")),
-        archived(harmless, ("other/data.pkl", b"")),
-        archived(harmless, kind=zipfile.ZIP_DEFLATED),
-        b"in front" + archived(harmless),
-        archived(harmless) + b"behind",
-        # Torch goes by how a file begins, Python's zipfile by how it ends.
-        legacy.getvalue() + archived(harmless),
-        renamed.getvalue(),
-    ):
-        with pytest.raises(CheckpointError):
-            load_plain(io.BytesIO(content), "x")
-
-
-def test_a_tensor_reaches_no_further_than_its_storage() -> None:
-    behind = TENSOR + b"K\x04tQK\x00K\x04\x85K\x02\x85\x89}tR"
     with pytest.raises(CheckpointError, match="cannot be loaded as plain data"):
-        load_plain(io.BytesIO(archived(behind)), "x")
+        load_plain(map_file(file), "x")
+    assert not verify(file).is_good
+
+
+def test_compressed_records_are_rejected() -> None:
+    assert load_plain(archived(b"}"), "x") == {}
+    with pytest.raises(CheckpointError, match=r"data\.pkl is compressed or encrypted"):
+        load_plain(archived(b"}", kind=zipfile.ZIP_DEFLATED), "x")
 
 
 def test_a_file_of_torch_before_1_6_is_named_as_such() -> None:
     legacy = io.BytesIO()
     torch.save([], legacy, _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match=r"torch before 1\.6 with torch and save it again"):
-        load_plain(legacy, "x")
+        load_plain(legacy.getvalue(), "x")
 
 
-def test_what_was_allowed_before_stays_allowed() -> None:
-    with torch.serialization.safe_globals([Color]):
-        load_plain(io.BytesIO(archived(b"}")), "x", [Color, argparse.Namespace])
-        assert Color in torch.serialization.get_safe_globals()
+def torch_saved(value: Any) -> bytes:
+    content = io.BytesIO()
+    torch.save(value, content)
+    return content.getvalue()
 
 
-def test_plain_data_of_every_sort_is_loaded() -> None:
+@pytest.mark.parametrize(
+    "packed", [torch_saved, lambda value: pack("extra", value)], ids=["by torch", "as extra"]
+)
+def test_plain_data_of_every_sort_is_loaded(packed: Callable[[Any], bytes]) -> None:
     whole = torch.arange(12.0).view(3, 4)
-    param = nn.Parameter(torch.ones(2))
-    param.tag = "x"  # type: ignore[attr-defined]
     values = [
-        *(None, True, 2**70, -5, 1.5, "a", b"xyz", bytearray(b"abc"), bytearray(), set(), {1, 2}),
-        *([1, (2, [3])], {(1, (2, 3)): 3, None: 4, torch.float32: 1}, 1 + 2j, torch.Size([2])),
-        *(torch.bfloat16, torch.device("cuda:1"), collections.Counter("abca"), Color.RED),
-        *(collections.OrderedDict(a=1), argparse.Namespace(a=Color.RED)),
-        nn.Linear(2, 2).state_dict(),
+        *(None, True, 2**70, -5, 1.5, -math.inf, "a", b"xyz", bytearray(b"abc"), bytearray(), b""),
+        *(set(), {1, 2}, [], {}, [1, (2, [3])], {(1, (2, 3)): 3, None: 4}, 1 + 2j),
+        *(torch.bfloat16, torch.device("cuda:1"), collections.Counter("abca")),
+        *({"b": {"c": (None, 2**63, "ä\0")}, "a": [b"\xff", [[]]]}, {torch.float32: 1}),
+        collections.OrderedDict(a=1),
     ]
     tensors = [
-        *(whole, whole.t(), whole[:, 1:], whole.expand(2, 3, 4), param, torch.ones(())),
-        torch.ones(0, 3),
+        *(whole, whole.t(), whole[:, 1:], whole.expand(2, 3, 4), torch.ones(()), torch.ones(0, 3)),
+        *(torch.ones(2).to(torch.float8_e4m3fn), torch.ones(2, dtype=torch.uint16)),
+        *(torch.tensor([True, False]), torch.get_rng_state(), torch.ones(2, dtype=torch.complex64)),
     ]
-    recent = [torch.ones(2).to(torch.float8_e4m3fn), torch.ones(2, dtype=torch.uint16)]
-    for value in (*values, *tensors, *recent):
-        content = io.BytesIO()
-        torch.save([value, value], content)
-        content.seek(0)
-        found, same = load_plain(content, "x", [Color, argparse.Namespace])
+    if packed is torch_saved:
+        values.append(torch.Size([2]))
+    for value in values:
+        (found,) = load_plain(packed([value]), "x")
         assert type(found) is type(value)
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(found.double(), value.double())
-            assert found.data_ptr() == same.data_ptr()
-        elif type(value) is not collections.OrderedDict:
-            assert found == value
+        assert found == value
+    for tensor in tensors:
+        found, same = load_plain(packed([tensor, tensor]), "x")
+        assert found.dtype == tensor.dtype
+        assert torch.equal(found.to(torch.complex128), tensor.to(torch.complex128))
+        assert packed is not torch_saved or found.data_ptr() == same.data_ptr()
+    assert math.isnan(load_plain(packed(math.nan), "x"))
+    state = load_plain(packed(nn.Linear(2, 2).state_dict()), "x")
+    assert list(state) == ["weight", "bias"]
 
 
 def mutated(content: bytes, chance: random.Random) -> bytes:
@@ -656,26 +545,32 @@ def fuzz(folder: Path, kind: str, count: int) -> None:
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     before, good = values_of(path), {file: file.read_bytes() for file in files}
     chance, rejected = random.Random(kind), 0
+    is_folder, model, saved = path.is_dir(), nn.Linear(4, 6), nn.Linear(4, 6)
+    start = copy.deepcopy(model.state_dict())
+    if is_folder:
+        checkpoint.load(path, saved)
     for number in range(count):
         file = chance.choice(files)
-        content = mutated(good[file], chance)
-        file.write_bytes(content)
+        file.write_bytes(mutated(good[file], chance))
+        model.load_state_dict(start)
         try:
             report = verify(path)
             try:
                 inspect(path)
                 found = values_of(path)
-                if kind in ("ours", "torch"):
-                    checkpoint.load(path, nn.Linear(4, 6))
+                if is_folder:
+                    checkpoint.load(path, model)
             except CheckpointError:
                 rejected += 1
                 # Without a manifest, what is not read whole is not compared.
+                assert same_bits(model.state_dict(), start)
             else:
                 same = found.keys() == before.keys() and all(
                     torch.equal(found[key], before[key]) for key in before
                 )
                 assert same or kind != "ours"
                 assert same or not report.is_good or file.name != FIRST
+                assert kind != "ours" or same_bits(model.state_dict(), saved.state_dict())
         except Exception as error:
             raise AssertionError(f"{kind}, {file.name}, change {number}: {error!r}") from error
         finally:

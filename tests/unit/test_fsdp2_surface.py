@@ -14,7 +14,7 @@ from pathlib import Path
 from torch.distributed import fsdp
 
 from megatron_fsdp_v2 import FSDPModule, fully_shard
-from megatron_fsdp_v2.runtime.torch_fsdp import REFUSED_METHODS
+from megatron_fsdp_v2.runtime.module import REJECTED_METHODS
 from tests.fsdp2_suite.differences import REASONS, column_of, expected
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming_from_fsdp2.md").read_text()
@@ -55,7 +55,7 @@ def test_every_method_of_fsdp2_has_a_row_and_is_ours() -> None:
     assert theirs - rows.keys() == set()
     ours = {name for name in theirs if getattr(FSDPModule, name) is not vars(fsdp.FSDPModule)[name]}
     assert theirs - ours == set()
-    rejected = {name for name in REFUSED_METHODS if not name.startswith("_")}
+    rejected = {name for name in REJECTED_METHODS if not name.startswith("_")}
     assert {name for name, status in rows.items() if status == "rejected"} == rejected
     # Methods of newer versions too, where torch has none to be asked.
     assert {name for name in rows if not callable(getattr(FSDPModule, name, None))} == set()
@@ -69,7 +69,7 @@ def test_every_public_name_of_fsdp2_has_a_row() -> None:
 
 def test_methods_take_the_arguments_that_fsdp2_takes() -> None:
     for name, method in inspect.getmembers(fsdp.FSDPModule, inspect.isfunction):
-        if name.startswith("_") or name in REFUSED_METHODS:
+        if name.startswith("_") or name in REJECTED_METHODS:
             continue
         theirs = inspect.signature(method).parameters.values()
         ours = inspect.signature(getattr(FSDPModule, name)).parameters

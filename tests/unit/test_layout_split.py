@@ -17,8 +17,7 @@ from megatron_fsdp_v2.layout.buffer_layout import BufferLayout, Granularity
 from megatron_fsdp_v2.layout.flat_buffers import aligned_buffers
 from megatron_fsdp_v2.layout.split import split_for_padding
 from tests.pages import check_part, table
-from tests.reference.layout_bounds import RANKS, UNITS, contiguous_bound, scattered_bound
-from tests.unit.layouts import Shape, numel_of
+from tests.reference.layout_bounds import RANKS, UNITS, Shape, contiguous_bound, numel_of
 
 TINY_SHAPE = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
 TINY_SHAPES = st.lists(TINY_SHAPE, min_size=1, max_size=5)
@@ -125,27 +124,6 @@ def test_little_padding_of_a_toy_model_keeps_one_buffer() -> None:
     assert len(split_for_padding(shapes, 7, negligible=0)) > 1
 
 
-def test_two_of_five_equal_matrices_fill_the_room_that_longer_rows_leave() -> None:
-    # In slices of 14, rows of 7 fill eight ranks and two matrices of 28 rows of 2 the other eight.
-    shapes = [(16, 7), (28, 2), (28, 2), (28, 2), (28, 2), (28, 2), (12, 2)]
-    split = split_for_padding(shapes, 16, tolerance=0.0, min_gain=0.0, negligible=0)
-    assert sorted(map(len, split)) == [3, 4]
-    assert _slices(shapes, split, 16) == 14 + 12
-    assert _padding(shapes, split, 16) == 0
-    assert _slices(shapes, [[0], [1, 2, 3, 4, 5, 6]], 16) == 7 + 20
-    # Equal ones are handed out in their order: neighbors in a model stay together.
-    host = next(buffer for buffer in split if 0 in buffer)
-    assert host[2] == host[1] + 1
-
-
-def test_a_split_depends_on_its_arguments_alone() -> None:
-    shapes = UNITS["DeepSeek-V3, dense"]
-    first = split_for_padding(shapes, 2048)
-    first[0].clear()
-    assert split_for_padding([list(shape) for shape in shapes], 2048) != first
-    assert sorted(itertools.chain(*split_for_padding(shapes, 2048))) == list(range(len(shapes)))
-
-
 @pytest.mark.parametrize("unit", UNITS)
 def test_a_unit_is_split_for_16384_ranks_in_under_a_third_of_a_second(unit: str) -> None:
     for num_shards in (1024, 16384):
@@ -166,39 +144,6 @@ def test_padding_is_one_percent_at_most_or_the_least_that_contiguous_parameters_
         slices = _aligned_slices(shapes, num_shards)
         if num_shards * slices > 1.01 * numel_of(shapes):
             assert slices == contiguous_bound(shapes, num_shards)
-
-
-@settings(max_examples=60)
-@given(shapes=TINY_SHAPES, num_shards=st.integers(1, 12))
-def test_no_split_goes_below_the_bound_for_scattered_rows(
-    shapes: list[Shape], num_shards: int
-) -> None:
-    bound = scattered_bound(shapes, num_shards)
-    for split in _set_partitions(list(range(len(shapes)))):
-        assert bound <= _slices(shapes, split, num_shards)
-
-
-@settings(max_examples=40)
-@given(
-    rows=st.lists(st.integers(3, 6), min_size=1, max_size=3, unique=True),
-    numbers=st.lists(st.integers(150, 300), min_size=4, max_size=4),
-    num_shards=st.integers(64, 100),
-)
-def test_no_split_of_long_matrices_goes_below_the_bound_for_contiguous_ones(
-    rows: list[int], numbers: list[int], num_shards: int
-) -> None:
-    # Two matrices share the first row size.
-    shapes = list(zip(numbers, [rows[0], *rows], strict=False))
-    bound = contiguous_bound(shapes, num_shards)
-    for split in _set_partitions(list(range(len(shapes)))):
-        assert bound <= _slices(shapes, split, num_shards)
-
-
-def test_the_bound_for_contiguous_matrices_is_rejected_where_it_does_not_hold() -> None:
-    with pytest.raises(ValueError, match="longer than two slices"):
-        contiguous_bound([(8, 4), (8, 2)], 2)
-    with pytest.raises(ValueError, match="several row sizes are shared"):
-        contiguous_bound([(99, 4), (99, 4), (99, 2), (99, 2)], 64)
 
 
 def test_bad_input_is_named() -> None:
@@ -226,11 +171,9 @@ def _table() -> str:
                 least = percent(contiguous_bound(shapes, ranks), ranks)
             one = percent(_slices(shapes, [range(len(shapes))], ranks), ranks)
             buffers = f"{len(split_for_padding(shapes, ranks))}"
-            scattered = percent(scattered_bound(shapes, ranks), ranks)
-            cells = (unit, f"{ranks}", one, buffers, percent(slices, ranks), least, scattered)
-            rows.append(cells)
-    columns = "unit|ranks|one buffer|buffers|padding|least, contiguous|least, scattered"
-    return table(columns.split("|"), rows, ["---", *["--:"] * 6])
+            rows.append((unit, f"{ranks}", one, buffers, percent(slices, ranks), least))
+    columns = ("unit", "ranks", "one buffer", "buffers", "padding", "least")
+    return table(columns, rows, ["---", *["--:"] * 5])
 
 
 def test_the_table_of_the_documentation_is_current(request: pytest.FixtureRequest) -> None:

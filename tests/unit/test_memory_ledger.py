@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
+from megatron_fsdp_v2.diagnostics.memory import TrackedMemory
 from megatron_fsdp_v2.diagnostics.memory_ledger import Account, Ledger, Role
-from megatron_fsdp_v2.diagnostics.memory_plot import plot_moments
-from megatron_fsdp_v2.plan.memory_bound import peak_bytes
-from megatron_fsdp_v2.plan.unit_bytes import UnitBytes
 
 FIRST = Account(Role.GATHERED, "first")
 SECOND = Account(Role.GATHERED, "second")
@@ -53,21 +51,12 @@ def test_each_interval_shows_its_own_highest_moment() -> None:
     assert found == [("start", "", 10), ("forward", "first", 30), ("backward", "second", 28)]
 
 
-def test_a_peak_that_lasts_is_seen_while_it_lasts() -> None:
-    ledger = Ledger()
-    ledger.add(FIRST, 7)
-    assert ledger.peak.total == 7
-    ledger.add(SECOND, 1)
-    assert ledger.peak.total == 8
-
-
 def test_a_picture_is_drawn_and_without_matplotlib_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
-    bound = peak_bytes([UnitBytes(())])
-    moments = list(booked().intervals())
-    plot_moments(moments, bound, tmp_path / "step.svg")
+    tracked = TrackedMemory(booked(), Ledger())
+    tracked.plot(tmp_path / "step.svg")
     text = (tmp_path / "step.svg").read_text()
     assert text.count("<path") > 10
     real = importlib.import_module
@@ -79,4 +68,4 @@ def test_a_picture_is_drawn_and_without_matplotlib_rejected(
 
     monkeypatch.setattr(importlib, "import_module", absent)
     with pytest.raises(RuntimeError, match="needs matplotlib"):
-        plot_moments(moments, bound, tmp_path / "none.png")
+        tracked.plot(tmp_path / "none.png")

@@ -18,8 +18,9 @@ from megatron_fsdp_v2.dtensor.row_shards import RowShards, TensorShard
 from megatron_fsdp_v2.layout.buffer_layout import BufferLayout, Granularity
 from megatron_fsdp_v2.optim.exchange import BucketPlan, Hop, Key, plan_buckets
 from megatron_fsdp_v2.optim.matrix_layout import Grid, MatrixLayout
-from megatron_fsdp_v2.optim.newton_schulz import newton_schulz_flops
+from megatron_fsdp_v2.optim.muon import newton_schulz_flops
 from megatron_fsdp_v2.optim.ownership import Matrix, Ownership
+from tests.processes import ROOT
 
 Shape = tuple[int, ...]
 
@@ -80,27 +81,12 @@ def test_matrices_are_given_away(
     assert plan.balance == pytest.approx(max(work) * 3 / sum(work))
 
 
-def test_ranks_are_left_idle_where_there_are_fewer_matrices() -> None:
-    plan = Ownership.plan(_squares([5, 5]), 4, ANY_BUCKET)
-    assert plan.flops == (5, 5, 0, 0)
-    assert plan.num_buckets == 1
-    assert Ownership.plan([], 4, ANY_BUCKET).num_buckets == 0
-
-
 def test_parameters_without_elements_are_no_work() -> None:
     grid = Grid((2,), (True,))
     rows = RowShards(((0, 0), (0, 0)), (1,))
     for shape in ((0, 3), (3, 0), (0, 2, 3)):
         layout = MatrixLayout(grid, rows, shape, (1,))
         assert Matrix.of(0, layout, newton_schulz_flops(*layout.matrix_shape)) == []
-
-
-def test_an_owners_matrices_fill_one_bucket_after_the_other() -> None:
-    # Four elements each, three matrices for each of two ranks.
-    matrices = _squares([1] * 6)
-    assert Ownership.plan(matrices, 2, 8).buckets == (1, 1, 0, 0, 0, 0)
-    assert Ownership.plan(matrices, 2, 4).num_buckets == 3
-    assert Ownership.plan(matrices, 2, 12).num_buckets == 1
 
 
 def test_a_matrix_larger_than_a_bucket_leaves_no_empty_bucket_behind_it() -> None:
@@ -135,12 +121,6 @@ def test_the_busiest_rank_of_llama_3_8b_does_at_most_a_tenth_more_than_the_mean(
     assert not UNEVEN & {8, 16, 32, 64}
 
 
-def test_all_ranks_together_do_every_matrix_once() -> None:
-    total = LAYERS * sum(newton_schulz_flops(*shape) for shape in LLAMA_LAYER)
-    for num_ranks in (8, 64):
-        assert sum(_llama(num_ranks)[1].flops) == total
-
-
 def _sent_over_own(num_ranks: int) -> tuple[float, float]:
     """Elements that a rank sends over those of its shard: over all ranks, and the largest."""
     layouts, ownership, grid = _llama(num_ranks)
@@ -155,18 +135,11 @@ def _sent_over_own(num_ranks: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("num_ranks", [8, 16, 32, 64])
-def test_a_rank_sends_at_most_2_1_times_its_shard(num_ranks: int) -> None:
+def test_the_page_has_the_balance_and_what_a_rank_sends(num_ranks: int) -> None:
     mean, largest = _sent_over_own(num_ranks)
-    # Every element goes to the owner and back, except those that are there.
-    assert 1 < mean < 2
-    assert largest <= 2.1
-
-
-def test_ranks_with_small_shards_send_more_than_that_at_sizes_that_divide_nothing() -> None:
-    # A rank that owns more than it holds sends that much more back; others send less.
-    mean, largest = _sent_over_own(58)
-    assert mean < 2
-    assert 2.1 < largest < 2.5
+    balance = _llama(num_ranks)[1].balance
+    row = f"| {num_ranks} | {balance:.3f} | {mean:.2f}, {largest:.2f} |"
+    assert row in (ROOT / "docs" / "muon.md").read_text().splitlines()
 
 
 @pytest.mark.parametrize(
@@ -190,20 +163,6 @@ def test_a_thousand_ranks_are_planned_in_a_fraction_of_a_second(
 
 
 # -- matrices that are whole somewhere ------------------------------------------------------------
-
-
-def test_matrices_that_are_not_cut_are_not_sent() -> None:
-    shapes = ((6, 4), (4, 6), (3, 5), (8, 8))
-    grid = Grid((3,), (True,))
-    layouts = _layouts(grid, shapes, "tensor")
-    matrices = _matrices(layouts)
-    ownership = Ownership.plan(matrices, 3, ANY_BUCKET)
-    holders = [next(r for r in range(3) if layout.rects_at(0, [r])) for layout in layouts]
-    assert list(ownership.owners) == holders
-    for rank in range(3):
-        for bucket in plan_buckets(layouts, ownership, grid, rank):
-            assert not any(hop.is_needed for hop in (*bucket.gathers, *bucket.returns))
-            assert bucket.sent_numel == 0
 
 
 def test_matrices_of_a_stack_that_tensor_parallelism_divides_stay_where_they_are() -> None:
@@ -341,86 +300,3 @@ def test_owners_get_every_element_once_and_every_holder_gets_results(case: _Case
         for plan, mine in zip(plans, results, strict=True):
             assert mine.issuperset(plan.held)
     assert done == Counter(range(len(ownership.matrices)))
-
-
-@settings(max_examples=100)
-@given(_cases())
-def test_everything_a_rank_holds_is_in_one_bucket(case: _Case) -> None:
-    for rank, plan in enumerate(case.plans):
-        held = Counter(cell for b in plan for key in b.held for cell in _cells(key))
-        coordinate = case.grid.coordinate(rank)
-        expected: Counter[tuple[int, int, int]] = Counter()
-        for index, matrix in enumerate(case.ownership.matrices):
-            rects = case.layouts[matrix.param].rects_at(matrix.number, coordinate)
-            expected.update(cell for rect in rects for cell in _cells((index, rect)))
-        assert held == expected
-        assert all(count == 1 for count in held.values())
-
-
-@settings(max_examples=100)
-@given(_cases())
-def test_whole_matrices_are_found_where_they_are_and_stay_there(case: _Case) -> None:
-    for matrix, owner in zip(case.ownership.matrices, case.ownership.owners, strict=True):
-        layout, numel = case.layouts[matrix.param], matrix.numel
-        holders = []
-        for rank in range(case.grid.num_ranks):
-            rects = layout.rects_at(matrix.number, case.grid.coordinate(rank))
-            if sum(rect.rows * rect.cols for rect in rects) == numel:
-                holders.append(rank)
-        assert list(matrix.whole_at) == holders
-        assert not holders or owner in holders
-
-
-def _issued(case: _Case, rank: int) -> list[tuple[int, str]]:
-    """All-to-alls in the order a run issues them: `(axis, what)`; see `SharedWork.run`."""
-    plan = case.plans[rank]
-
-    def hops_of(bucket: int, kind: str) -> Iterator[tuple[Hop, str]]:
-        hops: tuple[Hop, ...] = getattr(plan[bucket], kind) if bucket < len(plan) else ()
-        return iter([(hop, f"{bucket} {kind} {i}") for i, hop in enumerate(hops)])
-
-    # The first hop of a transfer is started ahead, and the others follow when it is waited for.
-    arriving, returning = hops_of(0, "gathers"), hops_of(len(plan), "returns")
-    issued = list(itertools.islice(arriving, 1))
-    for bucket in range(len(plan)):
-        issued += arriving
-        arriving = hops_of(bucket + 1, "gathers")
-        issued += itertools.islice(arriving, 1)
-        issued += returning
-        returning = hops_of(bucket, "returns")
-        issued += itertools.islice(returning, 1)
-    issued += returning
-    return [(hop.axis, what) for hop, what in issued if hop.is_needed]
-
-
-@settings(max_examples=100)
-@given(_cases())
-def test_ranks_along_an_axis_issue_their_all_to_alls_in_one_order(case: _Case) -> None:
-    issued = [_issued(case, rank) for rank in range(case.grid.num_ranks)]
-    for rank, axis in itertools.product(range(case.grid.num_ranks), range(len(case.grid.sizes))):
-        mine = [what for a, what in issued[rank] if a == axis]
-        for peer in _along(case.grid, rank, axis):
-            assert [what for a, what in issued[peer] if a == axis] == mine
-
-
-@settings(max_examples=50)
-@given(_cases())
-def test_a_plan_is_the_same_whenever_it_is_made(case: _Case) -> None:
-    again = _Case(case.grid, case.layouts, case.bucket_numel)
-    assert again.ownership == case.ownership
-    assert again.plans == case.plans
-
-
-@settings(max_examples=40)
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(1, 3))
-def test_the_busiest_rank_is_within_a_third_of_the_best(flops: list[int], num_ranks: int) -> None:
-    plan = Ownership.plan(_squares(flops), num_ranks, ANY_BUCKET)
-    assert sum(plan.flops) == sum(flops)
-    best = sum(flops)
-    for owners in itertools.product(range(num_ranks), repeat=len(flops)):
-        load = Counter[int]()
-        for owner, work in zip(owners, flops, strict=True):
-            load[owner] += work
-        best = min(best, max(load.values()))
-    # Graham's bound.
-    assert 3 * num_ranks * max(plan.flops) <= (4 * num_ranks - 1) * best

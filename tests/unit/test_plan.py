@@ -34,9 +34,8 @@ from megatron_fsdp_v2.plan import (
     sources,
     strategies,
 )
-from megatron_fsdp_v2.plan.exposure import Reason
-from megatron_fsdp_v2.plan.sharding import shard
-from megatron_fsdp_v2.runtime.options import RuntimeOptions
+from tests.cases import longer
+from tests.docs.blocks import blocks_in
 from tests.pages import check_page
 from tests.processes import ROOT
 from tests.reference.models import Stack
@@ -110,33 +109,15 @@ def test_a_plan_of_a_model_compares_all_strategies(capsys: Any) -> None:
     assert [unit["count"] for unit in data["plans"][0]["units"]] == [1, 3]
 
 
-def test_text_says_what_fits_and_what_is_sent(capsys: Any) -> None:
-    status, out, _ = run(
-        capsys, *["--ranks", "8", "--machine", "H100", "--tokens", "64", "--model"], HERE + "stack"
-    )
-    assert status == 0
-    assert "Best that fits:" in out
-    assert "optim_grads_params" in out
-    assert "reduce_scatter" in out or "all_reduce" in out
-    for line in out.splitlines():
-        assert len(line) <= 160
-
-
-def test_a_picture_is_written(capsys: Any, tmp_path: Path) -> None:
+def test_data_and_a_picture_go_to_files_beside_the_text(capsys: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    picture = tmp_path / "plan.png"
-    words = ["--ranks", "8", "--machine", "b200", "--tokens", "64", "--model", HERE + "stack"]
-    assert run(capsys, *words, "--plot", str(picture))[0] == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_json_goes_to_a_file_beside_the_text(capsys: Any, tmp_path: Path) -> None:
-    target = tmp_path / "plan.json"
-    words = ["--ranks", "2", "--model", HERE + "stack", "--json", str(target)]
-    status, out, _ = run(capsys, *words)
+    data, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    words = ["--ranks", "2", "--model", HERE + "stack", "--machine", "B200", "--tokens", "64"]
+    status, out, _ = run(capsys, *words, "--json", str(data), "--plot", str(picture))
     assert status == 0
     assert "With " in out
-    assert json.loads(target.read_text())["num_ranks"] == 2
+    assert json.loads(data.read_text())["num_ranks"] == 2
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_units_are_those_the_function_returns_or_the_patterns_name(capsys: Any) -> None:
@@ -188,6 +169,12 @@ def test_a_function_gets_the_arguments_that_are_given(capsys: Any) -> None:
         ("--model {stack} --ranks 0", "'0' is not a number of at least 1"),
         ("--model {stack} --strategy zero3", "invalid choice: 'zero3'"),
         ("--model {stack} --plot plan.nonsense", "--plot plan.nonsense"),
+        ("--model {stack} --offload-fraction 2", "offload_fraction is from 0 to 1, got 2.0"),
+        (
+            "--model {stack} --cpu-offload --offload-fraction 0.5",
+            "cpu_offload has all state in host memory",
+        ),
+        ("--cpu-offload -- --bf16", "--cpu-offload: training flags say this themselves"),
     ],
 )
 def test_bad_input_is_rejected_with_a_reason(words: str, reason: str, capsys: Any) -> None:
@@ -298,38 +285,6 @@ def test_time_of_a_collective_is_bytes_over_the_slowest_link() -> None:
 # -- time, memory, advice ---------------------------------------------------------------------
 
 
-def test_a_step_takes_its_computation_where_links_are_infinitely_fast() -> None:
-    machine = dataclasses.replace(MACHINE, node_bandwidth=1e30, network_bandwidth=1e30)
-    plan = plan_one(training(tokens=1000), ZERO_3, machine)
-    # Forward once, backward twice.
-    assert plan.step.compute_seconds == pytest.approx(3 * 4 * 2e6 * 1000 / 1e12)
-    assert plan.exposed_seconds == pytest.approx(0.0, abs=1e-12)
-
-
-def test_prefetching_hides_gathers_behind_computation() -> None:
-    ahead = training(tokens=10**5)
-    off = RuntimeOptions(enable_unshard_prefetch=False, enable_async_reduce_grad=False)
-    in_turn = dataclasses.replace(ahead, options=off)
-    hidden, exposed = (plan_one(t, ZERO_3, MACHINE).exposed_seconds for t in (ahead, in_turn))
-    # What is left is the root's: gathered before anything else, reduced after it.
-    assert 0 < hidden < 0.6 * exposed
-
-
-def test_what_the_optimizers_step_gathers_is_counted_once_and_begins_the_next_step() -> None:
-    options = RuntimeOptions(unshard_prefetch_depth=2)
-    usual = training(tokens=10**5, num_microbatches=4, options=options)
-    after = dataclasses.replace(options, enable_unshard_after_step=True)
-    ahead = dataclasses.replace(usual, options=after)
-    then, now = (plan_one(t, ZERO_3, MACHINE) for t in (usual, ahead))
-    assert now.step.collectives == then.step.collectives
-    first = [event.unit for event in now.step.events[-3:] if event.kind == "all_gather"]
-    assert first == ["", "layers.0", "layers.1"]
-    # Without a host there is nothing between two steps that they could overlap.
-    assert now.seconds == pytest.approx(then.seconds)
-    assert {each.reason for each in now.overlap.exposures[:2]} == {Reason.FIRST}
-    assert now.peak_nbytes >= then.peak_nbytes
-
-
 def test_middle_micro_batches_count_as_often_as_there_are() -> None:
     counts = {}
     for count in (1, 2, 3, 4, 7):
@@ -343,98 +298,37 @@ def test_a_pipeline_gathers_as_often_and_holds_more_activations() -> None:
     first = training(num_microbatches=8, stages=4, num_in_flight=4, tokens=10)
     alone = training(num_microbatches=8, tokens=10)
     plans = [plan_one(t, ZERO_3, MACHINE) for t in (first, alone)]
-    assert plans[0].peak.activations == 4 * plans[1].peak.activations
+    # Of three further micro-batches, beside the gradient that autograd hands over.
+    assert plans[0].peak.activations - plans[1].peak.activations == 3 * 4 * 10**6
     assert plans[0].step.collectives == plans[1].step.collectives
     assert plans[0].idle_seconds > 0
     assert plans[1].idle_seconds == 0
 
 
-def held(described: TrainingDescription, strategy: Strategy) -> dict[str, int]:
-    """Bytes by role of everything that an optimizer reads and writes."""
-    groups = [group.nbytes for unit in shard(described, strategy) for group in unit]
-    return {
-        "main_weight": sum(group.main_weight for group in groups),
-        "main_grad": sum(group.main_grad for group in groups),
-        "optimizer": plan_one(described, strategy).peak.optimizer,
-    }
-
-
-def test_what_is_sharded_follows_from_the_number_of_ranks() -> None:
-    for strategy, divided in {
-        "no_shard": (),
-        "optim": ("main_weight", "main_grad", "optimizer"),
-        "optim_grads_params": ("main_weight", "main_grad", "optimizer"),
-    }.items():
-        few, many = (held(training(ranks), Strategy(strategy)) for ranks in (1, 8))
-        for role in ("main_weight", "main_grad", "optimizer"):
-            ratio = few[role] / many[role]
-            assert ratio == pytest.approx(8.0 if role in divided else 1.0, rel=0.01), (
-                strategy,
-                role,
-            )
-
-
 def test_what_is_offloaded_is_in_host_memory_and_not_on_the_device() -> None:
-    strategy = Strategy("optim_grads_params")
     peaks, hosts = [], []
     for fraction in (0.0, 0.5, 1.0):
-        plan = plan_one(training(4, offload_fraction=fraction), strategy)
+        plan = plan_one(training(4, offload_fraction=fraction), ZERO_3)
         peaks.append(plan.peak.optimizer)
         hosts.append(plan.host_nbytes)
     assert peaks[0] > 0
     assert peaks == [peaks[0], peaks[0] // 2, 0]
     # Two moments, and copies of the main weight and of its gradient, each as large as a moment.
     assert [host - hosts[0] for host in hosts] == [0, peaks[0], 2 * peaks[0]]
-    of_muon = plan_one(training(4, offload_fraction=1.0, optimizer="muon"), strategy)
-    all_of_muon = plan_one(training(4, optimizer="muon"), strategy)
-    assert of_muon.peak.optimizer <= all_of_muon.peak.optimizer
-    with pytest.raises(ValueError, match=r"offload_fraction is from 0 to 1, got 1\.5"):
-        training(4, offload_fraction=1.5)
 
 
-def test_the_plan_says_what_the_host_needs(capsys: Any) -> None:
-    words = ("--ranks", "4", "--model", "tests.unit.test_plan:stack", "--strategy", "optim")
-    _, said, _ = run(capsys, *words, "--offload-fraction", "0.5")
-    assert "host memory with optim: " in said
-    assert "for 50% of what Adam steps" in said
-    assert "host memory" not in run(capsys, *words)[1]
-    status, _, error = run(capsys, *words, "--offload-fraction", "2")
-    assert status == 2
-    assert "offload_fraction is from 0 to 1" in error
-
-
-def test_with_cpu_offload_the_plan_says_what_is_where_and_what_is_copied(capsys: Any) -> None:
-    words = ("tests.unit.test_plan:stack", "--ranks", "4", "--micro-batches", "3")
-    here = described_by(capsys, *words)["plans"]
-    there = described_by(capsys, *words, "--cpu-offload")["plans"]
-    for plain, offloaded in zip(here, there, strict=True):
-        # Main gradients, as many bytes as main weights, are not all there at the peak.
-        moved = 2 * plain["peak"]["main_weight"] + plain["peak"]["optimizer"]
-        assert moved
-        assert offloaded["host_nbytes"] == plain["host_nbytes"] + moved
-        assert not any(
-            offloaded["peak"][role] for role in ("main_weight", "main_grad", "optimizer")
-        )
-        main = grads = plain["peak"]["main_weight"]
-        strategy = offloaded["strategy"]
-        # At ZeRO-3 units gather in every forward and backward, the root once for both.
-        assert offloaded["to_device_nbytes"] >= main * (
-            3 if strategy == "optim_grads_params" else 1
-        )
-        reductions = 1 if strategy in ("no_shard", "optim") else 3
-        assert offloaded["to_host_nbytes"] == reductions * grads
-        assert (plain["to_device_nbytes"], plain["to_host_nbytes"]) == (0, 0)
-    _, said, _ = run(
-        capsys, "--ranks", "4", "--cpu-offload", "--machine", "h100", "--model", *words
-    )
-    assert "h2d, d2h: what a step" in said
-    assert "times leave out copies from and to host memory" in said
-    status, _, error = run(capsys, "--cpu-offload", "--offload-fraction", "0.5", "--model", *words)
-    assert status == 2
-    assert "cpu_offload has all state in host memory" in error
-    status, _, error = run(capsys, "--ranks", "4", "--cpu-offload", "--", "--train-iters", "1")
-    assert status == 2
-    assert "--cpu-offload: training flags say this themselves" in error
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        (("--offload-fraction", "0.5"), "for 50% of what Adam steps"),
+        (("--cpu-offload",), "h2d, d2h: what a step"),
+        (("--cpu-offload",), "times leave out copies from and to host memory"),
+    ],
+)
+def test_the_plan_says_what_the_host_needs(option: tuple[str, ...], text: str, capsys: Any) -> None:
+    words = ("--ranks", "4", "--machine", "h100", "--strategy", "optim", "--model", HERE + "stack")
+    assert text in run(capsys, *words, *option)[1]
+    assert text not in run(capsys, *words)[1]
 
 
 def test_the_best_plan_is_as_fast_as_any_that_fits() -> None:
@@ -494,15 +388,10 @@ def test_an_order_of_runs_names_every_unit_below_the_root() -> None:
         training(runs=("layers.0", "layers.1", "layers.7", "layers.0"))
 
 
-def test_groups_of_units_that_are_alike_are_planned_once() -> None:
-    groups = shard(training(64), ZERO_3)
-    assert all(a is b for planned in groups[2:] for a, b in zip(groups[1], planned, strict=True))
-
-
 # -- a large model ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+@pytest.mark.parametrize("optimizer", ["adam", longer("muon")])
 def test_llama_405b_on_16384_ranks_is_planned_in_seconds(optimizer: str) -> None:
     start = time.process_time()
     with torch.device("meta"):
@@ -512,10 +401,10 @@ def test_llama_405b_on_16384_ranks_is_planned_in_seconds(optimizer: str) -> None
         units, {"dp": MeshDescription(16384)}, policy, optimizer=optimizer, tokens=8192
     )
     assert described.numel == 405_853_388_800
-    chosen = list(strategies(described, [2048]))
+    chosen = list(strategies(described))
     plans = plan_all(described, chosen, PRESETS["h100"])
-    assert len(plans) == 11
-    assert time.process_time() - start < 10
+    assert len(plans) == 4
+    assert time.process_time() - start < 15 * len(plans)
     best = best_plan(plans, PRESETS["h100"].usable_nbytes)
     assert best is not None
     assert best.strategy.name == "optim_grads_params"
@@ -524,6 +413,15 @@ def test_llama_405b_on_16384_ranks_is_planned_in_seconds(optimizer: str) -> None
 # -- documentation ----------------------------------------------------------------------------
 
 PAGE = "docs/plan.md"
+
+
+def test_the_example_in_python_on_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / PAGE).read_text()
+    (block,) = [block for block in blocks_in("plan.md", page) if block.language == "python"]
+    exec(compile(block.code, block.name, "exec"), {"__name__": "page", "build_model": stack})
+    assert "PeakBytes(" in capsys.readouterr().out
+
+
 COMMAND = "$ megatron-fsdp-v2 plan "
 
 

@@ -79,12 +79,3 @@ def test_an_empty_shard_has_no_chunks() -> None:
     shards = RowShards([(0, 0), (0, 4)], (1,), _tensor(2, 0, 0))
     assert list(shards.chunks((0, 0), (4, 3))) == []
     assert list(shards.chunks((0, 4), (4, 0))) == []
-
-
-def test_shapes_of_part_and_whole() -> None:
-    column = _tensor(4, 1, 0)
-    assert column.global_shape((3, 5)) == (12, 5)
-    assert column.part_shape((12, 5)) == (3, 5)
-    replicated = _tensor(4, 1, None)
-    assert replicated.global_shape((3, 5)) == replicated.part_shape((3, 5)) == (3, 5)
-    assert TensorShard(None, 0, (2, 2)).global_shape((4, 5)) == (4, 5)

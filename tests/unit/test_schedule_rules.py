@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import override
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
-from megatron_fsdp_v2.plan import MeshDescription, Strategy, TrainingDescription, describe_module
-from megatron_fsdp_v2.plan.schedule import replay
-from megatron_fsdp_v2.plan.sharding import shard
-from megatron_fsdp_v2.runtime.gather_rules import GatherSchedule, PrefetchLimit
+from megatron_fsdp_v2.comm.interface import DONE, Work
+from megatron_fsdp_v2.memory.observer import Observer
+from megatron_fsdp_v2.plan import (
+    MeshDescription,
+    Strategy,
+    TrainingDescription,
+    describe_module,
+    plan_one,
+)
 from megatron_fsdp_v2.runtime.options import RuntimeOptions
-from megatron_fsdp_v2.runtime.reduction_rules import Reduction, ReductionSchedule
+from megatron_fsdp_v2.runtime.schedule import (
+    GatherSchedule,
+    OrderedReductions,
+    PrefetchLimit,
+    ReductionQueue,
+    RootPass,
+)
 from tests.reference.models import Stack
 
 # -- a whole step -----------------------------------------------------------------------------
@@ -30,7 +43,7 @@ def _step(num_blocks: int, **options: int | bool) -> list[str]:
     units, _ = describe_module(model)
     runtime = RuntimeOptions(**options)  # type: ignore[arg-type]
     training = TrainingDescription(units, {"dp": MeshDescription(4)}, options=runtime)
-    events = replay(training, shard(training, Strategy(outer_size=2))).events
+    events = plan_one(training, Strategy(outer_size=2)).step.events
     words = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "outer"}
     issued = [each for each in events if each.kind in words]
     return [f"{words[each.kind]} {each.unit[7:] or 'root'}" for each in issued]
@@ -48,15 +61,6 @@ def test_a_step_gathers_one_unit_ahead_and_waits_for_the_oldest_of_two_reduction
     ]
 
 
-def test_a_step_gathers_further_ahead_and_reduces_one_by_one_when_told_so() -> None:
-    assert _step(3, unshard_prefetch_depth=2, max_live_grad_buffers=1) == [
-        *("gather root", "gather 0", "gather 1", "gather 2"),
-        # The root has the one gradient buffer from its output layer on.
-        *("gather 2", "gather 1", "gather 0", "reduce 2"),
-        *("outer 2", "reduce 1", "outer 1", "reduce 0", "outer 0", "reduce root", "outer root"),
-    ]
-
-
 def test_a_step_gathers_small_units_further_ahead_than_large_ones_when_bytes_limit_it() -> None:
     unlimited = _step(3, unshard_prefetch_bytes=1 << 30)
     assert unlimited[:8] == [
@@ -66,14 +70,6 @@ def test_a_step_gathers_small_units_further_ahead_than_large_ones_when_bytes_lim
     # Less than a unit takes: the next one alone.
     assert _step(3, unshard_prefetch_bytes=1) == _step(3)
     assert _step(3, unshard_prefetch_bytes=1 << 30, unshard_prefetch_depth=1) == _step(3)
-
-
-def test_a_step_in_turn_overlaps_nothing() -> None:
-    assert _step(2, unshard_prefetch_depth=0, enable_async_reduce_grad=False) == [
-        *("gather root", "gather 0", "gather 1"),
-        *("gather 1", "reduce 1", "outer 1", "gather 0", "reduce 0", "outer 0"),
-        *("reduce root", "outer root"),
-    ]
 
 
 # -- what is gathered ahead -------------------------------------------------------------------
@@ -87,7 +83,7 @@ class FakeUnit:
     log: list[str]
     gathered_nbytes: int
     is_unsharded: bool = False
-    has_one_form: bool = True
+    single_payload: bool = True
 
     def prefetch(self) -> None:
         self.log.append(f"+{self.name}")
@@ -98,323 +94,281 @@ class FakeUnit:
         self.is_unsharded = False
 
 
-@dataclass
-class Gathering:
-    """Units under a schedule, and what it had them do."""
-
-    depth: int | None = 1
-    names: str = "abcd"
-    sizes: tuple[int, ...] = (1, 1, 1, 1)
-    nbytes: int | None = None
-    bucket: int = 0
-    log: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        sizes = zip(self.names, self.sizes, strict=True)
-        self.units = {name: FakeUnit(name, self.log, nbytes) for name, nbytes in sizes}
-        limit = PrefetchLimit(self.depth, self.nbytes, self.bucket)
-        self.schedule: GatherSchedule[FakeUnit] = GatherSchedule(limit, self._in_one)
-
-    @contextlib.contextmanager
-    def _in_one(self) -> Iterator[None]:
-        self.log.append("(")
-        yield
-        self.log.append(")")
-
-    def forward(self, ran: str, chosen: str = "") -> list[str]:
-        """A pass through these units; what was gathered ahead and dropped unused."""
-        self.log.clear()
-        self.schedule.begin_forward(self.units["a"])
-        refs = [weakref.ref(self.units[name]) for name in chosen]
-        for name in ran:
-            unit = self.units[name]
-            self.schedule.before_use(unit)
+def _last_pass(
+    passes: str,
+    limit: PrefetchLimit | None = None,
+    sizes: Sequence[int] = (1, 1, 1, 1),
+    *,
+    chosen: str = "",
+    is_backward: bool = False,
+) -> str:
+    """The last of some passes: units in use, gathered ahead (+) and dropped (-)."""
+    log: list[str] = []
+    units = {name: FakeUnit(name, log, size) for name, size in zip("abcd", sizes, strict=True)}
+    schedule: Any = GatherSchedule(limit or PrefetchLimit())
+    for unit in units.values():
+        schedule.expect_backward(unit)
+    for number, names in enumerate(passes.split(), start=1):
+        log.clear()
+        if is_backward:
+            schedule.begin_backward()
+        else:
+            schedule.begin_forward(units["a"])
+        is_chosen = number == len(passes.split())
+        for name in names:
+            unit = units[name]
+            schedule.before_use(unit)
+            log.append(name)
             unit.is_unsharded = True
-            self.schedule.in_forward(unit, refs if name == ran[0] else ())
+            if is_backward:
+                schedule.in_backward(unit)
+            else:
+                refs = chosen if is_chosen and name == names[0] else ""
+                schedule.in_forward(unit, [weakref.ref(units[other]) for other in refs])
             unit.is_unsharded = False
-        self.schedule.drop_prefetched()
-        return list(self.log)
+        schedule.drop_prefetched()
+    return " ".join(log)
 
 
-def test_nothing_is_gathered_ahead_in_the_first_pass_and_the_next_unit_in_the_second() -> None:
-    gathering = Gathering()
-    assert gathering.forward("abcd") == []
-    assert [entry for entry in gathering.forward("abcd") if entry[0] == "+"] == ["+b", "+c", "+d"]
+SOME_BYTES = PrefetchLimit(None, 100)
+FORWARDS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "nothing in the first pass": ("abcd", {}, "a b c d"),
+    "the next unit in the second pass": ("abcd abcd", {}, "a +b b +c c +d d"),
+    "two units": ("abcd abcd", {"limit": PrefetchLimit(2)}, "a +b +c b +d c d"),
+    "no unit, although a user asks for one": (
+        "abcd abcd",
+        {"limit": PrefetchLimit(0), "chosen": "c"},
+        "a b c d",
+    ),
+    # b and c fit together; d does not fit, and is gathered as the next one all the same.
+    "what fits in some bytes": (
+        "abcd abcd",
+        {"limit": SOME_BYTES, "sizes": (1, 40, 60, 101)},
+        "a +b +c b c +d d",
+    ),
+    "an expected unit that is skipped is dropped": ("abcd acd", {}, "a +b -b c +d d"),
+    "an expected unit is dropped at the end": ("ab a", {}, "a +b -b"),
+    "units that gather nothing are passed over": (
+        "abcd abcd",
+        {"sizes": (0, 5, 0, 5)},
+        "a +b b +d c d",
+    ),
+    "units that gather nothing drop nothing": (
+        "abcd abcd acd",
+        {"sizes": (0, 5, 0, 5)},
+        "a +b c -b d",
+    ),
+    "what a user asks for stays until it ran": ("abcd abcd", {"chosen": "d"}, "a +d b +c c d"),
+}
+BACKWARDS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "forwards in reverse": (
+        "dcba dcba",
+        {"limit": PrefetchLimit(2)},
+        "d +c +b c +a b a",
+    ),
+    "what fits in some bytes, backward": (
+        "dcba",
+        {"limit": SOME_BYTES, "sizes": (60, 50, 50, 1)},
+        "d +c +b c b +a a",
+    ),
+}
 
 
-def test_as_many_units_are_gathered_ahead_as_told() -> None:
-    gathering = Gathering(depth=2)
-    gathering.forward("abcd")
-    assert [e for e in gathering.forward("abcd") if e[0] == "+"] == ["+b", "+c", "+d"]
-    assert gathering.log.index("+c") == 1
-    still = Gathering(depth=0)
-    still.forward("abcd")
-    assert still.forward("abcd", chosen="c") == []
+@pytest.mark.parametrize(("passes", "options", "expected"), FORWARDS.values(), ids=FORWARDS)
+def test_a_forward_gathers_ahead(passes: str, options: dict[str, Any], expected: str) -> None:
+    assert _last_pass(passes, **options) == expected
 
 
-def test_units_are_gathered_ahead_while_their_bytes_fit_and_the_next_one_whatever_it_takes() -> (
-    None
-):
-    # b and c fit together after a; d does not, neither with c after b, nor alone.
-    gathering = Gathering(None, sizes=(1, 40, 60, 101), nbytes=100)
-    gathering.forward("abcd")
-    log = gathering.forward("abcd")
-    assert [entry for entry in log if entry[0] == "+"] == ["+b", "+c", "+d"]
-    # Both of them while a is at work.
-    assert log.index("+c") == 1
-    limit = PrefetchLimit(None, 100)
-    following = ((40, 60, 101), (60, 101), (101,), ())
-    assert [limit.count(left) for left in following] == [2, 1, 1, 0]
-    # Both limits hold; and nothing is gathered ahead where no unit may be.
-    assert PrefetchLimit(1, 100).count((40, 60)) == 1
-    assert PrefetchLimit(0, 100).count((40, 60)) == 0
-    assert PrefetchLimit.of(None, None) == PrefetchLimit(1, None)
+@pytest.mark.parametrize(("passes", "options", "expected"), BACKWARDS.values(), ids=BACKWARDS)
+def test_a_backward_gathers_ahead(passes: str, options: dict[str, Any], expected: str) -> None:
+    assert _last_pass(passes, is_backward=True, **options) == expected
 
 
-def test_a_backward_gathers_ahead_as_many_units_as_fit() -> None:
-    gathering = Gathering(None, sizes=(60, 50, 50, 1), nbytes=100)
-    units = gathering.units
-    for name in "abcd":
-        gathering.schedule.expect_backward(units[name])
-    gathering.schedule.begin_backward()
-    steps = []
-    for name in "dcba":
-        gathering.log.clear()
-        gathering.schedule.before_use(units[name])
-        units[name].is_unsharded = True
-        gathering.schedule.in_backward(units[name])
-        units[name].is_unsharded = False
-        steps.append("".join(gathering.log))
-    assert steps == ["+c+b", "", "+a", ""]
-
-
-def test_small_units_that_come_next_are_gathered_in_one_up_to_the_bytes_of_a_bucket() -> None:
-    gathering = Gathering(1, "abcdef", (9, 2, 2, 3, 8, 1), bucket=5)
-    gathering.forward("abcdef")
-    log = "".join(gathering.forward("abcdef"))
-    # After a: b and c, and nothing more until d is next; e is larger than a bucket.
-    assert log == "(+b+c)(+d)(+e)(+f)"
-    # With two ahead, the second of them begins a bucket as well.
-    gathering = Gathering(2, "abcdef", (9, 2, 2, 3, 1, 1), bucket=5)
-    gathering.forward("abcdef")
-    assert "".join(gathering.forward("abcdef")) == "(+b+c)(+d+e+f)"
-    limit = PrefetchLimit(2, None, 5)
-    assert limit.most((2, 2, 3, 1, 1)) == 3
-    assert limit.most((9, 2, 3, 1, 1)) == 3
-    assert limit.most((9, 2, 0, 0)) == 2
-
-
-def test_what_was_expected_and_skipped_is_dropped_where_the_next_unit_is_used() -> None:
-    gathering = Gathering()
-    gathering.forward("abcd")
-    # b was expected after a; c runs instead, then d as before.
-    assert gathering.forward("acd")[:3] == ["+b", "-b", "+d"]
-
-
-def test_what_is_gathered_ahead_at_the_end_of_a_pass_is_dropped() -> None:
-    gathering = Gathering()
-    gathering.forward("ab")
-    assert gathering.forward("a") == ["+b", "-b"]
-
-
-def test_units_that_gather_nothing_are_left_out_and_others_are_gathered_past_them() -> None:
-    gathering = Gathering(sizes=(0, 5, 0, 5))
-    gathering.forward("abcd")
-    # a looks ahead for b, and b for d; c neither drops it nor is one of those gathered ahead.
-    assert gathering.forward("abcd") == ["+b", "+d"]
-    # b did not run: what had been gathered for it goes where another one is used.
-    assert gathering.forward("acd") == ["+b", "-b"]
-
-
-def test_units_a_user_asked_for_stay_until_they_ran() -> None:
-    gathering = Gathering()
-    gathering.forward("abcd")
-    log = gathering.forward("abcd", chosen="d")
-    # Not b, which came next; and nobody drops d before it runs.
-    assert log[0] == "+d"
-    assert "+b" not in log
-    assert "-d" not in log
-
-
-def test_a_backward_takes_the_forwards_in_reverse() -> None:
-    gathering = Gathering(depth=2)
-    units = gathering.units
-    gathering.schedule.forget_backwards()
-    for name in "abcd":
-        gathering.schedule.expect_backward(units[name])
-    for _ in range(2):
-        gathering.log.clear()
-        gathering.schedule.begin_backward()
-        for name in "dcba":
-            gathering.schedule.before_use(units[name])
-            units[name].is_unsharded = True
-            gathering.schedule.in_backward(units[name])
-            units[name].is_unsharded = False
-        assert gathering.log[:3] == ["+c", "+b", "+a"]
+def test_both_limits_hold_and_without_any_one_unit_is_gathered_ahead() -> None:
+    assert PrefetchLimit(1, 100).first((40, 60), int) == [40]
+    assert PrefetchLimit(0, 100).first((40, 60), int) == []
+    assert RuntimeOptions().prefetch_limit == PrefetchLimit(1, None)
 
 
 # -- what is waited for -----------------------------------------------------------------------
 
 
-class FakeGroup(str):
-    """A group that is a name: `x` of one axis, `X` of two, `u` collects unreduced."""
+class FakeGrads:
+    """Gradients of a group with a name: `x` of one axis, `X` of two, `u` collects unreduced."""
 
-    has_partial = False
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name = name
+        self.log = log
+        self.has_partial = False
+        self.accumulates_unreduced = name == "u"
+        self.has_outer_axis = name.isupper()
 
-    @property
-    def full_nbytes(self) -> int:
-        """One for `a`, two for `b`."""
-        return ord(self.lower()) - ord("a") + 1
+    def reduce(self, queue: Any, *, async_op: bool) -> Work:
+        self.log.append(f"inner {self.name}")
+        self.has_partial = self.has_outer_axis
+        return DONE
 
-    @property
-    def accumulates_unreduced(self) -> bool:
-        return self == "u"
+    def end_inner(self) -> None:
+        self.log.append(f"free {self.name}")
 
-    @property
-    def has_outer_axis(self) -> bool:
-        return self.isupper()
+    def reduce_outer(self, *, async_op: bool) -> Work:
+        self.log.append(f"outer {self.name}")
+        self.has_partial = False
+        return DONE
+
+    def end_outer(self) -> None:
+        self.log.append(f"done {self.name}")
 
 
-class FakeReductions(ReductionSchedule[FakeGroup, int]):
-    """Reductions of groups that are names."""
+class Reducing:
+    """A queue of reductions, and what it had groups do."""
 
-    def __init__(self, bound: int, *, is_async: bool = True, bucket_nbytes: int = 0) -> None:
+    def __init__(self, bound: int = 2, *, is_async: bool = True) -> None:
+        options = RuntimeOptions(max_live_grad_buffers=bound, enable_async_reduce_grad=is_async)
+        self.queue: Any = ReductionQueue(options, Observer())
         self.log: list[str] = []
-        super().__init__(
-            bound, is_async=is_async, bucket_nbytes=bucket_nbytes, together=self._in_one
-        )
-        self._known: dict[str, FakeGroup] = {}
+        self._known: dict[str, FakeGrads] = {}
 
-    def named(self, names: str) -> list[FakeGroup]:
-        """The groups of these names."""
-        return [self._known.setdefault(name, FakeGroup(name)) for name in names]
+    def named(self, names: str) -> list[FakeGrads]:
+        """The gradients of these groups."""
+        return [self._known.setdefault(name, FakeGrads(name, self.log)) for name in names]
 
-    def reduce_named(self, names: str, *, synchronize: bool) -> None:
+    def reduce(self, names: str, *, synchronize: bool) -> None:
         """Reduce those of them that are due."""
-        self.reduce(self.due(self.named(names), synchronize=synchronize))
-
-    @contextlib.contextmanager
-    def _in_one(self) -> Iterator[None]:
-        self.log.append("(")
-        yield
-        self.log.append(")")
-
-    @override
-    def issue_inner(self, group: FakeGroup) -> int:
-        self.log.append(f"inner {group}")
-        group.has_partial = group.has_outer_axis
-        return 0
-
-    @override
-    def finish_inner(self, done: Sequence[Reduction[FakeGroup, int]]) -> None:
-        self.log.append(f"free {''.join(reduction.group for reduction in done)}")
-
-    @override
-    def issue_outer(self, groups: Sequence[FakeGroup]) -> list[int]:
-        self.log.append(f"outer {''.join(groups)}")
-        for group in groups:
-            group.has_partial = False
-        return [0] * len(groups)
-
-    @override
-    def finish_outer(self, done: Sequence[Reduction[FakeGroup, int]]) -> None:
-        self.log.append(f"done {''.join(reduction.group for reduction in done)}")
+        self.queue.reduce(self.queue.due(self.named(names), synchronize=synchronize))
 
 
 @pytest.mark.parametrize("bound", [1, 2, 3])
 def test_no_more_reductions_are_under_way_than_there_may_be_gradient_buffers(bound: int) -> None:
-    reductions = FakeReductions(bound)
-    for group in "abcdef":
-        reductions.reserve(*reductions.named(group))
-        assert len(reductions) < bound
-        reductions.reduce_named(group, synchronize=True)
-        assert len(reductions) <= bound
-    assert [entry[-1] for entry in reductions.log if entry.startswith("free")] == list(
+    reducing = Reducing(bound)
+    for name in "abcdef":
+        reducing.queue.reserve(*reducing.named(name))
+        assert len(reducing.queue) < bound
+        reducing.reduce(name, synchronize=True)
+        assert len(reducing.queue) <= bound
+    assert [entry[-1] for entry in reducing.log if entry.startswith("free")] == list(
         "abcdef"[: 6 - bound]
     )
 
 
 def test_a_group_that_is_being_reduced_is_waited_for_before_it_takes_another_gradient() -> None:
-    reductions = FakeReductions(3)
-    for group in "ab":
-        reductions.reduce_named(group, synchronize=True)
-    reductions.reserve(*reductions.named("a"))
-    assert reductions.log[2:] == ["free a"]
+    reducing = Reducing(3)
+    for name in "ab":
+        reducing.reduce(name, synchronize=True)
+    reducing.queue.reserve(*reducing.named("a"))
+    assert reducing.log[2:] == ["free a"]
 
 
 def test_the_outer_axis_follows_the_inner_one_with_a_bound_of_its_own() -> None:
-    reductions = FakeReductions(1)
-    for groups in ("AB", "C", "d"):
-        reductions.reduce_named(groups, synchronize=True)
-    assert reductions.log == [
-        *("inner A", "inner B", "free AB", "outer AB"),
-        *("inner C", "free C", "done AB", "outer C", "inner d"),
+    reducing = Reducing(1)
+    for names in ("AB", "C", "d"):
+        reducing.reduce(names, synchronize=True)
+    assert reducing.log == [
+        *("inner A", "inner B", "free A", "free B", "outer A", "outer B"),
+        *("inner C", "free C", "done A", "done B", "outer C", "inner d"),
     ]
-    reductions.drain()
-    assert reductions.log[-2:] == ["free d", "done C"]
+    reducing.queue.drain()
+    assert reducing.log[-2:] == ["free d", "done C"]
 
 
 def test_a_partial_shard_goes_on_when_synchronized_and_not_while_its_inner_part_is_under_way() -> (
     None
 ):
-    reductions = FakeReductions(2)
-    reductions.reduce_named("A", synchronize=False)
-    reductions.drain()
-    assert reductions.log == ["inner A", "free A"]
-    reductions.reduce_named("B", synchronize=True)
-    reductions.reduce_partials(reductions.named("AB"))
-    assert reductions.log[2:] == ["inner B", "outer A"]
-    reductions.drain()
-    assert reductions.log[4:] == ["free B", "outer B", "done A", "done B"]
+    reducing = Reducing()
+    reducing.reduce("A", synchronize=False)
+    reducing.queue.drain()
+    assert reducing.log == ["inner A", "free A"]
+    reducing.reduce("B", synchronize=True)
+    reducing.queue.reduce_partials(reducing.named("AB"))
+    assert reducing.log[2:] == ["inner B", "outer A"]
+    reducing.queue.drain()
+    assert reducing.log[4:] == ["free B", "outer B", "done A", "done B"]
 
 
 def test_what_collects_unreduced_is_due_when_gradients_are_synchronized() -> None:
-    reductions = FakeReductions(2)
-    groups = reductions.named("au")
-    assert reductions.due(groups, synchronize=False) == {"a": False}
-    assert reductions.due(groups, synchronize=True) == {"a": False, "u": False}
-
-
-def test_small_groups_are_reduced_in_one_up_to_the_bytes_of_a_bucket() -> None:
-    reductions = FakeReductions(2, bucket_nbytes=4)
-    for group in "abc":
-        reductions.reduce_named(group, synchronize=True)
-    # c does not fit with a and b.
-    first = ["(", "inner a", "inner b", ")"]
-    assert reductions.log == first
-    assert reductions.groups() == ["a", "b", "c"]
-    # A later gradient of c goes with what waits already.
-    reductions.reduce_named("c", synchronize=True)
-    # What is larger than a bucket is one by itself, after what came before it.
-    reductions.reduce_named("f", synchronize=True)
-    assert reductions.log[4:] == ["(", "inner c", ")", "free ab", "(", "inner f", ")"]
-    reductions.drain()
-    assert reductions.log[11:] == ["free c", "free f"]
-
-
-def test_a_partial_shard_waits_for_the_bucket_that_its_group_is_in() -> None:
-    reductions = FakeReductions(2, bucket_nbytes=100)
-    reductions.reduce_named("A", synchronize=False)
-    reductions.drain()
-    reductions.log.clear()
-    reductions.reduce_named("A", synchronize=True)
-    reductions.reduce_partials(reductions.named("A"))
-    assert reductions.log == []
-    reductions.drain()
-    assert reductions.log == ["(", "inner A", ")", "free A", "outer A", "done A"]
-
-
-def test_a_bucket_that_is_forgotten_is_not_reduced() -> None:
-    reductions = FakeReductions(2, bucket_nbytes=100)
-    reductions.reduce_named("a", synchronize=True)
-    assert reductions.has_bucket
-    reductions.forget_bucket()
-    reductions.drain()
-    assert reductions.log == []
+    reducing = Reducing()
+    a, u = reducing.named("au")
+    assert reducing.queue.due([a, u], synchronize=False) == {a: False}
+    assert reducing.queue.due([a, u], synchronize=True) == {a: False, u: False}
 
 
 def test_reductions_that_overlap_nothing_are_waited_for_at_once() -> None:
-    reductions = FakeReductions(2, is_async=False)
-    reductions.reduce_named("A", synchronize=True)
-    assert reductions.log == ["inner A", "free A", "outer A", "done A"]
-    assert not len(reductions)
+    reducing = Reducing(is_async=False)
+    reducing.reduce("A", synchronize=True)
+    assert reducing.log == ["inner A", "free A", "outer A", "done A"]
+    assert not len(reducing.queue)
+
+
+class NamedUnit:
+    """A unit with a name."""
+
+    def __init__(self, name: int) -> None:
+        self.name = name
+
+
+def _turns(count: int) -> tuple[list[Any], OrderedReductions]:
+    units: list[Any] = [NamedUnit(name) for name in range(count)]
+    # The last one has the first turn.
+    return units, OrderedReductions(units[::-1])
+
+
+def _forward(units: Sequence[Any], ran: Sequence[int]) -> RootPass:
+    passed: RootPass = RootPass()
+    for name in ran:
+        passed.add_use(units[name])
+    return passed
+
+
+def _backward(
+    units: Sequence[Any],
+    turns: OrderedReductions,
+    passed: RootPass,
+    ended: Sequence[int],
+) -> list[list[int]]:
+    """What is reduced at the end of every use, and last at the end of the backward."""
+    turns.begin(passed)
+    reduced = [[unit.name for unit in turns.done(units[name])] for name in ended]
+    return [*reduced, [unit.name for unit in turns.remaining()]]
+
+
+@given(st.data())
+def test_every_unit_has_one_turn_in_the_same_order_whatever_ran(data: st.DataObject) -> None:
+    units, turns = _turns(6)
+    for _ in range(2):
+        ran = data.draw(st.lists(st.integers(0, 5), max_size=12))
+        passed = _forward(units, ran)
+        # The same graph may go backward several times, and not all of it every time.
+        for _ in range(2):
+            ended = data.draw(st.permutations(ran))[: data.draw(st.integers(0, len(ran)))]
+            reduced = _backward(units, turns, passed, ended)
+            assert list(itertools.chain.from_iterable(reduced)) == list(range(6))
+
+
+@pytest.mark.parametrize(
+    ("ran", "ended", "reduced"),
+    [
+        ([2, 1, 0], [0, 1, 2], [[0], [1], [2], []]),
+        ([2, 1, 1, 0], [0, 1, 1, 2], [[0], [], [1], [2], []]),
+        ([2, 1, 1, 0], [0, 1, 2], [[0], [], [], [1, 2]]),
+    ],
+    ids=["the usual order", "after the second backward", "at the end after one without gradient"],
+)
+def test_a_unit_is_reduced_when_all_its_uses_are_over_and_those_before_it_are(
+    ran: list[int], ended: list[int], reduced: list[list[int]]
+) -> None:
+    units, turns = _turns(3)
+    assert _backward(units, turns, _forward(units, ran), ended) == reduced
+
+
+def test_a_deleted_unit_has_no_turn() -> None:
+    units, turns = _turns(3)
+    del units[1]
+    turns.begin(RootPass())
+    assert [unit.name for unit in turns.remaining()] == [0, 2]
+
+
+def test_without_an_order_each_unit_is_reduced_after_its_last_use_and_no_other() -> None:
+    units: list[Any] = [NamedUnit(name) for name in range(3)]
+    turns = OrderedReductions(units[::-1], in_order=False)
+    passed = _forward(units, [0, 1, 1, 2])
+    assert _backward(units, turns, passed, [1, 2, 1]) == [[], [2], [1], []]

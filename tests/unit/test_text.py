@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_fsdp_v2._text import aligned, compact, listed, parse_size, readable_size, table
+from megatron_fsdp_v2._text import listed, parse_size, readable_size
 
 
 def test_bytes_are_written_with_a_unit_that_fits() -> None:
@@ -13,30 +13,11 @@ def test_bytes_are_written_with_a_unit_that_fits() -> None:
     assert [readable_size(number, digits=2) for number in numbers] == texts
 
 
-def test_narrow_columns_have_three_digits_in_the_unit_that_fits() -> None:
-    numbers = (0, 1023, 1024, 102_348, 1_048_063, 1_048_064, 5000 << 40)
-    texts = ["0", "1023", "1.0K", "99.9K", "1023K", "1.0M", "5000T"]
-    assert [compact(number, 1024) for number in numbers] == texts
-    assert [compact(number, 1000, "KMBT") for number in (12_345, 7 * 10**9)] == ["12.3K", "7.0B"]
-
-
 def test_what_is_left_out_of_a_list_is_counted() -> None:
     assert listed([], 2) == ""
     assert listed(["a", "b"], 2) == "a, b"
     assert listed(range(5), 2) == "0, 1 and 3 more"
     assert listed("abc", 1, separator="; ") == "a; and 2 more"
-
-
-def test_columns_are_aligned_and_lines_have_no_trailing_blanks() -> None:
-    rows = [("unit", "bytes", "state"), ("layers.0", "7", ""), ("x", "1234", "frozen")]
-    assert aligned(rows, left=(0, 2)) == [
-        "unit      bytes  state",
-        "layers.0      7",
-        "x          1234  frozen",
-    ]
-    header, rule, *_ = table(rows, separator=" ")
-    assert header == "unit     bytes  state"
-    assert rule == "-" * len("layers.0 bytes frozen")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,654 @@
+"""The matrices of trainings under Megatron: beside its own DDP, beside themselves, and resumed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from functional_tests.matrix import DDP, SHARDED, STRATEGIES, TOLERANCE, Resume, Row, Setup
+from functional_tests.probes import bytes_of_state, gathers_apart, knobs, offloads, steps_runs
+from tests.mcore.flags import (
+    ALLTOALL,
+    CP2,
+    DEEPSEEK,
+    DROPOUT,
+    EP2,
+    ETP1,
+    FULL_RECOMPUTE,
+    GATED,
+    HFSDP,
+    HSDP,
+    LATENT,
+    LATENT_SIZES,
+    LOW_RANK_QUERIES,
+    MAMBA,
+    MODERN,
+    MOE,
+    MTP,
+    MUON,
+    NO_SHARD,
+    OVERLAP,
+    OVERLAP_GRADS,
+    OVERLAP_PARAMS,
+    PP2,
+    SPARSE,
+    TP2,
+    TP2_SP,
+    UNTIED,
+    VPP2,
+    ZERO1,
+    ZERO2,
+    ZERO3,
+)
+
+NORMS = "--log-params-norm --log-num-zeros-in-grad"
+FULL = FULL_RECOMPUTE
+SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn mlp"
+PER_TOKEN = "--calculate-per-token-loss"
+CLIPPED = "--clip-grad 0.05 --weight-decay 0.1 --adam-beta2 0.95 --lr-decay-style cosine"
+EVALUATION = "--eval-interval 3 --eval-iters 2 --manual-gc --manual-gc-interval 2"
+FP16 = (
+    "--fp16 --initial-loss-scale 1048576 --loss-scale-window 3 --hysteresis 1 "
+    "--accumulate-allreduce-grads-in-fp32"
+)
+DELTA_SIZES = (
+    "--linear-conv-kernel-dim 4 --linear-key-head-dim 16 --linear-value-head-dim 16 "
+    "--linear-num-key-heads 2 --linear-num-value-heads 4"
+)
+DELTA_NET = (
+    f"--experimental-attention-variant gated_delta_net --linear-attention-freq 2 {DELTA_SIZES} "
+    "--swiglu --normalization RMSNorm --disable-bias-linear"
+)
+EVERY_KIND = (
+    "--hybrid-layer-pattern MG+-E --mamba-state-dim 16 --mamba-head-dim 16 --mamba-num-groups 2 "
+    f"--num-experts 2 --moe-router-topk 2 {LATENT_SIZES} {DELTA_SIZES} --q-lora-rank 24 "
+    "--swiglu --normalization RMSNorm --disable-bias-linear"
+)
+TE = "--transformer-impl transformer_engine"
+UNFUSED_GRADS = "--no-gradient-accumulation-fusion"
+GROUPED = f"{ALLTOALL} --moe-grouped-gemm"
+META = "--init-model-with-meta-device"
+BATCH1 = "--micro-batch-size 1"
+# The vocabulary is padded to the same size with every tensor-parallel size.
+WHOLE_VOCABULARY = "--make-vocab-size-divisible-by 256"
+
+OFFLOAD = "--optimizer-cpu-offload"
+OFFLOADS = (
+    f"{OFFLOAD} --optimizer-offload-fraction 0",
+    f"{OFFLOAD} --optimizer-offload-fraction 0.5 --overlap-cpu-optimizer-d2h-h2d",
+    f"{OFFLOAD} --use-precision-aware-optimizer --no-pin-cpu-grads --no-pin-cpu-params",
+    f"{OFFLOAD} --optimizer-offload-fraction 0.25 --use-torch-optimizer-for-cpu-offload",
+)
+PLAIN = "--no-fsdp-flat-optimizer"
+AWARE = "--use-precision-aware-optimizer"
+BF16_STATE = f"{AWARE} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+DISTRIBUTED = "--use-distributed-optimizer"
+WHOLE_MATRICES = f"{TP2_SP} --muon-tp-mode duplicated"
+OVERLAPPING = (
+    f"{GROUPED} {EP2} --overlap-moe-expert-parallel-comm --moe-router-load-balancing-type none "
+    "--global-batch-size 16"
+)
+
+# fmt: off
+ROWS: tuple[Row, ...] = (
+    # ------------------------------------------------------------------------------- 2 ranks
+    Row("dense", 2, f"{NORMS} {UNTIED} {EVALUATION}", strategies=STRATEGIES, iterations=6,
+        quick=4),
+    Row("dense, bf16", 2, "--bf16", strategies=STRATEGIES),
+    Row("GQA, SwiGLU, QK norm, untied", 2, f"{MODERN} {UNTIED}",
+        strategies=(ZERO3, ZERO1), quick=1),
+    Row("both overlap flags, accumulation", 2, f"{OVERLAP_GRADS} --global-batch-size 16",
+        ours=OVERLAP_PARAMS, strategies=STRATEGIES),
+    Row("full recompute", 2, FULL, strategies=(ZERO3, ZERO2)),
+    Row("selective recompute", 2, f"{SELECTIVE} {MODERN}", strategies=(ZERO3, NO_SHARD)),
+    Row("per-token loss", 2, PER_TOKEN, strategies=STRATEGIES),
+    Row("clipping, weight decay, cosine", 2, CLIPPED, strategies=STRATEGIES),
+    Row("trace pool, evaluation in between", 2, EVALUATION,
+        ours=f"{OVERLAP_GRADS} {OVERLAP_PARAMS} --fsdp-trace-pool", strategies=(ZERO3, ZERO1)),
+    Row("fp16, dynamic loss scale", 2, FP16, strategies=STRATEGIES, quick=1),
+    Row("frozen embedding and norms", 2, f"{UNTIED} {NORMS}", strategies=STRATEGIES,
+        freezes=("embedding", "layernorm")),
+    Row("frozen layer, full recompute", 2, FULL, strategies=(ZERO3, ZERO2),
+        freezes=(r"layers\.1\.",)),
+    Row("random initialization by rank", 2, "--data-parallel-random-init",
+        strategies=(ZERO3, ZERO1), quick=1),
+    Row("multi-token prediction", 2, MTP, strategies=(ZERO3, ZERO2)),
+    Row("experts, sequential", 2, MOE, strategies=STRATEGIES),
+    Row("experts, grouped", 2, f"{MOE} --moe-grouped-gemm", strategies=(ZERO3, ZERO1)),
+    Row("experts, sigmoid router with bias", 2,
+        f"{ALLTOALL} --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+        strategies=(ZERO3, ZERO1)),
+    Row("latent attention", 2, f"{LOW_RANK_QUERIES} {NORMS}", strategies=STRATEGIES, quick=1),
+    Row("latent attention, full-rank queries, plain rope", 2, f"{LATENT} --rope-type rope",
+        strategies=(ZERO3, ZERO1)),
+    Row("latent attention, experts, multi-token prediction", 2, f"{DEEPSEEK} --mtp-num-layers 1",
+        strategies=STRATEGIES),
+    Row("latent attention, experts, recompute of projections", 2,
+        f"{DEEPSEEK} --recompute-granularity selective --recompute-modules mla_up_proj moe_act",
+        strategies=(ZERO3, ZERO2)),
+    Row("experts in a latent space", 2, f"{ALLTOALL} --moe-latent-size 32 "
+        "--moe-shared-expert-intermediate-size 64", strategies=(ZERO3, ZERO1)),
+    Row("norms around one", 2, f"--apply-layernorm-1p {NORMS}", strategies=STRATEGIES),
+    Row("norms around one, latent attention", 2, f"--apply-layernorm-1p {LATENT} {CLIPPED}",
+        strategies=(ZERO3, ZERO2)),
+    Row("sparse attention", 2, f"{SPARSE} {NORMS}", strategies=(ZERO3, ZERO1)),
+    Row("gated delta net", 2, f"{DELTA_NET} --apply-layernorm-1p", strategies=(ZERO3, ZERO2)),
+    Row("hybrid of every kind of layer", 2, EVERY_KIND, strategies=(ZERO3,)),
+    Row("hybrid Mamba", 2, MAMBA, strategies=(ZERO3, ZERO2)),
+    Row("Muon", 2, f"{MODERN} {UNTIED} {MUON} {NORMS} --make-vocab-size-divisible-by 512",
+        strategies=STRATEGIES, quick=1),
+    Row("default layers", 2, f"{TE} {NORMS}", strategies=STRATEGIES, quick=1),
+    Row("default layers, bf16", 2, f"{TE} --bf16", strategies=(ZERO3, ZERO1)),
+    Row("default layers, weight gradients apart", 2, f"{TE} {UNFUSED_GRADS}"),
+    Row("default layers, GQA, SwiGLU, QK norm, untied", 2, f"{TE} {MODERN} {UNTIED}", quick=1),
+    Row("default layers, full recompute", 2, f"{TE} {FULL}"),
+    Row("default layers, selective recompute", 2, f"{TE} {SELECTIVE} {MODERN}",
+        strategies=(ZERO2,)),
+    Row("default layers, grouped experts", 2, f"{TE} {GROUPED}", strategies=(ZERO3, ZERO1),
+        quick=1),
+    Row("default layers, latent attention", 2, f"{TE} {LOW_RANK_QUERIES}"),
+    Row("default layers, multi-token prediction", 2, f"{TE} {MTP}"),
+    Row("default layers, PP2, tied", 2, f"{TE} {PP2}"),
+    Row("default layers, TP2", 2, f"{TE} {TP2_SP}"),
+    Row("default layers, EP2", 2, f"{TE} {GROUPED} {EP2}", strategies=(ZERO2,)),
+    Row("default layers, hybrid Mamba", 2, f"{TE} {MAMBA}"),
+    Row("default layers, Muon", 2, f"{TE} {MODERN} {MUON}"),
+    Row("TP2", 2, f"{TP2} {NORMS}", strategies=(ZERO3, NO_SHARD)),
+    Row("PP2, tied", 2, f"{PP2} {NORMS}", strategies=(ZERO3, ZERO1)),
+    Row("CP2", 2, CP2, strategies=(ZERO3, ZERO2)),
+    Row("EP2", 2, f"{ALLTOALL} {EP2} {NORMS}", strategies=(ZERO3, ZERO2)),
+    # ------------------------------------------------------------------------------- 4 ranks
+    Row("DP4, accumulation", 4, "--global-batch-size 16", strategies=(ZERO2,)),
+    Row("TP2 x DP2, sequence parallel", 4, f"{TP2_SP} {NORMS}", strategies=STRATEGIES, quick=1),
+    Row("TP2 x DP2, sequence parallel, GQA, SwiGLU", 4, f"{TP2_SP} {MODERN} {UNTIED}",
+        strategies=(ZERO1,)),
+    Row("TP2 x DP2, sequence parallel, bf16", 4, f"{TP2_SP} --bf16"),
+    Row("default layers, TP2 x DP2, sequence parallel", 4, f"{TE} {TP2_SP} {MODERN}"),
+    Row("PP2 x DP2, tied", 4, f"{PP2} {NORMS}", strategies=STRATEGIES),
+    Row("PP2 x DP2, untied, per-token loss", 4, f"{PP2} {UNTIED} {PER_TOKEN}",
+        strategies=(ZERO2,)),
+    Row("PP2 x DP2, overlap flags", 4, f"{PP2} {OVERLAP_GRADS} --global-batch-size 16",
+        ours=OVERLAP_PARAMS),
+    Row("PP2 x DP2, virtual stages", 4, VPP2, strategies=(ZERO3, ZERO2, NO_SHARD)),
+    Row("PP2 x DP2, virtual stages, overlap flags", 4, f"{VPP2} {OVERLAP_GRADS}",
+        ours=OVERLAP_PARAMS, strategies=(ZERO1,)),
+    Row("PP2 x DP2, multi-token prediction", 4, f"{PP2} {MTP}"),
+    Row("TP2 x PP2", 4, f"{TP2_SP} {PP2}", strategies=(ZERO1,)),
+    Row("CP2 x DP2", 4, f"{CP2} {NORMS}", strategies=STRATEGIES),
+    Row("CP2 x DP2, per-token loss, clipping", 4, f"{CP2} {PER_TOKEN} {CLIPPED}"),
+    Row("HSDP 2x2", 4, NORMS, ours=HSDP, strategies=STRATEGIES),
+    Row("HSDP 2x2, overlap flags, recompute", 4, f"{OVERLAP_GRADS} {FULL} --global-batch-size 16",
+        ours=f"{HSDP} {OVERLAP_PARAMS}"),
+    Row("HSDP 2x2, bf16", 4, "--bf16", ours=HSDP, strategies=(ZERO1,)),
+    Row("HFSDP 2x2", 4, NORMS, ours=HFSDP, strategies=SHARDED),
+    Row("HFSDP 2x2, per-token loss, overlap flags", 4,
+        f"{PER_TOKEN} {OVERLAP_GRADS} --global-batch-size 16", ours=f"{HFSDP} {OVERLAP_PARAMS}",
+        strategies=(ZERO2,)),
+    Row("HSDP 2x2, TP2", 4, f"{TP2_SP}", ours=HSDP),
+    Row("EP2 x DP2, all-to-all", 4, f"{ALLTOALL} {EP2} {NORMS}", strategies=STRATEGIES),
+    Row("EP2 x DP2, all-gather, grouped", 4, f"{MOE} {EP2} --moe-grouped-gemm"),
+    Row("EP2 x DP2, shared expert, dense first layer", 4,
+        f"{ALLTOALL} {EP2} --moe-shared-expert-intermediate-size 64 --moe-layer-freq [0,1]",
+        strategies=(ZERO1,)),
+    Row("EP2 x DP2, per-token loss, clipping", 4, f"{ALLTOALL} {EP2} {PER_TOKEN} {CLIPPED}"),
+    Row("EP2 x DP2, experts with a strategy of their own", 4, f"{ALLTOALL} {EP2}",
+        ours=f"--expert-data-parallel-sharding-strategy {ZERO3}", strategies=(ZERO1,)),
+    Row("EP2 x DP2, frozen experts, evaluation", 4, f"{ALLTOALL} {EP2} {EVALUATION} {NORMS}",
+        freezes=(r"\.experts\.",)),
+    Row("EP2 x DP2, overlap flags, recompute of experts", 4,
+        f"{ALLTOALL} {EP2} {OVERLAP_GRADS} --global-batch-size 16 "
+        "--recompute-granularity selective --recompute-modules moe",
+        ours=OVERLAP_PARAMS),
+    Row("EP2 x DP2, bf16", 4, f"{ALLTOALL} {EP2} --bf16", strategies=(ZERO2,)),
+    Row("EP2, HSDP 2x2", 4, f"{ALLTOALL} {EP2} {NORMS}", ours=HSDP, strategies=(ZERO3, ZERO2)),
+    Row("EP2 x TP2, expert TP1", 4, f"{ALLTOALL} {EP2} {TP2_SP} {ETP1} {NORMS}"),
+    Row("TP2 x DP2, expert TP2", 4, f"{ALLTOALL} {TP2_SP}", strategies=(ZERO1,)),
+    Row("EP2 x PP2", 4, f"{ALLTOALL} {EP2} {PP2} {UNTIED}", strategies=(ZERO2,)),
+    Row("latent attention, TP2 x DP2", 4, f"{LOW_RANK_QUERIES} {TP2_SP} {NORMS}",
+        strategies=(ZERO3, NO_SHARD)),
+    Row("sparse attention, TP2 x DP2", 4, f"{SPARSE} {TP2_SP}", strategies=(ZERO2,)),
+    Row("gated delta net, experts, EP2 x PP2", 4, f"{DELTA_NET} {ALLTOALL} {EP2} {PP2}"),
+    Row("latent attention, CP2 x DP2", 4, f"{LATENT} {CP2}", strategies=(ZERO2,)),
+    Row("latent attention, experts, EP2 x TP2", 4, f"{DEEPSEEK} {EP2} {TP2_SP} {ETP1} {NORMS}"),
+    Row("latent attention, experts, EP2 x PP2, multi-token prediction", 4,
+        f"{DEEPSEEK} {EP2} {PP2} --mtp-num-layers 1", strategies=(ZERO3, ZERO1)),
+    Row("experts in a latent space, EP2 x TP2", 4,
+        f"{ALLTOALL} --moe-latent-size 32 {EP2} {TP2_SP} {ETP1} {NORMS}"),
+    Row("norms around one, TP2 x DP2", 4, f"--apply-layernorm-1p {MODERN} {TP2_SP}",
+        strategies=(ZERO1,)),
+    Row("hybrid Mamba, TP2 x DP2", 4, f"{MAMBA} {TP2_SP}"),
+    Row("Muon, TP2 x DP2, whole matrices", 4, f"{MODERN} {TP2_SP} {MUON} --muon-tp-mode duplicated",
+        strategies=(ZERO3, ZERO1)),
+    Row("Muon, EP2 x DP2", 4, f"{ALLTOALL} {EP2} {MUON}"),
+    # ------------------------------------------------------------------------------- 8 ranks
+    Row("TP2 x PP2 x DP2", 8, f"{TP2_SP} {PP2} {NORMS}", strategies=(ZERO3, NO_SHARD)),
+    Row("TP2 x CP2 x DP2", 8, f"{TP2_SP} {CP2} {MODERN}"),
+    Row("HSDP 2x4", 8, BATCH1, ours=HSDP, strategies=(ZERO1,)),
+    Row("HFSDP 2x2, TP2", 8, f"{TP2_SP}", ours=HFSDP, strategies=(ZERO2,)),
+    Row("EP2 x DP4, HSDP 2x4", 8, f"{ALLTOALL} {EP2} {BATCH1} {NORMS}", ours=HSDP,
+        strategies=(ZERO2,)),
+    Row("EP2 x DP4, HFSDP 2x4", 8, f"{ALLTOALL} {EP2} {BATCH1}", ours=HFSDP),
+    Row("EP2 x PP2 x DP2, virtual stages", 8, f"{ALLTOALL} {EP2} {VPP2} {BATCH1}"),
+    Row("EP2 x TP2 x DP2, expert TP2", 8, f"{ALLTOALL} {EP2} {TP2_SP}"),
+    # -------------------------------------------------------------------- other numbers of ranks
+    Row("one rank", 1, EVALUATION, strategies=(ZERO3, NO_SHARD)),
+    Row("three ranks", 3, "--global-batch-size 12", strategies=(ZERO3, NO_SHARD)),
+    # ------------------------------------------------------------------------------ to the bit
+    Row("bf16, norms added up in fp64", 2, f"--bf16 --num-layers 4 {EVALUATION}", iterations=8,
+        tolerance=0, exact_norms=True),
+    Row("Muon in bf16, one micro-batch, not clipped", 2,
+        "--optimizer muon --global-batch-size 4 --clip-grad 0", strategies=(ZERO3, NO_SHARD),
+        iterations=8, tolerance=0, norms=TOLERANCE, quick=1),
+    # ------------------------------------------------------------------------------- optimizers
+    *(
+        Row(f"nothing is clipped: {name}", 2, f"--clip-grad 0 --log-num-zeros-in-grad {flags}",
+            ours=ours, iterations=3, quick=is_quick)
+        for name, flags, ours, is_quick in (
+            ("Adam", "", "", 1),
+            ("Adam of every parameter", "", PLAIN, 0),
+            ("Adam, offloaded", "", OFFLOAD, 1),
+            ("Lion", "--optimizer lion --lr 1e-4", "", 0),
+            ("Muon", MUON, "", 1),
+        )
+    ),
+    *(
+        Row(f"fp16, dynamic loss scale, {way}", 2, FP16, ours=way) for way in OFFLOADS[1:]
+    ),
+    Row("Muon, its options", 2, f"{GATED} {MUON} --muon-nesterov --muon-momentum 0.8 "
+        "--muon-scale-mode unit_rms_norm --lion-beta1 0.8 --muon-num-ns-steps 3 "
+        "--muon-extra-scale-factor 0.5 --muon-coefficient-type simple --muon-no-split-qkv "
+        "--weight-decay 0.2", quick=1),
+    Row("Muon, bf16", 2, f"{GATED} {MUON} --muon-fp32-matmul-prec medium --bf16", tolerance=5e-4,
+        norms=5e-2),
+    *(
+        Row(f"Muon, TP2 x DP2, {mode}", 4, f"{GATED} {MUON} {TP2} --muon-tp-mode {mode}",
+            strategies=(ZERO3, ZERO1, NO_SHARD))
+        for mode in ("blockwise", "duplicated", "distributed")
+    ),
+    *(
+        Row(f"Muon, {name}", 4, f"{GATED} {MUON} {flags}", ours=ours)
+        for name, flags, ours in (
+            ("HSDP", "", HSDP),
+            ("HFSDP", "", HFSDP),
+            ("PP2", PP2, ""),
+            ("CP2", CP2, ""),
+            ("TP2 x PP2", f"{PP2} {WHOLE_MATRICES}", ""),
+            ("virtual stages", VPP2, ""),
+            ("EP2", f"{ALLTOALL} {EP2}", ""),
+            ("EP2, experts not sharded", f"{ALLTOALL} {EP2}",
+             f"--expert-data-parallel-sharding-strategy {NO_SHARD}"),
+            ("EP2 x TP2", f"{ALLTOALL} {EP2} {WHOLE_MATRICES}", ""),
+            ("Lion for the others", "--muon-scalar-optimizer lion", ""),
+            ("Lion for everything", "--optimizer lion", ""),
+            ("per-token loss, loss scale", f"{PER_TOKEN} --loss-scale 8", ""),
+        )
+    ),
+    Row("default layers, bf16 state", 2, f"{TE} {BF16_STATE}", theirs=DISTRIBUTED,
+        strategies=STRATEGIES, iterations=4, quick=1),
+    *(
+        Row(f"default layers, state in {first} and {second}", 1,
+            f"{TE} {AWARE} --exp-avg-dtype {first} --exp-avg-sq-dtype {second}",
+            theirs=DISTRIBUTED, iterations=4, probe=bytes_of_state, finds=nbytes)
+        for first, second, nbytes in (("fp16", "fp16", 4), ("fp8", "fp16", 3), ("fp8", "fp8", 2))
+    ),
+    # ------------------------------------------------------------- experts that overlap, shared
+    Row("experts that overlap", 2, OVERLAPPING, strategies=STRATEGIES, iterations=2, quick=1),
+    *(
+        Row(f"experts that overlap: {flags} {ours}", 4, f"{OVERLAPPING} {flags}", ours=ours,
+            iterations=3)
+        for flags, ours in (
+            ("--global-batch-size 32", OVERLAP),
+            ("--global-batch-size 32",
+             f"{OVERLAP} --fsdp-unshard-prefetch-depth 2 --fsdp-trace-pool"),
+            ("", HSDP),
+            (VPP2, ""),
+            (VPP2, OVERLAP),
+            (f"{TP2_SP} {ETP1}", ""),
+            ("--num-layers 3 --moe-layer-freq [0,1,1]", OVERLAP),
+            ("--moe-shared-expert-intermediate-size 64 --ep-overlap-early-attn-memory-release",
+             OVERLAP),
+            ("--recompute-granularity selective --recompute-modules layernorm moe_act", OVERLAP),
+            (MTP, OVERLAP),
+            (f"--eval-interval 1 --eval-iters 1 {PER_TOKEN}", ""),
+        )
+    ),
+    Row("experts that overlap, bf16", 2, f"{OVERLAPPING} --bf16", iterations=3),
+    Row("shared expert that overlaps", 2,
+        f"{ALLTOALL} {EP2} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-gate "
+        "--moe-shared-expert-overlap", iterations=3, norms=1e-5, quick=1),
+    # ------------------------------------------------------------- features of Megatron's loop
+    *(
+        Row(f"feature: {flags}", 2, flags, iterations=6)
+        for flags in (
+            "--decoupled-lr 5e-3 --decoupled-min-lr 1e-3",
+            "--iterations-to-skip 3 5",
+            "--train-sync-interval 2 --empty-unused-memory-level 2",
+            "--rerun-mode disabled",
+            "--check-for-spiky-loss",
+            "--use-mup --mup-base-hidden-size 32",
+            "--use-cpu-initialization",
+            "--timing-log-level 2 --log-throughput --log-memory-interval 2",
+            "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.2",
+            "--dataloader-type cyclic",
+            "--deterministic-mode",
+        )
+    ),
+)
+
+# Trainings beside those with other flags: the same bits, unless a row says how close they come.
+SAME: tuple[Row, ...] = tuple(replace(
+    row, beside_itself=True, tolerance=row.tolerance or 0, iterations=min(row.iterations, 4)
+) for row in (
+    Row("overlap flags", 2, EVALUATION, ours=OVERLAP, quick=1),
+    # --------------------------------------------------------------------- what is gathered when
+    *(
+        Row(f"gathers and reductions: {flags}", 2, OVERLAP, ours=flags, probe=knobs, finds=finds,
+            tolerance=tolerance, quick=1)
+        for flags, finds, tolerance in (
+            ("", (5, 1, None, 2, 0), 0),
+            # The root, and the units that are gathered ahead of it.
+            ("--fsdp-unshard-prefetch-depth 2 --fsdp-max-live-grad-buffers 3 "
+             "--fsdp-unshard-after-step", (5, 2, None, 3, 3), 0),
+            ("--fsdp-unshard-prefetch-bytes 1MiB", (5, None, 1 << 20, 2, 0), 0),
+            # Both layers are one unit; half of the elements, four bytes each, are gathered ahead.
+            # Norms are summed over other flat buffers.
+            ("--suggested-communication-unit-size 100001 --fsdp-unit-bytes 400000",
+             (4, None, 200_000, 2, 0), TOLERANCE),
+            # The default: small layers are one unit.
+            ("--fsdp-unit-bytes 4MiB", (4, 1, None, 2, 0), TOLERANCE),
+            ("--fsdp-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail",
+             (5, 1, None, 2, 0), 0),
+            ("--use-nccl-ub --disable-symmetric-registration", (5, 1, None, 2, 0), 0),
+            ("--use-nccl-ub --disable-symmetric-registration --fsdp-trace-pool",
+             (5, 1, None, 2, 0), 0),
+        )
+    ),
+    *(
+        Row(f"gathers in groups of their own: {name}", ranks, flags,
+            ours="--create-all-gather-group", probe=gathers_apart, finds=finds, quick=is_quick)
+        for name, ranks, flags, finds, is_quick in (
+            ("dense", 2, OVERLAP, [True], 1),
+            ("experts", 4, f"{ALLTOALL} {EP2}", [True, True], 0),
+            ("instances", 4, f"{HSDP} {OVERLAP_GRADS}", [True], 0),
+        )
+    ),
+    *(
+        Row(f"trace pool: {flags}", ranks, flags, ours="--fsdp-trace-pool", quick=is_quick)
+        for ranks, flags, is_quick in (
+            (2, f"{EVALUATION} {OVERLAP} --global-batch-size 16", 1),
+            (4, f"{PP2} --num-layers 4 --global-batch-size 16", 0),
+            (4, FULL_RECOMPUTE, 0),
+            (4, f"{ALLTOALL} {EP2}", 0),
+            (4, "--bf16 --accumulate-allreduce-grads-in-fp32", 0),
+        )
+    ),
+    # On a CPU they are in any case, where main gradients are in fp32.
+    *(
+        Row(f"gradients in bf16 added up in fp32 {axes}", 4,
+            "--bf16 --global-batch-size 16 --megatron-fsdp-grad-comm-dtype bf16 "
+            f"--megatron-fsdp-main-params-dtype fp32 --megatron-fsdp-main-grads-dtype fp32 {axes}",
+            ours="--ddp-reduce-scatter-with-fp32-accumulation")
+        for axes in ("", HFSDP)
+    ),
+    # ---------------------------------------------------------------------------- optimizers
+    Row("Adam on flat tensors", 2, f"--bf16 {OVERLAP}", theirs=PLAIN, strategies=(NO_SHARD,),
+        probe=steps_runs, finds=True, quick=1),
+    Row("Adam on flat tensors, sharded", 2, f"--bf16 {OVERLAP}", theirs=PLAIN, strategies=SHARDED),
+    Row("fused Adam on flat tensors, experts", 2, f"{TE} --bf16 {OVERLAP} {MOE}", theirs=PLAIN),
+    *(
+        Row(f"{way}, {world_size} ranks", world_size,
+            "--clip-grad 0.5 --log-params-norm --global-batch-size 12", ours=way,
+            strategies=STRATEGIES, probe=partial(offloads, fraction=share), finds=True,
+            quick=int(world_size == 2 and way in OFFLOADS[1:3]))
+        for way, share in zip(OFFLOADS, (0.0, 0.5, 1.0, 0.25), strict=True)
+        for world_size in (1, 2, 3)
+    ),
+    *(
+        Row(f"{way}: {flags}", 2, flags, ours=way)
+        for way in OFFLOADS[1:3]
+        for flags in (
+            "--optimizer muon",
+            "--fp16 --initial-loss-scale 1024",
+            f"--num-experts 4 {EP2}",
+            TP2,
+            PP2,
+            HFSDP,
+            META,
+            f"--global-batch-size 24 {OVERLAP} --fsdp-trace-pool",
+        )
+    ),
+    Row("offloaded Adam of Muon", 2, "--optimizer muon", ours=OFFLOAD,
+        probe=partial(offloads, fraction=1.0), finds=True, quick=1),
+    *(
+        Row(f"default layers, {flags}", 2, f"{TE} --bf16 {others}", ours=flags,
+            tolerance=1e-2 if others else 1e-3, norms=1.0)
+        for flags, others in (
+            ("--megatron-fsdp-main-params-dtype bf16", ""),
+            ("--megatron-fsdp-main-params-dtype bf16 --megatron-fsdp-main-grads-dtype bf16", ""),
+            ("--megatron-fsdp-main-grads-dtype bf16", ""),
+            # What Newton-Schulz makes of nearly singular gradients hangs on their last bits.
+            ("--megatron-fsdp-main-params-dtype bf16", "--optimizer muon"),
+            ("--megatron-fsdp-main-grads-dtype bf16", "--optimizer adaptive_muon"),
+            ("--megatron-fsdp-main-params-dtype bf16 --optimizer-cpu-offload", ""),
+        )
+    ),
+    # ------------------------------------------------------------------------ weight gradients
+    # The output layer's gradient is apex's kernel's. Tied, autograd would add in another order.
+    *(
+        Row(f"fused weight gradients: {flags}", ranks, f"{TE} {UNTIED} {flags}",
+            theirs=UNFUSED_GRADS, strategies=strategies)
+        for ranks, flags, strategies in (
+            (1, "--global-batch-size 2", (ZERO3,)),
+            (1, "--global-batch-size 8", (ZERO3,)),
+            (2, "--global-batch-size 4", (ZERO3,)),
+            (2, f"--global-batch-size 16 {OVERLAP}", STRATEGIES),
+            (2, f"--global-batch-size 16 {FULL_RECOMPUTE}", (ZERO3,)),
+            (2, GROUPED, (ZERO3,)),
+            (2, TP2_SP, (ZERO3,)),
+        )
+    ),
+    # Apart, autograd is given memory for them that nobody has written.
+    *(
+        Row(f"weight gradients made later {fusion}", 2,
+            f"{TE} {GROUPED} {EP2} --overlap-moe-expert-parallel-comm --bf16 {fusion}",
+            ours="--delay-wgrad-compute", strategies=(ZERO3, ZERO1), quick=int(not fusion))
+        for fusion in ("", UNFUSED_GRADS)
+    ),
+))
+
+_parallel = partial(Resume, values=True)
+MEGATRON = f"{DISTRIBUTED} --dist-ckpt-optim-fully-reshardable"
+# A rate that moves shows whether the schedule was loaded.
+SCHEDULED = "--swiglu --lr-decay-style cosine --lr-warmup-iters 2 --clip-grad 0.5"
+LOW_STATE = f"--bf16 {AWARE} --main-grads-dtype bf16 --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"
+BIASED = (f"{ALLTOALL} --moe-router-enable-expert-bias --moe-router-score-function sigmoid "
+    "--moe-router-load-balancing-type none --moe-shared-expert-intermediate-size 32")
+MIXED = f"{ALLTOALL} --moe-layer-freq [0,1]"
+DEEP = "--num-layers 4"
+
+RESUMES: tuple[Resume, ...] = (
+    # ------------------------------------------------ other sizes; values are compared bitwise
+    _parallel("ZeRO-3 at 4 ranks, ZeRO-1 at 2", MODERN, Setup(4, ZERO3), Setup(2, ZERO1),
+        quick=True),
+    _parallel("tensor parallel, not any more", MODERN,
+        Setup(4, ZERO3, TP2_SP), Setup(2, ZERO2, WHOLE_VOCABULARY)),
+    _parallel("tensor parallel from now on", MODERN,
+        Setup(2, ZERO3, WHOLE_VOCABULARY), Setup(4, ZERO3, TP2_SP)),
+    *(
+        _parallel(f"expert parallel, {load}", BIASED, Setup(4, ZERO3, EP2), load)
+        for load in (
+            Setup(2, ZERO1), Setup(4, ZERO3, "--expert-model-parallel-size 4"), Setup(2, ZERO3, PP2)
+        )
+    ),
+    _parallel("expert parallel from now on", ALLTOALL, Setup(2, ZERO2), Setup(4, ZERO3, EP2)),
+    _parallel("pipeline, not any more", UNTIED, Setup(4, ZERO3, PP2), Setup(2, ZERO3)),
+    _parallel("pipeline from now on, tied embedding", MODERN, Setup(2, ZERO3),
+        Setup(4, ZERO1, PP2)),
+    _parallel("pipeline, tensor parallel from now on, tied embedding", "",
+        Setup(4, ZERO3, f"{PP2} {WHOLE_VOCABULARY}"), Setup(4, ZERO3, f"{TP2} {PP2}")),
+    *(
+        _parallel(f"virtual stages, {load}", DEEP, Setup(4, ZERO3, VPP2), load)
+        for load in (Setup(2, ZERO2, PP2), Setup(2, ZERO3), Setup(4, ZERO1, VPP2))
+    ),
+    _parallel("virtual stages, experts, one rank", f"{ALLTOALL} {DEEP}", Setup(2, ZERO3, VPP2),
+        Setup(1, ZERO3)),
+    _parallel("virtual stages from now on", f"{DEEP} {UNTIED}", Setup(2, ZERO3),
+        Setup(2, ZERO3, VPP2)),
+    _parallel("multi-token prediction, pipeline, not any more", MTP, Setup(2, ZERO3, PP2),
+        Setup(1, ZERO3)),
+    _parallel("multi-token prediction, pipeline from now on", MTP, Setup(2, ZERO3),
+        Setup(2, ZERO3, PP2)),
+    *(
+        _parallel(f"HSDP 2x2, {load}", MODERN, Setup(4, ZERO3, HSDP), load)
+        for load in (Setup(2, ZERO1), Setup(2, NO_SHARD))
+    ),
+    *(
+        _parallel(f"no sharding, {load}", MODERN, Setup(2, NO_SHARD), load)
+        for load in (Setup(4, ZERO3, HFSDP), Setup(4, ZERO3, HSDP), Setup(1, ZERO1))
+    ),
+    _parallel("context parallel, not any more", MODERN, Setup(4, ZERO3, CP2), Setup(4, ZERO2)),
+    _parallel("TP2 x PP2 x DP2, 2 ranks", MODERN,
+        Setup(8, ZERO3, f"{TP2_SP} {PP2}"), Setup(2, ZERO3, WHOLE_VOCABULARY)),
+    _parallel("built on the meta device from now on", MODERN,
+        Setup(2, ZERO3, WHOLE_VOCABULARY), Setup(4, ZERO3, f"{TP2_SP} {META}")),
+    _parallel("hybrid Mamba, ZeRO-3 at 2 ranks, HSDP 2x2", MAMBA,
+        Setup(2, ZERO3), Setup(4, ZERO3, HSDP)),
+    _parallel("latent attention, EP2 x TP2, ZeRO-1 at 2 ranks", DEEPSEEK,
+        Setup(4, ZERO3, f"{EP2} {TP2_SP} {ETP1}"), Setup(2, ZERO1, WHOLE_VOCABULARY)),
+    *(
+        _parallel(f"EP2 x TP2, {load}", f"{ALLTOALL} --normalization RMSNorm",
+            Setup(4, ZERO3, f"{EP2} {TP2_SP} {ETP1}"), load)
+        for load in (
+            Setup(4, ZERO3, f"{EP2} {PP2} {WHOLE_VOCABULARY}"), Setup(2, ZERO3, WHOLE_VOCABULARY),
+            Setup(4, ZERO3, TP2_SP),
+        )
+    ),
+    _parallel("frozen layers, pipeline, not any more", "--swiglu", Setup(2, ZERO3, PP2),
+        Setup(2, ZERO3), freezes=("mlp",), quick=True),
+    *(
+        Resume(f"ZeRO-3 at 2 ranks, {load}", "--swiglu --global-batch-size 12", Setup(2, ZERO3),
+            load, quick=load.world_size == 1, tolerance=0 if load == Setup(2, ZERO3) else TOLERANCE)
+        for load in (
+            Setup(1, ZERO3), Setup(2, ZERO3), Setup(3, ZERO3), Setup(3, ZERO2), Setup(3, ZERO1),
+            Setup(3, NO_SHARD),
+        )
+    ),
+    # ---------------------------------------------- to the bit at the same sizes: all is restored
+    *(
+        Resume(f"to the bit: {flags or 'data parallel'}",
+            f"--bf16 {DROPOUT} --lr-decay-style cosine --lr-warmup-iters 3",
+            Setup(2, ZERO3, flags), Setup(2, ZERO3, flags), tolerance=0, quick=not flags)
+        for flags in ("", PP2, TP2)
+    ),
+    *(
+        Resume(f"to the bit: {flags}, {setup}", flags, setup, setup, tolerance=0, quick=is_quick)
+        for flags, setup, is_quick in (
+            ("--fp16 --initial-loss-scale 1024 --loss-scale-window 3", Setup(2, ZERO3), True),
+            (f"{GATED} {MUON}", Setup(2, ZERO3), True),
+            (f"{TE} {LOW_STATE}", Setup(2, ZERO3), True),
+            (f"{TE} {TP2}", Setup(2, ZERO3), True),
+            (f"{TE} {TP2}", Setup(4, NO_SHARD), False),
+            (f"{TE} {TP2}", Setup(4, ZERO1), False),
+            (f"--async-save --optimizer muon --swiglu --num-experts 4 {EP2} {PP2} "
+             "--moe-token-dispatcher-type alltoall", Setup(4, ZERO3), False),
+            # Megatron's own, in a rehearsal.
+            (f"{GROUPED} {EP2}", Setup(2, DDP), False),
+            (f"{MAMBA} {TP2_SP}", Setup(2, DDP), False),
+        )
+    ),
+    Resume("sequential experts from grouped ones, Megatron's own", f"{ALLTOALL} {EP2}",
+        Setup(2, DDP, "--moe-grouped-gemm"), Setup(2, DDP), tolerance=0),
+    # ----------------------------------------------------------------------------- optimizers
+    *(
+        Resume(f"{optimizer}, TP2 x DP2, {load}", f"{GATED} {MUON} --optimizer {optimizer} "
+            "--muon-tp-mode duplicated", Setup(4, ZERO3, TP2), load,
+            # The first updates after the start are signs in part, where rounding decides.
+            tolerance=TOLERANCE if optimizer == "muon" else 1e-4)
+        for optimizer in ("muon", "adaptive_muon", "lion")
+        for load in (
+            Setup(1, ZERO1, WHOLE_VOCABULARY), Setup(2, NO_SHARD, f"{PP2} {WHOLE_VOCABULARY}"),
+            Setup(2, ZERO2, TP2), Setup(4, ZERO3, f"{HFSDP} {WHOLE_VOCABULARY}"),
+        )
+    ),
+    Resume("flat tensors, every parameter", UNTIED, Setup(2, NO_SHARD), Setup(2, ZERO3, PLAIN),
+        quick=True),
+    Resume("every parameter, flat tensors", UNTIED, Setup(2, ZERO3, PLAIN), Setup(2, NO_SHARD)),
+    Resume("fused Adam, flat tensors, experts", f"{TE} {MOE}",
+        Setup(2, ZERO3), Setup(2, ZERO3, PLAIN)),
+    *(
+        Resume(f"scaled state, {load}", f"{TE} --global-batch-size 12", Setup(2, ZERO3, LOW_STATE),
+            load, tolerance=1e-4)
+        for load in (
+            Setup(1, ZERO1, LOW_STATE), Setup(3, ZERO1, LOW_STATE),
+            Setup(2, ZERO1, f"{LOW_STATE} {PP2}"), Setup(2, ZERO1, "--bf16"),
+            Setup(2, ZERO1, f"--bf16 {BF16_STATE}"),
+        )
+    ),
+    *(
+        Resume(f"state in bf16, {ranks} ranks", f"{TE} {BF16_STATE} --global-batch-size 12",
+            Setup(2, ZERO3), Setup(ranks, ZERO3))
+        for ranks in (1, 3)
+    ),
+    *(
+        Resume(f"offloaded, {way or 'not any more'}", "--bf16", Setup(2, ZERO3, OFFLOADS[1]),
+            Setup(2, ZERO3, way), tolerance=0, quick=not way)
+        for way in ("", *OFFLOADS)
+    ),
+    # The CPU's Adam is torch's.
+    Resume("fused Adam, half of it offloaded from now on", TE,
+        Setup(2, ZERO3), Setup(2, ZERO3, OFFLOADS[1])),
+    Resume("fused Adam, not offloaded any more", TE, Setup(2, ZERO3, OFFLOADS[1]), Setup(2, ZERO3)),
+    Resume("offloaded from now on", "--bf16", Setup(2, ZERO3), Setup(2, ZERO3, OFFLOAD),
+        tolerance=0),
+    *(
+        Resume(f"offloaded, {load}", "--global-batch-size 12", Setup(2, ZERO3, OFFLOADS[1]), load)
+        for load in (
+            Setup(1, ZERO3, OFFLOADS[0]), Setup(1, ZERO1, OFFLOADS[2]), Setup(2, NO_SHARD),
+            Setup(2, ZERO2, OFFLOADS[3]), Setup(3, ZERO1, OFFLOADS[1]),
+            Setup(3, NO_SHARD, OFFLOADS[2]), Setup(3, ZERO3, OFFLOADS[3]),
+        )
+    ),
+    # ------------------------------------------------------------------ from Megatron's own DDP
+    *(
+        Resume(f"from Megatron: {flags} {saved}, {load}", flags, Setup(2, DDP, saved), load,
+            tolerance=tolerance)
+        for flags, saved, loads, tolerance in (
+            (SCHEDULED, MEGATRON, (
+                Setup(1, ZERO3), Setup(2, ZERO3), Setup(4, ZERO3), Setup(4, ZERO3, HFSDP),
+                Setup(2, ZERO3, TP2), Setup(2, NO_SHARD), Setup(2, ZERO1), Setup(2, ZERO2),
+                Setup(2, DDP, MEGATRON),
+            ), TOLERANCE),
+            (SCHEDULED, f"{MEGATRON} {TP2}", (Setup(2, ZERO3), Setup(4, ZERO3, TP2_SP)), TOLERANCE),
+            ("--normalization RMSNorm --qk-layernorm --swiglu", "", (Setup(2, ZERO3),), TOLERANCE),
+            (ALLTOALL, f"{MEGATRON} {EP2}", (Setup(2, ZERO3), Setup(4, ZERO3, EP2)), TOLERANCE),
+            (DEEP, f"{MEGATRON} {PP2}", (Setup(2, ZERO3), Setup(4, ZERO3, PP2)), TOLERANCE),
+            (DROPOUT, MEGATRON, (Setup(2, ZERO3),), TOLERANCE),
+            (f"{MTP} --swiglu", MEGATRON, (Setup(2, ZERO3),), TOLERANCE),
+            (MIXED, MEGATRON, (Setup(2, ZERO3, EP2),), TOLERANCE),
+            (MAMBA, f"{MEGATRON} {TP2}", (Setup(2, ZERO3),), TOLERANCE),
+            # From weights rounded to bf16 alone, Adam's small steps would start elsewhere.
+            (f"{ALLTOALL} --bf16", MEGATRON, (Setup(2, ZERO3),), TOLERANCE),
+            (f"{ALLTOALL} --bf16", "", (Setup(2, ZERO3),), TOLERANCE),
+            (f"{GATED} {MUON}", "", (Setup(2, ZERO3),), TOLERANCE),
+            (f"{GATED} {MUON} --bf16", "", (Setup(2, ZERO3),), 5e-4),
+        )
+        for load in loads
+    ),
+    # -------------------------------------------------------------------- to Megatron's own DDP
+    *(
+        Resume(f"to Megatron: {flags}, {saves}, {sizes}", flags, saves,
+            Setup(2, DDP, f"{MEGATRON} {sizes}"))
+        for flags, saves, sizes in (
+            (SCHEDULED, Setup(2, ZERO3), ""),
+            (SCHEDULED, Setup(2, ZERO3), TP2),
+            (SCHEDULED, Setup(4, ZERO3, TP2), ""),
+            (ALLTOALL, Setup(2, ZERO3, EP2), EP2),
+            (DEEP, Setup(2, ZERO3, PP2), ""),
+            (f"{DROPOUT} --normalization RMSNorm --qk-layernorm --swiglu", Setup(2, ZERO3), ""),
+            (f"{MTP} --swiglu", Setup(2, ZERO3), ""),
+            (MIXED, Setup(2, ZERO3), ""),
+            (MAMBA, Setup(2, ZERO3, TP2), ""),
+        )
+    ),
+)
+# fmt: on

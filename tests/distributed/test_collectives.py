@@ -1,0 +1,330 @@
+"""Collectives: broadcasts, sums, what NCCL is asked for, and a group of their own for gathers."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron_fsdp_v2 import MixedPrecisionPolicy
+from megatron_fsdp_v2.comm import backends
+from megatron_fsdp_v2.comm.calls import all_gather_single, broadcast_shards, is_gloo
+from megatron_fsdp_v2.comm.groups import group_of_same_ranks, new_local_group
+from megatron_fsdp_v2.comm.interface import Axis, Collective, CollectiveKind, CommStream
+from megatron_fsdp_v2.runtime.module import named_units, unit_of
+from megatron_fsdp_v2.runtime.registered_pool import register_pool
+from tests.cases import longer, quick_if
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.test_trace_pool import Recorder
+from tests.distributed.wrapping import (
+    BF16,
+    STRATEGIES,
+    batch,
+    listen,
+    mesh_of,
+    on_mesh,
+    said,
+    strategies_on,
+    train_own,
+    wrap,
+)
+from tests.reference.models import Stack
+from tests.sharding import shard
+from tests.stream_safety import record_streams
+from tests.stream_safety.schedule import Operation
+
+NUMEL = 1001
+DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn, torch.bool)
+
+
+def _shard(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(0, 2, (NUMEL,), generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("async_op", [False, True], ids=["waits", "async"])
+@pytest.mark.parametrize("is_in_place", [False, True], ids=["elsewhere", "in_place"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@on_ranks("world_size", world_size=[1, 2, 3, 4])
+def test_broadcasts_gather_what_an_all_gather_does(
+    world_size: int, dtype: torch.dtype, is_in_place: bool, async_op: bool
+) -> None:
+    rank = dist.get_rank()
+    output = torch.zeros(world_size * NUMEL, dtype=dtype)
+    shard = _shard(rank, dtype)
+    if is_in_place:
+        shard = output.narrow(0, rank * NUMEL, NUMEL).copy_(shard)
+    group = dist.group.WORLD
+    assert group is not None
+    work = broadcast_shards(output, shard, group=group, async_op=async_op)
+    assert (work is None) != async_op
+    if work is not None:
+        work.wait()
+        assert work.is_completed()
+    expected = torch.cat([_shard(other, dtype) for other in range(world_size)])
+    assert torch.equal(output.view(torch.uint8), expected.view(torch.uint8))
+
+
+@on_ranks(4)
+def test_ranks_of_a_part_of_the_world_broadcast_among_themselves() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    for name in ("outer", "inner"):
+        group = mesh.get_group(name)
+        by_ring, by_broadcasts = torch.zeros(2, 2 * NUMEL).unbind()
+        shard = _shard(dist.get_rank(), torch.float32)
+        all_gather_single(by_ring, shard, group=group)
+        broadcast_shards(by_broadcasts, shard, group=group)
+        assert torch.equal(by_ring, by_broadcasts)
+
+
+@on_ranks(2)
+def test_only_groups_of_gloo_are_taken_for_it() -> None:
+    assert is_gloo(dist.group.WORLD)
+    assert not is_gloo(dist.new_group(backend="fake"))
+
+
+PIECE = 5000
+"""Of a piece; with chunks of 1000 the last one is full, with 1536 it is not."""
+
+
+def _reduced(
+    into: torch.Tensor,
+    full: torch.Tensor,
+    scale: float,
+    accumulate: bool,
+) -> Any:
+    axis = Axis(dist.group.WORLD, dist.get_world_size(), dist.get_rank())
+    kind = CollectiveKind.REDUCE_SCATTER
+    where = axis, CommStream.REDUCE
+    collective = Collective(kind, into, full, *where, scale, accumulate)
+    return backends.CpuCommunicator().issue(collective, async_op=True)
+
+
+def _full(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(PIECE * dist.get_world_size(), generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+@pytest.mark.parametrize("accumulate", [False, True], ids=["into", "added"])
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=str)
+@on_ranks("world_size", world_size=[2, 3, 4], chunk=[1000, 1536])
+def test_the_sum_is_made_in_rank_order_in_the_dtype_of_the_result(
+    world_size: int, chunk: int, wire: torch.dtype, accumulate: bool, scale: float
+) -> None:
+    rank = dist.get_rank()
+    total = torch.zeros(PIECE)
+    for other in range(world_size):
+        piece = _full(other, wire).view(world_size, -1)[rank].float()
+        total = piece if other == 0 else total + piece
+    # What arrives there would be added as well.
+    into = torch.ones(PIECE)
+    expected = torch.add(into, total, alpha=scale) if accumulate else total * scale
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "SUM_CHUNK", chunk)
+        work = _reduced(into, _full(rank, wire), scale, accumulate)
+        work.wait()
+        work.wait()
+    assert torch.equal(into, expected)
+
+
+@on_ranks("mesh_name", mesh_name=["2", "HSDP 2x2", "HFSDP 2x2"], precision=["fp32", "bf16"])
+def test_a_step_multiplies_every_main_gradient_once_and_nothing_else(
+    mesh_name: str, precision: str
+) -> None:
+    policy = BF16 if precision == "bf16" else MixedPrecisionPolicy()
+    for strategy in strategies_on(mesh_name):
+        options = {"sharding_strategy": strategy, "gradient_scaling_factor": 0.3}
+        model = wrap(Stack(1), mp_policy=policy, **on_mesh(mesh_name), **options)
+        with record_streams(model) as recording:
+            loss = model(batch(dist.get_rank())).float()
+            loss.sum().backward()
+        found = [
+            region.buffer.name
+            for record in recording.schedule.records
+            if isinstance(record, Operation) and record.name.startswith("aten.mul")
+            for region in record.writes
+            if " grads " in region.buffer.name
+        ]
+        assert len(found) == sum(len(unit.groups) for _, unit in named_units(model))
+        assert {name.rpartition(" ")[2] for name in found} == {"main"}, found
+
+
+@functools.cache
+def _gather_group(mesh_name: str) -> dist.ProcessGroup:
+    mesh = on_mesh(mesh_name)["mesh"]
+    return group_of_same_ranks(mesh.get_group(mesh.ndim - 1))
+
+
+def _sharded(mesh_name: str = "2", **options: Any) -> Any:
+    torch.manual_seed(0)
+    return wrap(Stack(), **on_mesh(mesh_name), **options)
+
+
+def _gathering() -> Iterator[Any]:
+    """Mesh, strategy and options."""
+    most = STRATEGIES[-1]
+    for mesh_name, strategy in itertools.product(("2", "4", "HSDP 2x2"), STRATEGIES):
+        yield quick_if(mesh_name == "2" or strategy == most, mesh_name, strategy, {})
+    yield "HFSDP 2x2", most, {}
+    yield "2", most, {"enable_trace_pool": True}
+    yield "2", most, {"check_ranks": "always"}
+    yield longer("2", most, {"mp_policy": BF16})
+    yield longer("2", most, {"enable_async_reduce_grad": False})
+
+
+@pytest.mark.parametrize(("mesh_name", "strategy", "options"), list(_gathering()))
+@on_ranks("mesh_name")
+def test_a_group_for_gathers_changes_where_they_are_and_no_bit(
+    mesh_name: str, strategy: str, options: dict[str, Any]
+) -> None:
+    groups, gathers = on_mesh(mesh_name)["mesh"].get_all_groups(), _gather_group(mesh_name)
+    called = {group.group_name: f"axis {axis}" for axis, group in enumerate(groups)}
+    called[gathers.group_name] = "gathers"
+    weights, counts = [], []
+    for group in (None, gathers):
+        model = _sharded(mesh_name, sharding_strategy=strategy, gather_group=group, **options)
+        wire = listen(model)
+        weights.append(train_own(model, num_micro=2))
+        counts.append(Counter((sent.kind, called[sent.group]) for sent in wire.sent))
+    assert all(map(torch.equal, *weights))
+    (without, apart), inner = counts, ("all_gather", f"axis {len(groups) - 1}")
+    moved = {(kind, "gathers" if (kind, at) == inner else at) for kind, at in without}
+    assert moved == set(apart)
+    assert without[inner] == apart["all_gather", "gathers"]
+    assert (apart["all_gather", "gathers"] > 0) == (strategy != "no_shard")
+    assert without.total() == apart.total() > 0
+
+
+@on_ranks(2)
+def test_fsdp2s_method_gives_all_units_one_group_and_takes_it_back() -> None:
+    plain = train_own(_sharded(), num_micro=2)
+    model = _sharded()
+    units = unit_of(model).context.units()
+
+    def gathers() -> set[dist.ProcessGroup]:
+        return {g.axes[-1].for_gathers().group for unit in units for g in unit.groups}
+
+    mine, numbers, shared = mesh_of(2).get_group(), [], []
+    for change in (
+        lambda: None,
+        lambda: model.blocks[0].set_separate_reduce_scatter_group(),
+        lambda: model.set_separate_reduce_scatter_group(True),
+        lambda: model.set_separate_reduce_scatter_group(False, recurse=False),
+        lambda: model.set_separate_reduce_scatter_group(False),
+    ):
+        change()
+        numbers.append(len(gathers()))
+        shared.append(mine in gathers())
+    model.set_separate_reduce_scatter_group()
+    wire = listen(model)
+    is_equal = all(map(torch.equal, plain, train_own(model, num_micro=2)))
+    (apart,) = gathers()
+    assert {s.group for s in wire.sent if s.kind == "all_gather"} == {apart.group_name}
+    assert is_equal
+    assert numbers == [1, 2, 1, 2, 1]
+    assert shared == [True, True, False, True, True]
+
+
+@on_ranks(4)
+def test_a_group_that_does_not_fit_is_rejected() -> None:
+    rank, mesh = dist.get_rank(), mesh_of(2, 2)
+    inner = [0, 1] if rank < 2 else [2, 3]
+    for group, text in (
+        (mesh.get_group(0), f"gather_group has the ranks {[rank % 2, rank % 2 + 2]}"),
+        (dist.group.WORLD, "gather_group has the ranks [0, 1, 2, 3], and the axis of the mesh"),
+        (dist.group.WORLD, f"{inner}; give a group of those, in that order"),
+        ("gloo", "must be a process group that this rank is part of, got str"),
+        (7, "got int"),
+    ):
+        options = {"mesh": mesh, "gather_group": group}
+        linear = functools.partial(shard, torch.nn.Linear(4, 4), **options)
+        assert text in said(ValueError, linear)
+    model = _sharded("4")
+    method = said(ValueError, lambda: model.set_separate_reduce_scatter_group("yes"))
+    group = _gather_group("4")
+    some = _sharded("4", gather_group=None if rank == 2 else group)
+    ranks = said(RuntimeError, lambda: some(batch(0)))
+    assert method == "enable must be True or False, got 'yes'"
+    assert re.search("ranks differ at unit .* gathered in a group of its own", ranks)
+
+
+@on_ranks(2)
+def test_streams_and_registered_memory_know_the_group() -> None:
+    model = _sharded(gather_group=_gather_group("2"), enable_trace_pool=True)
+    registrar = Recorder()
+    register_pool(model, registrar)
+    with record_streams(model) as recording:
+        train_own(model, num_micro=2)
+    count = sum(op.name == "all_gather" for op in recording.schedule.operations("gather"))
+    assert [str(v) for v in recording.violations()] == []
+    assert count > 10
+    assert len({g for _, g in registrar.told("register")}) == 2
+
+
+@on_ranks(4, timeout_s=20)
+def test_ranks_that_made_different_numbers_of_groups_make_one_together() -> None:
+    if dist.get_rank() == 2:
+        dist.new_group([2], use_local_synchronization=True)
+    of_all = group_of_same_ranks(mesh_of(4).get_group())
+    if dist.get_rank() != 2:
+        # torch 2.15 names groups of all ranks by this count, also those of later tests.
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    total = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(total, group=of_all)
+    # Ranks 0 to 2 hold a row each and the last one none.
+    model = wrap(torch.nn.Linear(4, 3, bias=False))
+    torch.nn.init.ones_(model.weight)
+    has_rows = model.weight.to_local().numel() > 0
+    assert total.item() == 6.0
+    assert dist.get_process_group_ranks(of_all) == [0, 1, 2, 3]
+    assert has_rows == (dist.get_rank() < 3)
+    if has_rows:
+        norm = torch.nn.utils.get_total_norm([model.weight.detach()]).item()
+        assert norm == pytest.approx(12**0.5)
+
+
+@on_ranks(4, timeout_s=20)
+def test_ranks_of_two_stages_make_different_numbers_of_groups_on_a_bound_device() -> None:
+    from torch.distributed import distributed_c10d
+
+    core: Any = distributed_c10d
+    world: Any = dist.group.WORLD
+    rank, num_splits = dist.get_rank(), 0
+    stages = [[0, 1], [2, 3]]
+    mine = stages[rank // 2]
+
+    def source(*args: Any) -> None:
+        # `ncclCommSplit` of what torch finds here returns when every rank has called it.
+        nonlocal num_splits
+        num_splits += 1
+
+    before, core._get_split_source = core._get_split_source, source
+    world.bound_device_id = torch.device("cuda", 0)
+    try:
+        # As torch makes groups: every rank takes part, in those of others too.
+        for ranks in stages:
+            dist.new_group(ranks, backend="gloo")
+        of_torch = num_splits
+        made = [new_local_group(mine, "gathers") for _ in range(1 + rank // 2)]
+        is_bound = world.bound_device_id == torch.device("cuda", 0)
+    finally:
+        world.bound_device_id = None
+        core._get_split_source = before
+    splits = [torch.zeros(1, dtype=torch.int64) for _ in range(4)]
+    dist.all_gather(splits, torch.tensor([num_splits - of_torch]))
+    total = torch.ones(1)
+    dist.all_reduce(total, group=made[-1])
+    assert of_torch >= len(stages)
+    # No rank waits for another one to split.
+    assert [int(count) for count in splits] == [0, 0, 0, 0]
+    assert is_bound
+    assert total.item() == 2

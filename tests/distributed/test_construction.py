@@ -1,0 +1,569 @@
+"""Models from the meta device; and where fully_shard fails, everything is as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import sys
+import typing
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, override
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import megatron_fsdp_v2
+from megatron_fsdp_v2 import FSDPModule, fully_shard
+from megatron_fsdp_v2.runtime import optimizer_steps
+from megatron_fsdp_v2.runtime.module import swap_class, unit_of
+from tests.distributed.nccl_double import as_on_cuda
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import (
+    backward_both,
+    batch,
+    mesh_of,
+    of_all_ranks,
+    said,
+    step_all,
+    weight_error,
+    wrap,
+)
+from tests.sharding import shard
+
+LIVE: list[weakref.ref[torch.Tensor]] = []
+MOST: list[int] = [0]
+
+
+class Layer(nn.Module):
+    """A unit that notes how many bytes of full parameters are alive when it is initialized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(11, 11))
+        self.register_buffer("scale", torch.empty(11))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        self.scale.fill_(2.0)
+        LIVE.append(weakref.ref(self.weight))
+        alive = sum(ref() is not None for ref in LIVE)
+        MOST[0] = max(MOST[0], alive)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight) * self.scale
+
+
+class Model(nn.Module):
+    """Layers with an embedding that is tied to the head, all on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 11)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.head = nn.Linear(11, 13, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
+@on_ranks("sizes", sizes=[(1,), (2,), (3,), (2, 2)])
+def test_a_meta_model_is_the_same_on_every_rank_and_peaks_at_one_unit(
+    sizes: tuple[int, ...], strategy: str
+) -> None:
+    LIVE.clear()
+    MOST[0] = 0
+    # Every rank has a seed of its own: weights must be the same all the same.
+    torch.manual_seed(dist.get_rank())
+    with torch.device("meta"):
+        model: Any = Model()
+    units = [model.embedding, *model.layers, model.head]
+    wrap(model, units, mesh=mesh_of(*sizes), sharding_strategy=strategy)
+    full = {name: param.full_tensor().tolist() for name, param in model.named_parameters()}
+    same = of_all_ranks(full)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        loss = model(torch.arange(6)).square().mean()
+        loss.backward()
+        step_all(optimizer)
+        losses.append(float(loss.detach()))
+    assert all(other == full for other in same)
+    assert len({str(value) for value in full.values()}) == len(full)
+    assert MOST[0] == 1
+    assert model.head.weight is model.embedding.weight
+    assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
+    assert losses[2] < losses[0]
+
+
+class Forgetful(Layer):
+    """A module that leaves a buffer out."""
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+
+@on_ranks(1)
+def test_a_buffer_that_gets_no_values_is_named() -> None:
+    with torch.device("meta"):
+        module: Any = Forgetful()
+    fully_shard(module)
+    x = torch.ones(1, *module.weight.shape[1:])
+    text = said(RuntimeError, lambda: module(x))
+    module.scale.fill_(2.0)
+    assert "scale of unit the root (Forgetful) had no values on the meta device" in text
+    assert module(x).isfinite().all()
+
+
+class Bare(nn.Module):
+    """A module that cannot initialize itself, as most of model libraries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 3))
+        self.register_buffer("table", torch.arange(5))
+        self.linear = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x[:, self.table] @ self.weight)
+
+
+@on_ranks(2, strategy=["optim", "optim_grads_params"])
+def test_modules_that_cannot_initialize_themselves_take_a_state_dict(strategy: str) -> None:
+    mesh = mesh_of(dist.get_world_size())
+    torch.manual_seed(0)
+    real = nn.Sequential(Bare(), nn.Linear(1, 2))
+    errors, distances = [], {}
+    for how in ("full", "assigned", "distributed", "sharded"):
+        with torch.device("meta"):
+            model: Any = nn.Sequential(Bare(), nn.Linear(1, 2))
+            wrap(model, [model[0]], sharding_strategy=strategy)
+        errors.append(said(RuntimeError, lambda model=model: model(torch.ones(2, 5))))
+        model.to_empty(device="cpu")
+        state: Any = real.state_dict()
+        if how == "distributed":
+            split = {k: distribute_tensor(v, mesh, [Shard(0)]) for k, v in real.named_parameters()}
+            state = {**state, **split}
+        if how == "sharded":
+            other: Any = copy.deepcopy(real)
+            wrap(other, [other[0]], sharding_strategy=strategy)
+            state = other.state_dict()
+        model.load_state_dict(state, assign=how != "full")
+        plain = copy.deepcopy(real)
+        # With parameters that were assigned, the sharded ones are there after the first use.
+        model(batch(0))
+        model.reshard()
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+        backward_both(plain, model)
+        step_all(*optimizers)
+        distances[how] = weight_error(model, plain)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for param in model.parameters():
+            nn.init.constant_(param, 0.5)
+    full = torch.cat([p.full_tensor().flatten() for p in model.parameters()])
+    assert all("table, weight of unit 0 (Bare) had no values" in error for error in errors)
+    assert max(distances.values()) < 1e-6, distances
+    assert bool((full == 0.5).all())
+
+
+class Rewrapping(nn.Module):
+    """Registers parameters of its own and marks those, as Transformer Engine's modules do."""
+
+    def __init__(self, *, copies: bool = False) -> None:
+        super().__init__()
+        self.copies = copies
+        self.weight = nn.Parameter(torch.empty(6, 4))
+        self.weight.from_the_constructor = 1  # type: ignore[attr-defined]
+
+    def reset_parameters(self) -> None:
+        values = torch.arange(24.0).view(6, 4)
+        if not self.copies:
+            values = self.weight.detach().copy_(values)
+        self.weight = nn.Parameter(values)
+        self.weight.sequence_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+@on_ranks(2, copies=[False, True])
+def test_what_an_initialization_registered_anew_keeps_its_marks_and_values(copies: bool) -> None:
+    with torch.device("meta"):
+        module: Any = Rewrapping(copies=copies)
+    fully_shard(module)
+    weight = module.weight
+    assert torch.equal(weight.full_tensor(), torch.arange(24.0).view(6, 4))
+    module.unshard()
+    for param in (weight, module.weight):
+        assert (param.sequence_parallel, param.from_the_constructor) == (True, 1)
+
+
+class LeftAsItIs(nn.Module):
+    """A module that its initialization gives other memory, which is full of NaN on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(5, 3))
+
+    def reset_parameters(self) -> None:
+        self.weight.data = torch.full((5, 3), float("nan") if dist.get_rank() else 0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+@on_ranks(2)
+def test_ranks_agree_on_whether_weights_have_values() -> None:
+    with torch.device("meta"):
+        module: Any = LeftAsItIs()
+    fully_shard(module)
+    with torch.no_grad():
+        for param in module.parameters():
+            param.fill_(2.0)
+    assert float(module(torch.ones(1, 5)).sum()) == 30.0
+
+
+class Tables(nn.Module):
+    """Buffers of dtypes that no backend sums, one of them transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4))
+        for dtype in TABLE_DTYPES:
+            self.register_buffer(str(dtype)[6:], torch.empty(2, 3, dtype=dtype).t())
+
+    def reset_parameters(self) -> None:
+        for tensor in (self.weight, *self.buffers()):
+            tensor.copy_(torch.full_like(tensor, dist.get_rank() + 1, dtype=torch.float32))
+
+
+TABLE_DTYPES = (torch.int16, torch.uint16, torch.bool, torch.complex64, torch.float8_e4m3fn)
+
+
+@on_ranks(2, answers_as_nccl=[False, True])
+def test_buffers_of_any_dtype_are_given_the_first_ranks_values(answers_as_nccl: bool) -> None:
+    with torch.device("meta"):
+        model = Tables()
+    with as_on_cuda() if answers_as_nccl else contextlib.nullcontext():
+        wrap(model)
+    values = {str(b.dtype): {*b.to(torch.complex64).flatten().tolist()} for b in model.buffers()}
+    assert values == {str(dtype): {1 + 0j} for dtype in TABLE_DTYPES}
+
+
+def _drawn() -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(
+        nn.Linear(5, 4),
+        nn.Sequential(nn.Linear(4, 3), nn.Bilinear(3, 3, 2)),
+        nn.Embedding(3, 2),
+    )
+
+
+@on_ranks(2, unit_by_unit=[False, True])
+def test_weights_and_later_random_numbers_are_those_of_a_program_without_sharding(
+    unit_by_unit: bool,
+) -> None:
+    real = _drawn()
+    with torch.device("meta"):
+        model: Any = _drawn()
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    for layer in model if unit_by_unit else ():
+        fully_shard(layer)
+    fully_shard(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    found = [param.full_tensor() for param in model.parameters()]
+    assert all(map(torch.equal, found, real.parameters()))
+
+
+WIDTH = 5
+PACKAGE = str(Path(megatron_fsdp_v2.__file__).parent)
+
+
+class Late(nn.Module):
+    """On the meta device but for a buffer, which its initialization changes too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH, device="meta"))
+        self.register_buffer("scale", torch.empty(WIDTH, device="meta"))
+        self.register_buffer("number", torch.zeros(()))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        self.scale.fill_(0.5)
+        self.number += 1
+        self.was_reset = True
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight) * self.scale * self.number
+
+
+class Mixed(nn.Module):
+    """A unit that ran on its own, and beside it all kinds of parameters for the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.late = Late()
+        self.tied = nn.Linear(WIDTH, WIDTH)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.tied(self.late(self.first(x))) * self.frozen)
+
+
+def _options() -> dict[str, Any]:
+    mesh = mesh_of(dist.get_world_size())
+    return {"mesh": mesh, "enable_trace_pool": True, "gradient_scaling_factor": 1.0}
+
+
+def _built() -> Any:
+    """The model, whose first unit has a plan for its memory."""
+    torch.manual_seed(0)
+    model: Any = Mixed()
+    model.calls = []
+    model.last.weight.register_post_accumulate_grad_hook(lambda _: model.calls.append("weight"))
+    model.last.register_forward_hook(lambda *_: model.calls.append("forward"))
+    fully_shard(model.first, **_options())
+    for _ in range(4):
+        model.first(torch.ones(2, WIDTH)).sum().backward()
+    model.zero_grad()
+    assert model.first.trace_pool().reports()[0].plan is not None
+    return model
+
+
+class _Same:
+    """Equal to what is the same object; keeps it alive, so that no other one can take its place."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _state(value: Any, depth: int = 3) -> Any:
+    """A value to compare: plain data and containers by content, everything else by identity."""
+    if isinstance(value, bool | int | float | str | bytes | type(None)):
+        return value
+    if depth and type(value) in (list, tuple, deque):
+        return [type(value), [_state(one, depth - 1) for one in value]]
+    if depth and type(value) in (dict, OrderedDict):
+        items = [(_state(k, depth), _state(v, depth - 1)) for k, v in value.items()]
+        return [_Same(value), items]
+    return _Same(value)
+
+
+def _attributes(target: Any) -> dict[str, Any]:
+    return {name: _state(value) for name, value in vars(target).items()}
+
+
+def _of_tensor(tensor: torch.Tensor) -> Any:
+    table: Any = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return (
+        [_state(value) for value in vars(tensor).values()],
+        (tensor.requires_grad, tensor.device, _state(tensor._backward_hooks), _state(table)),
+        None if local.is_meta else local.detach().numpy().tobytes(),
+    )
+
+
+def _of_unit(unit: Any) -> Iterable[Any]:
+    yield _attributes(unit)
+    yield _attributes(unit.context)
+    yield _attributes(unit.context.allocator)
+    for group in unit.groups:
+        yield _attributes(group)
+        yield [_attributes(buffer) for buffer in group._buffers()]
+
+
+def _snapshot(model: Any, originals: list[torch.Tensor]) -> dict[str, Any]:
+    """Everything that sharding may change."""
+    found: dict[str, Any] = {"random": torch.get_rng_state().numpy().tobytes()}
+    found["watched"] = len(optimizer_steps._WATCH._contexts)
+    for name, module in model.named_modules():
+        found[f"class of {name}"] = type(module)
+        for key, value in _attributes(module).items():
+            found[f"{key} of {name}"] = value
+        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            found[f"value of {name}.{key}"] = None if tensor is None else _of_tensor(tensor)
+        if isinstance(module, FSDPModule):
+            found[f"unit of {name}"] = list(_of_unit(unit_of(module)))
+    found["originals"] = [_of_tensor(tensor) for tensor in originals]
+    return found
+
+
+def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    both = {**before, **after}
+    return [key for key in both if before.get(key, "none") != after.get(key, "none")]
+
+
+class Injected(Exception):
+    """Raised on purpose."""
+
+
+def fail_at(number: int, call: Callable[[], Any], events: tuple[str, ...]) -> bool:
+    """Make a call fail at the n-th time that a function of the package is entered, or left.
+
+    Returns:
+        Whether it did; there may be fewer.
+    """
+    left = number
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal left
+        del arg
+        code = frame.f_code
+        # A generator may be entered to be closed, and nobody hears of an error there.
+        if not code.co_filename.startswith(PACKAGE) or code.co_flags & inspect.CO_GENERATOR:
+            return None
+        frame.f_trace_lines = "line" in events
+        # Everything is done when these are left: no code of theirs can fail after that.
+        is_over = event == "return" and code.co_name in ("make_unit", "fully_shard", "checked")
+        if event in events and not is_over:
+            left -= 1
+            if not left:
+                raise Injected(f"{code.co_qualname}, {event}")
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    except Injected:
+        return True
+    finally:
+        sys.settrace(None)
+    assert left > 0, "an injected error went unnoticed"
+    return False
+
+
+def _train(model: Any) -> list[bytes]:
+    """Losses and own rows of the weights in some steps, of a model that is sharded by now."""
+    if not isinstance(model, FSDPModule):
+        fully_shard(model, **_options())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found = []
+    for step in range(3):
+        x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH) + step + dist.get_rank()
+        loss = model(x).square().mean()
+        loss.backward()
+        step_all(optimizer)
+        found.append(loss.detach().numpy().tobytes())
+    return found + [param.to_local().detach().numpy().tobytes() for param in model.parameters()]
+
+
+def check_failures(
+    of: str, least: int, events: tuple[str, ...] = ("call",), every: int = 1
+) -> None:
+    """See that failures, of which there are some, change nothing, and that the next call trains."""
+    call: Callable[[Any], Any] = functools.partial(_SHARDED[of], **_options())
+    expected, model = _built(), _built()
+    torch.manual_seed(1)
+    call(expected)
+    expected_bits = _train(expected)
+    torch.manual_seed(1)
+    originals = [*model.parameters(), *model.buffers()]
+    before, number = _snapshot(model, originals), 1
+    while fail_at(number, lambda: call(model), events):
+        assert _changes(before, _snapshot(model, originals)) == [], number
+        number += every
+    assert number // every >= least
+    assert _train(model) == expected_bits
+    assert model.calls == ["forward", "weight"] * 3
+
+
+_SHARDED: dict[str, Callable[..., Any]] = {
+    "root": fully_shard,
+    "some": lambda model, **options: fully_shard([model.late, model.tied], **options),
+}
+
+
+@on_ranks(2)
+def test_a_failure_at_any_step_changes_nothing_and_the_next_call_trains() -> None:
+    check_failures("root", 50, every=11)
+
+
+@pytest.mark.functional
+@on_ranks(2, timeout_s=600, of=["root", "some"])
+def test_a_failure_where_any_function_begins_or_ends_changes_nothing(of: str) -> None:
+    check_failures(of, 500, ("call", "return"))
+
+
+def _initialize_and_raise(module: Any) -> None:
+    module.reset_parameters()
+    module.extra = nn.Parameter(torch.ones(1))
+    module.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+    raise Injected("an initialization that raises")
+
+
+@on_ranks(2)
+def test_real_errors_change_nothing_and_the_next_call_trains() -> None:
+    expected, model = _built(), _built()
+    torch.manual_seed(1)
+    expected_bits = _train(expected)
+    torch.manual_seed(1)
+    rank, meshes = dist.get_rank(), [DeviceMesh("cpu", [other]) for other in range(2)]
+    calls: dict[str, Callable[[], Any]] = {
+        "is gathered": lambda: fully_shard(model, **_options()),
+        "an initialization that raises": lambda: shard(
+            model, param_init_fn=_initialize_and_raise, **_options()
+        ),
+        f"this is rank {rank}, and mesh has the ranks [{1 - rank}]": lambda: fully_shard(
+            model, **{**_options(), "mesh": meshes[1 - rank]}
+        ),
+    }
+    model.first.unshard()
+    for text, call in calls.items():
+        originals = [*model.parameters(), *model.buffers()]
+        before = _snapshot(model, originals)
+        assert text in said(Exception, call)
+        assert _changes(before, _snapshot(model, originals)) == [], text
+        model.first.reshard()
+    assert _train(model) == expected_bits
+    assert model.calls == ["forward", "weight"] * 3
+
+
+class ReadsAnnotations(nn.Linear):
+    """Resolves the annotations of every subclass, as models of transformers do."""
+
+    seen: typing.ClassVar[dict[str, Any]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        ReadsAnnotations.seen = typing.get_type_hints(cls)
+
+
+def test_annotations_of_a_sharded_class_can_be_resolved() -> None:
+    module = ReadsAnnotations(2, 3)
+    swap_class(module)
+    assert isinstance(module, FSDPModule)
+    assert "weight" in ReadsAnnotations.seen
+
+
+def test_a_sharded_class_prints_as_the_class_it_was_and_its_module_as_sharded() -> None:
+    module = nn.Sequential(nn.Linear(2, 3))
+    swap_class(module[0])
+    assert str(type(module[0])) == str(nn.Linear)
+    assert "(0): FSDPLinear(" in str(module)

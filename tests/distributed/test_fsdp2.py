@@ -1,0 +1,639 @@
+"""What a user of FSDP2 has typed: the same calls beside PyTorch's, its methods, its instances."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed._composable import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule as TheirModule
+from torch.distributed.fsdp import UnshardHandle, share_comm_ctx
+from torch.distributed.fsdp import fully_shard as their_fully_shard
+from torch.distributed.fsdp import register_fsdp_forward_method as their_register
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_fsdp_v2 import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    group_modules,
+    register_fsdp_forward_method,
+)
+from megatron_fsdp_v2.runtime.module import REJECTED_METHODS, unit_of
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import (
+    STRATEGIES,
+    backward_both,
+    batch,
+    listen,
+    mesh_of,
+    own_loss,
+    pair,
+    plain_loss,
+    said,
+    step_all,
+    weight_error,
+    wrap,
+)
+from tests.reference.failing import fail, failing
+from tests.reference.models import INPUT, WIDTH, Block, Formula, Stack
+
+
+def _wrapped(shard: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model: Any = Stack()
+    for unit in (*model.blocks, model):
+        shard(unit, mesh=mesh_of(dist.get_world_size()), **options)
+    return model
+
+
+_theirs, _ours = partial(_wrapped, their_fully_shard), partial(_wrapped, fully_shard)
+
+
+def _distance(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
+    largest = max(float(tensor.abs().max()) for tensor in first)
+    pairs = zip(first, second, strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs) / largest
+
+
+# -- training -------------------------------------------------------------------------------------
+
+
+# -- methods --------------------------------------------------------------------------------------
+
+
+def _kinds(module: nn.Module) -> set[bool]:
+    """Whether parameters of a module are sharded."""
+    return {isinstance(param, DTensor) for param in module.parameters()}
+
+
+def methods(make: Callable[..., Any]) -> dict[str, Any]:
+    """What each method visibly does."""
+    found: dict[str, Any] = {}
+    model = make()
+    first, second, third = model.blocks
+    found["after wrapping"] = _kinds(model)
+    first.unshard()
+    found["unshard: this unit alone"] = (_kinds(first), _kinds(second))
+    found["unshard: whole plain values"] = [
+        (tuple(p.shape), round(float(p.detach().double().sum()), 5)) for p in first.parameters()
+    ]
+    first.reshard()
+    found["reshard"] = _kinds(first)
+    second.unshard(async_op=True).wait()
+    found["unshard, async"] = _kinds(second)
+    second.reshard()
+
+    seen: list[Any] = []
+
+    def look(*_: Any) -> None:
+        seen.append((_kinds(first), _kinds(second), _kinds(third)))
+
+    handle = third.register_forward_hook(look)
+    model(batch(0)).sum().backward()
+    model.set_reshard_after_forward(False)
+    model(batch(0)).sum().backward()
+    model.set_reshard_after_forward(True)
+    second.set_reshard_after_forward(False)
+    model(batch(0)).sum().backward()
+    second.set_reshard_after_forward(True)
+    handle.remove()
+    found["set_reshard_after_forward: gathered late in the forward"] = [
+        (kinds[0], kinds[1]) for kinds in seen
+    ]
+    found["after a backward"] = _kinds(model)
+    model.set_reshard_after_backward(False)
+    model(batch(0)).sum().backward()
+    found["set_reshard_after_backward"] = (_kinds(first), _kinds(third))
+    model.set_reshard_after_backward(True)
+    model(batch(0)).sum().backward()
+    found["and back"] = _kinds(model)
+    model.zero_grad()
+    return found
+
+
+@on_ranks(2)
+def test_methods_do_what_fsdp2s_do() -> None:
+    assert methods(_ours) == methods(_theirs)
+
+
+# -- documentation --------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[2] / "docs" / "coming_from_fsdp2.md"
+
+
+@on_ranks(2)
+def test_the_documented_code_runs_and_trains_as_before() -> None:
+    before, after, *_ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert "torch.distributed.fsdp" in before
+    assert "megatron_fsdp_v2" in after
+    weights = []
+    for code in (before, after):
+        names: dict[str, Any] = {}
+        exec(code, names)
+        weights.append(names["weights"])
+    assert _distance(*weights) < 1e-6
+
+
+def test_the_page_has_every_public_method_of_ours() -> None:
+    page, names = PAGE.read_text(), [name for name in vars(FSDPModule) if name[0] != "_"]
+    assert len(names) > 5
+    assert [name for name in names if name not in page] == []
+
+
+def test_policies_of_other_libraries_mean_what_they_do_there() -> None:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    theirs = fsdp.MixedPrecisionPolicy
+    assert MixedPrecisionPolicy.of(None) == MixedPrecisionPolicy()
+    assert MixedPrecisionPolicy.of(theirs()) == MixedPrecisionPolicy()
+    # Torch 2.15 changed what it means to leave `reduce_dtype` out, for its newer class alone.
+    follows = fp32 if torch.__version__ >= (2, 15) else bf16
+    assert MixedPrecisionPolicy.of(theirs(param_dtype=bf16)).resolve(fp32).grad_comm == follows
+    assert MixedPrecisionPolicy.of(fsdp.MixedPrecision(bf16)).resolve(fp32).grad_comm == bf16
+    full = theirs(bf16, reduce_dtype=fp32, output_dtype=fp32, cast_forward_inputs=False)
+    assert MixedPrecisionPolicy.of(full) == MixedPrecisionPolicy(
+        param_dtype=bf16, grad_comm_dtype=fp32, output_dtype=fp32, cast_forward_inputs=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"),
+    [("SGD", torch.float32), ("AdamW", torch.float32), ("SGD", torch.bfloat16)],
+)
+@on_ranks("world_size", world_size=[2, 3])
+def test_a_call_typed_for_fsdp2_trains_as_it_does_there(
+    world_size: int, optimizer: str, dtype: torch.dtype
+) -> None:
+    """Five steps."""
+    options: dict[str, Any] = {
+        "mesh": None,
+        "mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        "offload_policy": fsdp.OffloadPolicy(),
+        "shard_placement_fn": lambda param: Shard(0),
+        "ignored_params": None,
+    }
+    kinds: dict[str, Any] = {
+        "SGD": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        "AdamW": partial(torch.optim.AdamW, lr=0.01, eps=1e-3),
+    }
+    plain, weights = Stack(), []
+    for shard in (fully_shard, fsdp.fully_shard):
+        model: Any = copy.deepcopy(plain)
+        shard(model.blocks[0], **options, reshard_after_forward=1)
+        shard(model.blocks[1], **options, reshard_after_forward=world_size)
+        shard(model, **options, reshard_after_forward=None)
+        if shard is fully_shard:
+            wire = listen(model)
+            units = [unit_of(module) for module in (model, model.blocks[0], model.blocks[1])]
+        made = kinds[optimizer](model.parameters())
+        for step in range(5):
+            own_loss(model, step).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            step_all(made)
+        weights.append([param.full_tensor().detach() for param in model.parameters()])
+    assert wire.dtypes(gathers=True) == {dtype}
+    assert wire.dtypes(gathers=False) == {torch.float32}
+    assert _distance(*weights) < 1e-6
+    assert [unit.reshard_after_forward for unit in units] == [True, False, True]
+    assert units[0].groups[0].mesh is units[1].groups[0].mesh
+
+
+@on_ranks(2, recurses=[True, False])
+def test_several_modules_are_one_unit_from_the_first_to_the_last(recurses: bool) -> None:
+    model: Any = Stack()
+    outer = [model.input, model.output]
+    assert fully_shard(outer) is outer
+    wrap(model)
+    wire, unit = listen(model), unit_of(model.output)
+    with torch.no_grad():
+        model(batch(0))
+        whole = wire.count("all_gather")
+        # A forward that leaves the last one out.
+        model.run_blocks(model.input(batch(0)))
+    assert unit is unit_of(model.input) and unit.name == "input, output (Linear, Linear)"
+    assert set(unit.groups[0].names) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert whole == 4
+
+
+@on_ranks(1)
+def test_modules_inside_others_of_a_list_are_part_of_those() -> None:
+    inner = nn.Linear(2, 2)
+    around = nn.Sequential(inner)
+    fully_shard([around, inner, around])
+    assert not isinstance(inner, FSDPModule)
+
+
+def test_consecutive_modules_share_a_unit_up_to_the_bytes_given() -> None:
+    small, large, none = nn.Linear(2, 2, bias=False), nn.Linear(8, 8, bias=False), nn.ReLU()
+    other, tied = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    tied.weight = other.weight
+    assert group_modules([small, other, large, small], 32) == [[small, other], [large], [small]]
+    assert group_modules([large, none, small], 16) == [[large], [none, small]]
+    assert group_modules([nn.Sequential(other, tied), small], 32)[0][1] is small
+    assert group_modules([none]) == [[none]]
+    assert group_modules([]) == []
+    assert "max_bytes must be a whole number" in said(ValueError, lambda: group_modules([], 0))
+
+
+def test_no_method_of_any_version_of_fsdp2_reaches_into_its_own_state() -> None:
+    names = [name for name in vars(TheirModule) if not name.startswith("__")]
+    functions = [name for name in names if callable(getattr(TheirModule, name))]
+    assert len(functions) > 15
+    assert [n for n in functions if getattr(FSDPModule, n) is getattr(TheirModule, n)] == []
+
+
+@on_ranks(2)
+def test_units_are_instances_and_refuse_by_name_what_they_do_not_have() -> None:
+    model = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 2))
+    wrap(model, model)
+    for name in REJECTED_METHODS:
+        assert f"has no {name}: " in said(
+            RuntimeError, lambda name=name: getattr(model, name)(None)
+        )
+    with pytest.raises(AttributeError, match="has no '_lazy_init' of FSDP2's internals"):
+        model._get_fsdp_state()._lazy_init()
+    share_comm_ctx([model, model[0]])
+    with pytest.raises((AssertionError, ValueError, RuntimeError)):
+        their_fully_shard(model)
+    instances = [isinstance(part, TheirModule) for part in (model, *model, nn.Linear(1, 1))]
+    handle = model[0].unshard(async_op=True)
+    instances.append(isinstance(handle, UnshardHandle))
+    handle.wait()
+    model[0].reshard()
+    part = model[:2]
+    classes = [type(module).__name__ for module in (part, part[0], model)]
+    assert instances == [True, True, True, True, False, True]
+    assert classes == ["Sequential", "FSDPBlock", "FSDPSequential"]
+
+
+class Generator(nn.Module):
+    """A method that runs the forward, and computes with the module's own weight around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, WIDTH)
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.block(x) @ self.embedding.weight.t()) @ self.embedding.weight
+
+    def generate(self, tokens: torch.Tensor, *, fails: bool = False) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for _ in range(2):
+            x = self(x)
+        if fails:
+            raise KeyboardInterrupt
+        return self.embedding(tokens) + x
+
+
+@on_ranks(2, register=[register_fsdp_forward_method, their_register], strategy=STRATEGIES)
+def test_a_registered_method_may_run_the_forward_inside(strategy: str, register: Any) -> None:
+    plain, model = pair(Generator, lambda m: [m.block], sharding_strategy=strategy)
+    register(model, "generate")
+    tokens, x = torch.tensor([1, 3, 3]), torch.randn(4, WIDTH)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    differences = []
+    for fails in (False, True, False):
+        if fails:
+            with contextlib.suppress(KeyboardInterrupt):
+                model.generate(tokens, fails=True)
+        with torch.no_grad():
+            differences.append(float((model.generate(tokens) - plain.generate(tokens)).abs().max()))
+        for either in (model, plain):
+            (either.generate(tokens).square().mean() + either(x).square().mean()).backward()
+        step_all(*optimizers)
+    differences.append(weight_error(model, plain))
+    reference = weakref.ref(model)
+    register(plain, "generate")  # not sharded: nothing happens
+    del model, optimizers, either
+    is_gone = reference() is None
+    assert max(differences) < 1e-6
+    assert is_gone or register is their_register
+
+
+@on_ranks(4, strategy=STRATEGIES)
+def test_torchs_pipelining_trains_as_the_unsharded_loop_does(strategy: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stages = [nn.Sequential(Block(), Block()) for _ in range(2)]
+    x, y = torch.randn(2, 2, 4, 3, WIDTH)
+    plain = copy.deepcopy(stages)
+    here, dp = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    module = wrap(stages[here], stages[here], mesh=mesh["dp"], sharding_strategy=strategy)
+    loss_fn = nn.functional.mse_loss
+    stage = PipelineStage(module, here, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    kind = ScheduleGPipe if strategy in ("optim", "optim_grads_params") else Schedule1F1B
+    runner = kind(stage, n_microbatches=4, loss_fn=loss_fn)
+    whole = nn.Sequential(*plain)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, whole)]
+    for _ in range(2):
+        if here == 0:
+            runner.step(x[dp])
+        else:
+            runner.step(target=y[dp])
+        for part, target in zip(x, y, strict=True):
+            (loss_fn(whole(part), target) / 2).backward()
+        step_all(*optimizers)
+    assert weight_error(module, plain[here]) < 1e-6
+
+
+@on_ranks(2)
+def test_a_reset_after_an_exception_brings_sharded_parameters_back() -> None:
+    model = wrap(Stack())
+    with failing(model.output.register_forward_pre_hook(fail)):
+        model(torch.randn(2, INPUT))
+    model.reset_iter_state()
+    is_sharded = all(hasattr(param, "full_tensor") for param in model.parameters())
+    text = said(RuntimeError, model.blocks[0].reset_iter_state)
+    model(torch.randn(2, INPUT)).sum().backward()
+    assert is_sharded
+    assert "blocks.0 (Block) is not the root" in text
+
+
+def _gradients(model: nn.Module) -> list[torch.Tensor]:
+    """Full gradients, which are taken away."""
+    found = []
+    for param in model.parameters():
+        grad: Any = param.grad
+        full = torch.zeros(param.shape, dtype=param.dtype)
+        if grad is not None:
+            start, end = grad.local_rows
+            full[start:end] = grad.to_local()
+        if not param.placements[-1].is_replicate():
+            # Every row is held by one rank of the inner axis.
+            dist.all_reduce(full, group=param.device_mesh.get_group(param.device_mesh.ndim - 1))
+        found.append(full)
+        param.grad = None
+    return found
+
+
+@on_ranks(2, sums_only=[False, True])
+def test_a_divide_factor_is_of_one_unit_and_changes_between_steps(sums_only: bool) -> None:
+    model: Any = wrap(Stack().double())
+    model.set_force_sum_reduction_for_comms(sums_only)
+    model.blocks[0].set_force_sum_reduction_for_comms(sums_only)
+    names = [name for name, _ in model.named_parameters()]
+    block, output = names.index("blocks.0.up.weight"), names.index("output.weight")
+    own_loss(model).backward()
+    mean = _gradients(model)
+    wire = listen(model)
+    ratios = []
+    for factor in (1.0, 4, 2.0):
+        # One of a unit, and of no unit inside it.
+        model.blocks[0].set_gradient_divide_factor(factor)
+        own_loss(model).backward()
+        found = _gradients(model)
+        ratios += [float((found[i] / mean[i]).nanmean()) for i in (block, output)]
+    assert wire.count("reduce_scatter")
+    model.set_reduce_scatter_divide_factor(2.0)
+    bad = said(ValueError, lambda: model.set_gradient_divide_factor(0))
+    other: Any = wrap(Stack(), sharding_strategy="no_shard")
+    with other.no_sync():
+        other(batch(0)).sum().backward()
+    late = said(RuntimeError, lambda: other.set_gradient_divide_factor(2.0))
+    assert ratios == pytest.approx([2.0, 1.0, 0.5, 1.0, 1.0, 1.0])
+    assert "must be a positive number, got 0" in bad
+    assert "call set_gradient_divide_factor between steps" in late
+
+
+@on_ranks(2)
+def test_a_divide_factor_holds_for_parameters_unfrozen_later() -> None:
+    model: Any = nn.Linear(4, 2, bias=False).requires_grad_(False)
+    fully_shard(model)
+    model.set_gradient_divide_factor(1.0)
+    model.requires_grad_(True)
+    model(torch.ones(1, 4)).sum().backward()
+    (grad,) = _gradients(model)
+    assert float(grad.mean()) == 2.0
+
+
+@on_ranks(4, strategy=STRATEGIES)
+def test_a_backward_that_is_finalized_by_a_call_synchronizes_there(strategy: str) -> None:
+    torch.manual_seed(0)
+    plain = Stack().double()
+    model: Any = wrap(copy.deepcopy(plain), sharding_strategy=strategy, mesh=mesh_of(2, 2))
+    on_a_unit = said(RuntimeError, lambda: model.blocks[0].set_manual_backward_finalization(True))
+    without = said(RuntimeError, model.finalize_backward)
+    model.set_manual_backward_finalization(True)
+    model.finalize_backward()  # nothing ran
+    model.set_is_last_backward(True)  # the call takes precedence
+    for micro in range(2):
+        plain_loss(plain, micro).backward()
+        own_loss(model, micro).backward()
+    is_waiting = any(group.has_unreduced for group in unit_of(model).groups)
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(False)
+    model.finalize_backward()
+    is_left = any(group.has_unreduced for group in unit_of(model).groups)
+    model.set_requires_gradient_sync(True)
+    model.set_reshard_after_backward(True)
+    handle = model.finalize_backward(async_op=True)
+    handle.wait()
+    wanted = [param.grad for param in plain.parameters()]
+    found = _gradients(model)
+    difference = max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
+    model.set_manual_backward_finalization(False)
+    own_loss(model, 0).backward()
+    syncs_again = not any(group.has_unreduced for group in unit_of(model).groups)
+    assert "blocks.0 (Block) is not the root; call set_manual_backward_finalization on" in on_a_unit
+    assert "synchronize by themselves; call set_manual_backward_finalization(True)" in without
+    assert (is_waiting, is_left, syncs_again) == (True, True, True)
+    assert isinstance(handle, getattr(fsdp, "GradientReductionHandle", object))
+    assert difference < 1e-12
+
+
+@on_ranks(4, strategy=STRATEGIES)
+def test_gradients_accumulate_without_the_outer_axis(strategy: str) -> None:
+    torch.manual_seed(0)
+    plain = Stack().double()
+    model: Any = wrap(copy.deepcopy(plain), sharding_strategy=strategy, mesh=mesh_of(2, 2))
+    flat: Any = wrap(copy.deepcopy(plain), sharding_strategy=strategy, mesh=mesh_of(4))
+    has_grad, outer = [], 0
+    for micro in range(3):
+        plain_loss(plain, micro).backward()
+        for sharded in (model, flat):
+            sharded.set_requires_all_reduce(micro == 2)
+            wire = listen(sharded)
+            own_loss(sharded, micro).backward()
+            sent = [one for one in wire.sent if one.kind != "all_gather" and one.axis_size == 2]
+            if micro < 2 and sharded is model and unit_of(model).groups[0].grads.has_partial:
+                # The inner axis only: one collective for each unit.
+                outer += len(sent) - 4
+        weight = flat.output.weight
+        has_grad.append(weight.grad is not None or not weight.to_local().numel())
+    wanted = [param.grad for param in plain.parameters()]
+    found = [*_gradients(model), *_gradients(flat)]
+    pairs = zip(found, [*wanted, *wanted], strict=True)
+    assert max(float((a - b).abs().max()) for a, b in pairs) < 1e-12
+    # A 1-D mesh has no all-reduce to leave out.
+    assert has_grad == [True] * 3
+    assert outer == 0
+
+
+@on_ranks(2)
+def test_values_without_a_meaning_are_rejected() -> None:
+    model: Any = wrap(Stack())
+    model.set_unshard_in_backward(True)
+    model.set_post_optim_event(None)
+    model.set_reduce_scatter_max_input_buffers(1)
+    assert unit_of(model.blocks[0]).context.reductions.options.max_live_grad_buffers == 1
+    with pytest.warns(UserWarning) as warned:
+        model.set_unshard_in_backward(False)
+    model(batch(0)).sum().backward()
+    buffers = said(ValueError, lambda: model.set_reduce_scatter_max_input_buffers(0))
+    hook = said(RuntimeError, lambda: model.set_all_reduce_hook(print))
+    assert "the root (Stack) is gathered in its backward all the same" in str(warned[0].message)
+    assert "max_input_buffers must be a whole number of at least 1, got 0" in buffers
+    assert "give fully_shard a 2-D mesh" in hook
+
+
+type Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+def _mean(model: Any, x: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = model(x)
+    return output.square().mean()
+
+
+def _error(plain: Any, model: Any, loss: Loss = _mean, before: Any = None) -> float:
+    """Largest difference of any weight after Adam steps, the plain model on all ranks' data."""
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.02, eps=1e-3) for m in (plain, model)]
+    for step in range(3):
+        for either in (plain, model) if before is not None else ():
+            before(either, step)
+        backward_both(plain, model, step, lambda m, rank, step: loss(m, batch(rank, step)))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+    full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    pairs = zip(full, plain.parameters(), strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(INPUT, 8), nn.ReLU(), nn.Linear(8, INPUT))
+
+
+def _weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape))
+
+
+@on_ranks(2)
+def test_modules_without_inputs_or_parameters_run() -> None:
+    plain = Formula(lambda m: m.weight @ m.weight, weight=_weight(INPUT, INPUT))
+    model = fully_shard(copy.deepcopy(plain))
+    error = _error(plain, model, lambda m, x: m().square().mean())
+    x = torch.ones(3)
+    empty = fully_shard(Formula(lambda m, x, more: x + more[0] + more[1]))
+    assert error < 1e-5
+    assert bool((empty(x, (x, x)) == 3).all())
+
+
+class Chunked(nn.Module):
+    """A language model whose norm and head may be run apart from the rest, by chunks."""
+
+    def __init__(self, ties: bool) -> None:
+        super().__init__()
+        self.body = nn.Linear(INPUT, INPUT, bias=False)
+        self.norm = nn.LayerNorm(INPUT)
+        self.head = nn.Linear(INPUT, INPUT, bias=False)
+        if ties:
+            self.head.weight = self.body.weight
+
+    def forward(self, x: torch.Tensor, skip_head: bool = False) -> torch.Tensor:
+        x = self.norm(self.body(x))
+        return x if skip_head else self.head(x)
+
+
+def _run_chunked(model: Any, x: torch.Tensor, share: float) -> None:
+    """A forward and backward whose head runs both by itself, chunk by chunk.
+
+    Args:
+        model: A `Chunked`.
+        x: Inputs.
+        share: Of the whole batch's loss.
+    """
+    hidden = model(x, skip_head=True)
+    cut = hidden.detach().requires_grad_()
+    for part in cut.chunk(2):
+        (model.head(part).square().mean() / 2 * share).backward()
+    assert cut.grad is not None
+    hidden.backward(cut.grad)
+
+
+def _set_kept(head: Any, flag: bool) -> None:
+    """Keep the head gathered from chunk to chunk, or not, as training loops do."""
+    head.set_reshard_after_forward(not flag)
+    head.set_reshard_after_backward(not flag)
+
+
+def _fail(module: nn.Module, args: Any) -> None:
+    raise KeyError("in the middle of a forward")
+
+
+@on_ranks(2, mode=["chunks", "tied", "kept", "accumulated", "failed"])
+def test_a_head_of_a_unit_of_several_modules_runs_by_chunks(mode: str) -> None:
+    plain = Chunked(ties=mode == "tied")
+    model: Any = copy.deepcopy(plain)
+    fully_shard([model.norm, model.head])
+    fully_shard(model)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.02, eps=1e-3) for m in (plain, model)]
+    for step in range(6):
+        x = batch(dist.get_rank(), step)
+        for rank in range(2):
+            _run_chunked(plain, batch(rank, step), 1 / 2)
+        if mode == "failed":
+            hook = model.head.register_forward_pre_hook(_fail)
+            with pytest.raises(KeyError):
+                model(x)
+            hook.remove()
+        if mode == "kept":
+            _set_kept(model.head, True)
+        if mode == "accumulated":
+            model.set_requires_gradient_sync(step % 2 == 1)
+            model.set_is_last_backward(step % 2 == 1)
+        _run_chunked(model, x, 1.0)
+        if mode == "kept":
+            _set_kept(model.head, False)
+            model.head.reshard()
+        if step % 2:
+            step_all(*optimizers)
+    assert weight_error(model, plain) < 1e-5
+
+
+def _outer() -> Formula:
+    """Parameters that DDP replicates around a sharded unit, with more of those inside it."""
+    return Formula(lambda m, x: m.sharded(x) + m.addend, sharded=_mlp(), addend=_weight(INPUT))
+
+
+@on_ranks(2)
+def test_ddp_has_what_it_was_not_told_to_ignore() -> None:
+    plain = _outer()
+    model: Any = copy.deepcopy(plain)
+    ignored = set(model.sharded[2].parameters())
+    fully_shard(model.sharded, ignored_params=ignored)
+    names = [n for n, p in model.named_parameters() if p not in ignored and n != "addend"]
+    assert names == ["sharded.0.weight", "sharded.0.bias"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    assert _error(plain, DistributedDataParallel(model)) < 1e-5
+
+
+@on_ranks(2)
+def test_replicate_leaves_alone_what_is_sharded() -> None:
+    plain = _outer()
+    model: Any = copy.deepcopy(plain)
+    fully_shard(model.sharded)
+    assert _error(plain, replicate(model)) < 1e-5

@@ -1,0 +1,574 @@
+"""What is communicated, what lives when, and who frees it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from megatron_fsdp_v2 import UnitOptions, fully_shard
+from megatron_fsdp_v2.comm import backends
+from megatron_fsdp_v2.params.group import ParameterGroup
+from megatron_fsdp_v2.runtime import unit_checks
+from megatron_fsdp_v2.runtime.module import named_units, unit_of
+from megatron_fsdp_v2.runtime.schedule import ReductionQueue
+from tests.cases import longer, quick_if
+from tests.distributed.allocations import changes, left_of, steady_nbytes
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import (
+    BF16,
+    MESHES,
+    STRATEGIES,
+    batch,
+    listen,
+    on_mesh,
+    sends,
+    strategies_on,
+    wrap,
+)
+from tests.parity.test_parity import train_pattern
+from tests.reference.failing import fail_when_it_comes_back, failing
+from tests.reference.models import INPUT, WIDTH, Formula, Stack
+
+NUM_BLOCKS = 5
+
+# -- collectives ----------------------------------------------------------------------------------
+
+NUM_UNITS = 3
+"""Two blocks and the root, of one parameter group each."""
+
+SYNCS = ("every", "last", "afterwards")
+"""Which backwards synchronize gradients: all, the last one alone (`no_sync` around the others), or
+none, with `reduce_grad` after them."""
+
+
+def expected(mesh_name: str, strategy: str, syncs: str, num_micro: int) -> Counter[Any]:
+    """Collectives of a step: kind and axis, and how often.
+
+    ZeRO-2 and ZeRO-3 reduce in every backward along the inner axis, to keep whole gradients out of
+    memory. All else is reduced once a synchronization. Weights that are whole between uses are
+    gathered after a synchronization, when they may have been stepped; with ZeRO-3 for each forward
+    and backward, those of the root, whose backward follows its forward, once for both.
+    """
+    is_2d, has_outer_shards = len(MESHES[mesh_name][0]) == 2, MESHES[mesh_name][1] == "optim"
+    num_syncs = num_micro if syncs == "every" else 1
+    reduces_each = strategy in ("optim_grads", "optim_grads_params")
+    found = {
+        "reduce inner": NUM_UNITS * (num_micro if reduces_each else num_syncs),
+        "reduce outer": NUM_UNITS * num_syncs * is_2d,
+        "gather inner": NUM_UNITS * num_syncs * (strategy != "no_shard"),
+        "gather outer": NUM_UNITS * num_syncs * has_outer_shards,
+    }
+    if strategy == "optim_grads_params":
+        found["gather inner"] = (2 * NUM_UNITS - 1) * num_micro
+    return Counter({name: count for name, count in found.items() if count})
+
+
+def counted(model: Any, axes: Any, syncs: str, num_micro: int) -> Counter[Any]:
+    """The same, of a step that is made."""
+    with sends(axes) as sent:
+        for number in range(num_micro):
+            synchronizes = syncs == "every" or (syncs == "last" and number == num_micro - 1)
+            with contextlib.nullcontext() if synchronizes else model.no_sync():
+                model(torch.randn(4, 5)).square().mean().backward()
+        if syncs == "afterwards":
+            model.reduce_grad()
+    found: Counter[Any] = Counter()
+    for (kind, axis, _, _), count in sent.items():
+        found[f"{'gather' if kind == 'all_gather' else 'reduce'} {axis}"] += count
+    return found
+
+
+@on_ranks("mesh_name", mesh_name=["2", "HSDP 2x2", "HFSDP 2x2"])
+def test_a_step_takes_the_collectives_of_the_formula(mesh_name: str) -> None:
+    wrong = {}
+    for strategy in strategies_on(mesh_name):
+        for overlaps in (False, True):
+            model = wrap(
+                Stack(NUM_UNITS - 1),
+                sharding_strategy=strategy,
+                enable_unshard_prefetch=overlaps,
+                enable_async_reduce_grad=overlaps,
+                **on_mesh(mesh_name),
+            )
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            axes = model._fsdp_unit.groups[0].axes
+            for syncs in SYNCS:
+                for num_micro in (1, 2, 4):
+                    found = counted(model, axes, syncs, num_micro)
+                    wanted = expected(mesh_name, strategy, syncs, num_micro)
+                    if found != wanted:
+                        wrong[strategy, overlaps, syncs, num_micro] = found, wanted
+                    optimizer.step()
+                    optimizer.zero_grad()
+    assert not wrong, wrong
+
+
+def _in_place(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """A unit whose input is changed in place, which bypasses the node that ends its backward."""
+    return torch.sin(model.layer(x.mul_(0.5)))
+
+
+@on_ranks(2)
+def test_units_whose_inputs_are_changed_in_place_are_resharded_in_the_backward() -> None:
+    units = [Formula(_in_place, layer=nn.Linear(5, 5)) for _ in range(6)]
+    model = wrap(nn.Sequential(nn.Linear(5, 5), *units), units)
+    most = []
+    listen(model, lambda: most.append(sum(unit_of(unit).is_unsharded for unit in units)))
+    for _ in range(2):
+        model(torch.randn(4, 5)).square().mean().backward()
+    # When the next one is gathered; none waits for the end of the backward.
+    assert 1 <= max(most) <= 2
+
+
+@on_ranks(2)
+def test_a_unit_that_runs_alone_leaves_the_order_of_the_root_and_nothing_gathered() -> None:
+    counts = []
+    for evaluates in (False, True):
+        model = wrap(Stack(NUM_BLOCKS))
+        wire = listen(model)
+        for _ in range(3):
+            if evaluates:
+                with torch.no_grad():
+                    model.blocks[1](torch.randn(2, WIDTH))
+            before = wire.count("all_gather")
+            model(torch.randn(4, 5)).square().mean().backward()
+        counts.append(wire.count("all_gather") - before)
+        assert all(hasattr(param, "local_rows") for param in model.parameters())
+    assert counts[0] == counts[1]
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+def _trained(steps: int, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """A model after some steps, and its optimizer."""
+    model = wrap(Stack(NUM_BLOCKS), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 5)).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@on_ranks("mesh_name", mesh_name=["2", "HSDP 2x2", "HFSDP 2x2"], trace_pool=[False, True])
+def test_sharding_a_model_allocates_nothing_but_its_shards(
+    mesh_name: str, trace_pool: bool
+) -> None:
+    made = []
+
+    def build() -> None:
+        layers = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 128))
+        made.append(wrap(layers, layers, enable_trace_pool=trace_pool, **on_mesh(mesh_name)))
+
+    found = changes(build)
+    units = [unit_of(layer) for layer in made[0]]
+    originals = 4 * sum(unit.groups[0].layout.numel for unit in units)
+    shards = [steady_nbytes(unit.groups[0]) for unit in units]
+    in_all = sum(nbytes for nbytes in found if nbytes > 0)
+    assert in_all == pytest.approx(originals + sum(shards), rel=0.03)
+    # The second layer's shard comes when the first layer's original is gone.
+    peak = max(itertools.accumulate(found))
+    assert peak == pytest.approx(originals + shards[0], rel=0.03)
+
+
+@pytest.mark.parametrize("pooled", [False, True], ids=["plain", "pool"])
+@on_ranks("world_size", world_size=[2, 4])
+def test_parameters_and_gradients_are_views_of_the_flat_buffers(
+    world_size: int, pooled: bool
+) -> None:
+    model = wrap(Stack(NUM_BLOCKS), enable_trace_pool=pooled)
+    group = unit_of(model.blocks[0]).groups[0]
+    seen = []
+
+    def look(module: Any, *_: Any) -> None:
+        flat = group.gathered_weight.tensor
+        for index, param in enumerate(group.unsharded_params):
+            offset = group.layout.slots[index].offset * 4
+            seen.append(param.data_ptr() == flat.data_ptr() + offset)
+        seen.append(module.up.weight is group.unsharded_params[group.names.index("up.weight")])
+
+    model.blocks[0].register_forward_pre_hook(look)
+    # The pool has a plan from the fourth step on.
+    for _ in range(4 if pooled else 1):
+        model(torch.randn(4, 5)).square().mean().backward()
+    main, grad = group.main_weight.tensor, group.main_grad.tensor
+    assert all(seen) and len(seen) > 5
+    for param in group.sharded_params:
+        local = param.to_local()
+        if local.numel():
+            offset = local.data_ptr() - main.data_ptr()
+            assert 0 <= offset < main.numel() * 4
+            assert param.grad.to_local().data_ptr() - grad.data_ptr() == offset
+        else:
+            assert param.grad is None
+
+
+@on_ranks(2)
+def test_deleting_the_model_frees_its_storages_at_once() -> None:
+    def train() -> list[Any]:
+        model, optimizer = _trained(1)
+        return [model, None, optimizer]
+
+    assert left_of(train) == (0, None)
+
+
+def _groups(model: Any) -> list[Any]:
+    return [group for _, unit in named_units(model) for group in unit.groups]
+
+
+def _num_with_memory(model: Any) -> int:
+    return sum(group.main_grad is not None for group in _groups(model))
+
+
+def _backward(model: Any, seed: int = 0) -> None:
+    torch.manual_seed(seed)
+    model(torch.randn(4, INPUT)).square().mean().backward()
+
+
+def _grads(model: Any) -> dict[str, torch.Tensor]:
+    return {
+        name: param.grad.to_local().clone()
+        for name, param in model.named_parameters()
+        if param.grad is not None
+    }
+
+
+def _none_by_hand(model: Any, optimizer: Any) -> None:
+    del optimizer
+    for param in model.parameters():
+        param.grad = None
+
+
+WAYS: dict[str, Any] = {
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "module": lambda model, optimizer: model.zero_grad(set_to_none=True),
+    "by hand": _none_by_hand,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks("mesh_name", mesh_name=["2", "HSDP 2x2"])
+def test_whoever_sets_gradients_to_none_frees_their_memory_at_once(
+    mesh_name: str, way: str
+) -> None:
+    for strategy in STRATEGIES if mesh_name == "2" else STRATEGIES[2:]:
+        model = wrap(Stack(), sharding_strategy=strategy, **on_mesh(mesh_name))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(2):
+                assert _num_with_memory(model) == 0, strategy
+                _backward(model)
+                assert _num_with_memory(model) == len(_groups(model)), strategy
+                optimizer.step()
+                WAYS[way](model, optimizer)
+                assert _num_with_memory(model) == 0, strategy
+        finally:
+            gc.enable()
+
+
+@on_ranks(2)
+def test_zeros_keep_their_memory_and_are_added_to() -> None:
+    model = wrap(Stack())
+    _backward(model)
+    places = [group.main_grad.tensor.data_ptr() for group in _groups(model)]
+    expected = _grads(model)
+    model.zero_grad(set_to_none=False)
+    _backward(model)
+    assert places == [group.main_grad.tensor.data_ptr() for group in _groups(model)]
+    found = _grads(model)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def _saved(grad: Any) -> Any:
+    """Saved for a backward alone: nothing in Python refers to it."""
+    factor = torch.ones_like(grad._local_tensor, requires_grad=True)
+    product = factor * grad._local_tensor
+    return lambda: torch.autograd.grad(product.sum(), factor, retain_graph=True)[0]
+
+
+# How somebody keeps a gradient, and looks at it later.
+KEPT: dict[str, Any] = {
+    "gradient": lambda grad: lambda: grad._local_tensor,
+    "view": lambda grad: partial(
+        torch.Tensor.view, grad.to_local().view(-1), grad.to_local().shape
+    ),
+    "saved": _saved,
+}
+
+
+@on_ranks(2, form=KEPT, offloaded=[False, True])
+def test_a_gradient_that_somebody_keeps_is_not_written_by_later_steps(
+    form: str, offloaded: bool
+) -> None:
+    policy = CPUOffloadPolicy(pin_memory=False) if offloaded else None
+    torch.manual_seed(7)
+    model = wrap(Stack(), offload_policy=policy)
+    _backward(model)
+    kept = {
+        name: KEPT[form](param.grad)
+        for name, param in model.named_parameters()
+        if param.grad is not None
+    }
+    values = {name: look().clone() for name, look in kept.items()}
+    for seed in (1, 2):
+        model.zero_grad()
+        _backward(model, seed)
+        for name, look in kept.items():
+            assert torch.equal(look(), values[name]), name
+    assert len(kept) > 5
+    # And what came meanwhile is what comes without anybody keeping anything.
+    torch.manual_seed(7)
+    fresh = wrap(Stack(), offload_policy=policy)
+    _backward(fresh, 2)
+    expected, found = _grads(fresh), _grads(model)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@on_ranks(2, form=["gradient", "local"])
+def test_of_some_gradients_set_to_none_a_kept_one_is_not_written(form: str) -> None:
+    model = wrap(Stack())
+    _backward(model)
+    chosen = {n: p for n, p in model.named_parameters() if "weight" in n and p.grad is not None}
+    kept = {n: p.grad if form == "gradient" else p.grad.to_local() for n, p in chosen.items()}
+    values = {name: getattr(g, "_local_tensor", g).clone() for name, g in kept.items()}
+    first = _grads(model)
+    for param in chosen.values():
+        param.grad = None
+    _backward(model)
+    for name, grad in kept.items():
+        assert torch.equal(getattr(grad, "_local_tensor", grad), values[name]), name
+    for name, found in _grads(model).items():
+        assert torch.equal(found, first[name] if name in chosen else 2 * first[name]), name
+
+
+@on_ranks(2)
+def test_a_large_root_is_named_once_with_what_to_make_units_of() -> None:
+    before, unit_checks.NOTABLE_NBYTES = unit_checks.NOTABLE_NBYTES, 100
+    try:
+        model = wrap(Large())
+        with pytest.warns(UserWarning, match="the root, the root .Large") as found:
+            _backward(model)
+        texts = [str(warning.message) for warning in found]
+        texts = [text for text in texts if "the root, the root" in text]
+        assert len(texts) == 1 and "input.0 (" in texts[0], texts
+        _expect_no_warning(lambda: _backward(model))
+        apart = Large()
+        _expect_no_warning(lambda: _backward(wrap(apart, [apart.input, *apart.blocks])))
+    finally:
+        unit_checks.NOTABLE_NBYTES = before
+    _expect_no_warning(lambda: _backward(wrap(Large())))
+
+
+class Large(Stack):
+    """Most of it is before the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        width = self.input.out_features
+        self.input = nn.Sequential(nn.Linear(INPUT, 64 * width), nn.Linear(64 * width, width))
+
+
+def _expect_no_warning(call: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call()
+
+
+def _tied() -> Any:
+    """An output layer without a weight, that is handed the weight of the embedding."""
+    torch.manual_seed(0)
+
+    def forward(model: Any, x: torch.Tensor) -> Any:
+        x = model.block(model.embedding(x))
+        return model.output(x, lambda: model.embedding.weight)
+
+    output = Formula(lambda _, x, weight: x @ weight().t())
+    layers = {"embedding": nn.Embedding(INPUT, 16), "block": nn.Linear(16, 16)}
+    return Formula(forward, **layers, output=output)
+
+
+@on_ranks(2, strategy=STRATEGIES)
+def test_a_unit_may_use_parameters_that_it_has_not(strategy: str) -> None:
+    tokens = torch.arange(INPUT).view(1, -1)
+    plain, model = _tied(), _tied()
+    for unit in (model.embedding, model.block):
+        fully_shard(unit, sharding_strategy=strategy)
+    used = {model.embedding.weight}
+    fully_shard(model.output, sharding_strategy=strategy, options=UnitOptions(used_params=used))
+    fully_shard(model, sharding_strategy=strategy)
+    for one in (plain, model):
+        one(tokens).square().mean().backward()
+    for name, param in model.named_parameters():
+        expected = plain.get_parameter(name).grad
+        grad = param.grad
+        if grad is not None:
+            first, last = grad.local_rows
+            torch.testing.assert_close(grad.to_local(), expected[first:last])
+    names = [name for name, _ in model.state_dict().items()]
+    assert names == [name for name, _ in plain.state_dict().items()]
+
+
+# Pattern and options.
+_AHEAD = {"enable_unshard_after_step": True, "unshard_prefetch_depth": 3}
+TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "alone": ("plain", {}),
+    "pool": ("plain", {"enable_trace_pool": True}),
+    "ahead": ("evaluation between", {**_AHEAD, "max_live_grad_buffers": 1}),
+    "nothing ahead": (
+        "plain",
+        {"enable_async_reduce_grad": False, "enable_unshard_prefetch": False},
+    ),
+    "bf16": ("plain", {"mp_policy": BF16}),
+    "offload": ("plain", {"offload_policy": CPUOffloadPolicy()}),
+    "recomputed": ("checkpointing, non-reentrant", {}),
+    "micro-batches": ("accumulation under no_sync", {}),
+}
+_CALLS = ("all_gather_single", "all_gather_into_tensor", "broadcast")
+_CALLS += ("all_to_all_single", "all_reduce")
+
+
+class InUse(AssertionError):
+    """Memory of a collective under way was given back, or moved."""
+
+
+class _Watched:
+    """Work of torch's that tells when it was waited for."""
+
+    def __init__(self, work: Any, operands: Sequence[torch.Tensor], used: Counter[int]) -> None:
+        self._work = work
+        self._used = used
+        # gloo has the addresses; nothing is held here, or who counts references would see it.
+        self._tensors = [(tensor, tensor.data_ptr()) for tensor in operands]
+        self._keys = [tensor.untyped_storage()._cdata for tensor in operands]
+        used.update(self._keys)
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._used.subtract(self._keys)
+        moved = [tensor.shape for tensor, place in self._tensors if tensor.data_ptr() != place]
+        self._keys, self._tensors = [], []
+        if moved:
+            raise InUse(f"tensors of {moved} are somewhere else")
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[Counter[str]]:
+    """Have memory stay where it is while a collective uses it; count what is issued and freed.
+
+    Raises:
+        InUse: It does not stay.
+    """
+    used: Counter[int] = Counter()
+    seen: Counter[str] = Counter()
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        seen["freed"] += nbytes == 0
+        if used[storage._cdata] > 0:
+            raise InUse(f"{storage.nbytes()} bytes become {nbytes}")
+        return resize(storage, nbytes)
+
+    def noted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def issue(*operands: Any, **options: Any) -> Any:
+            work = call(*operands, **options)
+            if not options.get("async_op"):
+                return work
+            seen["issued"] += 1
+            return _Watched(work, [t for t in operands if isinstance(t, torch.Tensor)], used)
+
+        return issue
+
+    with contextlib.ExitStack() as stack:
+        put = stack.enter_context
+        put(mock.patch.object(torch.UntypedStorage, "resize_", resized))
+        for name in filter(dist.__dict__.get, _CALLS):
+            put(mock.patch.object(dist, name, noted(getattr(dist, name))))
+        yield seen
+        assert not +used, "a collective was never waited for"
+
+
+def _watched_trainings() -> Iterator[Any]:
+    for name, strategy in itertools.product(TRAININGS, STRATEGIES):
+        yield quick_if(name in ("pool", "ahead"), name, strategy, "2")
+    for name, mesh in itertools.product(
+        ("alone", "pool", "micro-batches"), ("HSDP 2x2", "HFSDP 2x2")
+    ):
+        for strategy in strategies_on(mesh):
+            yield longer(name, strategy, mesh)
+
+
+@pytest.mark.parametrize(("name", "strategy", "mesh_name"), list(_watched_trainings()))
+@on_ranks("mesh_name")
+def test_memory_stays_where_it_is_while_a_collective_uses_it(
+    name: str, strategy: str, mesh_name: str
+) -> None:
+    pattern, options = TRAININGS[name]
+    with watched() as seen:
+        train_pattern(pattern, strategy, mesh_name, **options)
+    assert seen["issued"] > 3
+    assert seen["freed"] > 3
+
+
+@on_ranks(2, strategy=STRATEGIES[1:])
+def test_it_does_while_every_rank_broadcasts_its_shard(strategy: str) -> None:
+    pattern, options = TRAININGS["ahead"]
+    with mock.patch.object(backends, "BROADCAST_BYTES", 1), watched() as seen:
+        train_pattern(pattern, strategy, "2", **options)
+    assert seen["issued"] > 6
+    assert seen["freed"] > 3
+
+
+@on_ranks(2, strategy=["optim_grads", "optim_grads_params"])
+def test_it_does_where_a_backward_fails(strategy: str) -> None:
+    model = wrap(Stack(), sharding_strategy=strategy, max_live_grad_buffers=4)
+    with watched() as seen:
+        with failing(model.blocks[0].register_forward_hook(fail_when_it_comes_back)):
+            model(batch(0)).sum().backward()
+        model(batch(0)).sum().backward()
+        model.zero_grad()
+    assert seen["issued"] > 3
+
+
+def _end_before_waiting(queue: ReductionQueue, done: Sequence[Any]) -> None:
+    for reduction in done:
+        reduction.grads.end_inner()
+        reduction.work.wait()
+
+
+def _wait_for_nothing(group: ParameterGroup) -> bool:
+    is_under_way = group._gathering is not None
+    group._gathering = None
+    return is_under_way
+
+
+MISTAKES: dict[str, Any] = {
+    "gradients": (ReductionQueue, "_finish_inner", _end_before_waiting),
+    "weights": (ParameterGroup, "_wait", _wait_for_nothing),
+}
+
+
+@on_ranks(2, kind=MISTAKES)
+def test_memory_given_back_too_early_is_found(kind: str) -> None:
+    model = wrap(Stack())
+    # The forward that ends in the mistake, and a backward.
+    with mock.patch.object(*MISTAKES[kind]), pytest.raises(InUse), watched():
+        model(batch(0)).sum().backward()

@@ -1,0 +1,310 @@
+"""Attributes and hooks of parameters, and parameters that are replaced after they were sharded."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import types
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp_v2 import MixedPrecisionPolicy
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import (
+    STRATEGIES,
+    backward_both,
+    batch,
+    fp64_pair,
+    mesh_of,
+    own_loss,
+    pair,
+    plain_loss,
+    said,
+    weight_error,
+    wrap,
+)
+from tests.reference.models import Checkpointed, Stack, TiedInside, UsedTwice
+
+
+class Marker:
+    """An object that code may hang on a parameter."""
+
+
+MARKER = Marker()
+
+
+def _scaled(value: int) -> int:
+    return 3 * value
+
+
+MARKS: dict[str, Any] = {
+    "sequence_parallel": True,
+    "partition_dim": 1,
+    "allreduce": False,
+    "nobody_knows_this_one": ("a", 1),
+    "an_object": MARKER,
+    "a_function": _scaled,
+}
+
+
+@on_ranks(2, param_dtype=(None, torch.bfloat16), strategy=STRATEGIES)
+def test_attributes_are_on_sharded_and_on_gathered_parameters(
+    strategy: str, param_dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    model: Any = Stack(2)
+    model.output.requires_grad_(False)
+    numbers = {}
+    for index, (name, param) in enumerate(model.named_parameters()):
+        numbers[name] = index
+        param.number = index
+        for attribute, value in MARKS.items():
+            setattr(param, attribute, value)
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype)
+    wrap(model, sharding_strategy=strategy, mp_policy=policy)
+    looks = 0
+
+    def look(module: nn.Module, prefix: str) -> None:
+        nonlocal looks
+        for name, param in module.named_parameters(prefix=prefix):
+            looks += 1
+            assert [n for n, v in MARKS.items() if getattr(param, n, "missing") is not v] == [], (
+                name
+            )
+            assert param.number == numbers[name], name
+
+    look(model, "")
+    for index, block in enumerate(model.blocks):
+        prefix = f"blocks.{index}"
+        block.up.register_forward_hook(lambda *_, b=block, p=prefix: look(b, p))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(2):
+        model(batch(dist.get_rank())).float().square().mean().backward()
+        optimizer.step()
+    look(model, "")
+    per_block = len(list(model.blocks[0].parameters()))
+    assert looks == 2 * len(numbers) + 4 * per_block
+
+
+@on_ranks(2)
+def test_a_tied_parameter_stays_one_and_keeps_its_attributes() -> None:
+    model: Any = TiedInside()
+    model.embedding.weight.shared_embedding = True
+    wrap(model)
+    tied = model.embedding.weight is model.head.weight
+    seen = []
+    model.head.register_forward_hook(
+        lambda *_: seen.append(model.embedding.weight is model.head.weight)
+    )
+    model(batch(0))
+    assert tied
+    assert seen == [True]
+    assert model.head.weight.shared_embedding
+
+
+@on_ranks(2)
+def test_a_method_hung_on_a_parameter_is_carried_and_keeps_no_original_alive() -> None:
+    linear: Any = nn.Linear(4, 6, bias=False)
+    linear.weight.base = 4
+    linear.weight.compute = types.MethodType(lambda self, x: self.base + x, linear.weight)
+    original = weakref.ref(linear.weight)
+    wrap(linear)
+    gc.collect()
+    method = linear.weight.compute
+    assert method(3) == 7
+    assert method.__self__ is linear.weight
+    assert original() is None
+
+
+KINDS: dict[str, Any] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-3),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+}
+
+
+def _step_in_backward(model: nn.Module, kind: str, *, to_none: bool = True) -> dict[Any, Any]:
+    """An optimizer for every parameter, stepped by a hook."""
+    optimizers = {param: KINDS[kind]([param]) for param in model.parameters()}
+
+    def step(param: torch.Tensor) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad(set_to_none=to_none)
+
+    for param in optimizers:
+        param.register_post_accumulate_grad_hook(step)
+    return optimizers
+
+
+CASES: dict[str, tuple[Any, str, bool, dict[str, Any]]] = {
+    "adamw": (Stack, "adamw", True, {}),
+    "twice, zeros": (UsedTwice, "momentum", False, {"enable_trace_pool": True}),
+    "recomputed": (
+        partial(Checkpointed, use_reentrant=True),
+        "adamw",
+        True,
+        {"reshard_after_forward": False},
+    ),
+}
+
+
+@on_ranks(2, strategy=STRATEGIES, case=CASES)
+def test_an_optimizer_in_the_backward_trains_as_after_it(strategy: str, case: str) -> None:
+    """In backwards of one and of two micro-batches."""
+    build, kind, to_none, options = CASES[case]
+    plain, model = pair(lambda: build().double(), sharding_strategy=strategy, **options)
+    _step_in_backward(model, kind, to_none=to_none)
+    optimizer = KINDS[kind](plain.parameters())
+    for step in range(4):
+        defers = step % 2 == 1
+        for micro in range(1 + defers):
+            waits = defers and micro == 0
+            with model.no_sync() if waits else contextlib.nullcontext():
+                backward_both(plain, model, 10 * step + micro)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=to_none)
+        assert weight_error(model, plain) < 1e-9
+        with torch.no_grad():
+            x = batch(0, step, dtype=torch.float64)
+            assert float((model(x) - plain(x)).abs().max()) < 1e-9
+
+
+@on_ranks("shape", shape=[(3,), (2, 2)], strategy=STRATEGIES)
+def test_hooks_are_called_on_every_rank_with_the_reduced_gradient(
+    shape: tuple[int, ...], strategy: str
+) -> None:
+    plain, model = fp64_pair(strategy, mesh=mesh_of(*shape))
+    expected = dict(zip(model.parameters(), plain.parameters(), strict=True))
+    called: list[bool] = []
+
+    def note(param: Any) -> None:
+        # Collective: every rank is called, also one without rows.
+        is_final = torch.allclose(param.grad.full_tensor(), expected[param].grad)
+        called.append(is_final and not torch.is_grad_enabled())
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(note)
+    counts = []
+    for step, waits in enumerate([False, True, False, True]):
+        plain_loss(plain, step).backward()
+        with model.no_sync() if waits else contextlib.nullcontext():
+            own_loss(model, step).backward()
+        counts.append(len(called))
+    model.reduce_grad()
+    counts.append(len(called))
+    # A backward that no parameter is part of.
+    x = batch(0, dtype=torch.float64).requires_grad_()
+    torch.autograd.grad(model(x).sum(), x)
+    counts.append(len(called))
+    assert counts == [len(expected) * times for times in (1, 1, 2, 2, 3, 3)]
+    assert all(called)
+    assert all((p.grad is None) is (p.to_local().numel() == 0) for p in model.parameters())
+
+
+@on_ranks(2, strategy=STRATEGIES)
+def test_hooks_of_what_no_gradient_reached_are_not_called(strategy: str) -> None:
+    model = wrap(Stack().double(), sharding_strategy=strategy)
+    called: set[str] = set()
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda _, name=name: called.add(name))
+    names = {name for name, _ in model.named_parameters()}
+    model.blocks[1](torch.ones(2, 7, dtype=torch.float64)).sum().backward()
+    some = set(called)
+    called.clear()
+    own_loss(model, 0).backward()
+    assert some == {name for name in names if name.startswith("blocks.1.")}
+    assert called == names
+
+
+@on_ranks(2, meta=[False, True])
+def test_hooks_from_before_sharding_are_carried_over_or_rejected(meta: bool) -> None:
+    torch.manual_seed(0)
+    with torch.device("meta" if meta else "cpu"):
+        layer = nn.Linear(4, 4)
+    called: list[Any] = []
+    handle = layer.weight.register_post_accumulate_grad_hook(called.append)
+    model = wrap(layer, [])
+    counts = []
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        counts.append(len(called))
+        handle.remove()
+    model.weight.register_hook(lambda grad: 2 * grad)
+    late = said(RuntimeError, lambda: model(torch.ones(2, 4)))
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    hooked = nn.Linear(4, 4)
+    hooked.bias.register_hook(lambda grad: 2 * grad)
+    assert counts == [1, 1]
+    assert called[0] is model.weight
+    assert "weight of Linear/0 has a hook of register_hook()" in late
+    assert "parameter bias has a hook of register_hook()" in said(
+        ValueError, lambda: wrap(hooked, [])
+    )
+
+
+def step(model: Any, optimizer: Any) -> float:
+    optimizer.zero_grad()
+    loss = model(torch.linspace(-1, 1, 10).view(2, 5)).square().mean()
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+def _losses(model: Any, steps: int = 3) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    return [step(model, optimizer) for _ in range(steps)]
+
+
+def rebuild(model: Any) -> None:
+    """Every parameter becomes another object, as code that rebuilds parameters does."""
+    for module in model.modules():
+        for name, param in list(module._parameters.items()):
+            if param is not None:
+                setattr(module, name, nn.Parameter(param.detach().clone()))
+
+
+def _assign_sharded(model: Any) -> None:
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def _assign_full(model: Any) -> None:
+    state = {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    # An optimizer needs the sharded ones; the next use of the model puts them back.
+    with torch.no_grad():
+        model(torch.ones(1, 5))
+
+
+def _move(model: Any) -> None:
+    model.to("cpu")
+    model.float()
+
+
+def _set_data(model: Any) -> None:
+    for param in model.parameters():
+        param.data = param.detach().clone()
+
+
+CHANGES = {
+    "rebuilt": rebuild,
+    "assigned, sharded": _assign_sharded,
+    "assigned, full": _assign_full,
+    "moved to where it is": _move,
+    "data set": _set_data,
+}
+
+
+@on_ranks(2, strategy=("optim_grads_params", "optim_grads", "no_shard"), change=CHANGES)
+def test_replaced_parameters_keep_their_values_and_train_on(change: str, strategy: str) -> None:
+    torch.manual_seed(0)
+    expected = _losses(wrap(Stack(), sharding_strategy=strategy))
+    torch.manual_seed(0)
+    model = wrap(Stack(), sharding_strategy=strategy)
+    CHANGES[change](model)
+    assert _losses(model) == expected

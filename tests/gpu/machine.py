@@ -1,0 +1,261 @@
+"""What checks run on: devices, ranks, commands, and what a reader of a report needs to know."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tests.mcore.command_line import Run, environment_of
+from tests.processes import ROOT
+from tests.ranks import RankPool
+from tests.shares import commit_of
+
+LIMIT_S = 900.0
+"""For one command or one function on all ranks."""
+PATIENCE_S = 40.0
+"""The launcher ends ranks that ignore its signal after 30 seconds, and nobody else reaches them."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What checks run on.
+
+    Attributes:
+        device: `cuda` or `cpu`.
+        ranks: The most ranks that a check may use.
+        is_small: Whether checks do as little as shows that they run.
+    """
+
+    device: str
+    ranks: int
+    is_small: bool = False
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether checks run on GPUs."""
+        return self.device == "cuda"
+
+    def require(self, ranks: int) -> None:
+        """Skip the check if there are fewer ranks."""
+        if self.ranks < ranks:
+            pytest.skip(f"needs {ranks} ranks")
+
+    def end_rehearsal(self) -> None:
+        """Skip the rest of the check on a CPU: that it ran until here proves nothing of a GPU."""
+        if not self.on_cuda:
+            pytest.skip("needs a GPU; rehearsed on a CPU")
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, ranks: int = 0, limit_s: float = LIMIT_S
+    ) -> list[Any]:
+        """Call a module-level function on ranks of its own; return what each returned.
+
+        Args:
+            function: The function; the device is its first argument.
+            args: Further arguments.
+            ranks: Number of ranks; 0 for all.
+            limit_s: Seconds until all of them are ended.
+
+        Raises:
+            RankFailure: One raised, died, or took longer than the limit.
+        """
+        pool = RankPool(ranks or self.ranks, device=self.device)
+        try:
+            return pool.run(function, self.device, *args, timeout_s=limit_s)
+        finally:
+            pool.close()
+
+
+def run_command(
+    words: Sequence[str],
+    log: Path,
+    *,
+    limit_s: float = LIMIT_S,
+    environment: dict[str, str | None] | None = None,
+) -> Run:
+    """Run a command in a session of its own, with its output in a file.
+
+    Args:
+        words: The command.
+        log: The file.
+        limit_s: Seconds until it is ended.
+        environment: Variables to set, or with None to take away.
+
+    Raises:
+        TimeoutError: It took longer than the limit.
+    """
+    added = environment or {}
+    variables = environment_of(**{n: value for n, value in added.items() if value is not None})
+    for name in [name for name, value in added.items() if value is None]:
+        variables.pop(name, None)
+    with log.open("w", encoding="utf-8") as file:
+        child = subprocess.Popen(
+            words,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=variables,
+            start_new_session=True,
+        )
+        try:
+            code = child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"not done after {limit_s:g} s; see {log}") from None
+        finally:
+            _end(child)
+    return Run(code, log.read_text(encoding="utf-8", errors="replace"))
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End a command and everything of its session."""
+    for kind, patience in ((signal.SIGTERM, PATIENCE_S), (signal.SIGKILL, 5.0)):
+        if child.poll() is not None:
+            break
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, kind)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(patience)
+
+
+_PACKAGES = (
+    "torch",
+    "megatron-core",
+    "transformer_engine",
+    "transformer_engine_torch",
+    "emerging-optimizers",
+    "triton",
+    "numpy",
+)
+
+
+def describe(device: str) -> dict[str, str]:
+    """What a reader of a report needs to know of the machine.
+
+    Nothing here touches a GPU: processes that checks start could not use one then.
+    """
+    changes = _output("git", "-C", str(ROOT), "status", "--porcelain")
+    found = {
+        "device": device,
+        "commit": commit_of(ROOT) + (" with changes" if changes else ""),
+        "system": f"{platform.system()} {platform.release()}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+    }
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    found["CUDA of torch"] = str(torch.version.cuda)
+    found["NCCL"] = _nccl()
+    found["layers of Megatron"] = layers() if device == "cuda" else "rehearsed on a CPU"
+    found["GPUs"] = _output(
+        "nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"
+    )
+    found["links"] = _output("nvidia-smi", "topo", "-m") if device == "cuda" else ""
+    variables = ("NCCL_", "CUDA_", "NVTE_", "TORCH_", "PYTORCH_")
+    chosen = [f"{n}={v}" for n, v in sorted(os.environ.items()) if n.startswith(variables)]
+    found["environment"] = ", ".join(chosen) or "nothing set"
+    return found
+
+
+FOR_BITS = {
+    # Matrix products that add in one order.
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    # Sums over ranks that are made in one order, whatever NCCL would choose for a size.
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+    # Attention of Transformer Engine without atomic additions.
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+}
+"""Environment of every check on a GPU: what equal bits need. What is set already is left."""
+
+TRANSFORMER_ENGINE = "2.20.2"
+"""That quantized weights are tested with."""
+
+_DRIVERS = {"12": 525, "13": 580}
+"""The oldest driver that runs programs of a major version of CUDA."""
+
+
+def requirements() -> tuple[list[str], bool]:
+    """What checks on a GPU need of this machine, in sentences, and whether they can run at all."""
+    cuda, said, can_run = str(torch.version.cuda), [], True
+    needed = _DRIVERS.get(cuda.partition(".")[0], 0)
+    found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    driver = found.splitlines()[0] if found else "none"
+    major = driver.partition(".")[0]
+    if not (major.isdigit() and int(major) >= needed):
+        can_run = False
+        said.append(
+            f"torch {torch.__version__} is built for CUDA {cuda}, which needs NVIDIA's driver "
+            f"{needed} or newer; found: {driver}. Install it from the distribution's packages "
+            "(nvidia-driver, cuda-drivers), or a torch that is built for an older CUDA"
+        )
+    if not has_transformer_engine():
+        said.append(
+            f"Transformer Engine is not installed: Megatron's local layers are trained instead, "
+            f"and FP8 is left out. Install it with: CUDA_HOME=... pip install "
+            f"--no-build-isolation 'transformer-engine[pytorch]=={TRANSFORMER_ENGINE}' (it needs "
+            "the CUDA toolkit, cuDNN and NCCL of torch's own version)"
+        )
+    return said, can_run
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Have this process compute the same bits every time, or raise where it cannot."""
+    torch.use_deterministic_algorithms(True)
+    # Or torch fills what is empty, which hides what nobody wrote.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@functools.cache
+def mesh_of(device: str, shape: tuple[int, ...]) -> DeviceMesh:
+    """The mesh of all ranks, in a rank's process; the outer axis first."""
+    return init_device_mesh(device, shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
+
+
+def has_transformer_engine() -> bool:
+    """Whether Megatron's default layers are there."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def layers() -> str:
+    """Whose layers a training on a GPU is made of here."""
+    if has_transformer_engine():
+        return "Transformer Engine's layers"
+    return "Megatron's local layers: Transformer Engine is not installed"
+
+
+def _nccl() -> str:
+    try:
+        version: Sequence[int] = torch.cuda.nccl.version()
+        return ".".join(map(str, version))
+    except (AttributeError, RuntimeError):
+        return "not in this torch"
+
+
+def _output(*words: str) -> str:
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{words[0]}: {type(error).__name__}"
+    return done.stdout.strip()

@@ -1,0 +1,92 @@
+"""The bandwidth of gathers, compared with torch's own call, by size."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp_v2.comm.backends import communicator_for
+from megatron_fsdp_v2.comm.interface import (
+    Axis,
+    Collective,
+    CollectiveKind,
+    CommStream,
+    Communicator,
+)
+from tests.gpu.machine import Machine
+
+MIB = 1 << 20
+SIZES = (1, 16, 128, 512)
+"""MiB of the gathered tensor."""
+FLOOR = 0.9
+"""Fraction of torch's bandwidth, from 16 MiB on."""
+
+
+def _device(device: str) -> torch.device:
+    return (
+        torch.device(device, torch.cuda.current_device())
+        if device == "cuda"
+        else torch.device(device)
+    )
+
+
+def _seconds(device: str, call: Callable[[], None], repeats: int) -> float:
+    """The median time of a call."""
+    times = []
+    for repeat in range(repeats + 2):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+        began = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        if repeat >= 2:
+            times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def _gather(communicator: Communicator, gather: Collective) -> None:
+    communicator.issue(gather, async_op=True).wait()
+
+
+def bandwidths(device: str, sizes: tuple[int, ...], repeats: int) -> dict[str, dict[str, float]]:
+    """GB/s on the links (bytes received by a rank over time), by size: ours, and torch's."""
+    group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    assert group is not None
+    communicator = communicator_for(_device(device))
+    found: dict[str, dict[str, float]] = {}
+    for mib in sizes:
+        numel = mib * MIB // 2 // size * size
+        output = torch.zeros(numel, dtype=torch.bfloat16, device=device)
+        shard = output.view(size, -1)[rank]
+        axis = Axis(group, size=size, rank=rank)
+        gather = Collective(CollectiveKind.ALL_GATHER, output, shard, axis, CommStream.GATHER)
+        calls: dict[str, Callable[[], Any]] = {
+            "ours": functools.partial(_gather, communicator, gather),
+            "torch's": functools.partial(dist.all_gather_into_tensor, output, shard),
+        }
+        received = 2 * numel * (size - 1) / size / 1e9
+        found[f"{mib} MiB"] = {
+            name: received / _seconds(device, call, repeats) for name, call in calls.items()
+        }
+    return found
+
+
+def test_gathers_reach_nearly_the_bandwidth_of_torchs_own_call(
+    machine: Machine, record_property: Callable[[str, object], None]
+) -> None:
+    machine.require(2)
+    sizes, repeats = (SIZES, 20) if machine.on_cuda else ((1,), 1)
+    found = machine.run(bandwidths, sizes, repeats)[0]
+    for size, of in found.items():
+        record_property(f"GB/s of {size}", round(of["ours"], 1))
+    machine.end_rehearsal()
+    large = {size: of for size, of in found.items() if size != "1 MiB"}
+    assert all(of["ours"] >= FLOOR * of["torch's"] for of in large.values()), large

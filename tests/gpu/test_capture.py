@@ -1,0 +1,92 @@
+"""A whole step in one CUDA graph: its replays train as steps do that are not captured."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.distributed.wrapping import STRATEGIES, shards_of, wrap
+from tests.gpu.machine import Machine, deterministic, mesh_of
+from tests.reference.models import Block
+
+STEPS = 4
+
+
+class _Recorded:
+    """A graph where there is none: it runs what was captured again."""
+
+    def __init__(self, step: Any) -> None:
+        self._step = step
+
+    def replay(self) -> None:
+        self._step()
+
+
+def _captured(device: str, step: Any) -> Any:
+    """A graph of a step; capturing it trains nothing on a GPU, and one step on a CPU."""
+    if device == "cpu":
+        return _Recorded(step)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        step()
+    return graph
+
+
+def trained(device: str, strategy: str, width: int, *, in_graph: bool) -> list[torch.Tensor]:
+    """This rank's weights, and outputs of an evaluation, after some steps."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(Block(width) for _ in range(3))).to(device)
+    mesh = mesh_of(device, (dist.get_world_size(),))
+    wrap(model, list(model), mesh=mesh, sharding_strategy=strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, capturable=device == "cuda")
+    data = torch.zeros(8, width, device=device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(data).square().mean().backward()
+        optimizer.step()
+
+    graph: Any = None
+    for number in range(STEPS):
+        generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+        data.copy_(torch.randn(8, width, generator=generator))
+        if number < 2 or not in_graph:
+            # The first steps make state, and compare ranks.
+            step()
+            continue
+        if graph is None:
+            graph = _captured(device, step)
+        graph.replay()
+    with torch.no_grad():
+        output = model(data)
+    return [tensor.cpu() for tensor in (*shards_of(model), output)]
+
+
+def differing(device: str, strategies: Sequence[str], width: int) -> list[str]:
+    """The strategies with which a run with a graph has other bits than one without."""
+    found = []
+    # The stream that a graph is captured on is the one that the steps before it ran on.
+    side = torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else contextlib.nullcontext()
+    with deterministic(), side:
+        for strategy in strategies:
+            plain, replayed = (
+                trained(device, strategy, width, in_graph=is_on) for is_on in (False, True)
+            )
+            if not all(map(torch.equal, plain, replayed)):
+                found.append(strategy)
+    return found
+
+
+def test_replays_of_a_step_and_an_evaluation_after_them_have_the_bits_of_steps(
+    machine: Machine,
+) -> None:
+    width = 256 if machine.on_cuda else 16
+    strategies = STRATEGIES[:2] if machine.is_small else STRATEGIES
+    found = machine.run(differing, strategies, width)
+    assert found == [[]] * machine.ranks
+    machine.end_rehearsal()

@@ -1,0 +1,77 @@
+"""The host never waits for the device in a step; its time and launches per unit are shown."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from tests.distributed.wrapping import BF16, STRATEGIES, wrap
+from tests.gpu.machine import Machine, mesh_of
+from tests.reference.models import Block
+
+UNITS = 32
+LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
+
+
+@contextlib.contextmanager
+def _no_waits(device: str) -> Iterator[None]:
+    """Have torch raise where the host waits for the device."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def of_a_unit(device: str, strategy: str, units: int, width: int) -> dict[str, float]:
+    """Return the host time in ms and the number of launches of a step, per unit."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(Block(width) for _ in range(units))).to(device)
+    mesh = mesh_of(device, (dist.get_world_size(),))
+    wrap(model, list(model), mesh=mesh, mp_policy=BF16, sharding_strategy=strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data = torch.ones(4, width, device=device)
+
+    def step() -> None:
+        model(data).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    times = []
+    for _ in range(5):
+        with _no_waits(device):
+            began = time.perf_counter()
+            step()
+            times.append(1000 * (time.perf_counter() - began))
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    with profile(activities=activities) as profiled:
+        step()
+    names = LAUNCHES if device == "cuda" else ("aten::",)
+    launches = [event for event in profiled.events() or () if event.name.startswith(names)]
+    return {"host ms": statistics.median(times) / units, "launches": len(launches) / units}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_host_waits_for_nothing_in_a_step(
+    machine: Machine, strategy: str, record_property: Callable[[str, object], None]
+) -> None:
+    # Units are small, so that the device is never what the host waits for in a queue.
+    units = UNITS if machine.on_cuda else 4
+    found = machine.run(of_a_unit, strategy, units, 64)[0]
+    for name, value in found.items():
+        record_property(f"{name} per unit", round(value, 2))
+    machine.end_rehearsal()

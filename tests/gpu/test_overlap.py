@@ -1,0 +1,87 @@
+"""How much of communication runs beside computation, from a profiler's trace of a step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from tests.distributed.wrapping import BF16, wrap
+from tests.gpu.machine import Machine, mesh_of
+from tests.reference.models import Block
+
+FLOOR = 0.6
+"""Of the time of collectives. Of 16 layers, the first gather of a forward and the last reduction of
+a backward have nothing to run beside; the floor leaves room for links that are slower than that."""
+
+type Interval = tuple[float, float]
+
+
+def hidden_share(kernels: Sequence[tuple[str, Interval]]) -> float | None:
+    """The share of NCCL's time in which another kernel ran as well; None without such a kernel.
+
+    Args:
+        kernels: Names, and times of begin and end.
+    """
+    is_comm = [("nccl" in name.lower(), interval) for name, interval in kernels]
+    comm = _merged([interval for comm, interval in is_comm if comm])
+    compute = _merged([interval for comm, interval in is_comm if not comm])
+    total = sum(end - begin for begin, end in comm)
+    both = sum(
+        max(0.0, min(end, other_end) - max(begin, other_begin))
+        for begin, end in comm
+        for other_begin, other_end in compute
+    )
+    return both / total if total else None
+
+
+def _merged(intervals: Sequence[Interval]) -> list[Interval]:
+    """The same times, without any counted twice."""
+    found: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def kernels_of(trace: Path) -> list[tuple[str, Interval]]:
+    """What ran on a device by a profiler's trace: names, begins and ends in microseconds."""
+    events = json.loads(trace.read_text())["traceEvents"]
+    return [
+        (event["name"], (event["ts"], event["ts"] + event["dur"]))
+        for event in events
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    ]
+
+
+def traced(device: str, layers: int, width: int, folder: str) -> float | None:
+    """The share of a step at ZeRO-3, on this rank."""
+    model: Any = nn.Sequential(*(Block(width) for _ in range(layers))).to(device)
+    wrap(model, list(model), mesh=mesh_of(device, (dist.get_world_size(),)), mp_policy=BF16)
+    data = torch.ones(4 * width, width, device=device)
+    for _ in range(3):
+        model(data).float().square().mean().backward()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    with profile(activities=activities) as profiled:
+        model(data).float().square().mean().backward()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    trace = Path(folder) / f"trace_{dist.get_rank()}.json"
+    profiled.export_chrome_trace(str(trace))
+    return hidden_share(kernels_of(trace))
+
+
+def test_most_communication_runs_beside_computation(machine: Machine, tmp_path: Path) -> None:
+    machine.require(2)
+    layers, width = (16, 4096) if machine.on_cuda else (2, 8)
+    shares = machine.run(traced, layers, width, str(tmp_path))
+    machine.end_rehearsal()
+    assert all(share is not None and share >= FLOOR for share in shares), shares

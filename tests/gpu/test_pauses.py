@@ -1,0 +1,146 @@
+"""Parity with pauses around every collective: the bits of a run in which nothing is asynchronous.
+
+A missing wait shows only where one side is late. So every collective, and every layer, pauses for
+a random time on its stream, differently on every rank. The same training with blocking launches
+(CUDA_LAUNCH_BLOCKING=1) has no order to get wrong: its bits are compared with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp_v2.comm.interface import Collective, Communicator, Work
+from megatron_fsdp_v2.runtime.module import named_units
+from tests.distributed.wrapping import BF16, STRATEGIES, step_all, wrap
+from tests.gpu.machine import Machine, deterministic, mesh_of
+from tests.reference.models import Block
+
+MOST_CYCLES = 4_000_000
+"""Of a pause on a GPU: about two milliseconds."""
+SEEDS = (1, 2, 3)
+
+
+def pause(device: str, chance: random.Random) -> None:
+    """Have the current stream, or a CPU's host, do nothing for a random time."""
+    if device == "cuda":
+        torch.cuda._sleep(chance.randrange(MOST_CYCLES))
+    else:
+        time.sleep(chance.random() / 1000)
+
+
+class _Late:
+    """A communicator whose collectives begin and end late, on whatever stream they run.
+
+    Everything else is the communicator's own.
+    """
+
+    def __init__(self, inner: Communicator, late: Callable[[], None]) -> None:
+        self._inner = inner
+        self._late = late
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def issue(self, collective: Collective, *, async_op: bool) -> Work:
+        """See `Communicator.issue`."""
+        before, after = self._then(collective.before), self._then(collective.after)
+        late = collective._replace(before=before, after=after)
+        return self._inner.issue(late, async_op=async_op)
+
+    def _then(self, step: Callable[[], object] | None) -> Callable[[], None]:
+        def both() -> None:
+            self._late()
+            if step is not None:
+                step()
+                self._late()
+
+        return both
+
+
+def trained(
+    device: str, shape: tuple[int, ...], strategies: Sequence[str], width: int, seeds: Sequence[int]
+) -> dict[str, list[str]]:
+    """By strategy, digests of this rank's weights after two steps of two micro-batches.
+
+    Args:
+        device: `cuda` or `cpu`.
+        shape: Of the mesh; with two axes, the outer one shards the optimizer's state too.
+        strategies: Of sharding.
+        width: Of the model.
+        seeds: Of the pauses; 0 for none.
+    """
+    with deterministic():
+        return {
+            strategy: [_digest(device, shape, strategy, width, seed) for seed in seeds]
+            for strategy in strategies
+        }
+
+
+def _digest(device: str, shape: tuple[int, ...], strategy: str, width: int, seed: int) -> str:
+    chance = random.Random(1000 * seed + dist.get_rank())
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(Block(width) for _ in range(4))).to(device)
+    outer = "optim" if len(shape) > 1 and strategy != STRATEGIES[0] else "no_shard"
+    options: dict[str, Any] = {"sharding_strategy": strategy, "outer_dp_sharding_strategy": outer}
+    wrap(model, list(model), mesh=mesh_of(device, shape), mp_policy=BF16, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def late(*_: object) -> None:
+        pause(device, chance)
+
+    if seed:
+        _make_late(model, late)
+    for step in range(2):
+        for micro in range(2):
+            with model.no_sync() if micro == 0 else contextlib.nullcontext():
+                generator = torch.Generator().manual_seed(10 * step + micro + dist.get_rank())
+                data = torch.randn(8, width, generator=generator).to(device)
+                model(data).float().square().mean().backward()
+        step_all(optimizer)
+        with torch.no_grad():
+            model(torch.ones(8, width, device=device))
+    held = hashlib.sha256()
+    for param in model.parameters():
+        held.update(param.to_local().detach().cpu().view(torch.uint8).numpy().tobytes())
+    return held.hexdigest()
+
+
+def _make_late(model: nn.Module, late: Callable[..., None]) -> None:
+    for module in model.modules():
+        module.register_forward_hook(late)
+    for _, unit in named_units(model):
+        for group in unit.groups:
+            inner = group.replace_communicator(unit.context.communicator)
+            pausing: Any = _Late(inner, late)
+            group.replace_communicator(pausing)
+
+
+@pytest.mark.parametrize("num_axes", [1, 2])
+def test_pauses_around_every_collective_and_layer_change_no_bit(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, num_axes: int
+) -> None:
+    shape: tuple[int, ...] = (machine.ranks,)
+    if num_axes == 2:
+        machine.require(4)
+        shape = (2, machine.ranks // 2)
+    width = 1024 if machine.on_cuda else 16
+    strategies = STRATEGIES[-1:] if machine.is_small else STRATEGIES
+    seeds = SEEDS[:1] if machine.is_small else SEEDS
+    words, ranks = (shape, strategies, width), math.prod(shape)
+    late = machine.run(trained, *words, seeds, ranks=ranks)
+    # For processes that are started from here on: they launch one kernel at a time.
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    blocking = machine.run(trained, *words, (0,), ranks=ranks)
+    for found, expected in zip(late, blocking, strict=True):
+        assert found == {s: expected[s] * len(seeds) for s in strategies}

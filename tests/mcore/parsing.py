@@ -1,0 +1,27 @@
+"""Command lines as Megatron's own parser reads them, with our flags, without a training."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from megatron_fsdp_v2_mcore.flags.arguments import add_arguments
+from tests.mcore.flags import MODEL_FLAGS
+
+__all__ = ["parsed", "parser"]
+
+
+@pytest.fixture(scope="session")
+def parser() -> argparse.ArgumentParser:
+    """Megatron's own parser with our flags."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    return add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+
+
+def parsed(parser: argparse.ArgumentParser, *flags: str) -> argparse.Namespace:
+    """The arguments of a small model and these flags, for four ranks."""
+    args = parser.parse_args([*MODEL_FLAGS, *flags])
+    args.world_size = 4  # Megatron adds it to what it has parsed.
+    return args

@@ -1,0 +1,178 @@
+"""A checkpoint of another model is rejected by name, before a value is read."""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+from megatron_fsdp_v2_mcore.checkpoint.compatibility import check_request
+from megatron_fsdp_v2_mcore.flags.checkpoint_check import check_checkpoint_folder
+from tests.mcore.flags import PP2, fsdp, loading, saving
+from tests.mcore.trained import trained
+from tests.ranks import RankFailure, RankPools
+
+EMBEDDING = "model.embedding.word_embeddings.weight"
+STATE = "optimizer.state.embedding.word_embeddings.weight.exp_avg"
+MOMENT = f"{STATE}_sq"
+META = "optimizer.param_to_group_meta.embedding.word_embeddings.weight.lr"
+RNG = "rng_state.(0, 0).0.torch_rng_state"
+
+ASKED: dict[str, tuple[int, ...] | None] = {
+    EMBEDDING: (8, 2),
+    "model.decoder.layers.0.mlp.linear_fc1.weight": (4, 2),
+    STATE: (8, 2),
+    MOMENT: (8, 2),
+    META: None,
+    RNG: (16,),
+}
+
+
+def _args(**changed: Any) -> argparse.Namespace:
+    values = {"num_layers": 1, "padded_vocab_size": 8, "tensor_model_parallel_size": 1}
+    return argparse.Namespace(**(values | changed))
+
+
+def _saved(folder: Path, without: tuple[str, ...] = (), **more: tuple[int, ...]) -> str:
+    """A checkpoint of what `ASKED` asks for, except some entries."""
+    entries = {k: shape for k, shape in ASKED.items() if not k.startswith(without or ("-",))}
+    dcp.save(
+        {k: 1.0 if s is None else torch.ones(s) for k, s in {**entries, **more}.items()},
+        checkpoint_id=str(folder),
+        no_dist=True,
+    )
+    return str(folder)
+
+
+def test_what_fits_has_no_problem_and_no_note(tmp_path: Path) -> None:
+    result = check_request(_saved(tmp_path), ASKED, _args(), _args())
+    assert (result.problem, result.notes, result.without_state) == (
+        "",
+        [],
+        set(),
+    )
+    assert result.loads_rng
+
+
+def test_a_file_with_rows_of_one_rank_only_is_incomplete(tmp_path: Path) -> None:
+    path = _saved(tmp_path)
+    reader = dcp.FileSystemReader(path)
+    metadata = reader.read_metadata()
+    entry = metadata.state_dict_metadata[STATE]
+    entry.chunks = [ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([4, 2]))]
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    problem = check_request(path, ASKED, _args(), _args()).problem
+    assert f"is incomplete: {STATE} has 16 elements, and its chunks 8" in problem
+
+
+LAYER_1 = "model.decoder.layers.1.mlp.linear_fc1.weight"
+# What the file lacks, what else it has, arguments of the run that saved, and what is said.
+PROBLEMS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, int], list[str]]] = {
+    "missing parameters": (
+        ("model.decoder",),
+        {},
+        {"num_layers": 0},
+        [
+            "does not contain model.decoder.layers.0.mlp.linear_fc1.weight",
+            "--num-layers (num_layers) was 0 and is 1",
+        ],
+    ),
+    "parameters nobody asks for": (
+        (),
+        {LAYER_1: (4, 2)},
+        {"num_layers": 2},
+        [
+            "this model does not have its model.decoder.layers.1",
+            "--num-layers (num_layers) was 2 and is 1",
+        ],
+    ),
+    "a vocabulary padded differently": (
+        (),
+        {EMBEDDING: (12, 2), STATE: (12, 2)},
+        {"padded_vocab_size": 12, "tensor_model_parallel_size": 2},
+        [
+            f"shapes differ: {EMBEDDING} (12, 2), in this run (8, 2)",
+            "padded to 12 at --tensor-model-parallel-size 2 and is padded to 8 at 1",
+            "--make-vocab-size-divisible-by 12 pads it to 12",
+        ],
+    ),
+    "no optimizer": (("optimizer.",), {}, {}, ["add --no-load-optim"]),
+    "half of a state": ((MOMENT,), {}, {}, [f"does not contain {MOMENT}"]),
+    "a missing option": ((META,), {}, {}, [f"does not contain {META}"]),
+}
+
+
+@pytest.mark.parametrize("what", PROBLEMS)
+def test_what_does_not_fit_is_named_with_the_flag_to_change(tmp_path: Path, what: str) -> None:
+    without, more, was, texts = PROBLEMS[what]
+    path = _saved(tmp_path, without, **more)
+    problem = check_request(path, ASKED, _args(**was), _args()).problem
+    assert [text for text in texts if text not in problem] == []
+
+
+def test_a_parameter_saved_before_its_first_step_starts_without_state(tmp_path: Path) -> None:
+    result = check_request(_saved(tmp_path, without=(STATE,)), ASKED, _args(), _args())
+    assert result.problem == ""
+    assert result.without_state == {"embedding.word_embeddings.weight"}
+
+
+def test_random_numbers_of_other_ranks_are_not_loaded_and_that_is_said(tmp_path: Path) -> None:
+    asked = {**ASKED, "rng_state.(0, 1).0.torch_rng_state": (16,)}
+    result = check_request(_saved(tmp_path), asked, _args(), _args())
+    assert result.problem == ""
+    assert not result.loads_rng
+    assert "keep the seeds of this run" in result.notes[0]
+
+
+def test_a_loss_scale_that_was_not_saved_is_said(tmp_path: Path) -> None:
+    asked = {**ASKED, "optimizer.grad_scaler.growth_tracker": None}
+    result = check_request(_saved(tmp_path), asked, _args(), _args())
+    assert result.problem == ""
+    assert not result.loads_grad_scaler
+    assert "loss scale" in result.notes[0]
+
+
+@pytest.fixture(scope="module")
+def pipelined(megatron: RankPools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint saved by two pipeline stages of two layers each."""
+    folder = tmp_path_factory.mktemp("pipelined")
+    trained(megatron, 2, fsdp(), "--num-layers 4 --train-iters 1", PP2, saving(folder, 1))
+    return folder
+
+
+def test_the_file_holds_what_every_rank_of_the_model_holds_once(pipelined: Path) -> None:
+    check_checkpoint_folder(pipelined, may_be_empty=False)
+    metadata = dcp.FileSystemReader(pipelined / "iter_0000001").read_metadata()
+    keys = set(metadata.state_dict_metadata)
+    layers = {key.split(".")[3] for key in keys if key.startswith("model.decoder.layers.")}
+    assert layers == {"0", "1", "2", "3"}
+    for kind in ("optimizer.state.decoder", "optimizer.param_to_group_meta.decoder"):
+        assert {k.split(".")[4] for k in keys if k.startswith(f"{kind}.layers.")} == layers
+    assert {key.split(".")[1] for key in keys if key.startswith("rng_state.")} == {
+        "(0, 0)",
+        "(1, 0)",
+    }
+    assert not any("module." in key or key.startswith("model0") for key in keys)
+    assert "model.output_layer.weight" not in keys
+
+
+def test_plain_torch_reads_the_file_in_one_process(pipelined: Path) -> None:
+    plain = _load_state_dict_from_keys({"model"}, checkpoint_id=pipelined / "iter_0000001")["model"]
+    assert plain["embedding.word_embeddings.weight"].shape[1] == 64
+    assert "decoder.layers.3.mlp.linear_fc2.weight" in plain
+    assert all(tensor.isfinite().all() for tensor in plain.values())
+
+
+def test_a_model_with_fewer_layers_is_rejected_on_every_rank(
+    megatron: RankPools, pipelined: Path
+) -> None:
+    with pytest.raises(RankFailure, match=r"num_layers\) was 4 and is 2") as rejected:
+        trained(megatron, 2, fsdp(), "--train-iters 2", loading(pipelined))
+    assert str(rejected.value).count("FlagError: ") == 2

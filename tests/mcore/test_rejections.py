@@ -1,0 +1,334 @@
+"""What cannot be done is rejected by name, before it begins: flags, fields and options."""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+
+from megatron_cpu_rehearsal import RehearsalError
+from megatron_cpu_rehearsal.combinations import check_combinations
+from megatron_cpu_rehearsal.flags import GPU_FLAGS, with_cpu_flags
+from megatron_fsdp_v2_mcore import FlagError, Options
+from megatron_fsdp_v2_mcore.flags.arguments import (
+    check_before,
+    check_no_yaml,
+    supported_on_cpu,
+)
+from megatron_fsdp_v2_mcore.flags.precision import check_has_fused_adam
+from megatron_fsdp_v2_mcore.flags.settings import sharding_settings
+from megatron_fsdp_v2_mcore.flags.table import NO_FLAG, REJECTED, Flag
+from tests.mcore.command_line import PRETRAIN, run_each
+from tests.mcore.flags import LOCAL, MODEL_FLAGS, fsdp, words
+from tests.mcore.parsing import parsed
+from tests.mcore.trained import trained
+from tests.ranks import RankFailure, RankPools
+
+
+def _table(text: str) -> list[Any]:
+    """Lines of flags and, after a colon between spaces, what is said of them."""
+    pairs = [line.split(" : ") for line in text.strip().splitlines()]
+    return [pytest.param(flags.strip(), said.strip(), id=flags.strip()) for flags, said in pairs]
+
+
+VALUES = {
+    "--optimizer": "sgd",
+    "--cuda-graph-impl": "local",
+    "--fp8-format": "e4m3",
+    "--te-precision-config-file": "layers.yaml",
+    "--dump-param-to-param-group-map": "map",
+    "--ddp-param-name-patterns-for-fp32-local-accumulation": "*.bias",
+    "--non-persistent-ckpt-type": "global",
+    "--ckpt-convert-format": "torch_dist",
+}
+
+
+@pytest.mark.parametrize(
+    "rejected", [flag for flag in REJECTED if flag.flag != NO_FLAG], ids=lambda r: r.name
+)
+def test_a_flag_that_the_table_rejects_ends_the_start_with_its_name(
+    parser: argparse.ArgumentParser, rejected: Flag
+) -> None:
+    flag = rejected.flag.split(" ")[0]
+    (action,) = (action for action in parser._actions if flag in action.option_strings)
+    value = [] if action.nargs == 0 else [VALUES.get(flag, "2")]
+    said = f"^{flag} .*cannot be used with --use-fsdp-fully-shard-api"
+    with pytest.raises(FlagError, match=said):
+        check_before(parsed(parser, *fsdp(), flag, *value))
+
+
+SELECTED = r"""
+--ckpt-format torch_dist : --ckpt-format torch_dist
+--load no/such/folder : --load no/such/folder does not
+--num-experts 3 --expert-model-parallel-size 2 : --num-experts 3 cannot be divided by --expert-model-parallel-size 2
+--expert-model-parallel-size 2 : --expert-model-parallel-size 2 needs --num-experts
+--num-experts 6 --expert-model-parallel-size 3 : 4 ranks cannot be divided by --expert-model-parallel-size 3 x --expert-tensor-parallel-size 1 x --pipeline-model-parallel-size 1
+--num-experts 4 --expert-model-parallel-size 2 --tensor-model-parallel-size 4 : 4 ranks cannot be divided by --expert-model-parallel-size 2 x --expert-tensor-parallel-size 4 x --pipeline-model-parallel-size 1
+--tensor-model-parallel-size 2 --context-parallel-size 3 : 4 ranks cannot be divided by --tensor-model-parallel-size 2 x --pipeline-model-parallel-size 1 x --context-parallel-size 3
+--tensor-model-parallel-size 2 --experimental-attention-variant gated_delta_net : gated_delta_net cannot be used with --tensor-model-parallel-size 2
+--use-tp-pp-dp-mapping --pipeline-model-parallel-size 2 --num-experts 4 --expert-model-parallel-size 2 : --use-tp-pp-dp-mapping cannot be used with --pipeline-model-parallel-size 2
+--delay-wgrad-compute : --delay-wgrad-compute needs --overlap-moe-expert-parallel-comm
+--overlap-moe-expert-parallel-comm --moe-latent-size 32 : --moe-latent-size cannot be used with --overlap-moe-expert-parallel-comm
+--optimizer-cpu-offload --optimizer-offload-fraction 1.5 : --optimizer-offload-fraction 1.5 is out of range
+--optimizer-offload-fraction -0.1 : --optimizer-offload-fraction -0.1 is out of range
+--optimizer-cpu-offload --optimizer lion : --optimizer lion cannot be used with --optimizer-cpu-offload: no optimizer on the CPU
+--optimizer-cpu-offload --optimizer muon --muon-scalar-optimizer lion : --muon-scalar-optimizer lion cannot be used with --optimizer-cpu-offload
+--optimizer-cpu-offload --use-precision-aware-optimizer --exp-avg-dtype bf16 : --exp-avg-dtype .*bf.* cannot be used with --optimizer-cpu-offload
+--optimizer-cpu-offload --optimizer sgd : --optimizer sgd cannot be used with
+--optimizer sgd : ^--optimizer sgd cannot be used .*sgd
+--optimizer soap : ^--optimizer soap cannot be used .*soap
+--optimizer dist_muon : ^--optimizer dist_muon cannot be used .*dist_muon
+--optimizer muon --fp16 : --fp16 cannot be used with --optimizer muon
+--optimizer adaptive_muon --fp16 : --fp16 cannot be used with --optimizer adaptive_muon
+--optimizer lion --fp16 : --fp16 cannot be used with --optimizer lion
+--exp-avg-sq-dtype fp8 : --exp-avg-sq-dtype fp8 needs --use-precision-aware-optimizer; add it
+--use-precision-aware-optimizer --optimizer muon : --use-precision-aware-optimizer cannot be used with --optimizer muon: only Transf
+--use-precision-aware-optimizer --main-params-dtype fp16 : --main-params-dtype fp16 requests .* leave it out \(--megatron-fsdp-main-params-dtype
+--use-precision-aware-optimizer --main-grads-dtype bf16 --megatron-fsdp-main-grads-dtype fp32 : --main-grads-dtype bf16 and --megatron-fsdp-main-grads-dtype fp32 set different
+--outer-dp-sharding-strategy optim : optim shards between optimizer instances, and there is one; add --num-distributed-optimizer-instances
+--outer-dp-sharding-strategy optim --num-distributed-optimizer-instances 2 --expert-data-parallel-sharding-strategy no_shard : optim shards further what --expert-data-parallel-sharding-strategy shards
+--init-model-with-meta-device --data-parallel-sharding-strategy no_shard : --init-model-with-meta-device cannot be used with --data-parallel-sharding-strategy
+--fp8-param-gather --megatron-fsdp-main-params-dtype bf16 : ^--fp8-param-gather quantizes .* use --megatron-fsdp-main-params-dtype fp32
+--fp4-param-gather --megatron-fsdp-main-params-dtype fp16 : ^--fp4-param-gather quantizes .* use --megatron-fsdp-main-params-dtype fp32
+--fp8-param-gather --use-cpu-initialization : ^--use-cpu-initialization cannot be used with --fp8-param-gather
+--fp4-param-gather --use-cpu-initialization : ^--use-cpu-initialization cannot be used with --fp4-param-gather
+--fsdp-unshard-prefetch-depth 2 : --fsdp-unshard-prefetch-depth needs --overlap-param-gather
+--fsdp-unshard-after-step : --fsdp-unshard-after-step needs --overlap-param-gather
+--fsdp-max-live-grad-buffers 3 : --fsdp-max-live-grad-buffers needs --overlap-grad-reduce
+--overlap-param-gather --fsdp-unshard-prefetch-bytes 2GiB --suggested-communication-unit-size 1000 : --suggested-communication-unit-size and --fsdp-unshard-prefetch-bytes both limit
+--ddp-reduce-scatter-with-fp32-accumulation --data-parallel-sharding-strategy no_shard : no_shard all-reduces gradients, and --ddp-reduce-scatter-with-fp32-accumulation applies
+"""  # noqa: E501 - a row is a line
+
+
+@pytest.mark.parametrize(("flags", "said"), _table(SELECTED))
+def test_flags_that_do_not_go_together_are_named(
+    parser: argparse.ArgumentParser, flags: str, said: str
+) -> None:
+    with pytest.raises(FlagError, match=said):
+        check_before(parsed(parser, *fsdp(), *flags.split()))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--num-experts 4 --expert-model-parallel-size 2 --tensor-model-parallel-size 2",
+        "--use-precision-aware-optimizer --main-grads-dtype bf16 "
+        "--megatron-fsdp-main-grads-dtype bf16",
+        "--optimizer muon",
+        "--fp8-param-gather --megatron-fsdp-main-params-dtype fp32",
+    ],
+)
+def test_flags_that_go_together_pass(parser: argparse.ArgumentParser, flags: str) -> None:
+    check_before(parsed(parser, *fsdp(), *flags.split()))
+
+
+UNSELECTED = """
+--use-fsdp-fully-shard-api : --use-fsdp-fully-shard-api needs --use-megatron-fsdp
+--log-per-param-norm : --log-per-param-norm needs --use-fsdp-fully-shard-api
+--fsdp-trace-pool : --fsdp-trace-pool needs --use-fsdp-fully-shard-api
+--fsdp-unshard-prefetch-depth 2 : --fsdp-unshard-prefetch-depth needs --use-fsdp-fully-shard-api
+--fsdp-unshard-after-step : --fsdp-unshard-after-step needs --use-fsdp-fully-shard-api
+--no-fsdp-flat-optimizer : --no-fsdp-flat-optimizer needs --use-fsdp-fully-shard-api
+"""
+
+
+@pytest.mark.parametrize(("flags", "said"), _table(UNSELECTED))
+def test_flags_of_this_package_need_it_to_be_selected(
+    parser: argparse.ArgumentParser, flags: str, said: str
+) -> None:
+    with pytest.raises(FlagError, match=said):
+        check_before(parsed(parser, *flags.split()))
+
+
+def test_without_our_flag_nothing_is_checked(parser: argparse.ArgumentParser) -> None:
+    check_before(parsed(parser, "--qk-clip", "--use-torch-fsdp2"))
+
+
+@pytest.mark.parametrize("place", ["command line", "file"])
+def test_a_file_of_arguments_cannot_select_us_unchecked(place: str) -> None:
+    api = "--use-fsdp-fully-shard-api"
+    argv = ["pretrain", "--yaml-cfg", "run.yaml", *([api] if place == "command line" else [])]
+    args = argparse.Namespace(use_fsdp_fully_shard_api=place == "file")
+    with pytest.raises(FlagError, match=f"--yaml-cfg cannot be used with {api}"):
+        check_no_yaml(args, argv)
+    check_no_yaml(argparse.Namespace(), argv[:3])
+
+
+@pytest.mark.parametrize("flag", ["--sft", "--fim-data", "--dataloader-inter-document-masking"])
+def test_data_that_pretrain_gpt_does_not_build_is_rejected(flag: str) -> None:
+    from megatron_fsdp_v2_mcore.pretrain_gpt.data import check_data
+
+    check_data(["--mock-data"])
+    with pytest.raises(FlagError, match=f"{flag} requests data"):
+        check_data(["--mock-data", flag])
+
+
+def test_an_adam_without_state_in_other_dtypes_is_named(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core import optimizer
+
+    monkeypatch.setattr(optimizer, "Adam", torch.optim.AdamW)
+    with pytest.raises(FlagError, match=r"Megatron uses torch\.optim\.adamw\.AdamW; inst"):
+        check_has_fused_adam(parsed(parser, *fsdp(), "--use-precision-aware-optimizer"))
+    check_has_fused_adam(parsed(parser, *fsdp()))
+
+
+# -- what a user sees -----------------------------------------------------------------------------
+
+# Typed beside a small model and --cpu-rehearsal.
+TYPED = f"""
+{" ".join(fsdp("optim_gradients"))} : invalid choice: 'optim_gradients'
+{" ".join(fsdp())} --qk-clip : --qk-clip cannot be used with
+{" ".join(fsdp())} --fsdp-max-live-grad-buffers 0 : expected a whole number of at least 1, got '0'
+--attention-backend flash : cannot be used on a CPU
+--fim-data : --fim-data requests data that this pretrain_gpt does not
+--mtp-num-layers 1 : Megatron rejects these flags: Multi-Token Prediction (MTP) is not supported
+"""
+START = words(MODEL_FLAGS, "--train-iters 2 --cpu-rehearsal")
+
+
+def test_a_bad_command_line_ends_with_a_sentence() -> None:
+    rows = [param.values for param in _table(TYPED)]
+    runs = run_each(PRETRAIN, [words(START, str(flags)) for flags, _ in rows])
+    for run, (_, said) in zip(runs, rows, strict=True):
+        assert run.code == 2, run.output[-3000:]
+        assert str(said) in run.output
+        assert "Traceback" not in run.output
+
+
+TRAINED = r"""
+--num-experts 2 --moe-router-topk 2 : --num-experts 2 without --disable-bias-linear cannot be used on a CPU
+--num-experts 2 --moe-router-topk 2 --disable-bias-linear --tensor-model-parallel-size 2 : --num-experts 2 with --tensor-model-parallel-size 2 needs --sequence-parallel
+--recompute-granularity selective --recompute-modules mlp : --recompute-modules mlp without --disable-bias-linear cannot be used
+--num-experts 2 --moe-router-topk 2 --disable-bias-linear --recompute-granularity selective --recompute-modules moe_act : Megatron rejects these flags: moe_act in recompute_modules is only supported
+--num-experts 2 --moe-router-topk 2 --moe-grouped-gemm --moe-shared-expert-intermediate-size 8 : Megatron cannot build the model that these flags describe: bias is not supported
+FSDP --bf16 --megatron-fsdp-main-params-dtype bf16 : AdamW cannot step main weights in bfloat16 with gradients in float32.*--megatron-fsdp-main-grads-dtype bf16
+FSDP --bf16 --megatron-fsdp-main-grads-dtype bf16 --optimizer lion : cannot step main weights in float32 with gradients in bfloat16
+FSDP --fp16 --megatron-fsdp-main-params-dtype fp16 --megatron-fsdp-main-grads-dtype fp16 : --clip-grad 1.0 cannot be used with gradients in float16
+"""  # noqa: E501 - a row is a line
+
+
+@pytest.mark.parametrize(("flags", "said"), _table(TRAINED))
+def test_what_a_training_would_fail_with_is_rejected_before_its_first_step(
+    megatron: RankPools, flags: str, said: str
+) -> None:
+    line = flags.replace("FSDP", " ".join(fsdp()))
+    with pytest.raises(RankFailure, match=f"(Flag|Rehearsal|Value)Error: .*{said}"):
+        trained(megatron, 2, "--global-batch-size 8 --train-iters 1", line)
+
+
+# -- of a rehearsal -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--transformer-impl", "inference_optimized"],
+        ["--distributed-backend=nccl"],
+        ["--attention-backend", "flash"],
+        ["--cpu-offloading-num-layers", "2"],
+        ["--use-precision-aware-optimizer", *fsdp()],
+        *[[flag.name, *flag.values[:1]] for flag in GPU_FLAGS],
+    ],
+    ids=lambda flags: flags[0],
+)
+def test_a_flag_that_needs_a_gpu_is_rejected_by_name(flags: list[str]) -> None:
+    flags = flags if "--transformer-impl" in flags else [*flags, *LOCAL]
+    with pytest.raises(RehearsalError, match=f"{flags[0].split('=')[0]}.* cannot be used on a CPU"):
+        with_cpu_flags(flags)
+
+
+def test_what_this_package_has_for_a_cpu_is_not_rejected() -> None:
+    flags = [*LOCAL, *fsdp("optim", "--use-precision-aware-optimizer --optimizer-cpu-offload")]
+    with_cpu_flags(flags, supported_on_cpu(flags))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"fp8": "hybrid", "fp8_recipe": "mxfp8", "fp4": None}, "--fp8-recipe mxfp8"),
+        ({"fp8": None, "fp8_recipe": "delayed", "fp4": "e2m1"}, "--fp4-format"),
+    ],
+    ids=["MXFP8", "NVFP4"],
+)
+def test_activations_in_blocks_are_not_gathered_on_a_cpu(given: dict[str, Any], said: str) -> None:
+    args = SimpleNamespace(**given, num_experts=None, sequence_parallel=True)
+    with pytest.raises(FlagError, match=f"^{said} with --sequence-parallel cannot be used"):
+        check_combinations(args)
+
+
+# -- of a script without a command line -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [row for row in REJECTED if row.name in DistributedDataParallelConfig.__dataclass_fields__],
+    ids=lambda rule: rule.name,
+)
+def test_a_rejected_field_names_its_flag(rule: Any) -> None:
+    config = DistributedDataParallelConfig(
+        use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads_params"
+    )
+    patterns = rule.name == "param_name_patterns_for_fp32_local_accumulation"
+    setattr(config, rule.name, ("*",) if patterns else True)
+    with pytest.raises(FlagError, match=rule.flag):
+        sharding_settings(config)
+
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"optimizer_offload_fraction": 2.0}, r"optimizer_offload_fraction = 2\.0 is out of range"),
+        ({"optimizer": "lion"}, "OptimizerConfig.optimizer = 'lion' cannot be used with"),
+        ({"optimizer": "muon", "muon_scalar_optimizer": "lion"}, "muon_scalar_optimizer = 'lion'"),
+        (
+            {"use_precision_aware_optimizer": True, "exp_avg_dtype": BF16},
+            "exp_avg_dtype = torch.bfloat16 cannot be used with OptimizerConfig.optimizer_cpu_",
+        ),
+    ],
+)
+def test_offload_that_a_script_asks_for_in_vain_names_the_field(
+    options: dict[str, Any], said: str
+) -> None:
+    from megatron.core.optimizer import OptimizerConfig
+
+    from megatron_fsdp_v2_mcore.optim.offload import check_offload
+
+    common = {"optimizer_cpu_offload": True, "use_distributed_optimizer": True, "lr": 0.1}
+    check_offload(OptimizerConfig(**common, optimizer_offload_fraction=1.0))
+    with pytest.raises(ValueError, match=said):
+        check_offload(OptimizerConfig(**(common | options)))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"main_params_dtype": torch.float16}, "main_params_dtype = torch.float16 requests"),
+        ({"main_grads_dtype": BF16}, "gradients of sharded parameters are in torch.flo"),
+    ],
+)
+def test_dtypes_that_a_script_asks_for_in_vain_name_the_field(
+    options: dict[str, Any], said: str
+) -> None:
+    from megatron_fsdp_v2_mcore.optim.precision import check_precision
+
+    dtypes = dict.fromkeys(("main_params_dtype", "main_grads_dtype"), torch.float32)
+    common = {"optimizer": "adam", "use_precision_aware_optimizer": True, **dtypes}
+    params = [torch.nn.Parameter(torch.ones(2))]
+    check_precision(argparse.Namespace(**common), params)
+    with pytest.raises(ValueError, match=said):
+        check_precision(argparse.Namespace(**(common | options)), params)
+
+
+def test_an_option_that_means_nothing_is_rejected_by_name() -> None:
+    with pytest.raises(ValueError, match=r"expert_strategy is one of no_shard, .* got 'zero3'"):
+        Options(expert_strategy="zero3")

@@ -1,6 +1,6 @@
-# Everything a user of the project types. `make help` lists it.
+# The commands of the project. `make help` lists them.
 
-# The newest version of torch that is supported; the oldest one is in constraints.txt.
+# The newest supported version of torch; the oldest one is in constraints.txt.
 NEWEST_TORCH = 2.15.0
 
 TORCH    ?=
@@ -21,17 +21,16 @@ PY := $(VENV)/bin/python
 LONGER := $(PY) -m pytest --one-in "$(ONE_IN)"
 PEERS := $(VENV)-peers
 
-# What torch changes from version to version: collectives, DTensor, the autograd engine, FSDP2's own
-# classes, distributed checkpoint, streams and storages; and a training with Megatron.
-TORCH_SAMPLE = $(addprefix tests/distributed/test_, beside_fsdp2.py checkpoint.py cpu_reduction.py \
-  drop_in.py fsdp2_calls.py fsdp2_instance.py fsdp2_methods.py known_failures.py meta_device.py \
-  misuse.py parallelize_module.py parameters_changed.py pickled_state.py precision.py \
-  stream_safety.py torch_checkpoint.py torch_versions.py training_state.py uneven_dtensor.py) \
+# Tests of features that change between versions of torch (collectives, DTensor, the autograd engine,
+# FSDP2's classes, distributed checkpoint, streams and storages), and a training with Megatron.
+TORCH_SAMPLE = $(addprefix tests/distributed/test_, checkpoint.py collectives.py construction.py \
+  drop_in.py failures.py fsdp2.py misuse.py parameters.py precision.py stream_safety.py \
+  tensor_parallel.py torch_checkpoint.py torch_versions.py uneven_dtensor.py) \
   $(addprefix tests/unit/test_, checkpoint_export.py exposure.py fsdp2_surface.py row_shards.py \
   simulation.py torch_private_names.py) \
-  tests/golden tests/mcore/test_parity_with_ddp.py
+  tests/golden functional_tests/test_matrix.py
 
-# TEXT is passed on whenever it is given, also when it is given empty: that is an error to report.
+# TEXT is also passed on if it is empty, so that the program reports the error.
 ifneq ($(origin TEXT),undefined)
 TEXT_OPTION = --text "$(TEXT)"
 endif
@@ -42,22 +41,22 @@ endif
 help: ## list the targets and their variables
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@printf '%s\n' '' 'Variables:' \
-	  '  VENV=path      where the environment lives (.venv)' \
-	  '  PYTHON=path    the Python >= 3.12 that set-up uses (found by itself)' \
-	  '  TORCH=version  another torch, in an environment of its own (.venv-torch-<version>)' \
-	  '  PYTORCH=path   test-fsdp2: a checkout of PyTorch, of the version of torch or one near it' \
+	  '  VENV=path      folder of the environment (.venv)' \
+	  '  PYTHON=path    setup: the Python >= 3.12 to use (searched on PATH)' \
+	  '  TORCH=version  another version of torch, in a separate environment (.venv-torch-<version>)' \
+	  '  PYTORCH=path   test-fsdp2: a checkout of PyTorch, of the installed or a similar version' \
 	  '  STRATEGY=name  pretrain: sharding strategy (optim_grads_params)' \
 	  '  RANKS=n        pretrain: number of ranks (2)' \
 	  '  ITERS=n        pretrain: iterations of the first run (300)' \
 	  '  TEXT=path      pretrain: a file or folder of text (the sources of the Python library)' \
-	  '  OUT=path       pretrain: where data, logs, checkpoints and the plot go (out/pretrain)' \
-	  '  ONE_IN=n       longer tests: run one in so many, chosen by the commit (1)' \
+	  '  OUT=path       pretrain: folder for data, logs, checkpoints and the plot (out/pretrain)' \
+	  '  ONE_IN=n       longer tests: run one of every n tests, selected by the commit (1)' \
 	  '  CASES=n        test-random: number of cases (1000)' \
-	  '  SEED=n         test-random: seed of the first one (0)' \
-	  '  DEVICE=name    test-gpu: cuda, or cpu for a rehearsal of the checks (cuda)' \
-	  '  GPUS=n         test-gpu: number of ranks (every GPU; 2 on a CPU)' \
-	  '  GPU_OUT=path   test-gpu: where the report goes (out/gpu)' \
-	  '  WRITE=1        bench: write what was found into docs/benchmarks.md'
+	  '  SEED=n         test-random: seed of the first case (0)' \
+	  '  DEVICE=name    test-gpu: cuda, or cpu to rehearse the checks (cuda)' \
+	  '  GPUS=n         test-gpu: number of ranks (all GPUs; 2 on a CPU)' \
+	  '  GPU_OUT=path   test-gpu: folder of the report (out/gpu)' \
+	  '  WRITE=1        bench: write the results to docs/benchmarks.md'
 
 setup: ## create the environment with pinned dependencies
 	@VENV="$(VENV)" PYTHON="$(PYTHON)" TORCH="$(TORCH)" tools/setup.sh
@@ -66,7 +65,7 @@ pretrain: setup ## pretrain a small GPT on real text, save, resume, show the res
 	@$(PY) -m examples.pretrain_text --strategy "$(STRATEGY)" --ranks "$(RANKS)" \
 	  --iters "$(ITERS)" --out "$(OUT)" $(TEXT_OPTION)
 
-# Style, types and the layering do not depend on torch: they are checked with the pinned one alone.
+# Style, types and layering do not depend on torch and are checked only with the pinned version.
 test: $(if $(TORCH),setup,lint) ## lint, then the tests and the quick rows of the functional matrix
 	@$(PY) -m pytest -m "not gpu and not functional"
 
@@ -86,29 +85,28 @@ test-matrices: setup ## every cell of the core's matrices: parity, golden, trace
 test-trainings: setup ## the longer trainings with Megatron: checkpoints, features, rehearsal
 	@$(LONGER) -m functional tests/mcore tests/docs
 
-test-share: setup ## a share of the four above: one in ONE_IN
+test-share: setup ## a sample of the four suites above: one of every ONE_IN tests
 	@$(LONGER) -m functional --ignore tests/random
 
 test-clients: setup ## programs of other libraries (transformers, peft, Lightning, ...), sharded
 	@VENV="$(VENV)" tools/setup_clients.sh
 	@$(VENV)-clients/bin/python -m pytest --tables --one-in "$(ONE_IN)" tests/clients
 
-test-fsdp2: setup ## PyTorch's own tests of FSDP2, read from PYTORCH, with ours in its place
-	@test -d "$(PYTORCH)/test/distributed" || { echo "PYTORCH=path/to/checkout says where PyTorch's tests are" >&2; exit 2; }
+test-fsdp2: setup ## PyTorch's own tests of FSDP2, from PYTORCH, run with this package
+	@test -d "$(PYTORCH)/test/distributed" || { echo "PYTORCH=path/to/checkout must name a checkout of PyTorch with its tests" >&2; exit 2; }
 	@VENV="$(VENV)" tools/setup_clients.sh
 	@$(VENV)-clients/bin/python -m pytest tests/fsdp2_suite --pytorch "$(PYTORCH)"
 
-test-torch: ## a sample of the tests with the newest torch that is supported
+test-torch: ## a sample of the tests with the newest supported torch
 	@$(MAKE) --no-print-directory setup TORCH=$(NEWEST_TORCH)
 	@$(MAKE) --no-print-directory sample TORCH=$(NEWEST_TORCH)
 
 .PHONY: sample
-sample: # of the tests, in the environment as it is
+sample: # the sample of the tests, in the existing environment
 	@$(PY) -m pytest -m "not gpu and not functional" $(TORCH_SAMPLE)
 
-golden: setup ## write the golden records: collectives, memory, numbers, host time
+golden: setup ## write the golden records: collectives, memory, numbers
 	@$(PY) -m tests.golden --write
-	@$(PY) -m tests.golden --host-time --write
 
 lint: setup ## ruff, format check, type check, import layering
 	@$(PY) -m ruff check .
@@ -116,8 +114,10 @@ lint: setup ## ruff, format check, type check, import layering
 	@$(PY) -m mypy
 	@$(VENV)/bin/lint-imports --no-logo
 
-test-gpu: setup ## every check that needs a GPU, on all GPUs of this machine, and one report
-	@$(PY) -m tests.gpu.kit --device "$(DEVICE)" $(if $(GPUS),--ranks "$(GPUS)") --out "$(GPU_OUT)"
+test-gpu: setup ## all checks that need a GPU, on all GPUs of this machine, with one report
+	@mkdir -p "$(GPU_OUT)"
+	@bash -o pipefail -c '"$$@" 2>&1 | tee "$(GPU_OUT)/report.txt"' - $(PY) -m pytest tests/gpu -v \
+	  --device "$(DEVICE)" $(if $(GPUS),--ranks "$(GPUS)") --basetemp "$(GPU_OUT)/logs"
 
 $(PEERS): tools/peer-packages.txt | setup
 	@rm -rf "$@"
@@ -127,6 +127,7 @@ $(PEERS): tools/peer-packages.txt | setup
 
 bench: setup $(PEERS) ## benchmark against peers on this machine
 	@$(PY) -m benchmarks $(if $(WRITE),--write-docs)
+	@$(PY) -m benchmarks.megatron
 	@$(PY) -m benchmarks.optimizer_time
 	@$(PY) -m benchmarks.muon --ranks 2
 	@$(PY) -m benchmarks.muon --ranks 4

@@ -1,11 +1,11 @@
-"""`make bench`: this package beside its peers, on this machine.
+"""`make bench`: compares this package with its peers on this machine.
 
     python -m benchmarks                       # a few minutes
-    python -m benchmarks --write-docs          # and the result into docs/benchmarks.md
+    python -m benchmarks --write-docs          # also write docs/benchmarks.md
     python -m benchmarks --settings deep --ranks 2 --engines DDP FSDP2 ours
     python -m benchmarks --full                # the whole product of settings, and every engine
 
-All engines of a setting take turns in one process group. docs/benchmarks.md says what is measured.
+All engines of a setting run in turns in one process group. docs/benchmarks.md describes the method.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from benchmarks.engines import BASELINE, ENGINES, USUAL
 from benchmarks.repeats import Patience
 
 UNITS = (64, 128, 256)
-"""Of which the host's time is measured."""
+"""Settings whose host time is measured."""
 
 
 def main(words: list[str] | None = None) -> None:
-    """Run what the command line says; print tables, and write JSON and a picture."""
+    """Run the command line; print tables, and write JSON and a picture."""
     args = _parser().parse_args(words)
     start = time.perf_counter()
     settings = _settings(args)
@@ -41,7 +41,7 @@ def main(words: list[str] | None = None) -> None:
         args.ranks = ranks
         some = [(one, _engines(args, one)) for one in settings if one.ranks == ranks]
         record["settings"] += _in_turns(args, some)
-    # What memory is counted with sees a CPU's alone, and host time is the same on any device.
+    # The memory meter sees CPU memory only, and host time does not depend on the device.
     if not args.steps_only and args.device == "cpu":
         args.ranks = 2
         (record["memory"],) = _on_ranks(memory.work, args)
@@ -108,23 +108,20 @@ def _engines(args: argparse.Namespace, setting: Setting) -> list[str]:
 
 
 def _is_usual(name: str, setting: Setting) -> bool:
-    """Whether an engine is timed in a setting if nobody asks for more."""
+    """Whether an engine is timed in a setting by default."""
     is_plain, is_deep = setting == Setting(setting.case, setting.shape), setting.case == "deep"
     if "pool" in name:
         return is_plain and (setting.case == "wide" or name.endswith("params, pool"))
-    if "buckets" in name:
-        # Larger layers have collectives of their own, buckets or not.
-        return is_deep and (is_plain or "flat" in name)
-    return "flat" not in name or (is_plain and not is_deep)
+    return "flat" not in name or is_plain or is_deep
 
 
 def _in_turns(
     args: argparse.Namespace, settings: list[tuple[Setting, list[str]]]
 ) -> list[dict[str, Any]]:
-    """What was found in settings: each with FSDP2, once for what is mapped and once for the rest.
+    """Results of settings: each with FSDP2, once with the mapped engines and once with the others.
 
-    Processes that trained all engines were ended by the allocator now and then, and none of those
-    that trained only what is not mapped: what happens in one must not end the other.
+    Processes that trained all engines were occasionally terminated by the allocator, but none of
+    those without mapped engines. Separate processes keep the results of the other engines.
     """
     own = [(one, [n for n in names if not ENGINES[n].is_mapped]) for one, names in settings]
     found = _on_ranks(step.work, args, own)
@@ -143,7 +140,7 @@ def _in_turns(
 
 
 def _on_ranks(work: common.Work, args: argparse.Namespace, *more: Any) -> list[Any]:
-    """What rank 0 of a process group found: each line of a file is one thing."""
+    """Results of rank 0 of a process group: one per line of a file."""
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder, "found.jsonl")
         common.run_ranks(work, args, str(found), *more, device=args.device)
@@ -151,7 +148,7 @@ def _on_ranks(work: common.Work, args: argparse.Namespace, *more: Any) -> list[A
 
 
 def _host_time(units: int) -> dict[str, float]:
-    """Milliseconds of the host's time for a unit, in a process of its own."""
+    """Milliseconds of host time per unit, measured in a separate process."""
     words = ["-m", "benchmarks.host_time", "--json", "--units", str(units), "--rounds", "7"]
     done = subprocess.run([sys.executable, *words], check=True, capture_output=True, text=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])

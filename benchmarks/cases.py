@@ -1,4 +1,4 @@
-"""What is trained in a benchmark: shapes of models, and the settings they are trained with."""
+"""Models and settings of the benchmarks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["CASES", "CHOSEN", "TRANSFORMER", "Case", "Setting", "every_setting"]
 
 @dataclass(frozen=True)
 class Case:
-    """A model of layers, and what a micro-batch of it is.
+    """Shape of a model of layers and of its micro-batches.
 
     Attributes:
         layers: Number of layers, each a unit: an MLP with a residual, or a transformer layer.
-        width: Of what goes from layer to layer.
+        width: Width of the hidden state.
         vocabulary: Rows of embedding and output layer of a language model of transformer layers,
             which belong to the root. 0 for MLPs alone, and a root without parameters.
-        experts: MLPs of a layer, of which a token goes through one; 0 for one MLP and no router.
+        experts: MLPs of a layer, of which a token uses one; 0 for one MLP without a router.
         batch: Sequences of a micro-batch on a rank.
         length: Tokens of a sequence.
     """
@@ -36,22 +36,22 @@ CASES = {
     "moe": Case(layers=4, width=256, vocabulary=512, experts=8),
 }
 TRANSFORMER = Case(layers=8, width=512, vocabulary=512, batch=2)
-"""Of which memory is measured."""
+"""Shape whose memory is measured."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One line of the comparison: what all engines train, side by side.
+    """One setting of the comparison, trained by all engines.
 
     Attributes:
         case: Name of the shape.
         shape: The shape itself.
         dtype: `fp32`, or `bf16` for compute in bf16 with main weights in fp32.
-        micro_batches: Of a step.
+        micro_batches: Micro-batches of a step.
         recomputes: Whether layers are recomputed in the backward.
         ranks: Data-parallel ranks.
-        optimizer: How AdamW goes over parameters: `default`, which is what torch chooses for the
-            device, a loop on a CPU; or `foreach`, its choice for GPUs.
+        optimizer: Implementation of AdamW: `default`, torch's choice for the device, a loop on a
+            CPU; or `foreach`, its choice for GPUs.
     """
 
     case: str
@@ -64,7 +64,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """What makes this setting different, in words."""
+        """Description of the setting's differences from its case."""
         words = [self.case, self.dtype, f"{self.ranks} ranks"]
         if self.micro_batches > 1:
             words.append(f"{self.micro_batches} micro-batches")
@@ -81,7 +81,7 @@ class Setting:
 
 
 def _chosen() -> list[Setting]:
-    """Every shape as it is, then one thing changed at a time."""
+    """Every shape in its base setting, then with one change at a time."""
     wide, deep, moe = (Setting(name, shape) for name, shape in CASES.items())
     return [
         wide,
@@ -96,11 +96,11 @@ def _chosen() -> list[Setting]:
 
 
 CHOSEN = _chosen()
-"""What fits into a few minutes."""
+"""Settings that fit into a few minutes."""
 
 
 def every_setting() -> list[Setting]:
-    """The whole product."""
+    """The product of all settings."""
     axes = (CASES, (2, 4), ("fp32", "bf16"), (1, 4), (False, True), ("default", "foreach"))
     return [
         Setting(case, CASES[case], dtype, micro_batches, recomputes, ranks, optimizer)

@@ -1,4 +1,4 @@
-"""What a save costs beside a step, what is written, and how much memory an export takes."""
+"""Cost of a save relative to a step, and bytes written."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _state_nbytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     tensors: list[Any] = [*model.parameters()]
     for state in optimizer.state.values():
         tensors += [value for value in state.values() if isinstance(value, UnevenDTensor)]
-    # A rank has no state of parameters without rows here, so each rank counts what it holds.
+    # A rank has no state of parameters without local rows, so each rank counts its own state.
     nbytes = torch.tensor(sum(tensor.to_local().nbytes for tensor in tensors))
     dist.all_reduce(nbytes)
     return int(nbytes)
@@ -76,36 +76,14 @@ def _work(mesh: DeviceMesh, args: argparse.Namespace, folder: str) -> None:
         Path(folder, MEASURED).write_text(json.dumps([medians, nbytes, written]))
 
 
-def _export_peak(source: Path, target: Path) -> int | None:
-    """Bytes of memory an export takes above what the process has; None where nobody counts."""
-    clear = Path("/proc/self/clear_refs")
-    if not clear.exists():
-        return None
-    before = _status("VmRSS")
-    clear.write_text("5")
-    # The folder is this package's own: no adapter has to look at it.
-    checkpoint.export(source, target, layouts=[])
-    return _status("VmHWM") - before
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
-
-
 def _report(folder: Path, args: argparse.Namespace) -> None:
     times, nbytes, written = json.loads((folder / MEASURED).read_text())
-    peak = _export_peak(folder / "0" / "a", folder / "model.safetensors")
     over = {name: value / times["step"] for name, value in times.items()}
-    largest = 4 * args.width * args.width * 4
     sys.stdout.write(
         f"{args.layers} blocks of width {args.width}, batch {args.batch}, {args.ranks} ranks; "
         f"state of {nbytes / 2**20:.1f} MiB, written {written / nbytes:.4f} of it\n"
         f"over a step of {times['step'] * 1e3:.0f} ms: a blocking save {over['save']:.2f}, the "
         f"stall of an asynchronous one {over['stall']:.2f} (done after {over['in_all']:.2f})\n"
-        "peak memory of an export above the process: "
-        f"{'unknown' if peak is None else f'{peak / 2**20:.1f} MiB'}, largest tensor "
-        f"{largest / 2**20:.1f} MiB\n"
     )
     common.write(
         args,
@@ -114,13 +92,11 @@ def _report(folder: Path, args: argparse.Namespace) -> None:
         over_step=over,
         state_bytes=nbytes,
         written_over_state=written / nbytes,
-        export_peak_bytes=peak,
-        largest_tensor_bytes=largest,
     )
 
 
 def main() -> None:
-    """Run the benchmark and print what it found."""
+    """Run the benchmark and print its results."""
     sizes = {"ranks": 2, "layers": 8, "width": 512, "batch": 256, "rounds": 5}
     args = common.options("benchmarks.checkpoint", __doc__, **sizes).parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""What the benchmarks share: contenders, process groups, command lines, where results go."""
+"""Shared code of the benchmarks: contenders, process groups, command lines, results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_fsdp_v2 import fully_shard
 
 TIMEOUT = datetime.timedelta(minutes=3)
-"""After which ranks stop waiting for one that has failed."""
+"""Timeout after which ranks stop waiting for a failed rank."""
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 Wrap = Callable[[nn.Module, DeviceMesh], nn.Module]
 
@@ -44,13 +44,13 @@ class Block(nn.Module):
 
 
 def blocks(args: argparse.Namespace, *, bias: bool = True) -> nn.Sequential:
-    """A model of `args.layers` blocks of `args.width`, equal on all ranks."""
+    """A model of `args.layers` blocks of `args.width`, identical across ranks."""
     torch.manual_seed(0)
     return nn.Sequential(*(Block(args.width, bias=bias) for _ in range(args.layers)))
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
-    """What is sharded by itself: layers, or else children, and then the model."""
+    """Return the units: the layers, or the children without layers, and then the model."""
     return [*getattr(model, "layers", model).children(), model]
 
 
@@ -81,7 +81,7 @@ def wrap_with_ddp(model: nn.Module, mesh: DeviceMesh) -> DistributedDataParallel
 def options(
     module: str, about: str | None, *, writes: bool = True, **numbers: int
 ) -> argparse.ArgumentParser:
-    """A parser of these numbers, and of where results are written, if they are."""
+    """Return a parser for integer options and for the path of the results."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -123,7 +123,7 @@ def _start(
 
 @contextlib.contextmanager
 def fake_ranks() -> Iterator[DeviceMesh]:
-    """Two ranks of which there is one: collectives do nothing."""
+    """A process group of two ranks in one process, whose collectives do nothing."""
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
@@ -133,7 +133,7 @@ def fake_ranks() -> Iterator[DeviceMesh]:
 
 
 def write(args: argparse.Namespace, name: str, **record: Any) -> Path:
-    """Write what was found, and with which settings; return the file."""
+    """Write results and their settings; return the file."""
     path = Path(args.out) / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"settings": vars(args), **record}, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""Who is compared: each engine makes a model ready for training, and then all do the same steps."""
+"""The compared engines: each prepares a model for training; all run the same steps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, override
 
 import torch
@@ -18,6 +19,7 @@ from benchmarks import common, upstream
 from benchmarks.cases import Setting
 from benchmarks.common import STRATEGIES
 from benchmarks.model import Layer, Model, loss_of
+from megatron_fsdp_v2 import RuntimeOptions, fully_shard, group_modules
 from megatron_fsdp_v2.optim import flat_optimizer
 
 __all__ = ["BASELINE", "ENGINES", "PLAIN", "USUAL", "Engine", "Plain", "Training", "build"]
@@ -26,9 +28,7 @@ BASELINE = "FSDP2"
 PLAIN = "plain loop"
 ZERO_3 = STRATEGIES[-1]
 RATE = 1e-3
-BUCKET = 4 << 20
-"""Bytes up to which layers share collectives, where they do: half of the deep model. DDP's own
-buckets have 25 MiB."""
+ONE_BUFFER = RuntimeOptions(max_live_grad_buffers=1)
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -37,9 +37,9 @@ class Training:
     """A model and its optimizer, ready for steps.
 
     Args:
-        model: What is called with tokens.
-        optimizer: What steps.
-        unsynchronized: Context of all micro-batches but the last of a step.
+        model: The model, called with tokens.
+        optimizer: Its optimizer.
+        unsynchronized: Context of all micro-batches except the last of a step.
         computing: Context of a forward.
     """
 
@@ -58,7 +58,7 @@ class Training:
         self.optimizer_seconds = 0.0
 
     def compute(self, batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Forward and backward of all micro-batches, as `batches` makes them; their losses."""
+        """Run forward and backward of all micro-batches of `batches`; return their losses."""
         losses = []
         for number, inputs in enumerate(batches, start=1):
             is_last = number == len(batches)
@@ -70,9 +70,9 @@ class Training:
         return losses
 
     def step(self, batches: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Make one step; the mean loss of its micro-batches on this rank.
+        """Run one step; return the mean loss of its micro-batches on this rank.
 
-        Sets `optimizer_seconds`, of which a GPU's are those of the host.
+        Sets `optimizer_seconds`; on a GPU it is host time.
         """
         losses = self.compute(batches)
         start = time.perf_counter()
@@ -81,15 +81,15 @@ class Training:
         return torch.stack(losses).mean()
 
     def update(self) -> None:
-        """The optimizer's part of a step."""
+        """Perform the optimizer's part of a step."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
 class Plain(Training):
-    """A loop without any sharding: gradients are averaged one by one, after the backward.
+    """A loop without sharding: gradients are averaged one by one after the backward.
 
-    In bf16 there are main weights in fp32 beside the model's.
+    In bf16 it keeps main weights in fp32 in addition to the model's weights.
     """
 
     def __init__(self, model: Model, setting: Setting) -> None:
@@ -116,12 +116,12 @@ Build = Callable[[Model, DeviceMesh, Setting], Training]
 
 @dataclass(frozen=True)
 class Engine:
-    """Somebody who is compared.
+    """A compared engine.
 
     Attributes:
-        build: Makes a model, equal on all ranks, ready for training.
-        strategy: What its step has to communicate at least, for the limit.
-        is_mapped: Whether it asks for GPUs by name and has to be shown this machine's device.
+        build: Prepares a model, identical across ranks, for training.
+        strategy: Sharding strategy, which determines the limit.
+        is_mapped: Whether it requires GPUs and runs on stubs of `torch.cuda` on other machines.
     """
 
     build: Build
@@ -131,7 +131,7 @@ class Engine:
     def context(
         self, device: str, *, building: bool = False
     ) -> contextlib.AbstractContextManager[None]:
-        """What to build and to step in."""
+        """Context for building and stepping."""
         if not self.is_mapped:
             return contextlib.nullcontext()
         return upstream.mapped_to(device, building=building)
@@ -140,7 +140,7 @@ class Engine:
 def adamw(
     params: Any, setting: Setting, rate: float = RATE, *, is_flat: bool = False
 ) -> torch.optim.Optimizer:
-    """The optimizer of all engines; of some, on flat tensors."""
+    """The optimizer of all engines, for some of them on flat tensors."""
     kind: Any = torch.optim.AdamW
     if is_flat:
         kind = flat_optimizer(kind)
@@ -151,12 +151,12 @@ def adamw(
 
 
 def in_dtype(model: Model, setting: Setting) -> Model:
-    """The model in the dtype of compute."""
+    """The model in the compute dtype."""
     return model.bfloat16() if setting.in_bf16 else model
 
 
 def _policy(setting: Setting) -> TheirPolicy:
-    """FSDP2's, which means the same here: gradients are communicated in the dtype of compute."""
+    """FSDP2's policy: gradients are communicated in the compute dtype."""
     return TheirPolicy(param_dtype=torch.bfloat16 if setting.in_bf16 else None)
 
 
@@ -166,7 +166,7 @@ def _plain(model: Model, mesh: DeviceMesh, setting: Setting) -> Training:
 
 
 def _ddp(model: Model, mesh: DeviceMesh, setting: Setting) -> Training:
-    # As people use it: main weights are the model's, and autocast makes them bf16 where it helps.
+    # The usual setup: main weights are the model's, and autocast converts them to bf16.
     wrapped = common.wrap_with_ddp(model, mesh)
     casts = torch.autocast(mesh.device_type, torch.bfloat16, enabled=setting.in_bf16)
     return Training(
@@ -188,7 +188,10 @@ def _fsdp2(*, reshards: bool) -> Build:
 
 def _ours(strategy: str, *, is_flat: bool = False, **options: Any) -> Build:
     def build_ours(model: Model, mesh: DeviceMesh, setting: Setting) -> Training:
-        sharded: Any = common.ours(strategy, mp_policy=_policy(setting), **options)(model, mesh)
+        shard = partial(fully_shard, mesh=mesh, sharding_strategy=strategy, **options)
+        for layers in group_modules(model.layers):
+            shard(layers, mp_policy=_policy(setting))
+        sharded: Any = shard(model, mp_policy=_policy(setting))
         optimizer = adamw(sharded.parameters(), setting, is_flat=is_flat)
         return Training(sharded, optimizer, unsynchronized=sharded.no_sync)
 
@@ -198,8 +201,8 @@ def _ours(strategy: str, *, is_flat: bool = False, **options: Any) -> Build:
 def _megatron_fsdp(strategy: str) -> Build:
     def build_v1(model: Model, mesh: DeviceMesh, setting: Setting) -> Training:
         package = upstream.package()
-        # It wants an axis for tensor parallelism, of one rank if there is none, and, to average, a
-        # mesh for experts.
+        # Megatron-FSDP needs a tensor-parallel axis, even of size 1, and a mesh of experts to
+        # average gradients.
         names = ("fsdp", "tp")
         grid = init_device_mesh(mesh.device_type, (mesh.size(), 1), mesh_dim_names=names)
         policy = package.MixedPrecisionPolicy(
@@ -218,13 +221,13 @@ def _megatron_fsdp(strategy: str) -> Build:
             zero_dp_strategy=strategy,
             mixed_precision_policy=policy,
             device=_device(mesh),
-            # Its default is an operation that NCCL alone has.
+            # The default reduction exists only in NCCL.
             average_in_collective=True,
             sync_model_each_microbatch=setting.micro_batches == 1,
             preproc_state_dict_for_dcp_ckpt=False,
         )
-        # It has made a step without gradients, to have state: one that decays no weights, and
-        # that Adam must not count.
+        # The optimizer has run a step without gradients to create state, which must not decay
+        # weights or count as a step of Adam.
         for state in optimizer.state.values():
             state["step"].zero_()
         for group in optimizer.param_groups:
@@ -265,33 +268,25 @@ ENGINES: dict[str, Engine] = {
         f"ours, {name}, pool": Engine(_ours(name, enable_trace_pool=True), name)
         for name in STRATEGIES
     },
-    **{
-        f"ours, {name}, buckets": Engine(_ours(name, bucket_bytes=BUCKET), name)
-        for name in STRATEGIES
-    },
     f"ours, {ZERO_3}, pool, flat": Engine(
         _ours(ZERO_3, enable_trace_pool=True, is_flat=True), ZERO_3
     ),
     **{f"ours, {name}, flat": Engine(_ours(name, is_flat=True), name) for name in STRATEGIES},
-    **{
-        f"ours, {name}, buckets, flat": Engine(_ours(name, bucket_bytes=BUCKET, is_flat=True), name)
-        for name in STRATEGIES
-    },
-    "ours, max_live_grad_buffers=1": Engine(_ours(ZERO_3, max_live_grad_buffers=1), ZERO_3),
+    "ours, max_live_grad_buffers=1": Engine(_ours(ZERO_3, options=ONE_BUFFER), ZERO_3),
     "ours, that and without prefetch": Engine(
-        _ours(ZERO_3, max_live_grad_buffers=1, enable_unshard_prefetch=False), ZERO_3
+        _ours(ZERO_3, options=ONE_BUFFER, enable_unshard_prefetch=False), ZERO_3
     ),
 }
-"""By name. The plain loop is what the losses of all others are held against."""
+"""Engines by name. The plain loop is the reference for the losses of all others."""
 
 _RARE = {"FSDP2, optim_grads", "ours, max_live_grad_buffers=1", "ours, that and without prefetch"}
 _RARE |= {f"{V1}, {name}" for name in STRATEGIES[:-1]}
 USUAL = [name for name in ENGINES if name not in _RARE]
-"""Those that are timed if nobody asks for more."""
+"""Engines that are timed by default."""
 
 
 def build(name: str, setting: Setting, mesh: DeviceMesh) -> Training:
-    """Make an engine's model ready."""
+    """Prepare an engine's model."""
     torch.manual_seed(0)
     model = Model(setting.shape, recomputes=setting.recomputes).to(_device(mesh))
     with ENGINES[name].context(mesh.device_type, building=True):

@@ -1,7 +1,7 @@
-"""Host time of sharding, per unit and micro-batch, beside FSDP2: many tiny units, no communication.
+"""Host time of sharding per unit and micro-batch, compared with FSDP2, without communication.
 
-One process in a group whose collectives do nothing (torch's `fake` backend), so what is timed is
-the Python and dispatch work of a forward and a backward, not the network and not the arithmetic.
+One process in a group whose collectives do nothing (torch's `fake` backend) measures the Python and
+dispatch work of a forward and a backward, without network and arithmetic.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from benchmarks.common import STRATEGIES, Block, Wrap, fake_ranks, options, ours, wrap_with_fsdp2
+from megatron_fsdp_v2 import RuntimeOptions
 
-# A comparison of ranks at the first use would see what a fake gather leaves behind.
-ALONE = {"check_ranks": "never"}
+# A consistency check of ranks would read the undefined results of a fake gather.
+ALONE = {"options": RuntimeOptions(check_ranks="never")}
 CONTENDERS: dict[str, Wrap] = {
     "unsharded": lambda model, mesh: model,
     "FSDP2": wrap_with_fsdp2,
@@ -31,12 +32,12 @@ CONTENDERS: dict[str, Wrap] = {
 def measure(
     num_units: int, rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, float]:
-    """Least milliseconds per unit of a forward and a backward, above the unsharded model's.
+    """Minimum milliseconds per unit of a forward and a backward, above the unsharded model's.
 
     Args:
         num_units: Units of the model.
-        rounds: How often each contender is measured, in turns with the others.
-        clock: Returns seconds. Processor time depends less on what else the machine does.
+        rounds: Number of measurements of each contender, in turns with the others.
+        clock: Returns seconds. Processor time depends less on other load of the machine.
     """
     x, models = torch.randn(4, 16), {}
     with fake_ranks() as mesh:
@@ -58,7 +59,7 @@ def _blocks(number: int) -> nn.Module:
 
 
 def profile(num_units: int, strategy: str, steps: int = 20) -> None:
-    """Print where the host time of one strategy goes."""
+    """Print the host time of one strategy by function."""
     with fake_ranks() as mesh:
         model, x = ours(strategy, **ALONE)(_blocks(num_units), mesh), torch.randn(4, 16)
         with cProfile.Profile() as profiler:

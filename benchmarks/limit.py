@@ -1,6 +1,6 @@
-"""The limit of a step: the model's own compute, and the fewest collectives, each as fast as it is.
+"""The limit of a step: the model's own compute plus the minimum number of collectives.
 
-Nothing is hidden behind anything else: on a CPU, communication and compute want the same cores.
+The limit has no overlap: on a CPU, communication and compute use the same cores.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ SHARE = "AdamW, share"
 def limit_seconds(
     took: Mapping[str, float], strategy: str, micro_batches: int, gathers: float
 ) -> float:
-    """Seconds of a step that has nothing in it that the strategy does not need.
+    """Seconds of a step with only the work that the strategy requires.
 
     Args:
         took: Seconds of each of `pieces`; compute of all micro-batches, the rest of one.
-        strategy: Of sharding.
-        micro_batches: Of a step.
-        gathers: How often ZeRO-3 gathers the model in a micro-batch.
+        strategy: Sharding strategy.
+        micro_batches: Micro-batches of a step.
+        gathers: Number of gathers of the model per micro-batch at ZeRO-3.
     """
     if strategy == "no_shard":
         return took[COMPUTE] + took[ALL_REDUCE] + took[WHOLE]
@@ -49,7 +49,7 @@ def limit_seconds(
 
 
 def gathers_per_micro_batch(model: Model) -> float:
-    """What ZeRO-3 gathers in a micro-batch, over the model: everything twice, the root once."""
+    """Bytes gathered per micro-batch at ZeRO-3 over the model's: all twice, the root once."""
     whole = sum(param.numel() for param in model.parameters())
     layers = sum(param.numel() for param in model.layers.parameters())
     return (whole + layers) / whole
@@ -58,10 +58,10 @@ def gathers_per_micro_batch(model: Model) -> float:
 def pieces(
     plain: Plain, setting: Setting, batches: list[torch.Tensor]
 ) -> dict[str, Callable[[], Any]]:
-    """What a limit consists of, by name: functions to be timed on all ranks together.
+    """Components of a limit by name: functions to be timed on all ranks together.
 
-    Every collective is one, of the whole model in the dtype of compute. The optimizer has one flat
-    parameter in fp32: the whole model, or a rank's share of it.
+    Each collective covers the whole model in the compute dtype. The optimizer has one flat fp32
+    parameter: the whole model, or a rank's share.
     """
     sample = next(plain.model.parameters())
     ranks, device = setting.ranks, sample.device

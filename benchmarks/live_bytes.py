@@ -1,4 +1,4 @@
-"""Bytes of live storages on a CPU, whoever made them: one meter for all contenders."""
+"""Counts bytes of live storages on a CPU in the same way for all contenders."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ __all__ = ["LiveBytes"]
 
 
 class LiveBytes(TorchDispatchMode):
-    """Adds up the storages that operations of torch have made and that still live.
+    """Sums the live storages that were created by operations of torch.
 
-    Storages are asked for their size at every operation, so those that are resized to nothing and
-    back count as what they are. To be entered before anything is made that is to be counted. What
-    gloo allocates by itself is not seen.
+    Sizes are read at every operation, so resized storages count with their current size. Enter the
+    context before the tensors to count are created. Memory that gloo allocates is not counted.
 
     Attributes:
-        peak: The most bytes so far; reset by `peak_of`.
+        peak: Maximum bytes so far; reset by `peak_of`.
     """
 
     def __init__(self) -> None:
@@ -33,7 +32,7 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def now(self) -> int:
-        """Bytes that live now."""
+        """Current live bytes."""
         found = 0
         for key, ref in list(self._storages.items()):
             storage = ref()
@@ -45,7 +44,7 @@ class LiveBytes(TorchDispatchMode):
 
     @contextlib.contextmanager
     def peak_of(self) -> Iterator[None]:
-        """Start `peak` again from what lives now."""
+        """Reset `peak` to the current live bytes."""
         self.peak = self.now
         yield
         self.peak = max(self.peak, self.now)
@@ -53,7 +52,7 @@ class LiveBytes(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            # What they hold comes by in the operations they are made of.
+            # Their inner tensors appear in the operations that created them.
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves((result, args)):
@@ -64,11 +63,11 @@ class LiveBytes(TorchDispatchMode):
 
     def _note(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        # That of a fake tensor, which DTensors ask for shapes, is on no device.
+        # Storages of fake tensors, which DTensors use for shapes, are on no device.
         if storage.device.type != "cpu":
             return
         if not storage.resizable():
-            # Lies in memory of another one, as buffers of a traced pool do in its block.
+            # Part of another storage's memory, as buffers of a traced pool are of its block.
             return
         ref = self._storages.get(storage._cdata)
         if ref is None or ref() is not storage:

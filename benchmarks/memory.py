@@ -1,7 +1,8 @@
-"""Memory of a training beside PyTorch's FSDP2, on a CPU: at rest, at the peak of a step, building.
+"""Memory of a training compared with FSDP2, on a CPU: at rest, at the peak of a step, building.
 
-Bytes of live storages on rank 0, counted alike for all contenders, one after the other. At rest is
-after `optimizer.step()` and `optimizer.zero_grad()`. Building goes from nothing to a sharded model.
+The bytes of live storages on rank 0 are counted in the same way for all contenders, one after the
+other. At rest means after `optimizer.step()` and `optimizer.zero_grad()`. Building means creating
+and sharding the model.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from benchmarks.model import batches
 
 COLUMNS = ("building", "at rest", "peak")
 STEPS = 5
-"""The last of them is looked at; a traced pool has all its memory from the fourth on."""
+"""Steps, of which the last is measured; a traced pool is complete from the fourth step on."""
 COMPARED = [
     BASELINE,
     "FSDP2, optim_grads",
@@ -33,11 +34,11 @@ COMPARED = [
     "ours, that and without prefetch",
     "ours, optim_grads",
 ]
-"""The baseline first, which is FSDP2 at ZeRO-3."""
+"""Contenders; the first, FSDP2 at ZeRO-3, is the baseline."""
 
 
 def measure(name: str, setting: Setting, mesh: DeviceMesh) -> dict[str, int]:
-    """Bytes of building an engine's model, at rest, and at the peak of a step."""
+    """Bytes while building an engine's model, at rest, and at the peak of a step."""
     gc.collect()
     gc.disable()
     try:
@@ -55,7 +56,7 @@ def measure(name: str, setting: Setting, mesh: DeviceMesh) -> dict[str, int]:
 
 
 def work(mesh: DeviceMesh, args: argparse.Namespace, path: str) -> None:
-    """Measure all on every rank; rank 0 writes a line of JSON."""
+    """Measure all contenders on every rank; rank 0 writes a line of JSON."""
     del args
     found: dict[str, dict[str, dict[str, int]]] = {}
     for dtype in ("fp32", "bf16"):

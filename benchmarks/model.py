@@ -1,4 +1,4 @@
-"""The model of the benchmarks, and what it is trained on."""
+"""The model of the benchmarks and its inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEAD = 32
 
 
 class Experts(nn.Module):
-    """MLPs of which every token goes through one."""
+    """Experts; every token uses one of them."""
 
     def __init__(self, width: int, number: int) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Experts(nn.Module):
         """Apply the chosen expert to every token of `(batch, length, width)`."""
         tokens = x.flatten(0, 1)
         weights, chosen = self.router(tokens).softmax(-1).max(-1)
-        # Also experts without a token are called, so that all parameters have a gradient.
+        # Experts without a token are also called, so that all parameters have a gradient.
         where = [(chosen == number).nonzero().squeeze(1) for number in range(len(self.experts))]
         found = [expert(tokens[rows]) for expert, rows in zip(self.experts, where, strict=True)]
         order = torch.cat(where).argsort()
@@ -35,7 +35,7 @@ class Experts(nn.Module):
 
 
 class Layer(nn.Module):
-    """An MLP or experts with a residual; of a transformer, after attention and with norms."""
+    """An MLP or experts with a residual; in a transformer, after attention and with norms."""
 
     def __init__(self, case: Case, *, recomputes: bool = False) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Layer(nn.Module):
         return self.compute(x)
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        """What may be recomputed."""
+        """The part that may be recomputed."""
         if not self.is_transformer:
             return x + self.mlp(x)
         heads = x.shape[-1] // min(HEAD, x.shape[-1])
@@ -68,7 +68,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers; of a transformer, between an embedding and an output layer."""
+    """Layers; in a transformer, between an embedding and an output layer."""
 
     def __init__(self, case: Case, *, recomputes: bool = False) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def _mlp(width: int, hidden: int) -> nn.Sequential:
 
 
 def loss_of(outputs: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-    """How far a model is from what follows from its inputs, so that there is much to learn."""
+    """Loss with a target computed from the inputs, so that it can decrease for many steps."""
     if inputs.is_floating_point():
         return functional.mse_loss(outputs.float(), inputs.flip(-1).float())
     labels = (7 * inputs + 3) % outputs.shape[-1]
@@ -102,7 +102,7 @@ def loss_of(outputs: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
 def batches(setting: Setting, rank: int, step: int, device: str = "cpu") -> list[torch.Tensor]:
     """The micro-batches of a step on a rank: `(batch, length)` tokens or `(batch, length, width)`.
 
-    What is not tokens is in the dtype of compute.
+    Inputs other than tokens are in the compute dtype.
     """
     case = setting.shape
     generator = torch.Generator().manual_seed(1_000 * step + rank)

@@ -1,7 +1,7 @@
-"""Steps of Muon beside AdamW and beside two other ways to run Muon, on this machine.
+"""Step times of Muon compared with AdamW and with two other implementations of Muon.
 
-Contenders take turns in one process group, as in `benchmarks.step`. The naive way gathers every
-momentum on every rank and repeats every Newton-Schulz there, as published integrations did.
+Contenders run in turns in one process group, as in `benchmarks.step`. The naive implementation
+gathers every momentum on every rank and repeats Newton-Schulz there, as published integrations did.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ NAIVE = "Muon, gathered and repeated"
 
 
 class NaiveMuon(torch.optim.Optimizer):
-    """The same update, every matrix orthogonalized by every rank."""
+    """The same update, with every matrix orthogonalized on every rank."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make one step. Collective."""
+        """Run one step. Collective."""
         del closure
         (group,) = self.param_groups
         for param in group["params"]:

@@ -1,4 +1,4 @@
-"""What other programs do to a measurement: how much it was, and what is measured again for it."""
+"""Measures the load of other programs and selects the repeats to measure again."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 __all__ = ["Rounds", "Sample", "busy_seconds", "cpus", "foreign_share"]
 
 _STAT = Path("/proc/stat")
-# user, nice, system, steal. What interrupts take is left out: those of the ranks' own
-# communication are not in their times.
+# user, nice, system, steal. Interrupts are excluded: those of the ranks' own communication are not
+# in their times.
 _FIELDS = (1, 2, 3, 8)
 
 
@@ -25,14 +25,14 @@ def cpus() -> set[int]:
 
 
 def busy_seconds(of: Collection[int], text: str | None = None) -> float | None:
-    """Seconds for which CPUs have worked since the machine was started, whoever used them.
+    """Busy seconds of CPUs since the machine was started, for all programs.
 
     Args:
         of: Numbers of the CPUs.
-        text: What the kernel says; default: what it says now.
+        text: The kernel's statistics; default: the current ones.
 
     Returns:
-        None where the kernel does not say.
+        None if the kernel has no statistics.
     """
     if text is None:
         if not _STAT.exists():
@@ -47,16 +47,16 @@ def busy_seconds(of: Collection[int], text: str | None = None) -> float | None:
 
 
 def foreign_share(busy: float, own: float, seconds: float, num_cpus: int) -> float:
-    """Part of the machine that other programs used.
+    """Fraction of the machine that other programs used.
 
     Args:
-        busy: Seconds for which CPUs worked.
-        own: Seconds for which they worked for the ranks, over all of them.
-        seconds: How long it took.
+        busy: Busy seconds of the CPUs.
+        own: Busy seconds of all ranks.
+        seconds: Elapsed time.
         num_cpus: Number of CPUs.
 
     Returns:
-        0 for a machine on which nothing else runs, 1 for one of which nothing was left.
+        0 if nothing else runs on the machine, 1 if other programs use all of it.
     """
     return max(0.0, busy - own) / (seconds * num_cpus)
 
@@ -66,9 +66,9 @@ class Sample:
     """One repeat.
 
     Attributes:
-        seconds: Of a step.
-        optimizer: Of that, the optimizer's part.
-        foreign: Part of the machine that other programs used meanwhile.
+        seconds: Seconds per step.
+        optimizer: The optimizer's part of `seconds`.
+        foreign: Fraction of the machine that other programs used meanwhile.
     """
 
     seconds: float
@@ -78,18 +78,18 @@ class Sample:
 
 @dataclass
 class Rounds:
-    """Who is measured next: all take turns, and those that were disturbed once more.
+    """The order of measurements: contenders in turns, with disturbed repeats measured again.
 
-    Iterate over it, and `note` each result before the next is asked for. In a round, everybody who
-    still needs a repeat has one, in an order that changes from round to round. It is the same on
-    all ranks where what is noted is.
+    Iterate over it, and `note` each result before the next iteration. In a round, every contender
+    that still needs a repeat runs one, in an order that changes from round to round. The order is
+    identical across ranks if the noted results are.
 
     Attributes:
-        names: Whose turns these are.
+        names: The contenders.
         wanted: Undisturbed repeats of each.
-        most: Repeats of each, disturbed ones included, after which there are no more.
-        threshold: Foreign share from which a repeat counts as disturbed.
-        seed: Of the orders.
+        most: Maximum repeats of each, disturbed repeats included.
+        threshold: Foreign fraction from which a repeat counts as disturbed.
+        seed: Seed of the orders.
     """
 
     names: Iterable[str]
@@ -112,11 +112,11 @@ class Rounds:
         return len(self.quiet(name)) < self.wanted and len(self.samples[name]) < self.most
 
     def note(self, name: str, sample: Sample) -> None:
-        """Keep a result."""
+        """Store a result."""
         self.samples[name].append(sample)
 
     def quiet(self, name: str) -> list[Sample]:
-        """Repeats that were not disturbed."""
+        """Undisturbed repeats."""
         return [sample for sample in self.samples[name] if sample.foreign <= self.threshold]
 
     def is_disturbed(self, name: str) -> bool:
@@ -124,7 +124,7 @@ class Rounds:
         return len(self.quiet(name)) < self.wanted
 
     def counted(self, name: str) -> list[Sample]:
-        """Repeats that count: quiet ones, or, where those are too few, the least disturbed."""
+        """Repeats that count: undisturbed ones or, if these are too few, the least disturbed."""
         ranked = sorted(self.samples[name], key=lambda sample: sample.foreign)
         return ranked[: self.wanted] if self.is_disturbed(name) else self.quiet(name)
 

@@ -1,7 +1,7 @@
-"""Host time of what is done per parameter between two backwards, beside FSDP2.
+"""Host time per parameter between two backwards, compared with FSDP2.
 
-One process in a group whose collectives do nothing, and parameters of a few elements: what is timed
-is the work of Python and of dispatch, which on a GPU decides how long the device waits.
+One process in a group whose collectives do nothing, with parameters of a few elements, measures the
+work of Python and of dispatch, for which a GPU would wait.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 ATTRIBUTES = ("grad", "requires_grad", "dtype", "device", "shape", "is_leaf", "numel()")
 READS = 500
-"""Of one attribute per round."""
+"""Reads of an attribute per round."""
 
 
 class _Weight(nn.Module):
-    """A weight of which both ranks have half."""
+    """A weight sharded in halves over both ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,8 +41,8 @@ class _Weight(nn.Module):
 
 
 def _reader(attribute: str) -> Callable[[torch.Tensor], float]:
-    """A function that reads an attribute many times, and returns nanoseconds of one."""
-    # Compiled, so that no other call is timed.
+    """A function that reads an attribute many times and returns nanoseconds per read."""
+    # Compiled to code without any other call.
     source = (
         "def read(param):\n    start = now()\n    for _ in range(READS):\n"
         f"        param.{attribute}\n    return (now() - start) / READS * 1e9\n"
@@ -54,7 +54,7 @@ def _reader(attribute: str) -> Callable[[torch.Tensor], float]:
 
 
 def _runs(params: list[nn.Parameter]) -> dict[str, Callable[[], Any]]:
-    """What is timed, by name."""
+    """The timed functions by name."""
     runs: dict[str, Callable[[], Any]] = {}
     for way, options in WAYS.items():
         optimizer = torch.optim.AdamW(params, lr=1e-3, **options)
@@ -67,7 +67,7 @@ def _runs(params: list[nn.Parameter]) -> dict[str, Callable[[], Any]]:
 
 
 def measure(num_params: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Least times, by what is done and then by model: milliseconds, of attributes nanoseconds."""
+    """Minimum times by function and model: milliseconds; nanoseconds for attributes."""
     runs: dict[str, dict[str, Callable[[], Any]]] = {}
     some: dict[str, nn.Parameter] = {}
     with common.fake_ranks() as mesh:

@@ -1,4 +1,4 @@
-"""Repeats on all ranks of a process group, in turns, with what others did meanwhile."""
+"""Runs repeats on all ranks of a process group, in turns, and records other load."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from benchmarks.noise import Rounds, Sample, busy_seconds, cpus, foreign_share
 __all__ = ["Patience", "Repeats", "Run"]
 
 Run = Callable[[], float]
-"""One step; returns seconds of the optimizer in it."""
+"""A function that runs one step and returns the seconds of its optimizer."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long is measured.
+    """Limits of a measurement.
 
     Attributes:
         rounds: Undisturbed repeats of each engine.
-        most: Repeats with the disturbed ones.
-        seconds: Least time of a repeat, which is as many steps as that takes.
-        foreign: Part of the machine used by others from which a repeat counts as disturbed.
-        minutes: Of a setting, after which disturbed repeats are not made again.
-        steps: Of a repeat at most.
+        most: Maximum repeats, disturbed ones included.
+        seconds: Minimum time of a repeat, which determines its number of steps.
+        foreign: Fraction of the machine used by others from which a repeat counts as disturbed.
+        minutes: Time per setting after which disturbed repeats are not run again.
+        steps: Maximum steps of a repeat.
     """
 
     rounds: int = 5
@@ -46,11 +46,11 @@ def _nothing(name: str, rounds: Rounds) -> None:
 
 
 class Repeats:
-    """Measures some things side by side. To be made and used on all ranks alike.
+    """Measures functions in turns. Collective: create and use it identically on all ranks.
 
     Args:
         device: Type of the device.
-        context_of: What to run one of them in, by name.
+        context_of: Returns the context for a function by name.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Repeats:
         self._device = device
         self._context_of = context_of
         self._start = time.perf_counter()
-        # Since then, by the clock of rank 0, as of the last repeat.
+        # Elapsed time by the clock of rank 0, as of the last repeat.
         self._minutes = 0.0
 
     def measure(
@@ -72,12 +72,12 @@ class Repeats:
         patience: Patience,
         before: Callable[[str, Rounds], None] = _nothing,
     ) -> Rounds:
-        """Measure everybody in turns.
+        """Measure all functions in turns.
 
         Args:
-            runs: What they do, by name.
-            patience: How long.
-            before: Called before a repeat, with what was found so far.
+            runs: Functions by name.
+            patience: Limits of the measurement.
+            before: Called before a repeat, with the results so far.
         """
         num_steps = {name: self._steps_of(name, run, patience) for name, run in runs.items()}
         rounds = Rounds(runs, patience.rounds, patience.most, patience.foreign)
@@ -89,12 +89,12 @@ class Repeats:
         return rounds
 
     def _steps_of(self, name: str, run: Run, patience: Patience) -> int:
-        """Steps of a repeat, found by trying one."""
+        """Number of steps of a repeat, from one trial step."""
         took = self.repeat(name, run, 1).seconds
         return max(1, min(patience.steps, math.ceil(patience.seconds / took)))
 
     def repeat(self, name: str, run: Run, num_steps: int) -> Sample:
-        """Time some steps on all ranks together: of the slowest one, alike on all."""
+        """Time steps on all ranks together; returns the time of the slowest rank on all ranks."""
         optimizer, allowed = 0.0, cpus()
         with self._context_of(name):
             dist.barrier()
@@ -118,6 +118,6 @@ class Repeats:
         return Sample(seconds / num_steps, optimizer_seconds / num_steps, foreign)
 
     def _settle(self) -> None:
-        """Wait for what is queued: a step on a GPU has returned long before it is done."""
+        """Synchronize the device: on a GPU a step returns before its work is complete."""
         if self._device == "cuda":
             torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What the benchmark found: tables on the screen, a picture, and a part of the documentation."""
+"""Reports benchmark results: tables, a picture, and a section of the documentation."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Table:
     """A table with remarks below it.
 
     Attributes:
-        title: What it is of.
+        title: Title.
         head: Names of the columns.
-        rows: As many cells each.
+        rows: Cells of each row.
         remarks: Sentences.
     """
 
@@ -54,7 +54,7 @@ def steps(found: dict[str, Any]) -> Table:
         remarks.append("(*) Too few undisturbed repeats: the least disturbed ones count.")
     stars = {name: " (*)" if name in found["pieces_disturbed"] else "" for name in pieces}
     parts = ", ".join(f"{name} {_ms(took)}{stars[name]}" for name, took in pieces.items())
-    remarks.append(f"What limits are made of, in ms: {parts}.")
+    remarks.append(f"Components of the limits, in ms: {parts}.")
     return Table(found["name"], head, rows, remarks)
 
 
@@ -80,7 +80,7 @@ def _ms(seconds: float) -> str:
 
 
 def rest(record: dict[str, Any]) -> list[Table]:
-    """Tables of memory and of host time, where those were measured."""
+    """Tables of memory and of host time, if measured."""
     found = []
     for dtype, rows in record.get("memory", {}).items():
         base = rows[BASELINE]
@@ -108,13 +108,13 @@ def rest(record: dict[str, Any]) -> list[Table]:
 
 
 def machine(device: str) -> str:
-    """This machine in words, and what runs on it."""
+    """Description of this machine and of the software versions."""
     backend = "NCCL" if device == "cuda" else "gloo"
     return f"{hardware(device)}, {backend}, {upstream.version()}"
 
 
 def hardware(device: str) -> str:
-    """This machine in words."""
+    """Description of this machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
@@ -146,7 +146,7 @@ def show(tables: Sequence[Table]) -> None:
 
 
 def draw(settings: Sequence[dict[str, Any]], path: Path) -> None:
-    """A picture: step times over the baseline's, with a tick at each limit."""
+    """Draw step times relative to the baseline's, with a tick at each limit."""
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(name for found in settings for name in found["engines"]))
@@ -186,7 +186,7 @@ def markdown(table: Table) -> str:
 
 
 def write_page(record: dict[str, Any], page: str) -> None:
-    """Write results between the marks of a page, and their picture beside it."""
+    """Write results between the markers of a page, and their picture."""
     text = f"`{COMMAND}`, {record['minutes']:.0f} minutes on {record['machine']}.\n\n"
     text += f"![step times]({_PICTURE})\n\n"
     tables = [steps(found) for found in record["settings"]] + rest(record)
@@ -195,7 +195,7 @@ def write_page(record: dict[str, Any], page: str) -> None:
 
 
 def put_between_marks(page: str, text: str) -> None:
-    """Put a text in the place of the one between the marks of a page."""
+    """Replace the text between the markers of a page."""
     path = Path(page)
     before, others = path.read_text().split(_BEGIN)
     path.write_text(before + _BEGIN + text + _END + others.split(_END)[1])

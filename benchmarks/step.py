@@ -1,4 +1,4 @@
-"""A step of every engine, side by side: all in one process group, in turns, on the same batches."""
+"""Times a step of every engine: all in one process group, in turns, on the same batches."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from benchmarks.repeats import Patience, Repeats
 __all__ = ["TOLERANCE", "loss_difference", "measure", "work"]
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
-"""Of losses, relative: engines add up in different orders, and autocast rounds less often."""
+"""Relative tolerance of losses: engines sum in different orders; autocast rounds less often."""
 WARM_UP = 3
-"""Steps before anything is timed, whose losses are compared. The pool is there after two."""
+"""Untimed first steps, whose losses are compared. The pool is planned after two."""
 
 
 def measure(
@@ -38,20 +38,20 @@ def measure(
     """Train with all engines in turns.
 
     Args:
-        setting: What is trained.
-        engines: Names of engines; the plain loop is always among them.
-        mesh: Of all ranks.
-        patience: How long is measured.
+        setting: The setting.
+        engines: Names of engines; always includes the plain loop.
+        mesh: Mesh of all ranks.
+        patience: Limits of the measurement.
 
     Returns:
-        What was found, alike on all ranks: by engine, and of the limit's pieces.
+        Results by engine and by component of the limit, identical across ranks.
     """
     contest = _Contest(setting, mesh)
     names = [PLAIN, *(name for name in engines if name != PLAIN)]
     for name in names:
         contest.enter(name)
     gc.collect()
-    # With this many models alive, a collection of garbage would take longer than a step.
+    # With this many live models, a garbage collection would take longer than a step.
     gc.freeze()
     try:
         return contest.run(patience)
@@ -68,8 +68,8 @@ def work(
     path: str,
     contests: list[tuple[Setting, list[str]]],
 ) -> None:
-    """Measure engines in settings on every rank; rank 0 shows each and adds a line to a file."""
-    # Said by an engine's hooks on the first layer, whose inputs need no gradients.
+    """Measure engines in settings on every rank; rank 0 prints and appends each to a file."""
+    # A warning of an engine's hooks on the first layer, whose inputs need no gradients.
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     most = max(args.most, args.rounds)
     patience = Patience(args.rounds, most, args.seconds, args.foreign, args.minutes)
@@ -82,7 +82,7 @@ def work(
 
 
 def loss_difference(losses: torch.Tensor, plain: torch.Tensor) -> float:
-    """The largest relative difference of losses on any rank; infinite where one is not a number."""
+    """The largest relative difference of losses on any rank; infinite if a loss is NaN."""
     worst = torch.nan_to_num(((losses - plain).abs() / plain.abs()).amax(), nan=torch.inf)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return float(worst)
@@ -102,7 +102,7 @@ class _Contest:
         self._repeats = Repeats(self.device, self._context_of)
 
     def enter(self, name: str) -> None:
-        """Build an engine's model and make its first steps; what fails is noted and left out."""
+        """Build an engine's model and run its first steps; record and skip failures."""
         rank = dist.get_rank()
         try:
             training = build(name, self.setting, self.mesh)
@@ -122,7 +122,7 @@ class _Contest:
         self.runs[name] = lambda: _step(training, inputs)
 
     def run(self, patience: Patience) -> dict[str, Any]:
-        """Measure everybody in turns."""
+        """Measure all engines in turns."""
         plain = self.trainings[PLAIN]
         assert isinstance(plain, Plain)
         inputs = batches(self.setting, dist.get_rank(), WARM_UP, self.device)

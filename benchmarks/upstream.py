@@ -1,7 +1,7 @@
-"""Megatron-FSDP as PyPI's `megatron-fsdp` has it, on GPUs or on this machine's CPU.
+"""Megatron-FSDP from PyPI's `megatron-fsdp`, on GPUs or on this machine's CPU.
 
-`make bench` installs it into a folder of its own, where nothing but this module looks.
-megatron-core has a copy in it, which does as well.
+`make bench` installs it into a separate folder that only this module uses. The copy inside
+megatron-core is used otherwise.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _NAMES = ("megatron_fsdp", "megatron.core.distributed.fsdp.src.megatron_fsdp")
 
 @functools.cache
 def package() -> Any:
-    """The package.
+    """Return the package.
 
     Raises:
-        ModuleNotFoundError: Neither it nor megatron-core is installed.
+        ModuleNotFoundError: Neither the package nor megatron-core is installed.
     """
     if FOLDER.is_dir() and str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
@@ -40,20 +40,20 @@ def package() -> Any:
 
 @functools.cache
 def experimental() -> Any:
-    """The second version, which the package calls experimental."""
+    """Return the second version of Megatron-FSDP, called experimental."""
     package()
     return _imported(".experimental")
 
 
 def version() -> str:
-    """Which one it is, in words."""
+    """Name and version of the package."""
     name = "megatron-fsdp" if package().__name__ == _NAMES[0] else "megatron-core's Megatron-FSDP"
     return f"{name} {package().__version__}"
 
 
 def _imported(part: str) -> Any:
     with warnings.catch_warnings(), _without_remarks():
-        # Importing Megatron warns of every optional package that is missing.
+        # Importing Megatron warns about every missing optional package.
         warnings.simplefilter("ignore")
         try:
             return importlib.import_module(_NAMES[0] + part)
@@ -75,12 +75,12 @@ def _without_remarks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def mapped_to(device: str, *, building: bool = False) -> Iterator[None]:
-    """Have what asks for a GPU find one; without one, the stubs of a rehearsal.
+    """Provide a GPU to code that requires one; without a GPU, the stubs of a rehearsal.
 
     Args:
-        device: Type of the device everything runs on.
-        building: Whether a model is built, which names CUDA devices. Steps do not, and what maps
-            devices would take its time in every call of torch.
+        device: Type of the device.
+        building: Whether a model is built, which names CUDA devices. Steps do not name devices,
+            and the mapping would slow down every call of torch.
     """
     if device == "cuda":
         yield

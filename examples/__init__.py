@@ -1,1 +1,1 @@
-"""Runs that show the package at work."""
+"""Examples of using the package."""

@@ -6,7 +6,7 @@ A small GPT on synthetic text, sharded by this package, with every parallelism o
     torchrun --nproc-per-node 2 -m megatron_fsdp_v2_mcore.run \
         examples/megatron_core_loop.py --cpu-rehearsal --pipeline-parallel 2 --tied
 
-The first one needs GPUs. `--ddp` trains the same under Megatron's own DistributedDataParallel.
+The first command needs GPUs. `--ddp` trains with Megatron's own DistributedDataParallel instead.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line says.
+    """Settings of the command line.
 
     Attributes:
         strategy: Sharding strategy.
@@ -55,7 +55,7 @@ class Settings:
         pipeline_parallel: Pipeline stages.
         expert_parallel: Expert-parallel ranks; more than one makes a model with experts.
         instances: Optimizer instances, between which parameters are replicated.
-        tied: Whether the output layer has the embedding's weights.
+        tied: Whether the output layer shares the embedding's weights.
         optimizer: Megatron's name of an optimizer.
     """
 
@@ -72,7 +72,7 @@ class Settings:
 
 
 def parse() -> Settings:
-    """Read the command line; a flag that is not known ends the start."""
+    """Parse the command line; an unknown flag is an error."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     for field in fields(Settings):
         name = f"--{field.name.replace('_', '-')}"
@@ -126,7 +126,7 @@ def build(settings: Settings) -> torch.nn.Module:
         )
         model: torch.nn.Module = DistributedDataParallel(config, ddp_config, module)
     else:
-        # The one call: Megatron's optimizers and sums of gradients know sharded models from here.
+        # From here on, Megatron's optimizers and gradient reductions support sharded models.
         megatron_fsdp_v2_mcore.enable()
         ddp_config = DistributedDataParallelConfig(
             use_megatron_fsdp=True,
@@ -153,7 +153,7 @@ def build_optimizer(settings: Settings, model: torch.nn.Module) -> Any:
 
 
 def batches() -> Iterator[dict[str, torch.Tensor]]:
-    """Sequences that count up from a random token by a random step; data-parallel ranks differ."""
+    """Sequences that count up from a random token by a random step; different on each DP rank."""
     seed = 1000 + parallel_state.get_data_parallel_rank(with_context_parallel=True)
     generator = torch.Generator().manual_seed(seed)
     positions = torch.arange(SEQUENCE + 1)
@@ -165,11 +165,11 @@ def batches() -> Iterator[dict[str, torch.Tensor]]:
 
 
 def forward_step(data: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> Any:
-    """The forward of one micro-batch, and what makes a loss of its output."""
+    """Run the forward of one micro-batch; return its output and the loss function."""
     device = torch.device("cuda", torch.cuda.current_device())
     batch = {name: value.to(device) for name, value in next(data).items()}
     positions = torch.arange(SEQUENCE, device=device).expand(MICRO_BATCH, -1)
-    # Megatron's masks say what must not be seen.
+    # In Megatron's masks, True marks masked positions.
     mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool, device=device).triu(1)
     output = model(batch["tokens"], positions, mask, labels=batch["labels"])
     return output, partial(_loss)
@@ -182,7 +182,7 @@ def _loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 def train(settings: Settings) -> list[tuple[float | None, float]]:
-    """Train in the process group that is there.
+    """Train in the existing process group.
 
     Returns:
         Loss and gradient norm of every iteration. Only the last pipeline stage has a loss.
@@ -209,7 +209,7 @@ def run(
     optimizer: Any,
     data: Iterator[dict[str, torch.Tensor]],
 ) -> list[tuple[float | None, float]]:
-    """The loop: some iterations of a model that is there."""
+    """Train a model for some iterations."""
     forward_backward = get_forward_backward_func()
     history: list[tuple[float | None, float]] = []
     for _ in range(settings.iterations):
@@ -230,7 +230,7 @@ def run(
 
 
 def _mean(losses: list[dict[str, torch.Tensor]]) -> float | None:
-    """Over micro-batches and data-parallel ranks; None on stages that have no loss."""
+    """Mean loss over micro-batches and data-parallel ranks; None on stages without a loss."""
     if not losses:
         return None
     mean = torch.stack([loss["lm loss"] for loss in losses]).mean()

@@ -1,4 +1,4 @@
-"""Draw which rank orthogonalizes which matrix of Llama-3-8B's layers, and how even that is.
+"""Draw the owner of each matrix of Llama-3-8B's layers and the work per rank.
 
 `python -m examples.muon_owners --ranks 8 --out owners.png`. Nothing is allocated and no process
 group is needed: owners follow from shapes.
@@ -17,7 +17,7 @@ from megatron_fsdp_v2.dtensor.row_shards import RowShards
 from megatron_fsdp_v2.layout.buffer_layout import BufferLayout
 from megatron_fsdp_v2.optim.exchange import plan_buckets
 from megatron_fsdp_v2.optim.matrix_layout import Grid, MatrixLayout
-from megatron_fsdp_v2.optim.newton_schulz import newton_schulz_flops
+from megatron_fsdp_v2.optim.muon import newton_schulz_flops
 from megatron_fsdp_v2.optim.ownership import Matrix, Ownership
 
 HIDDEN, FFN, KEYS = 4096, 14336, 1024
@@ -34,7 +34,7 @@ BUCKET_NUMEL = 32 * 2**20
 
 
 def plan(num_layers: int, ranks: int) -> tuple[list[MatrixLayout], Ownership, Grid]:
-    """Owners of the matrices of a stack of layers, each of which is a unit at ZeRO-3."""
+    """Owners of the matrices of a stack of layers, each layer a unit at ZeRO-3."""
     grid = Grid((ranks,), (True,))
     layouts: list[MatrixLayout] = []
     matrices: list[Matrix] = []
@@ -49,7 +49,7 @@ def plan(num_layers: int, ranks: int) -> tuple[list[MatrixLayout], Ownership, Gr
 
 
 def draw(ownership: Ownership, num_layers: int, path: Path) -> None:
-    """A grid of layers by matrices, colored by owner, over bars of work per rank."""
+    """Draw a grid of layers by matrices, colored by owner, above bars of work per rank."""
     mpl.use("Agg")
     figure, (owners, work) = plt.subplots(
         2, 1, figsize=(9, 5), height_ratios=(2, 1), layout="constrained"
@@ -73,7 +73,7 @@ def draw(ownership: Ownership, num_layers: int, path: Path) -> None:
 
 
 def main() -> None:
-    """Print a table for several numbers of ranks, and draw one of them."""
+    """Print a table for several numbers of ranks and draw the picture for one."""
     parser = argparse.ArgumentParser(prog="python -m examples.muon_owners", description=__doc__)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--layers", type=int, default=32)

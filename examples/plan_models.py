@@ -20,10 +20,10 @@ class Shape:
     """Sizes of a model.
 
     Attributes:
-        width: Of the residual stream.
-        hidden: Of the gated MLP.
-        num_layers: Layers.
-        key_width: Of keys and values, of all their heads.
+        width: Width of the residual stream.
+        hidden: Width of the gated MLP.
+        num_layers: Number of layers.
+        key_width: Width of keys and values, summed over heads.
         vocabulary: Rows of embedding and output layer.
     """
 

@@ -1,4 +1,4 @@
-"""A picture of the traced pool: when each buffer lives, and where."""
+"""A picture of the traced pool: lifetime and address of each buffer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OTHER_COLOR = "#9d9da1"
 
 @dataclass(frozen=True, slots=True)
 class _Life:
-    """A buffer has memory from one moment of a trace to another."""
+    """Lifetime of a buffer in a trace."""
 
     key: int
     first: int
@@ -38,10 +38,9 @@ class _Life:
 def pool_picture(module: nn.Module, path: str | Path) -> None:
     """Draw the plans of a model's traced pool as an SVG.
 
-    One panel for every traced pattern and kind of buffer: time goes to the right, one step for
-    each time that a buffer is given memory or loses it; addresses go up. A rectangle is one life
-    of one buffer; its name shows where the pointer rests on it. The dashed line is the lower
-    bound.
+    One panel for every traced pattern and kind of buffer. The horizontal axis is time, one step
+    per allocation or free of a buffer; the vertical axis is the address. A rectangle is one
+    lifetime of a buffer, with its name as a tooltip. The dashed line is the lower bound.
 
     Args:
         module: A sharded model with `enable_trace_pool=True`, after its first steps.
@@ -49,7 +48,7 @@ def pool_picture(module: nn.Module, path: str | Path) -> None:
 
     Raises:
         ValueError: The module contains no sharded module.
-        RuntimeError: It has no traced pool, or nothing is planned yet.
+        RuntimeError: The module has no traced pool, or the pool has no plan yet.
     """
     allocator = units_below(module)[0][1].context.allocator
     if not isinstance(allocator, TracePoolAllocator):
@@ -117,7 +116,7 @@ def _panel(report: PoolReport, name: str, trace: Trace, top: float) -> Iterator[
 
 
 def _lives(trace: Trace) -> Iterator[_Life]:
-    """The stretches of a trace in which each buffer has memory, in steps of its events."""
+    """The lifetimes of each buffer in a trace, in steps of its events."""
     since = dict.fromkeys(keys_of(trace.live_before), 0)
     for moment, event in enumerate(trace.events, start=1):
         if event >= 0:

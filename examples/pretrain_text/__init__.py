@@ -1,10 +1,9 @@
 """Pretrain a small byte-level GPT with Megatron-Core, sharded by this package.
 
-`python -m examples.pretrain_text` collects real text, makes a Megatron indexed dataset of it,
-trains, saves half-way, resumes from what it saved, and shows that the resumed run repeats the first
-one.
+`python -m examples.pretrain_text` collects text, writes it as a Megatron indexed dataset, trains,
+saves half-way, resumes from the checkpoint, and checks that the resumed run repeats the first run.
 
-The modules: `text` collects documents, `dataset` writes them for Megatron, `settings` holds what
-the run is made of and spells it as Megatron's flags, `training_log` reads what Megatron prints,
-`progress` shows how far it is, `launch` runs it, `report` draws and sums up.
+The modules: `text` collects documents, `dataset` writes them for Megatron, `settings` holds the
+settings of a run and converts them to Megatron's flags, `training_log` parses Megatron's output,
+`progress` shows progress, `launch` runs the training, `report` draws and summarizes the results.
 """

@@ -56,7 +56,7 @@ def read_settings(args: argparse.Namespace, num_gpus: int) -> Settings:
         The settings.
 
     Raises:
-        ValueError: If the command line does not make a run, or asks for more GPUs than there are.
+        ValueError: The settings are invalid, or need more GPUs than the machine has.
     """
     if 0 < num_gpus < args.ranks:
         raise ValueError(
@@ -71,7 +71,7 @@ def prepare(console: Console, settings: Settings, text: str | None) -> datasets.
     """Collects the text and makes the dataset.
 
     Args:
-        console: Where progress is shown.
+        console: Output for progress.
         settings: The run.
         text: The user's choice of text, or None.
 
@@ -80,7 +80,7 @@ def prepare(console: Console, settings: Settings, text: str | None) -> datasets.
     """
     corpus = collect(text)
     dataset = datasets.build(corpus.documents, settings.out / "data")
-    skipped = f", {corpus.num_skipped} files left out" if corpus.num_skipped else ""
+    skipped = f", {corpus.num_skipped} files skipped" if corpus.num_skipped else ""
     console.print(
         f"text: {corpus.source}, {corpus.nbytes / 1e6:.1f} MB in {corpus.num_files} files{skipped}"
     )
@@ -95,12 +95,12 @@ def train(console: Console, settings: Settings, dataset: datasets.Dataset) -> Re
     """Runs both trainings and compares them.
 
     Args:
-        console: Where progress is shown.
+        console: Output for progress.
         settings: The run.
-        dataset: What to train on.
+        dataset: The dataset to train on.
 
     Returns:
-        What came out.
+        The results.
     """
     # Checkpoints of an earlier run would be mistaken for those of this one.
     shutil.rmtree(settings.checkpoints, ignore_errors=True)
@@ -134,10 +134,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments; those of the process if None.
 
     Returns:
-        0 if both runs went through and the resumed one repeated the first one.
+        0 if both runs succeeded and the resumed run repeated the first run.
     """
     args = build_parser().parse_args(argv)
-    # Paths are shown as they are: neither broken over lines nor read as markup.
+    # Paths are neither wrapped nor parsed as markup.
     console = Console(highlight=False, markup=False, soft_wrap=True)
     try:
         settings = read_settings(args, torch.cuda.device_count())
@@ -156,6 +156,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # By default a termination would end this process at once and leave its children running.
+    # By default SIGTERM would end this process at once and leave its children running.
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
     sys.exit(main())

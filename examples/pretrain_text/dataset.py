@@ -20,7 +20,7 @@ import numpy as np
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = END_OF_DOCUMENT + 1
 
-# Part of the key of the cache: counts up whenever the files are written another way.
+# Part of the cache key: increase it when the file format changes.
 _FORMAT = b"byte-level, end of document 256, uint16, version 1"
 _PREFIX_NAME = "text_document"
 
@@ -30,10 +30,10 @@ class Dataset:
     """An indexed dataset on disk.
 
     Attributes:
-        prefix: What `--data-path` takes: the two files without `.bin` and `.idx`.
-        index_cache: What `--data-cache-path` takes: where Megatron keeps its sample index.
+        prefix: Value for `--data-path`: the path of the two files without `.bin` and `.idx`.
+        index_cache: Value for `--data-cache-path`: the folder of Megatron's sample index.
         num_tokens: Tokens in all documents, ends of documents included.
-        is_new: Whether it was written just now, and not found.
+        is_new: Whether it was written by this call instead of found.
     """
 
     prefix: Path
@@ -43,11 +43,11 @@ class Dataset:
 
 
 def build(documents: Iterable[bytes], folder: Path) -> Dataset:
-    """Writes documents as an indexed dataset, or finds them if they were written before.
+    """Writes documents as an indexed dataset, or returns the existing dataset.
 
     Args:
-        documents: The documents; gone through twice.
-        folder: Where datasets are kept. Each gets a folder named by a hash of its content.
+        documents: The documents; iterated twice.
+        folder: Folder of all datasets. Each has a subfolder named by a hash of its content.
 
     Returns:
         The dataset.
@@ -58,7 +58,7 @@ def build(documents: Iterable[bytes], folder: Path) -> Dataset:
     is_new = not home.is_dir()
     if is_new:
         folder.mkdir(parents=True, exist_ok=True)
-        # A run that is interrupted here leaves no dataset that looks whole.
+        # An interruption here leaves no folder that looks like a complete dataset.
         unfinished = Path(tempfile.mkdtemp(prefix="unfinished-", dir=folder))
         try:
             _write(documents, unfinished)
@@ -69,7 +69,7 @@ def build(documents: Iterable[bytes], folder: Path) -> Dataset:
 
 
 def _key(documents: Iterable[bytes]) -> str:
-    """Hashes the documents and the way they are written."""
+    """Hashes the documents and the file format."""
     digest = hashlib.sha256(_FORMAT)
     for document in documents:
         digest.update(len(document).to_bytes(8))
@@ -90,10 +90,9 @@ def _write(documents: Iterable[bytes], folder: Path) -> None:
 
 
 def _import_indexed_dataset() -> ModuleType:
-    """Imports Megatron's module, which takes seconds: only a dataset that is new needs it.
+    """Imports Megatron's module, which takes seconds and is needed for a new dataset only.
 
-    Importing Megatron warns of every optional package that is absent. None of them matters for
-    writing two files, and the training runs say it again in their logs.
+    Megatron's warnings about missing optional packages are suppressed; the training runs log them.
     """
     logging.disable(logging.WARNING)
     try:

@@ -1,4 +1,4 @@
-"""Running Megatron as a child process: its whole output to a file, its progress to the terminal."""
+"""Runs Megatron as a child process, with its output in a file and its progress on the terminal."""
 
 import os
 import re
@@ -16,11 +16,11 @@ from examples.pretrain_text.progress import progress
 from examples.pretrain_text.training_log import TrainingLog
 
 _NUM_LINES_SHOWN = 40
-# Where the launcher starts to report that a rank failed: forty lines of its own, none of which says
-# why. What the ranks said stands above.
+# Start of the launcher's own report of a failed rank: forty lines without the cause. The output of
+# the ranks precedes it.
 _LAUNCHER_REPORT = re.compile(r"torch/distributed/elastic/multiprocessing/api\.py.* failed \(exit")
-# The launcher kills ranks that ignore its signal after 30 seconds. It needs that time, because
-# the ranks are in sessions of their own, which no signal from here reaches.
+# The launcher kills ranks that ignore its signal after 30 seconds. It must have that time, because
+# the ranks are in separate sessions, which signals of this process do not reach.
 _STOP_SECONDS = 40.0
 
 
@@ -28,18 +28,18 @@ class RunFailedError(RuntimeError):
     """A child process failed.
 
     Attributes:
-        log_file: Its whole output.
-        last_lines: The end of what the ranks printed.
+        log_file: File with its full output.
+        last_lines: Last lines printed by the ranks.
     """
 
     def __init__(self, title: str, status: int, log_file: Path, last_lines: Sequence[str]) -> None:
-        """Says which run failed and where to read on.
+        """Creates the error message.
 
         Args:
-            title: Which run it was.
+            title: Name of the run.
             status: Its exit status.
-            log_file: Its whole output.
-            last_lines: The end of what the ranks printed.
+            log_file: File with its full output.
+            last_lines: Last lines printed by the ranks.
         """
         super().__init__(f"The {title} failed with status {status}; its whole log is {log_file}.")
         self.log_file = log_file
@@ -47,7 +47,7 @@ class RunFailedError(RuntimeError):
 
 
 def training_command(ranks: int, flags: Sequence[str]) -> list[str]:
-    """Spells the command that runs pretraining on this machine.
+    """Builds the command that runs pretraining on this machine.
 
     Args:
         ranks: Number of ranks.
@@ -72,15 +72,15 @@ def run(
     """Runs one training to its end and shows its progress.
 
     Args:
-        console: Where progress is shown.
-        title: What the run is called.
+        console: Output for progress.
+        title: Name of the run.
         command: The command to run.
-        log_file: Gets the command and everything it prints.
-        iterations: The iterations the run is going to do.
+        log_file: Receives the command and its output.
+        iterations: The iterations of the run.
         ranks: Number of ranks, which share the machine's cores.
 
     Returns:
-        What the run printed, read.
+        The parsed output of the run.
 
     Raises:
         RunFailedError: If the command fails.
@@ -112,7 +112,7 @@ def run(
 
 @contextmanager
 def _child(command: Sequence[str], ranks: int) -> Iterator[subprocess.Popen[str]]:
-    """Starts a child in a session of its own, and leaves nothing of it behind."""
+    """Starts a child in a separate session and terminates all of its processes at the end."""
     threads = max(1, (os.cpu_count() or 1) // ranks)
     child = subprocess.Popen(
         command,

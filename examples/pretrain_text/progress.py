@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, lines anywhere else."""
+"""Shows the progress of a run: a bar on a terminal, lines elsewhere."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -17,8 +17,8 @@ from rich.progress import (
 
 from examples.pretrain_text.training_log import Iteration
 
-# Without a terminal there is no bar to move. This many lines tell the progress of a run, and more
-# where nothing would be said for this many seconds.
+# Without a terminal: number of progress lines of a run, and the maximum number of seconds between
+# two lines.
 _NUM_LINES = 10
 _MAX_SILENT_SECONDS = 30.0
 
@@ -30,16 +30,16 @@ def progress(
     iterations: range,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Callable[[Iteration], None]]:
-    """Shows the progress of a run: what it measured, the time it took, and an estimate of the rest.
+    """Shows the progress of a run: its measurements, elapsed time and estimated remaining time.
 
     Args:
-        console: Where it is shown.
-        title: What the run is called.
-        iterations: The iterations the run is going to do.
-        clock: Tells the time in seconds.
+        console: Output for progress.
+        title: Name of the run.
+        iterations: The iterations of the run.
+        clock: Returns the time in seconds.
 
     Yields:
-        What to call with every iteration that is done.
+        A function to call after every iteration.
     """
     if not console.is_terminal:
         console.print(
@@ -87,7 +87,7 @@ class _Lines:
         if not (done == 1 or done % self._every == 0 or is_silent):
             return
         self._last_line = now
-        # Starting takes part of the time that went by and none of the rest.
+        # The elapsed time includes startup; the remaining time does not.
         per_iteration = (
             (now - self._first_done) / (done - 1) if done > 1 else iteration.elapsed_ms / 1000
         )

@@ -1,4 +1,4 @@
-"""What the runs amount to: a picture, and a short summary."""
+"""A picture and a short summary of the runs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ _MAX_DIFFERENCES_SHOWN = 5
 
 @dataclass(frozen=True)
 class Results:
-    """What the two runs left behind.
+    """Results of the two runs.
 
     Attributes:
-        settings: What was run.
+        settings: Settings of the runs.
         first: The uninterrupted run.
         resumed: The run from the checkpoint on.
-        proof: How the two compare.
+        proof: The comparison of both runs.
         picture: The loss curves.
     """
 
@@ -39,7 +39,7 @@ def strategy_words(strategy: str) -> str:
         strategy: As given on the command line.
 
     Returns:
-        The words.
+        The text.
     """
     return "Megatron's own DDP" if strategy == DDP else f"fully_shard, {strategy}"
 
@@ -50,18 +50,18 @@ def draw(
     """Draws the loss curves of both runs.
 
     Args:
-        settings: What was run.
-        first: Losses as printed of the uninterrupted run, by iteration number.
-        resumed: The same of the resumed run.
+        settings: Settings of the runs.
+        first: Printed losses of the uninterrupted run, by iteration number.
+        resumed: Printed losses of the resumed run.
         picture: The PNG file to write.
     """
-    # A figure of its own, not one of pyplot's: it needs no display and looks for none.
+    # A figure without pyplot needs no display.
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     axes.plot(
         list(first), [float(loss) for loss in first.values()], label="first run", linewidth=1.5
     )
-    # The one line of Megatron's that shows a mean would look like a difference.
+    # Megatron prints one loss as a mean, which would look like a difference.
     averaged = averaged_iteration(resumed)
     shown = {number: float(loss) for number, loss in resumed.items() if number != averaged}
     axes.plot(
@@ -100,11 +100,11 @@ def folder_nbytes(folder: Path) -> int:
 
 
 def show_summary(console: Console, results: Results) -> None:
-    """Shows what came out, in a few lines.
+    """Prints a short summary.
 
     Args:
-        console: Where to.
-        results: What came out.
+        console: Output.
+        results: Results of the two runs.
     """
     settings = results.settings
     losses = list(results.first.losses.values())
@@ -124,18 +124,18 @@ def show_summary(console: Console, results: Results) -> None:
     }
     console.print()
     for name, value in rows.items():
-        # A path that is broken over lines cannot be copied.
+        # A wrapped path cannot be copied.
         console.print(f"{name:<14}{value}", soft_wrap=True, markup=False)
 
 
 def describe(proof: ResumeProof) -> str:
-    """Puts the comparison of the two runs into words.
+    """Describes the comparison of the two runs.
 
     Args:
         proof: The comparison.
 
     Returns:
-        A sentence that says whether it holds, and where it does not.
+        A sentence that states whether the losses are equal, and which ones differ.
     """
     first, last = proof.expected.start, proof.expected.stop - 1
     if proof.holds:

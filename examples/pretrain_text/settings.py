@@ -1,4 +1,4 @@
-"""What the run is made of, and how that is spelled in Megatron's flags."""
+"""Settings of a run, and their conversion to Megatron's flags."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from examples.pretrain_text.dataset import VOCAB_SIZE, Dataset
 
-# Megatron's own data parallelism, to compare with: the same run without this package.
+# Megatron's own data parallelism, for comparison: the same run without this package.
 DDP = "ddp"
 
 # A byte-level GPT of about 1.3 million parameters: on two cores a step takes part of a second.
@@ -17,20 +17,20 @@ SEQ_LENGTH = 256
 GLOBAL_BATCH_SIZE = 12
 LEARNING_RATE = 2e-3
 
-# Resuming has to cover this many iterations to count as a proof.
+# Minimum number of resumed iterations to compare.
 NUM_RESUMED_ITERS = 40
 MIN_ITERS = 8
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One pretraining run as the user asked for it.
+    """Settings of one pretraining run.
 
     Attributes:
         strategy: A name that `--data-parallel-sharding-strategy` takes, or `DDP`.
         ranks: Number of ranks.
         iters: Iterations of the first run.
-        out: Where everything is written.
+        out: Output folder.
         on_cpu: Whether this is a CPU rehearsal.
     """
 
@@ -41,10 +41,10 @@ class Settings:
     on_cpu: bool
 
     def __post_init__(self) -> None:
-        """Checks what can be checked before Megatron starts.
+        """Validates the settings before Megatron starts.
 
         Raises:
-            ValueError: If the numbers do not make a run.
+            ValueError: A setting is invalid.
         """
         if self.ranks < 1:
             raise ValueError(f"RANKS={self.ranks}, but at least 1 rank is needed.")
@@ -68,7 +68,7 @@ class Settings:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder Megatron saves to."""
+        """The folder for Megatron's checkpoints."""
         return self.out / "checkpoints"
 
     @property
@@ -83,11 +83,11 @@ class Settings:
 
 
 def first_run_flags(settings: Settings, dataset: Dataset) -> list[str]:
-    """Spells the first run: all iterations, a checkpoint half-way.
+    """Flags of the first run: all iterations, with a checkpoint half-way.
 
     Args:
         settings: The run.
-        dataset: What it trains on.
+        dataset: The dataset to train on.
 
     Returns:
         The flags for `pretrain_gpt`.
@@ -99,15 +99,14 @@ def first_run_flags(settings: Settings, dataset: Dataset) -> list[str]:
 
 
 def second_run_flags(settings: Settings, dataset: Dataset) -> list[str]:
-    """Spells the second run: from the checkpoint half-way on, for a while.
+    """Flags of the second run, which resumes from the checkpoint half-way.
 
     Args:
         settings: The run.
-        dataset: What it trains on.
+        dataset: The dataset to train on.
 
     Returns:
-        The flags for `pretrain_gpt`. The schedule is that of the first run: it is the same
-        training, stopped early.
+        The flags for `pretrain_gpt`. The schedule is that of the first run; the run stops earlier.
     """
     return [
         *_common_flags(settings, dataset),
@@ -117,7 +116,7 @@ def second_run_flags(settings: Settings, dataset: Dataset) -> list[str]:
 
 
 def _common_flags(settings: Settings, dataset: Dataset) -> list[str]:
-    """What both runs share."""
+    """Flags of both runs."""
     return [
         *_model_flags(),
         *_data_flags(dataset),
@@ -172,7 +171,7 @@ def _device_flags(on_cpu: bool) -> list[str]:
         return ["--cpu-rehearsal", "--transformer-impl", "local"]
     if importlib.util.find_spec("transformer_engine"):
         return []
-    # Megatron's default layers are Transformer Engine's; its own ones need no fused kernels.
+    # Megatron's default layers are Transformer Engine's; its own layers need no fused kernels.
     return [
         *("--transformer-impl", "local", "--attention-backend", "unfused"),
         *("--no-persist-layer-norm", "--no-gradient-accumulation-fusion"),

@@ -1,4 +1,4 @@
-"""Collecting text: from a file or folder of the user's, or from Python's standard library."""
+"""Collects text from a given file or folder, or from Python's standard library."""
 
 import random
 import sysconfig
@@ -8,21 +8,21 @@ from pathlib import Path
 
 # Enough for several passes of the default run; more would only make the first start slower.
 STDLIB_MAX_NBYTES = 12_000_000
-# A guard against pointing TEXT at a home directory: what is left out is reported.
+# A limit in case TEXT is a home directory; skipped files are reported.
 USER_MAX_NBYTES = 256_000_000
-# Less than this does not fill the validation and test sets with whole sequences.
+# Less text does not fill the validation and test sets with whole sequences.
 MIN_NBYTES = 32_000
 
 _MAX_DOCUMENT_NBYTES = 32_768
 _MIN_DOCUMENT_NBYTES = 128
-# One document is the grain of the split into training, validation and test sets.
+# The split into training, validation and test sets never splits a document.
 _MIN_NUM_DOCUMENTS = 200
 _STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__"})
 _SHUFFLE_SEED = 20_26
 
 
 class TextError(ValueError):
-    """The text that was asked for cannot be used; the message says why and what to do."""
+    """The requested text cannot be used; the message gives the reason and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Corpus:
     """Documents to train on.
 
     Attributes:
-        source: Where they come from, in words.
-        documents: Their bytes, shuffled the same way every time, none of them empty.
-        num_files: How many files they come from.
-        num_skipped: How many files were passed over: not text, or beyond the size limit.
+        source: Description of their source.
+        documents: Their bytes, shuffled deterministically, none of them empty.
+        num_files: Number of files that were read.
+        num_skipped: Number of skipped files: not text, or beyond the size limit.
     """
 
     source: str
@@ -57,7 +57,7 @@ def collect(text: str | None) -> Corpus:
         The documents.
 
     Raises:
-        TextError: If `text` does not exist, or holds too little text.
+        TextError: `text` does not exist, or contains too little text.
     """
     if text is None:
         return collect_stdlib()
@@ -77,7 +77,7 @@ def collect(text: str | None) -> Corpus:
 
 
 def collect_stdlib() -> Corpus:
-    """Collects the sources of Python's standard library, its tests left out.
+    """Collects the sources of Python's standard library, without its tests.
 
     Returns:
         The documents, at most `STDLIB_MAX_NBYTES` of them.
@@ -92,7 +92,7 @@ def collect_stdlib() -> Corpus:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    """Lists the regular files below a folder in a fixed order, hidden ones left out."""
+    """Lists the regular files below a folder in a fixed order, without hidden files."""
     return [
         path
         for path in sorted(folder.rglob("*"))
@@ -102,7 +102,7 @@ def _files_below(folder: Path) -> list[Path]:
 
 
 def _gather(source: str, paths: Iterable[Path], max_nbytes: int) -> Corpus:
-    """Reads files until the limit, and cuts them into documents."""
+    """Reads files up to the limit and splits them into documents."""
     texts: list[bytes] = []
     nbytes = num_skipped = 0
     for path in paths:
@@ -114,12 +114,12 @@ def _gather(source: str, paths: Iterable[Path], max_nbytes: int) -> Corpus:
         nbytes += len(data)
     if nbytes < MIN_NBYTES:
         raise TextError(
-            f"{source} holds {nbytes} bytes of text in {len(texts)} files "
+            f"{source} contains {nbytes} bytes of text in {len(texts)} files "
             f"({num_skipped} more were not UTF-8 text), but at least {MIN_NBYTES} bytes are "
             "needed to train on: name a larger file or folder."
         )
     documents = [document for data in texts for document in _cut(data, _document_nbytes(nbytes))]
-    # Neighboring files resemble each other: shuffled, the validation set is like the training set.
+    # Neighboring files are similar: shuffle, so that the validation set resembles the training set.
     random.Random(_SHUFFLE_SEED).shuffle(documents)
     return Corpus(source, tuple(documents), len(texts), num_skipped)
 
@@ -137,17 +137,17 @@ def _read_text(path: Path, max_nbytes: int) -> bytes | None:
 
 
 def _document_nbytes(corpus_nbytes: int) -> int:
-    """Says how long a document may be so that the corpus has enough of them to be split."""
+    """Maximum length of a document such that the corpus has enough documents to be split."""
     return max(_MIN_DOCUMENT_NBYTES, min(_MAX_DOCUMENT_NBYTES, corpus_nbytes // _MIN_NUM_DOCUMENTS))
 
 
 def _cut(data: bytes, max_nbytes: int) -> Iterator[bytes]:
-    """Cuts data into pieces of at most `max_nbytes`, at the end of a line where there is one."""
+    """Splits data into pieces of at most `max_nbytes`, at ends of lines if possible."""
     start = 0
     while start < len(data):
         end = min(start + max_nbytes, len(data))
         if end < len(data):
-            # A line longer than half a piece is cut anywhere rather than left as crumbs.
+            # A line longer than half a piece is split anywhere, which avoids tiny pieces.
             line_end = data.rfind(b"\n", start + max_nbytes // 2, end)
             end = line_end + 1 if line_end >= 0 else end
         yield data[start:end]

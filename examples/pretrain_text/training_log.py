@@ -1,4 +1,4 @@
-"""Reading the lines that Megatron's training loop prints."""
+"""Parses the output of Megatron's training loop."""
 
 import itertools
 import math
@@ -15,9 +15,9 @@ _EVALUATION = re.compile(
     rf" validation loss at iteration (\d+) on (validation|test) set \| lm loss value: {_NUMBER}"
 )
 
-# The first iterations set caches and threads up: they say nothing about speed.
+# The first iterations initialize caches and threads and are excluded from timings.
 _NUM_WARM_UP_ITERS = 3
-# What is left of a mean of numbers that are printed with seven digits.
+# Tolerance for a mean of numbers that are printed with seven digits.
 _PRINTED_PRECISION = 1e-6
 
 
@@ -28,8 +28,8 @@ class Iteration:
     Attributes:
         number: Counted from 1.
         total: Iterations of the whole run.
-        loss: The loss as printed. It is compared as printed, so it stays text.
-        elapsed_ms: Milliseconds the iteration took.
+        loss: The loss as printed, a text, since it is compared as printed.
+        elapsed_ms: Duration of the iteration in milliseconds.
     """
 
     number: int
@@ -40,7 +40,7 @@ class Iteration:
 
 @dataclass
 class TrainingLog:
-    """What one run printed so far.
+    """Parsed output of one run so far.
 
     Attributes:
         iterations: By iteration number.
@@ -51,13 +51,13 @@ class TrainingLog:
     evaluations: dict[str, str] = field(default_factory=dict)
 
     def read(self, line: str) -> Iteration | None:
-        """Takes in one line of output.
+        """Parses one line of output.
 
         Args:
-            line: The line, in whatever company it comes.
+            line: The line.
 
         Returns:
-            The iteration the line reports, if it reports one.
+            The iteration that the line reports, or None.
         """
         if evaluation := _EVALUATION.search(line):
             self.evaluations[evaluation[2]] = evaluation[3]
@@ -72,7 +72,7 @@ class TrainingLog:
         return {number: iteration.loss for number, iteration in self.iterations.items()}
 
     def tokens_per_second(self, tokens_per_iteration: int) -> float:
-        """Says how fast the run was.
+        """Throughput of the run.
 
         Args:
             tokens_per_iteration: Tokens of one iteration, over all ranks.
@@ -87,13 +87,13 @@ class TrainingLog:
 
 
 def parse_iteration(line: str) -> Iteration | None:
-    """Reads the line Megatron prints for an iteration.
+    """Parses the line that Megatron prints for an iteration.
 
     Args:
         line: A line of output.
 
     Returns:
-        The iteration, or None if the line reports none.
+        The iteration, or None if the line does not report an iteration.
     """
     iteration, loss, elapsed = (p.search(line) for p in (_ITERATION, _LOSS, _ELAPSED))
     if iteration is None or loss is None or elapsed is None:
@@ -102,13 +102,13 @@ def parse_iteration(line: str) -> Iteration | None:
 
 
 def parse_log(lines: Iterable[str]) -> TrainingLog:
-    """Reads a whole log.
+    """Parses a whole log.
 
     Args:
         lines: Its lines.
 
     Returns:
-        What it says.
+        The parsed log.
     """
     log = TrainingLog()
     for line in lines:
@@ -118,12 +118,12 @@ def parse_log(lines: Iterable[str]) -> TrainingLog:
 
 @dataclass(frozen=True)
 class ResumeProof:
-    """How a resumed run compares with the one that was not interrupted.
+    """Comparison of a resumed run with the uninterrupted run.
 
     Attributes:
-        expected: The iterations the resumed run had to do.
-        missing: Those that one of the two runs did not print.
-        different: Those whose printed losses differ, with both: uninterrupted, resumed.
+        expected: Iterations expected of the resumed run.
+        missing: Iterations that one of the two runs did not print.
+        different: Iterations whose printed losses differ, with both losses: uninterrupted, resumed.
     """
 
     expected: range
@@ -132,7 +132,7 @@ class ResumeProof:
 
     @property
     def holds(self) -> bool:
-        """Whether every expected loss was there and equal as printed."""
+        """Whether every expected loss was printed by both runs and is equal."""
         return len(self.expected) > 0 and not self.missing and not self.different
 
 
@@ -142,9 +142,9 @@ def compare_resumed(
     """Compares the losses of a resumed run with those of the uninterrupted one.
 
     Args:
-        uninterrupted: Losses as printed, by iteration number.
-        resumed: The same of the resumed run.
-        expected: The iterations the resumed run had to do.
+        uninterrupted: Printed losses by iteration number.
+        resumed: Printed losses of the resumed run.
+        expected: Iterations expected of the resumed run.
 
     Returns:
         The comparison.
@@ -159,22 +159,22 @@ def compare_resumed(
 
 
 def averaged_iteration(losses: Iterable[int]) -> int | None:
-    """Says which printed loss of a run is not that of one iteration.
+    """Finds the printed loss of a run that is a mean over iterations.
 
     Megatron prints the first iteration of a run without clearing its sums. The second line shows
     the mean of the first two iterations; from the third on, each line is its own iteration's.
 
     Args:
-        losses: The iterations a run printed, in order.
+        losses: The printed iterations of a run, in order.
 
     Returns:
-        The second of them, or None if there are fewer.
+        The second iteration, or None if there are fewer.
     """
     return next(itertools.islice(losses, 1, None), None)
 
 
 def _agree(uninterrupted: Mapping[int, str], resumed: Mapping[int, str], number: int) -> bool:
-    """Says whether both runs printed the same loss, or what amounts to the same."""
+    """Whether both runs printed the same loss, taking the mean of two iterations into account."""
     if uninterrupted[number] == resumed[number]:
         return True
     if number != averaged_iteration(resumed) or number - 1 not in uninterrupted:

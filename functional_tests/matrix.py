@@ -39,8 +39,8 @@ class Row:
         strategies: Sharding strategies to train with.
         freezes: Patterns; parameters in whose name one is found are frozen on both sides.
         iterations: How many both train, and log unless flags say otherwise.
-        tolerance: Largest relative difference of losses; None: 1e-6 in fp32, and in 16 bits what
-            Megatron's distributed optimizer differs by.
+        tolerance: Largest relative difference of losses; None: 1e-6 in fp32, and 0 in 16 bits with
+            `exact_norms`, since one weight that is rounded another way moves all later losses.
         norms: That of norms of gradients and parameters; None: the same.
         exact_norms: Whether norms of gradients are added up in fp64, where no order shows.
         beside_itself: Whether the reference is sharded in the same way.
@@ -66,21 +66,22 @@ class Row:
     quick: int = 0
 
     @property
-    def is_as_close_as_theirs(self) -> bool:
-        """Whether chance decides how close two orders of a sum come, since weights are rounded."""
+    def is_bitwise(self) -> bool:
+        """Whether all numbers must be equal: weights of 16 bits, and no tolerance given."""
         rounds = not {"--bf16", "--fp16"}.isdisjoint(self.flags.split())
         return rounds and self.tolerance is None
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Largest relative differences of losses and of norms."""
+        default = 0.0 if self.is_bitwise else TOLERANCE
+        loss = default if self.tolerance is None else self.tolerance
+        return loss, loss if self.norms is None else self.norms
 
     def reference(self, strategy: str) -> Run:
         """The run of Megatron's own DDP, or of this package."""
         selected = fsdp(strategy) if self.beside_itself else ()
         return self._run(*self.flags.split(), *selected, *self.theirs.split())
-
-    def yardsticks(self, strategy: str) -> tuple[Run, Run]:
-        """Runs of Megatron's own distributed optimizer, sharded in two ways."""
-        plain = (*self.flags.split(), *self.theirs.split(), "--use-distributed-optimizer")
-        cut_small = (*plain, "--overlap-grad-reduce", "--ddp-bucket-size", "20000")
-        return self._run(*plain), self._run(*cut_small)
 
     def sharded(self, strategy: str) -> Run:
         """The run that is compared."""
@@ -90,7 +91,7 @@ class Row:
     def _run(self, *words: str) -> Run:
         steps = ("--train-iters", str(self.iterations))
         flags = (*COMMON, *steps, *words)
-        return Run(self.world_size, flags, self.freezes, self.exact_norms)
+        return Run(self.world_size, flags, self.freezes, self.exact_norms or self.is_bitwise)
 
 
 @dataclass(frozen=True, slots=True)

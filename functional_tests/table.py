@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functional_tests.trainings import Difference
 from tests import pages
 
-_HEAD = ("row", "ranks", "strategy or precision", "loss", "norm", "loss, theirs", "norm, theirs")
+_HEAD = ("row", "ranks", "strategy or precision", "loss", "norm")
 _RESUME_HEAD = ("what changes", "loss")
 
 
@@ -16,22 +16,16 @@ class Table:
     """Largest relative differences that were measured.
 
     Attributes:
-        rows: Cells of trainings: of losses and norms, and where it was asked those of Megatron's
-            own distributed optimizer.
+        rows: Cells of trainings: names, then differences of losses and of norms.
         resumes: Cells of resumed runs.
     """
 
     rows: list[tuple[str, ...]] = field(default_factory=list)
     resumes: list[tuple[str, ...]] = field(default_factory=list)
 
-    def add(self, cells: tuple[str, ...], *differences: Difference | None) -> None:
-        """Take in how far two trainings are apart."""
-        numbers = [
-            text
-            for each in differences
-            for text in ((f"{each.loss:.0e}", f"{each.norm:.0e}") if each else ("", ""))
-        ]
-        self.rows.append((*cells, *numbers))
+    def add(self, cells: tuple[str, ...], difference: Difference) -> None:
+        """Add the difference of two trainings."""
+        self.rows.append((*cells, f"{difference.loss:.0e}", f"{difference.norm:.0e}"))
 
     def text(self) -> str:
         """The tables as Markdown."""

@@ -354,8 +354,8 @@ class DataParallelBuffer:
             out: Destination. It may contain the memory of this buffer (an all-gather in place).
             scale: Factor of a sum.
             accumulate: Whether a sum is added to `out` instead of overwriting it.
-            async_op: Whether to return before the transfer is done. Ignored with several
-                collectives, since ranks could not issue the second one in the same order.
+            async_op: Whether to return before the transfer is done. Without streams, all of several
+                collectives but the last one are waited for, so that ranks issue them in one order.
             before: Fills this buffer; queued in the communication stream before the collective.
         """
         context = self.context
@@ -367,7 +367,10 @@ class DataParallelBuffer:
             before = load if accumulate else before
             after = functools.partial(out.tensor.copy_, target, non_blocking=True)
         work, steps = DONE, self._steps(out)
-        for kind, number, axis, comm_stream, span in steps:
+        is_queued = context.comm.has_streams and len({step.comm_stream for step in steps}) == 1
+        for step in steps:
+            kind, number, axis, comm_stream, span = step
+            is_last = step is steps[-1]
             if kind is CollectiveKind.ALL_GATHER:
                 target = out.piece(span)
             collective = Collective(
@@ -379,10 +382,10 @@ class DataParallelBuffer:
                 scale,
                 accumulate,
                 before=before,
-                after=after,
+                after=after if is_last else None,
                 sums_in_fp32=context.dtypes.sums_in_fp32,
             )
-            is_async = async_op and len(steps) == 1
+            is_async = async_op and (is_queued or is_last)
             if axis.size > 1 and context.observer.subscribers:
                 full, is_temporary = collective.full, out.memory is not None
                 issued = CollectiveIssued(

@@ -119,7 +119,7 @@ class ParameterGroup:
         format: Writes model weights and binds them to modules.
         main_weight: Buffer that the optimizer steps.
         payloads: Model weight and gathered weight of every payload of the format.
-        gathers_for_use: Whether every use needs a gather (ZeRO-3), along the innermost axis.
+        gathers_for_use: Whether every use needs a gather (ZeRO-3).
         shares_main: Whether weights are gathered from main weights, without a model weight.
         is_refreshed_locally: Whether `refresh` is cheap and needs no communication.
         grads: Gradients of the group; `None` for frozen parameters.

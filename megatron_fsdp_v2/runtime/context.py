@@ -396,7 +396,7 @@ class Context:
                 return
             due = reductions.due(arrived, synchronize=synchronize)
             if due and self.options.check_ranks == CheckRanks.ALWAYS:
-                compare_unit(self, unit, "reduce")
+                compare_unit(self, unit, "reduce", along_all=any(due.values()))
             reductions.reduce(due)
 
     def _reduce_rest(self, unit: Unit, *, synchronize: bool) -> None:

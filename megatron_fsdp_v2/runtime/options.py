@@ -33,7 +33,7 @@ class RuntimeOptions:
             together. The next unit is gathered whatever its size. With `unshard_prefetch_depth`,
             both limits apply. None: no limit in bytes.
         enable_unshard_after_step: Gather the weights that the next forward begins with at the end
-            of an optimizer's step (ZeRO-3, on one axis or HSDP), so that host work until then
+            of an optimizer's step (ZeRO-3, except with HFSDP), so that host work until then
             overlaps. These weights stay gathered meanwhile. Main weights that change in between are
             gathered again where torch counts the change. Any other change (through `.data`, or by
             functions for lists of tensors) is a RuntimeError in that forward: call `reshard()`

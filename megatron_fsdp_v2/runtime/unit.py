@@ -268,7 +268,11 @@ class Unit:
             if not context.is_checked:
                 check_units(context)
             if context.options.check_ranks == CheckRanks.ALWAYS and not self.needs_no_collective:
-                compare_unit(context, self, "gather")
+                version = context.weight_version
+                refreshes = not in_backward() and any(
+                    not group.is_refreshed_locally and group.is_stale(version) for group in groups
+                )
+                compare_unit(context, self, "gather", along_all=refreshes)
             if self.is_unsharded:
                 for group in groups:
                     group.gather(uses, async_op=async_op)

@@ -213,13 +213,15 @@ def _record(unit: Unit) -> UnitRecord:
     return UnitRecord(unit.fqn, " ".join(options), tuple(copies))
 
 
-def compare_unit(context: Context, unit: Unit, action: str) -> None:
-    """Check before a collective that every rank issues the same one. Collective.
+def compare_unit(context: Context, unit: Unit, action: str, *, along_all: bool = False) -> None:
+    """Check before collectives of a unit that every rank issues the same ones. Collective.
 
     Args:
         context: Context of the unit.
         unit: Unit whose parameters or gradients are about to be communicated.
         action: `gather` or `reduce`.
+        along_all: Whether collectives along every axis of the mesh follow: a reduction along the
+            outer axis, or a refresh of weights whose main weights it shards.
 
     Raises:
         RuntimeError: A rank is about to issue another collective.
@@ -227,13 +229,13 @@ def compare_unit(context: Context, unit: Unit, action: str) -> None:
     if not unit.groups:
         return
     units, group = context.units(), unit.groups[0]
-    axis = group.axes[-1]
     actions = ("gather", "reduce")
     names = [f"{known} {other.name}" for other in units for known in actions]
     code = units.index(unit) * len(actions) + actions.index(action)
-    # With a separate gather group, gathers pair with gathers and reductions with reductions.
-    axis = axis.for_gathers() if action == "gather" else axis
-    compare_steps(action, unit.name, code, axis, group.device, names)
+    for axis in group.axes if along_all else group.axes[-1:]:
+        # With a separate gather group, gathers pair with gathers and reductions with reductions.
+        compared = axis.for_gathers() if action == "gather" else axis
+        compare_steps(action, unit.name, code, compared, group.device, names)
 
 
 def check_outputs(unit: Unit, output: Any) -> None:

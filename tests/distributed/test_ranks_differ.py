@@ -20,6 +20,8 @@ from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.comm import interface
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
+    mesh_of,
+    on_mesh,
     said,
     wrap,
 )
@@ -69,6 +71,18 @@ def test_a_unit_skipped_on_one_rank_at_zero_3_is_named() -> None:
     ]
     assert text.startswith(f"{does[rank]} (Block) where {does[1 - rank]}")
     assert "must run on every rank" in text
+
+
+@on_ranks(4, mesh=["HSDP 2x2", "HFSDP 2x2"])
+def test_a_unit_skipped_on_one_half_of_an_outer_axis_is_named(mesh: str) -> None:
+    outer, _ = mesh_of(2, 2).get_coordinate() or (0, 0)
+    model = wrap(Skipping(), check_ranks="always", **on_mesh(mesh))
+    model.skip = 1 if outer == 1 else None
+
+    def step() -> None:
+        model(torch.ones(2, 5)).square().mean().backward()
+
+    assert "must run on every rank" in said(RuntimeError, step)
 
 
 @on_ranks(2, strategy=["no_shard", "optim", "optim_grads"])

@@ -59,7 +59,7 @@ def _rejection(typed: Sequence[str], on_cpu: Sequence[str], world_size: int) -> 
     from megatron_cpu_rehearsal.flags import with_cpu_flags
     from megatron_cpu_rehearsal.patching import environment
     from megatron_fsdp_v2.plan.sources import FlagsError
-    from megatron_fsdp_v2_mcore.plan.flags import parsed, rejections_as_errors
+    from megatron_fsdp_v2_mcore.plan.source import parsed, rejections_as_errors
 
     said = io.StringIO()
     first_rank = {"WORLD_SIZE": str(world_size), "RANK": "0", "LOCAL_RANK": "0"}

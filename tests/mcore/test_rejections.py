@@ -278,7 +278,7 @@ def test_a_rejected_field_names_its_flag(rule: Any) -> None:
     patterns = rule.name == "param_name_patterns_for_fp32_local_accumulation"
     setattr(config, rule.name, ("*",) if patterns else True)
     with pytest.raises(FlagError, match=rule.flag):
-        sharding_settings(config)
+        sharding_settings(config, Options(), torch.bfloat16, torch.bfloat16)
 
 
 BF16 = torch.bfloat16

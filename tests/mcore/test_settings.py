@@ -15,12 +15,13 @@ from megatron_fsdp_v2 import RuntimeOptions
 from megatron_fsdp_v2.runtime.api import SMALL_UNIT_BYTES
 from megatron_fsdp_v2_mcore import FlagError, Options
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import check_checkpoint_folder
-from megatron_fsdp_v2_mcore.flags.settings import (
-    ShardingSettings,
-    notices,
-    sharding_settings,
-    unit_bytes,
-)
+from megatron_fsdp_v2_mcore.flags.settings import ShardingSettings, notices, sharding_settings
+
+
+def _settings(
+    config: DistributedDataParallelConfig, options: Options | None = None
+) -> ShardingSettings:
+    return sharding_settings(config, options or Options(), torch.bfloat16, torch.bfloat16)
 
 
 def _config(**fields: Any) -> DistributedDataParallelConfig:
@@ -30,7 +31,7 @@ def _config(**fields: Any) -> DistributedDataParallelConfig:
 
 
 def test_dtypes_and_overlap_reach_fully_shard() -> None:
-    settings = sharding_settings(
+    settings = _settings(
         _config(
             overlap_grad_reduce=True,
             megatron_fsdp_main_params_dtype=torch.float32,
@@ -40,36 +41,29 @@ def test_dtypes_and_overlap_reach_fully_shard() -> None:
         )
     )
     assert settings.policy.resolve(torch.bfloat16).sums_in_fp32
-    assert settings.sharding_strategy == "optim_grads_params"
-    assert settings.enable_async_reduce_grad
-    assert not settings.enable_unshard_prefetch
+    assert settings.runtime.enable_async_reduce_grad
+    assert not settings.runtime.enable_unshard_prefetch
     assert settings.policy.main_params_dtype == torch.float32
     assert settings.policy.main_grads_dtype == torch.float32
     assert settings.policy.grad_comm_dtype == torch.bfloat16
 
 
 def test_half_of_the_suggested_communication_unit_is_gathered_ahead() -> None:
-    def settings(suggested: int | None) -> ShardingSettings:
-        return sharding_settings(
-            _config(overlap_param_gather=True, suggested_communication_unit_size=suggested)
-        )
+    def runtime(suggested: int | None, options: Options | None = None) -> RuntimeOptions:
+        config = _config(overlap_param_gather=True, suggested_communication_unit_size=suggested)
+        return _settings(config, options).runtime
 
-    options = Options()
-
-    def nbytes(suggested: int | None, options: Options = options) -> int | None:
-        return settings(suggested).runtime_options(options, torch.bfloat16).unshard_prefetch_bytes
-
-    assert nbytes(None) is None
-    assert nbytes(1001) == 1000
+    assert runtime(None).unshard_prefetch_bytes is None
+    assert runtime(1001).unshard_prefetch_bytes == 1000
     # As with Megatron-FSDP, a small value disables the prefetch.
-    assert not settings(1).enable_unshard_prefetch
-    assert settings(2).enable_unshard_prefetch
+    assert not runtime(1).enable_unshard_prefetch
+    assert runtime(2).enable_unshard_prefetch
     ours = Options(runtime=RuntimeOptions(unshard_prefetch_bytes=7))
-    assert nbytes(None, ours) == 7
+    assert runtime(None, ours).unshard_prefetch_bytes == 7
     with pytest.raises(FlagError, match="both limit the prefetch"):
-        nbytes(1001, ours)
+        runtime(1001, ours)
     config = _config(fsdp_double_buffer=True, suggested_communication_unit_size=1001)
-    (said,) = notices(config, options)
+    (said,) = notices(config, Options())
     assert "at most one unit and its prefetched successors are gathered" in said
 
 
@@ -86,7 +80,8 @@ def test_half_of_the_suggested_communication_unit_is_gathered_ahead() -> None:
 def test_small_layers_are_grouped_by_default(
     options: Options, suggested: int | None, expected: int
 ) -> None:
-    assert unit_bytes(options, suggested, torch.bfloat16) == expected
+    config = _config(suggested_communication_unit_size=suggested)
+    assert _settings(config, options).unit_bytes == expected
 
 
 def test_a_unit_of_no_bytes_is_an_error() -> None:
@@ -147,7 +142,7 @@ def test_what_is_done_in_another_way_than_asked_is_said(
     config = _config(**{name: fields[name] for name in fields.keys() - quantized.keys()})
     for name, value in quantized.items():
         setattr(config, name, value)
-    sharding_settings(config)
+    _settings(config)
     said = notices(config, options)
     assert len(said) == bool(begins)
     assert all(text.startswith(begins) and text.endswith(ends) for text in said)

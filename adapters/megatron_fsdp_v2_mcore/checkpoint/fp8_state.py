@@ -8,7 +8,6 @@ reduced over them, so that it loads at all parallel sizes.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,12 +21,9 @@ from megatron_fsdp_v2.checkpoint.errors import everyones
 from megatron_fsdp_v2_mcore.checkpoint.name_table import is_history, state_name
 from megatron_fsdp_v2_mcore.checkpoint.names import canonical_modules
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
-from megatron_fsdp_v2_mcore.formats.products import num_grouped
+from megatron_fsdp_v2_mcore.formats import delayed_scaling
 
 __all__ = ["allocate", "restore", "saved_tensors", "wanted_tensors"]
-
-_META = "fp8_meta"
-"""Attribute by which Transformer Engine's modules are recognized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +72,13 @@ def saved_tensors(
 def allocate(chunks: Sequence[nn.Module]) -> None:
     """Allocate the state that the first forward of modules would allocate, to load into it."""
     for chunk in chunks:
-        modules = [module for module in chunk.modules() if hasattr(module, _META)]
+        modules = [m for m in chunk.modules() if delayed_scaling.has_fp8_state(m)]
         config = next((m.config for m in chunk.modules() if hasattr(m, "config")), None)
         if not modules or not _is_delayed(config):
             continue
         with torch.no_grad(), get_fp8_context(config):
             for module in modules:
-                _formats().allocate(module)
+                delayed_scaling.allocate(module)
 
 
 def wanted_tensors(chunks: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
@@ -131,19 +127,14 @@ def _is_delayed(config: Any) -> bool:
     )
 
 
-def _formats() -> Any:
-    return importlib.import_module("megatron_fsdp_v2_mcore.formats.delayed_scaling")
-
-
 def _tensors(chunks: Sequence[nn.Module]) -> Iterator[_Tensor]:
     """Yield the state tensors of all modules of this rank."""
     for module, renamed in canonical_modules(chunks):
-        if not hasattr(module, _META):
+        if not delayed_scaling.has_fp8_state(module):
             continue
-        state = _formats().live_state(module)
-        group = _formats().amax_group(module)
-        number = num_grouped(module)
-        for what, tensor in state.items():
+        group = delayed_scaling.amax_group(module)
+        number = delayed_scaling.num_grouped(module)
+        for what, tensor in delayed_scaling.live_state(module).items():
             for expert in [None] if number is None else range(number):
                 live = tensor
                 if expert is not None:
@@ -161,10 +152,9 @@ def _owner(module: nn.Module, expert: int | None) -> nn.Parameter | None:
 
 def _reduced(histories: Sequence[_Tensor]) -> dict[str, torch.Tensor]:
     """Return the newest row of each history, reduced by maximum over ranks. Collective."""
-    groups = {id(t.group): t.group for t in histories if t.group is not None}
     result: dict[str, torch.Tensor] = {}
-    for identity, group in groups.items():
-        own = [tensor for tensor in histories if id(tensor.group) == identity]
+    for group in dict.fromkeys(t.group for t in histories if t.group is not None):
+        own = [tensor for tensor in histories if tensor.group is group]
         rows = [tensor.live[0].detach() for tensor in own]
         flat = torch.cat(rows)
         dist.all_reduce(flat, dist.ReduceOp.MAX, group=group)

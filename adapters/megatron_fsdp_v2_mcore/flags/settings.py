@@ -26,67 +26,22 @@ __all__ = [
     "quantized_gathers",
     "reject",
     "sharding_settings",
-    "unit_bytes",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class ShardingSettings:
-    """Arguments of `fully_shard` that come from Megatron's configuration.
+    """Arguments of `fully_shard` and `plan_units` that come from Megatron's configuration.
 
     Attributes:
-        sharding_strategy: Strategy of the inner axis.
-        outer_sharding_strategy: Strategy of the outer axis.
         policy: Mixed-precision policy.
-        enable_unshard_prefetch: See `RuntimeOptions`.
-        unshard_prefetch_numel: Maximum number of prefetched elements of weights; None for no limit.
-        enable_async_reduce_grad: See `RuntimeOptions`.
-        checks_grads_for_nan: Whether reduced gradients are checked.
+        runtime: Options that all units of a model chunk share.
+        unit_bytes: Maximum bytes of parameters of consecutive layers that form one unit.
     """
 
-    sharding_strategy: str
-    outer_sharding_strategy: str
     policy: MixedPrecisionPolicy
-    enable_unshard_prefetch: bool
-    unshard_prefetch_numel: int | None
-    enable_async_reduce_grad: bool
-    checks_grads_for_nan: bool
-
-    def runtime_options(self, options: Options, params_dtype: torch.dtype) -> RuntimeOptions:
-        """Return the options that all units of a model chunk share.
-
-        Args:
-            options: Options of this package.
-            params_dtype: Dtype of gathered weights.
-
-        Raises:
-            FlagError: Megatron's flag and this package's flag both limit the prefetch.
-        """
-        nbytes = options.runtime.unshard_prefetch_bytes
-        check_prefetch(self.unshard_prefetch_numel, nbytes)
-        if self.unshard_prefetch_numel is not None:
-            nbytes = max(1, self.unshard_prefetch_numel * params_dtype.itemsize)
-        return dataclasses.replace(
-            options.runtime,
-            enable_unshard_prefetch=self.enable_unshard_prefetch,
-            unshard_prefetch_bytes=nbytes,
-            enable_async_reduce_grad=self.enable_async_reduce_grad,
-        )
-
-
-def unit_bytes(options: Options, suggested: int | None, params_dtype: torch.dtype) -> int:
-    """Return the maximum bytes of parameters of consecutive layers that form one unit.
-
-    Args:
-        options: Options of this package, whose `unit_bytes` takes precedence.
-        suggested: Megatron's suggested number of elements per communication.
-        params_dtype: Dtype of the parameters.
-    """
-    if options.unit_bytes is not None:
-        return options.unit_bytes
-    if suggested is None:
-        return SMALL_UNIT_BYTES
-    return max(1, suggested * params_dtype.itemsize)
+    runtime: RuntimeOptions
+    unit_bytes: int
 
 
 def reject(source: Any, *, ignored: Sequence[str] = ()) -> None:
@@ -274,25 +229,38 @@ def check_quantized(source: Any) -> None:
         )
 
 
-def sharding_settings(ddp_config: Any) -> ShardingSettings:
-    """Map a `DistributedDataParallelConfig` to arguments of `fully_shard`.
+def sharding_settings(
+    ddp_config: Any, options: Options, params_dtype: torch.dtype, gathered_dtype: torch.dtype
+) -> ShardingSettings:
+    """Map a `DistributedDataParallelConfig` and the options of this package to `fully_shard`'s.
+
+    Args:
+        ddp_config: The configuration.
+        options: Options of this package.
+        params_dtype: Dtype of the parameters.
+        gathered_dtype: Dtype of the elements of most gathered weights.
 
     Raises:
-        FlagError: The value of a field is not supported. The message names its flag.
+        FlagError: The value of a field is not supported, or Megatron's flag and this package's flag
+            both limit the prefetch. The message names the flag.
     """
     reject(ddp_config)
     check_hybrid(ddp_config)
     check_quantized(ddp_config)
     check_accumulation(ddp_config)
-    wants_fp32 = ddp_config.grad_reduce_in_fp32
+    suggested, runtime = ddp_config.suggested_communication_unit_size, options.runtime
+    check_prefetch(suggested, runtime.unshard_prefetch_bytes)
+    unit_bytes, prefetches = options.unit_bytes, ddp_config.overlap_param_gather
+    if suggested is not None:
+        ahead = max(0, suggested // 2)
+        prefetches = prefetches and ahead != 0
+        prefetch_bytes = max(1, ahead * gathered_dtype.itemsize)
+        runtime = dataclasses.replace(runtime, unshard_prefetch_bytes=prefetch_bytes)
+        unit_bytes = unit_bytes or max(1, suggested * params_dtype.itemsize)
     main_grads = ddp_config.megatron_fsdp_main_grads_dtype
-    if main_grads is None and wants_fp32:
+    if main_grads is None and ddp_config.grad_reduce_in_fp32:
         main_grads = torch.float32
-    suggested = ddp_config.suggested_communication_unit_size
-    ahead = None if suggested is None else max(0, suggested // 2)
     return ShardingSettings(
-        sharding_strategy=ddp_config.data_parallel_sharding_strategy,
-        outer_sharding_strategy=ddp_config.outer_dp_sharding_strategy,
         policy=MixedPrecisionPolicy(
             main_params_dtype=ddp_config.megatron_fsdp_main_params_dtype,
             main_grads_dtype=main_grads,
@@ -301,8 +269,10 @@ def sharding_settings(ddp_config: Any) -> ShardingSettings:
             cast_forward_inputs=False,
             reduce_scatter_with_fp32_accumulation=ddp_config.reduce_scatter_with_fp32_accumulation,
         ),
-        enable_unshard_prefetch=ddp_config.overlap_param_gather and ahead != 0,
-        unshard_prefetch_numel=ahead,
-        enable_async_reduce_grad=ddp_config.overlap_grad_reduce,
-        checks_grads_for_nan=ddp_config.check_for_nan_in_grad,
+        runtime=dataclasses.replace(
+            runtime,
+            enable_unshard_prefetch=prefetches,
+            enable_async_reduce_grad=ddp_config.overlap_grad_reduce,
+        ),
+        unit_bytes=unit_bytes or SMALL_UNIT_BYTES,
     )

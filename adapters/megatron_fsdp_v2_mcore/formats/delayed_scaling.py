@@ -1,7 +1,8 @@
 """The delayed-scaling state that Transformer Engine's modules keep between steps.
 
 A module has a scale for every tensor it quantizes, and a history of the largest magnitudes (amax)
-from which scales are computed. Neither is a parameter or buffer of the module.
+from which scales are computed. Neither is a parameter or buffer of the module. This file does not
+import Transformer Engine; it recognizes its modules by their attributes.
 """
 
 from __future__ import annotations
@@ -10,27 +11,24 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformer_engine.pytorch import DotProductAttention
-from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
-from megatron_fsdp_v2_mcore.formats.products import num_products
-
-__all__ = ["allocate", "amax_group", "live_state"]
-
-_DIRECTIONS = {"fwd": "scaling_fwd", "bwd": "scaling_bwd"}
+__all__ = ["allocate", "amax_group", "has_fp8_state", "live_state", "num_grouped"]
 
 
-def allocate(module: nn.Module) -> None:
+def has_fp8_state(module: nn.Module) -> bool:
+    """Whether a module is one of Transformer Engine that quantizes tensors."""
+    return hasattr(module, "fp8_meta")
+
+
+def allocate(module: Any) -> None:
     """Allocate the state that a module's first forward would allocate. Idempotent.
 
     Call it inside `autocast`, whose recipe determines the state.
     """
-    if not isinstance(module, TransformerEngineBaseModule):
-        return
-    module.init_fp8_metadata(num_gemms=num_products(module))
+    module.init_fp8_metadata(num_gemms=_num_products(module))
 
 
-def live_state(module: nn.Module) -> dict[str, torch.Tensor]:
+def live_state(module: Any) -> dict[str, torch.Tensor]:
     """Return the state tensors that a module uses, not copies; empty if it has none.
 
     Returns:
@@ -38,27 +36,45 @@ def live_state(module: nn.Module) -> dict[str, torch.Tensor]:
         `amax_history_bwd`, fp32 of shape `(steps, tensors)`. Three tensors are quantized for each
         product in the forward, and two in the backward.
     """
-    if not isinstance(module, TransformerEngineBaseModule):
-        return {}
-    if isinstance(module, DotProductAttention) and not _quantizes_attention(module):
+    recipe = module.fp8_meta.get("recipe")
+    if _is_attention(module) and not any(
+        getattr(recipe, name, False) for name in ("fp8_dpa", "fp8_mha")
+    ):
         return {}
     found: dict[str, torch.Tensor] = {}
-    for direction, key in _DIRECTIONS.items():
-        state = module.fp8_meta.get(key)
-        scale = getattr(state, "scale", None)
-        history = getattr(state, "amax_history", None)
-        if scale is None or history is None:
-            return {}
-        found[f"scale_{direction}"] = scale
-        found[f"amax_history_{direction}"] = history
+    for direction in ("fwd", "bwd"):
+        state = module.fp8_meta.get(f"scaling_{direction}")
+        for name in ("scale", "amax_history"):
+            tensor = getattr(state, name, None)
+            if tensor is None:
+                return {}
+            found[f"{name}_{direction}"] = tensor
     return found
 
 
-def amax_group(module: nn.Module) -> Any:
+def amax_group(module: Any) -> Any:
     """Return the group over which amaxes are reduced; None before the module's first use in FP8."""
-    return getattr(module, "fp8_meta", {}).get("fp8_group")
+    return module.fp8_meta.get("fp8_group")
 
 
-def _quantizes_attention(module: Any) -> bool:
-    recipe = module.fp8_meta.get("recipe")
-    return bool(getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False))
+def num_grouped(module: nn.Module) -> int | None:
+    """Return the number of GEMMs with separate weights of a grouped layer; None for other modules.
+
+    In the state of a grouped layer, the columns of each GEMM are consecutive.
+    """
+    number: int | None = getattr(module, "num_gemms", None)
+    return number
+
+
+def _num_products(module: nn.Module) -> int:
+    """Return the number of GEMMs in a forward: two for an MLP, three for attention, else one."""
+    number = num_grouped(module)
+    if number is not None:
+        return number
+    if _is_attention(module):
+        return 3
+    return 2 if hasattr(module, "fc2_weight") else 1
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return hasattr(module, "unfused_attention")

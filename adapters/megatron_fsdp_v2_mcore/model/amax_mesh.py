@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from megatron_fsdp_v2_mcore.formats.products import num_products
+from megatron_fsdp_v2_mcore.formats.delayed_scaling import allocate
 
 __all__ = ["name_amax_mesh"]
 
@@ -64,7 +64,7 @@ def _reduce_over(group: Any, module: Any, inputs: Any) -> None:
     """Set the group on the quantizers of weights, which a module creates for every new recipe."""
     del inputs
     # The forward would call this next; its own call then has no effect.
-    module.init_fp8_metadata(num_gemms=num_products(module))
+    allocate(module)
     for quantizer in module._get_weight_quantizers():
         if hasattr(quantizer, "with_amax_reduction"):
             quantizer.with_amax_reduction = True

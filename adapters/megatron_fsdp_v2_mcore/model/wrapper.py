@@ -26,12 +26,7 @@ from megatron_fsdp_v2.runtime.scheduled import ScheduledUnits
 from megatron_fsdp_v2_mcore.flags.arguments import reject_model_options
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 from megatron_fsdp_v2_mcore.flags.options import Options, active_options, require_active
-from megatron_fsdp_v2_mcore.flags.settings import (
-    ShardingSettings,
-    notices,
-    sharding_settings,
-    unit_bytes,
-)
+from megatron_fsdp_v2_mcore.flags.settings import notices, sharding_settings
 from megatron_fsdp_v2_mcore.formats import register_formats
 from megatron_fsdp_v2_mcore.model.fp8_weights import limit_copies
 from megatron_fsdp_v2_mcore.model.initialize import initializer
@@ -109,7 +104,10 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
             # Wrappers that Megatron builds use the options of their class.
             self.options = options
         self.ddp_config = ddp_config
-        self.settings: ShardingSettings = sharding_settings(ddp_config)
+        gathered_dtype = torch.uint8 if ddp_config.fp8_param_gather else config.params_dtype
+        self._settings = sharding_settings(
+            ddp_config, self.options, config.params_dtype, gathered_dtype
+        )
         if not self._has_command_line:
             # With a command line, its validation has printed the notices.
             for notice in notices(ddp_config, self.options):
@@ -158,27 +156,21 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
 
     def _shard_units(self, unit_classes: tuple[type, ...]) -> None:
         """Shard experts, layers, embedding and output layer, and the chunk, nested units first."""
-        settings, dense = self.settings, self._dense
+        settings, dense = self._settings, self._dense
         shards = tensor_shards(self.module, dense, self._expert)
         shared, initialize = shared_by_stages(self.module), initializer(self.config, self.module)
         # Per-token loss divides by the number of tokens afterwards. Otherwise gradients are
         # averaged over all ranks with different tokens, even if fewer ranks share an expert.
         factor = 1.0 if self.config.calculate_per_token_loss else 1.0 / dense.data.size()
-        strategy = settings.sharding_strategy
-        expert_strategy = self.options.expert_strategy or strategy
-        runtime = settings.runtime_options(self.options, self._gathered_dtype)
+        strategy = self.ddp_config.data_parallel_sharding_strategy
         for unit in plan_units(
             self.module,
             unit_classes,
             dense,
             self._expert,
             strategy,
-            expert_strategy,
-            unit_bytes(
-                self.options,
-                self.ddp_config.suggested_communication_unit_size,
-                self.config.params_dtype,
-            ),
+            self.options.expert_strategy or strategy,
+            settings.unit_bytes,
             runs_whole=not self.config.overlap_moe_expert_parallel_comm,
         ):
             data = unit.meshes.data
@@ -188,12 +180,12 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
                 unit.modules,
                 mesh=data,
                 sharding_strategy=unit.strategy,
-                outer_dp_sharding_strategy=settings.outer_sharding_strategy,
+                outer_dp_sharding_strategy=self.ddp_config.outer_dp_sharding_strategy,
                 mp_policy=settings.policy,
                 gradient_scaling_factor=factor,
                 options=UnitOptions(
                     # The other units use the options of the chunk, their root.
-                    runtime=runtime if self.module in unit.modules else None,
+                    runtime=settings.runtime if self.module in unit.modules else None,
                     tensor_shards=shards,
                     separate_params=shared,
                     used_params=unit.used_params,
@@ -202,13 +194,6 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
                 ),
             )
         hand_gathered_weights(self.module)
-
-    @property
-    def _gathered_dtype(self) -> torch.dtype:
-        """Dtype of the elements of most gathered weights."""
-        is_quantized = self.ddp_config.fp8_param_gather
-        dtype: torch.dtype = torch.uint8 if is_quantized else self.config.params_dtype
-        return dtype
 
     @property
     def _has_command_line(self) -> bool:
@@ -266,7 +251,7 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
                 "sharded gradients"
             )
         self._root.reduce_grad()
-        if self.settings.checks_grads_for_nan:
+        if self.ddp_config.check_for_nan_in_grad:
             self._check_finite()
 
     def _check_finite(self) -> None:

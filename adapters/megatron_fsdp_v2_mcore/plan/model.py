@@ -1,23 +1,288 @@
-"""Megatron's model of one pipeline stage, built without memory and without the other ranks."""
+"""The model of Megatron's flags: built without memory and other ranks, and described for a plan."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, override
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, cast, override
 
 import torch
 import torch.distributed as dist
+from megatron.core import mpu, tensor_parallel
+from megatron.core.fp8_utils import is_first_last_bf16_layer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.training import training
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-__all__ = ["build_stage", "fewest_ranks"]
+from megatron_fsdp_v2.params.formats import PayloadBytes, WeightUse
+from megatron_fsdp_v2.plan.description import (
+    DATA,
+    MeshDescription,
+    ModelTraits,
+    Strategy,
+    TrainingDescription,
+    UnitDescription,
+    describe_module,
+)
+from megatron_fsdp_v2.plan.sources import SourceResult
+from megatron_fsdp_v2_mcore.flags.options import Options
+from megatron_fsdp_v2_mcore.flags.precision import state_dtypes
+from megatron_fsdp_v2_mcore.flags.settings import sharding_settings
+from megatron_fsdp_v2_mcore.model.mamba_parameters import follow_parameters
+from megatron_fsdp_v2_mcore.model.meshes import Meshes
+from megatron_fsdp_v2_mcore.model.tensor_shards import is_expert
+from megatron_fsdp_v2_mcore.model.units import UNIT_CLASSES, plan_units, shared_by_stages
+from megatron_fsdp_v2_mcore.plan.costs import Costs
+from megatron_fsdp_v2_mcore.pretrain_gpt.gpt import build_model
+
+__all__ = ["describe_training"]
+
+EXPERT = "expert dp"
+"""Name of the mesh of experts."""
+
+
+def describe_training(args: Any, *, keeps_attention: bool) -> SourceResult:
+    """Describe a training: one part for the first rank of each pipeline stage.
+
+    Args:
+        args: Megatron's arguments, which Megatron's global variables hold too.
+        keeps_attention: Whether attention keeps its matrix for the backward.
+    """
+    options, config = Options.from_args(args), training.get_megatron_ddp_config(args)
+    gathered_dtype = torch.uint8 if args.plans_quantized else args.params_dtype
+    settings = sharding_settings(config, options, args.params_dtype, gathered_dtype)
+    instances = args.num_distributed_optimizer_instances
+    strategy = Strategy(
+        config.data_parallel_sharding_strategy,
+        config.outer_dp_sharding_strategy,
+        instances if instances > 1 else None,
+        () if options.expert_strategy is None else ((EXPERT, options.expert_strategy),),
+    )
+    samples = args.micro_batch_size * args.data_parallel_size
+    common: dict[str, Any] = dict(
+        meshes=_meshes(args),
+        policy=settings.policy,
+        optimizer=args.optimizer,
+        optimizer_dtype=state_dtypes(args) if args.use_precision_aware_optimizer else None,
+        offload_fraction=args.optimizer_offload_fraction if args.optimizer_cpu_offload else 0.0,
+        matrix_dtype=settings.policy.main_params_dtype or args.params_dtype,
+        num_microbatches=args.global_batch_size // samples,
+        syncs_afterwards=not config.overlap_grad_reduce,
+        options=settings.runtime,
+        stages=args.pipeline_model_parallel_size,
+        recompute_factor=1.0 if args.recompute_granularity == "full" else 0.0,
+    )
+    described = []
+    for stage in range(args.pipeline_model_parallel_size):
+        chunks = build_stage(args, stage)
+        is_last = stage == args.pipeline_model_parallel_size - 1
+        parts = [
+            _Chunk(
+                args,
+                chunk,
+                strategy,
+                settings.unit_bytes,
+                Costs(args, is_last and chunk is chunks[-1], keeps_attention),
+            )
+            for chunk in chunks
+        ]
+        described.append(_stage(args, stage, parts, common))
+    return SourceResult(tuple(described), strategy)
+
+
+def _meshes(args: Any) -> dict[str, MeshDescription]:
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    meshes = {DATA: MeshDescription(args.world_size // (tensor * pipeline), tensor)}
+    if args.num_experts:
+        stride = (args.expert_tensor_parallel_size or tensor) * args.expert_model_parallel_size
+        meshes[EXPERT] = MeshDescription(args.world_size // (stride * pipeline), stride)
+    return meshes
+
+
+def _stage(
+    args: Any, stage: int, chunks: Sequence[_Chunk], common: dict[str, Any]
+) -> TrainingDescription:
+    """Describe what the first rank of a pipeline stage holds."""
+    num_stages, overlaps = common["stages"], args.overlap_moe_expert_parallel_comm
+    # With overlapped experts, pipeline stages begin one more forward before the first backward.
+    ahead = 1 if overlaps and num_stages > 1 else 0
+    in_flight = min(num_stages - stage + ahead, common["num_microbatches"])
+    layers = [has_experts for chunk in chunks for has_experts in chunk.layers.values()]
+    units: list[UnitDescription] = []
+    plain_nbytes = 0
+    for number, chunk in enumerate(chunks):
+        found, buffers = chunk.describe()
+        units += _renamed(found, number) if len(chunks) > 1 else found
+        plain_nbytes += buffers
+    if len(chunks) > 1:
+        # Each chunk has a root. A description has one root, which has no parameters here.
+        units.insert(0, UnitDescription("", ()))
+    costs = chunks[-1].costs
+    return TrainingDescription(
+        units=tuple(units),
+        plain_nbytes=plain_nbytes,
+        tokens=costs.tokens,
+        num_in_flight=in_flight,
+        # A layer without experts stays gathered from its attention to its MLP.
+        num_held_beside=1 if overlaps and not all(layers) else 0,
+        num_chunks=len(chunks),
+        alternatives=costs.alternatives(layers, in_flight),
+        label=f"stage {stage} of {num_stages}" if num_stages > 1 else "",
+        notes=tuple(_notes(args, len(chunks))),
+        **common,
+    )
+
+
+def _notes(args: Any, num_chunks: int) -> Iterator[str]:
+    """Yield notes on the precision of the plan."""
+    tensor = args.tensor_model_parallel_size
+    yield "activations and operations are estimates by formula (Korthikanti et al. 2022)"
+    if max(tensor, args.pipeline_model_parallel_size, args.expert_model_parallel_size) > 1:
+        yield "what tensor, pipeline and expert parallelism send is not in the time"
+    if tensor > 1 and "muon" in args.optimizer and args.muon_tp_mode != "blockwise":
+        yield "matrices that are put together from tensor-parallel parts are counted part by part"
+    if args.recompute_granularity == "full" and (args.recompute_num_layers or 1) > 2:
+        yield "layers recomputed together are gathered more often than is counted"
+    if args.overlap_moe_expert_parallel_comm:
+        yield (
+            "micro-batches that overlap: the root is gathered once for all of them, not for each "
+            "as is counted, and what they hide of one another is not in the time"
+        )
+    if num_chunks > 1:
+        yield "virtual pipeline stages: counts of collectives and times are estimates"
+
+
+class _Chunk:
+    """A model chunk on the meta device, and the units that `FullyShardedDataParallel` makes of it.
+
+    Attributes:
+        costs: Activations and operations of its layers.
+        layers: Names of its layers, with whether a layer has experts.
+    """
+
+    def __init__(
+        self, args: Any, chunk: nn.Module, strategy: Strategy, unit_bytes: int, costs: Costs
+    ) -> None:
+        self._args, self._chunk, self._strategy = args, chunk, strategy
+        self._unit_bytes = unit_bytes
+        self.costs = costs
+        self.layers = {
+            name: any(isinstance(part, BaseMoELayer) for part in layer.modules())
+            for name, layer in chunk.named_modules()
+            if isinstance(layer, UNIT_CLASSES)
+        }
+
+    def describe(self) -> tuple[list[UnitDescription], int]:
+        """Return the units, and the bytes of the chunk's buffers."""
+        args, chunk, inner = self._args, self._chunk, self._strategy.inner
+        follow_parameters(chunk)
+        # Only the identity of the meshes matters here.
+        dense, expert = (Meshes(cast("Any", None), None) for _ in range(2))
+        planned = plan_units(
+            chunk,
+            UNIT_CLASSES,
+            dense,
+            expert if any(is_expert(param) for param in chunk.parameters()) else None,
+            inner,
+            self._strategy.inner_of(EXPERT),
+            self._unit_bytes,
+            runs_whole=not args.overlap_moe_expert_parallel_comm,
+        )
+        of_experts = {
+            module
+            for unit in planned
+            for module in unit.modules
+            if unit.meshes is expert or unit.strategy != inner
+        }
+        quantized = set(self._quantized()) if args.plans_quantized else set()
+        uses: tuple[WeightUse, ...] = (WeightUse.BOTH,)
+        if args.fp8_recipe == "mxfp8" and not args.plans_fp4:
+            uses = (WeightUse.FORWARD, WeightUse.BACKWARD)
+        payload = PayloadBytes(1, uses, rests=True, packing=2 if args.plans_fp4 else 1)
+        traits = ModelTraits(
+            mesh_of=lambda unit: EXPERT if unit in of_experts else DATA,
+            is_matrix=lambda unit, param: _is_matrix(param),
+            separate=shared_by_stages(chunk),
+            used={module: unit.used_params for unit in planned for module in unit.modules},
+            flops_of=self.costs.flops,
+            payload_of=lambda unit, param: payload if param in quantized else None,
+        )
+        modules = [module for unit in planned for module in unit.modules]
+        units, plain_nbytes = describe_module(chunk, modules, traits)
+        described = {unit.name: self._with_activations(unit) for unit in units}
+        names = {module: name for name, module in chunk.named_modules()}
+        for unit in planned:
+            first, *others = [names[module] for module in unit.modules]
+            if others:
+                parts = [described[first], *(described.pop(name) for name in others)]
+                described[first] = _joined(parts)
+        return list(described.values()), plain_nbytes
+
+    def _with_activations(self, unit: UnitDescription) -> UnitDescription:
+        nbytes = 0 if unit.name else self.costs.root_activations()
+        if unit.name in self.layers:
+            nbytes = self.costs.layer_activations(has_experts=self.layers[unit.name])
+        return replace(unit, activation_nbytes=nbytes)
+
+    def _quantized(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of layers that Transformer Engine quantizes: those of GEMMs."""
+        for name in self.layers:
+            layer: Any = self._chunk.get_submodule(name)
+            number = getattr(layer, "layer_number", None)
+            if number is not None and is_first_last_bf16_layer(self._args, number - 1):
+                continue
+            for part in layer.modules():
+                is_product = isinstance(part, ColumnParallelLinear | RowParallelLinear)
+                for param in part.parameters(recurse=False):
+                    if param.dim() > 1 and (is_product or is_expert(param)):
+                        yield param
+
+
+def _joined(units: Sequence[UnitDescription]) -> UnitDescription:
+    """Describe the unit that several layers become, under the name of the first."""
+    return replace(
+        units[0],
+        params=tuple(
+            replace(param, name=f"{number}.{param.name}")
+            for number, unit in enumerate(units)
+            for param in unit.params
+        ),
+        flops_per_token=sum(unit.flops_per_token for unit in units),
+        activation_nbytes=sum(unit.activation_nbytes for unit in units),
+    )
+
+
+def _renamed(units: Sequence[UnitDescription], chunk: int) -> list[UnitDescription]:
+    """Return units with the number of their chunk as a prefix of their names."""
+    prefix = f"chunk{chunk}"
+
+    def under(name: str) -> str:
+        return f"{prefix}.{name}" if name else prefix
+
+    return [
+        replace(
+            unit,
+            name=under(unit.name),
+            tied=tuple((under(owner), param) for owner, param in unit.tied),
+            keeps_gathered=not unit.name,
+        )
+        for unit in units
+    ]
+
+
+def _is_matrix(param: nn.Parameter) -> bool:
+    """Whether Megatron's matrix optimizers step a parameter."""
+    is_embedding = getattr(param, "is_embedding_or_output_parameter", False)
+    return param.dim() == 2 and not is_embedding
 
 
 class _MetaDevices(TorchFunctionMode):
-    """Gives tensors that are made on a device none of its memory."""
+    """Creates tensors with an explicit device on the meta device."""
 
     @override
     def __torch_function__(
@@ -35,10 +300,10 @@ class _MetaDevices(TorchFunctionMode):
 
 
 def fewest_ranks(args: Any) -> int:
-    """Ranks of the smallest job with this job's model parallelism: one data-parallel replica.
+    """Return the number of ranks of one data-parallel replica of the model.
 
-    What a rank builds does not depend on how many replicas there are, and groups of thousands of
-    ranks would take minutes to make.
+    The model on a rank does not depend on the number of replicas, and the groups of thousands of
+    ranks would take minutes to create.
 
     Args:
         args: Megatron's arguments.
@@ -50,17 +315,12 @@ def fewest_ranks(args: Any) -> int:
 
 
 def build_stage(args: Any, stage: int) -> list[nn.Module]:
-    """The chunks of the first rank of a pipeline stage, on the meta device.
+    """Build the chunks of the first rank of a pipeline stage on the meta device.
 
     Args:
-        args: Megatron's arguments, validated; Megatron's globals hold them.
+        args: Megatron's validated arguments, which Megatron's global variables hold too.
         stage: Number of the stage.
     """
-    from megatron.core import tensor_parallel
-    from megatron.training import training
-
-    from megatron_fsdp_v2_mcore.pretrain_gpt.gpt import build_model
-
     with _first_rank_of(args, stage):
         tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
         with _MetaDevices(), torch.device("meta"):
@@ -70,9 +330,7 @@ def build_stage(args: Any, stage: int) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def _first_rank_of(args: Any, stage: int) -> Iterator[None]:
-    """Process groups of the smallest job, in which nothing is ever sent."""
-    from megatron.core import mpu
-
+    """Create fake process groups of the smallest job with the same model parallelism."""
     num_ranks = fewest_ranks(args)
     rank = stage * (num_ranks // args.pipeline_model_parallel_size)
     dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())

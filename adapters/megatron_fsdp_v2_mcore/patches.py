@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import inspect
 import sys
 from collections.abc import Callable, Iterable
@@ -251,10 +250,6 @@ def megatron_version() -> str:
     Raises:
         RuntimeError: megatron-core is not installed.
     """
-    try:
-        return importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        pass
     try:
         return str(importlib.import_module("megatron.core").__version__)
     except ImportError as error:

@@ -53,12 +53,7 @@ def _saved(folder: Path, without: tuple[str, ...] = (), **more: tuple[int, ...])
 
 def test_what_fits_has_no_problem_and_no_note(tmp_path: Path) -> None:
     result = check_request(_saved(tmp_path), ASKED, _args(), _args())
-    assert (result.problem, result.notes, result.without_state) == (
-        "",
-        [],
-        set(),
-    )
-    assert result.loads_rng
+    assert (result.problem, result.notes, result.absent) == ("", [], set())
 
 
 def test_a_file_with_rows_of_one_rank_only_is_incomplete(tmp_path: Path) -> None:
@@ -117,26 +112,36 @@ def test_what_does_not_fit_is_named_with_the_flag_to_change(tmp_path: Path, what
     assert [text for text in texts if text not in problem] == []
 
 
-def test_a_parameter_saved_before_its_first_step_starts_without_state(tmp_path: Path) -> None:
-    result = check_request(_saved(tmp_path, without=(STATE,)), ASKED, _args(), _args())
-    assert result.problem == ""
-    assert result.without_state == {"embedding.word_embeddings.weight"}
+# What the file lacks, what else a run asks for, what keeps its value, and what is said of that.
+OPTIONAL: dict[str, tuple[tuple[str, ...], str, tuple[str, ...], str]] = {
+    "a parameter saved before its first step": (
+        (STATE,),
+        META,
+        ("optimizer", "state", "embedding.word_embeddings.weight"),
+        "",
+    ),
+    "random numbers of other ranks": (
+        (),
+        "rng_state.(0, 1).0.torch_rng_state",
+        ("rng_state",),
+        "keep the seeds of this run",
+    ),
+    "a loss scale": (
+        (),
+        "optimizer.grad_scaler.growth_tracker",
+        ("optimizer", "grad_scaler"),
+        "loss scale",
+    ),
+}
 
 
-def test_random_numbers_of_other_ranks_are_not_loaded_and_that_is_said(tmp_path: Path) -> None:
-    asked = {**ASKED, "rng_state.(0, 1).0.torch_rng_state": (16,)}
-    result = check_request(_saved(tmp_path), asked, _args(), _args())
-    assert result.problem == ""
-    assert not result.loads_rng
-    assert "keep the seeds of this run" in result.notes[0]
-
-
-def test_a_loss_scale_that_was_not_saved_is_said(tmp_path: Path) -> None:
-    asked = {**ASKED, "optimizer.grad_scaler.growth_tracker": None}
-    result = check_request(_saved(tmp_path), asked, _args(), _args())
-    assert result.problem == ""
-    assert not result.loads_grad_scaler
-    assert "loss scale" in result.notes[0]
+@pytest.mark.parametrize("what", OPTIONAL)
+def test_what_a_file_may_lack_keeps_the_value_of_the_run(tmp_path: Path, what: str) -> None:
+    without, key, absent, text = OPTIONAL[what]
+    path = _saved(tmp_path, without)
+    result = check_request(path, {key: None, **ASKED}, _args(), _args())
+    assert (result.problem, result.absent) == ("", {absent})
+    assert [text in note for note in result.notes] == [True] * bool(text)
 
 
 @pytest.fixture(scope="module")

@@ -121,7 +121,7 @@ def test_what_cannot_step_sharded_parameters_is_rejected_by_name(core: RankPools
         "no call": "RuntimeError: FullyShardedDataParallel needs",
         "another wrapper": "needs use_megatron_fsdp=True",
         "plain optimizer": "ValueError: OptimizerConfig.use_distributed_optimizer = False",
-        "sgd": "'sgd' cannot step sharded parameters",
+        "sgd": "OptimizerConfig.optimizer = 'sgd' (--optimizer) cannot be used with sharded",
         "late": "TransformerConfig.delay_wgrad_compute = True (--delay-wgrad-compute)",
         "offload": "TransformerConfig.cpu_offloading_weights = True",
     }

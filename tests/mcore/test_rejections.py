@@ -19,7 +19,7 @@ from megatron_fsdp_v2_mcore.flags.arguments import (
     check_no_yaml,
     supported_on_cpu,
 )
-from megatron_fsdp_v2_mcore.flags.precision import check_has_fused_adam
+from megatron_fsdp_v2_mcore.flags.precision import DTYPES, check_has_fused_adam
 from megatron_fsdp_v2_mcore.flags.settings import sharding_settings
 from megatron_fsdp_v2_mcore.flags.table import NO_FLAG, REJECTED, Flag
 from tests.mcore.command_line import PRETRAIN, run_each
@@ -208,9 +208,9 @@ TRAINED = r"""
 --recompute-granularity selective --recompute-modules mlp : --recompute-modules mlp without --disable-bias-linear cannot be used
 --num-experts 2 --moe-router-topk 2 --disable-bias-linear --recompute-granularity selective --recompute-modules moe_act : Megatron rejects these flags: moe_act in recompute_modules is only supported
 --num-experts 2 --moe-router-topk 2 --moe-grouped-gemm --moe-shared-expert-intermediate-size 8 : Megatron cannot build the model that these flags describe: bias is not supported
-FSDP --bf16 --megatron-fsdp-main-params-dtype bf16 : AdamW cannot step main weights in bfloat16 with gradients in float32.*--megatron-fsdp-main-grads-dtype bf16
-FSDP --bf16 --megatron-fsdp-main-grads-dtype bf16 --optimizer lion : cannot step main weights in float32 with gradients in bfloat16
-FSDP --fp16 --megatron-fsdp-main-params-dtype fp16 --megatron-fsdp-main-grads-dtype fp16 : --clip-grad 1.0 cannot be used with gradients in float16
+FSDP --bf16 --megatron-fsdp-main-params-dtype bf16 : AdamW cannot step main weights in bf16 with gradients in fp32.*--megatron-fsdp-main-grads-dtype bf16
+FSDP --bf16 --megatron-fsdp-main-grads-dtype bf16 --optimizer lion : cannot step main weights in fp32 with gradients in bf16
+FSDP --fp16 --megatron-fsdp-main-params-dtype fp16 --megatron-fsdp-main-grads-dtype fp16 : --clip-grad 1.0 cannot be used with gradients in fp16
 """  # noqa: E501 - a row is a line
 
 
@@ -281,52 +281,41 @@ def test_a_rejected_field_names_its_flag(rule: Any) -> None:
         sharding_settings(config, Options(), torch.bfloat16, torch.bfloat16)
 
 
+OFFLOADS, AWARE = {"optimizer_cpu_offload": True}, {"use_precision_aware_optimizer": True}
 BF16 = torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"optimizer_offload_fraction": 2.0}, r"optimizer_offload_fraction = 2\.0 is out of range"),
-        ({"optimizer": "lion"}, "OptimizerConfig.optimizer = 'lion' cannot be used with"),
-        ({"optimizer": "muon", "muon_scalar_optimizer": "lion"}, "muon_scalar_optimizer = 'lion'"),
-        (
-            {"use_precision_aware_optimizer": True, "exp_avg_dtype": BF16},
-            "exp_avg_dtype = torch.bfloat16 cannot be used with OptimizerConfig.optimizer_cpu_",
-        ),
-    ],
+# Fields of Megatron's `OptimizerConfig`, and what is said of them.
+CONFIGS: tuple[tuple[dict[str, Any], str], ...] = (
+    (
+        {**OFFLOADS, "optimizer_offload_fraction": 2.0},
+        r"optimizer_offload_fraction = 2\.0 is out of range",
+    ),
+    ({**OFFLOADS, "optimizer": "lion"}, "OptimizerConfig.optimizer = 'lion' cannot be used with"),
+    (
+        {**OFFLOADS, "optimizer": "muon", "muon_scalar_optimizer": "lion"},
+        "muon_scalar_optimizer = 'lion'",
+    ),
+    (
+        {**OFFLOADS, **AWARE, "exp_avg_dtype": BF16},
+        "exp_avg_dtype = torch.bfloat16 cannot be used with OptimizerConfig.optimizer_cpu_",
+    ),
+    ({**AWARE, "main_params_dtype": torch.float16}, "main_params_dtype = torch.float16 requests"),
+    ({**AWARE, "main_grads_dtype": BF16}, "gradients of sharded parameters are in torch.flo"),
 )
-def test_offload_that_a_script_asks_for_in_vain_names_the_field(
+
+
+@pytest.mark.parametrize(("options", "said"), CONFIGS)
+def test_what_a_script_asks_of_an_optimizer_in_vain_names_the_field(
     options: dict[str, Any], said: str
 ) -> None:
-    from megatron.core.optimizer import OptimizerConfig
+    from megatron_fsdp_v2_mcore.optim.config import check_config
 
-    from megatron_fsdp_v2_mcore.optim.offload import check_offload
-
-    common = {"optimizer_cpu_offload": True, "use_distributed_optimizer": True, "lr": 0.1}
-    check_offload(OptimizerConfig(**common, optimizer_offload_fraction=1.0))
-    with pytest.raises(ValueError, match=said):
-        check_offload(OptimizerConfig(**(common | options)))
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"main_params_dtype": torch.float16}, "main_params_dtype = torch.float16 requests"),
-        ({"main_grads_dtype": BF16}, "gradients of sharded parameters are in torch.flo"),
-    ],
-)
-def test_dtypes_that_a_script_asks_for_in_vain_name_the_field(
-    options: dict[str, Any], said: str
-) -> None:
-    from megatron_fsdp_v2_mcore.optim.precision import check_precision
-
-    dtypes = dict.fromkeys(("main_params_dtype", "main_grads_dtype"), torch.float32)
-    common = {"optimizer": "adam", "use_precision_aware_optimizer": True, **dtypes}
+    default = dict.fromkeys((*OFFLOADS, *AWARE), False) | dict.fromkeys(DTYPES, torch.float32)
+    common = {"optimizer": "adam", "optimizer_offload_fraction": 1.0, **default}
     params = [torch.nn.Parameter(torch.ones(2))]
-    check_precision(argparse.Namespace(**common), params)
+    for switch in (OFFLOADS, AWARE):
+        check_config(argparse.Namespace(**common | switch), params)
     with pytest.raises(ValueError, match=said):
-        check_precision(argparse.Namespace(**(common | options)), params)
+        check_config(argparse.Namespace(**common | options), params)
 
 
 def test_an_option_that_means_nothing_is_rejected_by_name() -> None:

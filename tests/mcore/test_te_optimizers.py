@@ -40,7 +40,7 @@ def make(policy: MixedPrecisionPolicy | None = None, **options: Any) -> tuple[nn
     enter_rehearsal("transformer_engine")
     from transformer_engine.pytorch.optimizers import FusedAdam
 
-    from megatron_fsdp_v2_mcore.optim.scaled_states import watch_scales
+    from megatron_fsdp_v2_mcore.optim.optimizer_state import watch_scales
 
     torch.manual_seed(0)
     model = fully_shard(Model(), mp_policy=policy or MixedPrecisionPolicy())

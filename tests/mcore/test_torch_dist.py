@@ -187,8 +187,11 @@ class _RunsCode:
 def test_a_checkpoint_cannot_run_code(tmp_path: Path) -> None:
     from megatron_fsdp_v2.checkpoint import CheckpointError
     from megatron_fsdp_v2.checkpoint.writing import StoredObject, pickled, write_folder
-    from megatron_fsdp_v2_mcore.checkpoint.torch_dist.common import COMMON, common_state
-    from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import MegatronFolder
+    from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import (
+        COMMON,
+        MegatronFolder,
+        common_state,
+    )
 
     write_folder(tmp_path, {COMMON: StoredObject(pickled([{"args": _RunsCode()}]))})
     for file in (None, pickle.dumps(_RunsCode())):

@@ -29,10 +29,18 @@ Shape = tuple[int, ...] | None
 
 _SHOWN = 6
 
+_MODEL = "model"
 _STATE = "optimizer.state."
-_RNG = "rng_state."
-_SCALER = "optimizer.grad_scaler."
 _ABSENT = object()
+
+# Entries that keep the values of this run if a file lacks them, and the note on them.
+_OPTIONAL = {
+    ("rng_state",): (
+        "has no random number state for all (pipeline, tensor) ranks of this run: generators keep "
+        "the seeds of this run"
+    ),
+    ("optimizer", "grad_scaler"): "has no loss scale: it starts from its initial value",
+}
 
 # Arguments that must be equal in the run that saved and the run that loads.
 _OF_THE_MODEL = (
@@ -51,18 +59,14 @@ class Compatibility:
     Attributes:
         problem: Reason why the file cannot be loaded; empty if it can.
         notes: Messages to print.
-        loads_rng: Whether the file has the state of every rank's random number generators.
-        loads_grad_scaler: Whether the file has the state of the loss scale.
-        without_state: Parameters that were saved before their first optimizer step.
-        without_scales: Entries of FP8's delayed scaling that are reinitialized.
+        absent: Nested keys of requested values that the file lacks and that keep the values of this
+            run: random number state, the loss scale, the optimizer state of a parameter that was
+            saved before its first step, and state of FP8's delayed scaling.
     """
 
     problem: str = ""
     notes: list[str] = field(default_factory=list)
-    loads_rng: bool = True
-    loads_grad_scaler: bool = True
-    without_state: set[str] = field(default_factory=set)
-    without_scales: set[str] = field(default_factory=set)
+    absent: set[tuple[str, ...]] = field(default_factory=set)
 
 
 def compare_with_file(
@@ -108,14 +112,12 @@ def check_request(path: str, asked: dict[str, Shape], saved_args: Any, args: Any
     metadata = read_metadata(Path(path)).state_dict_metadata
     result = Compatibility()
     scales = {key: shape for key, shape in asked.items() if is_fp8_state(key)}
-    result.notes += _scales(path, scales, metadata, result.without_scales)
+    other_scales, notes = _scales(path, scales, metadata)
+    result.notes += notes
+    result.absent |= {(_MODEL, key.removeprefix(f"{_MODEL}.")) for key in other_scales}
+    asked = {key: shape for key, shape in asked.items() if key not in other_scales}
     # Different FP8 state does not make a model different.
-    metadata = {
-        k: entry
-        for k, entry in metadata.items()
-        if not is_fp8_state(k) or (k in scales and k not in result.without_scales)
-    }
-    asked = {k: shape for k, shape in asked.items() if k not in result.without_scales}
+    metadata = {k: v for k, v in metadata.items() if not is_fp8_state(k) or k in asked}
     there: dict[str, Shape] = {
         key: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
         for key, entry in metadata.items()
@@ -127,26 +129,19 @@ def check_request(path: str, asked: dict[str, Shape], saved_args: Any, args: Any
             f"{path} has no optimizer state; add --no-load-optim to start with a new optimizer"
         )
         return result
-    if any(key.startswith(_RNG) and key not in there for key in asked):
-        result.loads_rng = False
-        result.notes.append(
-            f"{path} has no random number state for all (pipeline, tensor) ranks of this run: "
-            "generators keep the seeds of this run"
-        )
-    if any(key.startswith(_SCALER) and key not in there for key in asked):
-        result.loads_grad_scaler = False
-        result.notes.append(f"{path} has no loss scale: it starts from its initial value")
-    result.without_state = _without_state(asked, there)
+    missing = _missing(asked, there, result.absent)
+    result.notes += [f"{path} {note}" for keys, note in _OPTIONAL.items() if keys in result.absent]
     result.problem = _gaps(path, asked, metadata) or _problem(
-        path, asked, there, result, saved_args, args
+        path, asked, there, missing, saved_args, args
     )
     return result
 
 
 def _scales(
-    path: str, asked: dict[str, Shape], metadata: dict[str, Any], left_out: set[str]
-) -> list[str]:
-    """Collect the entries of FP8's delayed scaling that a file lacks, and return notes on them."""
+    path: str, asked: dict[str, Shape], metadata: dict[str, Any]
+) -> tuple[set[str], list[str]]:
+    """Return the entries of FP8's delayed scaling that a file lacks, and notes on them."""
+    left_out: set[str] = set()
     missing, shorter, other = [], [], []
     for key, shape in asked.items():
         entry = metadata.get(key)
@@ -164,7 +159,7 @@ def _scales(
         left_out.add(key)
     anew = "its FP8 state is reinitialized"
     if missing and len(missing) == len(asked):
-        return [f"{path} has no scales of delayed scaling: {anew}"]
+        return left_out, [f"{path} has no scales of delayed scaling: {anew}"]
     notes = []
     if missing:
         notes.append(f"{path} has no {listed(sorted(missing), _SHOWN)}: {anew}")
@@ -176,15 +171,27 @@ def _scales(
     if other:
         shown = listed(sorted(other), _SHOWN)
         notes.append(f"{path} has FP8 state of another shape: {shown}: {anew}")
-    return notes
+    return left_out, notes
 
 
-def _without_state(asked: Collection[str], there: Collection[str]) -> set[str]:
-    """Return parameters whose optimizer state is requested and that had none when saved."""
-    wanted, saved = (
-        {_parameter(key) for key in keys if key.startswith(_STATE)} for keys in (asked, there)
-    )
-    return {name for name in wanted - saved if f"model.{name}" in there}
+def _missing(
+    asked: Collection[str], there: Collection[str], absent: set[tuple[str, ...]]
+) -> list[str]:
+    """Return the needed entries that a file lacks, and add the others that it lacks to `absent`."""
+    stepped = {_parameter(key) for key in there if key.startswith(_STATE)}
+    needed = []
+    for key in asked:
+        if key in there:
+            continue
+        keys = next((keys for keys in _OPTIONAL if key.startswith(f"{'.'.join(keys)}.")), None)
+        name = _parameter(key) if key.startswith(_STATE) else None
+        if name is not None and name not in stepped and f"{_MODEL}.{name}" in there:
+            keys = ("optimizer", "state", name)
+        if keys is None:
+            needed.append(key)
+        else:
+            absent.add(keys)
+    return needed
 
 
 def _parameter(key: str) -> str:
@@ -207,21 +214,12 @@ def _problem(
     path: str,
     asked: dict[str, Shape],
     there: dict[str, Shape],
-    result: Compatibility,
+    missing: list[str],
     saved_args: Any,
     args: Any,
 ) -> str:
     """Return the reason why the file is of another model; empty if it is of this model."""
-
-    def may_be_missing(key: str) -> bool:
-        if key.startswith(_RNG):
-            return not result.loads_rng
-        if key.startswith(_SCALER):
-            return not result.loads_grad_scaler
-        return key.startswith(_STATE) and _parameter(key) in result.without_state
-
-    missing = [key for key in asked if key not in there and not may_be_missing(key)]
-    unknown = [key for key in there if key.startswith("model.") and key not in asked]
+    unknown = [key for key in there if key.startswith(f"{_MODEL}.") and key not in asked]
     reshaped = {
         key: f"{key} {there[key]}, in this run {shape}"
         for key, shape in asked.items()
@@ -246,7 +244,7 @@ def _problem(
 
 def _is_shared(key: str) -> bool:
     """Whether a tensor is part of the model. Tensors local to a rank may have any size."""
-    return key.startswith(("model.", _STATE))
+    return key.startswith((f"{_MODEL}.", _STATE))
 
 
 def _optimizer(missing: Collection[str], saved: Any, args: Any) -> list[str]:

@@ -135,11 +135,8 @@ def _tensors(chunks: Sequence[nn.Module]) -> Iterator[_Tensor]:
         group = delayed_scaling.amax_group(module)
         number = delayed_scaling.num_grouped(module)
         for what, tensor in delayed_scaling.live_state(module).items():
-            for expert in [None] if number is None else range(number):
-                live = tensor
-                if expert is not None:
-                    per_expert = tensor.shape[-1] // number
-                    live = tensor.narrow(-1, expert * per_expert, per_expert)
+            parts = [(None, tensor)] if number is None else enumerate(tensor.chunk(number, dim=-1))
+            for expert, live in parts:
                 name = renamed(state_name(what, expert))
                 yield _Tensor(name, live, _owner(module, expert), group)
 

@@ -61,8 +61,7 @@ def _in_stacks(folder: CheckpointFolder) -> Iterator[ModelTensor]:
     """Yield the model's tensors in a `torch_dist` checkpoint, with fused layers in sub-tensors."""
     try:
         # The arguments in such a checkpoint contain instances of Megatron's classes.
-        from megatron_fsdp_v2_mcore.checkpoint.torch_dist.common import common_state
-        from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import MegatronFolder
+        from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import MegatronFolder, common_state
 
         rules = StoredNames.of(common_state(MegatronFolder(folder.path))["args"])
     except ImportError as error:

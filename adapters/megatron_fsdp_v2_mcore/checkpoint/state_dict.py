@@ -40,7 +40,6 @@ __all__ = [
 CHUNKS = "_chunks_of_megatron_fsdp_v2"
 """Temporary entry of a state dict: the model chunks from which it was built."""
 
-MODEL = "model."
 META = "param_to_group_meta"
 
 
@@ -94,10 +93,11 @@ def load_by_model(original: Callable[..., Any]) -> Callable[..., Any]:
         saved, path, _, _ = original(load_dir, args, rank0=True)
         if saved is None:
             return original(load_dir, args, rank0, sharded_state_dict, **kwargs)
-        request = _Request(Translation(chunks, sharded_state_dict))
-        request.restrict(path, saved.get("args"), args)
-        loaded, *rest = original(load_dir, args, rank0, request.state_dict, **kwargs)
-        return (request.restored(loaded), *rest)
+        translation = Translation(chunks, sharded_state_dict)
+        request = translation.for_loading()
+        _restrict(request, path, saved.get("args"), args)
+        loaded, *rest = original(load_dir, args, rank0, request, **kwargs)
+        return (_restored(translation, request, loaded), *rest)
 
     return load
 
@@ -197,68 +197,56 @@ class Translation:
                     yield self.name(chunk, local), value
 
 
-class _Request:
-    """A request to read from a file, and its result."""
+def _restrict(request: dict[str, Any], path: str, saved_args: Any, args: Any) -> None:
+    """Check a request against the file and remove the values that the file lacks. Collective.
 
-    def __init__(self, translation: Translation) -> None:
-        self._translation = translation
-        self.state_dict = translation.for_loading()
+    Raises:
+        FlagError: The file is of another model. Raised on all ranks.
+    """
+    entries = {key: value for key, value in request.items() if key != "_model"}
+    result = compare_with_file(path, entries, saved_args, args)
+    if dist.get_rank() == 0 and result.notes:
+        sys.stdout.write("".join(f"{note}\n" for note in result.notes))
+    for *outer, key in result.absent:
+        values = request
+        for name in outer:
+            values = values.get(name, {})
+        values.pop(key, None)
 
-    def restrict(self, path: str, saved_args: Any, args: Any) -> None:
-        """Check the request against the file and remove entries the file lacks. Collective.
 
-        Raises:
-            FlagError: The file is of another model. Raised on all ranks.
-        """
-        request = {key: value for key, value in self.state_dict.items() if key != "_model"}
-        result = compare_with_file(path, request, saved_args, args)
-        if dist.get_rank() == 0 and result.notes:
-            sys.stdout.write("".join(f"{note}\n" for note in result.notes))
-        for key in result.without_scales:
-            name = key.removeprefix(MODEL)
-            self.state_dict["model"].pop(name, None)
-            self._translation.scales.pop(name, None)
-        if not result.loads_rng:
-            self.state_dict.pop("rng_state", None)
-        optimizer = self.state_dict.get("optimizer")
-        if optimizer is None:
-            return
-        if not result.loads_grad_scaler:
-            optimizer.pop("grad_scaler", None)
-        for key in result.without_state:
-            optimizer["state"].pop(key, None)
+def _restored(
+    translation: Translation, request: dict[str, Any], loaded: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the loaded values in Megatron's state dict, under its local names."""
+    raw = translation.raw
+    scales = {key: value for key, value in translation.scales.items() if key in request["model"]}
+    fp8_state.restore(translation.chunks, scales)
+    result = {k: v for k, v in loaded.items() if k not in ("model", "optimizer")}
+    result.update({key: raw[key] for key in translation.chunk_keys})
+    if "rng_state" in raw:
+        result.setdefault("rng_state", raw["rng_state"])
+    if "optimizer" in raw:
+        for part in translation.optimizers():
+            _fill(part, request["optimizer"], translation.of_param)
+        result["optimizer"] = raw["optimizer"]
+    return result
 
-    def restored(self, loaded: dict[str, Any]) -> dict[str, Any]:
-        """Return the loaded values in Megatron's state dict, under its local names."""
-        raw = self._translation.raw
-        fp8_state.restore(self._translation.chunks, self._translation.scales)
-        result = {k: v for k, v in loaded.items() if k not in ("model", "optimizer")}
-        result.update({key: raw[key] for key in self._translation.chunk_keys})
-        if "rng_state" in raw and "rng_state" not in result:
-            result["rng_state"] = raw["rng_state"]
-        if "optimizer" in raw:
-            for part in self._translation.optimizers():
-                self._fill(part)
-            result["optimizer"] = raw["optimizer"]
-        return result
 
-    def _fill(self, part: dict[str, Any]) -> None:
-        """Copy non-tensor values to an optimizer's state dict; tensors were read in place."""
-        read = self.state_dict["optimizer"]
-        names = self._translation.of_param
-        for fqn in list(part["state"]):
-            if names[fqn].is_unused:
-                continue
-            found = read["state"].get(names[fqn].keys[0])
-            if found is None:
-                del part["state"][fqn]
-                continue
-            for option, value in found.items():
-                if not hasattr(value, "shape"):
-                    part["state"][fqn][option] = value
-        part[META] = {fqn: read[META][fqn] for fqn in part[META] if not names[fqn].is_unused}
-        if "grad_scaler" in part and "grad_scaler" in read:
-            part["grad_scaler"] = read["grad_scaler"]
+def _fill(part: dict[str, Any], read: dict[str, Any], names: dict[str, CanonicalName]) -> None:
+    """Copy non-tensor values to an optimizer's state dict; tensors were read in place."""
+    for fqn in list(part["state"]):
+        if names[fqn].is_unused:
+            continue
+        found = read["state"].get(names[fqn].keys[0])
+        if found is None:
+            del part["state"][fqn]
+            continue
+        for option, value in found.items():
+            if not hasattr(value, "shape"):
+                part["state"][fqn][option] = value
+    part[META] = {fqn: read[META][fqn] for fqn in part[META] if not names[fqn].is_unused}
+    if "grad_scaler" in part and "grad_scaler" in read:
+        part["grad_scaler"] = read["grad_scaler"]
 
 
 def pieces_of(name: CanonicalName, value: Any) -> list[tuple[str, Any]]:

@@ -15,7 +15,6 @@ from megatron_fsdp_v2_mcore.flags.errors import FlagError, flag_of
 
 __all__ = [
     "DTYPES",
-    "NO_TWIN",
     "apply_main_grads_dtype",
     "check_has_fused_adam",
     "check_optimizer_flags",
@@ -31,7 +30,6 @@ __all__ = [
 DTYPES = ("main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 """Options of `--use-precision-aware-optimizer`."""
 
-NO_TWIN = "no optimizer on the CPU computes the same step"
 SWITCH = "use_precision_aware_optimizer"
 FULL = ("fp32", torch.float32)
 _MAIN_PARAMS = "main_params_dtype"
@@ -92,8 +90,8 @@ def offload_problem(source: Any, said: Callable[[str, Any], str]) -> str | None:
     chosen = getattr(source, name)
     if chosen == "lion":
         return (
-            f"{said(name, chosen)} cannot be used with {switch}: {NO_TWIN}; use adam, or leave "
-            "it out"
+            f"{said(name, chosen)} cannot be used with {switch}: no optimizer on the CPU "
+            "computes the same step; use adam, or leave it out"
         )
     for name in DTYPES:
         value = getattr(source, name, torch.float32)
@@ -145,10 +143,13 @@ def is_precision_aware(args: Any) -> bool:
     return bool(getattr(args, SWITCH, False)) and not offloads(args)
 
 
+_WORDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
+"""Names of dtypes on the command line."""
+
+
 def dtype_of(word: Any) -> torch.dtype | None:
     """Return the dtype of a name on the command line; `torch.uint8` for fp8."""
-    words = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    return word if isinstance(word, torch.dtype) else {**words, "fp8": torch.uint8}.get(word)
+    return word if isinstance(word, torch.dtype) else _WORDS.get(word)
 
 
 def state_dtypes(args: Any) -> tuple[torch.dtype, ...]:
@@ -185,5 +186,5 @@ def apply_main_grads_dtype(args: Any) -> None:
 
 
 def word_of(value: Any) -> str:
-    """Return the name of a dtype for a message."""
-    return str(value).removeprefix("torch.")
+    """Return the name of a dtype on the command line."""
+    return next((word for word, dtype in _WORDS.items() if dtype is value), str(value))

@@ -45,7 +45,7 @@ def dense_meshes(groups: Any, device_type: str, *, is_hybrid: bool) -> Meshes:
         ValueError: A group is missing.
     """
     names = ("inter_dist_opt", "intra_dp_cp") if is_hybrid else ("dp_cp",)
-    return _meshes(_needed(groups, names), groups.tp, device_type)
+    return _meshes(groups, names, "tp", device_type)
 
 
 def expert_meshes(groups: Any, device_type: str, *, is_hybrid: bool) -> Meshes:
@@ -55,7 +55,7 @@ def expert_meshes(groups: Any, device_type: str, *, is_hybrid: bool) -> Meshes:
         ValueError: A group is missing.
     """
     names = ("inter_dist_opt", "intra_expt_dp") if is_hybrid else ("expt_dp",)
-    return _meshes(_needed(groups, names), groups.expt_tp, device_type)
+    return _meshes(groups, names, "expt_tp", device_type)
 
 
 def gather_groups(
@@ -90,19 +90,15 @@ def gather_groups(
     return found
 
 
-def _needed(groups: Any, names: Sequence[str]) -> list[Any]:
-    found = [getattr(groups, name, None) for name in names]
-    missing = [name for name, group in zip(names, found, strict=True) if group is None]
+def _meshes(groups: Any, data_names: Sequence[str], tensor_name: str, device_type: str) -> Meshes:
+    data = [getattr(groups, name, None) for name in data_names]
+    missing = [name for name, group in zip(data_names, data, strict=True) if group is None]
     if missing:
         raise ValueError(
             f"pg_collection has no group {' and no group '.join(missing)}, over which parameters "
             "are sharded; set it, or omit pg_collection to use Megatron's own groups"
         )
-    return found
-
-
-def _meshes(data: Sequence[Any], tensor: Any, device_type: str) -> Meshes:
-    names = ("dp_outer", "dp")[-len(data) :]
+    names, tensor = ("dp_outer", "dp")[-len(data) :], getattr(groups, tensor_name)
     # torch treats None as the group of all ranks; here None means no tensor parallelism.
     if tensor is None or dist.get_world_size(tensor) == 1:
         return Meshes(_mesh(data, names, device_type), None)

@@ -20,17 +20,9 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp_v2.dtensor.sharded_rows import rows_like
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
 from megatron_fsdp_v2.memory.host_memory import empty_in_host_memory, keep_in_host_memory
-from megatron_fsdp_v2_mcore.flags.errors import optimizer_field
-from megatron_fsdp_v2_mcore.flags.precision import NO_TWIN, offload_problem
-from megatron_fsdp_v2_mcore.optim.probes import optimizer_like, state_after_a_step
+from megatron_fsdp_v2_mcore.optim.optimizer_state import optimizer_like, state_after_a_step
 
-__all__ = [
-    "ShardedHybridOptimizer",
-    "check_offload",
-    "choose_offloaded",
-    "offloaded",
-    "without_offload",
-]
+__all__ = ["ShardedHybridOptimizer", "choose_offloaded", "offloaded"]
 
 STEP = "step"
 
@@ -118,7 +110,7 @@ class ShardedHybridOptimizer(torch.optim.Optimizer):
     host's part.
 
     Args:
-        template: The optimizer that would step all parameters without offload. Its class, options
+        template: The Adam that would step all parameters without offload. Its class, options
             and parameter groups are used; the object itself is not used afterwards.
         fraction: Fraction of this rank's elements that are stepped on the host, from 0 to 1.
             Only whole parameters are offloaded: see `choose_offloaded`.
@@ -126,9 +118,6 @@ class ShardedHybridOptimizer(torch.optim.Optimizer):
         pin_params: Whether copies of parameters are in pinned memory.
         overlaps: Whether copies of parameters overlap with steps of other parameters.
         uses_torch_on_device: Whether the device's part is stepped by the class of the host's part.
-
-    Raises:
-        ValueError: The fraction is out of range, or no equivalent of the template runs on the CPU.
     """
 
     skips_empty_shards = True
@@ -145,10 +134,6 @@ class ShardedHybridOptimizer(torch.optim.Optimizer):
         overlaps: bool = False,
         uses_torch_on_device: bool = False,
     ) -> None:
-        if not 0.0 <= fraction <= 1.0:
-            raise ValueError(
-                f"optimizer_offload_fraction is from 0 to 1, got {fraction}; 1 offloads everything"
-            )
         self._on_host = _twin_on_cpu(template, template.param_groups)
         self._on_device = self._on_host if uses_torch_on_device else template
         self._counts_in_groups = not isinstance(template, torch.optim.Adam)
@@ -391,16 +376,6 @@ def _keep_on_host(values: Mapping[str, Any]) -> None:
             keep_in_host_memory(value)
 
 
-def without_offload(config: Any) -> Any:
-    """Return an `OptimizerConfig` with which Megatron builds the template of the offload."""
-    plain = copy.copy(config)
-    plain.optimizer_cpu_offload = False
-    # Megatron requires this flag with offload because its own class reads other gradients then.
-    plain.use_precision_aware_optimizer = False
-    plain.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = False
-    return plain
-
-
 def offloaded(optimizer: torch.optim.Optimizer, config: Any) -> ShardedHybridOptimizer:
     """Offload an optimizer with the options of an `OptimizerConfig`."""
     return ShardedHybridOptimizer(
@@ -413,36 +388,15 @@ def offloaded(optimizer: torch.optim.Optimizer, config: Any) -> ShardedHybridOpt
     )
 
 
-def check_offload(config: Any) -> None:
-    """Check that the other options of an `OptimizerConfig` support its offload.
-
-    Raises:
-        ValueError: An option does not support offload. The message names the field.
-    """
-    problem = offload_problem(config, optimizer_field)
-    if problem:
-        raise ValueError(problem)
-
-
 def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def _twin_on_cpu(template: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> Any:
-    """Return an optimizer of torch that computes the same step on the CPU.
-
-    Raises:
-        ValueError: torch has no such optimizer.
-    """
+def _twin_on_cpu(template: Any, groups: Sequence[dict[str, Any]]) -> Any:
+    """Return an optimizer of torch that computes the same step on the CPU."""
     if isinstance(template, torch.optim.Adam):
         return template
-    is_decoupled = getattr(template, "adam_w_mode", None)
-    if is_decoupled is None:
-        raise ValueError(
-            f"optimizer_cpu_offload cannot be used with {type(template).__name__}: {NO_TWIN}; use "
-            "Adam, or disable optimizer_cpu_offload"
-        )
-    cls = torch.optim.AdamW if is_decoupled else torch.optim.Adam
+    cls = torch.optim.AdamW if template.adam_w_mode else torch.optim.Adam
     # The options of the groups are set before every step; the other options have no effect.
     return cls([torch.zeros(1)], **{k: groups[0][k] for k in ("betas", "eps") if k in groups[0]})
 

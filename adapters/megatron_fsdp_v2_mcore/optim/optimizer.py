@@ -28,22 +28,18 @@ from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 from megatron_fsdp_v2.optim import step_flat
 from megatron_fsdp_v2_mcore.checkpoint.names import canonical_parameter_names
 from megatron_fsdp_v2_mcore.flags.options import Options
-from megatron_fsdp_v2_mcore.optim.offload import (
-    ShardedHybridOptimizer,
-    check_offload,
-    offloaded,
-    without_offload,
-)
-from megatron_fsdp_v2_mcore.optim.precision import (
+from megatron_fsdp_v2_mcore.flags.settings import reject
+from megatron_fsdp_v2_mcore.optim.config import (
+    check_config,
     check_gradients,
-    check_precision,
     clipping_any,
-    over_main_weights,
+    factory_config,
 )
-from megatron_fsdp_v2_mcore.optim.probes import state_after_a_step
-from megatron_fsdp_v2_mcore.optim.scaled_states import (
+from megatron_fsdp_v2_mcore.optim.offload import ShardedHybridOptimizer, offloaded
+from megatron_fsdp_v2_mcore.optim.optimizer_state import (
     load_scaled,
     scaled_names,
+    state_after_a_step,
     unscaled,
     unscaled_zeros,
     watch_scales,
@@ -339,52 +335,29 @@ class FSDPMuonChainedOptimizer(ShardedChain):
             optimizer.load_state_dict({**common, **own})
 
 
-_UNFIT: tuple[tuple[str, Any, str], ...] = (
-    ("use_distributed_optimizer", True, "ranks step shards of the main weights"),
-    (
-        "overlap_param_gather_with_optimizer_step",
-        False,
-        "gathers are issued by the units, during the forward",
-    ),
-)
-"""Fields of `OptimizerConfig`, their required values, and the reasons."""
-
-
 def with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap Megatron's factory to reject options that do not support sharded parameters.
 
-    The flags of a command line are checked earlier. A script on `megatron.core` builds its own
-    configuration, and Megatron's other optimizers would treat shards as whole tensors.
+    Megatron's other optimizers would treat shards as whole tensors.
     """
 
     def build(config: Any, model_chunks: Any, param_groups: Any, *args: Any, **kwargs: Any) -> Any:
         sharded = [param for group in param_groups for param in group["params"]]
         if not any(isinstance(param, UnevenDTensor) for param in sharded):
             return original(config, model_chunks, param_groups, *args, **kwargs)
-        given = config
-        if given.optimizer_cpu_offload:
-            check_offload(given)
-            config = without_offload(given)
-        for name, needed, reason in _UNFIT:
-            if bool(getattr(config, name)) is not needed:
-                raise ValueError(
-                    f"OptimizerConfig.{name} = {getattr(config, name)} cannot be used with "
-                    f"sharded parameters: {reason}; set it to {needed}"
-                )
-        if config.optimizer not in ("adam", "lion"):
+        reject(config)
+        if not config.use_distributed_optimizer:
             raise ValueError(
-                f"OptimizerConfig.optimizer = {config.optimizer!r} cannot step sharded "
-                "parameters: Megatron's distributed optimizer does not support its state; use "
-                "'adam', 'muon', 'adaptive_muon' or 'lion'"
+                "OptimizerConfig.use_distributed_optimizer = False cannot be used with sharded "
+                "parameters: ranks step shards of the main weights; set it to True"
             )
-        check_precision(config, sharded)
-        config = over_main_weights(config)
-        built = original(config, model_chunks, param_groups, *args, **kwargs)
+        check_config(config, sharded)
+        built = original(factory_config(config), model_chunks, param_groups, *args, **kwargs)
         if built.optimizer is not None:
             check_gradients(built.optimizer, sharded)
             watch_scales(built.optimizer)
-            if given.optimizer_cpu_offload:
-                built.optimizer = offloaded(built.optimizer, given)
+            if config.optimizer_cpu_offload:
+                built.optimizer = offloaded(built.optimizer, config)
             elif _can_be_flat(config, model_chunks):
                 # The Adam is torch's, or Transformer Engine's or apex's with the same arithmetic.
                 step_flat(built.optimizer, elementwise=True)
@@ -414,8 +387,11 @@ def counted_here(
     Args:
         params: Sharded parameters.
         tp_group: Tensor-parallel group; Megatron's group if None.
-        expert_tp_group: Expert-tensor-parallel group; `tp_group` if None.
+        expert_tp_group: Expert-tensor-parallel group; Megatron's group if both are None.
     """
+    if tp_group is None and expert_tp_group is None:
+        tp_group = parallel_state.get_tensor_model_parallel_group()
+        expert_tp_group = parallel_state.get_expert_tensor_parallel_group()
     for param in params:
         if (
             param.owns_replica
@@ -438,10 +414,8 @@ def params_l2_norm(original: Callable[..., float]) -> Callable[..., float]:
         params = [param for chunk in chunks for param in chunk.parameters()]
         if not any(isinstance(param, UnevenDTensor) for param in params):
             return original(model, *args, **kwargs)
-        expert_tp_group = parallel_state.get_expert_tensor_parallel_group()
-        tp_group = parallel_state.get_tensor_model_parallel_group()
         total = torch.zeros(1, dtype=torch.float64, device=local_of(params[0]).device)
-        for param in counted_here(params, tp_group, expert_tp_group):
+        for param in counted_here(params):
             total += torch.linalg.vector_norm(local_of(param).detach(), dtype=torch.float64) ** 2
         dist.all_reduce(total)
         return math.sqrt(float(total.item()))

@@ -9,28 +9,68 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, override
 
 import megatron.core.optimizer as megatron_optimizers
+import torch
 from emerging_optimizers.scalar_optimizers import Lion
 from megatron.core.optimizer import emerging_optimizers as registry
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
-from megatron_fsdp_v2_mcore.optim.lion import ShardedLion
+from megatron_fsdp_v2.dtensor.sharded_rows import add_to_rows
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
+from megatron_fsdp_v2_mcore.optim.config import check_config, check_gradients, clipping_any
 from megatron_fsdp_v2_mcore.optim.muon import sharded_class
-from megatron_fsdp_v2_mcore.optim.offload import check_offload
 from megatron_fsdp_v2_mcore.optim.optimizer import (
     FSDPMuonChainedOptimizer,
     ShardedEmergingOptimizer,
 )
-from megatron_fsdp_v2_mcore.optim.precision import check_gradients, clipping_any
 
 __all__ = ["build_emerging_optimizer"]
 
 _QKV = "linear_qkv.weight"
+
+
+class ShardedLion(Lion):
+    """`Lion` of emerging_optimizers, for parameters that `fully_shard` made.
+
+    The original class compiles its update for plain tensors. Every rank has state for every
+    parameter, including parameters without rows on the rank.
+    """
+
+    skips_empty_shards = True
+
+    @torch.no_grad()
+    @override
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Perform one step, without communication.
+
+        Args:
+            closure: Not supported.
+
+        Raises:
+            ValueError: A closure was given.
+        """
+        if closure is not None:
+            raise ValueError("ShardedLion.step takes no closure")
+        for group in self.param_groups:
+            self._init_group(group, skip_non_grad_params=False)
+            with plain_attributes():
+                params = [p for p in group["params"] if p.grad is not None and local_of(p).numel()]
+                grads = [local_of(param.grad) for param in params]
+            if not params:
+                continue
+            weights = [local_of(param) for param in params]
+            means = [local_of(self.state[param]["exp_avg"]) for param in params]
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            for weight, grad in zip(weights, grads, strict=True):
+                self._apply_weight_decay_inplace(weight, grad, lr, group["weight_decay"])
+            updates = torch._foreach_lerp(means, grads, 1 - beta1)
+            torch._foreach_sign_(updates)
+            torch._foreach_lerp_(means, grads, 1 - beta2)
+            add_to_rows(params, updates, alpha=-lr)
 
 
 def build_emerging_optimizer(
@@ -53,14 +93,15 @@ def build_emerging_optimizer(
     Raises:
         ValueError: The optimizer cannot step sharded parameters.
     """
-    if not any(isinstance(p, UnevenDTensor) for chunk in model_chunks for p in chunk.parameters()):
+    every = (param for chunk in model_chunks for param in chunk.parameters())
+    params = [param for param in every if isinstance(param, UnevenDTensor)]
+    if not params:
         return original(config, model_chunks, config_overrides, pg_collection)
     name = config.optimizer
     if name not in registry._EMERGING_OPTIMIZERS:
         raise ValueError(f"optimizer {name!r} is not registered by Megatron; use 'muon'")
-    if config.optimizer_cpu_offload:
-        # Only parameters that Adam steps are offloaded; matrices stay on their device.
-        check_offload(config)
+    # With offload, only parameters that Adam steps are offloaded; matrices stay on their device.
+    check_config(config, params)
     if config.fp16:
         raise ValueError(f"optimizer {name!r} cannot be used with fp16; use bf16")
     if config.use_layer_wise_distributed_optimizer:
@@ -68,8 +109,7 @@ def build_emerging_optimizer(
             "use_layer_wise_distributed_optimizer cannot be used with sharded parameters; disable "
             "it: matrices are distributed over ranks without it"
         )
-    params = [param for chunk in model_chunks for param in chunk.parameters()]
-    config = clipping_any(config, [p for p in params if isinstance(p, UnevenDTensor)])
+    config = clipping_any(config, params)
     _tag_fused_projections(model_chunks)
     if config_overrides is None:
         config_overrides = megatron_optimizers.get_standard_config_overrides(config)

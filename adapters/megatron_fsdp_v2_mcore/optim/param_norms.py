@@ -11,12 +11,10 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import nn
 
@@ -29,15 +27,8 @@ from megatron_fsdp_v2_mcore.optim.optimizer import counted_here
 __all__ = ["log_grads", "log_norms", "norms_of_all"]
 
 
-@dataclass
-class _Pending:
-    """Norms of gradients that are not logged yet, and their model chunks."""
-
-    chunks: Sequence[nn.Module]
-    grads: dict[str, float]
-
-
-_pending: list[_Pending] = []
+_pending: list[tuple[Sequence[nn.Module], dict[str, float]]] = []
+"""Model chunks and the norms of their gradients, until an iteration is logged."""
 
 
 def log_grads(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,7 +47,7 @@ def log_grads(original: Callable[..., Any]) -> Callable[..., Any]:
         if (settings.curr_iteration + 1) % settings.log_interval == 0:
             scale = _loss_scale(model)
             grads = norms_of_all(model, lambda param: param.grad)
-            _pending.append(_Pending(model, {name: norm / scale for name, norm in grads.items()}))
+            _pending.append((model, {name: norm / scale for name, norm in grads.items()}))
         return result
 
     return finalize_model_grads
@@ -76,9 +67,8 @@ def log_norms(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         result = original(losses, total_losses, rate, iteration, *args, **kwargs)
         if _pending:
-            pending = _pending.pop()
-            weights = norms_of_all(pending.chunks, lambda param: param)
-            _write(iteration, weights, pending.grads)
+            chunks, grads = _pending.pop()
+            _write(iteration, norms_of_all(chunks, lambda param: param), grads)
         return result
 
     return training_log
@@ -98,11 +88,9 @@ def norms_of_all(
         over all ranks), equal on all ranks. Parameters without the tensor are omitted.
     """
     mine = {param: name.fqn for param, name in canonical_parameter_names(chunks).items()}
-    tp_group = parallel_state.get_tensor_model_parallel_group()
-    expert_tp_group = parallel_state.get_expert_tensor_parallel_group()
     norms = {
         mine[param]: torch.linalg.vector_norm(local_of(tensor).detach(), dtype=torch.float64)
-        for param in counted_here(mine, tp_group, expert_tp_group)
+        for param in counted_here(mine)
         if (tensor := tensor_of(param)) is not None
     }
     squares = (torch.stack(list(norms.values())) ** 2).tolist() if norms else []

@@ -172,9 +172,9 @@ class _Chunk:
         self._unit_bytes = unit_bytes
         self.costs = costs
         self.layers = {
-            name: any(isinstance(part, BaseMoELayer) for part in layer.modules())
-            for name, layer in chunk.named_modules()
-            if isinstance(layer, UNIT_CLASSES)
+            name: any(isinstance(part, BaseMoELayer) for part in module.modules())
+            for name, module in chunk.named_modules()
+            if issubclass(type(module), UNIT_CLASSES)
         }
 
     def describe(self) -> tuple[list[UnitDescription], int]:

@@ -29,12 +29,12 @@ from megatron_fsdp_v2_mcore.checkpoint.name_table import (
     is_fp8_state,
     split_piece,
 )
-from megatron_fsdp_v2_mcore.checkpoint.torch_dist.common import (
+from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import (
     COMMON,
     FULLY_RESHARDABLE,
     SHARDING_TYPE,
+    MegatronFolder,
 )
-from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import MegatronFolder
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import (
     CONFIG,
     TRACKER,

@@ -23,12 +23,12 @@ from megatron_fsdp_v2_mcore.checkpoint.state_dict import (
     load_by_model,
     pieces_of,
 )
-from megatron_fsdp_v2_mcore.checkpoint.torch_dist.common import (
+from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import (
+    MegatronFolder,
     SavedGroups,
     common_state,
     optimizer_problem,
 )
-from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import MegatronFolder
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import (
     RELEASE,
     find_checkpoint,

@@ -1,4 +1,8 @@
-"""Checks that an optimizer supports the dtypes of gradients and of its state."""
+"""Checks of Megatron's `OptimizerConfig` and of optimizers, and configurations for Megatron's code.
+
+The flags of a command line are checked earlier. A script on `megatron.core` builds its own
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +13,23 @@ from typing import Any
 import torch
 
 from megatron_fsdp_v2_mcore.flags.errors import optimizer_field
-from megatron_fsdp_v2_mcore.flags.precision import precision_problem, word_of
-from megatron_fsdp_v2_mcore.optim.scaled_states import reads_any_gradient
+from megatron_fsdp_v2_mcore.flags.precision import offload_problem, precision_problem, word_of
+from megatron_fsdp_v2_mcore.optim.optimizer_state import reads_any_gradient
 
-__all__ = ["check_gradients", "check_precision", "clipping_any", "over_main_weights"]
+__all__ = ["check_config", "check_gradients", "clipping_any", "factory_config"]
 
 
-def check_precision(config: Any, params: Iterable[torch.Tensor]) -> None:
-    """Check the dtypes of an `OptimizerConfig`, for scripts without Megatron's command line.
+def check_config(config: Any, params: Iterable[torch.Tensor]) -> None:
+    """Check that the optimizer of a configuration supports sharded parameters.
 
     Args:
         config: Megatron's `OptimizerConfig`.
         params: Sharded parameters.
 
     Raises:
-        ValueError: A dtype is not supported. The message names the field.
+        ValueError: An option is not supported. The message names the field.
     """
-    problem = precision_problem(
+    problem = offload_problem(config, optimizer_field) or precision_problem(
         config,
         optimizer_field,
         "DistributedDataParallelConfig.megatron_fsdp_main_params_dtype",
@@ -42,16 +46,17 @@ def check_precision(config: Any, params: Iterable[torch.Tensor]) -> None:
         )
 
 
-def over_main_weights(config: Any) -> Any:
-    """Return a configuration with which Megatron's factory creates no separate main weights.
+def factory_config(config: Any) -> Any:
+    """Return a configuration with which Megatron's factory builds an optimizer of main weights.
 
-    With a precision-aware optimizer, the factory makes Transformer Engine's `FusedAdam` keep main
-    weights. Sharded parameters are main weights already.
+    With offload, the optimizer is the template of `ShardedHybridOptimizer`, and the flag of a
+    precision-aware optimizer has no effect. Without offload, that flag would make Transformer
+    Engine's `FusedAdam` keep separate main weights.
     """
-    if not config.use_precision_aware_optimizer:
-        return config
     own = copy.copy(config)
     own.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = False
+    if config.optimizer_cpu_offload:
+        own.optimizer_cpu_offload = own.use_precision_aware_optimizer = False
     return own
 
 
@@ -97,11 +102,6 @@ def check_gradients(optimizer: torch.optim.Optimizer, params: Iterable[torch.Ten
                 f"{cls.__module__}.{cls.__qualname__} cannot step main weights in "
                 f"{word_of(param.dtype)} with gradients in {word_of(param.grad_dtype)}: only "
                 "Transformer Engine's FusedAdam can; add --megatron-fsdp-main-grads-dtype "
-                f"{_short(param.dtype)}, or --megatron-fsdp-main-params-dtype "
-                f"{_short(param.grad_dtype)}"
+                f"{word_of(param.dtype)}, or --megatron-fsdp-main-params-dtype "
+                f"{word_of(param.grad_dtype)}"
             )
-
-
-def _short(dtype: Any) -> str:
-    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-    return names.get(dtype, word_of(dtype))

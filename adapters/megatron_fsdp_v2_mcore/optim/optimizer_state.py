@@ -1,6 +1,7 @@
-"""State of Transformer Engine's `FusedAdam` in fp16 and fp8, with one scale per tensor.
+"""State of optimizers: what a step creates, and state of `FusedAdam` in fp16 and fp8.
 
-A scale belongs to the rows of one rank. After resharding, a rank may hold rows that were saved with
+Transformer Engine's `FusedAdam` keeps one scale per tensor of state in fp16 and fp8. A scale
+belongs to the rows of one rank. After resharding, a rank may hold rows that were saved with
 different scales. A checkpoint therefore contains the unscaled values in fp32, as `FusedAdam` reads
 them in a step. This file does not import Transformer Engine; it recognizes its optimizer by its
 attributes.
@@ -8,8 +9,9 @@ attributes.
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -21,8 +23,10 @@ from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 
 __all__ = [
     "load_scaled",
+    "optimizer_like",
     "reads_any_gradient",
     "scaled_names",
+    "state_after_a_step",
     "unscaled",
     "unscaled_zeros",
     "watch_scales",
@@ -33,6 +37,49 @@ _SCALED = (torch.float16, torch.uint8)
 _FP8 = torch.uint8
 _MOST_STEPS = 4
 """Number of neighbors of a scale in each direction among which the saved scale is searched."""
+
+
+def optimizer_like(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> Any:
+    """Return an optimizer of the same class and options with other parameters and no state.
+
+    Args:
+        optimizer: The optimizer to copy. It is not changed.
+        groups: Parameter groups; missing options are set to the optimizer's defaults.
+    """
+    probe = object.__new__(type(optimizer))
+    # Dictionaries are copied, so that hooks registered on one are not called for the other.
+    probe.__dict__.update(
+        {
+            key: copy.copy(value) if isinstance(value, dict) else value
+            for key, value in vars(optimizer).items()
+            if key != "state"
+        }
+    )
+    probe.state = defaultdict(dict)
+    probe.param_groups = [{**optimizer.defaults, **group} for group in groups]
+    return probe
+
+
+def state_after_a_step(
+    optimizer: torch.optim.Optimizer, options: dict[str, Any], mold: torch.Tensor
+) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """Return the state that a step creates for a zero parameter with a zero gradient.
+
+    Args:
+        optimizer: The optimizer whose class and options are used. It is not changed.
+        options: Options of the parameter's group. Steps of some optimizers change them.
+        mold: The parameter: zeros of the required shape and type.
+
+    Returns:
+        The state, or None if the step created none, and the options after the step.
+    """
+    if _rows(mold).numel():
+        # Fused optimizers fail on empty tensors.
+        mold.grad = torch.zeros_like(mold)
+    probe = optimizer_like(optimizer, [{**copy.deepcopy(options), "params": [mold]}])
+    probe.step()
+    stepped = {key: value for key, value in probe.param_groups[0].items() if key != "params"}
+    return probe.state.get(mold), stepped
 
 
 def reads_any_gradient(optimizer: torch.optim.Optimizer) -> bool:

@@ -68,9 +68,8 @@ def _leaving_no_process_group() -> Iterator[None]:
         yield
     except SystemExit as leaving:
         # Megatron raises SystemExit on all ranks at --exit-interval.
-        if leaving.code not in (None, 0):
-            raise
-        _destroy_process_groups()
+        if leaving.code in (None, 0):
+            _destroy_process_groups()
         raise
     _destroy_process_groups()
 

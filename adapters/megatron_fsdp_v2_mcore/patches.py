@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import inspect
 import sys
 from collections.abc import Callable, Iterable
@@ -34,7 +35,6 @@ __all__ = [
     "SUPPORTED",
     "check_patch",
     "enable",
-    "find_target",
     "install",
     "megatron_version",
     "uninstall",
@@ -50,7 +50,7 @@ def _with_our_checks(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(args, *rest, **kwargs)
         options = Options.from_args(args)
         # Megatron's validation changes some of the options that the notices depend on.
-        said = notices(args, options)
+        said = list(notices(args, options))
         with accepted_by_megatron(args):
             result = original(args, *rest, **kwargs)
         check_after(args)
@@ -165,7 +165,7 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.core.distributed.finalize_model_grads:_allreduce_embedding_grad",
         "Megatron sums a tied embedding's gradient over pipeline stages and then assigns a plain "
         "tensor to the gradient of a DTensor",
-        wrap="megatron_fsdp_v2_mcore.model.embedding_grads:add_up_embedding_grads",
+        wrap="megatron_fsdp_v2_mcore.model.units:add_up_embedding_grads",
         parameters=("model", "embd_group", "pp_group", "weight_getter"),
     ),
     _selected(
@@ -235,8 +235,7 @@ def _apply(
     *, selected: bool, patches: Iterable[Patch] = PATCHES, options: Options | None = None
 ) -> None:
     """Apply the patches of one kind: all of them, or none if one does not fit."""
-    waiting = [patch for patch in patches if patch.selected is selected]
-    targets = [(patch, find_target(patch)) for patch in waiting]
+    targets = [(patch, patch.find()) for patch in patches if patch.selected is selected]
     if selected:
         set_active(options or Options())
     for patch, found in targets:
@@ -251,6 +250,10 @@ def megatron_version() -> str:
         RuntimeError: megatron-core is not installed.
     """
     try:
+        return importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    try:
         return str(importlib.import_module("megatron.core").__version__)
     except ImportError as error:
         raise RuntimeError(
@@ -258,44 +261,34 @@ def megatron_version() -> str:
         ) from error
 
 
-def find_target(patch: Patch) -> tuple[Any, str] | None:
-    """The object a patch's attribute belongs to, and the attribute; None without the module.
-
-    Raises:
-        RuntimeError: The module is there and the attribute is not.
-    """
-    try:
-        return patch.find()
-    except AttributeError as error:
-        raise RuntimeError(_misfit(patch, str(error))) from error
-
-
-def _misfit(patch: Patch, problem: str) -> str:
-    return (
-        f"patch {patch.name!r} does not fit: {problem}. Installed is megatron-core "
-        f"{megatron_version()}; supported is {SUPPORTED}.x"
-    )
-
-
-def check_patch(patch: Patch) -> None:
+def check_patch(patch: Patch) -> bool:
     """Check that a patch fits the installed Megatron.
+
+    Returns:
+        Whether the module of its target is installed.
 
     Raises:
         RuntimeError: The patch does not fit.
     """
-    found = find_target(patch)
-    if found is None or not patch.parameters:
-        return
-    # The signature of a class is the signature of its constructor without self.
-    names = list(inspect.signature(getattr(*found)).parameters)
-    if tuple(names[: len(patch.parameters)]) != patch.parameters:
-        raise RuntimeError(
-            _misfit(
-                patch,
+    problem = ""
+    try:
+        found = patch.find()
+    except AttributeError as error:
+        problem, found = str(error), None
+    if found is not None and patch.parameters:
+        # The signature of a class is the signature of its constructor without self.
+        names = list(inspect.signature(getattr(*found)).parameters)
+        if tuple(names[: len(patch.parameters)]) != patch.parameters:
+            problem = (
                 f"{patch.target} takes ({', '.join(names)}), expected "
-                f"({', '.join(patch.parameters)}, ...)",
+                f"({', '.join(patch.parameters)}, ...)"
             )
+    if problem:
+        raise RuntimeError(
+            f"patch {patch.name!r} does not fit: {problem}. Installed is megatron-core "
+            f"{megatron_version()}; supported is {SUPPORTED}.x"
         )
+    return found is not None
 
 
 def install() -> None:
@@ -308,7 +301,7 @@ def install() -> None:
             the arguments were parsed already. Nothing is changed in these cases.
     """
     _check_version()
-    found = find_target(PATCHES[0])
+    found = PATCHES[0].find()
     if found is not None and _applied.holds(*found):
         return
     global_vars = sys.modules.get("megatron.training.global_vars")

@@ -6,19 +6,10 @@ import argparse
 import json
 import sys
 
-from megatron_cpu_rehearsal.patches import (
-    PATCHES as REHEARSAL_PATCHES,
-)
-from megatron_cpu_rehearsal.patches import WITHOUT_TRANSFORMER_ENGINE
+from megatron_cpu_rehearsal import patches as rehearsals
 from megatron_cpu_rehearsal.patching import Patch
 from megatron_cpu_rehearsal.te.patches import BEFORE_IMPORT
-from megatron_fsdp_v2_mcore.patches import (
-    PATCHES,
-    SUPPORTED,
-    check_patch,
-    find_target,
-    megatron_version,
-)
+from megatron_fsdp_v2_mcore.patches import PATCHES, SUPPORTED, check_patch, megatron_version
 
 __all__ = ["command"]
 
@@ -43,8 +34,11 @@ class _PatchesCommand:
         rehearsal = [
             _describe(patch, when, "the end of the rehearsal")
             for patches, when in (
-                (REHEARSAL_PATCHES, "under --cpu-rehearsal"),
-                (WITHOUT_TRANSFORMER_ENGINE, "under --cpu-rehearsal --transformer-impl local"),
+                (rehearsals.PATCHES, "under --cpu-rehearsal"),
+                (
+                    rehearsals.WITHOUT_TRANSFORMER_ENGINE,
+                    "under --cpu-rehearsal --transformer-impl local",
+                ),
                 (BEFORE_IMPORT, "under --cpu-rehearsal --transformer-impl transformer_engine"),
             )
             for patch in patches
@@ -69,8 +63,7 @@ def _paragraph(row: dict[str, str]) -> str:
 
 def _describe(patch: Patch, when: str, undone_by: str) -> dict[str, str]:
     try:
-        check_patch(patch)
-        result = "fits" if find_target(patch) is not None else "not there"
+        result = "fits" if check_patch(patch) else "not there"
     except RuntimeError as error:
         result = str(error)
     return {

@@ -64,9 +64,8 @@ def store_of_this_start(rank: int, world_size: int, timeout: timedelta) -> Store
     Raises:
         RuntimeError: The other ranks did not answer before the timeout.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+    is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not is_shared or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(  # type: ignore[attr-defined]

@@ -37,7 +37,7 @@ def _leave_megatron_alone() -> Any:
 
 
 def _current() -> dict[str, Any]:
-    found = {patch.name: patches.find_target(patch) for patch in patches.PATCHES}
+    found = {patch.name: patch.find() for patch in patches.PATCHES}
     return {name: getattr(*target) for name, target in found.items() if target is not None}
 
 

@@ -143,7 +143,7 @@ def test_what_is_done_in_another_way_than_asked_is_said(
     for name, value in quantized.items():
         setattr(config, name, value)
     _settings(config)
-    said = notices(config, options)
+    said = list(notices(config, options))
     assert len(said) == bool(begins)
     assert all(text.startswith(begins) and text.endswith(ends) for text in said)
 

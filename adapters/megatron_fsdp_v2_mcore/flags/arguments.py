@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import check_checkpoint_folder
-from megatron_fsdp_v2_mcore.flags.combinations import (
-    check_overlapping_experts,
-    check_parallel_sizes,
-)
 from megatron_fsdp_v2_mcore.flags.errors import FlagError, flag_of
 from megatron_fsdp_v2_mcore.flags.precision import (
     apply_main_grads_dtype,
@@ -20,13 +17,7 @@ from megatron_fsdp_v2_mcore.flags.precision import (
     check_optimizer_flags,
     offloads,
 )
-from megatron_fsdp_v2_mcore.flags.settings import (
-    check_accumulation,
-    check_hybrid,
-    check_prefetch,
-    check_quantized,
-    reject,
-)
+from megatron_fsdp_v2_mcore.flags.settings import check_sharding, reject
 from megatron_fsdp_v2_mcore.flags.table import EMERGING, OWN_FLAGS, size
 
 __all__ = [
@@ -94,10 +85,9 @@ def check_before(args: Any) -> None:
             needed = " or ".join(map(flag_of, flag.needs))
             raise FlagError(f"{flag.flag} needs {needed}; add it, or leave both out")
     reject(args)
-    check_hybrid(args, args.expert_data_parallel_sharding_strategy)
-    check_accumulation(args, args.expert_data_parallel_sharding_strategy)
-    check_quantized(args)
-    check_prefetch(args.suggested_communication_unit_size, args.fsdp_unshard_prefetch_bytes)
+    check_sharding(
+        args, args.expert_data_parallel_sharding_strategy, args.fsdp_unshard_prefetch_bytes
+    )
     if args.init_model_with_meta_device and args.data_parallel_sharding_strategy == "no_shard":
         raise FlagError(
             "--init-model-with-meta-device cannot be used with --data-parallel-sharding-strategy "
@@ -109,13 +99,89 @@ def check_before(args: Any) -> None:
             "bf16 and fp32 only; use --bf16"
         )
     check_optimizer_flags(args)
-    check_parallel_sizes(args)
-    check_overlapping_experts(args)
+    _check_parallel_sizes(args)
+    _check_overlapping_experts(args)
     if args.load is not None:
         check_checkpoint_folder(
             args.load,
             may_be_empty=args.load == args.save,
             iteration=args.ckpt_step,
+        )
+
+
+def _check_overlapping_experts(source: Any, *, is_config: bool = False) -> None:
+    """Check options that depend on `--overlap-moe-expert-parallel-comm`.
+
+    Args:
+        source: Megatron's arguments, or a `TransformerConfig`.
+        is_config: Whether `source` is a `TransformerConfig`. Messages then name its fields.
+
+    Raises:
+        FlagError: A combination is not supported. The message names the flags.
+    """
+
+    def shown(name: str) -> str:
+        flag = flag_of(name)
+        value = getattr(source, name)
+        return f"{type(source).__name__}.{name} = {value} ({flag})" if is_config else flag
+
+    overlaps = getattr(source, "overlap_moe_expert_parallel_comm", False)
+    if not overlaps and getattr(source, "delay_wgrad_compute", False):
+        raise FlagError(
+            f"{shown('delay_wgrad_compute')} needs "
+            "--overlap-moe-expert-parallel-comm: only its schedule signals when all weight "
+            "gradients of a layer are computed"
+        )
+    if overlaps and getattr(source, "moe_latent_size", None):
+        raise FlagError(
+            f"{shown('moe_latent_size')} cannot be used with "
+            "--overlap-moe-expert-parallel-comm: Megatron projects from the latent space back on "
+            "the stream of the all-to-all, which does not wait for the weights of the layer; leave "
+            "one of them out"
+        )
+
+
+def _check_parallel_sizes(args: Any) -> None:
+    """Check that the parallel sizes divide the ranks and experts.
+
+    Raises:
+        FlagError: A size does not divide them, or a combination is not supported. The message
+            names the flags.
+    """
+    dense = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    experts = ("expert_model_parallel_size", "expert_tensor_parallel_size", dense[1])
+    sizes = {name: getattr(args, name) for name in (*dense, *experts)}
+    tensor, pipeline, context = (sizes[name] for name in dense)
+    sizes["expert_tensor_parallel_size"] = sizes["expert_tensor_parallel_size"] or tensor
+    expert, expert_tensor, _ = (sizes[name] for name in experts)
+
+    def flags(*names: str) -> str:
+        return " x ".join(f"{flag_of(name)} {sizes[name]}" for name in names)
+
+    for names in (dense, experts) if expert > 1 else (dense,):
+        if args.world_size % math.prod(sizes[name] for name in names):
+            raise FlagError(f"{args.world_size} ranks cannot be divided by {flags(*names)}")
+    apart = tensor * context != expert * expert_tensor
+    if args.use_tp_pp_dp_mapping and pipeline > 1 and apart:
+        raise FlagError(
+            f"--use-tp-pp-dp-mapping cannot be used with {flags(dense[1])} and "
+            f"{flags(dense[0], dense[2])} beside {flags(*experts[:2])}: Megatron requires equal "
+            "products; omit --use-tp-pp-dp-mapping"
+        )
+    variant = getattr(args, "experimental_attention_variant", None)
+    if variant == "gated_delta_net" and tensor > 1:
+        raise FlagError(
+            f"--experimental-attention-variant {variant} cannot be used with {flags(dense[0])}: "
+            "Megatron does not describe how its fused projections are sharded, which checkpoints "
+            "need"
+        )
+    if expert == 1:
+        return
+    if not args.num_experts:
+        raise FlagError(f"{flags(experts[0])} needs --num-experts")
+    if args.num_experts % expert:
+        raise FlagError(
+            f"--num-experts {args.num_experts} cannot be divided by {flags(experts[0])}"
         )
 
 
@@ -132,7 +198,7 @@ def reject_model_options(config: Any) -> None:
     Raises:
         FlagError: The value of a field is not supported.
     """
-    check_overlapping_experts(config, is_config=True)
+    _check_overlapping_experts(config, is_config=True)
     reject(config, ignored=_FILLED_IN)
 
 

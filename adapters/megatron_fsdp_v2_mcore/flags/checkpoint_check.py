@@ -56,19 +56,17 @@ def check_checkpoint_folder(
         FlagError: The checkpoint does not exist or is incomplete. The message names the problem.
     """
     root = Path(folder)
-    tracker = root / TRACKER
-    if not tracker.is_file():
+    if not (root / TRACKER).is_file():
         if may_be_empty and iteration is None:
             return
         state = "has no checkpoints" if root.is_dir() else "does not exist"
         raise FlagError(
             f"--load {folder} {state} (no {TRACKER}); pass the folder that a run named with --save"
         )
-    if iteration is None:
-        iteration = _tracked_iteration(tracker)
-    if iteration is None:
+    found = find_checkpoint(root, iteration)
+    if found is None or found[0].name == RELEASE:
         return
-    path = iteration_folder(root, iteration)
+    path, iteration = found
     if not path.is_dir():
         raise FlagError(f"--load {folder} has no checkpoint of iteration {iteration} ({path.name})")
     _check_dcp_folder(path)

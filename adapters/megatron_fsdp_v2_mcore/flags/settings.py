@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,17 +16,7 @@ from megatron_fsdp_v2_mcore.flags.errors import FlagError, flag_of
 from megatron_fsdp_v2_mcore.flags.options import Options
 from megatron_fsdp_v2_mcore.flags.table import rejected_by
 
-__all__ = [
-    "ShardingSettings",
-    "check_accumulation",
-    "check_hybrid",
-    "check_prefetch",
-    "check_quantized",
-    "notices",
-    "quantized_gathers",
-    "reject",
-    "sharding_settings",
-]
+__all__ = ["ShardingSettings", "check_sharding", "notices", "reject", "sharding_settings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,153 +56,88 @@ def reject(source: Any, *, ignored: Sequence[str] = ()) -> None:
         )
 
 
-def notices(source: Any, options: Options) -> list[str]:
-    """Return notices about options that this package implements in a different way.
+def notices(source: Any, options: Options) -> Iterator[str]:
+    """Yield notices about options that this package implements in a different way.
 
     Args:
         source: A `DistributedDataParallelConfig`, or Megatron's arguments.
         options: Options of this package.
     """
-    return [
-        *_about_double_buffers(source, options),
-        *_about_registration(source, options),
-        *_about_fp8_copies(source),
-    ]
-
-
-def _about_double_buffers(source: Any, options: Options) -> list[str]:
+    has_pool = options.runtime.enable_trace_pool
     fields = ("fsdp_double_buffer", "megatron_fsdp_max_pool_double_buffer")
     asked = [flag_of(name) for name in fields if getattr(source, name, False)]
-    if not asked:
-        return []
-    if options.runtime.enable_trace_pool:
-        how = "--fsdp-trace-pool keeps their memory at fixed addresses between steps"
-    else:
-        how = "add --fsdp-trace-pool to keep their memory at fixed addresses between steps"
-    suggested = getattr(source, "suggested_communication_unit_size", None)
-    runtime = options.runtime
-    if suggested is not None:
-        runtime = dataclasses.replace(runtime, unshard_prefetch_bytes=max(1, suggested))
-    return [f"{' and '.join(asked)}: without the flag, {runtime.live_units}; {how}"]
-
-
-def _about_registration(source: Any, options: Options) -> list[str]:
-    if not getattr(source, "nccl_ub", False) or options.runtime.enable_trace_pool:
-        return []
-    return [
-        "--use-nccl-ub: no memory is registered, since the addresses of gathered weights and "
-        "gradients change; add --fsdp-trace-pool for fixed addresses"
-    ]
-
-
-def _about_fp8_copies(source: Any) -> list[str]:
-    is_sharded = source.data_parallel_sharding_strategy == "optim_grads_params"
-    if not is_sharded or quantized_gathers(source) or source.keep_fp8_transpose_cache:
-        return []
-    return [
-        f"--{kind}-format: weights are gathered in bf16, and Transformer Engine may cache whole "
-        f"quantized weights on every rank between micro-batches; add --{kind}"
-        f"-param-gather to gather {share} the bytes without this cache"
-        for kind, share in (("fp8", "half"), ("fp4", "a quarter of"))
-        if getattr(source, kind, None)
-    ]
-
-
-def check_prefetch(suggested: int | None, nbytes: int | None) -> None:
-    """Check that at most one flag limits the prefetch.
-
-    Args:
-        suggested: Value of Megatron's flag.
-        nbytes: Value of this package's flag.
-
-    Raises:
-        FlagError: Both flags are given.
-    """
-    if suggested is not None and nbytes is not None:
-        raise FlagError(
-            "--suggested-communication-unit-size and --fsdp-unshard-prefetch-bytes both limit the "
-            "prefetch; leave one of them out"
+    if asked:
+        how = "--fsdp-trace-pool keeps" if has_pool else "add --fsdp-trace-pool to keep"
+        suggested = getattr(source, "suggested_communication_unit_size", None)
+        runtime = options.runtime
+        if suggested is not None:
+            runtime = dataclasses.replace(runtime, unshard_prefetch_bytes=max(1, suggested))
+        yield (
+            f"{' and '.join(asked)}: without the flag, {runtime.live_units}; {how} their memory at "
+            "fixed addresses between steps"
         )
+    if getattr(source, "nccl_ub", False) and not has_pool:
+        yield (
+            "--use-nccl-ub: no memory is registered, since the addresses of gathered weights and "
+            "gradients change; add --fsdp-trace-pool for fixed addresses"
+        )
+    is_sharded = source.data_parallel_sharding_strategy == "optim_grads_params"
+    if not is_sharded or _quantized_gathers(source) or source.keep_fp8_transpose_cache:
+        return
+    for kind, share in (("fp8", "half"), ("fp4", "a quarter of")):
+        if getattr(source, kind, None):
+            yield (
+                f"--{kind}-format: weights are gathered in bf16, and Transformer Engine may cache "
+                "whole quantized weights on every rank between micro-batches; add "
+                f"--{kind}-param-gather to gather {share} the bytes without this cache"
+            )
 
 
-def check_hybrid(source: Any, expert_strategy: str | None = None) -> None:
-    """Check the flags that an outer sharding strategy needs.
+def check_sharding(
+    source: Any, expert_strategy: str | None, unshard_prefetch_bytes: int | None
+) -> None:
+    """Check the combination of options that shard parameters.
 
     Args:
         source: A `DistributedDataParallelConfig`, or Megatron's arguments.
         expert_strategy: Sharding strategy of experts, if it differs.
+        unshard_prefetch_bytes: This package's limit of the prefetch.
 
     Raises:
-        FlagError: There is only one optimizer instance, or the inner strategy shards nothing. The
-            message names the flags.
+        FlagError: Options cannot be combined. The message names the flags.
     """
+    replicated = [
+        flag
+        for flag, strategy in (
+            ("--data-parallel-sharding-strategy", source.data_parallel_sharding_strategy),
+            ("--expert-data-parallel-sharding-strategy", expert_strategy),
+        )
+        if strategy == "no_shard"
+    ]
     outer = source.outer_dp_sharding_strategy
-    if outer == "no_shard":
-        return
-    if source.num_distributed_optimizer_instances == 1:
+    if outer != "no_shard" and source.num_distributed_optimizer_instances == 1:
         raise FlagError(
             f"--outer-dp-sharding-strategy {outer} shards between optimizer instances, and there "
             "is one; add --num-distributed-optimizer-instances"
         )
-    for flag in _replicated_by(source, expert_strategy):
+    if outer != "no_shard" and replicated:
         raise FlagError(
-            f"--outer-dp-sharding-strategy {outer} shards further what {flag} shards, and "
+            f"--outer-dp-sharding-strategy {outer} shards further what {replicated[0]} shards, and "
             "no_shard shards nothing; use optim, optim_grads or optim_grads_params"
         )
-
-
-def check_accumulation(source: Any, expert_strategy: str | None = None) -> None:
-    """Check that gradients are reduce-scattered if fp32 accumulation is requested.
-
-    Args:
-        source: A `DistributedDataParallelConfig`, or Megatron's arguments.
-        expert_strategy: Sharding strategy of experts, if it differs.
-
-    Raises:
-        FlagError: A strategy all-reduces gradients. The message names the flags.
-    """
-    field = "reduce_scatter_with_fp32_accumulation"
-    if not (getattr(source, field, False) or getattr(source, f"ddp_{field}", False)):
-        return
-    for flag in _replicated_by(source, expert_strategy):
+    accumulates = "reduce_scatter_with_fp32_accumulation"
+    if replicated and any(getattr(source, f"{at}{accumulates}", False) for at in ("", "ddp_")):
         raise FlagError(
-            f"{flag} no_shard all-reduces gradients, and "
+            f"{replicated[0]} no_shard all-reduces gradients, and "
             "--ddp-reduce-scatter-with-fp32-accumulation applies to reduce-scatters; use optim, "
             "optim_grads or optim_grads_params, or --megatron-fsdp-grad-comm-dtype fp32 instead"
         )
-
-
-def _replicated_by(source: Any, expert_strategy: str | None) -> list[str]:
-    """Return the flags whose strategy is `no_shard`."""
-    strategies = {
-        "--data-parallel-sharding-strategy": source.data_parallel_sharding_strategy,
-        "--expert-data-parallel-sharding-strategy": expert_strategy,
-    }
-    return [flag for flag, strategy in strategies.items() if strategy == "no_shard"]
-
-
-def quantized_gathers(source: Any) -> str | None:
-    """Return the flag that enables all-gathers of quantized weights, if one is given.
-
-    Args:
-        source: A `DistributedDataParallelConfig`, or Megatron's arguments.
-    """
-    for name in ("fp8_param_gather", "fp4_param_gather"):
-        if getattr(source, name):
-            return flag_of(name)
-    return None
-
-
-def check_quantized(source: Any) -> None:
-    """Check the options that quantized weights need.
-
-    Args:
-        source: A `DistributedDataParallelConfig`, or Megatron's arguments.
-
-    Raises:
-        FlagError: An option does not support quantized weights. The message names the flags.
-    """
-    flag = quantized_gathers(source)
+    if source.suggested_communication_unit_size is not None and unshard_prefetch_bytes is not None:
+        raise FlagError(
+            "--suggested-communication-unit-size and --fsdp-unshard-prefetch-bytes both limit the "
+            "prefetch; leave one of them out"
+        )
+    flag = _quantized_gathers(source)
     if flag is None:
         return
     if getattr(source, "use_cpu_initialization", False):
@@ -227,6 +152,14 @@ def check_quantized(source: Any) -> None:
             "lost if main weights have a low precision; use "
             f"--megatron-fsdp-main-params-dtype fp32, not {main_weights or 'auto'}"
         )
+
+
+def _quantized_gathers(source: Any) -> str | None:
+    """Return the flag that enables all-gathers of quantized weights, if one is given."""
+    for name in ("fp8_param_gather", "fp4_param_gather"):
+        if getattr(source, name):
+            return flag_of(name)
+    return None
 
 
 def sharding_settings(
@@ -245,11 +178,8 @@ def sharding_settings(
             both limit the prefetch. The message names the flag.
     """
     reject(ddp_config)
-    check_hybrid(ddp_config)
-    check_quantized(ddp_config)
-    check_accumulation(ddp_config)
     suggested, runtime = ddp_config.suggested_communication_unit_size, options.runtime
-    check_prefetch(suggested, runtime.unshard_prefetch_bytes)
+    check_sharding(ddp_config, options.expert_strategy, runtime.unshard_prefetch_bytes)
     unit_bytes, prefetches = options.unit_bytes, ddp_config.overlap_param_gather
     if suggested is not None:
         ahead = max(0, suggested // 2)

@@ -7,9 +7,9 @@ another, so that the computation of one overlaps with the all-to-all of the othe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -19,25 +19,6 @@ from megatron_fsdp_v2 import FSDPModule
 from megatron_fsdp_v2.runtime.scheduled import ScheduledUnits
 
 __all__ = ["follow_plan", "scheduled_parts"]
-
-
-class _Span(NamedTuple):
-    """The nodes of a layer between which a unit is used.
-
-    Attributes:
-        part: The unit's module.
-        first_forward: The first node whose forward uses the unit.
-        last_forward: The last node whose forward uses the unit.
-        first_backward: The first node whose backward uses the unit.
-        last_backward: The last node whose backward uses the unit. All gradients of the unit exist
-            after it.
-    """
-
-    part: nn.Module
-    first_forward: Any
-    last_forward: Any
-    first_backward: Any
-    last_backward: Any
 
 
 def scheduled_parts(chunk: nn.Module) -> list[nn.Module]:
@@ -75,36 +56,36 @@ def follow_plan(plan: Any, units: ScheduledUnits) -> None:
         # The final norm runs with the last combine node, on the stream of the all-to-all.
         _around(plan.post_process, "backward_func", before=units.expect_gradients)
     for index in range(plan.num_layers()):
-        for span in _spans(plan.get_layer(index)):
-            part = span.part
-            _around(span.first_forward, "forward_func", before=partial(units.begin_forward, part))
-            span.last_forward.set_post_forward_hook(partial(units.end_forward, part))
-            begin = partial(units.begin_backward, part)
-            _around(span.first_backward, "backward_func", before=begin)
-            # Megatron calls this hook after delayed weight gradients are computed.
-            span.last_backward.set_post_backward_hook(partial(units.end_backward, part))
+        _follow_layer(plan.get_layer(index), units)
 
 
-def _spans(nodes: Any) -> Iterator[_Span]:
-    """Yield the nodes that use each unit. All other parameters stay gathered for the whole plan.
+def _follow_layer(nodes: Any, units: ScheduledUnits) -> None:
+    """Gather and reduce a layer's units. All other parameters stay gathered for the whole plan.
 
     Dispatch and combine run on another stream and use no parameters of a layer. The layer's memory
     therefore belongs to the stream of all other nodes, on which it is gathered and freed.
     """
+
+    def use(part: nn.Module, last_forward: Any, first_backward: Any, first: Any) -> None:
+        """Gather a unit from the node `first` on, whose backward completes its gradients."""
+        _around(first, "forward_func", before=partial(units.begin_forward, part))
+        last_forward.set_post_forward_hook(partial(units.end_forward, part))
+        _around(first_backward, "backward_func", before=partial(units.begin_backward, part))
+        # Megatron calls this hook after delayed weight gradients are computed.
+        first.set_post_backward_hook(partial(units.end_backward, part))
+
     layer = getattr(nodes.layer, "mtp_model_layer", nodes.layer)
     before, mlp = nodes.pre_dispatch_computation, nodes.mlp
     experts = _experts_of(layer)
     if experts is not None:
-        yield _Span(experts, mlp, mlp, mlp, mlp)
+        use(experts, mlp, mlp, mlp)
     if not _is_unit(layer):
         return
     if experts is None:
-        yield _Span(layer, before, mlp, mlp, before)
-    elif layer.recompute_pre_mlp_layernorm:
-        # The recomputation starts when a gradient reaches the output of the experts.
-        yield _Span(layer, before, before, mlp, before)
+        use(layer, mlp, mlp, before)
     else:
-        yield _Span(layer, before, before, before, before)
+        # A recomputation starts when a gradient reaches the output of the experts.
+        use(layer, before, mlp if layer.recompute_pre_mlp_layernorm else before, before)
 
 
 def _around(

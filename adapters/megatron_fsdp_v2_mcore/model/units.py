@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.pipeline_parallel.utils import is_pp_first_stage
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import get_attr_wrapped_model
 from torch import nn
 
 from megatron_fsdp_v2 import group_modules
@@ -25,6 +27,7 @@ from megatron_fsdp_v2_mcore.model.tensor_shards import is_expert
 __all__ = [
     "UNIT_CLASSES",
     "PlannedUnit",
+    "add_up_embedding_grads",
     "broadcast_parameters",
     "hand_gathered_weights",
     "plan_units",
@@ -204,6 +207,36 @@ def shared_by_stages(chunk: nn.Module) -> set[nn.Parameter]:
     Megatron sums their local gradient shards, so that both stages must shard them identically.
     """
     return {param for param in chunk.parameters() if getattr(param, "shared_embedding", False)}
+
+
+def add_up_embedding_grads(original: Callable[..., None]) -> Callable[..., None]:
+    """Replace Megatron's reduction, which assigns a plain tensor to the gradient of a DTensor.
+
+    Both stages shard the embedding identically (see `shared_by_stages`), so that the sum of
+    their local shards is the shard of the summed gradient.
+    """
+
+    def add_up(
+        model: list[Any],
+        embd_group: Any,
+        pp_group: Any,
+        weight_getter: Callable[[Any], Any],
+        skip_if_none: bool = True,
+        config: Any = None,
+    ) -> None:
+        if embd_group is None or dist.get_world_size(embd_group) <= 1 or not model:
+            return
+        if not any(isinstance(param, UnevenDTensor) for param in model[0].parameters()):
+            original(model, embd_group, pp_group, weight_getter, skip_if_none, config)
+            return
+        if dist.get_rank() not in dist.get_process_group_ranks(embd_group):
+            return
+        chunk = model[0] if is_pp_first_stage(pp_group) else model[-1]
+        weight = weight_getter(get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True))
+        if weight is not None and weight.grad is not None:
+            dist.all_reduce(local_of(weight.grad), group=embd_group)
+
+    return add_up
 
 
 def broadcast_parameters(modules: Iterable[nn.Module], data: Sequence[Any]) -> None:

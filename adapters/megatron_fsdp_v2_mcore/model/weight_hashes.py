@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2._text import listed
+from megatron_fsdp_v2.checkpoint.errors import everyones
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.params.group import ParameterGroup
@@ -62,8 +63,7 @@ def compare(chunks: Iterable[nn.Module]) -> None:
             if not was_gathered:
                 unit.reshard()
     found = [text for group, mine in hashes.items() for text in _differences(group, mine)]
-    counts = _gathered(len(found), None)
-    if not any(counts):
+    if not any(everyones(len(found))):
         return
     if not found:
         raise RuntimeError("other ranks hold weights that differ; see their errors")
@@ -92,18 +92,12 @@ def _hash(tensor: torch.Tensor) -> str:
 
 def _differences(group: Any, mine: dict[str, str]) -> list[str]:
     """Return the tensors that differ from those of the group's first rank. Collective."""
-    everyones = _gathered(mine, group)
     ranks = dist.get_process_group_ranks(group)
+    hashes: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(hashes, mine, group=group)
     return [
         f"{name} on rank {rank} and rank {ranks[0]}"
-        for rank, theirs in zip(ranks, everyones, strict=True)
+        for rank, theirs in zip(ranks, hashes, strict=True)
         for name in mine
-        if theirs[name] != everyones[0][name]
+        if theirs[name] != hashes[0][name]
     ]
-
-
-def _gathered(mine: Any, group: Any) -> list[Any]:
-    """All-gather a Python object over a group, or over all ranks if it is None."""
-    everyones: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyones, mine, group=group)
-    return everyones

@@ -79,6 +79,7 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
     """
 
     options: Options = Options()
+    _has_command_line = False
 
     def __init__(
         self,
@@ -194,10 +195,6 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
                 ),
             )
         hand_gathered_weights(self.module)
-
-    @property
-    def _has_command_line(self) -> bool:
-        return type(self) is not FullyShardedDataParallel
 
     def _say(self, notice: str) -> None:
         if not self._has_command_line:
@@ -319,8 +316,8 @@ class _ParamAndGradBuffer:
 def with_active_options(original: type) -> type[FullyShardedDataParallel]:
     """Return a wrapper class with the options of the command line, which Megatron does not pass."""
     del original
-    name = FullyShardedDataParallel.__name__
-    return type(name, (FullyShardedDataParallel,), {"options": active_options()})
+    attributes = {"options": active_options(), "_has_command_line": True}
+    return type(FullyShardedDataParallel.__name__, (FullyShardedDataParallel,), attributes)
 
 
 def _check_tensor_groups(groups: Any, config: Any) -> None:

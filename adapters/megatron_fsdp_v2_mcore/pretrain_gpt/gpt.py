@@ -89,8 +89,7 @@ def build_model(
 
 def _reads_data(args: Any, vp_stage: int | None) -> bool:
     """Whether this rank's stage needs tokens or labels."""
-    uses_data = is_first_or_last_pipeline_stage(vp_stage) or _has_mtp(args, vp_stage)
-    return bool(uses_data)
+    return bool(is_first_or_last_pipeline_stage(vp_stage) or _has_mtp(args, vp_stage))
 
 
 def _has_mtp(args: Any, vp_stage: int | None) -> bool:
@@ -193,8 +192,8 @@ def loss_function(
     mask = loss_mask.view(-1).float()
     total = torch.sum(losses.view(-1).float() * mask)
     num_tokens = mask.sum().clone().detach().to(torch.int)
+    rerun = get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
-        rerun = get_rerun_state_machine()
         for check, message in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
             rerun.validate_result(
                 result=total,
@@ -204,7 +203,6 @@ def loss_function(
                 fatal=True,
             )
     if args.check_for_spiky_loss:
-        rerun = get_rerun_state_machine()
         rerun.validate_result(
             result=total,
             rejection_func=partial(

@@ -11,7 +11,6 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ from megatron_fsdp_v2_mcore.flags.checkpoint_check import (
 )
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
-__all__ = ["export", "to_torch_dist"]
+__all__ = ["Export", "export", "to_torch_dist"]
 
 MODEL = "model."
 STATE = "optimizer.state."
@@ -57,29 +56,12 @@ _EXPERT = re.compile(r".*\bmlp\.experts\.(?:local_experts|linear_fc)")
 _ATTENTION = re.compile(r"(.*\bself_attention)\.linear_proj")
 
 
-@dataclass(frozen=True, slots=True)
-class Converted:
-    """The result of an export.
-
-    Attributes:
-        path: The folder of the iteration.
-        num_tensors: Number of tensors: weights of one layer and expert, main weights, moments.
-        num_bytes: Total size of the tensors.
-        left_out: Name of the optimizer if its state was not exported.
-    """
-
-    path: Path
-    num_tensors: int
-    num_bytes: int
-    left_out: str | None = None
-
-
 def export(
     source: str | Path,
     target: str | Path,
     iteration: int | None = None,
     expert_parallel: int | None = None,
-) -> Converted:
+) -> Export:
     """Export a checkpoint of a sharded run as a `torch_dist` checkpoint.
 
     The state of optimizers other than Adam is not exported.
@@ -97,8 +79,7 @@ def export(
     """
     check_checkpoint_folder(source, may_be_empty=False, iteration=iteration)
     found = find_checkpoint(source, iteration)
-    if found is None:
-        raise FlagError(f"{source} has no checkpoint")
+    assert found is not None
     path, iteration = found
     if is_torch_dist(path):
         raise FlagError(f"{path} is already a torch_dist checkpoint")
@@ -106,18 +87,24 @@ def export(
     if (written / ".metadata").exists():
         raise FlagError(f"{written} already exists; use another folder or remove it")
     with flag_errors(), naming_full_disk(written):
-        job = _Export(MegatronFolder(path), written, expert_parallel)
+        job = Export(MegatronFolder(path), written, expert_parallel)
         job.write()
     (written / CONFIG).write_text(
         json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
     )
     latest = find_checkpoint(target)
     (Path(target) / TRACKER).write_text(str(max(iteration, latest[1] if latest else 0)))
-    return Converted(written, job.num_tensors, job.num_bytes, job.left_out)
+    return job
 
 
-class _Export:
-    """The export of one checkpoint."""
+class Export:
+    """The export of one checkpoint.
+
+    Attributes:
+        path: The folder that is written.
+        num_tensors: Number of tensors: weights of one layer and expert, main weights, moments.
+        num_bytes: Total size of the tensors.
+    """
 
     def __init__(self, folder: MegatronFolder, target: Path, expert_parallel: int | None) -> None:
         self._folder = folder
@@ -130,7 +117,7 @@ class _Export:
         self._expert_parallel = expert_parallel or self._args.expert_model_parallel_size
         # Megatron's other optimizers have other wrappers and other entries in a checkpoint.
         self._has_optimizer = bool(self._options()) and self.left_out is None
-        self._target = target
+        self.path = target
         self._tensors: dict[str, Blocks] = {}
         self._written: dict[str, StoredObject] = {}
 
@@ -154,7 +141,7 @@ class _Export:
         if has_rng:
             self._write_rng_states()
         self._add_object(COMMON, common)
-        write_folder(self._target, {**self._tensors, **self._written}, has_manifest=False)
+        write_folder(self.path, {**self._tensors, **self._written}, has_manifest=False)
 
     def _write_weight(self, name: str, place: Place) -> None:
         options = self._options().get(split_piece(name)[0])

@@ -172,10 +172,10 @@ QUANTIZED_SAME: tuple[Row, ...] = (
 
 _FP8, _FP4 = (f"{FORMATS[name]} {GATHERS[name]}" for name in ("tensorwise", "nvfp4"))
 # Two steps of two micro-batches before the checkpoint: all of a history counts.
-_HISTORY = f"{FORMATS['delayed']} --fp8-amax-history-len 4 --fp8-amax-compute-algo max"
-_DELAYED = f"{_HISTORY} {GATHERS['delayed']}"
+HISTORY = f"{FORMATS['delayed']} --fp8-amax-history-len 4 --fp8-amax-compute-algo max"
+DELAYED_GATHERED = f"{HISTORY} {GATHERS['delayed']}"
 # Ranks evaluate samples of their own, whose maxima are not reduced before the checkpoint is saved.
-_EVALUATED = "--eval-interval 2 --eval-iters 1"
+EVALUATED = "--eval-interval 2 --eval-iters 1"
 
 # A checkpoint has main weights, so that runs with and without quantized ones load it.
 QUANTIZED_RESUMES: tuple[Resume, ...] = (
@@ -195,8 +195,8 @@ QUANTIZED_RESUMES: tuple[Resume, ...] = (
             ("NVFP4, one rank", Setup(2, ZERO3, _FP4), Setup(1, ZERO3, _FP4), 1e-2),
             ("NVFP4, bf16 from now on", Setup(2, ZERO3, _FP4), Setup(2, ZERO1, BLACKWELL), 1e-2),
             ("NVFP4, bf16 at one rank", Setup(2, ZERO3, _FP4), Setup(1, ZERO1, BLACKWELL), 1e-2),
-            ("delayed, bf16 from now on", Setup(2, ZERO3, _DELAYED), Setup(2, ZERO3), 1e-2),
-            ("bf16, delayed from now on", Setup(2, ZERO3), Setup(2, ZERO3, _DELAYED), 1e-2),
+            ("delayed, bf16 from now on", Setup(2, ZERO3, DELAYED_GATHERED), Setup(2, ZERO3), 1e-2),
+            ("bf16, delayed from now on", Setup(2, ZERO3), Setup(2, ZERO3, DELAYED_GATHERED), 1e-2),
         )
     ),
     # Scales and maxima of delayed scaling are in the checkpoint.
@@ -204,15 +204,15 @@ QUANTIZED_RESUMES: tuple[Resume, ...] = (
         Resume(f"to the bit: {setup}", MODEL, setup, setup, tolerance=0)
         for setup in (
             *(
-                Setup(2, ZERO3, f"{_DELAYED} {flags}")
+                Setup(2, ZERO3, f"{DELAYED_GATHERED} {flags}")
                 for flags in (
                     "--async-save", TP2_SP, PP2, VPP2, FULL_RECOMPUTE,
                     f"{ALLTOALL} --moe-router-load-balancing-type none --moe-grouped-gemm {EP2}",
                     f"{ALLTOALL} {EP2}",
                 )
             ),
-            Setup(2, ZERO3, _HISTORY),
-            Setup(4, ZERO3, f"{_DELAYED} {TP2_SP} {_EVALUATED}"),
+            Setup(2, ZERO3, HISTORY),
+            Setup(4, ZERO3, f"{DELAYED_GATHERED} {TP2_SP} {EVALUATED}"),
         )
     ),
 )

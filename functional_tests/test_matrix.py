@@ -20,12 +20,13 @@ from functional_tests.matrix import (
 from functional_tests.quantized import QUANTIZED, QUANTIZED_RESUMES, QUANTIZED_SAME
 from functional_tests.rows import RESUMES, ROWS, SAME
 from functional_tests.table import Table
-from functional_tests.trainings import Difference, Trainings, first_difference, largest
+from functional_tests.trainings import Difference, Trainings
 from megatron_fsdp_v2_mcore.checkpoint.torch_dist.export import export
 from tests.cases import quick_if
 from tests.mcore.checkpoint_values import digests, together
 from tests.mcore.flags import loading, saving
-from tests.mcore.trained import assert_equal
+from tests.mcore.session import distance
+from tests.mcore.trained import assert_equal, first_difference
 
 
 def _cases(rows: Sequence[Row]) -> list[Any]:
@@ -48,7 +49,7 @@ def _compare(trainings: Trainings, table: Table, row: Row, strategy: str) -> Non
     mine = trainings(row.sharded(strategy))
     difference = Difference.between(mine, reference, row.iterations)
     bound = Difference(*row.bounds)
-    where = first_difference(mine, reference, bound)
+    where = first_difference(mine, reference, bound.loss, bound.norm)
     assert difference.within(bound), f"{strategy}: {difference}; {where}"
     assert any(mine.skipped) or "--fp16" not in row.flags.split(), "no step overflowed"
     finds = row.finds if row.probe else []
@@ -87,7 +88,7 @@ def test_a_run_continues_from_what_another_one_saved(
         folder = export(folder, tmp_path, SAVED).path.parent
     resumed = trainings(loads.adding(*loading(folder, SAVED)))
     assert (len(uninterrupted.losses), len(resumed.losses)) == (RESUMED_TO, RESUMED_TO - SAVED)
-    difference = largest(resumed.losses, uninterrupted.losses[SAVED:])
+    difference = distance(resumed.losses, uninterrupted.losses[SAVED:])
     assert difference <= resume.tolerance, f"{resumed} against {uninterrupted.losses[SAVED:]}"
     if resume.tolerance == 0:
         assert_equal(resumed, uninterrupted, after=SAVED)

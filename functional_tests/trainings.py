@@ -10,7 +10,7 @@ from unittest import mock
 from functional_tests.matrix import Run
 from functional_tests.probes import left_gathered
 from tests.mcore import session
-from tests.mcore.session import Training, train
+from tests.mcore.session import Training, distance, train
 from tests.mcore.trained import run_of_ranks
 from tests.ranks import RankPools
 
@@ -82,12 +82,12 @@ class Difference:
             assert abs(a - b) <= max(zeros_by_chance, 1e-3 * b), f"{a} zeros against {b}"
         return cls(
             loss=max(
-                largest(mine.losses, theirs.losses),
-                largest(mine.evaluations, theirs.evaluations),
+                distance(mine.losses, theirs.losses),
+                distance(mine.evaluations, theirs.evaluations),
             ),
             norm=max(
-                largest(mine.grad_norms, theirs.grad_norms),
-                largest(mine.params_norms, theirs.params_norms),
+                distance(mine.grad_norms, theirs.grad_norms),
+                distance(mine.params_norms, theirs.params_norms),
             ),
         )
 
@@ -106,29 +106,6 @@ class Difference:
 
     def __str__(self) -> str:
         return f"losses differ by {self.loss:.1e}, norms by {self.norm:.1e}"
-
-
-def first_difference(mine: Training, theirs: Training, bound: Difference) -> str:
-    """Which iteration differs first, and in what, for the message of a failed comparison."""
-    found = []
-    for name, allowed in (
-        ("losses", bound.loss),
-        ("evaluations", bound.loss),
-        ("grad_norms", bound.norm),
-        ("params_norms", bound.norm),
-    ):
-        pairs = zip(getattr(mine, name), getattr(theirs, name), strict=True)
-        for position, (a, b) in enumerate(pairs, start=1):
-            if largest([a], [b]) > allowed:
-                found.append(f"{name} first at {position}: {a} against {b}")
-                break
-    return "; ".join(found)
-
-
-def largest(mine: Sequence[float], theirs: Sequence[float]) -> float:
-    """Largest relative difference of two curves of equal length; 0 of none."""
-    pairs = zip(mine, theirs, strict=True)
-    return max((abs(a - b) / abs(b) for a, b in pairs if a != b), default=0.0)
 
 
 def train_in_fp32(flags: Sequence[str], *args: Any, **options: Any) -> Training:

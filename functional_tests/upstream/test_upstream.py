@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from functional_tests.table import Table
-from functional_tests.trainings import Difference, Trainings, first_difference
+from functional_tests.trainings import Difference, Trainings
 from functional_tests.upstream.configurations import read
 from functional_tests.upstream.conftest import known_own_precision, known_rejections
 from functional_tests.upstream.shrink import (
@@ -28,6 +28,7 @@ from functional_tests.upstream.sides import (
     reference,
     sharded,
 )
+from tests.mcore.trained import first_difference
 
 TOLERANCE = 1e-6
 
@@ -92,6 +93,6 @@ def test_it_trains_like_megatrons_ddp(
     mine = trainings(in_precision(sharded(each)))
     difference = Difference.between(mine, theirs, ITERATIONS, ZEROS_BY_CHANCE)
     bound = Difference(TOLERANCE, TOLERANCE)
-    where = first_difference(mine, theirs, bound)
+    where = first_difference(mine, theirs, TOLERANCE, TOLERANCE)
     assert difference.within(bound), f"{difference}; {where}"
     table.add((each.name, str(each.world_size), precision), difference)

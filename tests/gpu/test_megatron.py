@@ -12,11 +12,10 @@ import pytest
 from examples.pretrain_text.launch import training_command
 from functional_tests.matrix import RESUMED_TO, SAVED, Row
 from functional_tests.rows import ROWS
-from functional_tests.trainings import largest
 from megatron_cpu_rehearsal.te.load import why_not_installed
 from tests.gpu.machine import Machine, has_transformer_engine, run_command
 from tests.mcore.command_line import PRINTED
-from tests.mcore.session import fsdp
+from tests.mcore.session import distance, fsdp
 
 # One for each step of a chain of sums in another order: on a GPU kernels are chosen by alignment,
 # and Transformer Engine multiplies fp32 matrices in TF32.
@@ -84,7 +83,7 @@ def losses(
 
 def _difference(mine: dict[int, float], theirs: dict[int, float]) -> float:
     assert mine.keys() == theirs.keys()
-    return largest(list(mine.values()), list(theirs.values()))
+    return distance(list(mine.values()), list(theirs.values()))
 
 
 LIKE_DDP = [
@@ -138,7 +137,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_another_strategy(
     resumed = losses(machine, tmp_path, 2, [*common, *fsdp("optim", *loading)], "resumed_run")
     # Megatron prints a mean over two iterations in the second line of a run.
     compared = [number for number in resumed if number > SAVED + 2]
-    worst = largest([resumed[n] for n in compared], [expected[n] for n in compared])
+    worst = distance([resumed[n] for n in compared], [expected[n] for n in compared])
     assert compared and worst <= TOLERANCE[machine.device] + PRINTED
 
 

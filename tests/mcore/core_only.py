@@ -8,6 +8,7 @@ import multiprocessing
 import sys
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -115,8 +116,8 @@ def save_and_go_on(options: dict[str, Any], folder: str) -> tuple[list[Any], lis
         return uninterrupted, example.run(settings, model, optimizer, data)
 
 
-def train_quickstart(options: dict[str, Any]) -> list[float]:
-    """A loop as simple as can be: torch's Adam over the wrapped model's parameters.
+def train_quickstart(options: dict[str, Any]) -> list[tuple[float | None, float]]:
+    """The example with torch's Adam over the wrapped model's parameters.
 
     Args:
         options: `groups`: names of the process groups given to the wrapper, or None; and those
@@ -124,65 +125,36 @@ def train_quickstart(options: dict[str, Any]) -> list[float]:
     """
     example = enter()
     names = options.pop("groups", None)
+    settings = example.Settings(iterations=4, micro_batches=1, **options)
     with _clean():
-        from megatron.core.distributed import finalize_model_grads
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-        from megatron.core.process_groups_config import ProcessGroupCollection
-
-        import megatron_fsdp_v2_mcore
-
-        settings = example.Settings(**options)
         example.start(settings)
-        if settings.ddp:
+        with contextlib.nullcontext() if names is None else _wrapping(*names):
             model = example.build(settings)
-        else:
-            wrap, groups = megatron_fsdp_v2_mcore.FullyShardedDataParallel, None
-            if names is not None:
-                every = ProcessGroupCollection.use_mpu_process_groups()
-                groups = ProcessGroupCollection(**{name: getattr(every, name) for name in names})
-            with _wrapping(groups):
-                model = example.build(settings)
-            assert isinstance(model, wrap)
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-        data, losses = example.batches(), []
-        model.config.finalize_model_grads_func = None
-        for _ in range(4):
-            optimizer.zero_grad()
-            model.zero_grad_buffer()
-            reduced = get_forward_backward_func()(
-                forward_step_func=example.forward_step,
-                data_iterator=data,
-                model=model,
-                num_microbatches=1,
-                seq_length=example.SEQUENCE,
-                micro_batch_size=example.MICRO_BATCH,
-                decoder_seq_length=example.SEQUENCE,
-                forward_only=False,
-            )
-            finalize_model_grads([model])
-            if settings.ddp:
-                for param in model.parameters():
-                    param.grad = param.main_grad
-            optimizer.step()
-            losses.append(float(reduced[0]["lm loss"]))
-        return losses
+        adam = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+        def step() -> tuple[bool, float, None]:
+            for param in model.parameters() if settings.ddp else ():
+                param.grad = param.main_grad
+            adam.step()
+            return True, 0.0, None
+
+        optimizer = SimpleNamespace(zero_grad=adam.zero_grad, step=step)
+        history: list[tuple[float | None, float]] = example.run(
+            settings, model, optimizer, example.batches()
+        )
+        return history
 
 
-@contextlib.contextmanager
-def _wrapping(groups: Any) -> Iterator[None]:
-    """Have the example's wrapper given process groups."""
+def _wrapping(*names: str) -> Any:
+    """Have the example's wrapper given these process groups and no others."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
     import megatron_fsdp_v2_mcore
 
-    original = megatron_fsdp_v2_mcore.FullyShardedDataParallel
-    if groups is None:
-        yield
-        return
-    wrap = functools.partial(original, pg_collection=groups)
-    megatron_fsdp_v2_mcore.FullyShardedDataParallel = wrap  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        del megatron_fsdp_v2_mcore.FullyShardedDataParallel
+    every = ProcessGroupCollection.use_mpu_process_groups()
+    groups = ProcessGroupCollection(**{name: getattr(every, name) for name in names})
+    wrap = functools.partial(megatron_fsdp_v2_mcore.FullyShardedDataParallel, pg_collection=groups)
+    return mock.patch.object(megatron_fsdp_v2_mcore, "FullyShardedDataParallel", wrap)
 
 
 def errors() -> dict[str, str]:
@@ -241,14 +213,10 @@ def missing_groups() -> dict[str, str]:
         ("experts", {"expert_parallel": 2}, ("dp", "dp_cp", "tp")),
     ):
         with _clean():
-            from megatron.core.process_groups_config import ProcessGroupCollection
-
             settings = example.Settings(**options)
             example.start(settings)
-            every = ProcessGroupCollection.use_mpu_process_groups()
-            groups = ProcessGroupCollection(**{name: getattr(every, name) for name in names})
             try:
-                with _wrapping(groups):
+                with _wrapping(*names):
                     example.build(settings)
             except ValueError as error:
                 found[what] = str(error)

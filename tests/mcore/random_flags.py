@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from functional_tests.matrix import STRATEGIES
-from functional_tests.trainings import largest
 from tests.mcore.flags import fsdp
+from tests.mcore.session import distance
 from tests.mcore.trained import trained
 from tests.ranks import RankFailure, RankPools, rank_pools
 
@@ -153,7 +153,7 @@ def outcome(pools: RankPools, case: Combination) -> str:
     if isinstance(theirs, str):
         raise AssertionError(f"{case}: trains sharded, and Megatron's DDP is {theirs}")
     assert len(mine.losses) == ITERATIONS
-    difference = largest(mine.losses, theirs.losses)
+    difference = distance(mine.losses, theirs.losses)
     assert difference <= case.tolerance, f"{case}: losses differ by {difference:.1e}"
     return "equal"
 

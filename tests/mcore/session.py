@@ -176,20 +176,18 @@ def curves(results: Sequence[Training]) -> Training:
     seen = [result for result in results if result.losses]
     # A run that loads its last iteration trains nothing.
     first = (seen or results)[0]
-    for result in seen:
-        assert result.losses == first.losses, "ranks report other losses"
-        assert result.evaluations == first.evaluations, "ranks report other evaluations"
-    for result in results:
-        assert result.grad_norms == first.grad_norms, "ranks report other norms"
-        assert result.params_norms == first.params_norms, "ranks report other parameter norms"
-        assert result.num_zeros == first.num_zeros, "ranks report other numbers of zeros"
-        assert result.loss_scales == first.loss_scales, "ranks report other loss scales"
+    on_all = ("grad_norms", "params_norms", "num_zeros", "loss_scales")
+    for found, names in ((seen, ("losses", "evaluations")), (results, on_all)):
+        for result in found:
+            for name in names:
+                assert getattr(result, name) == getattr(first, name), f"ranks report other {name}"
     return dataclasses.replace(first, extras=[result.extras for result in results])
 
 
 def distance(mine: Sequence[float], theirs: Sequence[float]) -> float:
-    """Largest relative difference of two curves of equal length."""
-    return max(abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True))
+    """Largest relative difference of two curves of equal length; 0 of none."""
+    pairs = zip(mine, theirs, strict=True)
+    return max((abs(a - b) / abs(b) for a, b in pairs if a != b), default=0.0)
 
 
 MOST_ORDERS = 6

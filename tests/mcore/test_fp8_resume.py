@@ -12,7 +12,14 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-from functional_tests.quantized import BLACKWELL, FORMATS, MODEL
+from functional_tests.quantized import (
+    BLACKWELL,
+    DELAYED_GATHERED,
+    EVALUATED,
+    FORMATS,
+    HISTORY,
+    MODEL,
+)
 from megatron_fsdp_v2.checkpoint.exporting import export
 from megatron_fsdp_v2.checkpoint.verifying import verify
 from megatron_fsdp_v2_mcore.checkpoint.compatibility import Compatibility, check_request
@@ -28,17 +35,9 @@ from tests.mcore.test_checkpoint_compatibility import ASKED, _args, _saved
 from tests.mcore.trained import assert_equal, on_te, trained
 from tests.ranks import RankPools
 
-# Two steps of two microbatches before the checkpoint: all of a history counts.
-HISTORY = "--fp8-amax-history-len 4 --fp8-amax-compute-algo max"
-DELAYED = f"--fp8-format hybrid --fp8-recipe delayed {HISTORY}"
 MAIN = "--megatron-fsdp-main-params-dtype fp32"
-GATHERED = f"{DELAYED} --fp8-param-gather {MAIN}"
-COMMON = """
---transformer-impl transformer_engine --bf16 --hidden-size 128 --ffn-hidden-size 256
---seq-length 64 --max-position-embeddings 64 --global-batch-size 12 --train-iters 4
-"""
-# Ranks evaluate samples of their own, whose maxima are not reduced before the checkpoint is saved.
-EVALUATED = "--eval-interval 2 --eval-iters 1"
+DELAYED, GATHERED = HISTORY, f"{DELAYED_GATHERED} {MAIN}"
+COMMON = f"{MODEL} --global-batch-size 12 --train-iters 4"
 PADDED = f"{f.TP2_SP} --make-vocab-size-divisible-by 128"
 _NO_MORE = "--train-iters 2 --override-opt-param-scheduler"
 EXPERTS = f"{f.ALLTOALL} --moe-router-load-balancing-type none --moe-grouped-gemm"

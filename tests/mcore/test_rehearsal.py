@@ -6,7 +6,6 @@ import argparse
 import logging
 import os
 import re
-import subprocess
 import warnings
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from tests.mcore.command_line import (
 from tests.mcore.flags import MODEL_FLAGS
 from tests.mcore.session import LOCAL, enter_rehearsal
 from tests.mcore.trained import on_megatron, trained
+from tests.processes import ran
 from tests.ranks import RankPools
 
 
@@ -192,15 +192,8 @@ ALONE = "import sys\nsys.modules.update(megatron_fsdp_v2=None, megatron_fsdp_v2_
 
 
 def _losses_of_the_page(num_ranks: int, path: Path) -> list[float]:
-    done = subprocess.run(
-        [*launcher(num_ranks), str(path)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        cwd=path.parent,
-        env=environment_of(PYTHONPATH=str(ROOT / "adapters")),
-    )
+    variables = environment_of(PYTHONPATH=str(ROOT / "adapters"))
+    done = ran(*launcher(num_ranks), path, cwd=path.parent, env=variables, timeout=240)
     assert done.returncode == 0, done.stderr
     losses = re.findall(r"iteration (\d): loss ([\d.]+)", done.stdout)
     assert [number for number, _ in losses] == list("12345")

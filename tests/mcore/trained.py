@@ -85,16 +85,25 @@ def assert_close(
         norms: Bound of those of norms, of gradients and, where logged, of parameters; the same.
     """
     assert mine.losses and mine.grad_norms, "nothing was trained"
-    of_norms = losses if norms is None else norms
+    found = first_difference(mine, theirs, losses, losses if norms is None else norms)
+    assert not found, found
+
+
+def first_difference(mine: Training, theirs: Training, losses: float, norms: float) -> str:
+    """Which iteration differs first by more than these bounds, and in what; empty if none does."""
+    found = []
     for name, bound in (
         ("losses", losses),
         ("evaluations", losses),
-        ("grad_norms", of_norms),
-        ("params_norms", of_norms),
+        ("grad_norms", norms),
+        ("params_norms", norms),
     ):
-        ours, others = getattr(mine, name), getattr(theirs, name)
-        if ours or others:
-            assert distance(ours, others) < bound, f"{name}: {ours} against {others}"
+        pairs = zip(getattr(mine, name), getattr(theirs, name), strict=True)
+        for position, (a, b) in enumerate(pairs, start=1):
+            if distance([a], [b]) > bound:
+                found.append(f"{name} first at {position}: {a} against {b}")
+                break
+    return "; ".join(found)
 
 
 def assert_equal(mine: Training, theirs: Training, after: int = 0) -> None:

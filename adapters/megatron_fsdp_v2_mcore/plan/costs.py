@@ -1,9 +1,9 @@
-"""Operations and activations of Megatron's layers, by formula: estimates, and said to be.
+"""Estimates of the operations and activations of Megatron's layers, by formula.
 
 Activations follow Korthikanti et al., Reducing Activation Recomputation in Large Transformer
-Models (2022), section 4: in 16 bits a layer keeps 34 bytes for a token and each of its hidden
-units, and `5 a s / h` more where attention keeps its matrix. Their terms are written out below for
-grouped queries, gated and expert layers.
+Models (2022), section 4: in 16 bits a layer keeps 34 bytes per token and hidden unit, and
+`5 a s / h` more if attention keeps its matrix. The terms below extend theirs to grouped queries,
+gated layers and experts.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["Costs"]
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of one rank's part of layers.
+    """Costs of the layers of a model chunk on one rank.
 
     Attributes:
         args: Megatron's arguments.
         has_output: Whether the chunk has the output layer.
-        keeps_attention: Whether attention keeps its matrix, which fused attention never makes.
+        keeps_attention: Whether attention keeps its matrix. Fused attention never creates it.
     """
 
     args: Any
@@ -33,18 +33,18 @@ class Costs:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch on a rank; tensor-parallel ranks work on the same ones."""
+        """Tokens of a micro-batch on a rank; tensor-parallel ranks process the same tokens."""
         args = self.args
         return int(args.seq_length * args.micro_batch_size // args.context_parallel_size)
 
     def flops(self, unit: str, params: Sequence[ParameterDescription]) -> float:
-        """Operations of a unit's forward for a token: two for an element of a matrix.
+        """Return the operations of a unit's forward per token: two per element of a matrix.
 
-        A token goes to some experts only. Half of the attention matrix is masked.
+        A token is routed to some experts only. Half of the attention matrix is masked.
 
         Args:
-            unit: Its name.
-            params: Its parameters.
+            unit: Name of the unit.
+            params: Parameters of the unit.
         """
         args = self.args
         total = 0.0
@@ -68,18 +68,18 @@ class Costs:
 
     @property
     def _head_widths(self) -> tuple[int, int]:
-        """Channels of a head's keys, and of its values."""
+        """Channels of the keys and of the values of a head."""
         args = self.args
         if args.multi_latent_attention:
             return args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim
         return args.kv_channels, args.kv_channels
 
     def layer_activations(self, *, has_experts: bool = True, recomputes: bool | None = None) -> int:
-        """Bytes that a layer keeps for the backward of a micro-batch.
+        """Return the bytes that a layer keeps for the backward of a micro-batch.
 
         Args:
-            has_experts: Whether it is one of those that have experts, if some do.
-            recomputes: Whether it keeps its input only; as the flags say when None.
+            has_experts: Whether the layer has experts, if the model has some.
+            recomputes: Whether the layer keeps only its input; None for the value of the flags.
         """
         args = self.args
         recomputes = self.recomputes_all if recomputes is None else recomputes
@@ -90,13 +90,13 @@ class Costs:
         heads, (keys, values) = args.num_attention_heads, self._head_widths
         groups = args.num_query_groups if args.group_query_attention else heads
         hidden_mask = 1 if args.hidden_dropout else 0
-        # Inputs of two norms, of queries and of the first layer of the MLP; two masks of dropout.
+        # Inputs of two norms, of the queries and of the first layer of the MLP; two dropout masks.
         whole = (4 + 2 + 2) * width + 2 * hidden_mask * width
         if args.multi_latent_attention:
-            # Latents before and after their norms, and the part of the keys that heads share.
+            # Latents before and after their norms, and the part of the keys that all heads share.
             latents = (args.q_lora_rank or 0) + args.kv_lora_rank
             whole += 2 * (2 * latents + args.qk_pos_emb_head_dim)
-        # Queries, keys and values; what the output projection is applied to.
+        # Queries, keys and values; the input of the output projection.
         cut = 2 * (heads * keys + groups * (keys + values)) + 2 * heads * values
         cut += self._mlp_activations(has_experts=has_experts)
         if self.keeps_attention and args.recompute_granularity is None:
@@ -105,12 +105,12 @@ class Costs:
         return int(self.tokens * self._scale * (whole / parts + cut / tensor))
 
     def _mlp_activations(self, *, has_experts: bool) -> float:
-        """Bytes for a token of what the two layers of an MLP, or of its experts, are applied to."""
+        """Return the bytes per token of the inputs of an MLP's two layers, or of its experts'."""
         args = self.args
         gate = 2 if args.swiglu else 1
         if not (args.num_experts and has_experts):
             return float(2 * (gate + 1) * args.ffn_hidden_size)
-        # Every copy of a token is kept as the input of its expert as well.
+        # Each copy of a token is also kept as the input of its expert.
         expert = args.moe_ffn_hidden_size or args.ffn_hidden_size
         each = 2 * (args.moe_latent_size or args.hidden_size) + 2 * (gate + 1) * expert
         shared = args.moe_shared_expert_intermediate_size or 0
@@ -118,7 +118,7 @@ class Costs:
 
     @property
     def _scale(self) -> float:
-        """The formulas are of 16 bits."""
+        """Factor of the formulas, which are for 16 bits."""
         return float(self.args.params_dtype.itemsize / 2)
 
     @property
@@ -127,25 +127,25 @@ class Costs:
         return bool(self.args.recompute_granularity == "full")
 
     def root_activations(self) -> int:
-        """Bytes outside of layers: logits in fp32 and in the model's dtype, and a layer at work."""
+        """Return the bytes outside of layers: logits in two dtypes, and the recomputed layer."""
         args, nbytes = self.args, 0.0
         if self.has_output:
             vocabulary = args.padded_vocab_size or args.vocab_size
             per_token = (4 + 2 * self._scale) * vocabulary / args.tensor_model_parallel_size
             nbytes += self.tokens * (per_token + 4 * self._scale * args.hidden_size)
         if self.recomputes_all:
-            # The layer whose forward is being repeated keeps everything for a moment.
+            # The layer that is recomputed keeps all its activations until its backward ends.
             nbytes += max(
                 self.layer_activations(has_experts=kind, recomputes=False) for kind in (False, True)
             )
         return int(nbytes)
 
     def alternatives(self, layers: Sequence[bool], num_in_flight: int) -> tuple[MemoryOption, ...]:
-        """What would save activations.
+        """Return changes of the training that need fewer bytes of activations.
 
         Args:
-            layers: Of each layer of the stage, whether it has experts.
-            num_in_flight: Micro-batches whose activations are alive at once.
+            layers: For each layer of the stage, whether it has experts.
+            num_in_flight: Number of micro-batches whose activations are alive at a time.
         """
         args = self.args
         found = []

@@ -107,7 +107,7 @@ def _meshes(args: Any) -> dict[str, MeshDescription]:
 def _stage(
     args: Any, stage: int, chunks: Sequence[_Chunk], common: dict[str, Any]
 ) -> TrainingDescription:
-    """Describe what the first rank of a pipeline stage holds."""
+    """Describe the training of the first rank of a pipeline stage."""
     num_stages, overlaps = common["stages"], args.overlap_moe_expert_parallel_comm
     # With overlapped experts, pipeline stages begin one more forward before the first backward.
     ahead = 1 if overlaps and num_stages > 1 else 0
@@ -143,15 +143,15 @@ def _notes(args: Any, num_chunks: int) -> Iterator[str]:
     tensor = args.tensor_model_parallel_size
     yield "activations and operations are estimates by formula (Korthikanti et al. 2022)"
     if max(tensor, args.pipeline_model_parallel_size, args.expert_model_parallel_size) > 1:
-        yield "what tensor, pipeline and expert parallelism send is not in the time"
+        yield "the time does not include communication of tensor, pipeline and expert parallelism"
     if tensor > 1 and "muon" in args.optimizer and args.muon_tp_mode != "blockwise":
-        yield "matrices that are put together from tensor-parallel parts are counted part by part"
+        yield "matrices that are assembled from tensor-parallel shards are counted shard by shard"
     if args.recompute_granularity == "full" and (args.recompute_num_layers or 1) > 2:
-        yield "layers recomputed together are gathered more often than is counted"
+        yield "layers that are recomputed together are gathered more often than counted"
     if args.overlap_moe_expert_parallel_comm:
         yield (
-            "micro-batches that overlap: the root is gathered once for all of them, not for each "
-            "as is counted, and what they hide of one another is not in the time"
+            "overlapping micro-batches: the root is counted as gathered for each of them and is "
+            "gathered once; the time does not include the overlap"
         )
     if num_chunks > 1:
         yield "virtual pipeline stages: counts of collectives and times are estimates"
@@ -244,7 +244,7 @@ class _Chunk:
 
 
 def _joined(units: Sequence[UnitDescription]) -> UnitDescription:
-    """Describe the unit that several layers become, under the name of the first."""
+    """Describe a unit of several layers, under the name of the first."""
     return replace(
         units[0],
         params=tuple(

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from functional_tests.matrix import Run
-from functional_tests.table import Table
-from functional_tests.trainings import Trainings, trainings_of
+from functional_tests.trainings import Table, Trainings, trainings_of
 from tests.mcore.te_pools import blackwell_te, megatron_te, pools_for
 from tests.pages import print_at_the_end
 

@@ -13,20 +13,24 @@ from functional_tests.matrix import (
     RESUMED_TO,
     SAVED,
     STRATEGIES,
+    TOLERANCE,
     Resume,
     Row,
     Run,
 )
 from functional_tests.quantized import QUANTIZED, QUANTIZED_RESUMES, QUANTIZED_SAME
 from functional_tests.rows import RESUMES, ROWS, SAME
-from functional_tests.table import Table
-from functional_tests.trainings import Difference, Trainings
+from functional_tests.trainings import Difference, Table, Trainings, difference
 from megatron_fsdp_v2_mcore.checkpoint.torch_dist.export import export
 from tests.cases import quick_if
 from tests.mcore.checkpoint_values import digests, together
 from tests.mcore.flags import loading, saving
 from tests.mcore.session import distance
 from tests.mcore.trained import assert_equal, first_difference
+
+# Where weights are rounded, chance decides which of them cross a boundary: "as close as Megatron's
+# distributed optimizer" leaves room for that.
+AS_CLOSE = 1.5
 
 
 def _cases(rows: Sequence[Row]) -> list[Any]:
@@ -47,14 +51,19 @@ def _id(name: str) -> str:
 def _compare(trainings: Trainings, table: Table, row: Row, strategy: str) -> None:
     reference = trainings(row.reference(strategy))
     mine = trainings(row.sharded(strategy))
-    difference = Difference.between(mine, reference, row.iterations)
-    bound = Difference(*row.bounds)
+    found, theirs = difference(mine, reference, row.iterations), None
+    loss = TOLERANCE if row.tolerance is None else row.tolerance
+    bound = Difference(loss, loss if row.norms is None else row.norms)
+    if row.is_as_close_as_theirs:
+        yardsticks = [trainings(run) for run in row.yardsticks(strategy)]
+        apart = [difference(each, reference, row.iterations) for each in yardsticks]
+        theirs = Difference(*map(max, zip(*apart, strict=True)))
+        bound = Difference(*(max(b, AS_CLOSE * t) for b, t in zip(bound, theirs, strict=True)))
     where = first_difference(mine, reference, bound.loss, bound.norm)
-    assert difference.within(bound), f"{strategy}: {difference}; {where}"
-    assert any(mine.skipped) or "--fp16" not in row.flags.split(), "no step overflowed"
+    assert found.within(bound), f"{strategy}: {found}; {where}"
     finds = row.finds if row.probe else []
     assert mine.extras == [finds] * row.world_size
-    table.add((row.name, str(row.world_size), strategy), difference)
+    table.add((row.name, str(row.world_size), strategy), found, theirs)
 
 
 @pytest.mark.parametrize(("row", "strategy"), _cases((*ROWS, *QUANTIZED)))
@@ -88,8 +97,8 @@ def test_a_run_continues_from_what_another_one_saved(
         folder = export(folder, tmp_path, SAVED).path.parent
     resumed = trainings(loads.adding(*loading(folder, SAVED)))
     assert (len(uninterrupted.losses), len(resumed.losses)) == (RESUMED_TO, RESUMED_TO - SAVED)
-    difference = distance(resumed.losses, uninterrupted.losses[SAVED:])
-    assert difference <= resume.tolerance, f"{resumed} against {uninterrupted.losses[SAVED:]}"
+    loss = distance(resumed.losses, uninterrupted.losses[SAVED:])
+    assert loss <= resume.tolerance, f"{resumed} against {uninterrupted.losses[SAVED:]}"
     if resume.tolerance == 0:
         assert_equal(resumed, uninterrupted, after=SAVED)
         assert resumed.loss_scales == uninterrupted.loss_scales[SAVED:]
@@ -97,7 +106,7 @@ def test_a_run_continues_from_what_another_one_saved(
         # The checkpoint of the last iteration: nothing is trained.
         loaded = trainings(replace(loads.adding(*loading(folder)), probe=digests))
         assert together(loaded.extras) == together(uninterrupted.extras)
-    table.resumes.append((resume.name, f"{difference:.0e}"))
+    table.resumes.append((resume.name, f"{loss:.0e}"))
 
 
 def test_every_strategy_is_trained_at_every_world_size() -> None:

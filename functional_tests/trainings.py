@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 from unittest import mock
 
 from functional_tests.matrix import Run
 from functional_tests.probes import left_gathered
+from tests import pages
 from tests.mcore import session
 from tests.mcore.session import Training, distance, train
 from tests.mcore.trained import run_of_ranks
@@ -44,8 +45,7 @@ def trainings_of(pools_for: Callable[[Sequence[str]], RankPools]) -> Trainings:
     return make
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(NamedTuple):
     """Largest relative differences of two trainings.
 
     Attributes:
@@ -56,56 +56,66 @@ class Difference:
     loss: float
     norm: float
 
-    @classmethod
-    def between(
-        cls,
-        mine: Training,
-        theirs: Training,
-        iterations: int,
-        zeros_by_chance: int = ZEROS_BY_CHANCE,
-    ) -> Difference:
-        """Compare number by number; what is counted has to be equal.
-
-        Args:
-            mine: One training.
-            theirs: The other one.
-            iterations: How many both made, some of which may be skipped.
-            zeros_by_chance: Gradients that may be zero in one of them alone.
-        """
-        assert iterations // 2 < len(mine.losses) == len(theirs.losses) <= iterations
-        # In fp32 some of Megatron's optimizers report the constant scale, and others 1.
-        ours, others = ([s / run.loss_scales[0] for s in run.loss_scales] for run in (mine, theirs))
-        assert (ours, mine.skipped) == (others, theirs.skipped)
-        # A step that overflows, where there is a loss scale, is skipped and reports no norm.
-        assert len(mine.grad_norms) > iterations // 2, "too few steps were taken"
-        for a, b in zip(mine.num_zeros, theirs.num_zeros, strict=True):
-            assert abs(a - b) <= max(zeros_by_chance, 1e-3 * b), f"{a} zeros against {b}"
-        return cls(
-            loss=max(
-                distance(mine.losses, theirs.losses),
-                distance(mine.evaluations, theirs.evaluations),
-            ),
-            norm=max(
-                distance(mine.grad_norms, theirs.grad_norms),
-                distance(mine.params_norms, theirs.params_norms),
-            ),
-        )
-
-    @classmethod
-    def largest_of(cls, differences: Sequence[Difference]) -> Difference:
-        """The largest of each."""
-        return cls(max(d.loss for d in differences), max(d.norm for d in differences))
-
-    def times(self, factor: float) -> Difference:
-        """Both, multiplied."""
-        return Difference(self.loss * factor, self.norm * factor)
-
     def within(self, bound: Difference) -> bool:
         """Whether neither is larger than that of another comparison."""
         return self.loss <= bound.loss and self.norm <= bound.norm
 
     def __str__(self) -> str:
         return f"losses differ by {self.loss:.1e}, norms by {self.norm:.1e}"
+
+
+def difference(
+    mine: Training, theirs: Training, iterations: int, zeros_by_chance: int = ZEROS_BY_CHANCE
+) -> Difference:
+    """Compare two trainings number by number; what is counted has to be equal.
+
+    Args:
+        mine: One training.
+        theirs: The other one.
+        iterations: How many both made, some of which may be skipped.
+        zeros_by_chance: Gradients that may be zero in one of them alone.
+    """
+    assert iterations // 2 < len(mine.losses) == len(theirs.losses) <= iterations
+    # In fp32 some of Megatron's optimizers report the constant scale, and others 1.
+    ours, others = ([s / run.loss_scales[0] for s in run.loss_scales] for run in (mine, theirs))
+    assert (ours, mine.skipped) == (others, theirs.skipped)
+    # A step that overflows, where there is a loss scale, is skipped and reports no norm.
+    assert len(mine.grad_norms) > iterations // 2, "too few steps were taken"
+    for a, b in zip(mine.num_zeros, theirs.num_zeros, strict=True):
+        assert abs(a - b) <= max(zeros_by_chance, 1e-3 * b), f"{a} zeros against {b}"
+    loss, norm = (
+        max(distance(getattr(mine, name), getattr(theirs, name)) for name in names)
+        for names in (("losses", "evaluations"), ("grad_norms", "params_norms"))
+    )
+    return Difference(loss, norm)
+
+
+_HEAD = ("row", "ranks", "strategy or precision", "loss", "norm", "loss, theirs", "norm, theirs")
+
+
+@dataclass
+class Table:
+    """Largest relative differences that trainings of a run measured, printed with `--tables`.
+
+    Attributes:
+        rows: Cells of trainings: of losses and norms, and where it was asked those of Megatron's
+            own distributed optimizer.
+        resumes: Cells of resumed runs.
+    """
+
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+    resumes: list[tuple[str, ...]] = field(default_factory=list)
+
+    def add(self, cells: tuple[str, ...], *differences: Difference | None) -> None:
+        """Take in how far two trainings are apart."""
+        numbers = [f"{number:.0e}" for each in differences for number in each or ()]
+        self.rows.append((*cells, *numbers, *[""] * (len(_HEAD) - len(cells) - len(numbers))))
+
+    def text(self) -> str:
+        """The tables as Markdown."""
+        resumed = pages.table(("what changes", "loss"), self.resumes)
+        parts = ("# Trainings beside others", pages.table(_HEAD, self.rows), "## Resumed", resumed)
+        return "\n\n".join(parts) + "\n"
 
 
 def train_in_fp32(flags: Sequence[str], *args: Any, **options: Any) -> Training:

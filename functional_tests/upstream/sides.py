@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functional_tests.matrix import Run
 from functional_tests.upstream.shrink import Shrunk
 from megatron_fsdp_v2_mcore.plan.source import without_gpu_flags
-from tests.mcore.session import fsdp
+from tests.mcore.flags import fsdp
 
 WRAPPERS = {"--use-megatron-fsdp", "--use-torch-fsdp2", "--data-parallel-sharding-strategy"}
 """Which wrapper is used, and how it shards: what the comparison is about."""

@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 
-from functional_tests.table import Table
-from functional_tests.trainings import Difference, Trainings
+from functional_tests.trainings import Difference, Table, Trainings, difference
 from functional_tests.upstream.configurations import read
 from functional_tests.upstream.conftest import known_own_precision, known_rejections
 from functional_tests.upstream.shrink import (
@@ -91,8 +90,7 @@ def test_it_trains_like_megatrons_ddp(
     in_precision = PRECISIONS[precision]
     theirs = trainings(in_precision(reference(each)))
     mine = trainings(in_precision(sharded(each)))
-    difference = Difference.between(mine, theirs, ITERATIONS, ZEROS_BY_CHANCE)
-    bound = Difference(TOLERANCE, TOLERANCE)
+    found = difference(mine, theirs, ITERATIONS, ZEROS_BY_CHANCE)
     where = first_difference(mine, theirs, TOLERANCE, TOLERANCE)
-    assert difference.within(bound), f"{difference}; {where}"
-    table.add((each.name, str(each.world_size), precision), difference)
+    assert found.within(Difference(TOLERANCE, TOLERANCE)), f"{found}; {where}"
+    table.add((each.name, str(each.world_size), precision), found)

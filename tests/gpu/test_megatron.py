@@ -15,7 +15,8 @@ from functional_tests.rows import ROWS
 from megatron_cpu_rehearsal.te.load import why_not_installed
 from tests.gpu.machine import Machine, has_transformer_engine, run_command
 from tests.mcore.command_line import PRINTED
-from tests.mcore.session import distance, fsdp
+from tests.mcore.flags import fsdp
+from tests.mcore.session import distance
 
 # One for each step of a chain of sums in another order: on a GPU kernels are chosen by alignment,
 # and Transformer Engine multiplies fp32 matrices in TF32.

@@ -25,9 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# For tests that train with these and need no more.
-from tests.mcore.flags import LOCAL, MODEL_FLAGS, TRANSFORMER_ENGINE, fsdp  # noqa: F401
-
 
 @dataclass
 class Training:

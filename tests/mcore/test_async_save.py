@@ -17,7 +17,7 @@ from megatron_fsdp_v2.checkpoint.verifying import verify
 from tests.cases import longer
 from tests.mcore import flags as f
 from tests.mcore.command_line import torchrun
-from tests.mcore.session import MODEL_FLAGS, curves, enter_rehearsal, rank, train
+from tests.mcore.session import curves, enter_rehearsal, rank, train
 from tests.mcore.trained import on_megatron, run_of_ranks
 from tests.ranks import RankPools
 
@@ -26,7 +26,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 def _flags(folder: Path, iterations: int, *more: f.Flags) -> list[str]:
     saves = f.words(f.saving(folder, 2), f"--async-save --train-iters {iterations}")
-    return f.words(MODEL_FLAGS, f.fsdp(f.ZERO3, saves, *more))
+    return f.words(f.MODEL_FLAGS, f.fsdp(f.ZERO3, saves, *more))
 
 
 def _tracked(folder: Path) -> int | None:

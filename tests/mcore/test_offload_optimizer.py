@@ -25,7 +25,8 @@ from megatron_fsdp_v2.diagnostics.memory_ledger import Role
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
 from megatron_fsdp_v2.params.autograd import is_gathered_weight
 from tests.cases import longer
-from tests.mcore.session import MODEL_FLAGS, Training, curves, enter_rehearsal, fsdp, train
+from tests.mcore.flags import MODEL_FLAGS, fsdp
+from tests.mcore.session import Training, curves, enter_rehearsal, train
 from tests.mcore.trained import on_megatron
 from tests.ranks import RankPools
 from tests.stream_safety import record_streams

@@ -34,8 +34,8 @@ from tests.mcore.command_line import (
     run_each,
     torchrun,
 )
-from tests.mcore.flags import MODEL_FLAGS
-from tests.mcore.session import LOCAL, enter_rehearsal
+from tests.mcore.flags import LOCAL, MODEL_FLAGS
+from tests.mcore.session import enter_rehearsal
 from tests.mcore.trained import on_megatron, trained
 from tests.processes import ran
 from tests.ranks import RankPools

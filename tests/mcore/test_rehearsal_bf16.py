@@ -13,7 +13,8 @@ from megatron_cpu_rehearsal.bf16_products import BF16, rounded_once
 from tests.mcore import bf16_products
 from tests.mcore.bf16_products import BF16_MASKED, WITHOUT_BF16
 from tests.mcore.command_line import run_module, torchrun
-from tests.mcore.session import MODEL_FLAGS, enter_rehearsal, fsdp
+from tests.mcore.flags import MODEL_FLAGS, fsdp
+from tests.mcore.session import enter_rehearsal
 from tests.mcore.trained import on_megatron
 
 FP32_PRECISIONS = get_args(FP32MatmulPrecT)

@@ -154,12 +154,9 @@ def _folder(path: Path) -> list[str]:
     [
         (ZERO3, ""),
         (ZERO3, f.MUON),
-        longer(f.NO_SHARD, ""),
         longer(f.ZERO1, f.MUON),
-        longer(ZERO3, "--bf16"),
-        longer(ZERO3, "--fp16 --initial-loss-scale 256"),
         longer(ZERO3, f"{f.MUON} --muon-scalar-optimizer lion"),
-        longer(ZERO3, "--optimizer lion"),
+        longer(f.NO_SHARD, "--optimizer lion"),
     ],
 )
 def test_one_command_starts_stops_and_resumes_like_an_uninterrupted_run(

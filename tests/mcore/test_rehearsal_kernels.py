@@ -13,6 +13,7 @@ from megatron_cpu_rehearsal.experimental_attention import (
 )
 from megatron_cpu_rehearsal.mamba_kernels import GroupedRMSNorm, split_conv1d_scan
 from megatron_cpu_rehearsal.norms import ZeroCenteredLayerNorm, ZeroCenteredRMSNorm
+from tests.mcore.test_te_kernels import hadamard, layer_norm, rms_norm
 
 
 class _Options:
@@ -36,13 +37,11 @@ def test_norms_around_one_multiply_by_their_weight_plus_one(dtype: torch.dtype) 
         centered.weight.copy_(weight)
         centered.bias.copy_(bias)
         rms.weight.copy_(weight)
-    x64, factor = x.double(), weight.double() + 1
-    spread = x64 - x64.mean(-1, keepdim=True)
-    expected = spread / (spread.square().mean(-1, keepdim=True) + 1e-5).sqrt() * factor + bias
-    root = (x64.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    wide = [tensor.double() for tensor in (x, weight, bias)]
+    exact = layer_norm(1, *wide), rms_norm(1, *wide[:2])
     # Only the result is rounded to bf16.
     rounding = 4e-3 if dtype == torch.bfloat16 else 1e-5
-    for norm, wanted in ((centered, expected), (rms, x64 / root * factor)):
+    for norm, wanted in zip((centered, rms), exact, strict=True):
         result = norm(x)
         assert result.dtype == dtype
         torch.testing.assert_close(result.double(), wanted, rtol=rounding, atol=rounding / 8)
@@ -56,13 +55,9 @@ def test_stand_ins_of_experimental_attention_are_what_they_stand_for() -> None:
         past = sum(x[:, t - lag] * weight[:, 2 - lag] for lag in range(min(3, t + 1)))
         torch.testing.assert_close(result[:, t], functional.silu(past + bias))
     torch.testing.assert_close(l2norm(x), functional.normalize(x, dim=-1), rtol=1e-4, atol=1e-5)
-    size = 8
-    signs = [
-        [(-1) ** bin(row & column).count("1") for column in range(size)] for row in range(size)
-    ]
-    matrix = torch.tensor(signs) / size**0.5
-    rows = torch.randn(5, size)
-    torch.testing.assert_close(hadamard_rotation(rows), rows @ matrix)
+    rows = torch.randn(5, 8)
+    exact = rows.double() @ hadamard(8) / 8**0.5
+    torch.testing.assert_close(hadamard_rotation(rows).double(), exact, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="--dsa-indexer-head-dim 6 is not a power of two"):
         hadamard_rotation(torch.randn(2, 6))
 

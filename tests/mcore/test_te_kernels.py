@@ -266,13 +266,19 @@ def _clamped_swiglu(x: torch.Tensor) -> torch.Tensor:
     return first * torch.sigmoid(1.3 * first) * second
 
 
-def _layer_norm(one: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
+def hadamard(size: int) -> torch.Tensor:
+    """Sylvester's matrix: an entry is -1 where row and column share an odd number of bits."""
+    signs = [[(-1) ** (row & col).bit_count() for col in range(size)] for row in range(size)]
+    return torch.tensor(signs, dtype=torch.float64)
+
+
+def layer_norm(one: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
     centered = x - x.mean(-1, keepdim=True)
     spread = (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     return centered / spread * (weight + one) + bias
 
 
-def _rms_norm(one: int, x: torch.Tensor, weight: torch.Tensor) -> Any:
+def rms_norm(one: int, x: torch.Tensor, weight: torch.Tensor) -> Any:
     return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (weight + one)
 
 
@@ -282,7 +288,7 @@ def _norms(one: int) -> dict[str, Kernel]:
     return {
         f"layernorm around {one}": Kernel(
             ((2, 3, 16), (16,), (16,)),
-            lambda *given: _layer_norm(one, *given),
+            lambda *given: layer_norm(one, *given),
             lambda x, w, b: TEX.layernorm_fwd(x, w, b, 1e-5, *common, around_one),
             lambda dz, x, w, b, mean, rsigma: TEX.layernorm_bwd(
                 dz, x, mean, rsigma, w, 0, around_one
@@ -290,7 +296,7 @@ def _norms(one: int) -> dict[str, Kernel]:
         ),
         f"rmsnorm around {one}": Kernel(
             ((2, 3, 16), (16,)),
-            lambda *given: _rms_norm(one, *given),
+            lambda *given: rms_norm(one, *given),
             lambda x, w: TEX.rmsnorm_fwd(x, w, 1e-5, *common, around_one),
             lambda dz, x, w, _, rsigma: TEX.rmsnorm_bwd(dz, x, rsigma, w, 0, around_one),
         ),
@@ -376,7 +382,7 @@ def test_the_gradient_of_a_bias_before_an_activation_is_summed(name: str) -> Non
     check(bias_grad, again.double().sum((0, 1)))
 
 
-def test_a_gradient_is_added_to_that_of_an_rms_norm() -> None:
+def test_a_gradient_is_added_to_that_of_anrms_norm() -> None:
     x, dz, weight = torch.randn(6, 16), torch.randn(6, 16), torch.randn(16)
     _, _, rsigma = TEX.rmsnorm_fwd(x, weight, 1e-5, None, None, DType.kFloat32, 0, False)
     mine = TEX.rmsnorm_bwd(dz, x, rsigma, weight, 0, False)

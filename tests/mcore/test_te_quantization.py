@@ -15,15 +15,20 @@ import torch.distributed as dist
 
 from megatron_cpu_rehearsal.te import fp4, numbers
 from tests.mcore.session import entered_te
-from tests.mcore.test_te_kernels import E4M3, TEX, VALUES, nearest
+from tests.mcore.test_te_kernels import E4M3, TEX, VALUES, hadamard, nearest
 from tests.mcore.trained import on_te
 
 _GRID = VALUES["E2M1"]
-# Sylvester's construction: an entry is -1 where row and column share an odd number of bits.
-HADAMARD = torch.tensor(
-    [[(-1) ** (row & col).bit_count() for col in range(16)] for row in range(16)],
-    dtype=torch.float64,
-)
+
+
+def _largest(values: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """The amax of every block of so many rows and columns, in fp64."""
+    return values.double().unfold(0, rows, rows).unfold(1, cols, cols).abs().amax((2, 3))
+
+
+def _spread(scales: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """One scale of a block for each of its elements."""
+    return scales.repeat_interleave(rows, 0).repeat_interleave(cols, 1)
 
 
 def _bytes_of(exact: torch.Tensor) -> torch.Tensor:
@@ -82,10 +87,8 @@ def test_a_scale_for_a_block_is_a_power_of_two_of_its_largest() -> None:
         )(x)
         for way in ("rowwise", "columnwise"):
             rows, cols = (128, 128) if dim == 2 else (1, 128) if way == "rowwise" else (128, 1)
-            tiles = x.double().unfold(0, rows, rows).unfold(1, cols, cols)
-            scale = 2.0 ** (448.0 / tiles.abs().amax((2, 3))).log2().floor()
-            wide = scale.repeat_interleave(rows, 0).repeat_interleave(cols, 1)
-            data = _bytes_of(nearest(x.double() * wide, E4M3))
+            scale = 2.0 ** (448.0 / _largest(x, rows, cols)).log2().floor()
+            data = _bytes_of(nearest(x.double() * _spread(scale, rows, cols), E4M3))
             stored = getattr(made, f"_{way}_data")
             assert torch.equal(stored, data.t() if way == "columnwise" else data), (dim, way)
             inverse = (1 / scale).float()
@@ -103,10 +106,8 @@ def test_mxfp8_has_an_exponent_for_32_elements_each_way() -> None:
     x = (torch.randn(64, 96) * torch.rand(64, 1) * 10).bfloat16()
     made = te.MXFP8Quantizer(te.DType.kFloat8E4M3)(x)
     for way, (rows, cols) in (("rowwise", (1, 32)), ("columnwise", (32, 1))):
-        tiles = x.double().unfold(0, rows, rows).unfold(1, cols, cols)
-        exponent = (tiles.abs().amax((2, 3)) / 448.0).log2().ceil()
-        scale_inv = 2.0**exponent
-        wide = scale_inv.repeat_interleave(rows, 0).repeat_interleave(cols, 1)
+        exponent = (_largest(x, rows, cols) / 448.0).log2().ceil()
+        wide = _spread(2.0**exponent, rows, cols)
         data = nearest(x.double() / wide, E4M3)
         assert torch.equal(getattr(made, f"_{way}_data"), _bytes_of(data)), way
         stored = getattr(made, f"_{way}_scale_inv")
@@ -257,12 +258,12 @@ def _defined(
     """Elements, scales of blocks of `rows` x 16, and amax that a matrix has in NVFP4, in fp64."""
     amax = source.abs().max().double() if amax is None else amax.double()
     to_all = (6 * 448 / amax).float().double()
-    blocks = source.double().unfold(0, rows, rows).unfold(1, 16, 16).abs().amax((2, 3))
+    blocks = _largest(source, rows, 16)
     sixth = (to_all * torch.tensor(1 / 6).double()).float().double()
     scales = nearest((blocks * sixth).float(), E4M3)
     decoded = (scales * (1 / to_all).float().double()).float().double()
     factors = (1 / decoded).float().double().clamp(max=torch.finfo(torch.float32).max)
-    wide = factors.repeat_interleave(rows, 0).repeat_interleave(16, 1)
+    wide = _spread(factors, rows, 16)
     return nearest((source.double() * wide).float(), "E2M1"), scales, amax
 
 
@@ -299,14 +300,12 @@ def test_payloads_scales_and_what_is_read_back_are_their_definition() -> None:
         for way, source in (("rowwise", x), ("columnwise", x.t())):
             _assert_payload(made, way, _defined(source, rows), rows)
         elements, scales, amax = _defined(x, rows)
-        wide = scales.repeat_interleave(rows, 0).repeat_interleave(16, 1)
-        exact = elements * wide * amax / (6 * 448)
+        exact = elements * _spread(scales, rows, 16) * amax / (6 * 448)
         torch.testing.assert_close(
             made.dequantize(dtype=torch.float32).double(), exact, rtol=1e-6, atol=0
         )
         # Six times what E2M1 and E4M3 are off by together, of the largest of a block.
-        most = x.double().unfold(0, rows, rows).unfold(1, 16, 16).abs().amax((2, 3))
-        bound = most.repeat_interleave(rows, 0).repeat_interleave(16, 1) / 4 + amax / 6 / 448 / 448
+        bound = _spread(_largest(x, rows, 16), rows, 16) / 4 + amax / 6 / 448 / 448
         assert bool(((exact - x.double()).abs() <= bound).all())
     # Made of the row-wise payload, the column-wise one is what both make together.
     alone = te.NVFP4Quantizer(columnwise=False, with_2d_quantization=True)(x)
@@ -330,7 +329,7 @@ def test_a_transformed_payload_is_that_of_tokens_times_a_hadamard_matrix() -> No
     from transformer_engine.pytorch.tensor.nvfp4_tensor import get_wgrad_sign_vector
 
     signs = get_wgrad_sign_vector("cpu").double()
-    matrix = signs[:, None] * HADAMARD / 4
+    matrix = signs[:, None] * hadamard(16) / 4
     turned = (x.t().double().unflatten(1, (-1, 16)) @ matrix).flatten(1).bfloat16()
     _assert_payload(made, "columnwise", _defined(turned, 1), 1)
     # Orthogonal: what two transforms are multiplied to is what the originals are.

@@ -72,34 +72,39 @@ def save_by_model(original: Callable[..., Any]) -> Callable[..., Any]:
     return preprocess
 
 
-def load_by_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's `_load_base_checkpoint` to request values by global names. Collective.
+def load_by_model(
+    original: Callable[..., Any],
+    load_dir: Any,
+    args: Any,
+    rank0: bool,
+    sharded_state_dict: dict[str, Any] | None,
+    **kwargs: Any,
+) -> Any:
+    """Call Megatron's `_load_base_checkpoint` to load values by global names. Collective.
 
     Before loading, the request is compared with the contents of the file. After loading, the state
     dict is returned under Megatron's local names.
+
+    Args:
+        original: Megatron's function.
+        load_dir: Argument of Megatron's function.
+        args: Argument of Megatron's function.
+        rank0: Argument of Megatron's function.
+        sharded_state_dict: Argument of Megatron's function.
+        **kwargs: Other arguments of Megatron's function.
     """
-
-    def load(
-        load_dir: Any,
-        args: Any,
-        rank0: bool = False,
-        sharded_state_dict: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        chunks = None if sharded_state_dict is None else sharded_state_dict.pop(CHUNKS, None)
-        if sharded_state_dict is None or chunks is None:
-            return original(load_dir, args, rank0, sharded_state_dict, **kwargs)
-        reject_gpt_layers(load_dir, kwargs.get("gpt_compat_layer_maps"))
-        saved, path, _, _ = original(load_dir, args, rank0=True)
-        if saved is None:
-            return original(load_dir, args, rank0, sharded_state_dict, **kwargs)
-        translation = Translation(chunks, sharded_state_dict)
-        request = translation.for_loading()
-        _restrict(request, path, saved.get("args"), args)
-        loaded, *rest = original(load_dir, args, rank0, request, **kwargs)
-        return (_restored(translation, request, loaded), *rest)
-
-    return load
+    chunks = None if sharded_state_dict is None else sharded_state_dict.pop(CHUNKS, None)
+    if sharded_state_dict is None or chunks is None:
+        return original(load_dir, args, rank0, sharded_state_dict, **kwargs)
+    reject_gpt_layers(load_dir, kwargs.get("gpt_compat_layer_maps"))
+    saved, path, _, _ = original(load_dir, args, rank0=True)
+    if saved is None:
+        return original(load_dir, args, rank0, sharded_state_dict, **kwargs)
+    translation = Translation(chunks, sharded_state_dict)
+    request = translation.for_loading()
+    _restrict(request, path, saved.get("args"), args)
+    loaded, *rest = original(load_dir, args, rank0, request, **kwargs)
+    return (_restored(translation, request, loaded), *rest)
 
 
 class Translation:

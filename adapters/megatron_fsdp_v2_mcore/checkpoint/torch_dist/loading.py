@@ -55,23 +55,21 @@ def with_torch_dist(original: Callable[..., Any]) -> Callable[..., Any]:
     entries of sharded runs.
 
     Args:
-        original: Megatron's function, which loads all other folders with global names.
+        original: Megatron's function, which loads all other folders; see `load_by_model`.
     """
-    load_base = load_by_model(original)
 
     def load(
         load_dir: Any,
         args: Any,
         rank0: bool = False,
         sharded_state_dict: dict[str, Any] | None = None,
-        *rest: Any,
         **kwargs: Any,
     ) -> Any:
         found = None
         if load_dir is not None and args.non_persistent_ckpt_type is None:
             found = find_checkpoint(load_dir, getattr(args, "ckpt_step", None) or None)
         if found is None or not is_torch_dist(found[0]):
-            return load_base(load_dir, args, rank0, sharded_state_dict, *rest, **kwargs)
+            return load_by_model(original, load_dir, args, rank0, sharded_state_dict, **kwargs)
         path, iteration = found
         reject_gpt_layers(path, kwargs.get("gpt_compat_layer_maps"))
         megatron = importlib.import_module("megatron.training.checkpointing")

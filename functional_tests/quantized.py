@@ -177,6 +177,8 @@ DELAYED_GATHERED = f"{HISTORY} {GATHERS['delayed']}"
 # Ranks evaluate samples of their own, whose maxima are not reduced before the checkpoint is saved.
 EVALUATED = "--eval-interval 2 --eval-iters 1"
 
+_QUICK = Setup(2, ZERO3, f"{DELAYED_GATHERED} {EVALUATED}")
+
 # A checkpoint has main weights, so that runs with and without quantized ones load it.
 QUANTIZED_RESUMES: tuple[Resume, ...] = (
     *(
@@ -201,8 +203,9 @@ QUANTIZED_RESUMES: tuple[Resume, ...] = (
     ),
     # Scales and maxima of delayed scaling are in the checkpoint.
     *(
-        Resume(f"to the bit: {setup}", MODEL, setup, setup, tolerance=0)
+        Resume(f"to the bit: {setup}", MODEL, setup, setup, tolerance=0, quick=setup == _QUICK)
         for setup in (
+            _QUICK,
             *(
                 Setup(2, ZERO3, f"{DELAYED_GATHERED} {flags}")
                 for flags in (

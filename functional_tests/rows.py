@@ -627,6 +627,10 @@ RESUMES: tuple[Resume, ...] = (
             (f"{MTP} --swiglu", MEGATRON, (Setup(2, ZERO3),), TOLERANCE),
             (MIXED, MEGATRON, (Setup(2, ZERO3, EP2),), TOLERANCE),
             (MAMBA, f"{MEGATRON} {TP2}", (Setup(2, ZERO3),), TOLERANCE),
+            (f"{SCHEDULED} --add-qkv-bias {UNTIED}", MEGATRON, (Setup(2, ZERO3),), TOLERANCE),
+            (f"{BIASED} --moe-grouped-gemm", MEGATRON, (Setup(2, ZERO3),), TOLERANCE),
+            (f"{MTP} --num-experts 4 --disable-bias-linear", MEGATRON, (Setup(2, ZERO3),),
+             TOLERANCE),
             # From weights rounded to bf16 alone, Adam's small steps would start elsewhere.
             (f"{ALLTOALL} --bf16", MEGATRON, (Setup(2, ZERO3),), TOLERANCE),
             (f"{ALLTOALL} --bf16", "", (Setup(2, ZERO3),), TOLERANCE),
@@ -649,6 +653,7 @@ RESUMES: tuple[Resume, ...] = (
             (f"{MTP} --swiglu", Setup(2, ZERO3), ""),
             (MIXED, Setup(2, ZERO3), ""),
             (MAMBA, Setup(2, ZERO3, TP2), ""),
+            (f"{BIASED} --moe-grouped-gemm", Setup(2, ZERO3), ""),
         )
     ),
 )

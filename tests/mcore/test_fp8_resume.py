@@ -32,7 +32,7 @@ from tests.mcore.command_line import torchrun
 from tests.mcore.quantized import enter
 from tests.mcore.session import Training, distance, train
 from tests.mcore.test_checkpoint_compatibility import ASKED, _args, _saved
-from tests.mcore.trained import assert_equal, on_te, trained
+from tests.mcore.trained import on_te, trained
 from tests.ranks import RankPools
 
 MAIN = "--megatron-fsdp-main-params-dtype fp32"
@@ -68,14 +68,6 @@ def _loaded(pools: RankPools, world_size: int, folder: Path, *flags: f.Flags) ->
 
 
 # --------------------------------------------------------------------------------------- resuming
-
-
-def test_a_run_with_fp8_weights_goes_on_as_if_it_had_not_stopped(
-    megatron_te: RankPools, saved: Saved
-) -> None:
-    folder, uninterrupted = saved
-    flags = [COMMON, f.fsdp(), GATHERED, EVALUATED, f.loading(folder, 2)]
-    assert_equal(trained(megatron_te, 2, *flags), uninterrupted, after=2)
 
 
 @pytest.mark.functional

@@ -6,11 +6,10 @@ The functional matrix has runs that continue from them, and from exports.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,62 +17,11 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from torch import nn
 
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from tests.mcore import flags as f
 from tests.mcore.session import Training, distance, train
 from tests.mcore.trained import trained
 from tests.ranks import RankFailure, RankPools
-
-type Block = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-
-
-def stored_blocks(chunk: Any, metadata: dict[str, Any]) -> list[tuple[torch.Tensor, list[Block]]]:
-    """Every parameter or saved buffer of a sharded chunk with its blocks.
-
-    Returns:
-        Of a block its tensor's name in the checkpoint, its own shape, where it starts there, and
-        the shape there.
-    """
-    found = []
-    with _stubs(chunk) as originals:
-        for entry in nested_values(chunk.sharded_state_dict(metadata=dict(metadata))):
-            if isinstance(entry, ShardedTensor | ShardedTensorFactory):
-                is_one = isinstance(entry, ShardedTensor)
-                parts = [entry] if is_one else nested_values(entry.build())
-                blocks = [
-                    (p.key, tuple(p.data.shape), tuple(p.global_offset), tuple(p.global_shape))
-                    for p in parts
-                    if isinstance(p, ShardedTensor)
-                ]
-                found.append((originals.get(entry.data, entry.data), blocks))
-    return found
-
-
-@contextlib.contextmanager
-def _stubs(chunk: nn.Module) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
-    """Register parameters of the shapes Megatron would see, without memory."""
-    stubs: dict[nn.Parameter, nn.Parameter] = {}
-    sites = [
-        (module, name, param)
-        for module in chunk.modules()
-        for name, param in module._parameters.items()
-        if param is not None
-    ]
-    try:
-        for module, name, param in sites:
-            shape = param.part_shape if isinstance(param, UnevenDTensor) else param.shape
-            data = torch.empty(shape, dtype=param.dtype, device="meta")
-            stub = stubs.setdefault(param, nn.Parameter(data, requires_grad=False))
-            module._parameters[name] = stub
-        yield {stub: param for param, stub in stubs.items()}
-    finally:
-        for module, name, param in sites:
-            module._parameters[name] = param
-
 
 IN_BUCKETS = "--ckpt-format torch_dist --use-distributed-optimizer"
 MEGATRON = f"{IN_BUCKETS} --dist-ckpt-optim-fully-reshardable"
@@ -85,10 +33,7 @@ STEPS = f"--global-batch-size 8 --train-iters {LAST}"
 
 # A rate that moves shows whether the schedule was loaded, as losses show weights and moments.
 SWIGLU = "--swiglu --lr-decay-style cosine --lr-warmup-iters 2 --clip-grad 0.5"
-QK_NORM = "--normalization RMSNorm --qk-layernorm --swiglu"
-DRAFTING = f"{f.MTP} --swiglu"
 ROUNDED = f"{f.ALLTOALL} --bf16 {f.DROPOUT}"
-MIXED = f"{f.ALLTOALL} --moe-layer-freq [0,1]"
 
 Curve = Callable[[str, int, str, str], tuple[Path, Training]]
 
@@ -278,53 +223,3 @@ def test_export_says_in_a_sentence_what_it_did_and_why_it_cannot(
         written = capsys.readouterr().err
         assert problem in written
         assert written.count("\n") == 1
-
-
-def _compare_names(model: Any, optimizer: Any) -> tuple[int, list[str]]:
-    """How many names there are, and what the rules say of those where Megatron says otherwise."""
-    del optimizer
-    from megatron.core import parallel_state
-    from megatron.training import get_args
-
-    from megatron_fsdp_v2_mcore.checkpoint.name_table import StoredNames
-    from megatron_fsdp_v2_mcore.checkpoint.names import canonical_names
-
-    rules = StoredNames.of(get_args())
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    (chunk,) = model
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    (names,) = canonical_names([chunk])
-    tensors = dict(chunk.named_parameters()) | dict(chunk.named_buffers())
-    by_tensor = {id(tensors[local]): name for local, name in names.items()}
-    checked, wrong = 0, []
-    for tensor, blocks in stored_blocks(chunk, {"dp_cp_group": group}):
-        for key, (stored, own, *rest) in zip(by_tensor[id(tensor)].keys, blocks, strict=True):
-            place = rules.place(key)
-            checked += 1
-            found = place.key, [place.offset(own), place.shape(own)]
-            if found != (stored, rest):
-                wrong.append(f"{key}: {found}, Megatron: {(stored, rest)}")
-    return checked, wrong
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--swiglu --add-qkv-bias",
-        f"{QK_NORM} --untie-embeddings-and-output-weights",
-        f"{f.ALLTOALL} --moe-shared-expert-intermediate-size 64 --moe-router-enable-expert-bias"
-        " --moe-router-score-function sigmoid --moe-router-load-balancing-type none",
-        f"{f.ALLTOALL} --moe-grouped-gemm",
-        MIXED,
-        f"{DRAFTING} --num-experts 4 --disable-bias-linear",
-        f"{f.MAMBA} --swiglu",
-    ],
-    ids=["dense", "untied", "shared-expert", "grouped", "mixed", "drafting", "state-space"],
-)
-@pytest.mark.functional
-def test_rules_for_names_are_what_megatrons_modules_do(megatron: RankPools, flags: str) -> None:
-    steps = "--train-iters 1 --global-batch-size 8"
-    for checked, wrong in trained(megatron, 2, steps, f.fsdp(), flags, probe=_compare_names).extras:
-        assert checked > 10
-        assert not wrong

@@ -2,8 +2,8 @@
 
 `names.py` derives global names from the modules of a model. The rules of this file apply to such
 names alone and need neither the model nor Megatron. `StoredNames` maps a name to its place in a
-`torch_dist` checkpoint and back, by one table. A test compares the places with those of Megatron's
-own modules.
+`torch_dist` checkpoint and back, by one table. Rows of `functional_tests/rows.py` load checkpoints
+that Megatron saved, and have Megatron load exported ones, for each kind of layer.
 """
 
 from __future__ import annotations

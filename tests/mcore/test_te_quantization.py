@@ -195,35 +195,6 @@ def test_products_are_those_of_the_values_that_are_stored(name: str) -> None:
             general_gemm(a, d, torch.float32, layout="NT", grad=True, bias=torch.zeros(256))
 
 
-@on_te(2, name=["current", "blockwise", "nvfp4"])
-def test_parts_that_ranks_cast_are_those_of_the_whole_quantized(name: str) -> None:
-    """Each rank casts its part; together they are what quantizing the whole gives."""
-    te = entered_te()
-    from transformer_engine.pytorch.tensor.utils import (
-        post_all_gather_processing,
-        quantize_master_weights,
-    )
-
-    torch.manual_seed(0)
-    whole, middle = torch.randn(256, 128), 256 * 128 // 2 + 64
-    start, end = ((0, middle), (middle, whole.numel()))[dist.get_rank()]
-    quantizer = _quantizers(te, of_weights=True)[name]
-    wanted, weight = quantizer(whole.bfloat16()), quantizer(torch.zeros(256, 128).bfloat16())
-    part = whole.view(-1)[start:end].clone()
-    quantize_master_weights([weight], [part], [start], dist.group.WORLD)
-    field = "_data" if hasattr(weight, "_data") else "_rowwise_data"
-    data, expected = (getattr(tensor, field).view(-1) for tensor in (weight, wanted))
-    a_byte = whole.numel() // data.numel()
-    mine = slice(start // a_byte, end // a_byte)
-    assert torch.equal(data[mine], expected[mine])
-    if name == "nvfp4":
-        data.copy_(expected)
-        post_all_gather_processing([weight])
-        for way in ("rowwise", "columnwise"):
-            for stored in (f"_{way}_data", f"_{way}_scale_inv", f"_amax_{way}"):
-                assert torch.equal(getattr(weight, stored), getattr(wanted, stored)), stored
-
-
 # -- NVFP4 -----------------------------------------------------------------------------------------
 
 

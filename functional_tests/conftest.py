@@ -1,4 +1,4 @@
-"""Trainings of the matrix, and what came out of them."""
+"""Fixtures of the matrix: trainings, their measurements and checkpoints."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["blackwell_te", "megatron_te"]
 
 @pytest.fixture
 def trainings(request: pytest.FixtureRequest) -> Trainings:
-    """Runs by what they are asked to do; equal runs are made once."""
+    """Runs trainings; equal runs are made once."""
     return trainings_of(lambda flags: pools_for(request, flags))
 
 
 @pytest.fixture(scope="session")
 def table(request: pytest.FixtureRequest) -> Iterator[Table]:
-    """What this run measures; printed with `--tables`."""
+    """Measurements of this test run; printed with `--tables`."""
     table = Table()
     yield table
     print_at_the_end(request.config, table.text())
@@ -32,7 +32,7 @@ def table(request: pytest.FixtureRequest) -> Iterator[Table]:
 
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], Path]:
-    """The folder that a run saves to; equal runs are made once, and save once."""
+    """Returns the folder that a run saves to; equal runs save once."""
 
     @functools.cache
     def folder(run: Run) -> Path:

@@ -1,7 +1,7 @@
-"""What a row of a matrix is: what is trained, beside what, and how close it has to come.
+"""Rows of the matrices: a training, its reference, and the largest allowed difference.
 
-A row trains the same tiny model twice: by Megatron's own DDP, or by this package with other flags,
-and sharded by this package with each of the row's strategies.
+A row trains the same tiny model twice: with Megatron's own DDP, or with this package and other
+flags, and sharded by this package with each strategy of the row.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from tests.mcore.flags import MODEL_FLAGS, NO_SHARD, ZERO1, ZERO2, ZERO3, fsdp
 
 ITERATIONS = 10
 SAVED, RESUMED_TO = 4, 8
-"""Iterations of a run that is resumed: after which one, and how many there are."""
+"""The saved iteration, and the number of iterations, of a resumed run."""
 
 DDP = "ddp"
-"""In place of a sharding strategy: Megatron's own, whose checkpoints are `torch_dist`."""
+"""Used in place of a sharding strategy: Megatron's own DDP, with `torch_dist` checkpoints."""
 MEGATRONS = ("--ckpt-format", "torch_dist")
 STRATEGIES = (ZERO3, ZERO2, ZERO1, NO_SHARD)
 SHARDED = (ZERO3, ZERO2, ZERO1)
@@ -31,22 +31,22 @@ class Row:
     """One combination.
 
     Attributes:
-        name: What the row shows; unique.
+        name: Unique name.
         world_size: Number of ranks.
         flags: Flags of both sides.
-        ours: Flags of the compared run alone.
-        theirs: Flags of the reference alone.
-        strategies: Sharding strategies to train with.
-        freezes: Patterns; parameters in whose name one is found are frozen on both sides.
-        iterations: How many both train, and log unless flags say otherwise.
-        tolerance: Largest relative difference of losses; None: 1e-6 in fp32, and 0 in 16 bits with
-            `exact_norms`, since one weight that is rounded another way moves all later losses.
-        norms: That of norms of gradients and parameters; None: the same.
-        exact_norms: Whether norms of gradients are added up in fp64, where no order shows.
+        ours: Additional flags of the compared run.
+        theirs: Additional flags of the reference.
+        strategies: Sharding strategies of the compared runs.
+        freezes: Regular expressions; parameters with a matching name are frozen in both runs.
+        iterations: Number of iterations of both runs.
+        tolerance: Largest relative difference of losses. None for 1e-6 in fp32, and in 16 bits for
+            the difference of Megatron's distributed optimizer.
+        norms: Largest relative difference of norms; `tolerance` if None.
+        exact_norms: Whether norms of gradients are summed in fp64, independent of the order.
         beside_itself: Whether the reference is sharded in the same way.
-        probe: Called with the chunks and the optimizer of the compared run when it is over.
-        finds: What the probe returns on every rank.
-        quick: How many of its strategies are trained by `make test`, from the first one on.
+        probe: Called with the chunks and the optimizer of the compared run after the training.
+        finds: Expected result of the probe on every rank.
+        quick: Number of its first strategies that `make test` trains.
     """
 
     name: str
@@ -66,41 +66,40 @@ class Row:
     quick: int = 0
 
     @property
-    def is_bitwise(self) -> bool:
-        """Whether all numbers must be equal: weights of 16 bits, and no tolerance given."""
+    def is_as_close_as_theirs(self) -> bool:
+        """Whether rounding of weights determines how close two orders of a sum are."""
         rounds = not {"--bf16", "--fp16"}.isdisjoint(self.flags.split())
         return rounds and self.tolerance is None
 
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """Largest relative differences of losses and of norms."""
-        default = 0.0 if self.is_bitwise else TOLERANCE
-        loss = default if self.tolerance is None else self.tolerance
-        return loss, loss if self.norms is None else self.norms
-
     def reference(self, strategy: str) -> Run:
-        """The run of Megatron's own DDP, or of this package."""
+        """Return the run of Megatron's own DDP, or of this package."""
         selected = fsdp(strategy) if self.beside_itself else ()
         return self._run(*self.flags.split(), *selected, *self.theirs.split())
 
+    def yardsticks(self, strategy: str) -> tuple[Run, Run]:
+        """Return runs of Megatron's distributed optimizer with two bucket sizes."""
+        plain = (*self.flags.split(), *self.theirs.split(), "--use-distributed-optimizer")
+        cut_small = (*plain, "--overlap-grad-reduce", "--ddp-bucket-size", "20000")
+        return self._run(*plain), self._run(*cut_small)
+
     def sharded(self, strategy: str) -> Run:
-        """The run that is compared."""
+        """Return the compared run."""
         run = self._run(*self.flags.split(), *fsdp(strategy), *self.ours.split())
         return run if self.probe is None else replace(run, probe=self.probe)
 
     def _run(self, *words: str) -> Run:
         steps = ("--train-iters", str(self.iterations))
         flags = (*COMMON, *steps, *words)
-        return Run(self.world_size, flags, self.freezes, self.exact_norms or self.is_bitwise)
+        return Run(self.world_size, flags, self.freezes, self.exact_norms)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A training: equal runs give equal numbers.
+    """A training. Equal runs have equal results.
 
     Attributes:
         world_size: Number of ranks.
-        flags: All flags but those of the rehearsal.
+        flags: All flags except those of the rehearsal.
         freezes: See `Row`.
         exact_norms: See `Row`.
         probe: See `Row`.
@@ -113,18 +112,18 @@ class Run:
     probe: Callable[[Any, Any], Any] | None = None
 
     def adding(self, *flags: str) -> Run:
-        """The same training with more flags."""
+        """Return this training with more flags."""
         return replace(self, flags=(*self.flags, *flags))
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How many ranks share a model, and how.
+    """The number of ranks and the sharding of a run.
 
     Attributes:
         world_size: Number of ranks.
         strategy: Sharding strategy, or `DDP`.
-        flags: Parallel sizes, and others that differ from the run that saves to the one that loads.
+        flags: Flags that differ between the run that saves and the one that loads.
     """
 
     world_size: int
@@ -137,20 +136,20 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """A run that saves, and one that continues from there with other parallel sizes.
+    """A run that saves, and one that continues from its checkpoint with other flags.
 
     A checkpoint of a sharded run is exported for Megatron's own DDP.
 
     Attributes:
-        name: What changes; unique.
-        flags: Flags of both runs, the model above all.
-        saves: The run that saves (and continues, for comparison).
+        name: Unique name.
+        flags: Flags of both runs.
+        saves: The run that saves and then continues, for comparison.
         loads: The run that loads.
-        tolerance: Largest relative difference of losses; 0: norms and loss scales are equal too.
+        tolerance: Largest relative difference of losses. With 0, norms and loss scales are equal.
         values: Whether parameters and optimizer state are compared bitwise after a load.
         freezes: See `Row`.
         exact_norms: See `Row`.
-        quick: Whether `make test` runs it as well.
+        quick: Whether `make test` runs it.
     """
 
     name: str
@@ -169,7 +168,7 @@ class Resume:
         return self.loads.strategy == DDP != self.saves.strategy
 
     def run(self, setup: Setup) -> Run:
-        """One of the two runs, without the folder of the checkpoint."""
+        """Return one of the two runs, without the folder of the checkpoint."""
         kind = MEGATRONS if setup.strategy == DDP else fsdp(setup.strategy)
         words = (*self.flags.split(), *setup.flags.split(), "--train-iters", str(RESUMED_TO))
         flags = (*COMMON, *kind, *words)

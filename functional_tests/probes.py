@@ -1,4 +1,4 @@
-"""What is looked at when a sharded training is over: called with its chunks and its optimizer."""
+"""Probes of finished trainings, called with the chunks and the optimizer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megatron_fsdp_v2.runtime.module import named_units
 
 
 def left_gathered(chunks: Any, optimizer: Any) -> list[str]:
-    """Units that stayed gathered; a chunk of Megatron's DDP has none."""
+    """Return the units that are still gathered; a chunk of Megatron's DDP has none."""
     del optimizer
     units = (pair for chunk in chunks for pair in named_units(chunk))
     return [name for name, unit in units if unit.is_unsharded]
 
 
 def knobs(chunks: Any, optimizer: Any) -> tuple[int, int | None, int | None, int, int]:
-    """How many units there are, what they were told, and how many the last step gathered."""
+    """Return the number of units, their options, and the number gathered by the last step."""
     del optimizer
     units = [unit for _, unit in named_units(chunks[0].module)]
     context, gathered = units[0].context, sum(unit.is_gathered_after_step for unit in units)
@@ -30,7 +30,7 @@ def knobs(chunks: Any, optimizer: Any) -> tuple[int, int | None, int | None, int
 
 
 def gathers_apart(chunks: Any, optimizer: Any) -> list[bool]:
-    """For every process group that weights are gathered in: is it another one of the same ranks."""
+    """Return, for each group of gathers, whether it is a separate group of the same ranks."""
     del optimizer
     found: dict[str, bool] = {}
     for _, unit in named_units(chunks[0]):
@@ -43,13 +43,13 @@ def gathers_apart(chunks: Any, optimizer: Any) -> list[bool]:
 
 
 def _parts(optimizer: Any) -> list[Any]:
-    """Torch's optimizers inside of Megatron's."""
+    """Return the torch optimizers inside Megatron's optimizers."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part.optimizer for part in chained if part.optimizer is not None]
 
 
 def steps_runs(chunks: Any, optimizer: Any) -> bool:
-    """Whether Adam stepped fewer tensors with elements than it was given."""
+    """Return whether Adam stepped fewer nonempty tensors than parameters."""
     del chunks
     stepped = given = 0
     for part in _parts(optimizer):
@@ -60,7 +60,7 @@ def steps_runs(chunks: Any, optimizer: Any) -> bool:
 
 
 def offloads(chunks: Any, optimizer: Any, *, fraction: float) -> bool:
-    """Whether so much of the moments is in host memory, and less than a parameter's more."""
+    """Return whether this fraction of the moments, plus less than a parameter, is offloaded."""
     del chunks
     moments = [
         local_of(state["exp_avg"])
@@ -74,7 +74,7 @@ def offloads(chunks: Any, optimizer: Any, *, fraction: float) -> bool:
 
 
 def bytes_of_state(chunks: Any, optimizer: Any) -> float:
-    """Bytes of moments for an element that this rank steps."""
+    """Return the bytes of moments per element on this rank."""
     del chunks
     (part,) = _parts(optimizer)
     moments = [

@@ -1,4 +1,4 @@
-"""Rows of trainings whose weights are quantized to 8 or 4 bits, and gathered in bf16 or so."""
+"""Rows of trainings with weights quantized to 8 or 4 bits, gathered in bf16 or quantized."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.mcore.flags import (
     ZERO3,
 )
 
-# Blocks of FP8 have 128 elements, so no dimension has fewer.
+# FP8 has blocks of 128 elements, so that no dimension is smaller.
 MODEL = (
     "--transformer-impl transformer_engine --bf16 --hidden-size 128 --ffn-hidden-size 256 "
     "--seq-length 64 --max-position-embeddings 64"
@@ -40,18 +40,17 @@ FORMATS = {
     "nvfp4": "--fp4-format e2m1 --fp4-recipe nvfp4",
 }
 GATHERS = {name: "--fp8-param-gather" for name in FORMATS} | {"nvfp4": "--fp4-param-gather"}
-"""Flags by recipe: what weights are quantized to, and what has them gathered so."""
-# Megatron gathers no MXFP8 weights as bytes: it gathers bf16 and quantizes that on every rank.
+"""Flags by recipe: the format of weights, and gathers in this format."""
+# Megatron gathers MXFP8 weights in bf16 and quantizes them on every rank.
 MEGATRONS = {"mxfp8": "--reuse-grad-buf-for-mxfp8-param-ag"}
-# Of bf16: it decides which GPU is rehearsed and, without --fp8-format, nothing else.
+# For bf16: without --fp8-format, this flag only determines the rehearsed GPU.
 BLACKWELL = "--fp8-recipe mxfp8"
-# Gradients are divided by a number of tokens that is no power of two.
+# Gradients are divided by a number of tokens that is not a power of two.
 PER_TOKEN = (
     "--calculate-per-token-loss --micro-batch-size 1 --seq-length 96 --max-position-embeddings 96"
 )
 
-# Norms of gradients that are added up in another order would differ in the last bit, and a bit of a
-# bf16 weight in one of FP8.
+# Norms summed in another order would differ in the last bit, and so would bf16 and FP8 weights.
 _row = partial(Row, iterations=4, exact_norms=True, tolerance=TOLERANCE)
 
 
@@ -60,7 +59,7 @@ def _model(recipe: str, *more: str) -> str:
 
 
 def _norms(recipe: str) -> float | None:
-    """Of gradients: what is quantized in blocks of 16 and 32 is so in another order of ranks."""
+    """Bound of norms of gradients, whose small blocks are quantized in another order of ranks."""
     return None if recipe in RECIPES else 1e-2
 
 

@@ -1,4 +1,4 @@
-"""The matrices of trainings under Megatron: beside its own DDP, beside themselves, and resumed."""
+"""Rows of the matrices: trainings beside Megatron's DDP, beside themselves, and resumed runs."""
 
 from __future__ import annotations
 
@@ -336,7 +336,7 @@ ROWS: tuple[Row, ...] = (
     ),
 )
 
-# Trainings beside those with other flags: the same bits, unless a row says how close they come.
+# Trainings beside those with other flags: bitwise identical, unless a row has a tolerance.
 SAME: tuple[Row, ...] = tuple(replace(
     row, beside_itself=True, tolerance=row.tolerance or 0, iterations=min(row.iterations, 4)
 ) for row in (

@@ -1,4 +1,4 @@
-"""Every combination trains as Megatron's own DDP does, and goes on at other parallel sizes."""
+"""Every combination trains like Megatron's own DDP, and resumes at other parallel sizes."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ from tests.mcore.flags import loading, saving
 from tests.mcore.session import distance
 from tests.mcore.trained import assert_equal, first_difference
 
-# Where weights are rounded, chance decides which of them cross a boundary: "as close as Megatron's
-# distributed optimizer" leaves room for that.
+# Bound relative to the difference of Megatron's distributed optimizer, for rows in 16 bits.
 AS_CLOSE = 1.5
 
 
 def _cases(rows: Sequence[Row]) -> list[Any]:
-    """Every row with every strategy of its own, smallest world first."""
+    """Return every row with each of its strategies, smallest world size first."""
     return [
         quick_if(
             number < row.quick, row, strategy, id=_id(f"{row.world_size}-{row.name}-{strategy}")
@@ -103,7 +102,7 @@ def test_a_run_continues_from_what_another_one_saved(
         assert_equal(resumed, uninterrupted, after=SAVED)
         assert resumed.loss_scales == uninterrupted.loss_scales[SAVED:]
     if resume.values:
-        # The checkpoint of the last iteration: nothing is trained.
+        # The run loads the checkpoint of the last iteration and does not train.
         loaded = trainings(replace(loads.adding(*loading(folder)), probe=digests))
         assert together(loaded.extras) == together(uninterrupted.extras)
     table.resumes.append((resume.name, f"{loss:.0e}"))

@@ -1,4 +1,4 @@
-"""Running what the matrix describes, and comparing it."""
+"""Runs the trainings of the matrix, and compares them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from tests.mcore.session import Training, distance, train
 from tests.mcore.trained import run_of_ranks
 from tests.ranks import RankPools
 
-# A sum of a few terms that cancel is zero in one order and not in another: so are gradients of
-# biases of keys, which are zero but for rounding. There is one for each of 64 channels of a layer.
+# Gradients of biases of keys are zero up to rounding, and may be exactly zero in one order of a sum
+# only. A layer has 64 of them.
 ZEROS_BY_CHANCE = 64
 
 
 Trainings = Callable[[Run], Training]
-"""Makes a run, if none that is equal was made: what all its ranks saw, taken together."""
+"""Makes a run, unless an equal one was made; returns the merged measurements of its ranks."""
 
 
 def trainings_of(pools_for: Callable[[Sequence[str]], RankPools]) -> Trainings:
-    """Trainings on the ranks of pools, which are found by flags."""
+    """Return a function that trains on the ranks of pools, which are selected by flags."""
 
     def make(run: Run) -> Training:
         is_fp32 = {"--bf16", "--fp16"}.isdisjoint(run.flags)
-        # Megatron checks for 16 bits there.
+        # Megatron requires 16 bits for this flag.
         overlaps = is_fp32 and "--overlap-moe-expert-parallel-comm" in run.flags
         return run_of_ranks(
             pools_for(run.flags),
@@ -49,15 +49,15 @@ class Difference(NamedTuple):
     """Largest relative differences of two trainings.
 
     Attributes:
-        loss: Of the losses, evaluations included.
-        norm: Of the gradient norms, and of the parameter norms where they are logged.
+        loss: Difference of losses, including evaluations.
+        norm: Difference of norms of gradients and, if logged, of parameters.
     """
 
     loss: float
     norm: float
 
     def within(self, bound: Difference) -> bool:
-        """Whether neither is larger than that of another comparison."""
+        """Return whether neither difference exceeds a bound."""
         return self.loss <= bound.loss and self.norm <= bound.norm
 
     def __str__(self) -> str:
@@ -67,19 +67,19 @@ class Difference(NamedTuple):
 def difference(
     mine: Training, theirs: Training, iterations: int, zeros_by_chance: int = ZEROS_BY_CHANCE
 ) -> Difference:
-    """Compare two trainings number by number; what is counted has to be equal.
+    """Compare two trainings. Counted values must be equal.
 
     Args:
         mine: One training.
         theirs: The other one.
-        iterations: How many both made, some of which may be skipped.
-        zeros_by_chance: Gradients that may be zero in one of them alone.
+        iterations: Number of iterations of both, some of which may be skipped.
+        zeros_by_chance: Number of gradients that may be zero in one of them only.
     """
     assert iterations // 2 < len(mine.losses) == len(theirs.losses) <= iterations
     # In fp32 some of Megatron's optimizers report the constant scale, and others 1.
     ours, others = ([s / run.loss_scales[0] for s in run.loss_scales] for run in (mine, theirs))
     assert (ours, mine.skipped) == (others, theirs.skipped)
-    # A step that overflows, where there is a loss scale, is skipped and reports no norm.
+    # With a loss scale, a step that overflows is skipped and reports no norm.
     assert len(mine.grad_norms) > iterations // 2, "too few steps were taken"
     for a, b in zip(mine.num_zeros, theirs.num_zeros, strict=True):
         assert abs(a - b) <= max(zeros_by_chance, 1e-3 * b), f"{a} zeros against {b}"
@@ -95,11 +95,11 @@ _HEAD = ("row", "ranks", "strategy or precision", "loss", "norm", "loss, theirs"
 
 @dataclass
 class Table:
-    """Largest relative differences that trainings of a run measured, printed with `--tables`.
+    """Largest relative differences of all trainings of a test run, printed with `--tables`.
 
     Attributes:
-        rows: Cells of trainings: of losses and norms, and where it was asked those of Megatron's
-            own distributed optimizer.
+        rows: Cells of trainings: differences of losses and norms, and in some rows those of
+            Megatron's distributed optimizer.
         resumes: Cells of resumed runs.
     """
 
@@ -107,7 +107,7 @@ class Table:
     resumes: list[tuple[str, ...]] = field(default_factory=list)
 
     def add(self, cells: tuple[str, ...], *differences: Difference | None) -> None:
-        """Take in how far two trainings are apart."""
+        """Add a row with differences."""
         numbers = [f"{number:.0e}" for each in differences for number in each or ()]
         self.rows.append((*cells, *numbers, *[""] * (len(_HEAD) - len(cells) - len(numbers))))
 
@@ -119,12 +119,12 @@ class Table:
 
 
 def train_in_fp32(flags: Sequence[str], *args: Any, **options: Any) -> Training:
-    """Train in fp32, where Megatron's check wants 16 bits and nothing of what is run does.
+    """Train in fp32 although a check of Megatron requires 16 bits.
 
     Args:
         flags: Without `--bf16`.
-        args: Of `session.train`.
-        options: Likewise.
+        args: Arguments of `session.train`.
+        options: Options of `session.train`.
     """
     session.enter_rehearsal()
     from megatron.core.transformer.transformer_config import TransformerConfig

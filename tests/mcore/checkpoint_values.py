@@ -1,4 +1,4 @@
-"""What a model and its optimizer hold, whole, by the names of a checkpoint."""
+"""Digests of full parameters and optimizer state, by their names in a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def digests(model: list[Any], optimizer: Any) -> dict[str, str]:
-    """A digest of every parameter, buffer and optimizer state this rank holds a part of.
+    """Return a digest of every parameter, buffer and optimizer state with a part on this rank.
 
     A probe for `train`. Collective.
     """
@@ -24,7 +24,7 @@ def digests(model: list[Any], optimizer: Any) -> dict[str, str]:
             continue
         found[name.fqn] = digest(param)
         for option in ("exp_avg", "exp_avg_sq"):
-            # A rank without rows has no state, and takes part in gathering that of the others.
+            # A rank without rows has no state and takes part in gathers of that of other ranks.
             value = state.get(param, {}).get(option, torch.zeros_like(param))
             found[f"{name.fqn}.{option}"] = digest(value)
         if param in state:
@@ -36,7 +36,7 @@ def digests(model: list[Any], optimizer: Any) -> dict[str, str]:
 
 
 def fp8_digests(model: list[Any], optimizer: Any) -> dict[str, str]:
-    """A digest of every scale and amax history that this rank has. A probe for `train`."""
+    """Return a digest of every scale and amax history of this rank. A probe for `train`."""
     from megatron_fsdp_v2_mcore.checkpoint import fp8_state
 
     del optimizer
@@ -44,14 +44,14 @@ def fp8_digests(model: list[Any], optimizer: Any) -> dict[str, str]:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """The shape of a whole tensor, and a hash of its bytes. Collective."""
+    """Return the shape of a full tensor and a hash of its bytes. Collective."""
     full = tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor
     data = full.detach().contiguous().view(torch.uint8).numpy().tobytes()
     return f"{tuple(full.shape)} {hashlib.sha1(data).hexdigest()}"
 
 
 def together(ranks: Sequence[dict[str, str]]) -> dict[str, str]:
-    """The digests of all ranks, which have to agree where they meet."""
+    """Merge the digests of all ranks, which must agree on common names."""
     merged: dict[str, str] = {}
     for found in ranks:
         for key, digest in found.items():

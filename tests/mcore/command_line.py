@@ -1,4 +1,4 @@
-"""Running the adapter as a user does: torchrun in a subprocess, and its iteration lines."""
+"""Runs the adapter as a user does, with torchrun in a subprocess, and parses its output."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Run:
 
     @property
     def lines_before_training(self) -> list[str]:
-        """Lines before the first iteration line, torchrun's own left out."""
+        """Lines before the first iteration line, without those of torchrun."""
         lines = []
         for line in self.output.splitlines():
             if _LOSS.search(line):
@@ -56,14 +56,14 @@ class Run:
 
 
 def losses_in(text: str) -> list[tuple[int, float]]:
-    """Iterations and their printed losses, in the order of a log."""
+    """Return iterations and their printed losses, in the order of a log."""
     return [(int(number), float(loss)) for number, loss in _LOSS.findall(text)]
 
 
 def printed_losses(losses: Sequence[float]) -> dict[int, float]:
-    """What Megatron prints of the losses of a run, by iteration, with `--log-interval 1`.
+    """Return the losses that Megatron prints for a run, by iteration, with `--log-interval 1`.
 
-    It does not start its sums anew after the first line: the second one shows a mean.
+    Megatron does not reset its sums after the first line, so that the second one is a mean.
     """
     printed = dict(enumerate(losses, start=1))
     if len(losses) > 1:
@@ -77,7 +77,7 @@ def run_module(module: str, arguments: Sequence[str], **environment: str) -> Run
 
 
 def run_code(code: str, *arguments: str) -> Run:
-    """Run a program of a few lines in a process of its own, which has imported torch alone."""
+    """Run a short program in a new process, which has imported only torch."""
     found: Run = answer_of_a_process(_run_code, code, arguments)
     return found
 
@@ -87,10 +87,10 @@ def _run_code(code: str, arguments: Sequence[str]) -> Run:
 
 
 def run_each(module: str, command_lines: Sequence[Sequence[str]]) -> list[Run]:
-    """Run `python -m module` with one command line after the other, all in one process.
+    """Run `python -m module` with several command lines in one process.
 
-    Importing Megatron takes seconds and rejecting a command line none. Only command lines that are
-    rejected before a process group exists may stand before another one.
+    Importing Megatron takes seconds. All command lines except the last must be rejected before a
+    process group exists.
     """
     found: list[Run] = answer_of_a_process(_run_each, module, command_lines)
     return found
@@ -101,12 +101,12 @@ def _run_each(module: str, command_lines: Sequence[Sequence[str]]) -> list[Run]:
 
 
 def _main(module: str, arguments: Sequence[str]) -> Run:
-    """What `python -m module` does in this process."""
+    """Run `python -m module` in this process."""
     return _ended(lambda: runpy.run_module(module, run_name="__main__"), [module, *arguments])
 
 
 def _ended(program: Callable[[], object], argv: list[str]) -> Run:
-    """What a program does in this process."""
+    """Run a program in this process until it ends."""
     written, sys.argv = io.StringIO(), argv
     with contextlib.redirect_stdout(written), contextlib.redirect_stderr(written):
         try:
@@ -126,13 +126,13 @@ def torchrun(num_ranks: int, module: str, flags: Sequence[str], **environment: s
 
 
 def launcher(num_ranks: int) -> list[str]:
-    """How a module is started on so many ranks."""
+    """Return the words that start a module on a number of ranks."""
     module = ["-m", "torch.distributed.run"]
     return [sys.executable, *module, "--standalone", f"--nproc-per-node={num_ranks}"]
 
 
 def environment_of(**variables: str) -> dict[str, str]:
-    """Variables of a command that finds the packages here."""
+    """Return the environment of a command that imports the packages of this repository."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "adapters")])
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **variables}
 
@@ -152,8 +152,8 @@ def _run(command: list[str], environment: dict[str, str]) -> Run:
 
 
 def answer_of_a_process(function: Callable[..., Any], *args: Any) -> Any:
-    """What a module-level function returns in a process of its own."""
-    # As for the ranks of tests: what takes seconds to import is imported already.
+    """Return the result of a module-level function in a new process."""
+    # As for the ranks of tests, modules that take seconds to import are already imported.
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     mine, theirs = context.Pipe()

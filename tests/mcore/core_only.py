@@ -1,4 +1,4 @@
-"""What runs on the ranks of a pool in which `megatron.training` cannot be imported."""
+"""Functions for the ranks of a pool in which `megatron.training` cannot be imported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOCAL = ["--transformer-impl", "local"]
 
 
 def enter() -> Any:
-    """Make this rank one that trains, without `megatron.training`; return the example."""
+    """Start a rehearsal without `megatron.training` on this rank; return the example."""
     example = rehearse_for_good()
     multiprocessing.current_process().daemon = False
     torch.manual_seed(1)
@@ -29,10 +29,10 @@ def enter() -> Any:
 
 
 def rehearse_for_good() -> Any:
-    """Make this process and those forked from it rehearse without `megatron.training`."""
+    """Start a permanent rehearsal in this process and those forked from it."""
     if "examples.megatron_core_loop" not in sys.modules:
         assert not [name for name in sys.modules if name.startswith("megatron")]
-        # To Python a module that is None cannot be imported.
+        # Python cannot import a module that is None.
         sys.modules["megatron.training"] = None  # type: ignore[assignment]
         from megatron_cpu_rehearsal import rehearse
 
@@ -44,7 +44,7 @@ def rehearse_for_good() -> Any:
 
 @contextlib.contextmanager
 def _clean() -> Iterator[None]:
-    """Leave no trace in Megatron's globals, whatever happens."""
+    """Reset Megatron's global state at the end, also after an exception."""
     from megatron.core import parallel_state
 
     import megatron_fsdp_v2_mcore
@@ -60,7 +60,7 @@ def _clean() -> Iterator[None]:
 
 
 def train(options: dict[str, Any]) -> list[tuple[float | None, float]]:
-    """Run the example on this rank; every rank of the pool has to."""
+    """Run the example on this rank. Collective over the pool."""
     example = enter()
     with _clean():
         history: list[tuple[float | None, float]] = example.train(example.Settings(**options))
@@ -68,7 +68,7 @@ def train(options: dict[str, Any]) -> list[tuple[float | None, float]]:
 
 
 def train_ddp_with_distributed_optimizer(*, is_enabled: bool) -> list[tuple[float | None, float]]:
-    """Megatron's own wrapper and optimizer, with this package enabled or not."""
+    """Train with Megatron's own wrapper and optimizer, with this package enabled or not."""
     example = enter()
     import megatron_fsdp_v2_mcore
 
@@ -85,14 +85,14 @@ def train_ddp_with_distributed_optimizer(*, is_enabled: bool) -> list[tuple[floa
 
 
 def _changed(name: str, **fields: Any) -> Any:
-    """Have the example make one of its configurations with other fields."""
+    """Change fields of one of the example's configurations."""
     example = enter()
     make = getattr(example, name)
     return mock.patch.object(example, name, lambda **options: make(**{**options, **fields}))
 
 
 def save_and_go_on(options: dict[str, Any], folder: str) -> tuple[list[Any], list[Any]]:
-    """Save in the middle of a training; what it saw after, and what one saw that loaded that."""
+    """Save during a training; return the rest of it, and of one that loads the checkpoint."""
     example = enter()
     from megatron_fsdp_v2 import checkpoint
 
@@ -146,7 +146,7 @@ def train_quickstart(options: dict[str, Any]) -> list[tuple[float | None, float]
 
 
 def _wrapping(*names: str) -> Any:
-    """Have the example's wrapper given these process groups and no others."""
+    """Pass only these process groups to the example's wrapper."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     import megatron_fsdp_v2_mcore
@@ -158,7 +158,7 @@ def _wrapping(*names: str) -> Any:
 
 
 def errors() -> dict[str, str]:
-    """What a script is told that does it wrongly, by what is wrong."""
+    """Return the error of each incorrect script, by what is wrong."""
     example = enter()
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -193,7 +193,7 @@ def errors() -> dict[str, str]:
 
 
 def warnings_of(**fields: Any) -> list[str]:
-    """What a script is warned of that sets these fields of its configuration."""
+    """Return the warnings of a script that sets these fields of its configuration."""
     example = enter()
     change = _changed("DistributedDataParallelConfig", **fields)
     with change, _clean(), warnings.catch_warnings(record=True) as caught:
@@ -204,7 +204,7 @@ def warnings_of(**fields: Any) -> list[str]:
 
 
 def missing_groups() -> dict[str, str]:
-    """What is said of process groups that a model needs and is not given, by the model."""
+    """Return the error about missing process groups, by model."""
     example = enter()
     found = {}
     for what, options, names in (
@@ -224,17 +224,17 @@ def missing_groups() -> dict[str, str]:
 
 
 def parsed(words: list[str]) -> str:
-    """What the example's own parser makes of its flags."""
+    """Parse flags with the example's parser."""
     example = enter()
     with mock.patch.object(sys, "argv", ["example", *words]):
         return str(example.parse())
 
 
 def train_page(blocks: list[str]) -> list[tuple[float | None, float]]:
-    """Wrap as the python blocks of a page do, and train what the first one made.
+    """Wrap models with the Python blocks of a page, and train that of the first block.
 
     Args:
-        blocks: Code that finds a `config` and a `module`.
+        blocks: Code that uses a `config` and a `module`.
     """
     example = enter()
     with _clean():

@@ -1,6 +1,6 @@
-"""Flags that tests train Megatron with: a small model, its variants, parallel sizes, checkpoints.
+"""Flags of test trainings: a small model, its variants, parallel sizes, checkpoints.
 
-One flag or several are a string of words; `words` makes a command line of strings and lists.
+A constant has one or several flags in one string; `words` makes a command line of such strings.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _MODEL = """
 LOCAL = ["--transformer-impl", "local"]
 TRANSFORMER_ENGINE = ["--transformer-impl", "transformer_engine"]
 MODEL_FLAGS = [*_MODEL.split(), *LOCAL]
-"""A tiny model of Megatron's own layers; `TRANSFORMER_ENGINE` after them has the default ones."""
+"""A tiny model of Megatron's own layers; append `TRANSFORMER_ENGINE` for the default layers."""
 
-# Every layer of the tiny models is a unit: together they would be one by default.
+# Every layer of the tiny models is a unit. By default, all of them would be one unit.
 _FSDP = """
 --use-megatron-fsdp --use-fsdp-fully-shard-api --ckpt-format fsdp_dtensor --fsdp-unit-bytes 1
 --data-parallel-sharding-strategy
@@ -71,30 +71,30 @@ OVERLAP_GRADS = "--overlap-grad-reduce"
 OVERLAP_PARAMS = "--overlap-param-gather"
 OVERLAP = f"{OVERLAP_GRADS} {OVERLAP_PARAMS}"
 FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-# Newton-Schulz in fp32, which the command line calls high.
+# Newton-Schulz in fp32, which is called high on the command line.
 MUON = "--optimizer muon --muon-fp32-matmul-prec high"
 
 Flags = str | Sequence[str]
 
 
 def words(*flags: Flags) -> list[str]:
-    """The words of strings of several and of lists, in order."""
+    """Split strings into words and concatenate them with the words of lists."""
     return [
         word for part in flags for word in (part.split() if isinstance(part, str) else list(part))
     ]
 
 
 def fsdp(strategy: str = ZERO3, *more: Flags) -> list[str]:
-    """Flags that select this package."""
+    """Return the flags that select this package."""
     return words(_FSDP, strategy, *more)
 
 
 def saving(folder: Path | str, every: int) -> list[str]:
-    """Flags that save into a folder after every so many iterations."""
+    """Return the flags that save to a folder at an interval."""
     return ["--save", str(folder), "--save-interval", str(every)]
 
 
 def loading(folder: Path | str, iteration: int | None = None) -> list[str]:
-    """Flags that load an iteration from a folder: the last one that was saved, or this one."""
+    """Return the flags that load an iteration from a folder; the latest if None."""
     step = [] if iteration is None else ["--ckpt-step", str(iteration)]
     return ["--load", str(folder), *step]

@@ -1,4 +1,4 @@
-"""Command lines as Megatron's own parser reads them, with our flags, without a training."""
+"""Megatron's arguments with the flags of this package, without a training."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["parsed", "parser"]
 
 @pytest.fixture(scope="session")
 def parser() -> argparse.ArgumentParser:
-    """Megatron's own parser with our flags."""
+    """Megatron's parser with the flags of this package."""
     from megatron.training.arguments import add_megatron_arguments
 
     return add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
 
 
 def parsed(parser: argparse.ArgumentParser, *flags: str) -> argparse.Namespace:
-    """The arguments of a small model and these flags, for four ranks."""
+    """Parse the flags of a small model and these flags, for four ranks."""
     args = parser.parse_args([*MODEL_FLAGS, *flags])
-    args.world_size = 4  # Megatron adds it to what it has parsed.
+    args.world_size = 4  # Megatron adds this attribute after parsing.
     return args

@@ -1,4 +1,4 @@
-"""What the plan's source makes of command lines, in one process that has no process group."""
+"""Descriptions of command lines for plans, from one process without a process group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Calls = Mapping[str, tuple[Sequence[str], int]]
 
 
 def described(calls: Calls) -> dict[str, Any]:
-    """What becomes of flags and a number of ranks each: a description, or what is said instead."""
+    """Describe flags for a number of ranks each. Values are descriptions or error messages."""
     answers = answer_of_a_process(_describe_each, list(calls.values()))
     return dict(zip(calls, answers, strict=True))
 

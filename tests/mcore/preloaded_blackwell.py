@@ -1,4 +1,4 @@
-"""What ranks have imported before they are forked: that, on a GPU that has MXFP8."""
+"""Imported by ranks before they are forked: Transformer Engine on a GPU with MXFP8."""
 
 from tests.mcore.session import rehearse_for_good
 

@@ -1,4 +1,4 @@
-"""What ranks have imported before they are forked: Megatron without `megatron.training`."""
+"""Imported by ranks before they are forked: Megatron without `megatron.training`."""
 
 from tests.mcore.core_only import rehearse_for_good
 

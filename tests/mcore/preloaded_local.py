@@ -1,4 +1,4 @@
-"""What ranks have imported before they are forked: Megatron with its own layers."""
+"""Imported by ranks before they are forked: Megatron with its own layers."""
 
 from tests.mcore.session import rehearse_for_good
 

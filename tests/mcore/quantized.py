@@ -1,4 +1,4 @@
-"""What ranks do with quantized modules of Transformer Engine, without Megatron."""
+"""Functions for ranks with quantized modules of Transformer Engine, without Megatron."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = (256, 384, 320)
 
 
 def recipe_of(name: str) -> Any:
-    """A recipe by the name that Megatron's `--fp8-recipe` or `--fp4-recipe` has for it."""
+    """Return a recipe by its name in Megatron's `--fp8-recipe` or `--fp4-recipe`."""
     from transformer_engine.common import recipe
 
     made = {
@@ -37,20 +37,20 @@ def recipe_of(name: str) -> Any:
 
 
 def enter(recipe: str) -> Any:
-    """Make this rank rehearse with the kernels a recipe needs; return Transformer Engine."""
+    """Start a rehearsal that supports a recipe on this rank; return Transformer Engine."""
     flags = {"mxfp8": ["--fp8-recipe", recipe], "nvfp4": ["--fp4-format", "e2m1"]}
     enter_rehearsal("transformer_engine", flags.get(recipe, []))
     import transformer_engine.pytorch as te
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     assert register_formats()
-    # Modules of an earlier test would take part in its reductions of maxima.
+    # Otherwise, maxima of modules of an earlier test would be reduced with those of this one.
     FP8GlobalStateManager.reset()
     return te
 
 
 def real() -> Any:
-    """Transformer Engine as it is installed for a GPU."""
+    """Return the Transformer Engine that is installed for a GPU."""
     import transformer_engine.pytorch as te
 
     assert register_formats()
@@ -58,7 +58,7 @@ def real() -> Any:
 
 
 def layers(te: Any, recipe: str, *, quantized: bool = True, device: str = "cpu") -> nn.Sequential:
-    """Three linear layers, the first and last of other heights than blocks have."""
+    """Three linear layers; the heights of the first and last are no multiples of a block."""
     torch.manual_seed(0)
     shapes = zip(SIZES, (*SIZES[1:], 128), strict=True)
     kept = {"preserve_high_precision_init_val": True} if quantized else {}
@@ -87,7 +87,7 @@ def sharded(
     outer: str = "optim",
     **options: Any,
 ) -> nn.Sequential:
-    """Every layer as a unit, and the model; main weights over instances too, if there are some."""
+    """Shard every layer and the model; main weights also over instances, if there are several."""
     inner = dist.get_world_size() // instances
     if instances > 1:
         options["outer_dp_sharding_strategy"] = outer
@@ -101,7 +101,7 @@ def sharded(
 def step(
     te: Any, model: nn.Sequential, recipe: str, seed: int = 0, device: str = "cpu"
 ) -> torch.Tensor:
-    """Forward and backward of this rank's batch; return the loss."""
+    """Run forward and backward of this rank's batch; return the loss."""
     generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
     inputs = torch.randn(32, SIZES[0], generator=generator).bfloat16().to(device)
     with te.autocast(enabled=True, recipe=recipe_of(recipe)):
@@ -131,10 +131,7 @@ def differing_bytes(
     device: str = "cpu",
     outer: str = "optim",
 ) -> list[str]:
-    """Train, then gather: which fields are not those of whole main weights that are quantized.
-
-    On a GPU Transformer Engine is the real one.
-    """
+    """Train, then gather; name the fields that differ from those of quantized full main weights."""
     te = enter(recipe) if device == "cpu" else real()
     model = layers(te, recipe, device=device)
     sharded(model, strategy, instances=instances, device=device, outer=outer)
@@ -151,7 +148,7 @@ def differing_bytes(
         quantizer = weight._quantizer.copy()
         quantizer.set_usage(rowwise=True, columnwise=True)
         if recipe == "delayed":
-            # What was quantized last was so with the scale of then.
+            # The weights were quantized with an earlier scale.
             quantizer.scale = weight._scale_inv.reciprocal().view(1)
             quantizer.amax = torch.zeros(1, device=device)
         expected = quantizer(whole[index].bfloat16())
@@ -166,12 +163,12 @@ def differing_bytes(
 def maxima_of_a_step(
     recipe: str, strategy: str, *, one_by_one: bool = False
 ) -> tuple[int, list[torch.Tensor]]:
-    """All-reduces of maxima in a forward after a step, and the weights after three.
+    """Return the number of all-reduces of maxima in a forward after a step, and final weights.
 
     Args:
-        recipe: Of quantization.
-        strategy: Of sharding.
-        one_by_one: Whether every unit's weights are quantized by themselves, when it is used.
+        recipe: Name of the recipe.
+        strategy: Sharding strategy.
+        one_by_one: Whether the weights of each unit are quantized separately, when it is used.
     """
     te = enter(recipe)
     model = sharded(layers(te, recipe), strategy)
@@ -189,7 +186,7 @@ def maxima_of_a_step(
 
 
 def _without_padding(mine: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales of blocks are padded with zeros on one way of quantizing, and not on the other."""
+    """Remove the zero padding of block scales, which depends on the way of quantizing."""
     if mine.dim() < 2:
         return mine.reshape(-1), theirs.reshape(-1)
     rows, columns = (min(pair) for pair in zip(mine.shape, theirs.shape, strict=True))
@@ -199,7 +196,7 @@ def _without_padding(mine: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Te
 
 
 def gathered_bytes(recipe: str, *, recomputes: bool = False) -> list[tuple[int, int]]:
-    """Bytes that are gathered in a forward and in a backward: of FP8 weights, then of bf16 ones."""
+    """Return the bytes gathered in a forward and a backward, of FP8 and of bf16 weights."""
     te = enter(recipe)
     found = []
     for quantized in (True, False):
@@ -210,7 +207,7 @@ def gathered_bytes(recipe: str, *, recomputes: bool = False) -> list[tuple[int, 
         with te.autocast(enabled=True, recipe=recipe_of(recipe)):
             x = inputs
             for layer in model:
-                # Transformer Engine's own: what is recomputed is so in FP8 again.
+                # Transformer Engine's checkpoint recomputes in FP8.
                 x = te.checkpoint(layer, x, use_reentrant=False) if recomputes else layer(x)
             loss = x.float().square().mean()
         forward = wire.nbytes("all_gather")

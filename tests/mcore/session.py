@@ -1,7 +1,7 @@
-"""Megatron trainings in a process group that is started once: build, train, tear down, again.
+"""Trains Megatron several times in one process group: build, train, tear down.
 
-Importing Megatron takes seconds and such a training milliseconds. Functions here run on the ranks
-of a pool of their own, in which a CPU rehearsal is entered once and never left.
+Importing Megatron takes seconds, a short training milliseconds. The functions run on the ranks of a
+dedicated pool, whose processes start a CPU rehearsal once and keep it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ import torch.distributed as dist
 
 @dataclass
 class Training:
-    """What one rank saw of a training.
+    """Measurements of one rank in a training.
 
     Attributes:
-        losses: Loss of every iteration, exact, on the last pipeline stage.
+        losses: Exact loss of every iteration, on the last pipeline stage.
         grad_norms: Gradient norm before clipping.
         params_norms: Norm of the parameters, with `--log-params-norm`.
-        num_zeros: Zeros among the gradients, with `--log-num-zeros-in-grad`.
+        num_zeros: Number of zeros in gradients, with `--log-num-zeros-in-grad`.
         loss_scales: Loss scale of every iteration.
-        skipped: Of every iteration, whether parameters were not updated in it.
+        skipped: For every iteration, whether its update was skipped.
         evaluations: Loss of every evaluation, on the last pipeline stage.
-        extras: What a probe returned.
+        extras: Return value of a probe.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -58,14 +58,14 @@ def train(
     *,
     exact_norms: bool = False,
 ) -> Training:
-    """Run one training on this rank. Every rank of the pool has to.
+    """Run one training on this rank. Collective over the pool.
 
     Args:
-        flags: A user's flags; those of the rehearsal are added.
-        probe: Called with `(model, optimizer)` when training is over; what it returns comes back.
-        freezes: Patterns; parameters in whose name one is found are frozen as soon as a chunk is
-            built, which Megatron has no flag for.
-        exact_norms: Add up norms of gradients in fp64, where the order of the terms does not show.
+        flags: Flags of a user. Flags of the rehearsal are added.
+        probe: Called with `(model, optimizer)` after the training; its result becomes `extras`.
+        freezes: Regular expressions. Parameters with a matching name are frozen when their chunk is
+            built; Megatron has no flag for this.
+        exact_norms: Whether norms of gradients are summed in fp64, independent of the order.
     """
     modules = enter_rehearsal(impl_of(flags), flags)
     result = Training()
@@ -91,7 +91,7 @@ def train(
 
 
 def _watch(patches: Any, training: Any, result: Training, probe: Any) -> None:
-    """Note what Megatron's loop logs, and call the probe when it is over."""
+    """Record the values that Megatron's loop logs, and call the probe after it."""
     log, evaluate, loop = training.training_log, training.evaluate, training.train
 
     def capture(loss_dict: Any, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +102,7 @@ def _watch(patches: Any, training: Any, result: Training, probe: Any) -> None:
         # zeros, ...)
         result.loss_scales.append(float(args[3]))
         result.skipped.append(bool(args[5]))
-        # Where zeros are not counted, optimizers report none, or 0.
+        # Without the flag, optimizers report None or 0.
         zeros = args[8] if training.get_args().log_num_zeros_in_grad else None
         logged = (result.grad_norms, result.params_norms, result.num_zeros)
         for kept, value in zip(logged, (*args[6:8], zeros), strict=True):
@@ -129,7 +129,7 @@ def _watch(patches: Any, training: Any, result: Training, probe: Any) -> None:
 
 
 def _freeze(patches: Any, gpt: Any, patterns: Sequence[str]) -> None:
-    """Have chunks built with some of their parameters frozen."""
+    """Freeze parameters of chunks when they are built."""
     build = gpt.build_model
 
     def build_and_freeze(*args: Any, **kwargs: Any) -> Any:
@@ -143,9 +143,9 @@ def _freeze(patches: Any, gpt: Any, patterns: Sequence[str]) -> None:
 
 
 def _write_without_processes() -> None:
-    """Have Megatron's torch_dist checkpoints started without a process that holds a queue.
+    """Let Megatron save torch_dist checkpoints without a process for its queue.
 
-    It starts a new Python for that, which takes longer than a training as short as these.
+    Starting that process takes longer than a short training.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -153,7 +153,7 @@ def _write_without_processes() -> None:
 
 
 def _add_up_norms_in_fp64(patches: Any) -> None:
-    """Have Megatron add up the squares of all gradients in fp64."""
+    """Let Megatron sum the squares of all gradients in fp64."""
     from megatron.core.optimizer import layer_wise_optimizer, optimizer
 
     def norm(grads: Any, norm_type: float = 2, grad_stats_parallel_group: Any = None) -> float:
@@ -169,9 +169,9 @@ def _add_up_norms_in_fp64(patches: Any) -> None:
 
 
 def curves(results: Sequence[Training]) -> Training:
-    """What the ranks of a pool saw, as one: only the last pipeline stage knows losses."""
+    """Merge the measurements of all ranks. Only the last pipeline stage has losses."""
     seen = [result for result in results if result.losses]
-    # A run that loads its last iteration trains nothing.
+    # A run that loads its last iteration does not train.
     first = (seen or results)[0]
     on_all = ("grad_norms", "params_norms", "num_zeros", "loss_scales")
     for found, names in ((seen, ("losses", "evaluations")), (results, on_all)):
@@ -188,24 +188,24 @@ def distance(mine: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 MOST_ORDERS = 6
-"""Of samples that are remembered: those of two trainings, 25 MB each."""
+"""Maximum number of cached orders of samples, of 25 MB each."""
 
 _MODULES: dict[str, Any] = {}
 _STACK = contextlib.ExitStack()
 
 
 def impl_of(flags: Sequence[str]) -> str:
-    """Whose layers a command line names last."""
+    """Return the last value of `--transformer-impl` in a command line."""
     named = [value for name, value in pairwise(flags) if name == "--transformer-impl"]
     return named[-1] if named else "local"
 
 
 def enter_rehearsal(impl: str = "local", flags: Sequence[str] = ()) -> dict[str, Any]:
-    """Make this rank one that trains: it rehearses for good, and this package is installed.
+    """Start a permanent rehearsal on this rank, unless it has one, and install this package.
 
     Args:
-        impl: See `rehearse_for_good`, which is done where no process before this one has.
-        flags: The same.
+        impl: See `rehearse_for_good`.
+        flags: See `rehearse_for_good`.
 
     Returns:
         The parts of Megatron that `train` uses.
@@ -213,7 +213,7 @@ def enter_rehearsal(impl: str = "local", flags: Sequence[str] = ()) -> dict[str,
     modules = rehearse_for_good(impl, flags)
     from megatron_fsdp_v2_mcore import install
 
-    # Megatron's torch_dist checkpoints start processes, which daemons may not.
+    # Megatron's torch_dist checkpoints start processes, which a daemon must not do.
     multiprocessing.current_process().daemon = False
     install()
     torch.manual_seed(0)
@@ -221,7 +221,7 @@ def enter_rehearsal(impl: str = "local", flags: Sequence[str] = ()) -> dict[str,
 
 
 def entered_te() -> Any:
-    """Transformer Engine's module of modules, on a rank that rehearses with it from now on."""
+    """Start a rehearsal with Transformer Engine; return `transformer_engine.pytorch`."""
     enter_rehearsal("transformer_engine")
     import transformer_engine.pytorch as te
 
@@ -229,12 +229,16 @@ def entered_te() -> Any:
 
 
 def rehearse_for_good(impl: str = "local", flags: Sequence[str] = ()) -> dict[str, Any]:
-    """Make this process and those forked from it rehearse; return what `train` uses of Megatron.
+    """Start a permanent rehearsal in this process and those forked from it.
 
     Args:
-        impl: Whose layers. Megatron looks for Transformer Engine once per process: a pool whose
-            ranks have it trains nothing else.
-        flags: Of a training; some decide which GPU is rehearsed, and a process rehearses one.
+        impl: Value of `--transformer-impl`. Megatron looks for Transformer Engine once per process,
+            so that a pool trains with one value only.
+        flags: Flags of a training. Some of them determine the rehearsed GPU, of which a process has
+            one.
+
+    Returns:
+        The parts of Megatron that `train` uses.
     """
     from megatron_cpu_rehearsal.flags import cpu_capability
 
@@ -256,7 +260,7 @@ def rehearse_for_good(impl: str = "local", flags: Sequence[str] = ()) -> dict[st
         from megatron_fsdp_v2_mcore.flags.arguments import supported_on_cpu
         from megatron_fsdp_v2_mcore.pretrain_gpt import gpt
 
-        # What the first training would import and read otherwise, on every rank.
+        # Otherwise, the first training would import and read these on every rank.
         importlib.import_module("megatron.core.tokenizers.text")
         _remember_help_texts()
         arguments.add_megatron_arguments(argparse.ArgumentParser())
@@ -269,17 +273,17 @@ def rehearse_for_good(impl: str = "local", flags: Sequence[str] = ()) -> dict[st
             cpu_environment=cpu_environment,
             Patches=Patches,
         )
-        # Every teardown collects: what was imported, most of all there is, need not be looked at.
+        # Teardowns collect garbage. Imported objects, most of all objects, need no traversal.
         gc.collect()
         gc.freeze()
     return _MODULES
 
 
 def _remember_help_texts() -> None:
-    """Have Megatron read the help of its flags once.
+    """Let Megatron read the help texts of its flags once.
 
-    It parses the source of its own classes for that whenever it makes a parser, which is a good
-    part of a training as short as these.
+    For every parser, Megatron parses the source of its own classes, which takes a considerable part
+    of a short training.
     """
     from megatron.training.argument_utils import ArgumentGroupFactory
 
@@ -295,9 +299,9 @@ def _remember_help_texts() -> None:
 
 
 def _remember_orders_of_samples() -> None:
-    """Have Megatron shuffle data of one size and seed once.
+    """Let Megatron shuffle data of one size and seed once.
 
-    Its mock data have millions of samples, of which a training here takes a dozen.
+    Its mock data has millions of samples, of which a short training uses a dozen.
     """
     from megatron.core.datasets import gpt_dataset
 
@@ -317,7 +321,7 @@ def _remember_orders_of_samples() -> None:
 
 
 def _tear_down() -> None:
-    """Leave no trace in Megatron's globals; groups are destroyed on all ranks together."""
+    """Reset Megatron's global state and destroy its process groups. Collective."""
     from megatron.core import mpu, rerun_state_machine
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
@@ -330,7 +334,7 @@ def _tear_down() -> None:
 
     uninstall()
     async_utils._async_calls_queue = None
-    # Asynchronous saves talk over a group that is ended below, with all the others.
+    # The process group of asynchronous saves is destroyed below.
     saving._background_group.clear()
     global_vars.destroy_global_vars()
     global_vars._GLOBAL_TIMERS = None
@@ -339,32 +343,32 @@ def _tear_down() -> None:
     moe_logging.destroy_moe_metrics_tracker()
     MTPLossLoggingHelper.tracker = {}
     checkpointing._CHECKPOINT_VERSION = None
-    # Saving as torch_dist leaves a queue's process behind, which would outlive this one.
+    # Saving a torch_dist checkpoint starts a process for a queue, which would outlive this one.
     filesystem_async._results_queue = None
     for child in multiprocessing.active_children():
         child.terminate()
         child.join()
     quantization = sys.modules.get("transformer_engine.pytorch.quantization")
     if quantization is not None:
-        # Amaxes of modules that are gone would be reduced with those of the next training.
+        # Amaxes of deleted modules would be reduced with those of the next training.
         quantization.FP8GlobalStateManager.reset()
     end_groups(mpu)
 
 
 def end_groups(parallel_state: Any) -> None:
-    """End all process groups but the one of all ranks, on all ranks together."""
+    """Destroy all process groups except that of all ranks. Collective."""
     dist.barrier()
     parallel_state.destroy_model_parallel()
-    # Megatron forgets its groups without ending them, and each keeps threads of its own.
+    # Megatron drops its groups without destroying them, and each group has threads.
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    # Of calls without a mesh, whose group was one of them. Imported here, since a rehearsal begins
-    # before anything of Megatron or of this package is imported.
+    # Meshes of calls without a mesh use these groups. The import is here, since a rehearsal starts
+    # before Megatron or this package is imported.
     from megatron_fsdp_v2.runtime import api
 
     api._MESHES.clear()
-    # --manual-gc leaves collection off. Groups are in cycles, and hundreds of threads with them.
+    # --manual-gc disables collection. Groups, with hundreds of threads, are in reference cycles.
     gc.enable()
     gc.collect()
 

@@ -1,4 +1,4 @@
-"""Ranks whose Megatron has Transformer Engine, which is decided once per process."""
+"""Pools of ranks whose Megatron uses Transformer Engine, which is determined once per process."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["blackwell_te", "megatron_te", "pools_for", "recipe_te"]
 
 RECIPES = ("delayed", "tensorwise", "blockwise")
 BLACKWELL_RECIPES = ("mxfp8", "nvfp4")
-"""That no earlier GPU has."""
+"""Recipes that need a Blackwell GPU."""
 
 
 @pytest.fixture(scope="session")
 def megatron_te() -> Iterator[RankPools]:
     """Process groups for Megatron with Transformer Engine's layers.
 
-    Tests that use it are skipped where Transformer Engine's Python is not installed.
+    Tests that use it are skipped if the Python package of Transformer Engine is not installed.
     """
     _skip_without_transformer_engine()
     with rank_pools(["tests.mcore.preloaded_te"]) as pools:
@@ -29,7 +29,7 @@ def megatron_te() -> Iterator[RankPools]:
 
 @pytest.fixture(scope="module")
 def blackwell_te() -> Iterator[RankPools]:
-    """The same on a GPU that has MXFP8, which is decided once per process as well."""
+    """Process groups that rehearse a GPU with MXFP8; a process rehearses one GPU."""
     _skip_without_transformer_engine()
     with rank_pools(["tests.mcore.preloaded_blackwell"]) as pools:
         yield pools
@@ -37,14 +37,14 @@ def blackwell_te() -> Iterator[RankPools]:
 
 @pytest.fixture
 def recipe_te(request: pytest.FixtureRequest, recipe: str) -> RankPools:
-    """One of these: for the argument `recipe` of a test."""
+    """Return the process groups for the argument `recipe` of a test."""
     name = "blackwell_te" if recipe in BLACKWELL_RECIPES else "megatron_te"
     found: RankPools = request.getfixturevalue(name)
     return found
 
 
 def pools_for(request: pytest.FixtureRequest, flags: Sequence[str]) -> RankPools:
-    """The process groups whose ranks have what a command line needs."""
+    """Return the process groups that support a command line."""
     name = "megatron"
     if impl_of(flags) == "transformer_engine":
         name = "megatron_te" if {"mxfp8", "nvfp4"}.isdisjoint(flags) else "blackwell_te"
@@ -55,7 +55,7 @@ def pools_for(request: pytest.FixtureRequest, flags: Sequence[str]) -> RankPools
 def _skip_without_transformer_engine() -> None:
     from megatron_cpu_rehearsal.te import load
 
-    # Whether this process could have it makes no difference: the pools' ranks import Megatron anew.
+    # The ranks of the pools import Megatron themselves; modules of this process do not matter.
     why_not = load.why_not_installed()
     if why_not:
         pytest.skip(why_not)

@@ -1,4 +1,4 @@
-"""What tests of trainings have in common: train on the ranks of a pool, and compare two runs."""
+"""Trains on the ranks of a pool, and compares two trainings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMEOUT_S = 240.0
 
 on_megatron = functools.partial(on_ranks, pools="megatron", timeout_s=TIMEOUT_S)
 on_te = functools.partial(on_ranks, pools="megatron_te", timeout_s=TIMEOUT_S)
-"""Tests whose bodies run on ranks that rehearse: Megatron's own layers, or the default ones."""
+"""Decorators of tests that run on ranks with Megatron's own layers, or with its default layers."""
 
 _DONE: WeakKeyDictionary[RankPools, dict[Any, Training]] = WeakKeyDictionary()
 
@@ -35,11 +35,11 @@ def trained(
         pools: Process groups for Megatron.
         world_size: Number of ranks.
         flags: Added to `MODEL_FLAGS`.
-        iterations: How many there have to be.
+        iterations: Expected number of iterations.
         options: See `run_of_ranks`.
 
     Returns:
-        What all ranks saw, taken together.
+        The merged measurements of all ranks.
     """
     result = run_of_ranks(pools, world_size, [*MODEL_FLAGS, *words(*flags)], **options)
     if iterations is not None:
@@ -61,10 +61,10 @@ def run_of_ranks(
     Args:
         pools: Process groups for Megatron.
         world_size: Number of ranks.
-        command: All flags but those of the rehearsal.
-        by: What trains on a rank.
-        once: Take what an equal call has seen before: for references of several tests.
-        options: For `by`.
+        command: All flags except those of the rehearsal.
+        by: Function that trains on a rank.
+        once: Whether to reuse the result of an equal call, for references of several tests.
+        options: Options of `by`.
     """
     done = _DONE.setdefault(pools, {})
     key = (world_size, by, *command, *sorted(options.items()))
@@ -76,13 +76,13 @@ def run_of_ranks(
 def assert_close(
     mine: Training, theirs: Training, losses: float = 1e-6, norms: float | None = None
 ) -> None:
-    """Check that two trainings saw the same but for the order of sums.
+    """Check that two trainings agree up to the order of sums.
 
     Args:
         mine: One training.
         theirs: The other one.
-        losses: Bound of relative differences of losses, evaluations included.
-        norms: Bound of those of norms, of gradients and, where logged, of parameters; the same.
+        losses: Bound of relative differences of losses, including evaluations.
+        norms: Bound of relative differences of norms of gradients and parameters; `losses` if None.
     """
     assert mine.losses and mine.grad_norms, "nothing was trained"
     found = first_difference(mine, theirs, losses, losses if norms is None else norms)
@@ -90,7 +90,7 @@ def assert_close(
 
 
 def first_difference(mine: Training, theirs: Training, losses: float, norms: float) -> str:
-    """Which iteration differs first by more than these bounds, and in what; empty if none does."""
+    """Name the first iteration that differs by more than these bounds; empty if none does."""
     found = []
     for name, bound in (
         ("losses", losses),
@@ -107,12 +107,12 @@ def first_difference(mine: Training, theirs: Training, losses: float, norms: flo
 
 
 def assert_equal(mine: Training, theirs: Training, after: int = 0) -> None:
-    """Check that losses and gradient norms are equal to the bit.
+    """Check that losses and gradient norms are bitwise identical.
 
     Args:
         mine: One training.
         theirs: The other one.
-        after: Iterations of the other one that came before the first of this one.
+        after: Number of iterations of the other one before the first of this one.
     """
     assert mine.losses and mine.grad_norms, "nothing was trained"
     assert (mine.losses, mine.grad_norms) == (theirs.losses[after:], theirs.grad_norms[after:])

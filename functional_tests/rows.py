@@ -105,7 +105,7 @@ ROWS: tuple[Row, ...] = (
     Row("clipping, weight decay, cosine", 2, CLIPPED, strategies=STRATEGIES),
     Row("trace pool, evaluation in between", 2, EVALUATION,
         ours=f"{OVERLAP_GRADS} {OVERLAP_PARAMS} --fsdp-trace-pool", strategies=(ZERO3, ZERO1)),
-    # The factor of clipping, in fp32, would differ in its last bit with the order of the norm's sum.
+    # Otherwise, the order of the norm's sum would change the last bit of the clipping factor.
     Row("fp16, dynamic loss scale", 2, FP16, strategies=STRATEGIES, tolerance=TOLERANCE,
         exact_norms=True, quick=1),
     Row("frozen embedding and norms", 2, f"{UNTIED} {NORMS}", strategies=STRATEGIES,

@@ -1,4 +1,4 @@
-"""Megatron-LM's functional configurations, as `take_over` left them."""
+"""Megatron-LM's functional configurations, as written by `take_over`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ EXAMPLES = Path(__file__).with_name("examples.txt")
 _OTHERS = "other programs:"
 
 PATH = "PATH"
-"""Stands for the name of a file."""
+"""Placeholder of a file name."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """What one or several of Megatron-LM's functional tests train.
+    """The configuration of one or several of Megatron-LM's functional tests.
 
     Attributes:
-        names: Folder and name of each.
-        flags: Words after each flag; none: a switch.
+        names: Folder and name of each test.
+        flags: Values of each flag; empty for a switch.
     """
 
     names: tuple[str, ...]
@@ -29,7 +29,7 @@ class Configuration:
 
 
 def _blocks(file: Path) -> list[tuple[list[str], list[str]]]:
-    """Lines that are not indented and those that are, block by block."""
+    """Return the lines of each block that are not indented, and those that are."""
     blocks: list[tuple[list[str], list[str]]] = []
     for block in file.read_text().split("\n\n"):
         lines = [line for line in block.splitlines() if not line.startswith("#")]
@@ -39,7 +39,7 @@ def _blocks(file: Path) -> list[tuple[list[str], list[str]]]:
 
 
 def read() -> list[Configuration]:
-    """Distinct configurations, in the order of the file."""
+    """Return the distinct configurations, in the order of the file."""
     return [
         Configuration(tuple(names), _flags(" ".join(lines)))
         for names, lines in _blocks(FILE)
@@ -48,7 +48,7 @@ def read() -> list[Configuration]:
 
 
 def examples() -> dict[str, Configuration]:
-    """Megatron-LM's examples of its own FSDP, by name."""
+    """Return Megatron-LM's examples of its own FSDP, by name."""
     return {
         names[0]: Configuration(tuple(names), _flags(" ".join(lines)))
         for names, lines in _blocks(EXAMPLES)

@@ -1,4 +1,4 @@
-"""Megatron-LM's configurations, and what is known of them."""
+"""Known results of Megatron-LM's configurations."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ MOST_CHARACTERS = 240
 
 @pytest.fixture(scope="session")
 def reasons() -> dict[str, str]:
-    """Why configurations are rejected by the code as it is, by name."""
+    """Reasons why configurations are rejected, by name."""
     configurations = shrunk(read())
     found = zip(configurations, rejections(configurations), strict=True)
     return {each.name: _as_cell(reason) for each, reason in found if reason}
 
 
 def _as_cell(reason: str) -> str:
-    """A sentence as a cell of a table, cut where it lists more than a reader needs."""
+    """Format a sentence as a cell of a table, with a limited length."""
     words = " ".join(reason.replace("|", "/").split())
     return words if len(words) <= MOST_CHARACTERS else f"{words[:MOST_CHARACTERS].rstrip()} ..."
 
 
 def known_rejections() -> dict[str, str]:
-    """Why configurations are rejected, by name, as the data say."""
+    """Return the recorded reasons why configurations are rejected, by name."""
     lines = REJECTIONS.read_text().splitlines()
     pairs = (line.split("\t") for line in lines if not line.startswith("#"))
     return {name: reason for name, reason in pairs}
 
 
 def known_own_precision() -> set[str]:
-    """Names of configurations that are also compared with DDP in their own precision."""
+    """Return the names of configurations that are also compared in their own precision."""
     lines = REJECTIONS.with_name("own_precision.txt").read_text().splitlines()
     return {line for line in lines if not line.startswith("#")}

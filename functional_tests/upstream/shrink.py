@@ -1,6 +1,6 @@
-"""Making a configuration of hundreds of GPUs small enough for a few processes on a CPU.
+"""Shrinks configurations of hundreds of GPUs to a few processes on a CPU.
 
-Sizes shrink; which axes of parallelism there are, and every flag that says what is computed, stay.
+Sizes become smaller. Axes of parallelism and all flags that affect the computation are kept.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _AXES = """
 --num-virtual-stages-per-pipeline-rank
 """
 AXES = _AXES.split()
-"""Two where there was more than one, four where two do not go together with the others."""
+"""Sizes greater than 1 become 2, or 4 if 2 does not fit to the other axes."""
 
 _SIZES = """
 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --num-query-groups 2
@@ -40,7 +40,7 @@ _SIZES = """
 --check-weight-hash-across-dp-replicas-interval 2
 """
 SIZES = {name: int(size) for name, size in itertools.batched(_SIZES.split(), 2)}
-"""The largest value that is kept."""
+"""Maximum value of each size."""
 
 _FEW_STEPS = f"""
 --lr 0.001 --min-lr 0.0001 --decoupled-lr 0.002 --decoupled-min-lr 0.0002
@@ -48,10 +48,10 @@ _FEW_STEPS = f"""
 --error-injection-rate 1000000
 """
 WITHIN_FEW_STEPS = dict(itertools.batched(_FEW_STEPS.split(), 2))
-"""What would not show in a few iterations (weights have to move), or would end them early."""
+"""Values for a few iterations, in which weights must change and which must not end early."""
 
 MAMBA = {"--mamba-state-dim": ("16",), "--mamba-head-dim": ("16",), "--mamba-num-groups": ("2",)}
-"""Megatron's defaults are for larger models."""
+"""Sizes of Mamba layers; Megatron's defaults are for larger models."""
 
 PATTERNS = {"--hybrid-layer-pattern", "--hybrid-override-pattern"}
 
@@ -64,13 +64,13 @@ LOSS_SCALE = "--initial-loss-scale"
 
 @dataclass(frozen=True)
 class Shrunk:
-    """A configuration that a few ranks train in seconds.
+    """A shrunk configuration, which a few ranks train in seconds.
 
     Attributes:
-        name: Of the first configuration that becomes this one.
-        names: Of all that do.
+        name: Name of the first configuration that becomes this one.
+        names: Names of all configurations that become this one.
         world_size: Number of ranks.
-        flags: The command line, without anything that selects this package.
+        flags: The command line, without the flags that select this package.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Shrunk:
 
 
 def shrunk(configurations: list[Configuration]) -> list[Shrunk]:
-    """Shrink all, those that become equal together."""
+    """Shrink configurations, and merge those that become equal."""
     found: dict[tuple[int, tuple[str, ...]], list[str]] = {}
     for configuration in configurations:
         flags = dict(configuration.flags)
@@ -90,7 +90,7 @@ def shrunk(configurations: list[Configuration]) -> list[Shrunk]:
         _shrink_steps(flags, world_size)
         flags |= DATA
         if "--fp16" in flags:
-            # From Megatron's default every one of a few steps would overflow.
+            # With Megatron's default, all of the few steps would overflow.
             flags[LOSS_SCALE] = ("65536",)
         words = tuple(word for flag in sorted(flags) for word in (flag, *flags[flag]))
         found.setdefault((world_size, words), []).extend(configuration.names)
@@ -111,7 +111,7 @@ def _shrink_axes(flags: Flags) -> None:
         if _number(flags, name) > 1:
             flags[name] = ("2",)
     if "--use-tp-pp-dp-mapping" in flags and fits:
-        # This order of ranks wants as many replicas of experts as of everything else.
+        # This order of ranks requires as many replicas of experts as of dense parameters.
         tensor, _, context, expert, expert_tensor = _sizes(flags)
         if tensor * context < expert * expert_tensor:
             flags["--tensor-model-parallel-size"] = (str(expert * expert_tensor // context),)
@@ -128,11 +128,11 @@ def _shrink_axes(flags: Flags) -> None:
 
 
 def _shrink_layers(flags: Flags) -> None:
-    """Two layers to a stage, one to a virtual stage."""
+    """Set two layers per stage, or one per virtual stage."""
     pipeline = _number(flags, "--pipeline-model-parallel-size")
     layers = 2 * pipeline
     if "--account-for-embedding-in-pipeline-split" in flags:
-        # Embedding and loss count as layers: two to each of two virtual stages, without those.
+        # Embedding and loss count as layers of the first and last virtual stage.
         layers = 4 * pipeline - 2
     if "--decoder-first-pipeline-num-layers" in flags:
         flags["--decoder-first-pipeline-num-layers"] = ("1",)
@@ -148,13 +148,13 @@ def _shrink_frequency(flags: Flags, layers: int) -> None:
 
 
 def _num_stages(flags: Flags, before: int, pipeline: int) -> int:
-    """Stages that are left of those before, when there were so many pipeline ranks."""
+    """Return the number of stages after shrinking."""
     now = _number(flags, "--pipeline-model-parallel-size")
     return now if before <= pipeline else 2 * now
 
 
 def _shrink_layout(flags: Flags, pipeline: int) -> None:
-    """The first stage, the last, and what is needed from between, of one layer each."""
+    """Keep the first stage, the last stage, and as many others as needed, with one layer each."""
     text = flags["--pipeline-model-parallel-layout"][0]
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         text = re.sub(pattern, lambda found: found[1] * int(found[2]), text)
@@ -168,7 +168,7 @@ def _shrink_layout(flags: Flags, pipeline: int) -> None:
 
 
 def _shrink_pattern(flags: Flags, name: str, pipeline: int) -> None:
-    """Each segment to the first of every kind of layer in it."""
+    """Keep the first layer of each kind in every segment."""
     main, *predicted = flags[name][0].split("/")
     segments = ["".join(dict.fromkeys(segment)) for segment in main.split("|")]
     if len(segments) > 1:
@@ -188,13 +188,13 @@ def _shrink_sizes(flags: Flags) -> None:
 
 
 def _sizes(flags: Flags) -> list[int]:
-    """Of the first five axes."""
+    """Return the sizes of the first five axes."""
     tensor, *others = (_number(flags, name) for name in AXES[:4])
     return [tensor, *others, _number(flags, AXES[4], tensor)]
 
 
 def _world_size(flags: Flags) -> int:
-    """The fewest ranks at which all axes fit and weights, also those of experts, are sharded."""
+    """Return the fewest ranks that fit all axes and shard weights, including those of experts."""
     tensor, pipeline, context, expert, expert_tensor = _sizes(flags)
     instances = _number(flags, "--num-distributed-optimizer-instances")
     world_size = tensor * pipeline * max(context, 2 * instances)
@@ -208,7 +208,7 @@ def _world_size(flags: Flags) -> int:
 
 
 def _shrink_steps(flags: Flags, world_size: int) -> None:
-    """A few iterations of a few micro-batches."""
+    """Set a few iterations of a few micro-batches."""
     tensor, pipeline, context, *_ = _sizes(flags)
     replicas = world_size // (tensor * pipeline * context)
     micro = _number(flags, "--micro-batch-size") * replicas
@@ -216,7 +216,7 @@ def _shrink_steps(flags: Flags, world_size: int) -> None:
     batch = micro * (group or max(NUM_MICROBATCHES, pipeline))
     samples = ITERATIONS * batch
     if "--step-batch-size-schedule" in flags:
-        # Thresholds are tokens: half of the iterations have twice the samples.
+        # Thresholds are in tokens. Half of the iterations have twice the samples.
         threshold = samples // 2 * _number(flags, "--seq-length")
         flags["--step-batch-size-schedule"] = (f"0:{batch} {threshold}:{2 * batch}",)
         samples += samples // 2

@@ -10,13 +10,13 @@ from megatron_fsdp_v2_mcore.plan.source import without_gpu_flags
 from tests.mcore.flags import fsdp
 
 WRAPPERS = {"--use-megatron-fsdp", "--use-torch-fsdp2", "--data-parallel-sharding-strategy"}
-"""Which wrapper is used, and how it shards: what the comparison is about."""
+"""Flags of the wrapper and its sharding, which the comparison replaces."""
 
 CHECKPOINT_FORMAT = "--ckpt-format"
-"""Megatron's own `--use-megatron-fsdp` takes no other one than `fsdp_dtensor`."""
+"""Megatron's `--use-megatron-fsdp` supports only `fsdp_dtensor`."""
 
 OF_ANOTHER_FORMAT = "--verify-integrity"
-"""Megatron takes it with `torch_dist` alone."""
+"""A flag that Megatron supports with `torch_dist` only."""
 
 _NOT_OF_DDP = """
 --init-model-with-meta-device --megatron-fsdp-grad-comm-dtype --megatron-fsdp-main-grads-dtype
@@ -25,7 +25,7 @@ _NOT_OF_DDP = """
 --overlap-param-gather-with-optimizer-step --use-distributed-optimizer
 """
 NOT_OF_DDP = set(_NOT_OF_DDP.split())
-"""What only sharded weights or optimizer state have."""
+"""Flags of sharded weights and optimizer state."""
 
 _SAVING = """
 --async-ckpt-use-cpu-shm --async-save --async-strategy --ckpt-assume-constant-structure
@@ -34,23 +34,23 @@ _SAVING = """
 --use-persistent-ckpt-worker --verify-integrity
 """
 SAVING = set(_SAVING.split())
-"""How checkpoints are written, of which there are none: many configurations have one reference."""
+"""Flags of checkpoints, which these runs do not write; many configurations share a reference."""
 
 _FP8 = """
 --first-last-layers-bf16 --fp8-format --fp8-param-gather --fp8-recipe --keep-fp8-transpose-cache
 --num-layers-at-end-in-bf16 --num-layers-at-start-in-bf16
 """
 FP8 = set(_FP8.split())
-"""What only Transformer Engine's layers have; `docs/fp8.md` says what of it is compared where."""
+"""Flags of Transformer Engine's layers; `docs/fp8.md` lists the tests of FP8."""
 
 GRADS_IN_FP32 = "--accumulate-allreduce-grads-in-fp32"
-"""What Megatron does by itself with bf16, and not with fp16."""
+"""Megatron's default with bf16, but not with fp16."""
 
 PRECISION = {"--bf16", "--fp16", "--grad-reduce-in-bf16"}
 
 
 def _without(words: Sequence[str], names: set[str]) -> list[str]:
-    """A command line without some flags and their values."""
+    """Return a command line without some flags and their values."""
     kept: list[str] = []
     keeps = True
     for word in words:
@@ -62,7 +62,7 @@ def _without(words: Sequence[str], names: set[str]) -> list[str]:
 
 
 def asked(shrunk: Shrunk) -> list[str]:
-    """What a user of this package would type, on GPUs."""
+    """Return the command line of a user of this package, on GPUs."""
     names = {*WRAPPERS, CHECKPOINT_FORMAT, OF_ANOTHER_FORMAT}
     return [*_without(shrunk.flags, names), *fsdp()]
 
@@ -70,32 +70,32 @@ def asked(shrunk: Shrunk) -> list[str]:
 def _on_cpu(words: Sequence[str]) -> tuple[str, ...]:
     kept = without_gpu_flags(words)
     if "--moe-flex-dispatcher-backend" in kept:
-        # The flexible dispatcher exchanges tokens as this one does.
+        # The flexible dispatcher exchanges the same tokens.
         kept = _without(kept, {"--moe-flex-dispatcher-backend"})
         kept += ["--moe-token-dispatcher-type", "alltoall"]
     kept = _without(kept, FP8)
-    # Whose layers they are makes no difference to what is compared; Megatron's own are faster.
+    # Megatron's own layers are faster on a CPU.
     return (*kept, "--transformer-impl", "local")
 
 
 def sharded(shrunk: Shrunk) -> Run:
-    """The run of this package, on a CPU."""
+    """Return the run of this package, on a CPU."""
     return Run(shrunk.world_size, _on_cpu(asked(shrunk)))
 
 
 def reference(shrunk: Shrunk) -> Run:
-    """The run of Megatron's own DDP, which every rank steps all weights of."""
+    """Return the run of Megatron's own DDP, in which every rank steps all weights."""
     names = {*WRAPPERS, *NOT_OF_DDP, *SAVING}
     return Run(shrunk.world_size, _on_cpu(_without(shrunk.flags, names)))
 
 
 def is_low_precision(shrunk: Shrunk) -> bool:
-    """Whether weights are rounded."""
+    """Return whether weights are in 16 bits."""
     return not PRECISION.isdisjoint(shrunk.flags)
 
 
 def in_fp32(run: Run) -> Run:
-    """The same in fp32."""
+    """Return a run in fp32."""
     return Run(run.world_size, tuple(_without(run.flags, PRECISION)))
 
 

@@ -1,8 +1,8 @@
 """Take the flags of Megatron-LM's functional configurations over, as data.
 
-`python -m functional_tests.upstream.take_over path/to/Megatron-LM` writes `configurations.txt` anew
-from a checkout or a bare mirror. Names and values of flags are taken and nothing else; those that
-name places, or say only what is logged, timed, loaded or saved when, are left out.
+`python -m functional_tests.upstream.take_over path/to/Megatron-LM` writes `configurations.txt` from
+a checkout or a bare mirror. The file has names and values of flags only, without paths and without
+flags of logging, timing, loading and saving.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What becomes of every configuration's flags, without training any."""
+"""Validates the flags of configurations without training."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tests.mcore.command_line import answer_of_a_process
 
 
 def rejections(configurations: Sequence[Shrunk]) -> list[str]:
-    """Have Megatron and this package parse and validate each, in one process of its own.
+    """Let Megatron and this package parse and validate configurations, in a new process.
 
     Returns:
-        Why each is rejected; empty: it is not.
+        The reason why each is rejected; empty if it is not.
     """
     calls = [(asked(each), sharded(each).flags, each.world_size) for each in configurations]
     answers: list[str] = answer_of_a_process(_validate_each, calls)
     return answers
 
 
-# Configurations are checked, not trained: whose layers they name makes no difference.
+# Configurations are not trained, so that the implementation of layers does not matter.
 LOCAL = ["--transformer-impl", "local"]
 
 
@@ -38,7 +38,7 @@ def _validate_each(calls: Sequence[Any]) -> list[str]:
 
 
 def _keep_one_parser() -> None:
-    """Have Megatron make its parser, which takes longer than reading flags with it, once."""
+    """Let Megatron build its parser once, which takes longer than parsing flags."""
     from megatron.training import arguments
 
     make: Any = arguments.add_megatron_arguments
@@ -71,7 +71,7 @@ def _rejection(typed: Sequence[str], on_cpu: Sequence[str], world_size: int) -> 
     except FlagsError as error:
         return str(error)
     except SystemExit:
-        # The parser names its program before what it says.
+        # The message follows the name of the program.
         return said.getvalue().strip().splitlines()[-1].partition("error: ")[2]
     finally:
         destroy_num_microbatches_calculator()

@@ -1,7 +1,7 @@
 """Random combinations of Megatron's flags: each trains as DDP does, or is rejected by name.
 
-`python -m tests.mcore.random_flags --cases 200 --seed 7` runs more of them than the tests do. A
-seed gives the same combination anywhere.
+`python -m tests.mcore.random_flags --cases 200 --seed 7` runs more cases than the tests. A seed
+always gives the same combination.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.ranks import RankFailure, RankPools, rank_pools
 WORLD_SIZE = 2
 ITERATIONS = 3
 STEPS = f"--global-batch-size 8 --train-iters {ITERATIONS}"
-# Orders of a sum differ; where weights are rounded, a rounding may too.
+# Sums have different orders, and weights in 16 bits may be rounded differently.
 FP32, ROUNDED = 1e-6, 5e-3
 
 ATTENTION: tuple[str, ...] = (
@@ -106,8 +106,8 @@ class Combination:
     """Flags of one case.
 
     Attributes:
-        flags: Those of both sides.
-        strategy: Of the sharded one.
+        flags: Flags of both runs.
+        strategy: Sharding strategy of the sharded run.
     """
 
     flags: tuple[str, ...]
@@ -120,7 +120,7 @@ class Combination:
 
 
 def combination(seed: int) -> Combination:
-    """The combination of a seed: often the plain choice, so that many of them train."""
+    """Return the combination of a seed. Defaults are frequent, so that many combinations train."""
     draw = random.Random(seed)
     chosen = [draw.choice(group) if draw.random() < 0.6 else "" for group in GROUPS]
     granularities = 0
@@ -130,7 +130,7 @@ def combination(seed: int) -> Combination:
             chosen.append(flag)
             granularities += recomputes
     words = " ".join(chosen).split()
-    # Without these nearly all of them would be rejected, for one and the same reason.
+    # Without these flags, most combinations would be rejected for the same reason.
     if draw.random() < 0.8:
         words += ["--disable-bias-linear"] if "--num-experts" in words else []
         words += ["--position-embedding-type", "rope"] if "--mtp-num-layers" in words else []
@@ -138,13 +138,13 @@ def combination(seed: int) -> Combination:
 
 
 def outcome(pools: RankPools, case: Combination) -> str:
-    """What became of a combination.
+    """Train a combination with DDP and sharded.
 
     Returns:
         `equal`, or `rejected: ` and the reason.
 
     Raises:
-        AssertionError: It trains and is not equal, or ends with something that is no refusal.
+        AssertionError: Losses differ, or a training fails with another error.
     """
     theirs = _training(pools, case.flags)
     mine = _training(pools, [*case.flags, *fsdp(case.strategy)])
@@ -159,7 +159,7 @@ def outcome(pools: RankPools, case: Combination) -> str:
 
 
 def _training(pools: RankPools, flags: Sequence[str]) -> Any:
-    """What a training saw, or why its flags are rejected."""
+    """Return a training, or the reason why its flags are rejected."""
     try:
         return trained(pools, WORLD_SIZE, STEPS, flags)
     except RankFailure as failure:
@@ -172,7 +172,7 @@ def _training(pools: RankPools, flags: Sequence[str]) -> Any:
 
 
 def main() -> int:
-    """Run as many as the command line says; print what became of each."""
+    """Run the number of cases of the command line; print the outcome of each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0, help="of the first case")

@@ -40,7 +40,7 @@ class Row:
         freezes: Regular expressions; parameters with a matching name are frozen in both runs.
         iterations: Number of iterations of both runs.
         tolerance: Largest relative difference of losses. None for 1e-6 in fp32, and in 16 bits for
-            the difference of Megatron's distributed optimizer.
+            0 with `exact_norms`: one weight that rounds another way changes all later losses.
         norms: Largest relative difference of norms; `tolerance` if None.
         exact_norms: Whether norms of gradients are summed in fp64, independent of the order.
         beside_itself: Whether the reference is sharded in the same way.
@@ -66,21 +66,22 @@ class Row:
     quick: int = 0
 
     @property
-    def is_as_close_as_theirs(self) -> bool:
-        """Whether rounding of weights determines how close two orders of a sum are."""
+    def is_bitwise(self) -> bool:
+        """Whether all numbers must be equal: a training in 16 bits without a given tolerance."""
         rounds = not {"--bf16", "--fp16"}.isdisjoint(self.flags.split())
         return rounds and self.tolerance is None
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Largest relative differences of losses and of norms."""
+        default = 0.0 if self.is_bitwise else TOLERANCE
+        loss = default if self.tolerance is None else self.tolerance
+        return loss, loss if self.norms is None else self.norms
 
     def reference(self, strategy: str) -> Run:
         """Return the run of Megatron's own DDP, or of this package."""
         selected = fsdp(strategy) if self.beside_itself else ()
         return self._run(*self.flags.split(), *selected, *self.theirs.split())
-
-    def yardsticks(self, strategy: str) -> tuple[Run, Run]:
-        """Return runs of Megatron's distributed optimizer with two bucket sizes."""
-        plain = (*self.flags.split(), *self.theirs.split(), "--use-distributed-optimizer")
-        cut_small = (*plain, "--overlap-grad-reduce", "--ddp-bucket-size", "20000")
-        return self._run(*plain), self._run(*cut_small)
 
     def sharded(self, strategy: str) -> Run:
         """Return the compared run."""
@@ -90,7 +91,8 @@ class Row:
     def _run(self, *words: str) -> Run:
         steps = ("--train-iters", str(self.iterations))
         flags = (*COMMON, *steps, *words)
-        return Run(self.world_size, flags, self.freezes, self.exact_norms)
+        exact_norms = self.exact_norms or self.is_bitwise
+        return Run(self.world_size, flags, self.freezes, exact_norms)
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,8 +106,7 @@ ROWS: tuple[Row, ...] = (
     Row("trace pool, evaluation in between", 2, EVALUATION,
         ours=f"{OVERLAP_GRADS} {OVERLAP_PARAMS} --fsdp-trace-pool", strategies=(ZERO3, ZERO1)),
     # Otherwise, the order of the norm's sum would change the last bit of the clipping factor.
-    Row("fp16, dynamic loss scale", 2, FP16, strategies=STRATEGIES, tolerance=TOLERANCE,
-        exact_norms=True, quick=1),
+    Row("fp16, dynamic loss scale", 2, FP16, strategies=STRATEGIES, quick=1),
     Row("frozen embedding and norms", 2, f"{UNTIED} {NORMS}", strategies=STRATEGIES,
         freezes=("embedding", "layernorm")),
     Row("frozen layer, full recompute", 2, FULL, strategies=(ZERO3, ZERO2),
@@ -255,8 +254,7 @@ ROWS: tuple[Row, ...] = (
         )
     ),
     *(
-        Row(f"fp16, dynamic loss scale, {way}", 2, FP16, ours=way, tolerance=TOLERANCE,
-            exact_norms=True)
+        Row(f"fp16, dynamic loss scale, {way}", 2, FP16, ours=way)
         for way in OFFLOADS[1:]
     ),
     Row("Muon, its options", 2, f"{GATED} {MUON} --muon-nesterov --muon-momentum 0.8 "

@@ -90,7 +90,7 @@ def difference(
     return Difference(loss, norm)
 
 
-_HEAD = ("row", "ranks", "strategy or precision", "loss", "norm", "loss, theirs", "norm, theirs")
+_HEAD = ("row", "ranks", "strategy or precision", "loss", "norm")
 
 
 @dataclass
@@ -98,18 +98,16 @@ class Table:
     """Largest relative differences of all trainings of a test run, printed with `--tables`.
 
     Attributes:
-        rows: Cells of trainings: differences of losses and norms, and in some rows those of
-            Megatron's distributed optimizer.
+        rows: Cells of trainings: names, then differences of losses and of norms.
         resumes: Cells of resumed runs.
     """
 
     rows: list[tuple[str, ...]] = field(default_factory=list)
     resumes: list[tuple[str, ...]] = field(default_factory=list)
 
-    def add(self, cells: tuple[str, ...], *differences: Difference | None) -> None:
-        """Add a row with differences."""
-        numbers = [f"{number:.0e}" for each in differences for number in each or ()]
-        self.rows.append((*cells, *numbers, *[""] * (len(_HEAD) - len(cells) - len(numbers))))
+    def add(self, cells: tuple[str, ...], found: Difference) -> None:
+        """Add a row with the difference of two trainings."""
+        self.rows.append((*cells, *(f"{number:.0e}" for number in found)))
 
     def text(self) -> str:
         """The tables as Markdown."""

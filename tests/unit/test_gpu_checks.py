@@ -24,8 +24,8 @@ def _rehearsed(*words: str | Path) -> str:
 
 
 def test_a_check_on_a_cpu_describes_the_machine_and_one_of_a_gpu_is_skipped() -> None:
-    name = "sharded_parameters_is_muon or three_communication_streams"
-    written = _rehearsed("tests/gpu/test_training.py", "tests/gpu/test_streams.py", "-k", name)
+    name = "sharded_parameters_is_muon or sanitizer_reports_a_race"
+    written = _rehearsed("tests/gpu/test_training.py", "tests/gpu/test_sanitizer.py", "-k", name)
     assert "1 passed, 1 skipped" in written
     assert "needs a GPU" in written
     assert f"torch: {torch.__version__.partition('+')[0]}" in written

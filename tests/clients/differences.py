@@ -10,7 +10,12 @@ from torch.distributed.tensor import DTensor
 
 from tests.reference.training import distances
 
-__all__ = ["Shown", "difference_of", "shown", "trained_plainly", "whole", "whole_parameters"]
+STRATEGIES = {
+    "ZeRO-0": "no_shard",
+    "ZeRO-1": "optim",
+    "ZeRO-2": "optim_grads",
+    "ZeRO-3": "optim_grads_params",
+}
 
 type Shown = Mapping[str, torch.Tensor | Mapping[str, torch.Tensor]]
 """What a run showed: tensors to compare each by itself, and parameters or gradients by name."""

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from tests.clients.harness import Batch
+type Batch = dict[str, torch.Tensor]
 
 VOCABULARY = 61
 LENGTH = 7

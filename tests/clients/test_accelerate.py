@@ -18,6 +18,7 @@ from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.runtime.module import named_units
 from tests.clients.conftest import Measure, forget_accelerators
 from tests.clients.differences import (
+    STRATEGIES,
     Shown,
     difference_of,
     shown,
@@ -25,7 +26,6 @@ from tests.clients.differences import (
     whole,
     whole_parameters,
 )
-from tests.clients.harness import STRATEGIES
 from tests.ranks import RankPools
 from tests.sharding import arguments
 

@@ -13,19 +13,21 @@ import torch.distributed as dist
 from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.checkpoint.exporting import convert
 from tests.clients.conftest import Measure, Record
-from tests.clients.harness import (
-    build,
-    change_of_parts,
-    difference_of_parts,
-    parameters_held,
-    run,
-    shard,
-    train_plain,
-)
 from tests.clients.hf_models import MODELS
-from tests.clients.test_hf_training import training_of
+from tests.clients.test_hf_training import sharded, training_of
 from tests.distributed.checkpoint_trainings import WAYS, torch_loads, torch_saves
+from tests.distributed.wrapping import weight_error
+from tests.parity.patterns import Pattern
 from tests.ranks import RankPools
+from tests.reference.training import (
+    Trace,
+    built,
+    error_of_params,
+    run,
+    same_bits,
+    sharded_hands,
+    train_reference,
+)
 
 SAVED_AFTER = 2
 CHECKPOINTED = ("Llama", "Gemma3", "Mixtral", "T5", "Mamba2")
@@ -40,25 +42,34 @@ SAVE, LOAD = WAYS["ours"]
 MIXED = {"ours to torch": (SAVE, torch_loads), "torch to ours": (torch_saves, LOAD)}
 
 
-def difference_when_resumed(name: str, way: str, folder: Path) -> tuple[float, float]:
-    """How far a resumed training is from one that went on, and that from an unsharded one."""
-    training = training_of(name, num_steps=4, optimizer=adamw)
+def train(training: Pattern, model: Any, optimizer: Any, first: int, end: int) -> Trace:
+    """Make some steps of a training of a sharded model."""
+    part = replace(training, steps=range(first, end))
+    return run(part, model, sharded_hands(part), dist.get_rank(), optimizer)
+
+
+def error_from_plain(training: Pattern, trace: Trace) -> float:
+    """Of the parameters at the end, from those of an unsharded training."""
+    plain = train_reference(training, dist.get_world_size(), dist.get_rank())
+    return error_of_params(trace, plain)
+
+
+def resumed(name: str, way: str, folder: Path) -> tuple[bool, float]:
+    """Whether a resumed training has the bits of one that went on; its error from a plain one."""
+    training = training_of(name, steps=range(4), optimizer=adamw)
     save, load = (WAYS | MIXED)[way]
-    ranks, later = [dist.get_rank()], range(SAVED_AFTER, training.num_steps)
-    model = shard(training, build(training))
+    model = sharded(training, built(training))
     optimizer = training.optimizer(model.parameters())
-    run(training, model, optimizer, ranks, range(SAVED_AFTER))
+    train(training, model, optimizer, 0, SAVED_AFTER)
     save(folder / "saved", model, optimizer)
-    went_on = run(training, model, optimizer, ranks, later)
+    went_on = train(training, model, optimizer, SAVED_AFTER, 4)
     # With values that the checkpoint has to replace.
     torch.manual_seed(99)
-    resumed = shard(training, training.build())
-    optimizer = training.optimizer(resumed.parameters())
-    load(folder / "saved", resumed, optimizer)
-    again = run(training, resumed, optimizer, ranks, later)
-    assert again.losses == went_on.losses
-    from_plain = difference_of_parts(again.params, train_plain(training).params)
-    return change_of_parts(again.params, went_on.params), from_plain
+    model = sharded(training, training.build())
+    optimizer = training.optimizer(model.parameters())
+    load(folder / "saved", model, optimizer)
+    again = train(training, model, optimizer, SAVED_AFTER, 4)
+    return same_bits(again, went_on), error_from_plain(training, again)
 
 
 @pytest.mark.parametrize("way", [*WAYS, *MIXED])
@@ -66,16 +77,17 @@ def difference_when_resumed(name: str, way: str, folder: Path) -> tuple[float, f
 def test_a_resumed_training_goes_on_bit_by_bit(
     clients: RankPools, record: Record, tmp_path: Path, name: str, way: str
 ) -> None:
-    found = clients(2).run(difference_when_resumed, name, way, tmp_path)
-    assert max(from_plain for _, from_plain in found) < 1e-6
-    record("transformers", "resumed training", max(same for same, _ in found), at_most=0.0)
+    for is_same, from_plain in clients(2).run(resumed, name, way, tmp_path):
+        assert is_same
+        assert from_plain < 1e-6
+    record("transformers", "resumed training", 0.0)
 
 
 def difference_when_loaded_from_pretrained(name: str, folder: Path) -> float:
     training = training_of(name)
-    model: Any = shard(training, build(training))
+    model = sharded(training, built(training))
     optimizer = training.optimizer(model.parameters())
-    run(training, model, optimizer, [dist.get_rank()], range(1))
+    train(training, model, optimizer, 0, 1)
     checkpoint.save(folder / "saved", model, optimizer)
     whole = {name: param.detach().full_tensor() for name, param in model.state_dict().items()}
     if dist.get_rank() == 0:
@@ -100,7 +112,7 @@ def test_an_export_is_loaded_with_from_pretrained(
 def difference_when_made_on_meta(name: str, source: str, folder: Path) -> float:
     """Of a training that starts from a model on the meta device, filled from a folder."""
     training = training_of(name)
-    plain: Any = build(training)
+    plain = built(training)
     if dist.get_rank() == 0 and source != "state dict":
         plain.save_pretrained(folder / "pretrained")
         convert(folder / "pretrained", folder / "ours")
@@ -109,7 +121,7 @@ def difference_when_made_on_meta(name: str, source: str, folder: Path) -> float:
         model = training.build()
     # The library gives values, also to buffers it never saves.
     initialized = replace(training, options={"param_init_fn": model._init_weights})
-    model = shard(initialized, model)
+    model = sharded(initialized, model)
     if source == "state dict":
         model.load_state_dict(plain.state_dict())
     else:
@@ -118,14 +130,9 @@ def difference_when_made_on_meta(name: str, source: str, folder: Path) -> float:
     buffers = dict(plain.named_buffers())
     for key, buffer in model.named_buffers():
         assert torch.equal(buffer, buffers[key]), key
-    held = parameters_held(model)
-    for key, param in plain.named_parameters():
-        part = held[key]
-        assert part.tensor is not None
-        assert torch.equal(part.tensor, param[part.start : part.end]), key
-    optimizer = training.optimizer(model.parameters())
-    trace = run(training, model, optimizer, [dist.get_rank()], range(training.num_steps))
-    return difference_of_parts(trace.params, train_plain(training).params)
+    assert weight_error(model, plain) == 0.0
+    trace = run(training, model, sharded_hands(training), dist.get_rank())
+    return error_from_plain(training, trace)
 
 
 _SOURCES = [(name, "state dict") for name in MODELS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,9 +14,8 @@ from torch import nn
 
 from megatron_fsdp_v2 import FSDPModule
 from tests.clients.conftest import Measure
-from tests.clients.harness import Batch, compare
-from tests.clients.hf_models import MODELS, VOCABULARY, units_with_halves
-from tests.clients.test_hf_training import options_of, training_of
+from tests.clients.hf_models import MODELS, VOCABULARY, Batch, units_with_halves
+from tests.clients.test_hf_training import difference, options_of, training_of
 from tests.ranks import RankFailure, RankPools
 
 
@@ -80,9 +80,9 @@ _AS_MANY, _MORE_ON_SOME_RANKS, _SYNCED = (4, 0, False), (2, 3, False), (2, 3, Tr
 
 
 def difference_with_evaluations(name: str, strategy: str, new_tokens: Any) -> float:
-    observe = functools.partial(evaluate, name, new_tokens)
-    options = options_of(strategy, "2 ranks")
-    return compare(training_of(name, units=units_with_halves, options=options, observe=observe))
+    evaluated = functools.partial(evaluate, name, new_tokens)
+    training = training_of(name, options=options_of(strategy), evaluate=evaluated)
+    return difference(dataclasses.replace(training, units=units_with_halves))
 
 
 COMPARED = "losses, gradients, parameters, hidden states, generated tokens, scores and caches"
@@ -111,9 +111,9 @@ def test_ranks_may_generate_different_lengths_with_synced_gpus(measure: Measure,
 
 
 def generate_different_lengths_and_train() -> None:
-    options = {**options_of("ZeRO-3", "2 ranks"), "check_ranks": "always"}
-    observe = functools.partial(evaluate, "Llama", _MORE_ON_SOME_RANKS)
-    compare(training_of("Llama", options=options, observe=observe))
+    options = {**options_of("ZeRO-3"), "check_ranks": "always"}
+    evaluated = functools.partial(evaluate, "Llama", _MORE_ON_SOME_RANKS)
+    difference(training_of("Llama", options=options, evaluate=evaluated))
 
 
 def test_generating_different_lengths_without_synced_gpus_is_found_by_check_ranks(
@@ -134,8 +134,8 @@ def second_half_after_the_first(model: Any, batch: Batch) -> Any:
 
 
 def difference_through_a_cache(strategy: str) -> float:
-    options = options_of(strategy, "2 ranks")
-    return compare(training_of("Llama", options=options, loss=second_half_after_the_first))
+    options = options_of(strategy)
+    return difference(training_of("Llama", options=options, loss=second_half_after_the_first))
 
 
 @pytest.mark.parametrize("strategy", ["ZeRO-1", "ZeRO-2"])

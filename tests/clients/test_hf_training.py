@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,48 +18,78 @@ from torch.utils.data import SequentialSampler
 
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.runtime.module import named_units
-from tests.clients.conftest import Measure, forget_accelerators
-from tests.clients.harness import (
-    STRATEGIES,
-    Batch,
-    Trace,
-    Training,
-    build,
-    change_of_parts,
-    compare,
-    difference_of_parts,
-    mesh_of,
-    parameters_held,
-    run,
-    shard,
-)
-from tests.clients.hf_models import MODELS, units
+from tests.clients.conftest import Measure, Record, forget_accelerators
+from tests.clients.differences import STRATEGIES
+from tests.clients.hf_models import MODELS, Batch, units
+from tests.distributed.wrapping import MESHES, mesh_of, on_mesh
+from tests.parity.patterns import Pattern
 from tests.ranks import RankPools
+from tests.reference.training import (
+    Hands,
+    Trace,
+    built,
+    compare,
+    distances,
+    run,
+    same_bits,
+    shard_units,
+    sharded_hands,
+    train_reference,
+    train_sharded,
+)
+from tests.sharding import shard
 
-MESHES = {"1 rank": (1,), "2 ranks": (2,), "3 ranks": (3,), "HSDP 2x2": (2, 2), "HFSDP 2x2": (2, 2)}
 COMPARED = "losses, gradients and parameters of 3 steps of 2 micro-batches"
 IN_DETAIL = ("Llama", "Mixtral")
 TWO_PARTS = ("T5", "Whisper")
 
 
-def training_of(name: str, **changes: Any) -> Training:
-    """A training of one of the models, in a process of its own."""
+def training_of(
+    name: str,
+    *,
+    loss: Callable[[Any, Batch], Any] = lambda model, batch: model(**batch).loss,
+    prepare: Callable[[Any], object] = lambda model: None,
+    **changes: Any,
+) -> Pattern:
+    """A training of one of the models.
+
+    Args:
+        name: Name of the model.
+        loss: Loss of a batch: `(model, batch)`.
+        prepare: What is done to the model before it is sharded.
+        changes: Other fields of the pattern.
+    """
     model = MODELS[name]
+    make = changes.pop("build", model.build)
 
-    def batch(step: int, micro: int, rank: int) -> Batch:
-        return model.batch(100 * step + 10 * micro + rank)
+    def build() -> Any:
+        made = make()
+        prepare(made)
+        return made
 
-    return Training(**{"build": model.build, "units": units, "batch": batch, **changes})
+    def loss_of(module: Any, step: int, micro: int, rank: int) -> Any:
+        # Dropout draws the same numbers sharded and unsharded.
+        torch.manual_seed(1000 * step + 100 * micro + rank)
+        return loss(module, model.batch(100 * step + 10 * micro + rank))
+
+    how = {"num_micro": 2, "sync": "no_sync", "set_to_none": True, "steps": range(3), **changes}
+    return Pattern(build, units, loss_of, **how)
 
 
-def options_of(strategy: str, mesh: str) -> dict[str, Any]:
+def options_of(strategy: str, mesh: str = "2") -> dict[str, Any]:
     """Arguments of `fully_shard`."""
-    outer = "optim" if mesh == "HFSDP 2x2" else "no_shard"
-    return {
-        "mesh": mesh_of(*MESHES[mesh]),
-        "sharding_strategy": STRATEGIES[strategy],
-        "outer_dp_sharding_strategy": outer,
-    }
+    return {"sharding_strategy": STRATEGIES[strategy], **on_mesh(mesh)}
+
+
+def sharded(training: Pattern, model: Any) -> Any:
+    """Shard a model as its training says."""
+    return shard_units(training, model, lambda module: shard(module, **training.options))
+
+
+def difference(training: Pattern) -> float:
+    """Train both ways on every rank; return this rank's largest difference. Collective."""
+    trace = train_sharded(training, lambda module: shard(module, **training.options))
+    return compare(trace, train_reference(training, dist.get_world_size(), dist.get_rank()))
 
 
 def all_hidden_states(model: Any, batch: Batch) -> Any:
@@ -82,17 +113,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def difference_of_a_training(name: str, strategy: str, mesh: str, variant: str) -> float:
-    options = options_of(strategy, mesh)
-    return compare(training_of(name, options=options, **VARIANTS[variant]))
+    return difference(training_of(name, options=options_of(strategy, mesh), **VARIANTS[variant]))
 
 
 _AS_IT_IS, *_RECOMPUTED, _HEADLESS = VARIANTS
 _CASES = [
-    *((name, "ZeRO-3", mesh, _AS_IT_IS) for name in MODELS for mesh in ("1 rank", "2 ranks")),
-    *((n, strategy, "2 ranks", _AS_IT_IS) for n in IN_DETAIL for strategy in list(STRATEGIES)[:3]),
-    *((name, "ZeRO-3", mesh, _AS_IT_IS) for name in IN_DETAIL for mesh in list(MESHES)[2:]),
-    *((name, "ZeRO-3", "2 ranks", variant) for name in MODELS for variant in _RECOMPUTED),
-    *(("Llama", strategy, "2 ranks", _HEADLESS) for strategy in ("ZeRO-1", "ZeRO-3")),
+    *((name, "ZeRO-3", mesh, _AS_IT_IS) for name in MODELS for mesh in ("1", "2")),
+    *((n, strategy, "2", _AS_IT_IS) for n in IN_DETAIL for strategy in list(STRATEGIES)[:3]),
+    *((n, "ZeRO-3", mesh, _AS_IT_IS) for n in IN_DETAIL for mesh in ("3", "HSDP 2x2", "HFSDP 2x2")),
+    *((name, "ZeRO-3", "2", variant) for name in MODELS for variant in _RECOMPUTED),
+    *(("Llama", strategy, "2", _HEADLESS) for strategy in ("ZeRO-1", "ZeRO-3")),
 ]
 
 
@@ -102,13 +132,13 @@ def test_a_model_trains_as_it_does_unsharded(
 ) -> None:
     # A decoder's layers all add to the gradient of the encoder's output. A unit adds up its own
     # contributions first, and the sum of three or more numbers depends on the order.
-    at_most = 0.0 if mesh == "1 rank" and name not in TWO_PARTS else 1e-6
-    ranks, case = math.prod(MESHES[mesh]), (name, strategy, mesh, variant)
+    at_most = 0.0 if mesh == "1" and name not in TWO_PARTS else 1e-6
+    ranks, case = math.prod(MESHES[mesh][0]), (name, strategy, mesh, variant)
     measure("transformers", COMPARED, ranks, difference_of_a_training, *case, at_most=at_most)
 
 
 def names_of_units(name: str, code: str) -> list[str]:
-    model = build(training_of(name))
+    model = built(training_of(name))
     exec(code, {"model": model, "mesh": mesh_of(1), "fully_shard": fully_shard})
     return [unit for unit, _ in named_units(model)]
 
@@ -164,16 +194,17 @@ def _train(name: str, model: Any, folder: Path) -> list[float]:
 
 
 def difference_with_trainer(name: str, strategy: str, folder: Path) -> float:
-    training = training_of(name, options=options_of(strategy, "2 ranks"))
-    plain: Any = build(training)
+    training = training_of(name, options=options_of(strategy))
+    plain = built(training)
     losses = _train(name, plain, folder)
-    model: Any = shard(training, build(training))
+    model = sharded(training, built(training))
     # As the library marks what it has distributed itself: Trainer wraps nothing around it.
     model._is_distributed_loading_by_transformers = True
     sharded_losses = _train(name, model, folder)
     assert len(losses) == STEPS
     errors = [abs(a - b) / b for a, b in zip(sharded_losses, losses, strict=True)]
-    return max(*errors, difference_of_parts(parameters_held(model), parameters_held(plain)))
+    held = {n: (p.local_rows, p.to_local().detach()) for n, p in model.named_parameters()}
+    return max(*errors, *distances(held, dict(plain.named_parameters())))
 
 
 @pytest.mark.parametrize(
@@ -198,53 +229,50 @@ def compile_layers(model: Any) -> None:
 
 
 def train(
-    training: Training, order: str, *, is_sharded: bool = True
+    training: Pattern, order: str, *, is_sharded: bool = True
 ) -> tuple[Trace, list[int], list[str]]:
     """Train with layers that are compiled at some time, or never.
 
     Returns:
-        What was computed, how many graphs were compiled by the first micro-batch and by each step,
+        What was computed, how many graphs were compiled by each micro-batch and by each step,
         and why graphs were broken.
     """
     graphs: list[int] = []
 
-    def count(model: Any, step: int, rank: int) -> Mapping[str, torch.Tensor]:
-        del model, step, rank
+    def count(model: Any, step: int, rank: int) -> None:
         graphs.append(counters["stats"]["unique_graphs"])
-        return {}
 
     torch._dynamo.reset()
     counters.clear()
-    training = replace(training, observe=count)
-    model = build(training)
+    training = replace(training, evaluate=count)
+    model, hands = built(training), sharded_hands(training)
     if order == BEFORE:
         compile_layers(model)
     if is_sharded:
-        shard(training, model)
+        sharded(training, model)
+    else:
+        hands = Hands(hands.ranks, 1.0, torch.clone, lambda *_: contextlib.nullcontext())
     if order == AFTER:
         compile_layers(model)
-    optimizer = training.optimizer(model.parameters())
-    trace = run(training, model, optimizer, [dist.get_rank()], range(training.num_steps))
+    trace = run(training, model, hands, dist.get_rank())
     return trace, graphs, list(counters["graph_break"])
 
 
-def difference_with_compiled_layers(order: str) -> float:
+def with_compiled_layers(order: str) -> bool:
     # Without a cache of keys and values, which only generation has a use for.
     training = training_of("Llama", prepare=lambda m: setattr(m.config, "use_cache", False))
     plain, *_ = train(training, NEVER)
     _, (number, *_), breaks_unsharded = train(training, BEFORE, is_sharded=False)
     compiled, graphs, breaks = train(training, order)
     # What the library's code makes of it, and nothing more for being sharded; all in the first use.
-    assert graphs == [number] * (2 * training.num_steps) and number > 0
+    assert graphs == [number] * (3 * len(training.steps)) and number > 0
     assert breaks == breaks_unsharded
-    found = [abs(compiled.losses[key] - loss) for key, loss in plain.losses.items()]
-    pairs = zip(compiled.grads, plain.grads, strict=True)
-    found += [change_of_parts(mine, theirs) for mine, theirs in pairs]
-    return max(*found, change_of_parts(compiled.params, plain.params))
+    return same_bits(compiled, plain)
 
 
 @pytest.mark.parametrize("order", [BEFORE, AFTER])
 def test_a_llama_whose_layers_are_compiled_trains_as_it_does_uncompiled(
-    measure: Measure, order: str
+    clients: RankPools, record: Record, order: str
 ) -> None:
-    measure("transformers", COMPARED, 2, difference_with_compiled_layers, order, at_most=0.0)
+    assert clients(2).run(with_compiled_layers, order) == [True, True]
+    record("transformers", COMPARED, 0.0)

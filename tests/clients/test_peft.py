@@ -15,8 +15,14 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.runtime.module import unit_of
 from tests.clients.conftest import Measure, Record
-from tests.clients.differences import Shown, difference_of, trained_plainly, whole, whole_parameters
-from tests.clients.harness import STRATEGIES
+from tests.clients.differences import (
+    STRATEGIES,
+    Shown,
+    difference_of,
+    trained_plainly,
+    whole,
+    whole_parameters,
+)
 from tests.clients.test_accelerate import COMPARED, llama
 from tests.distributed.wrapping import wrap
 from tests.ranks import RankPools

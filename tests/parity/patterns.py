@@ -25,12 +25,17 @@ def batch(step: int, micro: int, rank: int) -> torch.Tensor:
     return torch.randn(ROWS, models.INPUT, generator=generator)
 
 
-def _of_step(model: nn.Module, step: int, micro: int, rank: int) -> torch.Tensor:
+def mean_square(model: nn.Module, step: int, micro: int, rank: int) -> torch.Tensor:
     """The loss of most patterns."""
     return model(batch(step, micro, rank)).square().mean()
 
 
-def _two_forwards(model: nn.Module, step: int, micro: int, rank: int) -> torch.Tensor:
+def mean_output(model: Any, step: int, rank: int) -> float:
+    """The evaluation of most patterns."""
+    return float(mean_square(model, step, 7, rank))
+
+
+def two_forwards(model: nn.Module, step: int, micro: int, rank: int) -> torch.Tensor:
     first = model(batch(step, micro, rank))
     second = model(batch(step, micro + 50, rank))
     return first.square().mean() + second.square().mean() * 0.5
@@ -38,7 +43,7 @@ def _two_forwards(model: nn.Module, step: int, micro: int, rank: int) -> torch.T
 
 def _skipping(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
     model.skip = 1 if step in (1, 3) else None
-    return _of_step(model, step, micro, rank)
+    return mean_square(model, step, micro, rank)
 
 
 def _skipping_by_rank(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
@@ -48,7 +53,7 @@ def _skipping_by_rank(model: Any, step: int, micro: int, rank: int) -> torch.Ten
         model.skip = 0
     if step == 3:
         model.skip = 2
-    return _of_step(model, step, micro, rank)
+    return mean_square(model, step, micro, rank)
 
 
 def _routing_by_rank(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
@@ -56,13 +61,13 @@ def _routing_by_rank(model: Any, step: int, micro: int, rank: int) -> torch.Tens
         block.active = ((0, 1), (0,), (0, 2), (), (1,))[(step + micro + 3 * rank) % 5]
         if step == 2:
             block.active = ()
-    return _of_step(model, step, micro, rank)
+    return mean_square(model, step, micro, rank)
 
 
 def _freezing(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
     """A block is frozen from step 2 on, and trained again in step 4."""
     model.blocks[1].requires_grad_(step not in (2, 3))
-    return _of_step(model, step, micro, rank)
+    return mean_square(model, step, micro, rank)
 
 
 def _tied_units(model: Any) -> list[nn.Module]:
@@ -87,7 +92,7 @@ def _gentle_sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.002, momentum=0.9)
 
 
-def _plain_sgd(parameters: Any) -> torch.optim.Optimizer:
+def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
     # Where others of a unit have a gradient, having none means zero. A momentum would differ.
     return torch.optim.SGD(parameters, lr=0.05)
 
@@ -103,7 +108,8 @@ class Pattern:
         num_micro: Micro-batches in a step.
         sync: When gradients are synchronized: in `every` backward, or in the last one, said
             through `no_sync` or through `last_backward`.
-        evaluates: Whether forwards without gradients run between micro-batches and steps.
+        evaluate: What runs without gradients between micro-batches and steps, and whose result
+            is compared: `(model, step, rank)`.
         set_to_none: Argument of `zero_grad`; alternating when None.
         raises: `forward` or `backward`: step 2 is tried once in vain before it is done.
         reloads: Whether step 2 starts with a `load_state_dict` of other weights.
@@ -111,14 +117,15 @@ class Pattern:
         optimizer: Makes the optimizer.
         skips: Whether whole units are skipped on some ranks only, which no gather could match.
         options: Further arguments of `fully_shard`.
+        steps: Numbers of the optimizer steps.
     """
 
     build: Callable[[], nn.Module]
     units: Callable[[Any], list[nn.Module]] = _blocks
-    loss: Callable[[Any, int, int, int], torch.Tensor] = _of_step
+    loss: Callable[[Any, int, int, int], torch.Tensor] = mean_square
     num_micro: int = 1
     sync: str = "every"
-    evaluates: bool = False
+    evaluate: Callable[[Any, int, int], Any] | None = None
     set_to_none: bool | None = None
     raises: str = ""
     reloads: bool = False
@@ -126,6 +133,7 @@ class Pattern:
     optimizer: Callable[[Any], torch.optim.Optimizer] = _sgd
     skips: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    steps: range = range(5)
 
 
 def _adamw(**options: Any) -> Callable[[Any], torch.optim.Optimizer]:
@@ -141,7 +149,7 @@ PATTERNS: dict[str, Pattern] = {
     "accumulation with set_is_last_backward": Pattern(
         models.Stack, num_micro=3, sync="last_backward"
     ),
-    "two forwards before one backward": Pattern(models.Stack, loss=_two_forwards),
+    "two forwards before one backward": Pattern(models.Stack, loss=two_forwards),
     "module used twice in a forward": Pattern(models.UsedTwice),
     "unit skipped on some steps": Pattern(models.Skipping, loss=_skipping),
     "detached inputs": Pattern(models.Detached),
@@ -149,21 +157,25 @@ PATTERNS: dict[str, Pattern] = {
     "frozen parameters": Pattern(models.PartlyFrozen),
     "tied parameters in one unit": Pattern(models.TiedInside),
     "tied parameters across units": Pattern(
-        models.TiedAcross, units=_tied_units, num_micro=2, evaluates=True, optimizer=_gentle_sgd
+        models.TiedInside,
+        units=_tied_units,
+        num_micro=2,
+        evaluate=mean_output,
+        optimizer=_gentle_sgd,
     ),
     "unit skipped on some ranks": Pattern(models.Skipping, loss=_skipping_by_rank, skips=True),
     "unit skipped on some ranks, accumulation": Pattern(
         models.Skipping, loss=_skipping_by_rank, num_micro=3, sync="no_sync", skips=True
     ),
     "experts without tokens on some ranks": Pattern(
-        models.MixtureOfExperts, loss=_routing_by_rank, optimizer=_plain_sgd
+        models.MixtureOfExperts, loss=_routing_by_rank, optimizer=plain_sgd
     ),
     "parameter group unused on some ranks": Pattern(
         models.MixtureOfDoubleExperts,
         loss=_routing_by_rank,
         num_micro=2,
         sync="no_sync",
-        optimizer=_plain_sgd,
+        optimizer=plain_sgd,
     ),
     "frozen and trained again": Pattern(models.Stack, loss=_freezing),
     "blocks of 4 rows": Pattern(models.Stack, options={"shard_granularity": "block:4"}),
@@ -171,7 +183,7 @@ PATTERNS: dict[str, Pattern] = {
     "unused parameter in a unit": Pattern(models.UnusedParameter),
     "nested units": Pattern(models.Nested, units=_nested_units),
     "two dtypes in one unit": Pattern(models.MixedDtypes),
-    "evaluation between": Pattern(models.Stack, num_micro=2, evaluates=True),
+    "evaluation between": Pattern(models.Stack, num_micro=2, evaluate=mean_output),
     "zero_grad to zero": Pattern(models.Stack, num_micro=2, set_to_none=False),
     "zero_grad to None": Pattern(models.Stack, num_micro=2, set_to_none=True),
     "checkpointing, reentrant": Pattern(lambda: models.Checkpointed(use_reentrant=True)),
@@ -184,7 +196,7 @@ PATTERNS: dict[str, Pattern] = {
     ),
     "exception in a forward": Pattern(models.Stack, num_micro=2, raises="forward"),
     "exception in a backward": Pattern(models.Stack, num_micro=2, raises="backward"),
-    "load_state_dict between steps": Pattern(models.Stack, reloads=True, evaluates=True),
+    "load_state_dict between steps": Pattern(models.Stack, reloads=True, evaluate=mean_output),
     "clip_grad_norm_": Pattern(models.Stack, clips=True),
     "AdamW, for-loop": Pattern(models.Stack, optimizer=_adamw(foreach=False)),
     "AdamW, foreach": Pattern(models.Stack, optimizer=_adamw(foreach=True)),

@@ -26,7 +26,7 @@ from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import BF16, MESHES, STRATEGIES, on_mesh, strategies_on
 from tests.parity.patterns import PATTERNS, Pattern
 from tests.parity.unusual import UNUSUAL
-from tests.reference.training import Trace, distances, train_reference, train_sharded
+from tests.reference.training import Trace, compare, same_bits, train_reference, train_sharded
 from tests.sharding import arguments
 
 TOLERANCE = 1e-6
@@ -68,30 +68,6 @@ def errors_of_pattern(pattern: str, mesh_name: str) -> dict[str, float]:
     }
 
 
-def compare(trace: Trace, reference: Trace) -> float:
-    """The largest relative error of losses, evaluations, gradients and parameters."""
-    mine, theirs = ([*t.losses, *t.evaluations] for t in (trace, reference))
-    assert len(trace.losses) == len(reference.losses)
-    errors = [abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True)]
-    for found, expected in zip(trace.grads, reference.grads, strict=True):
-        assert found.keys() == expected.keys()
-        trained = {}
-        for name, grad in expected.items():
-            (start, end), other = trace.rows[name], found[name]
-            if grad is None or not grad.any():
-                # Nothing used it: no gradient, or zero where others of its unit have one.
-                assert other is None or not other.any(), name
-            elif start == end:
-                assert other is None, f"{name} has a gradient for an empty shard"
-            else:
-                assert other is not None, f"{name} has no gradient"
-                trained[name] = grad
-        errors += distances({n: (trace.rows[n], found[n]) for n in trained}, trained)
-    held = {name: (trace.rows[name], param) for name, param in trace.params.items()}
-    errors += distances(held, reference.params)
-    return max(errors)
-
-
 def _pool_changes_nothing(plain: Trace, pattern: str, strategy: str, mesh_name: str) -> bool:
     """Whether a training on the traced pool gives the same bits as one without it."""
     roots: list[Any] = []
@@ -100,15 +76,6 @@ def _pool_changes_nothing(plain: Trace, pattern: str, strategy: str, mesh_name: 
         # A test of a pool that was never planned would show nothing.
         assert report.plan is not None or not report.programs
     return same_bits(plain, pooled)
-
-
-def same_bits(first: Trace, second: Trace) -> bool:
-    if first.losses != second.losses or first.evaluations != second.evaluations:
-        return False
-    pairs: list[tuple[Any, Any]] = [(first.params[n], second.params[n]) for n in first.params]
-    for mine, theirs in zip(first.grads, second.grads, strict=True):
-        pairs += [(mine[name], theirs[name]) for name in mine]
-    return all(a is b is None or torch.equal(a, b) for a, b in pairs)
 
 
 def _cells() -> Iterator[Any]:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp_v2 import FSDPModule
-from tests.parity.patterns import Pattern, batch
+from tests.parity.patterns import Pattern, batch, mean_output, mean_square, plain_sgd, two_forwards
 from tests.reference.models import (
     INPUT,
     WIDTH,
@@ -248,11 +248,6 @@ class _SharedByUnits(Stack):
         self.blocks[2].up = self.blocks[0].up
 
 
-def _two_forwards(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
-    first, second = (model(batch(step, micro + more, rank)) for more in (0, 50))
-    return first.square().mean() + 0.5 * second.square().mean()
-
-
 # -- several modules as one unit ------------------------------------------------------------------
 
 
@@ -331,7 +326,7 @@ def _others_on_ranks(model: Any, step: int, micro: int, rank: int) -> torch.Tens
 def _caught(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
     """A forward that goes on where one of its units raises."""
     model.fails = step in (1, 2)
-    return model(batch(step, micro, rank)).square().mean()
+    return mean_square(model, step, micro, rank)
 
 
 def _fall_back(model: Any, x: torch.Tensor) -> Any:
@@ -359,7 +354,7 @@ class _Uneven(Stack):
 
 def _run_unevenly(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
     model.times = ((0, 2, 1), (1, 1, 3), (2, 0, 0))[rank % 3]
-    return _two_forwards(model, step, micro, rank)
+    return two_forwards(model, step, micro, rank)
 
 
 def _frozen_at_first() -> Skipping:
@@ -372,7 +367,7 @@ def _trained_later(model: Any, step: int, micro: int, rank: int) -> torch.Tensor
     """What was frozen when it was sharded is trained, and rank 1 leaves it out at first."""
     model.blocks[1].requires_grad_(True)
     model.skip = 1 if rank == 1 and step == 0 else None
-    return model(batch(step, micro, rank)).square().mean()
+    return mean_square(model, step, micro, rank)
 
 
 class _TiedOnSomeRanks(Stack):
@@ -393,7 +388,7 @@ class _TiedOnSomeRanks(Stack):
 
 def _tied_on_rank_0(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
     model.uses = rank == 0
-    return model(batch(step, micro, rank)).square().mean()
+    return mean_square(model, step, micro, rank)
 
 
 class _RegionWithBranch(nn.Module):
@@ -415,7 +410,7 @@ class _RegionWithBranch(nn.Module):
 
 def _branch_on_rank_1(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
     model.blocks[0].branches = rank == 1
-    return model(batch(step, micro, rank)).square().mean()
+    return mean_square(model, step, micro, rank)
 
 
 # -- passes in other orders -----------------------------------------------------------------------
@@ -436,7 +431,7 @@ def _one_forward_ahead(model: Any, step: int, micro: int, rank: int) -> torch.Te
 
 
 def _evaluated_before_backward(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
-    loss = model(batch(step, micro, rank)).square().mean()
+    loss = mean_square(model, step, micro, rank)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             model(batch(step, micro + 30, rank))
@@ -451,7 +446,7 @@ def _by_hand(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
             second.set_modules_to_backward_prefetch([first])  # type: ignore[attr-defined]
         for part in (model, *model.blocks):
             part.unshard(async_op=True)
-    return model(batch(step, micro, rank)).square().mean()
+    return mean_square(model, step, micro, rank)
 
 
 def _kept_in_turn(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
@@ -459,7 +454,7 @@ def _kept_in_turn(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
     if isinstance(model, FSDPModule):
         model.set_reshard_after_forward(step < 2)
         model.set_reshard_after_backward(micro == 2 or step != 1)
-    return model(batch(step, micro, rank)).square().mean()
+    return mean_square(model, step, micro, rank)
 
 
 # -- layers ---------------------------------------------------------------------------------------
@@ -485,7 +480,7 @@ def _biases_alone(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
     for name, param in model.named_parameters():
         if "bias" not in name:
             param.requires_grad_(step >= 2)
-    return model(batch(step, micro, rank)).square().mean()
+    return mean_square(model, step, micro, rank)
 
 
 def _sparse() -> nn.Module:
@@ -499,10 +494,6 @@ def _sparse() -> nn.Module:
 
 def _of_tokens(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
     return model(torch.arange(4) * (step + micro + rank + 1) % 11).square().mean()
-
-
-def _plain_sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05)
 
 
 _CODER = functools.partial(Pattern, _Coder, _units_of_coder, num_micro=3)
@@ -532,14 +523,14 @@ UNUSUAL: dict[str, Pattern] = {
     "nested units recomputed after two forwards": Pattern(
         Nested,
         lambda m: [u for o in m.outer for u in (o.first, o.second, o)],
-        loss=_two_forwards,
+        loss=two_forwards,
     ),
     "module inside two units": Pattern(_SharedByUnits),
     **{
         f"first and last layer one unit, {name or 'nothing'} recomputed, {reentrant}": Pattern(
             functools.partial(_Framed, name, reentrant),
             lambda m: [[m.input, m.output], *m.blocks],
-            evaluates=True,
+            evaluate=mean_output,
         )
         for name, reentrant in _FRAMED
     },
@@ -549,7 +540,7 @@ UNUSUAL: dict[str, Pattern] = {
         loss=_without_root, options={"reshard_after_forward": False}
     ),
     "other units without their root on ranks": _CODER(
-        loss=_others_on_ranks, optimizer=_plain_sgd, skips=True
+        loss=_others_on_ranks, optimizer=plain_sgd, skips=True
     ),
     "error of a unit caught": Pattern(
         lambda: Formula(_fall_back, first=nn.Linear(INPUT, INPUT), second=nn.Linear(INPUT, INPUT)),
@@ -563,14 +554,14 @@ UNUSUAL: dict[str, Pattern] = {
         _Uneven, loss=_run_unevenly, skips=True, options={"check_ranks": "always"}
     ),
     "block trained after sharding, left out by a rank": Pattern(
-        _frozen_at_first, loss=_trained_later, optimizer=_plain_sgd, skips=True
+        _frozen_at_first, loss=_trained_later, optimizer=plain_sgd, skips=True
     ),
     "weight tied on some ranks": Pattern(_TiedOnSomeRanks, loss=_tied_on_rank_0),
     "region that ends differently on ranks": Pattern(
         lambda: Stack(1, block=lambda _: _RegionWithBranch()),
         lambda m: [m.blocks[0].inner, m.blocks[0]],
         loss=_branch_on_rank_1,
-        optimizer=_plain_sgd,
+        optimizer=plain_sgd,
     ),
     "batches of several sizes": Pattern(Stack, loss=_other_sizes, num_micro=2),
     "one forward ahead of the backwards": Pattern(Stack, loss=_one_forward_ahead, num_micro=3),
@@ -580,11 +571,14 @@ UNUSUAL: dict[str, Pattern] = {
     "layers run again without gradients": Pattern(
         _repeated, lambda m: [m.first, m.frozen, m.trained]
     ),
+    "module without inputs": Pattern(
+        lambda: Formula(lambda m: m.weight @ m.weight, weight=nn.Parameter(torch.randn(5, 5))),
+        lambda m: [],
+        loss=lambda m, step, micro, rank: (rank + 1) * m().square().mean(),
+    ),
     "biases trained alone": Pattern(Stack, loss=_biases_alone),
     "biases trained alone, recomputed": Pattern(
         lambda: Checkpointed(use_reentrant=False), loss=_biases_alone
     ),
-    "sparse gradients": Pattern(
-        _sparse, lambda m: [m.table], loss=_of_tokens, optimizer=_plain_sgd
-    ),
+    "sparse gradients": Pattern(_sparse, lambda m: [m.table], loss=_of_tokens, optimizer=plain_sgd),
 }

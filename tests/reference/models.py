@@ -184,10 +184,6 @@ class TiedInside(nn.Module):
         return self.head(y)
 
 
-class TiedAcross(TiedInside):
-    """The same, with embedding and head as separate units."""
-
-
 class Experts(nn.Module):
     """A unit of a shared layer and three experts, of which a forward uses the given ones."""
 

@@ -1,20 +1,19 @@
-"""Trainings of a pattern: unsharded with all ranks' data, and sharded."""
+"""Trainings of a pattern: unsharded with all ranks' data, and sharded; and their comparison."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
-from tests.parity.patterns import Pattern, batch
+from tests.parity.patterns import Pattern
 from tests.reference.failing import fail, failing
-
-STEPS = 5
 
 
 @dataclass
@@ -23,14 +22,14 @@ class Trace:
 
     Attributes:
         losses: Mean loss over ranks and micro-batches, per step.
-        evaluations: Mean outputs of evaluations of the requested rank, and norms before clipping.
+        evaluations: Results of evaluations of the requested rank, and norms before clipping.
         grads: Gradients by name, per step; None for parameters without a gradient.
         params: Parameters by name, at the end.
         rows: In a sharded training, the rows of each parameter in `grads` and `params`.
     """
 
     losses: list[float] = field(default_factory=list)
-    evaluations: list[float] = field(default_factory=list)
+    evaluations: list[Any] = field(default_factory=list)
     grads: list[dict[str, torch.Tensor | None]] = field(default_factory=list)
     params: dict[str, torch.Tensor] = field(default_factory=dict)
     rows: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -53,14 +52,45 @@ class Hands:
     syncs: Callable[[nn.Module, bool], contextlib.AbstractContextManager[Any]]
 
 
-def run(pattern: Pattern, model: nn.Module, hands: Hands, evaluates_rank: int) -> Trace:
-    """Train a model for `STEPS` steps as a pattern says."""
+def sharded_hands(pattern: Pattern, copy: Callable[[torch.Tensor], Any] = torch.clone) -> Hands:
+    """How the training of a pattern touches a sharded model."""
+
+    def syncs(model: Any, is_last: bool) -> contextlib.AbstractContextManager[Any]:
+        if pattern.sync == "no_sync" and not is_last:
+            context: contextlib.AbstractContextManager[Any] = model.no_sync()
+            return context
+        if pattern.sync == "last_backward":
+            model.set_is_last_backward(is_last)
+        return contextlib.nullcontext()
+
+    return Hands(
+        ranks=[dist.get_rank()],
+        weight=1.0,
+        held=lambda tensor: copy(tensor.to_local().detach()),  # type: ignore[attr-defined]
+        syncs=syncs,
+    )
+
+
+def run(
+    pattern: Pattern,
+    model: nn.Module,
+    hands: Hands,
+    evaluates_rank: int,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Trace:
+    """Train a model as a pattern says, with an optimizer of the pattern if none is given."""
     trace = Trace()
-    optimizer = pattern.optimizer(model.parameters())
-    for step in range(STEPS):
+    optimizer = optimizer or pattern.optimizer(model.parameters())
+
+    def evaluate(step: int) -> None:
+        if pattern.evaluate is not None:
+            with torch.no_grad():
+                trace.evaluations.append(pattern.evaluate(model, step, evaluates_rank))
+
+    for step in pattern.steps:
         if pattern.reloads and step == 2:
             _reload(model)
-            _evaluate(pattern, model, step, evaluates_rank, trace)
+            evaluate(step)
         optimizer.zero_grad(
             set_to_none=step % 2 == 0 if pattern.set_to_none is None else pattern.set_to_none
         )
@@ -74,8 +104,7 @@ def run(pattern: Pattern, model: nn.Module, hands: Hands, evaluates_rank: int) -
                     loss = pattern.loss(model, step, micro, rank) * hands.weight
                     loss.backward()
                     loss_sum += float(loss.detach())
-            if pattern.evaluates:
-                _evaluate(pattern, model, step, evaluates_rank, trace)
+            evaluate(step)
         trace.losses.append(loss_sum)
         if pattern.clips:
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
@@ -87,16 +116,11 @@ def run(pattern: Pattern, model: nn.Module, hands: Hands, evaluates_rank: int) -
             }
         )
         optimizer.step()
-        if pattern.evaluates:
-            _evaluate(pattern, model, step, evaluates_rank, trace)
-    trace.params = {name: hands.held(param) for name, param in model.named_parameters()}
+        evaluate(step)
+    for name, param in model.named_parameters():
+        trace.params[name] = hands.held(param)
+        trace.rows[name] = getattr(param, "local_rows", (0, len(param)))
     return trace
-
-
-def _evaluate(pattern: Pattern, model: nn.Module, step: int, rank: int, trace: Trace) -> None:
-    del pattern
-    with torch.no_grad():
-        trace.evaluations.append(float(model(batch(step, 7, rank)).square().mean()))
 
 
 def _reload(model: nn.Module) -> None:
@@ -117,6 +141,20 @@ def _fail(pattern: Pattern, model: Any, rank: int) -> None:
         pattern.loss(model, 0, 0, rank).backward()
 
 
+def built(pattern: Pattern) -> Any:
+    """The model with its initial values, which are the same in every process."""
+    torch.manual_seed(0)
+    return pattern.build()
+
+
+def shard_units(pattern: Pattern, model: nn.Module, shard: Callable[[Any], Any]) -> Any:
+    """Make the units of a pattern, and then the whole model, units by calls of `shard`."""
+    for unit in pattern.units(model):
+        shard(unit)
+    shard(model)
+    return model
+
+
 def train_reference(
     pattern: Pattern,
     world_size: int,
@@ -131,19 +169,18 @@ def train_reference(
         evaluates_rank: Rank whose evaluations it runs.
         copy: Copies a gradient or parameter for the trace.
     """
-    torch.manual_seed(0)
     hands = Hands(
         ranks=list(range(world_size)),
         weight=1.0 / world_size,
         held=lambda tensor: copy(tensor.detach().to_dense()),
         syncs=lambda model, is_last: contextlib.nullcontext(),
     )
-    return run(pattern, pattern.build(), hands, evaluates_rank)
+    return run(pattern, built(pattern), hands, evaluates_rank)
 
 
 def train_sharded(
     pattern: Pattern,
-    shard: Callable[[nn.Module], None],
+    shard: Callable[[Any], Any],
     copy: Callable[[torch.Tensor], Any] = torch.clone,
 ) -> Trace:
     """The sharded model, on this rank's data. Collective.
@@ -153,33 +190,69 @@ def train_sharded(
         shard: Makes a module a unit.
         copy: Copies the rows of a gradient or parameter for the trace.
     """
-    rank = dist.get_rank()
-
-    def syncs(model: Any, is_last: bool) -> contextlib.AbstractContextManager[Any]:
-        if pattern.sync == "no_sync" and not is_last:
-            context: contextlib.AbstractContextManager[Any] = model.no_sync()
-            return context
-        if pattern.sync == "last_backward":
-            model.set_is_last_backward(is_last)
-        return contextlib.nullcontext()
-
-    torch.manual_seed(0)
-    model = pattern.build()
-    for unit in pattern.units(model):
-        shard(unit)
-    shard(model)
-    hands = Hands(
-        ranks=[rank],
-        weight=1.0,
-        held=lambda tensor: copy(tensor.to_local().detach()),  # type: ignore[attr-defined]
-        syncs=syncs,
-    )
-    trace = run(pattern, model, hands, rank)
-    trace.rows = {name: param.local_rows for name, param in model.named_parameters()}
+    model = shard_units(pattern, built(pattern), shard)
+    trace = run(pattern, model, sharded_hands(pattern, copy), dist.get_rank())
     losses = torch.tensor(trace.losses, dtype=torch.float64)
     dist.all_reduce(losses)
     trace.losses = (losses / dist.get_world_size()).tolist()
     return trace
+
+
+# -- comparing ------------------------------------------------------------------------------------
+
+
+def compare(trace: Trace, reference: Trace) -> float:
+    """The largest relative error of losses, evaluations, gradients and parameters."""
+    errors = list(_errors_of_results(trace, reference))
+    for found, expected in zip(trace.grads, reference.grads, strict=True):
+        assert found.keys() == expected.keys()
+        trained = {}
+        for name, grad in expected.items():
+            (start, end), other = trace.rows[name], found[name]
+            if grad is None or not grad.any():
+                # Nothing used it: no gradient, or zero where others of its unit have one.
+                assert other is None or not other.any(), name
+            elif start == end:
+                assert other is None, f"{name} has a gradient for an empty shard"
+            else:
+                assert other is not None, f"{name} has no gradient"
+                trained[name] = grad
+        errors += distances({n: (trace.rows[n], found[n]) for n in trained}, trained)
+    return max(*errors, error_of_params(trace, reference))
+
+
+def error_of_params(trace: Trace, reference: Trace) -> float:
+    """The largest relative error of parameters."""
+    held = {name: (trace.rows[name], param) for name, param in trace.params.items()}
+    return max(distances(held, reference.params))
+
+
+def _errors_of_results(trace: Trace, reference: Trace) -> Iterator[float]:
+    """Relative errors of losses and evaluations; integers have to be equal."""
+    (mine, spec), (theirs, other) = (
+        tree_flatten((t.losses, t.evaluations)) for t in (trace, reference)
+    )
+    assert spec == other, (spec, other)
+    for value, expected in zip(mine, theirs, strict=True):
+        if isinstance(expected, float):
+            yield abs(value - expected) / abs(expected)
+            continue
+        assert (value.shape, value.dtype) == (expected.shape, expected.dtype)
+        if expected.is_floating_point():
+            yield float((value.double() - expected.double()).norm() / expected.double().norm())
+        else:
+            assert torch.equal(value, expected), f"{value} and {expected}"
+
+
+def same_bits(first: Trace, second: Trace) -> bool:
+    """Whether two trainings gave the same bits."""
+    (mine, spec), (theirs, other) = (
+        tree_flatten((t.losses, t.evaluations, t.grads, t.params)) for t in (first, second)
+    )
+    return spec == other and all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) and b is not None else a == b
+        for a, b in zip(mine, theirs, strict=True)
+    )
 
 
 def distances(mine: dict[str, Any], theirs: dict[str, torch.Tensor]) -> list[float]:
@@ -199,5 +272,5 @@ def distances(mine: dict[str, Any], theirs: dict[str, torch.Tensor]) -> list[flo
     for name, tensor in theirs.items():
         (start, end), held = mine[name]
         difference = (held.double() - tensor[start:end].double()).norm()
-        found.append(float(difference) / max(norms[name], floor, 1e-30))
+        found.append(float(difference) / max(norms[name], floor, 1e-12))
     return found

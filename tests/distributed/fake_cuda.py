@@ -30,11 +30,7 @@ from megatron_fsdp_v2.dtensor.attributes import FastAttributes
 from megatron_fsdp_v2.runtime.module import named_units, unit_of
 from tests.processes import ROOT
 from tests.stream_safety import accesses, find_violations, schedule
-from tests.stream_safety.recorder import (
-    RecordedEvent,
-    RecordedStream,
-    StreamRecorder,
-)
+from tests.stream_safety.recorder import RecordedEvent, RecordedStream, StreamRecorder
 
 CUDA = torch.device("cuda", 0)
 ENGINE_DEVICE = torch.device("privateuseone", 0)

@@ -130,7 +130,7 @@ UNGROUPED = Case(layers=3, width=320, vocabulary=512, length=4)
 """Layers that are large enough to be units of their own, as with FSDP2."""
 
 
-@on_ranks(2, dtype=["fp32", "bf16"])
+@on_ranks(2, dtype=["fp32", longer("bf16")])
 def test_at_rest_zero_3_holds_what_fsdp2_does_and_builds_with_no_more(dtype: str) -> None:
     setting = Setting("small", UNGROUPED, dtype)
     mesh = init_device_mesh("cpu", (2,))

@@ -79,31 +79,18 @@ def _unequal(plain: tuple[Any, Any], flat: tuple[Any, Any]) -> list[str]:
 
 
 def _made(
-    kind: Any = optim.AdamW, *, is_flat: bool, width: int = ALIGNED, **options: Any
+    kind: Any = optim.AdamW,
+    *,
+    is_flat: bool,
+    build: Callable[[], nn.Module] = lambda: Stack(2, ALIGNED),
+    how: dict[str, Any] | None = None,
+    **options: Any,
 ) -> tuple[Any, Any]:
+    """A model, and an optimizer of it with options `how`, as it is or flat."""
     torch.manual_seed(0)
-    model = wrap(Stack(2, width), **options)
+    model = wrap(build(), **options)
     kind = flat_optimizer(kind) if is_flat else kind
-    return model, kind(model.parameters(), lr=0.01, weight_decay=0.1)
-
-
-def _both(
-    kind: Any, build: Callable[[], nn.Module], how: dict[str, Any], **options: Any
-) -> list[tuple[Any, Any]]:
-    """The same model twice, with an optimizer as it is and with a flat one.
-
-    Args:
-        kind: Of the optimizer.
-        build: Makes the model.
-        how: Options of the optimizer.
-        options: For `wrap`.
-    """
-    made = []
-    for make in (kind, flat_optimizer(kind)):
-        torch.manual_seed(0)
-        model = wrap(build(), **options)
-        made.append((model, make(model.parameters(), **how)))
-    return made
+    return model, kind(model.parameters(), **{"lr": 0.01, "weight_decay": 0.1, **(how or {})})
 
 
 def _train(model: Any, optimizer: Any, steps: range = range(2)) -> None:
@@ -233,18 +220,31 @@ def test_a_group_of_aligned_parameters_is_one_tensor_and_takes_no_more_operation
 # -- state ----------------------------------------------------------------------------------------
 
 
-@on_ranks(2)
-def test_state_dicts_go_from_one_kind_to_the_other_and_back() -> None:
+def _by_state_dict(source: Any, target: Any) -> None:
+    file = io.BytesIO()
+    torch.save(source[1].state_dict(), file)
+    file.seek(0)
+    target[1].load_state_dict(torch.load(file, weights_only=False))
+
+
+def _by_torchs_calls(source: Any, target: Any) -> None:
+    # A fresh optimizer makes state by a step with gradients of zeros.
+    get_optimizer_state_dict(*target)
+    set_optimizer_state_dict(*target, copy.deepcopy(get_optimizer_state_dict(*source)))
+
+
+@on_ranks(2, move=[_by_state_dict, _by_torchs_calls])
+def test_state_dicts_go_from_one_kind_to_the_other_and_back(move: Callable[..., None]) -> None:
     plain, flat = _trained_pair()
-    for source, target in ((plain, flat), (flat, plain)):
-        file = io.BytesIO()
-        torch.save(source[1].state_dict(), file)
-        file.seek(0)
-        other = _made(is_flat=target is flat)
+    fresh = [_made(is_flat=is_flat) for is_flat in (False, True)]
+    for pair in ((plain, flat), fresh):
+        assert _differences(*(get_optimizer_state_dict(*made) for made in pair)) == []
+    for source in (plain, flat):
+        other = _made(is_flat=source is plain)
         other[0].load_state_dict(source[0].state_dict())
-        other[1].load_state_dict(torch.load(file, weights_only=False))
-        _train(*other, range(2, 4))
-        _train(*source, range(2, 4))
+        move(source, other)
+        for made in (source, other):
+            _train(*made, range(2, 4))
         assert _unequal(source, other) == []
 
 
@@ -270,26 +270,15 @@ def test_what_is_done_to_state_counts_in_the_next_step_also_by_who_kept_it() -> 
 
 
 @on_ranks(2)
-def test_torchs_calls_and_deep_copies_see_the_state_of_parameters() -> None:
-    plain, flat = _trained_pair()
-    dicts = [get_optimizer_state_dict(*made) for made in (plain, flat)]
-    assert _differences(*dicts) == []
-    fresh = [_made(is_flat=False), _made(is_flat=True)]
-    # A fresh optimizer makes state by a step with gradients of zeros.
-    assert _differences(*(get_optimizer_state_dict(*made) for made in fresh)) == []
-    for made in fresh:
-        made[0].load_state_dict(plain[0].state_dict())
-        set_optimizer_state_dict(*made, copy.deepcopy(dicts[1]))
-    for made in (plain, *fresh):
-        _train(*made, range(2, 4))
-    assert _unequal(plain, fresh[0]) == _unequal(plain, fresh[1]) == []
-    twin, params = copy.deepcopy(flat[1]), flat[1].param_groups[0]["params"]
+def test_a_deep_copy_has_the_state_of_parameters() -> None:
+    _, (_, flat) = _trained_pair()
+    twin = copy.deepcopy(flat)
     assert isinstance(twin, FlatOptimizer)
-    copied = twin.param_groups[0]["params"]
+    pairs = zip(flat.param_groups[0]["params"], twin.param_groups[0]["params"], strict=True)
     assert all(
         _bits(value) == _bits(twin.state[other][name])
-        for param, other in zip(params, copied, strict=True)
-        for name, value in flat[1].state.get(param, {}).items()
+        for param, other in pairs
+        for name, value in flat.state.get(param, {}).items()
     )
 
 
@@ -356,7 +345,8 @@ def test_steps_with_a_gradient_that_is_not_finite_are_skipped(how: str) -> None:
         model[0].weight.requires_grad_(False)
         return model
 
-    made = _both(optim.AdamW, build, {"lr": 0.01, "fused": how == "fused"})
+    fused = {"fused": how == "fused"}
+    made = [_made(is_flat=is_flat, build=build, how=fused) for is_flat in (False, True)]
     for model, optimizer in made:
         scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
         for step in range(3):

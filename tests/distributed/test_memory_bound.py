@@ -14,12 +14,7 @@ from torch import nn
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy
 from megatron_fsdp_v2.diagnostics import Moment, Role, group_summary, memory_tracker, profile_ranges
-from megatron_fsdp_v2.plan import (
-    MeshDescription,
-    Strategy,
-    TrainingDescription,
-    describe_module,
-)
+from megatron_fsdp_v2.plan import MeshDescription, Strategy, TrainingDescription, describe_module
 from megatron_fsdp_v2.plan.run import run_training
 from megatron_fsdp_v2.runtime.module import unit_of
 from tests.cases import quick_if

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,8 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy, RuntimeOptions, UnitOptions, fully_shard
+from megatron_fsdp_v2.params import gradients
 from megatron_fsdp_v2.params.autograd import save_activations_on_cpu
 from megatron_fsdp_v2.params.formats import register_format
+from megatron_fsdp_v2.runtime import context
 from megatron_fsdp_v2.runtime.module import unit_of
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.test_parameters import rebuild, step
@@ -38,7 +42,7 @@ from tests.distributed.wrapping import (
     wrap,
 )
 from tests.parity.unusual import ClosureBlock, Regularized, Unpacking, gradient_penalty
-from tests.reference.models import INPUT, WIDTH, Formula, Stack
+from tests.reference.models import INPUT, WIDTH, Formula, Skipping, Stack
 from tests.reference.scaled_float8 import ScaledFloat8Format, quantize_linears
 
 # -- arguments ------------------------------------------------------------------------------------
@@ -485,3 +489,76 @@ def test_a_module_run_outside_of_its_units_forward_is_named() -> None:
     block.unshard()
     assert block.up(x).shape == (2, 2 * WIDTH + 1)
     block.reshard()
+
+
+# -- steps that cannot be captured in a CUDA graph ------------------------------------------------
+#
+# What a captured step queues is checked on fake CUDA (`test_fake_cuda.py`), and its replays on a
+# GPU (`make test-gpu`).
+
+UNCAPTURABLE: dict[str, dict[str, Any]] = {
+    "check_ranks='always' compares on the host": {"check_ranks": "always"},
+    "enable_unshard_after_step gathers beyond": {"enable_unshard_after_step": True},
+    "enable_trace_pool plans addresses anew": {"enable_trace_pool": True},
+    "weights are offloaded": {"offload_policy": CPUOffloadPolicy()},
+    "weights are quantized": {},
+}
+
+
+@contextlib.contextmanager
+def _capturing() -> Iterator[None]:
+    """Report that the current stream is capturing."""
+    with contextlib.ExitStack() as stack:
+        for module in (context, gradients):
+            stack.enter_context(mock.patch.object(module, "is_capturing", lambda device: True))
+        yield
+
+
+@on_ranks(2, reason=UNCAPTURABLE)
+def test_an_option_that_cannot_be_captured_is_rejected_by_name(reason: str) -> None:
+    model: Any = Stack()
+    if "quantized" in reason:
+        register_format(ScaledFloat8Format)
+        quantize_linears(model)
+    wrap(model, **UNCAPTURABLE[reason])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own_loss(model).backward()
+    with _capturing():
+        texts = [said(RuntimeError, optimizer.step), said(RuntimeError, lambda: own_loss(model))]
+    for text in texts:
+        assert "the root (Stack) cannot be captured in a CUDA graph: " in text and reason in text
+    optimizer.step()
+    own_loss(model).backward()
+
+
+@on_ranks(2)
+def test_a_capture_of_a_part_of_a_pass_is_rejected_by_name() -> None:
+    model: Any = wrap(Stack())
+    with _capturing():
+        first = said(RuntimeError, lambda: own_loss(model))
+    loss = own_loss(model)
+    with _capturing():
+        backward = said(RuntimeError, loss.backward)
+    with contextlib.ExitStack() as capture:
+        handle = model.blocks[0].register_forward_hook(
+            lambda *_: capture.enter_context(_capturing())
+        )
+        forward = said(RuntimeError, lambda: own_loss(model))
+    handle.remove()
+    own_loss(model).backward()
+    assert "ranks compare what they sharded at the first use: run a step before" in first
+    for text in (backward, forward):
+        assert "runs in the capture of a CUDA graph" in text
+        assert "began outside it; capture forward and backward together" in text
+
+
+@on_ranks(2)
+def test_a_captured_step_that_leaves_a_parameter_out_is_rejected_by_name() -> None:
+    model: Any = wrap(Skipping(), sharding_strategy="optim_grads")
+    model.skip = 1
+    own_loss(model).backward()
+    with _capturing():
+        text = said(RuntimeError, lambda: own_loss(model).backward())
+    assert "had no gradient in a backward captured in a CUDA graph" in text
+    model.zero_grad()
+    own_loss(model).backward()

@@ -32,13 +32,7 @@ from tests.distributed.cut_parameters import (
     whole,
 )
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import (
-    STRATEGIES,
-    check_said,
-    mesh_of,
-    of_all_ranks,
-    said,
-)
+from tests.distributed.wrapping import STRATEGIES, check_said, mesh_of, of_all_ranks, said
 from tests.reference.muon import ReferenceMuon
 
 EXACT = 1e-12

@@ -13,15 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy, checkpoint
 from megatron_fsdp_v2.checkpoint.exporting import export
 from megatron_fsdp_v2.checkpoint.verifying import verify
 from megatron_fsdp_v2.optim import flat_optimizer
+from tests.cases import longer
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     STRATEGIES,
@@ -410,7 +408,7 @@ def _shapes(state: Any) -> dict[str, Any]:
     return {name: tuple(value.shape) for name, value in state.items()}
 
 
-@on_ranks("num_ranks", num_ranks=[1, 3], strategy=STRATEGIES)
+@on_ranks("num_ranks", num_ranks=[longer(1), 3], strategy=STRATEGIES)
 def test_parameters_without_elements_train_are_saved_and_loaded(
     tmp_path: Path, num_ranks: int, strategy: str
 ) -> None:

@@ -19,12 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.comm import interface
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import (
-    mesh_of,
-    on_mesh,
-    said,
-    wrap,
-)
+from tests.distributed.wrapping import mesh_of, on_mesh, said, wrap
 from tests.ranks import RankFailure, RankPool, RankPools
 from tests.reference.models import Skipping, Stack
 

@@ -24,14 +24,7 @@ from megatron_fsdp_v2.comm.streams import StreamCommunicator
 from megatron_fsdp_v2.runtime.module import unit_of
 from tests.cases import quick_if
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import (
-    BF16,
-    MESHES,
-    STRATEGIES,
-    on_mesh,
-    train_own,
-    wrap,
-)
+from tests.distributed.wrapping import BF16, MESHES, STRATEGIES, on_mesh, train_own, wrap
 from tests.parity.patterns import PATTERNS, Pattern
 from tests.reference.models import WIDTH, Checkpointed, Skipping, Stack
 from tests.reference.training import train_sharded

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.diagnostics import check_finite, memory_tracker, parameter_norms
+from tests.cases import quick_only
 from tests.distributed.checkpoint_trainings import block_muon
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import STRATEGIES, wrap
@@ -17,7 +18,7 @@ from tests.reference.models import Stack
 from tests.stream_safety import record_streams
 
 
-@on_ranks(2, strategy=STRATEGIES)
+@on_ranks(2, strategy=quick_only(STRATEGIES, "optim", "optim_grads_params"))
 def test_a_training_warns_of_nothing_that_will_change(strategy: str, tmp_path: Path) -> None:
     """Warnings about what will change, in a training with everything around it."""
     folder = str(tmp_path)

@@ -71,10 +71,10 @@ def _step(model: Any, *, num_micro: int = 1, evaluates: bool = False, rows: int 
 
 
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
-    "training": (lambda: Deep(32), {}, {}),
-    "training with evaluations between": (lambda: Deep(32), {}, {"evaluates": True}),
-    "recomputation": (lambda: Deep(32, recomputes=True), {}, {}),
-    "4 micro-batches": (lambda: Deep(32), {}, {"num_micro": 4}),
+    "training": (lambda: Deep(16), {}, {}),
+    "training with evaluations between": (lambda: Deep(16), {}, {"evaluates": True}),
+    "recomputation": (lambda: Deep(16, recomputes=True), {}, {}),
+    "4 micro-batches": (lambda: Deep(16), {}, {"num_micro": 4}),
     "HSDP 2x2": (lambda: Deep(12), {"mesh_name": "HSDP 2x2"}, {"num_micro": 2}),
     "bf16 with fp32 gradients": (
         lambda: Deep(12),

@@ -143,20 +143,8 @@ class Case:
 
 
 def to_json(case: Case) -> str:
-    """Convert a case to JSON; fields with default values are omitted."""
-    return json.dumps(_slim(case))
-
-
-def _slim(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return {
-            f.name: _slim(getattr(value, f.name))
-            for f in dataclasses.fields(value)
-            if f.default is dataclasses.MISSING or getattr(value, f.name) != f.default
-        }
-    if isinstance(value, tuple):
-        return [_slim(item) for item in value]
-    return value
+    """Convert a case to JSON."""
+    return json.dumps(dataclasses.asdict(case), indent=1)
 
 
 _NESTED: dict[str, Any] = {"tree": Node, "children": Node, "options": Options, "program": Event}

@@ -14,13 +14,10 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 from megatron_fsdp_v2.optim import flat_optimizer
 from tests.random.cases import Case, Node
+from tests.reference.failing import PlannedFailure, fail
 
 INPUT = 4
 OUTPUT = 3
-
-
-class PlannedFailure(Exception):
-    """Raised on purpose, inside a forward or a backward."""
 
 
 @dataclass
@@ -100,7 +97,7 @@ class Part(nn.Module):
             raise PlannedFailure
         y = self.compute(x, call)
         if fails and call.fails_in == "backward" and getattr(y, "requires_grad", False):
-            y.register_hook(_raise)
+            y.register_hook(fail)
         return y
 
     def compute(self, x: torch.Tensor, call: Call) -> Any:
@@ -112,11 +109,6 @@ class Part(nn.Module):
         for child in self.below:
             x = child(x, call)
         return x
-
-
-def _raise(grad: torch.Tensor) -> None:
-    del grad
-    raise PlannedFailure
 
 
 class LinearPart(Part):

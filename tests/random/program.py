@@ -28,16 +28,9 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp_v2 import RuntimeOptions, checkpoint, fully_shard
 from tests.distributed.wrapping import mesh_of
 from tests.random.cases import Case, Event, Options
-from tests.random.models import (
-    INPUT,
-    OPTIMIZERS,
-    Call,
-    PlannedFailure,
-    Tree,
-    build,
-    tensors_of,
-    units,
-)
+from tests.random.models import INPUT, OPTIMIZERS, Call, Tree, build, tensors_of, units
+from tests.reference.failing import PlannedFailure
+from tests.reference.training import distances
 
 TOLERANCES = {"float64": 1e-9, "float32": 3e-6}
 WEIGHT_TERMS: list[Callable[[Any], Any]] = [
@@ -221,21 +214,11 @@ class Run:
         self.differs(what, error)
 
     def compare_rows(self, what: str, pairs: dict[str, tuple[Any, Any]]) -> None:
-        """Compare local rows with the rows of full tensors.
-
-        For a tensor that is small by cancellation the reference is a third of the norm of all.
-        """
-        norms = {name: float(full.detach().double().norm()) for name, (_, full) in pairs.items()}
-        floor = 0.33 * sum(norm**2 for norm in norms.values()) ** 0.5
-        for name, (mine, full) in pairs.items():
-            start, end = mine.local_rows
-            held = mine.to_local().detach().double()
-            # A parameter without dimensions is one row.
-            rows = full.detach().double() if full.ndim == 0 else full.detach().double()[start:end]
-            if full.ndim == 0 and start == end:
-                continue
-            error = float((held.reshape(-1) - rows.reshape(-1)).norm())
-            self.differs(f"{what} of {name}", error / max(norms[name], floor, 1e-12))
+        """Compare local rows with the rows of full tensors."""
+        held = {n: (mine.local_rows, mine.to_local().detach()) for n, (mine, _) in pairs.items()}
+        whole = {name: full.detach() for name, (_, full) in pairs.items()}
+        for name, error in zip(pairs, distances(held, whole), strict=True):
+            self.differs(f"{what} of {name}", error)
 
     def pairs(self) -> dict[str, tuple[Any, Any]]:
         """Parameters by name, sharded and plain."""

@@ -5,7 +5,7 @@ The equivalent of an adapter's format, without a library.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -15,9 +15,8 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
-from megatron_fsdp_v2.layout.placement import AxisPlacements
 from megatron_fsdp_v2.params.buffer import DataParallelBuffer
-from megatron_fsdp_v2.params.formats import WeightUse, Written
+from megatron_fsdp_v2.params.formats import DenseFormat, Written
 
 LARGEST = 448.0
 """Largest value of `float8_e4m3fn`."""
@@ -85,14 +84,11 @@ def quantize_linears(model: nn.Module) -> None:
             module.weight = nn.Parameter(quantized(module.weight))
 
 
-class ScaledFloat8Format:
+class ScaledFloat8Format(DenseFormat):
     """See `WeightFormat`. Main weights are fp32; each scale covers a full weight."""
 
     own_attributes: ClassVar[frozenset[str]] = frozenset({"payload", "scale"})
     communicates: ClassVar[bool] = True
-    packing: ClassVar[int] = 1
-    payloads: ClassVar[Mapping[str, WeightUse]] = {"model_weight": WeightUse.BOTH}
-    prepares: ClassVar[bool] = False
 
     def __init__(self, dtypes: GroupDtypes) -> None:
         del dtypes
@@ -118,24 +114,10 @@ class ScaledFloat8Format:
         self._scales.append(like.scale.clone())
         return ScaledFloat8(views[0], self._scales[index])
 
-    @staticmethod
-    def problem(dtypes: GroupDtypes, placements: Sequence[AxisPlacements]) -> str | None:
-        del dtypes, placements
-        return None
-
-    def adopt(self, params: Sequence[torch.Tensor]) -> None:
-        pass
-
     def memory(self, bound: torch.Tensor, index: int) -> Sequence[torch.Tensor]:
         del index
         assert isinstance(bound, ScaledFloat8)
         return [bound.payload]
-
-    def prepare(self, uses: WeightUse) -> None:
-        pass
-
-    def forget(self) -> None:
-        pass
 
     @classmethod
     def write(cls, parts: Sequence[Written[Self]], axes: Sequence[Axis]) -> None:

@@ -14,8 +14,7 @@ from torch import nn
 
 from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
-from megatron_fsdp_v2.layout.placement import AxisPlacements
-from megatron_fsdp_v2.params.formats import WeightUse, Written
+from megatron_fsdp_v2.params.formats import DenseFormat, WeightUse, Written
 
 FORMS = (torch.bfloat16, torch.float16)
 
@@ -79,12 +78,10 @@ class TwoWayLinear(nn.Module):
         return _Product.apply(x, self.weight)  # type: ignore[no-any-return,no-untyped-call]
 
 
-class TwoWayFormat:
+class TwoWayFormat(DenseFormat):
     """See `WeightFormat`."""
 
     own_attributes: ClassVar[frozenset[str]] = frozenset({"forms"})
-    communicates: ClassVar[bool] = False
-    packing: ClassVar[int] = 1
     payloads: ClassVar[Mapping[str, WeightUse]] = {
         "for_forward": WeightUse.FORWARD,
         "for_backward": WeightUse.BACKWARD,
@@ -105,11 +102,6 @@ class TwoWayFormat:
     def itemsize(dtypes: GroupDtypes) -> int:
         del dtypes
         return 2
-
-    @staticmethod
-    def problem(dtypes: GroupDtypes, placements: Sequence[AxisPlacements]) -> str | None:
-        del dtypes, placements
-        return None
 
     @staticmethod
     def values(param: torch.Tensor) -> torch.Tensor:

@@ -159,9 +159,7 @@ class RankPool:
         for rank in range(self.world_size):
             mine, theirs = context.Pipe()
             process = context.Process(
-                target=_serve,
-                args=(rank, self.world_size, port, theirs, self._device),
-                daemon=True,
+                target=_serve, args=(rank, self.world_size, port, theirs, self._device), daemon=True
             )
             with _forked_from(self._preloaded):
                 process.start()

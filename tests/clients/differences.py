@@ -37,11 +37,7 @@ def shown(
     losses: list[torch.Tensor], norms: list[torch.Tensor], parameters: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor | Mapping[str, torch.Tensor]]:
     """What a run showed, of its losses and gradient norms by step."""
-    return {
-        "losses": torch.stack(losses),
-        "norms": torch.stack(norms),
-        "parameters": parameters,
-    }
+    return {"losses": torch.stack(losses), "norms": torch.stack(norms), "parameters": parameters}
 
 
 def trained_plainly(

@@ -267,9 +267,7 @@ def test_buffers_of_any_dtype_are_given_the_first_ranks_values(answers_as_nccl: 
 def _drawn() -> nn.Module:
     torch.manual_seed(7)
     return nn.Sequential(
-        nn.Linear(5, 4),
-        nn.Sequential(nn.Linear(4, 3), nn.Bilinear(3, 3, 2)),
-        nn.Embedding(3, 2),
+        nn.Linear(5, 4), nn.Sequential(nn.Linear(4, 3), nn.Bilinear(3, 3, 2)), nn.Embedding(3, 2)
     )
 
 

@@ -20,6 +20,7 @@ from megatron_fsdp_v2 import checkpoint, fully_shard
 from megatron_fsdp_v2.comm import backends
 from megatron_fsdp_v2.comm.interface import Collective, Work
 from megatron_fsdp_v2.runtime.module import unit_of
+from tests.cases import quick_strategies
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     STRATEGIES,
@@ -45,7 +46,7 @@ from tests.reference.models import Checkpointed, Skipping, Stack
 # -- axes of one rank -----------------------------------------------------------------------------
 
 
-@on_ranks("shape", shape=[(1,), (1, 1), (1, 2), (2, 1)], strategy=STRATEGIES)
+@on_ranks("shape", shape=[(1,), (1, 1), (1, 2), (2, 1)], strategy=quick_strategies(STRATEGIES))
 def test_gradients_do_not_double_along_an_axis_of_one_rank(
     shape: tuple[int, ...], strategy: str
 ) -> None:
@@ -103,7 +104,7 @@ WRITTEN = [
 
 
 @pytest.mark.parametrize(("how", "before"), WRITTEN, ids=" after ".join)
-@on_ranks(2, strategy=[*STRATEGIES, "gathered after a step"])
+@on_ranks(2, strategy=[*quick_strategies(STRATEGIES), "gathered after a step"])
 def test_weights_that_were_written_are_used_by_the_next_forward(
     strategy: str, how: str, before: str
 ) -> None:
@@ -274,7 +275,7 @@ SEQUENCES: dict[str, tuple[Callable[[Any], None], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("options", [{}, {"enable_trace_pool": True}], ids=["", "pool"])
-@on_ranks(2, strategy=STRATEGIES, name=SEQUENCES)
+@on_ranks(2, strategy=quick_strategies(STRATEGIES), name=SEQUENCES)
 def test_gradients_are_those_of_the_backwards_since_the_last_reset(
     strategy: str, name: str, options: dict[str, Any]
 ) -> None:
@@ -286,7 +287,7 @@ def test_gradients_are_those_of_the_backwards_since_the_last_reset(
     assert gradient_error(model, plain) < EXACT
 
 
-@on_ranks(2, strategy=STRATEGIES, kind=INTERRUPTIONS)
+@on_ranks(2, strategy=quick_strategies(STRATEGIES), kind=INTERRUPTIONS)
 def test_saves_and_loads_hold_weights_and_optimizer_whatever_was_interrupted(
     tmp_path: Path, strategy: str, kind: str
 ) -> None:

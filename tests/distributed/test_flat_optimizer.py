@@ -24,6 +24,7 @@ from megatron_fsdp_v2.diagnostics import Role, memory_tracker
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 from megatron_fsdp_v2.optim import FlatOptimizer, Muon, flat_optimizer, step_flat
 from megatron_fsdp_v2.runtime.module import unit_of
+from tests.cases import longer
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.test_drop_in import CLASSES
 from tests.distributed.wrapping import (
@@ -152,8 +153,8 @@ def _disturbed(kind: Any, width: int, how: dict[str, Any], **options: Any) -> tu
 @pytest.mark.parametrize(
     ("mesh", "strategy", "width", "foreach"),
     [
-        ("1", "optim_grads_params", 7, True),
-        ("2", "no_shard", 16, False),
+        longer("1", "optim_grads_params", 7, True),
+        longer("2", "no_shard", 16, False),
         ("3", "optim_grads_params", 7, False),
         ("HFSDP 2x2", "optim", ALIGNED, True),
     ],

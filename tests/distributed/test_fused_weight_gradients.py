@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,116 +14,6 @@ from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import STRATEGIES, gradient_error, mesh_of, said, wrap
 from tests.reference.late_product import LateProduct
 from tests.reference.models import Formula
-
-
-class _FusedLinear(torch.autograd.Function):
-    """What Megatron's and Transformer Engine's fused linear layers do.
-
-    The kind `add` is Megatron's; `overwrite` asks whether to overwrite in the forward and does so
-    in the backward, as Transformer Engine does from 2.15 on, and `late` in the backward, as before.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Any, kind: str) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.kind = weight, kind
-        ctx.overwrites = weight.overwrite_main_grad if kind == "overwrite" else None
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        product = grad.t() @ x
-        if ctx.kind == "add":
-            ctx.weight.get_main_grad().add_(product)
-        else:
-            overwrites = ctx.overwrites
-            if overwrites is None:
-                overwrites = ctx.weight.overwrite_main_grad
-            target = ctx.weight.main_grad
-            target.copy_(product) if overwrites else target.add_(product)
-        ctx.weight.grad_added_to_main_grad = True
-        # A placeholder of rubbish, to be dropped; `none` returns no gradient at all.
-        dummy = None if ctx.kind == "none" else torch.full_like(weight, float("nan"))
-        if getattr(weight, "zero_out_wgrad", False):
-            dummy = torch.zeros_like(weight)
-        return grad @ weight, dummy, None
-
-
-class Linear(nn.Module):
-    """A linear layer with a bias, fused or not, used twice in a forward if asked to."""
-
-    def __init__(self, kind: str, twice: bool, tied: bool = False) -> None:
-        super().__init__()
-        self.tied = tied
-        self.weight = nn.Parameter(torch.randn(6, 6) * 0.3)
-        self.bias = nn.Parameter(torch.randn(6))
-        self.kind, self.twice = kind, twice
-        if tied:
-            # Megatron marks a weight so that has a use which no kernel fuses.
-            self.weight.zero_out_wgrad = True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.tied:
-            x = x @ self.weight.t().cos()
-        for _ in range(2 if self.twice else 1):
-            if self.kind == "plain":
-                x = x @ self.weight.t() + self.bias
-            else:
-                x = _FusedLinear.apply(x, self.weight, self.kind) + self.bias
-        return x
-
-
-def gradients(
-    kind: str, strategy: str, twice: bool, tied: bool = False, warm_up: int = 0
-) -> list[torch.Tensor]:
-    """Gradients after three micro-batches, over two steps; the first forwards run ahead."""
-    torch.manual_seed(0)
-    model = nn.Sequential(Linear(kind, twice, tied), Linear(kind, False))
-    wrap(model, model, sharding_strategy=strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
-    for step in range(2):
-        optimizer.zero_grad()
-        waiting: collections.deque[torch.Tensor] = collections.deque()
-        for micro in range(3 + warm_up):
-            if micro < 3:
-                generator = torch.Generator().manual_seed(10 * step + 3 * micro + dist.get_rank())
-                waiting.append(model(torch.randn(5, 6, generator=generator)).square().mean())
-            if micro >= warm_up:
-                model.set_requires_gradient_sync(len(waiting) == 1 and micro >= 2)
-                waiting.popleft().backward()
-        found += [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]
-        optimizer.step()
-    return found
-
-
-def check_gradients(kind: str, *how: Any) -> None:
-    """See that a kind of kernel leaves the gradients of the plain one."""
-    found, expected = gradients(kind, *how), gradients("plain", *how)
-    assert len(found) > 2
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["add", "overwrite", "late", "none"])
-@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
-@on_ranks(2, strategy=STRATEGIES)
-def test_fused_weight_gradients_are_neither_doubled_nor_lost(
-    strategy: str, twice: bool, kind: str
-) -> None:
-    check_gradients(kind, strategy, twice)
-
-
-@on_ranks(2, strategy=STRATEGIES, warm_up=[1, 2])
-def test_a_kernel_that_asked_in_a_warm_up_forward_erases_no_earlier_micro_batch(
-    strategy: str, warm_up: int
-) -> None:
-    check_gradients("overwrite", strategy, True, False, warm_up)
-
-
-@on_ranks(2, strategy=["no_shard", "optim_grads_params"])
-def test_a_tied_weight_keeps_the_gradient_of_the_use_that_is_not_fused(strategy: str) -> None:
-    check_gradients("add", strategy, False, True)
 
 
 @on_ranks(1)

@@ -76,10 +76,7 @@ EVEN = [Place((2, 2), strategy, has_tensor_axis=True) for strategy in STRATEGIES
 
 
 def _train(
-    specs: Sequence[Spec],
-    params: Sequence[nn.Parameter],
-    optimizer: Any,
-    dtype: torch.dtype,
+    specs: Sequence[Spec], params: Sequence[nn.Parameter], optimizer: Any, dtype: torch.dtype
 ) -> None:
     for step in range(3):
         give(params, gradients(specs, step, dtype))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy
+from tests.cases import quick_strategies
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     STRATEGIES,
@@ -52,7 +53,7 @@ MARKS: dict[str, Any] = {
 }
 
 
-@on_ranks(2, param_dtype=(None, torch.bfloat16), strategy=STRATEGIES)
+@on_ranks(2, param_dtype=(None, torch.bfloat16), strategy=quick_strategies(STRATEGIES))
 def test_attributes_are_on_sharded_and_on_gathered_parameters(
     strategy: str, param_dtype: torch.dtype
 ) -> None:
@@ -152,7 +153,7 @@ CASES: dict[str, tuple[Any, str, bool, dict[str, Any]]] = {
 }
 
 
-@on_ranks(2, strategy=STRATEGIES, case=CASES)
+@on_ranks(2, strategy=quick_strategies(STRATEGIES), case=CASES)
 def test_an_optimizer_in_the_backward_trains_as_after_it(strategy: str, case: str) -> None:
     """In backwards of one and of two micro-batches."""
     build, kind, to_none, options = CASES[case]

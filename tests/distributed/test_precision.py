@@ -19,7 +19,7 @@ from megatron_fsdp_v2 import MixedPrecisionPolicy, checkpoint
 from megatron_fsdp_v2.checkpoint.exporting import export
 from megatron_fsdp_v2.checkpoint.verifying import verify
 from megatron_fsdp_v2.optim import flat_optimizer
-from tests.cases import longer
+from tests.cases import longer, quick_strategies
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     STRATEGIES,
@@ -82,7 +82,7 @@ POLICIES: dict[str, tuple[dict[str, Any], Dtypes]] = {
 }
 
 
-@on_ranks(2, strategy=STRATEGIES, name=POLICIES)
+@on_ranks(2, strategy=quick_strategies(STRATEGIES), name=POLICIES)
 def test_each_dtype_of_a_policy_is_seen_where_it_says(strategy: str, name: str) -> None:
     options, expected = POLICIES[name]
     policy = MixedPrecisionPolicy(**options)
@@ -224,7 +224,7 @@ FP16_POLICIES = {
 }
 
 
-@on_ranks("shape", shape=[(2,), (3,), (2, 2)], strategy=STRATEGIES, policy=FP16_POLICIES)
+@on_ranks("shape", shape=[(2,), longer((3,)), (2, 2)], strategy=STRATEGIES, policy=FP16_POLICIES)
 def test_an_fp16_mean_does_not_overflow_where_the_sum_would(
     shape: tuple[int, ...], strategy: str, policy: str
 ) -> None:
@@ -284,11 +284,7 @@ TRAININGS: dict[str, tuple[Any, MixedPrecisionPolicy, float]] = {
         MixedPrecisionPolicy(param_dtype=BF16, grad_comm_dtype=BF16),
         2e-3,
     ),
-    "bf16 gradients": (
-        Stack,
-        MixedPrecisionPolicy(param_dtype=BF16, main_grads_dtype=BF16),
-        2e-3,
-    ),
+    "bf16 gradients": (Stack, MixedPrecisionPolicy(param_dtype=BF16, main_grads_dtype=BF16), 2e-3),
     "two dtypes in a unit": (MixedDtypes, MixedPrecisionPolicy(main_params_dtype=FP64), 1e-6),
 }
 
@@ -342,7 +338,7 @@ FROZEN = [
 ]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", quick_strategies(STRATEGIES))
 @pytest.mark.parametrize(("dtype", "casts", "shape"), FROZEN)
 @on_ranks("shape")
 def test_a_frozen_weight_of_any_dtype_is_gathered_bit_by_bit(
@@ -408,7 +404,7 @@ def _shapes(state: Any) -> dict[str, Any]:
     return {name: tuple(value.shape) for name, value in state.items()}
 
 
-@on_ranks("num_ranks", num_ranks=[longer(1), 3], strategy=STRATEGIES)
+@on_ranks("num_ranks", num_ranks=[longer(1), 3], strategy=quick_strategies(STRATEGIES))
 def test_parameters_without_elements_train_are_saved_and_loaded(
     tmp_path: Path, num_ranks: int, strategy: str
 ) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from megatron_fsdp_v2.runtime.module import named_units
 from megatron_fsdp_v2.runtime.scheduled import ScheduledUnits
+from tests.cases import quick_strategies
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     STRATEGIES,
@@ -252,7 +253,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@on_ranks(2, strategy=STRATEGIES, options=OPTIONS)
+@on_ranks(2, strategy=quick_strategies(STRATEGIES), options=OPTIONS)
 def test_a_schedule_of_parts_and_late_gradients_trains_like_a_plain_loop(
     strategy: str, options: str
 ) -> None:

@@ -430,8 +430,7 @@ def test_dtensors_that_cannot_be_sharded_are_rejected_by_name() -> None:
         shards = {module.weight: TensorShard(mesh, 0)} if options else {}
         of_unit = UnitOptions(tensor_shards=shards)
         return said(
-            ValueError,
-            lambda: fully_shard(module, mesh=data or mesh["dp"], options=of_unit),
+            ValueError, lambda: fully_shard(module, mesh=data or mesh["dp"], options=of_unit)
         )
 
     def over(tensor: Any, *placements: Any, rows: int = 4) -> Any:

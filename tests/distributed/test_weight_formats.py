@@ -21,6 +21,7 @@ from tests.distributed.wrapping import (
     mesh_of,
     own_loss,
     step_all,
+    weight_error,
     wrap,
 )
 from tests.reference.models import INPUT, Checkpointed, Stack
@@ -71,19 +72,15 @@ def largest_errors(shape: tuple[int, ...], options: dict[str, Any]) -> list[floa
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.05) for m in (plain, model)]
     worst = [0.0, 0.0]
     for step in range(STEPS):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
         expected = _with_quantized(plain, step)
         expected.backward()
-        own = model(batch(dist.get_rank(), step)).square().mean()
+        own = own_loss(model, step)
         own.backward()
-        for optimizer in optimizers:
-            optimizer.step()
+        step_all(*optimizers)
         total = own.detach().clone()
         dist.all_reduce(total)
         worst[0] = max(worst[0], float((total / dist.get_world_size() - expected).abs()))
-        pairs = zip(model.parameters(), plain.parameters(), strict=True)
-        worst[1] = max(worst[1], *(held_error(mine, theirs) for mine, theirs in pairs))
+        worst[1] = max(worst[1], weight_error(model, plain))
         if step == 0:
             # Without gradients the same weights are written and gathered.
             with torch.no_grad():

@@ -21,13 +21,7 @@ from tests.distributed.wrapping import BF16, STRATEGIES, step_all, wrap
 from tests.gpu.machine import Machine, mesh_of
 from tests.parity.patterns import PATTERNS, Pattern
 from tests.reference.models import Block, Stack
-from tests.reference.training import (
-    Trace,
-    compare,
-    same_bits,
-    train_reference,
-    train_sharded,
-)
+from tests.reference.training import Trace, compare, same_bits, train_reference, train_sharded
 
 POLICIES: dict[str, Any] = {"fp32": None, "bf16": BF16}
 TOLERANCE = {"cpu": 1e-6, "cuda": 1e-5}

@@ -107,7 +107,8 @@ class Pattern:
         loss: Loss of one micro-batch: `(model, step, micro, rank)`.
         num_micro: Micro-batches in a step.
         sync: When gradients are synchronized: in `every` backward, or in the last one, said
-            through `no_sync` or through `last_backward`.
+            through `no_sync` or through `last_backward`; or along the outer axis in the last one
+            (`all_reduce`), or by a call after it (`finalized`).
         evaluate: What runs without gradients between micro-batches and steps, and whose result
             is compared: `(model, step, rank)`.
         set_to_none: Argument of `zero_grad`; alternating when None.

@@ -5,6 +5,7 @@ They have no golden record of their own.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable
@@ -12,10 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import fsdp
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp_v2 import FSDPModule
+from megatron_fsdp_v2 import FSDPModule, register_fsdp_forward_method
 from tests.parity.patterns import Pattern, batch, mean_output, mean_square, plain_sgd, two_forwards
+from tests.reference.failing import PlannedFailure
+from tests.reference.fused import FusedLinear
 from tests.reference.models import (
     INPUT,
     WIDTH,
@@ -272,6 +276,38 @@ class _Framed(Stack):
 
 _FRAMED = [("", False), ("input", False), ("output", False), ("block", True), ("output", True)]
 
+# -- methods that run the forward -----------------------------------------------------------------
+
+
+class Generating(nn.Module):
+    """A method that runs the forward, and computes with the module's own weight around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.block = nn.Linear(INPUT, INPUT), Block(INPUT)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.block(x) @ self.layer.weight.t()) @ self.layer.weight
+
+    def generate(self, x: torch.Tensor, *, fails: bool = False) -> torch.Tensor:
+        y = self(self(self.layer(x)))
+        if fails:
+            raise PlannedFailure
+        return self.layer(x) + y
+
+
+def _generated(register: Any, model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
+    """Of the method and of a forward, after a call of the method that fails in some steps."""
+    x = batch(step, micro, rank)
+    if step == 0:
+        register(model, "generate")
+    if step == 2:
+        with contextlib.suppress(PlannedFailure):
+            model.generate(x, fails=True)
+    loss: torch.Tensor = model.generate(x).square().mean() + mean_square(model, step, micro, rank)
+    return loss
+
+
 # -- units that run without their root ------------------------------------------------------------
 
 
@@ -422,10 +458,10 @@ def _other_sizes(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
     return model(batch(step, micro, rank)[:rows]).square().mean()
 
 
-def _one_forward_ahead(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
-    """A pipeline's order: the next forward runs before each backward, other than the last one."""
+def _ahead(ahead: int, model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
+    """A pipeline's order: some of three forwards run ahead of the backwards."""
     losses = vars(model).setdefault(f"waiting of {rank}", [])
-    for number in range(micro + (micro > 0), min(micro + 2, 3)):
+    for number in range(micro + ahead * (micro > 0), min(micro + ahead + 1, 3)):
         losses.append(model(batch(step, number, rank)).square().mean())
     return losses.pop(0)
 
@@ -496,6 +532,15 @@ def _of_tokens(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
     return model(torch.arange(4) * (step + micro + rank + 1) % 11).square().mean()
 
 
+def _fused(kind: str, times: int, tied: bool = False, **more: Any) -> Pattern:
+    """Layers whose kernels add weight gradients to the flat buffer by themselves."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(FusedLinear(INPUT, kind, times, tied), FusedLinear(INPUT, kind))
+
+    return Pattern(build, list, num_micro=3, sync="no_sync", **more)
+
+
 _CODER = functools.partial(Pattern, _Coder, _units_of_coder, num_micro=3)
 
 UNUSUAL: dict[str, Pattern] = {
@@ -521,9 +566,7 @@ UNUSUAL: dict[str, Pattern] = {
         lambda: _TwiceInRegion(True), _units_of_region, options={"unshard_prefetch_depth": 2}
     ),
     "nested units recomputed after two forwards": Pattern(
-        Nested,
-        lambda m: [u for o in m.outer for u in (o.first, o.second, o)],
-        loss=two_forwards,
+        Nested, lambda m: [u for o in m.outer for u in (o.first, o.second, o)], loss=two_forwards
     ),
     "module inside two units": Pattern(_SharedByUnits),
     **{
@@ -533,6 +576,18 @@ UNUSUAL: dict[str, Pattern] = {
             evaluate=mean_output,
         )
         for name, reentrant in _FRAMED
+    },
+    **{
+        f"method that runs the forward, registered by {whose}": Pattern(
+            Generating,
+            lambda m: [m.block],
+            loss=functools.partial(_generated, register),
+            evaluate=lambda model, step, rank: model.generate(batch(step, 7, rank)),
+        )
+        for whose, register in (
+            ("ours", register_fsdp_forward_method),
+            ("torch", fsdp.register_fsdp_forward_method),
+        )
     },
     "units without their root": _CODER(loss=_without_root),
     "units without their root, after wasted forwards": _CODER(loss=_wasted),
@@ -564,10 +619,28 @@ UNUSUAL: dict[str, Pattern] = {
         optimizer=plain_sgd,
     ),
     "batches of several sizes": Pattern(Stack, loss=_other_sizes, num_micro=2),
-    "one forward ahead of the backwards": Pattern(Stack, loss=_one_forward_ahead, num_micro=3),
+    "one forward ahead of the backwards": Pattern(
+        Stack, loss=functools.partial(_ahead, 1), num_micro=3
+    ),
+    **{
+        f"fused weight gradients: {kind}, {times} times": _fused(kind, times)
+        for kind in ("add", "overwrite", "late", "none")
+        for times in (1, 2)
+    },
+    **{
+        f"fused weight gradients: asked {ahead} forwards ahead": _fused(
+            "overwrite", 2, loss=functools.partial(_ahead, ahead)
+        )
+        for ahead in (1, 2)
+    },
+    "fused weight gradients: tied": _fused("add", 1, True),
     "evaluation between forward and backward": Pattern(Stack, loss=_evaluated_before_backward),
     "units gathered by hand": Pattern(Stack, loss=_by_hand),
     "weights kept in some steps": Pattern(Stack, loss=_kept_in_turn, num_micro=3),
+    "accumulation, along the outer axis in the last backward": Pattern(
+        Stack, num_micro=3, sync="all_reduce"
+    ),
+    "accumulation, synchronized by a call": Pattern(Stack, num_micro=2, sync="finalized"),
     "layers run again without gradients": Pattern(
         _repeated, lambda m: [m.first, m.frozen, m.trained]
     ),

@@ -126,7 +126,7 @@ def _campaign(num_cases: int, first_seed: int, folder: Path, pools: RankPools) -
             rest = spent / (number + 1) * (num_cases - number - 1)
             _say(
                 f"{number + 1} of {num_cases} cases, {num_failures} failed, {spent:.0f} s, "
-                f"about {rest:.0f} s left",
+                f"about {rest:.0f} s left"
             )
         if outcome.kind in ("same", "rejected"):
             continue

@@ -92,9 +92,7 @@ def _least(
     return best
 
 
-def _partitions(
-    items: Sequence[tuple[int, int]],
-) -> Iterator[list[list[tuple[int, int]]]]:
+def _partitions(items: Sequence[tuple[int, int]]) -> Iterator[list[list[tuple[int, int]]]]:
     """All partitions of the items."""
     for labels in itertools.product(*(range(i + 1) for i in range(len(items)))):
         if sorted(set(labels)) == list(range(len(set(labels)))):

@@ -55,13 +55,19 @@ class Hands:
 def sharded_hands(pattern: Pattern, copy: Callable[[torch.Tensor], Any] = torch.clone) -> Hands:
     """How the training of a pattern touches a sharded model."""
 
-    def syncs(model: Any, is_last: bool) -> contextlib.AbstractContextManager[Any]:
-        if pattern.sync == "no_sync" and not is_last:
-            context: contextlib.AbstractContextManager[Any] = model.no_sync()
-            return context
+    @contextlib.contextmanager
+    def syncs(model: Any, is_last: bool) -> Iterator[None]:
         if pattern.sync == "last_backward":
             model.set_is_last_backward(is_last)
-        return contextlib.nullcontext()
+        if pattern.sync == "all_reduce":
+            model.set_requires_all_reduce(is_last)
+        if pattern.sync == "finalized":
+            model.set_manual_backward_finalization(True)
+        waits = pattern.sync == "no_sync" and not is_last
+        with model.no_sync() if waits else contextlib.nullcontext():
+            yield
+        if pattern.sync == "finalized" and is_last:
+            model.finalize_backward()
 
     return Hands(
         ranks=[dist.get_rank()],
@@ -179,9 +185,7 @@ def train_reference(
 
 
 def train_sharded(
-    pattern: Pattern,
-    shard: Callable[[Any], Any],
-    copy: Callable[[torch.Tensor], Any] = torch.clone,
+    pattern: Pattern, shard: Callable[[Any], Any], copy: Callable[[torch.Tensor], Any] = torch.clone
 ) -> Trace:
     """The sharded model, on this rank's data. Collective.
 

@@ -17,6 +17,7 @@ from torch.distributed import fsdp
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp_v2 import FSDPModule, register_fsdp_forward_method
+from megatron_fsdp_v2.optim import flat_optimizer
 from tests.parity.patterns import Pattern, batch, mean_output, mean_square, plain_sgd, two_forwards
 from tests.reference.failing import PlannedFailure
 from tests.reference.fused import FusedLinear
@@ -25,6 +26,7 @@ from tests.reference.models import (
     WIDTH,
     Block,
     Checkpointed,
+    Elementless,
     Formula,
     Nested,
     Skipping,
@@ -653,5 +655,15 @@ UNUSUAL: dict[str, Pattern] = {
     "biases trained alone, recomputed": Pattern(
         lambda: Checkpointed(use_reentrant=False), loss=_biases_alone
     ),
+    **{
+        f"parameters without elements, {name}": Pattern(
+            Elementless, lambda m: [m.alone], clips=True, optimizer=optimizer
+        )
+        for name, optimizer in {
+            "foreach": functools.partial(torch.optim.AdamW, eps=1e-3, foreach=True),
+            "fused": functools.partial(torch.optim.AdamW, eps=1e-3, fused=True),
+            "flat": functools.partial(flat_optimizer(torch.optim.AdamW), eps=1e-3),
+        }.items()
+    },
     "sparse gradients": Pattern(_sparse, lambda m: [m.table], loss=_of_tokens, optimizer=plain_sgd),
 }

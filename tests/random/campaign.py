@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import re
 import sys
 import tempfile
@@ -94,6 +95,27 @@ def replay(path: Path, pools: RankPools) -> int:
     return int(outcome.kind != "same")
 
 
+def features_of(case: Case) -> set[str]:
+    """The features that a case covers: every choice of a word, a flag, a factor or a mesh."""
+    nodes = case.tree.walk()
+    found = {f"{case.world_size} ranks"} | ({"ties"} if case.ties else set())
+    for part in (case, *nodes, *all_options(case), *case.program):
+        name, of = type(part).__name__, getattr(part, "kind", getattr(part, "do", ""))
+        for field in dataclasses.fields(part):
+            value = getattr(part, field.name)
+            if isinstance(value, str | bool | float | None) or field.name == "mesh":
+                found.add(f"{name} {of}: {field.name} {value}")
+    for above in nodes:
+        below = above.walk()[1:]
+        if above.unit and any(node.unit for node in below):
+            found.add("nested units")
+        if above.kind == "checkpoint" and any(node.kind == "checkpoint" for node in below):
+            found.add("nested recomputation")
+    if any(event.options is not None for event in case.program):
+        found.add("another sharding after a load")
+    return found
+
+
 def main() -> int:
     """Run the cases; return status 1 if a case failed or a feature never occurred."""
     parser = argparse.ArgumentParser(prog="tests.random.campaign", description=__doc__)
@@ -147,32 +169,3 @@ def _campaign(num_cases: int, first_seed: int, folder: Path, pools: RankPools) -
 
 if __name__ == "__main__":
     sys.exit(main())
-
-
-def features_of(case: Case) -> set[str]:
-    """The features that a case covers."""
-    nodes = case.tree.walk()
-    found = {f"{case.world_size} ranks", case.dtype, f"output {case.output}"}
-    for options in all_options(case):
-        shape = "x".join(map(str, options.mesh))
-        found |= {f"mesh {shape}", options.strategy, f"check_ranks {options.check}"}
-        found |= {"HFSDP"} if options.outer == "optim" else set()
-        found |= {"trace pool"} if options.pool else set()
-        found |= {"prefetch by bytes"} if options.ahead is not None else set()
-        found |= {"gathers after a step"} if options.early else set()
-    found.add(f"optimizer {case.options.optimizer}")
-    for node in nodes:
-        found.add(f"module {node.kind}")
-        if node.kind in ("pack", "odd", "checkpoint", "branch", "in place"):
-            found.add(f"{node.kind} {node.how or 'non-reentrant'}")
-        for name in ("unit", "frozen", "double"):
-            found |= {name} if getattr(node, name) else set()
-        if node.unit and any(below.unit for below in node.walk()[1:]):
-            found.add("nested units")
-        if node.kind == "checkpoint" and any(n.kind == "checkpoint" for n in node.walk()[1:]):
-            found.add("nested recomputation")
-    found |= {"ties"} if case.ties else set()
-    for event in case.program:
-        found.add(f"event {event.do}" + (f", {event.how}" if event.how else ""))
-        found |= {"another sharding after a load"} if event.options is not None else set()
-    return found

@@ -256,6 +256,28 @@ class Nested(nn.Module):
         return self.output(x)
 
 
+class Elementless(nn.Module):
+    """Parameters without elements beside others, in a unit and alone in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.empty(3, 0))
+        self.columns = nn.Parameter(torch.empty(0, 5))
+        self.stacked = nn.Parameter(torch.empty(3, 0, 2))
+        self.frozen = nn.Parameter(torch.empty(2, 0), requires_grad=False)
+        self.alone = nn.Linear(0, 3, bias=False)
+        self.biased = nn.Linear(0, 2)
+        self.linear = nn.Linear(INPUT, 2)
+
+    def reset_parameters(self) -> None:
+        """There is nothing to set here."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        empty = (self.rows, self.columns, self.stacked, self.frozen)
+        total = sum(param.sum() for param in empty) + self.alone(x[:, :0]).sum()
+        return self.linear(x) + self.biased(x[:, :0]) + total
+
+
 class MixedBlock(Block):
     """fp32 norm and output, fp64 inside."""
 

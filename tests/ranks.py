@@ -109,11 +109,8 @@ def _server(preloaded: tuple[str, ...]) -> forkserver.ForkServer:
 def _forked_from(preloaded: Sequence[str]) -> Iterator[None]:
     """Have processes forked from one that has imported these modules as well.
 
-    Python's own server, the default, is one for all and imports what its first user asks for.
+    Python has one such process for all, which imports the modules that its first user requests.
     """
-    if not preloaded:
-        yield
-        return
     server = _server(tuple(preloaded))
     # A server looks for modules where Python started with `-c` does, and nowhere else.
     found_here = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -152,8 +149,6 @@ class RankPool:
         context: Any = multiprocessing.get_context(
             "spawn" if self._device == "cuda" else "forkserver"
         )
-        if self._device == "cpu":
-            context.set_forkserver_preload(PRELOADED)
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(self.world_size):

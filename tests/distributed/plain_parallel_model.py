@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, override
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,37 +33,10 @@ CUT = {
 }
 
 
-class Copy(torch.autograd.Function):
-    """Identity whose gradient is summed over the tensor-parallel ranks."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return x.clone()
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        grad = grad.clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class Sum(torch.autograd.Function):
-    """Sum over the tensor-parallel ranks; its gradient is an identity."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad, None
+def _summed(x: torch.Tensor, group: Any) -> torch.Tensor:
+    total = x.detach().clone()
+    dist.all_reduce(total, group=group)
+    return total
 
 
 class Part(nn.Module):
@@ -77,10 +50,15 @@ class Part(nn.Module):
         self.register_parameter("bias", None if bias is None else nn.Parameter(torch.randn(bias)))
 
     def copy(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.group is None else Copy.apply(x, self.group)
+        """Identity whose gradient is summed over the tensor-parallel ranks."""
+        if self.group is not None and x.requires_grad:
+            x = x.clone()
+            x.register_hook(lambda grad: _summed(grad, self.group))
+        return x
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.group is None else Sum.apply(x, self.group)
+        """Sum over the tensor-parallel ranks; its gradient is an identity."""
+        return x if self.group is None else x + (_summed(x, self.group) - x).detach()
 
 
 class Column(Part):

@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 
 from megatron_fsdp_v2 import checkpoint, fully_shard, register_fsdp_forward_method
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
-from tests.cases import quick_only
+from tests.cases import quick_only, quick_strategies
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import BF16, STRATEGIES, batch, own_loss, said, wrap
 from tests.parity.patterns import Pattern
@@ -124,7 +124,7 @@ def compare(name: str, pattern: Pattern, **how: Any) -> int:
 BETWEEN = ALL["evaluation between"]
 
 
-@on_ranks(2, order=["sharded first", "compiled first"], strategy=STRATEGIES)
+@on_ranks(2, order=["sharded first", "compiled first"], strategy=quick_strategies(STRATEGIES))
 def test_compiled_blocks_train_as_they_do_uncompiled(strategy: str, order: str) -> None:
     name = "aot_eager" if strategy == "optim_grads_params" else "eager"
     graphs = compare(name, BETWEEN, first=order == "compiled first", sharding_strategy=strategy)

@@ -177,17 +177,6 @@ def test_a_sharded_module_is_still_a_module() -> None:
     assert shapes[0] == shapes[1]
 
 
-@on_ranks(2, strategy=STRATEGIES)
-def test_one_that_an_evaluation_finds_unfrozen_can_be_trained(strategy: str) -> None:
-    """In inference mode, which makes tensors that nobody may write outside of it."""
-    model = wrap(Stack().requires_grad_(False), sharding_strategy=strategy)
-    model.requires_grad_(True)
-    with torch.inference_mode():
-        own_loss(model)
-    own_loss(model).backward()
-    assert all(p.grad is not None for p in model.parameters() if p.to_local().numel())
-
-
 # -- what is communicated to clip gradients -------------------------------------------------------
 
 

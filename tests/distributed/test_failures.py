@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,7 +37,7 @@ from tests.distributed.wrapping import (
     weight_error,
     wrap,
 )
-from tests.reference.failing import PlannedFailure, fail, fail_when_it_comes_back, failing
+from tests.reference.failing import fail, fail_when_it_comes_back, failing
 from tests.reference.models import Checkpointed, Skipping, Stack
 
 # -- axes of one rank -----------------------------------------------------------------------------
@@ -219,72 +216,6 @@ def _trained(strategy: str) -> tuple[Any, Any, list[Any]]:
     optimizers = _adamw(plain, model)
     train_both(plain, model, optimizers, range(2))
     return plain, model, optimizers
-
-
-def _fail_in_a_hook(model: Any) -> None:
-    first = next(iter(model.parameters()))
-    with failing(first.register_post_accumulate_grad_hook(fail)):
-        own_loss(model, 0).backward()
-    own_loss(model, 1).backward()
-
-
-def _fail_after_a_micro_batch(model: Any) -> None:
-    with model.no_sync():
-        own_loss(model, 0).backward()
-    _fail_in_forward(model)
-    own_loss(model, 1).backward()
-
-
-def _fail_between_zeros(model: Any) -> None:
-    own_loss(model, 0).backward()
-    model.zero_grad(set_to_none=False)
-    with failing(model.input.register_full_backward_hook(fail)):
-        own_loss(model, 7).backward()
-    model.zero_grad(set_to_none=False)
-    own_loss(model, 1).backward()
-
-
-def _fail_beside_another_graph(model: Any) -> None:
-    handle = model.blocks[1].register_forward_hook(fail_when_it_comes_back)
-    fails = own_loss(model, 0)
-    handle.remove()
-    works = own_loss(model, 1)
-    with contextlib.suppress(PlannedFailure):
-        fails.backward()
-    model.zero_grad()
-    works.backward()
-
-
-def _reset_after_the_forward(model: Any, set_to_none: bool) -> None:
-    """As the tutorials of torch do; gathered parameters then stand where sharded ones would."""
-    own_loss(model, 0).backward()
-    loss = own_loss(model, 1)
-    model.zero_grad(set_to_none)
-    loss.backward()
-
-
-# What is done, and steps whose gradients are there in the end.
-SEQUENCES: dict[str, tuple[Callable[[Any], None], tuple[int, ...]]] = {
-    "a hook of a parameter that raises": (_fail_in_a_hook, (0, 1)),
-    "a failed forward between micro-batches": (_fail_after_a_micro_batch, (0, 1)),
-    "a failed backward between zeros": (_fail_between_zeros, (1,)),
-    "a failed backward beside another graph": (_fail_beside_another_graph, (1,)),
-    "None after a forward": (partial(_reset_after_the_forward, set_to_none=True), (1,)),
-    "zeros after a forward": (partial(_reset_after_the_forward, set_to_none=False), (1,)),
-}
-
-
-@pytest.mark.parametrize("options", [{}, {"enable_trace_pool": True}], ids=["", "pool"])
-@on_ranks(2, strategy=quick_strategies(STRATEGIES), name=SEQUENCES)
-def test_gradients_are_those_of_the_backwards_since_the_last_reset(
-    strategy: str, name: str, options: dict[str, Any]
-) -> None:
-    act, steps = SEQUENCES[name]
-    plain, model = fp64_pair(strategy, **options)
-    act(model)
-    for step in steps:
-        plain_loss(plain, step).backward()
-    assert gradient_error(model, plain) < EXACT
 
 
 @on_ranks(2, strategy=quick_strategies(STRATEGIES), kind=INTERRUPTIONS)

@@ -34,6 +34,7 @@ from tests.distributed.wrapping import (
     batch,
     listen,
     on_mesh,
+    own_loss,
     sends,
     strategies_on,
     wrap,
@@ -152,17 +153,6 @@ def test_a_unit_that_runs_alone_leaves_the_order_of_the_root_and_nothing_gathere
 # -- memory ---------------------------------------------------------------------------------------
 
 
-def _trained(steps: int, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
-    """A model after some steps, and its optimizer."""
-    model = wrap(Stack(NUM_BLOCKS), **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(4, 5)).square().mean().backward()
-        optimizer.step()
-    return model, optimizer
-
-
 @on_ranks("mesh_name", mesh_name=["2", "HSDP 2x2", "HFSDP 2x2"], trace_pool=[False, True])
 def test_sharding_a_model_allocates_nothing_but_its_shards(
     mesh_name: str, trace_pool: bool
@@ -219,7 +209,10 @@ def test_parameters_and_gradients_are_views_of_the_flat_buffers(
 @on_ranks(2)
 def test_deleting_the_model_frees_its_storages_at_once() -> None:
     def train() -> list[Any]:
-        model, optimizer = _trained(1)
+        model = wrap(Stack(NUM_BLOCKS))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        own_loss(model).backward()
+        optimizer.step()
         return [model, None, optimizer]
 
     assert left_of(train) == (0, None)
@@ -233,11 +226,6 @@ def _num_with_memory(model: Any) -> int:
     return sum(group.main_grad is not None for group in _groups(model))
 
 
-def _backward(model: Any, seed: int = 0) -> None:
-    torch.manual_seed(seed)
-    model(torch.randn(4, INPUT)).square().mean().backward()
-
-
 def _grads(model: Any) -> dict[str, torch.Tensor]:
     return {
         name: param.grad.to_local().clone()
@@ -246,16 +234,10 @@ def _grads(model: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def _none_by_hand(model: Any, optimizer: Any) -> None:
-    del optimizer
-    for param in model.parameters():
-        param.grad = None
-
-
 WAYS: dict[str, Any] = {
     "optimizer": lambda model, optimizer: optimizer.zero_grad(),
     "module": lambda model, optimizer: model.zero_grad(set_to_none=True),
-    "by hand": _none_by_hand,
+    "by hand": lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()],
 }
 
 
@@ -272,7 +254,7 @@ def test_whoever_sets_gradients_to_none_frees_their_memory_at_once(
         try:
             for _ in range(2):
                 assert _num_with_memory(model) == 0, strategy
-                _backward(model)
+                own_loss(model).backward()
                 assert _num_with_memory(model) == len(_groups(model)), strategy
                 optimizer.step()
                 WAYS[way](model, optimizer)
@@ -284,11 +266,11 @@ def test_whoever_sets_gradients_to_none_frees_their_memory_at_once(
 @on_ranks(2)
 def test_zeros_keep_their_memory_and_are_added_to() -> None:
     model = wrap(Stack())
-    _backward(model)
+    own_loss(model).backward()
     places = [group.main_grad.tensor.data_ptr() for group in _groups(model)]
     expected = _grads(model)
     model.zero_grad(set_to_none=False)
-    _backward(model)
+    own_loss(model).backward()
     assert places == [group.main_grad.tensor.data_ptr() for group in _groups(model)]
     found = _grads(model)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -318,7 +300,7 @@ def test_a_gradient_that_somebody_keeps_is_not_written_by_later_steps(
     policy = CPUOffloadPolicy(pin_memory=False) if offloaded else None
     torch.manual_seed(7)
     model = wrap(Stack(), offload_policy=policy)
-    _backward(model)
+    own_loss(model).backward()
     kept = {
         name: KEPT[form](param.grad)
         for name, param in model.named_parameters()
@@ -327,14 +309,14 @@ def test_a_gradient_that_somebody_keeps_is_not_written_by_later_steps(
     values = {name: look().clone() for name, look in kept.items()}
     for seed in (1, 2):
         model.zero_grad()
-        _backward(model, seed)
+        own_loss(model, seed).backward()
         for name, look in kept.items():
             assert torch.equal(look(), values[name]), name
     assert len(kept) > 5
     # And what came meanwhile is what comes without anybody keeping anything.
     torch.manual_seed(7)
     fresh = wrap(Stack(), offload_policy=policy)
-    _backward(fresh, 2)
+    own_loss(fresh, 2).backward()
     expected, found = _grads(fresh), _grads(model)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -342,14 +324,14 @@ def test_a_gradient_that_somebody_keeps_is_not_written_by_later_steps(
 @on_ranks(2, form=["gradient", "local"])
 def test_of_some_gradients_set_to_none_a_kept_one_is_not_written(form: str) -> None:
     model = wrap(Stack())
-    _backward(model)
+    own_loss(model).backward()
     chosen = {n: p for n, p in model.named_parameters() if "weight" in n and p.grad is not None}
     kept = {n: p.grad if form == "gradient" else p.grad.to_local() for n, p in chosen.items()}
     values = {name: getattr(g, "_local_tensor", g).clone() for name, g in kept.items()}
     first = _grads(model)
     for param in chosen.values():
         param.grad = None
-    _backward(model)
+    own_loss(model).backward()
     for name, grad in kept.items():
         assert torch.equal(getattr(grad, "_local_tensor", grad), values[name]), name
     for name, found in _grads(model).items():
@@ -362,16 +344,17 @@ def test_a_large_root_is_named_once_with_what_to_make_units_of() -> None:
     try:
         model = wrap(Large())
         with pytest.warns(UserWarning, match="the root, the root .Large") as found:
-            _backward(model)
+            own_loss(model).backward()
         texts = [str(warning.message) for warning in found]
         texts = [text for text in texts if "the root, the root" in text]
         assert len(texts) == 1 and "input.0 (" in texts[0], texts
-        _expect_no_warning(lambda: _backward(model))
+        _expect_no_warning(lambda: own_loss(model).backward())
         apart = Large()
-        _expect_no_warning(lambda: _backward(wrap(apart, [apart.input, *apart.blocks])))
+        units = [apart.input, *apart.blocks]
+        _expect_no_warning(lambda: own_loss(wrap(apart, units)).backward())
     finally:
         unit_checks.NOTABLE_NBYTES = before
-    _expect_no_warning(lambda: _backward(wrap(Large())))
+    _expect_no_warning(lambda: own_loss(wrap(Large())).backward())
 
 
 class Large(Stack):

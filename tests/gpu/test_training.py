@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import math
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from megatron_fsdp_v2.optim import Muon
 from tests.distributed.wrapping import BF16, STRATEGIES, step_all, wrap
 from tests.gpu.machine import Machine, mesh_of
 from tests.parity.patterns import PATTERNS, Pattern
-from tests.reference.models import Block, Stack
+from tests.reference.models import Stack
 from tests.reference.training import Trace, compare, same_bits, train_reference, train_sharded
 
 POLICIES: dict[str, Any] = {"fp32": None, "bf16": BF16}
@@ -212,25 +213,21 @@ def compiled(device: str, backend: str, width: int) -> dict[str, float]:
         # Here, and not in processes of its own: a rank may have none.
         config: Any = importlib.import_module("torch._inductor.config")
         config.compile_threads = 1
+    plain = Pattern(functools.partial(Stack, 3, width))
+
+    def build() -> nn.Module:
+        model = plain.build()
+        for block in model.blocks:  # type: ignore[union-attr]
+            block.compile(backend=backend)
+        return model
+
     found = {}
     for strategy in STRATEGIES:
-        losses: list[list[float]] = []
-        for is_compiled in (False, True):
-            torch.manual_seed(0)
-            model: Any = nn.Sequential(*(Block(width) for _ in range(3))).to(device)
-            for block in model if is_compiled else ():
-                block.compile(backend=backend)
-            wrap(model, list(model), mesh=_flat(device), sharding_strategy=strategy)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-            losses.append([])
-            for step in range(4):
-                generator = torch.Generator().manual_seed(step)
-                data = torch.randn(4, width, generator=generator).to(device)
-                loss = model(data).square().mean()
-                loss.backward()
-                step_all(optimizer)
-                losses[-1].append(float(loss.detach()))
-        found[strategy] = max(abs(a - b) / abs(b) for a, b in zip(*losses, strict=True))
+        losses, expected = (
+            _trained(pattern, device, _flat(device), sharding_strategy=strategy).losses
+            for pattern in (dataclasses.replace(plain, build=build), plain)
+        )
+        found[strategy] = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
     return found
 
 

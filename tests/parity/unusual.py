@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fsdp_v2 import FSDPModule, register_fsdp_forward_method
 from megatron_fsdp_v2.optim import flat_optimizer
 from tests.parity.patterns import Pattern, batch, mean_output, mean_square, plain_sgd, two_forwards
-from tests.reference.failing import PlannedFailure
+from tests.reference.failing import PlannedFailure, fail, fail_when_it_comes_back, failing
 from tests.reference.fused import FusedLinear
 from tests.reference.models import (
     INPUT,
@@ -375,6 +375,70 @@ def _fall_back(model: Any, x: torch.Tensor) -> Any:
     return model.second(x)
 
 
+# -- gradients are those of the backwards since the last reset ------------------------------------
+
+
+def _disturbed(
+    act: Callable[..., torch.Tensor], model: Any, step: int, micro: int, rank: int
+) -> torch.Tensor:
+    """The loss, on a sharded model after something that must not change its gradient."""
+    if not isinstance(model, FSDPModule):
+        return mean_square(model, step, micro, rank)
+    return act(model, lambda: mean_square(model, step, micro, rank))
+
+
+def _hook_raises(model: Any, loss_of: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Of a parameter, when its gradient has been accumulated."""
+    first = next(iter(model.parameters()))
+    loss = loss_of()
+    with failing(first.register_post_accumulate_grad_hook(fail)):
+        loss.backward()
+    return loss.detach() + 0 * loss_of()
+
+
+def _forward_fails(model: Any, loss_of: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with failing(model.blocks[1].register_forward_pre_hook(fail)):
+        loss_of()
+    return loss_of()
+
+
+def _backward_fails_between_zeros(model: Any, loss_of: Callable[[], torch.Tensor]) -> torch.Tensor:
+    loss_of().backward()
+    model.zero_grad(set_to_none=False)
+    with failing(model.input.register_full_backward_hook(fail)):
+        loss_of().backward()
+    model.zero_grad(set_to_none=False)
+    return loss_of()
+
+
+def _backward_fails_beside_a_graph(model: Any, loss_of: Callable[[], torch.Tensor]) -> torch.Tensor:
+    handle = model.blocks[1].register_forward_hook(fail_when_it_comes_back)
+    fails = loss_of()
+    handle.remove()
+    works = loss_of()
+    with contextlib.suppress(PlannedFailure):
+        fails.backward()
+    model.zero_grad()
+    return works
+
+
+def _reset(set_to_none: bool, model: Any, loss_of: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Gradients are reset after the forward, when modules hold gathered parameters."""
+    loss_of().backward()
+    loss = loss_of()
+    model.zero_grad(set_to_none)
+    return loss
+
+
+_DISTURBANCES: dict[str, Callable[..., torch.Tensor]] = {
+    "a hook of a parameter raises": _hook_raises,
+    "a forward fails between micro-batches": _forward_fails,
+    "a backward fails between zeros": _backward_fails_between_zeros,
+    "a backward fails beside another graph": _backward_fails_beside_a_graph,
+    "None after a forward": functools.partial(_reset, True),
+    "zeros after a forward": functools.partial(_reset, False),
+}
+
 # -- ranks that run different things --------------------------------------------------------------
 
 
@@ -474,6 +538,14 @@ def _evaluated_before_backward(model: Any, step: int, micro: int, rank: int) -> 
         with mode():
             model(batch(step, micro + 30, rank))
     return loss
+
+
+def _unfrozen(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
+    """What was frozen when it was sharded is evaluated in inference mode, and then trained."""
+    model.requires_grad_(True)
+    with torch.inference_mode():
+        mean_square(model, step, micro + 30, rank)
+    return mean_square(model, step, micro, rank)
 
 
 def _by_hand(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
@@ -599,6 +671,15 @@ UNUSUAL: dict[str, Pattern] = {
     "other units without their root on ranks": _CODER(
         loss=_others_on_ranks, optimizer=plain_sgd, skips=True
     ),
+    **{
+        name: Pattern(
+            Stack,
+            loss=functools.partial(_disturbed, act),
+            num_micro=2 if act is _forward_fails else 1,
+            sync="no_sync",
+        )
+        for name, act in _DISTURBANCES.items()
+    },
     "error of a unit caught": Pattern(
         lambda: Formula(_fall_back, first=nn.Linear(INPUT, INPUT), second=nn.Linear(INPUT, INPUT)),
         lambda m: [m.first, m.second],
@@ -637,6 +718,9 @@ UNUSUAL: dict[str, Pattern] = {
     },
     "fused weight gradients: tied": _fused("add", 1, True),
     "evaluation between forward and backward": Pattern(Stack, loss=_evaluated_before_backward),
+    "evaluated in inference mode once unfrozen": Pattern(
+        lambda: Stack().requires_grad_(False), loss=_unfrozen
+    ),
     "units gathered by hand": Pattern(Stack, loss=_by_hand),
     "weights kept in some steps": Pattern(Stack, loss=_kept_in_turn, num_micro=3),
     "accumulation, along the outer axis in the last backward": Pattern(

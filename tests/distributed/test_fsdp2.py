@@ -210,8 +210,8 @@ def test_a_call_typed_for_fsdp2_trains_as_it_does_there(
     assert units[0].groups[0].mesh is units[1].groups[0].mesh
 
 
-@on_ranks(2, recurses=[True, False])
-def test_several_modules_are_one_unit_from_the_first_to_the_last(recurses: bool) -> None:
+@on_ranks(2)
+def test_several_modules_are_one_unit_from_the_first_to_the_last() -> None:
     model: Any = Stack()
     outer = [model.input, model.output]
     assert fully_shard(outer) is outer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -127,6 +128,7 @@ OTHERS = {"pretrain_gpt.py", "pretrain_hybrid.py", "gpt_builders.py", "hybrid_la
 OTHERS |= {"train.py", "your_script.py"}
 
 
+@functools.cache
 def _files() -> set[str]:
     found = ran("git", "ls-files", "--cached", "--others", "--exclude-standard").stdout
     return {f"/{name}" for name in found.splitlines() if (ROOT / name).exists()}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import io
 import os
@@ -96,21 +97,29 @@ def check_flags(flags: Sequence[str]) -> None:
     Raises:
         AssertionError: It does not know a flag or its value, or this package rejects it.
     """
-    from megatron.training.arguments import add_megatron_arguments
-
     from megatron_fsdp_v2_mcore import FlagError
-    from megatron_fsdp_v2_mcore.flags.arguments import add_arguments, check_before, is_enabled
+    from megatron_fsdp_v2_mcore.flags.arguments import check_before, is_enabled
 
-    parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     # Of the rehearsal and of resuming, the program takes its own before Megatron parses.
     words = [word for word in flags if word not in (_ELLIPSIS, "--cpu-rehearsal")]
-    args = _parsed(parser, [*_MODEL_FLAGS.split(), *words])
+    args = _parsed(_megatron_parser(), [*_MODEL_FLAGS.split(), *words])
     args.world_size, args.load = 4, None
     if is_enabled(args):
         try:
             check_before(args)
         except FlagError as error:
             raise AssertionError(str(error)) from None
+
+
+@functools.cache
+def _megatron_parser() -> argparse.ArgumentParser:
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_fsdp_v2_mcore.flags.arguments import add_arguments
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    found: argparse.ArgumentParser = add_arguments(add_megatron_arguments(parser))
+    return found
 
 
 def _parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:

@@ -65,11 +65,3 @@ def machine(pytestconfig: pytest.Config) -> Machine:
         for name, value in FOR_BITS.items():
             os.environ.setdefault(name, value)
     return Machine(device, ranks or 2, pytestconfig.getoption("--small"))
-
-
-@pytest.fixture
-def cuda_machine(machine: Machine) -> Machine:
-    """A machine with GPUs, for claims that a CPU says nothing about."""
-    if not machine.on_cuda:
-        pytest.skip("needs a GPU")
-    return machine

@@ -41,13 +41,15 @@ def test_two_steps_have_no_report(
     assert "CSAN detected" not in done.output
 
 
-def test_the_sanitizer_reports_a_race(cuda_machine: Machine, tmp_path: Path) -> None:
-    done = _sanitized(cuda_machine, tmp_path, "race")
+def test_the_sanitizer_reports_a_race(machine: Machine, tmp_path: Path) -> None:
+    machine.end_rehearsal()
+    done = _sanitized(machine, tmp_path, "race")
     assert done.code != 0
     assert "CSAN detected a possible data race" in done.output
 
 
-def test_no_kernel_reaches_outside_of_memory(cuda_machine: Machine, tmp_path: Path) -> None:
+def test_no_kernel_reaches_outside_of_memory(machine: Machine, tmp_path: Path) -> None:
+    machine.end_rehearsal()
     # Other tools of it would report what is not there: collectives of these steps write nothing.
     program = shutil.which("compute-sanitizer")
     if program is None:

@@ -33,10 +33,23 @@ CUT = {
 }
 
 
-def _summed(x: torch.Tensor, group: Any) -> torch.Tensor:
+def _total(x: torch.Tensor, group: Any) -> torch.Tensor:
     total = x.detach().clone()
     dist.all_reduce(total, group=group)
     return total
+
+
+def copied(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """Identity whose gradient is summed over the ranks of a group."""
+    if x.requires_grad:
+        x = x.clone()
+        x.register_hook(lambda grad: _total(grad, group))
+    return x
+
+
+def summed(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """Sum over the ranks of a group; its gradient is an identity."""
+    return x + (_total(x, group) - x).detach()
 
 
 class Part(nn.Module):
@@ -50,15 +63,10 @@ class Part(nn.Module):
         self.register_parameter("bias", None if bias is None else nn.Parameter(torch.randn(bias)))
 
     def copy(self, x: torch.Tensor) -> torch.Tensor:
-        """Identity whose gradient is summed over the tensor-parallel ranks."""
-        if self.group is not None and x.requires_grad:
-            x = x.clone()
-            x.register_hook(lambda grad: _summed(grad, self.group))
-        return x
+        return x if self.group is None else copied(x, self.group)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over the tensor-parallel ranks; its gradient is an identity."""
-        return x if self.group is None else x + (_summed(x, self.group) - x).detach()
+        return x if self.group is None else summed(x, self.group)
 
 
 class Column(Part):

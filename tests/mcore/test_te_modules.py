@@ -27,7 +27,7 @@ from megatron_fsdp_v2_mcore.model.amax_mesh import name_amax_mesh
 from megatron_fsdp_v2_mcore.model.tensor_parallel_rules import TRANSFORMER_ENGINE_RULES
 from tests.cases import longer
 from tests.distributed.checkpoint_trainings import WAYS
-from tests.distributed.plain_parallel_model import Copy, Sum
+from tests.distributed.plain_parallel_model import copied, summed
 from tests.distributed.wrapping import said
 from tests.mcore.checkpoint_values import digest
 from tests.mcore.flags import STRATEGIES
@@ -112,9 +112,9 @@ class Model(nn.Module):
         x = x + self.out(torch.tanh(query) * key)
         x = x + self.mlp(x)
         # Experts leave communication to who dispatches tokens.
-        routed = self.down(self.up(Copy.apply(x, self.group), splits), splits)
-        x = self.norm(x + Sum.apply(routed, self.group))
-        x = x + _Gather.apply(self.stacked(Copy.apply(x, self.group)), self.group)
+        routed = self.down(self.up(copied(x, self.group), splits), splits)
+        x = self.norm(x + summed(routed, self.group))
+        x = x + _Gather.apply(self.stacked(copied(x, self.group)), self.group)
         out: torch.Tensor = self.last(self.whole(x))
         return out
 

@@ -33,8 +33,8 @@ from benchmarks.repeats import Patience, Repeats, Run
 from benchmarks.sim.measured import AlphaBeta, MeasuredNetwork, RunningTimeline
 from megatron_fsdp_v2._text import table
 from megatron_fsdp_v2.comm.calls import broadcast_shards
+from megatron_fsdp_v2.comm.interface import Work
 from megatron_fsdp_v2.plan.simulation import HostDevice, simulated_groups
-from megatron_fsdp_v2.plan.simulation.devices import Done
 from megatron_fsdp_v2.plan.simulation.process_group import BACKEND
 
 PAGE = "docs/simulation.md"
@@ -136,7 +136,7 @@ class _WorkingHost(HostDevice):
         self._memory = torch.zeros(2, 1 << 18)
 
     @override
-    def communicate(self, communicator: str, link: str, seconds: float) -> Done:
+    def communicate(self, communicator: str, link: str, seconds: float) -> Work:
         work = self._thread.submit(self._work, seconds * self._share)
         return _Both(super().communicate(communicator, link, seconds), work)
 
@@ -149,7 +149,7 @@ class _WorkingHost(HostDevice):
 class _Both:
     """A collective that is complete when its time and its CPU work are over."""
 
-    def __init__(self, over: Done, work: Future[None]) -> None:
+    def __init__(self, over: Work, work: Future[None]) -> None:
         self._over = over
         self._work = work
 

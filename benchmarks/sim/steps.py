@@ -14,7 +14,7 @@ from benchmarks.sim.engines import ENGINES, cpu_streams
 from benchmarks.sim.models import Decoder, Shape
 from benchmarks.sim.operations import Operations
 from megatron_fsdp_v2.plan import Machine
-from megatron_fsdp_v2.plan.simulation import MachineNetwork, VirtualStreams, simulated_ranks
+from megatron_fsdp_v2.plan.simulation import VirtualStreams, simulated_ranks
 from megatron_fsdp_v2.plan.simulation.devices import COMPUTE
 
 MEMORY_BANDWIDTH = {"h100": 3.35e12, "h200": 4.8e12, "b200": 8.0e12}
@@ -97,7 +97,7 @@ def measure(engine: str, job: Job, machine: Machine) -> Measured:
     streams = VirtualStreams()
     operations = Operations(streams, job.costs(machine))
     with (
-        simulated_ranks(job.num_ranks, streams, MachineNetwork(machine)),
+        simulated_ranks(job.num_ranks, streams, machine),
         cpu_streams(streams),
     ):
         with torch.device("meta"):

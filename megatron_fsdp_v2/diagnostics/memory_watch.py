@@ -339,19 +339,13 @@ class MemoryWatch(TorchDispatchMode):
     ) -> _Known:
         """Know a storage until it is freed."""
         key = storage._cdata
-        # Weak, so that storages do not keep the watch alive.
-        watch = weakref.ref(self)
-
-        def freed(ref: weakref.ref[torch.UntypedStorage]) -> None:
-            watching = watch()
-            known = None if watching is None else watching._known.get(key)
-            if watching is not None and known is not None and known.ref is ref:
-                watching._settle()
-                del watching._known[key]
-                watching._forget(known)
-
-        known = self._known[key] = _Known(ledger, account, nbytes, weakref.ref(storage, freed))
+        ref = weakref.ref(storage, lambda _: self._free(key))
+        known = self._known[key] = _Known(ledger, account, nbytes, ref)
         return known
+
+    def _free(self, key: int) -> None:
+        self._settle()
+        self._forget(self._known.pop(key))
 
     def _forget(self, known: _Known) -> None:
         known.unbook()

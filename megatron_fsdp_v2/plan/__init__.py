@@ -10,7 +10,7 @@ from megatron_fsdp_v2.plan.description import (
     describe_module,
 )
 from megatron_fsdp_v2.plan.machine import PRESETS, Machine, find_machine
-from megatron_fsdp_v2.plan.planner import Plan, advice, best_plan, plan_all, plan_one, strategies
+from megatron_fsdp_v2.plan.planner import Plan, advice, best_plan, plan_one, strategies
 
 __all__ = [
     "PRESETS",
@@ -26,7 +26,6 @@ __all__ = [
     "best_plan",
     "describe_module",
     "find_machine",
-    "plan_all",
     "plan_one",
     "strategies",
 ]

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from megatron_fsdp_v2.plan.description import (
 )
 from megatron_fsdp_v2.plan.machine import PRESETS, Machine, find_machine
 from megatron_fsdp_v2.plan.optimizer_state import OPTIMIZERS
-from megatron_fsdp_v2.plan.planner import Plan, advice, best_plan, plan_one, strategies
+from megatron_fsdp_v2.plan.planner import advice, best_plan, plan_one, strategies
 from megatron_fsdp_v2.plan.plot import draw
 from megatron_fsdp_v2.plan.report import PlanReport, as_dict, lines
 from megatron_fsdp_v2.plan.sources import (
@@ -121,6 +121,7 @@ def _size(text: str) -> int:
 
 _MODEL_FLAGS: dict[str, dict[str, Any]] = {
     "--units": dict(
+        dest="patterns",
         metavar="PATTERNS",
         help="names or classes of the modules that become units, such as 'layers.*' or Block; "
         "default: members of the outermost module lists",
@@ -149,25 +150,46 @@ _MODEL_FLAGS: dict[str, dict[str, Any]] = {
         help="main weights, main gradients and optimizer state in host memory: CPUOffloadPolicy",
     ),
     "--micro-batches": dict(
-        type=_count, metavar="N", help="of a step; all but the last in no_sync()"
+        dest="num_microbatches",
+        type=_count,
+        metavar="N",
+        help="of a step; all but the last in no_sync()",
     ),
     "--tokens": dict(type=_count, metavar="N", help="of a micro-batch on a rank, for the time"),
     "--activations": dict(type=_size, metavar="SIZE", help="of a micro-batch, such as 12GiB"),
-    "--prefetch-depth": dict(type=_count, metavar="N", help="units gathered ahead; default: 1"),
+    "--prefetch-depth": dict(
+        dest="unshard_prefetch_depth",
+        type=_count,
+        metavar="N",
+        help="units gathered ahead; default: 1",
+    ),
     "--prefetch-bytes": dict(
+        dest="unshard_prefetch_bytes",
         type=_size,
         metavar="SIZE",
         help="of weights gathered ahead, such as 2GiB, but always those of one unit; default: any",
     ),
     "--unshard-after-step": dict(
+        dest="enable_unshard_after_step",
         action="store_const",
         const=True,
         help="the optimizer's step gathers what the next forward begins with",
     ),
-    "--grad-buffers": dict(type=_count, metavar="N", help="live at a time; default: 2"),
-    "--recompute": dict(action="store_const", const=True, help="units run their forward twice"),
+    "--grad-buffers": dict(
+        dest="max_live_grad_buffers", type=_count, metavar="N", help="live at a time; default: 2"
+    ),
+    "--recompute": dict(
+        dest="recompute_factor",
+        action="store_const",
+        const=1.0,
+        help="units run their forward twice",
+    ),
 }
-"""Options of a model of the user's own, which training flags say themselves."""
+"""Options of a custom model; training flags after `--` replace them.
+
+An option that is stored under the name of a field of `TrainingDescription`, `RuntimeOptions` or
+`MixedPrecisionPolicy` sets this field.
+"""
 
 _MACHINE_FLAGS = {
     "--node-bandwidth": ("node_bandwidth", 1e9, "GB/s of a GPU to others of its node"),
@@ -207,21 +229,24 @@ def _add_machine_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--memory", type=_size, metavar="SIZE", help="for the training on a rank, such as 76GiB"
     )
-    for flag, (_, _, meaning) in _MACHINE_FLAGS.items():
-        group.add_argument(flag, type=float, metavar="X", help=meaning)
+    for flag, (attribute, _, meaning) in _MACHINE_FLAGS.items():
+        group.add_argument(flag, dest=attribute, type=float, metavar="X", help=meaning)
     group.add_argument("--gpus-per-node", type=_count, metavar="N")
 
 
-def _value_of(args: argparse.Namespace, flag: str) -> Any:
-    """The value of a flag; None if it was not given."""
-    return getattr(args, flag.removeprefix("--").replace("-", "_"))
+def _given(args: argparse.Namespace, kind: Any) -> dict[str, Any]:
+    """Options that were given and are fields of a dataclass, by the field's name."""
+    names = {field.name for field in fields(kind)}
+    return {
+        name: value for name, value in vars(args).items() if name in names and value is not None
+    }
 
 
 def _machine(args: argparse.Namespace) -> Machine | None:
     changes = {
         attribute: value * unit
-        for flag, (attribute, unit, _) in _MACHINE_FLAGS.items()
-        if (value := _value_of(args, flag)) is not None
+        for attribute, unit, _ in _MACHINE_FLAGS.values()
+        if (value := getattr(args, attribute)) is not None
     }
     if args.gpus_per_node is not None:
         changes["gpus_per_node"] = args.gpus_per_node
@@ -246,24 +271,27 @@ def _report(args: argparse.Namespace) -> PlanReport:
     if memory is None and machine is not None:
         memory = machine.usable_nbytes
     source = _described(args)
-    first = source.stages[0]
-    chosen = list(strategies(first, _outer_sizes(args, source.strategy)))
-    if args.strategy != "all":
-        chosen = [strategy for strategy in chosen if strategy.inner == args.strategy]
-    chosen = [replace(strategy, others=source.strategy.others) for strategy in chosen]
-    planned = [_largest(source.stages, strategy, machine) for strategy in chosen]
-    plans = [plan for _, plan in planned]
+    sizes = list(args.outer)
+    if source.strategy.outer_size not in (None, *sizes):
+        sizes.append(source.strategy.outer_size)
+    plans = [
+        # The job runs where the stage with the largest peak fits.
+        max(
+            (plan_one(stage, strategy, machine) for stage in source.stages),
+            key=lambda plan: plan.peak_nbytes,
+        )
+        for strategy in strategies(source.stages[0], sizes, source.strategy.others)
+        if args.strategy in ("all", strategy.inner)
+    ]
     best = None if memory is None else best_plan(plans, memory)
     shown = best or next(
         (plan for plan in plans if plan.strategy == source.strategy),
         min(plans, key=lambda plan: plan.peak_nbytes),
     )
-    training = next(stage for stage, plan in planned if plan is shown)
     sentences: Sequence[str] = ()
     if memory is not None and best is None:
-        sentences = advice(training, plans, memory)
+        sentences = advice(plans, memory)
     return PlanReport(
-        training,
         tuple(plans),
         best,
         shown,
@@ -274,28 +302,17 @@ def _report(args: argparse.Namespace) -> PlanReport:
     )
 
 
-def _outer_sizes(args: argparse.Namespace, configured: Strategy) -> list[int]:
-    sizes = list(args.outer)
-    if configured.outer_size is not None and configured.outer_size not in sizes:
-        sizes.append(configured.outer_size)
-    return sizes
-
-
-def _largest(
-    stages: Sequence[TrainingDescription], strategy: Strategy, machine: Machine | None
-) -> tuple[TrainingDescription, Plan]:
-    """The stage with most to hold; the job runs where that one fits."""
-    planned = [(stage, plan_one(stage, strategy, machine)) for stage in stages]
-    return max(planned, key=lambda pair: pair[1].peak_nbytes)
-
-
 def _described(args: argparse.Namespace) -> SourceResult:
     if args.model_arg and args.model is None:
         raise ValueError("--model-arg is an argument of a function; name it with --model")
     if args.flags and args.model is not None:
         raise ValueError("both --model and training flags were given; plan one of them at a time")
     if args.flags:
-        given = [flag for flag in _MODEL_FLAGS if _value_of(args, flag) is not None]
+        given = [
+            flag
+            for flag, settings in _MODEL_FLAGS.items()
+            if getattr(args, settings.get("dest", flag[2:].replace("-", "_"))) is not None
+        ]
         if given:
             raise ValueError(
                 f"{', '.join(given)}: training flags say this themselves; leave it out"
@@ -309,7 +326,7 @@ def _described(args: argparse.Namespace) -> SourceResult:
 
 
 def _own_model(args: argparse.Namespace) -> TrainingDescription:
-    patterns = [] if args.units is None else [p.strip() for p in args.units.split(",")]
+    patterns = [] if args.patterns is None else [p.strip() for p in args.patterns.split(",")]
     model, chosen = build_on_meta(args.model, patterns, model_arguments(args.model_arg))
     units, plain_nbytes = describe_module(model, chosen)
     alternatives: tuple[MemoryOption, ...] = ()
@@ -319,12 +336,7 @@ def _own_model(args: argparse.Namespace) -> TrainingDescription:
         alternatives = (
             MemoryOption("half the tokens in twice the micro-batches", args.activations // 2),
         )
-    policy = MixedPrecisionPolicy(
-        param_dtype=_DTYPES.get(args.param_dtype),
-        main_params_dtype=_DTYPES.get(args.main_params_dtype),
-        main_grads_dtype=_DTYPES.get(args.main_grads_dtype),
-        grad_comm_dtype=_DTYPES.get(args.grad_comm_dtype),
-    )
+    dtypes = _given(args, MixedPrecisionPolicy)
     notes = []
     if args.machine is not None and args.tokens is None:
         notes.append("without --tokens a step computes nothing, and all communication is exposed")
@@ -335,23 +347,12 @@ def _own_model(args: argparse.Namespace) -> TrainingDescription:
     return TrainingDescription(
         units,
         {DATA: MeshDescription(args.ranks)},
-        policy,
-        granularity=args.granularity or "row",
-        optimizer=args.optimizer or "adam",
-        offload_fraction=args.offload_fraction or 0.0,
-        cpu_offload=args.cpu_offload or False,
-        num_microbatches=args.micro_batches or 1,
-        tokens=args.tokens or 0,
-        recompute_factor=1.0 if args.recompute else 0.0,
-        options=RuntimeOptions(
-            unshard_prefetch_depth=args.prefetch_depth,
-            unshard_prefetch_bytes=args.prefetch_bytes,
-            enable_unshard_after_step=args.unshard_after_step or False,
-            max_live_grad_buffers=args.grad_buffers or 2,
-        ),
+        MixedPrecisionPolicy(**{name: _DTYPES[dtype] for name, dtype in dtypes.items()}),
+        options=RuntimeOptions(**_given(args, RuntimeOptions)),
         plain_nbytes=plain_nbytes,
         alternatives=alternatives,
         notes=tuple(notes),
+        **_given(args, TrainingDescription),
     )
 
 

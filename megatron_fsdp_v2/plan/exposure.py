@@ -6,7 +6,7 @@ import dataclasses
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from megatron_fsdp_v2._text import compact, table
 from megatron_fsdp_v2.runtime.schedule import Drain
@@ -15,32 +15,37 @@ __all__ = ["DRAINS", "Exposure", "OverlapReport", "Reason"]
 
 
 class Reason(enum.Enum):
-    """Why a step waits for a collective. Reports show the value."""
+    """Why a step waits for a collective. Reports show the value.
 
-    FIRST = "first of a pass"
-    COMPUTE = "longer than computation"
-    LIMIT = "limit of what is ahead"
-    ORDER = "not expected"
-    AT_ONCE = "waited for at once"
-    BUFFERS = "gradient buffers"
-    LAST = "end of the backward"
+    Attributes:
+        meaning: One sentence: what the reason means, and which option changes it.
+    """
 
-    @property
-    def meaning(self) -> str:
-        """One sentence: what the reason means, and which option changes it."""
-        return _MEANINGS[self]
+    FIRST = (
+        "first of a pass",
+        "a forward or a backward begins with it, so no computation can hide it",
+    )
+    COMPUTE = (
+        "longer than computation",
+        "it takes longer than the computation it overlaps, or its link was busy",
+    )
+    LIMIT = (
+        "limit of what is ahead",
+        "the link was idle before it was issued: unshard_prefetch_depth or unshard_prefetch_bytes "
+        "did not allow it to start earlier",
+    )
+    ORDER = "not expected", "the unit was not expected: the previous pass ran other units"
+    AT_ONCE = "waited for at once", Drain.AT_ONCE.value
+    BUFFERS = "gradient buffers", Drain.ROOM.value
+    LAST = "end of the backward", Drain.END.value
 
+    meaning: str
 
-_MEANINGS = {
-    Reason.FIRST: "a forward or a backward begins with it, so no computation can hide it",
-    Reason.COMPUTE: "it takes longer than the computation it overlaps, or its link was busy",
-    Reason.LIMIT: "the link was idle before it was issued: unshard_prefetch_depth or "
-    "unshard_prefetch_bytes did not allow it to start earlier",
-    Reason.ORDER: "the unit was not expected: the previous pass ran other units",
-    Reason.AT_ONCE: Drain.AT_ONCE.value,
-    Reason.BUFFERS: Drain.ROOM.value,
-    Reason.LAST: Drain.END.value,
-}
+    def __new__(cls, value: str, meaning: str) -> Self:
+        """Make a member of its value and its meaning."""
+        member = object.__new__(cls)
+        member._value_, member.meaning = value, meaning
+        return member
 
 
 @dataclass(frozen=True, slots=True)

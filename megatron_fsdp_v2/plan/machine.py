@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -65,11 +66,11 @@ class Machine:
         """Memory that a training can use."""
         return int(self.memory_nbytes - self.reserved_nbytes)
 
-    def crosses_nodes(self, size: int, stride: int) -> bool:
-        """Whether ranks that far apart are on several nodes."""
-        return (size - 1) * stride >= self.gpus_per_node
+    def link(self, ranks: Sequence[int]) -> str:
+        """Name of the link of collectives among these global ranks."""
+        return "network" if ranks[-1] - ranks[0] >= self.gpus_per_node else "node"
 
-    def collective_seconds(self, kind: str, nbytes: float, size: int, stride: int) -> float:
+    def seconds(self, kind: str, nbytes: float, ranks: Sequence[int]) -> float:
         """Time of a collective that has its links to itself.
 
         A ring moves `(size - 1) / size` of the full buffer over every link; an all-reduce does so
@@ -77,32 +78,29 @@ class Machine:
         ring uses all of them. Latency grows with the logarithm of the ranks, as with trees.
 
         Args:
-            kind: `all_gather`, `reduce_scatter`, `all_reduce` or `all_to_all`.
+            kind: `all_gather`, `reduce_scatter` or `all_reduce`; every other kind takes the time
+                of an all-to-all.
             nbytes: Of the full buffer, or, of an all-to-all, what the rank sends.
-            size: Ranks that take part.
-            stride: Ranks of the job from one to the next.
+            ranks: Global ranks that take part.
         """
+        size = len(ranks)
         if size == 1:
             return 0.0
-        moved = nbytes if kind == "all_to_all" else nbytes * (size - 1) / size
+        is_ring = kind in ("all_gather", "reduce_scatter", "all_reduce")
+        moved = nbytes * (size - 1) / size if is_ring else nbytes
         rounds = 2 if kind == "all_reduce" else 1
-        crosses = self.crosses_nodes(size, stride)
-        bandwidth = self.node_bandwidth
-        if crosses:
+        bandwidth, latency = self.node_bandwidth, self.node_latency
+        if self.link(ranks) == "network":
+            stride = math.ceil((ranks[-1] - ranks[0]) / (size - 1))
             of_node = min(size, max(1, self.gpus_per_node // stride))
-            together = 1 if kind == "all_to_all" else of_node
-            bandwidth = min(bandwidth, together * self.network_bandwidth)
-        latency = self.network_latency if crosses else self.node_latency
+            bandwidth = min(bandwidth, (of_node if is_ring else 1) * self.network_bandwidth)
+            latency = self.network_latency
         latency *= math.ceil(math.log2(size))
         return rounds * (moved / (bandwidth * self.bandwidth_efficiency) + latency)
 
     def compute_seconds(self, flops: float) -> float:
         """Time of so many operations."""
         return flops / (self.flops * self.efficiency)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON; a file of it can be read back."""
-        return asdict(self)
 
 
 _MAY_BE_ZERO = frozenset({"node_latency", "network_latency", "reserved_nbytes"})
@@ -149,7 +147,7 @@ def find_machine(text: str) -> Machine:
     if like is not None:
         if like not in PRESETS:
             raise ValueError(f"{path}: there is no preset {like!r}: choose {', '.join(PRESETS)}")
-        base = PRESETS[like].as_dict() | base
+        base = asdict(PRESETS[like]) | base
     known = {field.name: field.default for field in fields(Machine)}
     unknown = sorted(set(found) - set(known))
     if unknown:

@@ -13,13 +13,7 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.plan.description import TrainingDescription
     from megatron_fsdp_v2.plan.run import PlannedGroup
 
-__all__ = [
-    "OPTIMIZERS",
-    "OptimizerKind",
-    "offloaded_nbytes",
-    "state_nbytes",
-    "step_counter_nbytes",
-]
+__all__ = ["OPTIMIZERS", "OptimizerKind", "state_nbytes", "step_counter_nbytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,39 +51,31 @@ _COPIES = 2
 """Copies in host memory of a parameter that is stepped there: main weight and gradient."""
 
 
-def state_nbytes(training: TrainingDescription, groups: Sequence[PlannedGroup]) -> int:
-    """Bytes of optimizer state on the device, of the rank with most.
+def state_nbytes(training: TrainingDescription, groups: Sequence[PlannedGroup]) -> tuple[int, int]:
+    """Bytes of optimizer state on the device and in host memory, of the rank with most.
 
-    Padding has no state, and ranks have different padding. Offloaded state is not counted.
-
-    Args:
-        training: The training.
-        groups: Its parameter groups.
-    """
-    kind = OPTIMIZERS[training.optimizer]
-    if training.cpu_offload:
-        return 0
-    here = 1.0 - training.offload_fraction
-    of_matrices = kind.per_matrix * (1.0 if kind.is_of_matrices else here)
-    return _largest(training, groups, of_matrices, kind.per_other * here)
-
-
-def offloaded_nbytes(training: TrainingDescription, groups: Sequence[PlannedGroup]) -> int:
-    """Bytes of optimizer state in host memory, of the rank with most.
-
-    With an offloaded optimizer also copies of main weights and gradients; a rank offloads whole
-    parameters, so that it may have more by less than one parameter.
+    Padding has no state, and ranks have different padding. An offloaded optimizer also has copies
+    of main weights and gradients in host memory; a rank offloads whole parameters, so that it may
+    have more by less than one parameter.
 
     Args:
         training: The training.
         groups: Its parameter groups.
     """
     kind = OPTIMIZERS[training.optimizer]
-    if training.cpu_offload:
-        return _largest(training, groups, kind.per_matrix, kind.per_other)
-    there = training.offload_fraction
-    of_matrices = 0.0 if kind.is_of_matrices else (kind.per_matrix + _COPIES) * there
-    return _largest(training, groups, of_matrices, (kind.per_other + _COPIES) * there)
+    # Fractions of the state of matrices and of other parameters that are in host memory.
+    others = 1.0 if training.cpu_offload else training.offload_fraction
+    matrices = 0.0 if kind.is_of_matrices and not training.cpu_offload else others
+    copies = 0 if training.cpu_offload else _COPIES
+    return (
+        _largest(training, groups, kind.per_matrix * (1 - matrices), kind.per_other * (1 - others)),
+        _largest(
+            training,
+            groups,
+            (kind.per_matrix + copies) * matrices,
+            (kind.per_other + copies) * others,
+        ),
+    )
 
 
 def _largest(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_fsdp_v2._text import readable_size
@@ -20,67 +21,28 @@ from megatron_fsdp_v2.plan.description import (
 from megatron_fsdp_v2.plan.exposure import OverlapReport
 from megatron_fsdp_v2.plan.machine import Machine
 from megatron_fsdp_v2.plan.matrix_work import matrix_work
-from megatron_fsdp_v2.plan.optimizer_state import (
-    offloaded_nbytes,
-    state_nbytes,
-    step_counter_nbytes,
-)
+from megatron_fsdp_v2.plan.optimizer_state import state_nbytes, step_counter_nbytes
 from megatron_fsdp_v2.plan.run import PlannedGroup, Run, run_training
 from megatron_fsdp_v2.plan.step import Step, StepCollective
 
 __all__ = [
-    "PeakBytes",
+    "RESTING",
     "Plan",
     "Traffic",
     "UnitSize",
     "advice",
     "best_plan",
-    "plan_all",
     "plan_one",
     "strategies",
 ]
 
 _SAME_TIME = 1.01
 
+RESTING = (Role.MODEL_WEIGHT, Role.MAIN_WEIGHT, Role.OPTIMIZER, Role.OTHER)
+"""Roles with bytes between steps, when gradients are None."""
+
 _MOST_TIMES_RANKS = 64
 """Largest factor of the number of ranks that `advice` tries."""
-
-
-@dataclass(frozen=True, slots=True)
-class PeakBytes:
-    """Bytes by role at the moment of a step when most are alive.
-
-    Attributes:
-        model_weight: Model weights.
-        main_weight: Main weights.
-        main_grad: Main gradients.
-        optimizer: State of the optimizer.
-        gathered: Gathered weights.
-        grad_buffer: Full gradient buffers, and shards that wait for the outer axis.
-        communication: Copies in the communication dtype, receive buffers, and what the exchange of
-            whole matrices takes.
-        activations: Activations as described, and gradients that autograd hands over.
-    """
-
-    model_weight: int
-    main_weight: int
-    main_grad: int
-    optimizer: int
-    gathered: int
-    grad_buffer: int
-    communication: int
-    activations: int
-
-    @property
-    def resting(self) -> int:
-        """Bytes that are alive between steps, without gradients."""
-        return self.model_weight + self.main_weight + self.optimizer
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        temporary = self.gathered + self.grad_buffer + self.communication
-        return self.resting + self.main_grad + temporary + self.activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,33 +101,31 @@ class Plan:
     """A training under one strategy, on its first rank; optimizer state of the rank with most.
 
     Attributes:
+        training: The training.
         strategy: The strategy.
+        machine: The machine; None for a plan without times.
         step: Communication and time of a step.
         peak: Bytes by role at the peak of a step.
         units: Sizes of units.
         traffic: Collectives by kind.
-        numel: Elements of parameters of this rank's part of the model.
         padding_numel: Elements of whole flat buffers that belong to no parameter.
-        plain_nbytes: Bytes of buffers and parameters that are not sharded.
         host_nbytes: Bytes of host memory: step counters, which an optimizer may keep there, and
             offloaded tensors.
         optimizer_seconds: Time in which a matrix optimizer exchanges and computes.
         idle_seconds: Time in which this pipeline stage waits for other stages.
-        machine: The machine; None for a plan without times.
     """
 
+    training: TrainingDescription
     strategy: Strategy
+    machine: Machine | None
     step: Step
-    peak: PeakBytes
+    peak: Mapping[Role, int]
     units: tuple[UnitSize, ...]
     traffic: tuple[Traffic, ...]
-    numel: int
     padding_numel: int
-    plain_nbytes: int
     host_nbytes: int
     optimizer_seconds: float
     idle_seconds: float
-    machine: Machine | None
 
     @property
     def seconds(self) -> float:
@@ -191,12 +151,12 @@ class Plan:
     @property
     def peak_nbytes(self) -> int:
         """Bytes alive at the peak of a step."""
-        return self.peak.total + self.plain_nbytes
+        return sum(self.peak.values())
 
     @property
     def steady_nbytes(self) -> int:
         """Bytes alive between steps."""
-        return self.peak.resting + self.plain_nbytes
+        return sum(self.peak[role] for role in RESTING)
 
     def fits(self, memory_nbytes: int) -> bool:
         """Whether the peak is at most `memory_nbytes`."""
@@ -204,30 +164,29 @@ class Plan:
 
 
 def strategies(
-    training: TrainingDescription, outer_sizes: Sequence[int] = ()
+    training: TrainingDescription,
+    outer_sizes: Sequence[int] = (),
+    others: tuple[tuple[str, str], ...] = (),
 ) -> Iterator[Strategy]:
     """Every strategy that the meshes allow.
 
     Args:
         training: The training.
         outer_sizes: Sizes of an outer axis to try, besides 1-D meshes.
+        others: See `Strategy.others`.
 
     Raises:
         ValueError: An outer size does not divide the ranks.
     """
-    for inner in STRATEGIES:
-        yield Strategy(inner)
-    for outer_size in outer_sizes:
-        for outer in OUTER_STRATEGIES:
-            for inner in STRATEGIES:
-                strategy = Strategy(inner, outer, outer_size)
-                sizes = [mesh_sizes(mesh, strategy) for mesh in training.meshes.values()]
-                try:
-                    resolve_placements(inner, outer, sizes[0])
-                except ValueError:
-                    # Not every pair of names goes together.
-                    continue
-                yield strategy
+    for outer_size, outer, inner in itertools.product(
+        (None, *outer_sizes), OUTER_STRATEGIES, STRATEGIES
+    ):
+        strategy = Strategy(inner, outer, outer_size, others)
+        sizes = [mesh_sizes(mesh, strategy) for mesh in training.meshes.values()]
+        # Not every pair of names goes together.
+        with contextlib.suppress(ValueError):
+            resolve_placements(inner, outer, sizes[0])
+            yield strategy
 
 
 def plan_one(
@@ -243,39 +202,30 @@ def plan_one(
     groups, step = run.groups, run.step
     work = matrix_work(training, groups)
     step.collectives.update(work.collectives)
-    optimizer_seconds = 0.0
-    idle_seconds = 0.0
+    optimizer_seconds = idle_seconds = 0.0
     if machine is not None:
         optimizer_seconds = machine.compute_seconds(work.flops) + sum(
-            count * machine.collective_seconds(c.kind, c.nbytes, c.size, c.stride)
-            for c, count in work.collectives.items()
+            count * machine.seconds(collective.kind, collective.nbytes, collective.ranks)
+            for collective, count in work.collectives.items()
         )
         per_microbatch = step.seconds / training.num_microbatches
         idle_seconds = (training.stages - 1) * per_microbatch / training.num_chunks
-    offloaded = sum(run.host_memory.role_peaks.values()) + offloaded_nbytes(training, groups)
+    state, host_state = state_nbytes(training, groups)
     return Plan(
-        strategy=strategy,
-        step=step,
-        peak=_peak(training, run, work.temporary_nbytes),
+        training,
+        strategy,
+        machine,
+        step,
+        peak=_peak(training, run, state, work.temporary_nbytes),
         units=tuple(_unit_sizes(groups)),
         traffic=tuple(_traffic(step.collectives)),
-        numel=training.numel,
         padding_numel=sum(planned.group.layout.padding_numel for planned in groups),
-        plain_nbytes=training.plain_nbytes,
-        host_nbytes=step_counter_nbytes(training) + offloaded,
+        host_nbytes=step_counter_nbytes(training)
+        + sum(run.host_memory.role_peaks.values())
+        + host_state,
         optimizer_seconds=optimizer_seconds,
         idle_seconds=idle_seconds,
-        machine=machine,
     )
-
-
-def plan_all(
-    training: TrainingDescription,
-    chosen: Sequence[Strategy],
-    machine: Machine | None = None,
-) -> list[Plan]:
-    """Plan a training under several strategies."""
-    return [plan_one(training, strategy, machine) for strategy in chosen]
 
 
 def best_plan(plans: Sequence[Plan], memory_nbytes: int) -> Plan | None:
@@ -294,23 +244,20 @@ def best_plan(plans: Sequence[Plan], memory_nbytes: int) -> Plan | None:
     return min(equal, key=lambda plan: (plan.peak_nbytes, plan.seconds))
 
 
-def advice(
-    training: TrainingDescription,
-    plans: Sequence[Plan],
-    memory_nbytes: int,
-) -> list[str]:
+def advice(plans: Sequence[Plan], memory_nbytes: int) -> list[str]:
     """Changes that make a training fit. Each sentence is checked by a plan.
 
     Args:
-        training: The planned training.
-        plans: Its plans, none of which fits.
+        plans: Plans of the training, none of which fits.
         memory_nbytes: Memory to fit in, in bytes.
     """
-    machine = plans[0].machine
+    training, machine = plans[0].training, plans[0].machine
     known = {plan.strategy.name for plan in plans}
-    apart = plans[0].strategy.others
-    others = [replace(s, others=apart) for s in strategies(training) if s.name not in known]
-    further = plan_all(training, others, machine)
+    further = [
+        plan_one(training, strategy, machine)
+        for strategy in strategies(training, others=plans[0].strategy.others)
+        if strategy.name not in known
+    ]
     found = [
         f"--strategy {plan.strategy.inner} fits" for plan in further if plan.fits(memory_nbytes)
     ]
@@ -329,7 +276,7 @@ def advice(
         if then < lightest:
             lighter, lightest = [(alternative.text, changed)], then
     found += _with_more_ranks([("", training), *lighter], strategy, memory_nbytes)
-    temporary = least.peak.gathered + least.peak.grad_buffer
+    temporary = least.peak[Role.GATHERED] + least.peak[Role.GRAD_BUFFER]
     if temporary * 2 > memory_nbytes:
         largest = max(least.units, key=lambda unit: unit.gathered_nbytes + unit.grad_buffer_nbytes)
         found.append(
@@ -384,28 +331,17 @@ def _with_activations(training: TrainingDescription, nbytes: int) -> TrainingDes
     return replace(training, units=units)
 
 
-def _peak(training: TrainingDescription, run: Run, optimizer_temporary: int) -> PeakBytes:
+def _peak(
+    training: TrainingDescription, run: Run, state_nbytes: int, optimizer_temporary: int
+) -> dict[Role, int]:
     """The peak of forward and backward, or the optimizer's step if that holds more."""
-    of_role = run.device_memory.peak.of_role
-    backward = PeakBytes(
-        model_weight=of_role(Role.MODEL_WEIGHT),
-        main_weight=of_role(Role.MAIN_WEIGHT),
-        main_grad=of_role(Role.MAIN_GRAD),
-        optimizer=state_nbytes(training, run.groups),
-        gathered=of_role(Role.GATHERED),
-        grad_buffer=of_role(Role.GRAD_BUFFER),
-        communication=of_role(Role.COMMUNICATION),
-        activations=training.activation_nbytes + of_role(Role.ACTIVATIONS),
-    )
-    at_step = replace(
-        backward,
-        main_grad=run.device_memory.role_peaks[Role.MAIN_GRAD],
-        gathered=0,
-        grad_buffer=0,
-        communication=optimizer_temporary,
-        activations=0,
-    )
-    return max(backward, at_step, key=lambda peak: peak.total)
+    peak = {role: run.device_memory.peak.of_role(role) for role in Role}
+    peak |= {Role.OPTIMIZER: state_nbytes, Role.OTHER: training.plain_nbytes}
+    at_step = {role: nbytes if role in RESTING else 0 for role, nbytes in peak.items()}
+    at_step[Role.MAIN_GRAD] = run.device_memory.role_peaks[Role.MAIN_GRAD]
+    at_step[Role.COMMUNICATION] = optimizer_temporary
+    peak[Role.ACTIVATIONS] += training.activation_nbytes
+    return max(peak, at_step, key=lambda each: sum(each.values()))
 
 
 def _unit_sizes(groups: Sequence[PlannedGroup]) -> Iterator[UnitSize]:

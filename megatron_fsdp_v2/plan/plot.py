@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,6 @@ from megatron_fsdp_v2.plan.report import ROLES, PlanReport
 
 __all__ = ["draw"]
 
-_LABELS = {
-    "model_weight": "model weights",
-    "main_weight": "main weights",
-    "main_grad": "main gradients",
-    "optimizer": "optimizer",
-    "gathered": "gathered weights",
-    "grad_buffer": "gradient buffers",
-    "communication": "communication",
-    "activations": "activations",
-}
 _GIB = 1024**3
 
 
@@ -52,35 +43,40 @@ def draw(report: PlanReport, path: Path) -> None:
 
 
 def _draw_memory(axes: Any, report: PlanReport) -> None:
-    names = [plan.strategy.name for plan in report.plans]
-    left = [0.0] * len(names)
-    for role in ROLES:
-        sizes = [getattr(plan.peak, role) / _GIB for plan in report.plans]
-        if any(sizes):
-            axes.barh(names, sizes, left=left, label=_LABELS[role])
-        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    sizes = {role.value: [plan.peak[role] / _GIB for plan in report.plans] for role in ROLES}
+    most = _stack(axes, report, sizes)
     if report.memory_nbytes is not None:
-        axes.axvline(report.memory_nbytes / _GIB, color="black", linestyle="--", label="memory")
-        most = max(left)
-        if most > 8 * report.memory_nbytes / _GIB:
-            axes.set_xscale("symlog", linthresh=report.memory_nbytes / _GIB)
+        memory = report.memory_nbytes / _GIB
+        axes.axvline(memory, color="black", linestyle="--", label="memory")
+        if most > 8 * memory:
+            axes.set_xscale("symlog", linthresh=memory)
     axes.set_xlabel("GiB a rank at the peak")
     axes.invert_yaxis()
     axes.legend(fontsize="x-small")
 
 
 def _draw_times(axes: Any, report: PlanReport) -> None:
-    names = [plan.strategy.name for plan in report.plans]
-    left = [0.0] * len(names)
-    parts = {
-        "computation": [plan.step.compute_seconds for plan in report.plans],
-        "waiting for communication": [plan.exposed_seconds for plan in report.plans],
-        "optimizer of matrices": [plan.optimizer_seconds for plan in report.plans],
-        "idle in the pipeline": [plan.idle_seconds for plan in report.plans],
-    }
-    for label, seconds in parts.items():
-        if any(seconds):
-            axes.barh(names, seconds, left=left, label=label)
-        left = [start + part for start, part in zip(left, seconds, strict=True)]
+    plans = report.plans
+    _stack(
+        axes,
+        report,
+        {
+            "computation": [plan.step.compute_seconds for plan in plans],
+            "waiting for communication": [plan.exposed_seconds for plan in plans],
+            "optimizer of matrices": [plan.optimizer_seconds for plan in plans],
+            "idle in the pipeline": [plan.idle_seconds for plan in plans],
+        },
+    )
     axes.set_xlabel("seconds a step, estimated")
     axes.legend(fontsize="x-small")
+
+
+def _stack(axes: Any, report: PlanReport, parts: Mapping[str, Sequence[float]]) -> float:
+    """Draw a bar for each plan, with parts one after the other; return the longest."""
+    names = [plan.strategy.name for plan in report.plans]
+    ends = [0.0] * len(names)
+    for label, lengths in parts.items():
+        if any(lengths):
+            axes.barh(names, lengths, left=ends, label=label)
+        ends = [end + length for end, length in zip(ends, lengths, strict=True)]
+    return max(ends)

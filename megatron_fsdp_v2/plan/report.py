@@ -8,17 +8,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_fsdp_v2._text import compact, readable_size, table
+from megatron_fsdp_v2.diagnostics.memory_ledger import Role
 from megatron_fsdp_v2.plan.description import TrainingDescription
 from megatron_fsdp_v2.plan.machine import Machine
-from megatron_fsdp_v2.plan.planner import PeakBytes, Plan
+from megatron_fsdp_v2.plan.planner import RESTING, Plan
 
 __all__ = ["ROLES", "PlanReport", "as_dict", "lines"]
 
-ROLES = tuple(field.name for field in dataclasses.fields(PeakBytes))
-"""Roles of bytes at the peak."""
-
-_RESTING = ("model_weight", "main_weight", "optimizer")
-"""Roles with bytes between steps, when gradients are None."""
+ROLES = (
+    Role.MODEL_WEIGHT,
+    Role.MAIN_WEIGHT,
+    Role.MAIN_GRAD,
+    Role.OPTIMIZER,
+    Role.GATHERED,
+    Role.GRAD_BUFFER,
+    Role.COMMUNICATION,
+    Role.ACTIVATIONS,
+)
+"""Roles of bytes at the peak, in the order of columns."""
 
 _HEAD = (
     *("strategy", "model", "main", "grads", "optim", "gather", "reduce", "comm", "activ."),
@@ -47,7 +54,6 @@ class PlanReport:
     """A report of plans.
 
     Attributes:
-        training: The planned training; of a pipeline, the stage with the largest peak.
         plans: A plan for every strategy.
         best: The best plan that fits; None if none does, or the memory is unknown.
         shown: The plan shown in detail.
@@ -57,7 +63,6 @@ class PlanReport:
         shows_overlap: Whether to list exposed collectives.
     """
 
-    training: TrainingDescription
     plans: tuple[Plan, ...]
     best: Plan | None
     shown: Plan
@@ -65,6 +70,11 @@ class PlanReport:
     advice: tuple[str, ...]
     num_ranks: int
     shows_overlap: bool = False
+
+    @property
+    def training(self) -> TrainingDescription:
+        """The planned training; of a pipeline, the stage with the largest peak."""
+        return self.shown.training
 
     @property
     def machine(self) -> Machine | None:
@@ -133,8 +143,8 @@ def _strategies(report: PlanReport) -> Iterator[str]:
     rows = [head]
     for plan in report.plans:
         row = [plan.strategy.name]
-        row += [_size(getattr(plan.peak, role)) for role in ROLES]
-        row += [_size(plan.peak_nbytes), f"{plan.padding_numel / plan.numel:.2%}"]
+        row += [_size(plan.peak[role]) for role in ROLES]
+        row += [_size(plan.peak_nbytes), f"{plan.padding_numel / plan.training.numel:.2%}"]
         row += [str(sum(t.count for t in plan.traffic)), _size(plan.moved_nbytes)]
         if report.training.cpu_offload:
             copied = plan.step.to_device_nbytes, plan.step.to_host_nbytes
@@ -213,7 +223,7 @@ def as_dict(report: PlanReport) -> dict[str, Any]:
         "num_microbatches": report.training.num_microbatches,
         "numel": report.training.numel,
         "memory_nbytes": report.memory_nbytes,
-        "machine": None if report.machine is None else report.machine.as_dict(),
+        "machine": report.machine and dataclasses.asdict(report.machine),
         "best": None if report.best is None else report.best.strategy.name,
         "advice": list(report.advice),
         "notes": list(report.training.notes),
@@ -227,9 +237,9 @@ def _plan_as_dict(plan: Plan, report: PlanReport) -> dict[str, Any]:
         "sharding_strategy": plan.strategy.inner,
         "outer_dp_sharding_strategy": plan.strategy.outer,
         "outer_size": plan.strategy.outer_size,
-        "resting": {role: getattr(plan.peak, role) for role in _RESTING},
-        "peak": {role: getattr(plan.peak, role) for role in ROLES},
-        "other_nbytes": plan.plain_nbytes,
+        "resting": {role.name.lower(): plan.peak[role] for role in ROLES if role in RESTING},
+        "peak": {role.name.lower(): plan.peak[role] for role in ROLES},
+        "other_nbytes": plan.peak[Role.OTHER],
         "host_nbytes": plan.host_nbytes,
         "to_device_nbytes": plan.step.to_device_nbytes,
         "to_host_nbytes": plan.step.to_host_nbytes,

@@ -36,7 +36,6 @@ from megatron_fsdp_v2.plan.model import DescribedUnit, build, in_order_of_owners
 from megatron_fsdp_v2.plan.simulation import (
     Device,
     HostDevice,
-    MachineNetwork,
     Queue,
     VirtualStreams,
     run_on_streams,
@@ -98,9 +97,8 @@ def run_training(
         RuntimeError: This process has a process group.
     """
     device: Device = HostDevice() if training.on_cpu else VirtualStreams()
-    network = None if machine is None else MachineNetwork(machine)
     num_ranks = max(mesh.num_ranks * mesh.stride for mesh in training.meshes.values())
-    with simulated_ranks(num_ranks, device, network), warnings.catch_warnings():
+    with simulated_ranks(num_ranks, device, machine), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         units = build(training, device, machine)
         _shard(training, strategy, units)
@@ -197,15 +195,12 @@ def _run(
         for unit in units
         for group in unit_of(unit).groups
     ]
-    meshes = {id(each.group): each.unit.mesh for each in groups}
-
-    def mesh_of(group: ParameterGroup) -> tuple[str, int]:
-        name = meshes[id(group)]
-        return name, training.meshes[name].stride
-
+    meshes = {
+        each.group.name: (each.unit.mesh, training.meshes[each.unit.mesh].stride) for each in groups
+    }
     names = {unit_of(unit).fqn: unit.described.name for unit in units}
     optimizer = _NoOptimizer(root.parameters())
-    recorder = StepRecorder(root, names, mesh_of, device, machine)
+    recorder = StepRecorder(root, names, meshes, device, machine)
     device_memory, host_memory = Ledger(), Ledger()
 
     def look(into: torch.Tensor, source: torch.Tensor) -> None:
@@ -215,7 +210,7 @@ def _run(
         elif from_host and not to_host:
             recorder.step.to_device_nbytes += recorder.times * source.nbytes
 
-    steps = _Steps(training, root, optimizer, recorder, device.timeline.queue(COMPUTE))
+    steps = _Steps(training, root, optimizer, recorder, device.timeline.queues[COMPUTE])
     with _WithoutValues(look), recorder:
         # The first step shows the order in which units run.
         steps.run()

@@ -147,31 +147,17 @@ def build_on_meta(
 def _check_arguments(
     target: str, function: Callable[..., Any], arguments: Mapping[str, Any]
 ) -> None:
-    """See that a function can be called with these arguments."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return  # written in C; the call itself will tell
-    by_name = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    nameless = [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY and p.default is p.empty]
-    if nameless:
+        return  # Written in C without a signature; the call itself checks its arguments.
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
         raise ValueError(
-            f"--model {target} takes {', '.join(nameless)} by position only; name a function that "
-            "gives it"
-        )
-    if not any(p.kind == p.VAR_KEYWORD for p in parameters):
-        unknown = sorted(set(arguments) - set(by_name))
-        if unknown:
-            raise ValueError(
-                f"--model {target} has no argument {', '.join(unknown)}; it has "
-                f"{', '.join(by_name) or 'none'}"
-            )
-    missing = [
-        name for name, p in by_name.items() if p.default is p.empty and name not in arguments
-    ]
-    if missing:
-        options = " ".join(f"--model-arg {name}=..." for name in missing)
-        raise ValueError(f"--model {target} needs {', '.join(missing)}; add {options}")
+            f"--model {target}{signature}: {error}; --model-arg NAME=VALUE gives an argument by "
+            "name"
+        ) from None
 
 
 def _function(target: str) -> Callable[..., Any]:

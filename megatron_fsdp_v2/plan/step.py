@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import override
@@ -24,7 +24,7 @@ from megatron_fsdp_v2.params.autograd import in_backward
 from megatron_fsdp_v2.params.group import ParameterGroup
 from megatron_fsdp_v2.plan.exposure import DRAINS, Exposure, Reason
 from megatron_fsdp_v2.plan.machine import Machine
-from megatron_fsdp_v2.plan.simulation import Device, MachineNetwork
+from megatron_fsdp_v2.plan.simulation import Device
 from megatron_fsdp_v2.runtime.module import named_units
 
 __all__ = ["Step", "StepCollective", "StepEvent", "StepRecorder"]
@@ -51,6 +51,11 @@ class StepCollective:
     size: int
     stride: int
     nbytes: int
+
+    @property
+    def ranks(self) -> range:
+        """Global ranks that take part, counted from the first one."""
+        return range(0, self.size * self.stride, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +122,8 @@ class StepRecorder(AbstractContextManager["StepRecorder"]):
     Args:
         module: The root.
         names: Names of units, by the names that they have under the root; those where missing.
-        mesh_of: Name and stride of a group's mesh.
+        meshes: Names and strides of meshes, by names of parameter groups; `dp` and 1 where
+            missing.
         device: The simulated device; None for no times.
         machine: The machine it stands for.
 
@@ -130,7 +136,7 @@ class StepRecorder(AbstractContextManager["StepRecorder"]):
         self,
         module: nn.Module,
         names: Mapping[str, str] | None = None,
-        mesh_of: Callable[[ParameterGroup], tuple[str, int]] = lambda group: ("dp", 1),
+        meshes: Mapping[str, tuple[str, int]] | None = None,
         device: Device | None = None,
         machine: Machine | None = None,
     ) -> None:
@@ -151,7 +157,7 @@ class StepRecorder(AbstractContextManager["StepRecorder"]):
                         self._buffers[buffer] = name
                 if group.grads is not None and group.grads.full.memory is not None:
                     self._buffers[group.grads.full.memory] = name
-        self._mesh_of = mesh_of
+        self._meshes = meshes or {}
         self._device, self._machine = device, machine
         self._began = self._skipped = 0.0
         self._under_way: dict[CollectiveIssued, _Issued] = {}
@@ -219,14 +225,14 @@ class StepRecorder(AbstractContextManager["StepRecorder"]):
         self.note(issued.kind, unit, issued.numel, collective.axis)
         self.step.collectives[collective] += self.times
         if self._device is not None and self._machine is not None:
-            link = MachineNetwork(self._machine).link_of(collective.size, collective.stride)
-            free = self._device.timeline.queue(link).ready - self._began + self._skipped
+            link = self._machine.link(collective.ranks)
+            free = self._device.timeline.queues[link].ready - self._began + self._skipped
             idle = max(0.0, self.now - free)
             use = self._context.gathers.num_uses
             self._under_way[issued] = _Issued(collective, self.now, use, idle)
 
     def _collective(self, issued: CollectiveIssued, group: ParameterGroup) -> StepCollective:
-        mesh, stride = self._mesh_of(group)
+        mesh, stride = self._meshes.get(group.name, ("dp", 1))
         sizes = [axis.size for axis in group.axes]
         axis = _axis_name(issued, group)
         purpose = "reduce"

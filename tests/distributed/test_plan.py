@@ -391,9 +391,9 @@ def planned(case: Case) -> tuple[TrainingDescription, Plan, Run]:
 def planned_bytes(training: TrainingDescription, plan: Plan) -> dict[str, int]:
     """What a plan says of the optimizer's state, and of host memory."""
     if not training.cpu_offload:
-        return {"optimizer": plan.peak.optimizer}
+        return {"optimizer": plan.peak[Role.OPTIMIZER]}
     return {
-        "optimizer": plan.peak.optimizer,
+        "optimizer": plan.peak[Role.OPTIMIZER],
         "host": plan.host_nbytes - step_counter_nbytes(training),
         "to_device": plan.step.to_device_nbytes,
         "to_host": plan.step.to_host_nbytes,

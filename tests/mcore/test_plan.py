@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_fsdp_v2.diagnostics import group_summary
+from megatron_fsdp_v2.diagnostics import Role, group_summary
 from megatron_fsdp_v2.plan import Strategy
 from megatron_fsdp_v2.plan.planner import plan_one
 from tests.mcore import flags as f
@@ -143,7 +143,7 @@ def test_adams_state_is_planned_in_the_dtypes_it_is_kept_in(described: dict[str,
     assert stage.policy.main_grads_dtype == torch.bfloat16
     plain = replace(stage, optimizer_dtype=None)
     strategy = Strategy("optim_grads_params")
-    kept, full = (plan_one(each, strategy).peak.optimizer for each in (stage, plain))
+    kept, full = (plan_one(each, strategy).peak[Role.OPTIMIZER] for each in (stage, plain))
     # 3 bytes of every element instead of 8.
     assert kept * 8 == full * 3
 
@@ -200,15 +200,15 @@ def _counted(flags: Sequence[str]) -> tuple[dict[str, int], Counter[Any]]:
     return result.extras, Counter({key: count // STEPS for key, count in counts.items()})
 
 
-def _bytes_by_role(chunks: Any, optimizer: Any) -> dict[str, int]:
+def _bytes_by_role(chunks: Any, optimizer: Any) -> dict[Role, int]:
     from tests.distributed.test_plan import state_bytes
 
     summaries = [group_summary(chunk) for chunk in chunks]
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return {
-        "main_weight": sum(summary.main_weight_nbytes for summary in summaries),
-        "model_weight": sum(summary.model_weight_nbytes for summary in summaries),
-        "optimizer": sum(state_bytes(part.optimizer)["optimizer"] for part in parts),
+        Role.MAIN_WEIGHT: sum(summary.main_weight_nbytes for summary in summaries),
+        Role.MODEL_WEIGHT: sum(summary.model_weight_nbytes for summary in summaries),
+        Role.OPTIMIZER: sum(state_bytes(part.optimizer)["optimizer"] for part in parts),
     }
 
 
@@ -224,9 +224,9 @@ def test_a_plan_has_the_bytes_and_collectives_of_megatrons_training(
         # Ranks of one stage are neighbors.
         per_stage = len(results) // len(source.stages)
         ranks = results[number * per_stage : (number + 1) * per_stage]
-        for role in ("main_weight", "model_weight", "optimizer"):
+        for role in ranks[0][0]:
             measured = max(found[role] for found, _ in ranks)
-            assert getattr(plan.peak, role) == pytest.approx(measured, rel=0.01), (number, role)
+            assert plan.peak[role] == pytest.approx(measured, rel=0.01), (number, role)
         counts: Counter[Any] = Counter()
         for collective, count in plan.step.collectives.items():
             counts[collective.kind, collective.size, collective.nbytes] += count

@@ -16,6 +16,7 @@ from torch import nn
 
 from examples.plan_models import llama_405b
 from megatron_fsdp_v2 import MixedPrecisionPolicy, cli
+from megatron_fsdp_v2.diagnostics import Role
 from megatron_fsdp_v2.plan import (
     PRESETS,
     Machine,
@@ -29,7 +30,6 @@ from megatron_fsdp_v2.plan import (
     best_plan,
     describe_module,
     find_machine,
-    plan_all,
     plan_one,
     sources,
     strategies,
@@ -159,10 +159,9 @@ def test_a_function_gets_the_arguments_that_are_given(capsys: Any) -> None:
         ("--model {stack}s", "has no function stacks"),
         ("--model no.such.module:f", "--model no.such.module:f: No module named 'no'"),
         ("--model stack", "--model takes module:function, got 'stack'"),
-        ("--model {sized}", "needs width, depth; add --model-arg width=... --model-arg depth=..."),
-        ("--model {sized} --model-arg width=8", "needs depth; add --model-arg depth=..."),
-        ("--model {stack} --model-arg width=8", "has no argument width; it has none"),
-        ("--model {sized} --model-arg wide=8", "has no argument wide; it has width, depth, kind"),
+        ("--model {sized}", "sized(width: 'int', *, depth: 'int', kind: 'str' = 'plain')"),
+        ("--model {sized} --model-arg width=8", "missing a required argument: 'depth'"),
+        ("--model {stack} --model-arg width=8", "got an unexpected keyword argument 'width'"),
         ("--model {sized} --model-arg width", "--model-arg takes name=value, got 'width'"),
         ("--model {sized} --model-arg width=8 --model-arg width=9", "width was given twice"),
         ("--model-arg width=8 -- --bf16", "--model-arg is an argument of a function"),
@@ -245,7 +244,7 @@ def test_a_machine_comes_from_a_file(tmp_path: Path) -> None:
     assert find_machine(str(path)) == dataclasses.replace(
         PRESETS["h100"], name="ours", network_bandwidth=25e9
     )
-    path.write_text(json.dumps(PRESETS["b200"].as_dict()))
+    path.write_text(json.dumps(dataclasses.asdict(PRESETS["b200"])))
     assert find_machine(str(path)) == PRESETS["b200"]
 
 
@@ -272,14 +271,14 @@ MACHINE = Machine("plain", 8, 100e9, 10e9, 0.0, 0.0, 1e12, 1.0, 1.0)
 
 
 def test_time_of_a_collective_is_bytes_over_the_slowest_link() -> None:
-    seconds = MACHINE.collective_seconds
-    assert seconds("all_gather", 8e9, 8, 1) == pytest.approx(7e9 / 100e9)
+    seconds = MACHINE.seconds
+    assert seconds("all_gather", 8e9, range(8)) == pytest.approx(7e9 / 100e9)
     # Each of the eight GPUs of a node has an adapter of its own.
-    assert seconds("all_gather", 16e9, 16, 1) == pytest.approx(15e9 / 80e9)
+    assert seconds("all_gather", 16e9, range(16)) == pytest.approx(15e9 / 80e9)
     # Ranks eight apart have one adapter each, and none beside them.
-    assert seconds("reduce_scatter", 4e9, 4, 8) == pytest.approx(3e9 / 10e9)
-    assert seconds("all_reduce", 4e9, 4, 8) == pytest.approx(6e9 / 10e9)
-    assert seconds("all_gather", 8e9, 1, 1) == 0.0
+    assert seconds("reduce_scatter", 4e9, range(0, 32, 8)) == pytest.approx(3e9 / 10e9)
+    assert seconds("all_reduce", 4e9, range(0, 32, 8)) == pytest.approx(6e9 / 10e9)
+    assert seconds("all_gather", 8e9, [0]) == 0.0
 
 
 # -- time, memory, advice ---------------------------------------------------------------------
@@ -299,7 +298,7 @@ def test_a_pipeline_gathers_as_often_and_holds_more_activations() -> None:
     alone = training(num_microbatches=8, tokens=10)
     plans = [plan_one(t, ZERO_3, MACHINE) for t in (first, alone)]
     # Of three further micro-batches, beside the gradient that autograd hands over.
-    assert plans[0].peak.activations - plans[1].peak.activations == 3 * 4 * 10**6
+    assert plans[0].peak[Role.ACTIVATIONS] - plans[1].peak[Role.ACTIVATIONS] == 3 * 4 * 10**6
     assert plans[0].step.collectives == plans[1].step.collectives
     assert plans[0].idle_seconds > 0
     assert plans[1].idle_seconds == 0
@@ -309,7 +308,7 @@ def test_what_is_offloaded_is_in_host_memory_and_not_on_the_device() -> None:
     peaks, hosts = [], []
     for fraction in (0.0, 0.5, 1.0):
         plan = plan_one(training(4, offload_fraction=fraction), ZERO_3)
-        peaks.append(plan.peak.optimizer)
+        peaks.append(plan.peak[Role.OPTIMIZER])
         hosts.append(plan.host_nbytes)
     assert peaks[0] > 0
     assert peaks == [peaks[0], peaks[0] // 2, 0]
@@ -333,7 +332,7 @@ def test_the_plan_says_what_the_host_needs(option: tuple[str, ...], text: str, c
 
 def test_the_best_plan_is_as_fast_as_any_that_fits() -> None:
     described = training(tokens=1000)
-    plans = plan_all(described, list(strategies(described)), MACHINE)
+    plans = [plan_one(described, strategy, MACHINE) for strategy in strategies(described)]
     everything = max(plan.peak_nbytes for plan in plans)
     best = best_plan(plans, everything)
     assert best is not None
@@ -351,9 +350,9 @@ def test_advice_names_changes_that_were_planned() -> None:
         num_microbatches=1,
         alternatives=(MemoryOption("--recompute-granularity full", 10**5),),
     )
-    plans = plan_all(described, [Strategy("no_shard")])
+    plans = [plan_one(described, Strategy("no_shard"))]
     memory = plan_one(described, ZERO_3).peak_nbytes
-    sentences = "\n".join(advice(described, plans, memory))
+    sentences = "\n".join(advice(plans, memory))
     assert "--strategy optim_grads_params fits" in sentences
     assert "--recompute-granularity full saves" in sentences
     assert "is not enough alone" in sentences
@@ -363,7 +362,7 @@ def test_advice_of_more_ranks_is_enough_ranks() -> None:
     described = training(2)
     plans = [plan_one(described, ZERO_3)]
     memory = plans[0].peak_nbytes * 7 // 10
-    found = [s for s in advice(described, plans, memory) if "times the data-parallel" in s]
+    found = [s for s in advice(plans, memory) if "times the data-parallel" in s]
     assert len(found) == 1, found
     times = int(found[0].split()[0])
     assert plan_one(training(2 * times), ZERO_3).fits(memory)
@@ -402,7 +401,7 @@ def test_llama_405b_on_16384_ranks_is_planned_in_seconds(optimizer: str) -> None
     )
     assert described.numel == 405_853_388_800
     chosen = list(strategies(described))
-    plans = plan_all(described, chosen, PRESETS["h100"])
+    plans = [plan_one(described, strategy, PRESETS["h100"]) for strategy in chosen]
     assert len(plans) == 4
     assert time.process_time() - start < 15 * len(plans)
     best = best_plan(plans, PRESETS["h100"].usable_nbytes)
@@ -419,7 +418,7 @@ def test_the_example_in_python_on_the_page_runs(capsys: pytest.CaptureFixture[st
     page = (ROOT / PAGE).read_text()
     (block,) = [block for block in blocks_in("plan.md", page) if block.language == "python"]
     exec(compile(block.code, block.name, "exec"), {"__name__": "page", "build_model": stack})
-    assert "PeakBytes(" in capsys.readouterr().out
+    assert "Role.GATHERED" in capsys.readouterr().out
 
 
 COMMAND = "$ megatron-fsdp-v2 plan "

@@ -1,6 +1,5 @@
 """A simulated cluster in one process: one rank of many, in virtual time, without memory."""
 
-from megatron_fsdp_v2.plan.simulation.costs import MachineNetwork, Network
 from megatron_fsdp_v2.plan.simulation.devices import (
     Device,
     HostDevice,
@@ -9,12 +8,15 @@ from megatron_fsdp_v2.plan.simulation.devices import (
     VirtualStreams,
     run_on_streams,
 )
-from megatron_fsdp_v2.plan.simulation.process_group import simulated_groups, simulated_ranks
+from megatron_fsdp_v2.plan.simulation.process_group import (
+    Network,
+    simulated_groups,
+    simulated_ranks,
+)
 
 __all__ = [
     "Device",
     "HostDevice",
-    "MachineNetwork",
     "Network",
     "Queue",
     "Timeline",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,13 +11,13 @@ from typing import Any, Protocol
 from torch import nn
 
 from megatron_fsdp_v2.comm.backends import NcclCollectives
+from megatron_fsdp_v2.comm.interface import Work
 from megatron_fsdp_v2.comm.streams import StreamCommunicator
 from megatron_fsdp_v2.runtime.module import named_units
 
 __all__ = [
     "COMPUTE",
     "Device",
-    "Done",
     "HostDevice",
     "Queue",
     "Timeline",
@@ -35,12 +36,10 @@ class Queue:
     """A queue that runs its work in order: a stream, a communicator or a link.
 
     Attributes:
-        name: Name for reports.
         ready: Moment at which all work queued so far is done, in seconds.
         busy: Seconds of work; the queue is idle or waits in the rest of the time.
     """
 
-    name: str
     ready: float = 0.0
     busy: float = 0.0
 
@@ -52,21 +51,17 @@ class Timeline:
     gives the same times.
 
     Attributes:
-        queues: By name.
+        queues: By name, made when they are first used.
     """
 
     def __init__(self) -> None:
         self._now = 0.0
-        self.queues: dict[str, Queue] = {}
+        self.queues: defaultdict[str, Queue] = defaultdict(Queue)
 
     @property
     def now(self) -> float:
         """The host's time in seconds."""
         return self._now
-
-    def queue(self, name: str) -> Queue:
-        """The queue of a name; a new one if there is none."""
-        return self.queues.setdefault(name, Queue(name))
 
     def run(self, seconds: float, *queues: Queue) -> float:
         """Queue work that occupies all of these queues; return the moment of its end.
@@ -84,14 +79,6 @@ class Timeline:
         self._now = max(self._now, until)
 
 
-class Done(Protocol):
-    """A collective in flight."""
-
-    def wait(self) -> None:
-        """Order later work of the current stream, or of the host, after it."""
-        ...
-
-
 class Device(Protocol):
     """A device on which a simulated process group and operations take time."""
 
@@ -106,7 +93,7 @@ class Device(Protocol):
         """Run an operation of `seconds`."""
         ...
 
-    def communicate(self, communicator: str, link: str, seconds: float) -> Done:
+    def communicate(self, communicator: str, link: str, seconds: float) -> Work:
         """Queue a collective.
 
         Args:
@@ -140,7 +127,7 @@ class HostDevice:
 
     def __init__(self, timeline: Timeline | None = None) -> None:
         self.timeline = timeline or Timeline()
-        self._compute = self.timeline.queue(COMPUTE)
+        self._compute = self.timeline.queues[COMPUTE]
 
     @property
     def now(self) -> float:
@@ -151,9 +138,9 @@ class HostDevice:
         """See `Device.compute`."""
         self.timeline.wait(self.timeline.run(seconds, self._compute))
 
-    def communicate(self, communicator: str, link: str, seconds: float) -> Done:
+    def communicate(self, communicator: str, link: str, seconds: float) -> Work:
         """See `Device.communicate`."""
-        queues = self.timeline.queue(f"communicator {communicator}"), self.timeline.queue(link)
+        queues = self.timeline.queues[f"communicator {communicator}"], self.timeline.queues[link]
         return _AtMoment(self.timeline.run(seconds, *queues), self.timeline.wait)
 
 
@@ -178,7 +165,7 @@ class VirtualStream:
     """
 
     def __init__(self, streams: VirtualStreams, name: str) -> None:
-        self.queue: Queue = streams.timeline.queue(name)
+        self.queue: Queue = streams.timeline.queues[name]
         self._streams = streams
 
     def wait_stream(self, stream: VirtualStream, /) -> None:
@@ -247,11 +234,11 @@ class VirtualStreams:
         """See `Device.compute`."""
         self.timeline.run(seconds, self._stack[-1].queue)
 
-    def communicate(self, communicator: str, link: str, seconds: float) -> Done:
+    def communicate(self, communicator: str, link: str, seconds: float) -> Work:
         """See `Device.communicate`. As with NCCL it starts after the current stream's work."""
-        queue = self.timeline.queue(f"communicator {communicator}")
+        queue = self.timeline.queues[f"communicator {communicator}"]
         queue.ready = max(queue.ready, self._stack[-1].queue.ready)
-        done_at = self.timeline.run(seconds, queue, self.timeline.queue(link))
+        done_at = self.timeline.run(seconds, queue, self.timeline.queues[link])
         return _AtMoment(done_at, lambda moment: self._stack[-1].wait_until(moment))
 
 

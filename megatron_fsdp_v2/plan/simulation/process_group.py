@@ -9,18 +9,18 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, override
+from typing import Any, Protocol, override
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Work
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_fsdp_v2.plan.simulation.costs import Network
-from megatron_fsdp_v2.plan.simulation.devices import Device, Done
+from megatron_fsdp_v2.comm.interface import Work
+from megatron_fsdp_v2.plan.simulation.devices import Device
 
 __all__ = [
     "BACKEND",
+    "Network",
     "PythonGroup",
     "SimulatedProcessGroup",
     "simulated_groups",
@@ -32,10 +32,29 @@ MOST_FILLED = 1 << 20
 """Bytes up to which a result has values."""
 
 
-class _Work(Work):
+class Network(Protocol):
+    """The network between ranks, such as that of a `Machine`."""
+
+    def seconds(self, kind: str, nbytes: int, ranks: Sequence[int], /) -> float:
+        """Seconds of a collective on an otherwise idle network.
+
+        Args:
+            kind: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `broadcast` or
+                `barrier`.
+            nbytes: Bytes of the full buffer; of an all-to-all, bytes that the rank sends.
+            ranks: Global ranks that take part.
+        """
+        ...
+
+    def link(self, ranks: Sequence[int], /) -> str:
+        """Name of the link of collectives among these ranks, which take turns on it."""
+        ...
+
+
+class _Work(dist.Work):
     """A simulated collective in flight."""
 
-    def __init__(self, done: Done, results: list[Any]) -> None:
+    def __init__(self, done: Work, results: list[Any]) -> None:
         super().__init__()
         self._done = done
         self._results = results
@@ -116,8 +135,7 @@ class SimulatedProcessGroup(PythonGroup):
 
     Args:
         rank: This rank in the group.
-        size: Ranks of the group.
-        ranks: Their global ranks.
+        ranks: Global ranks of the group.
         name: Name of its communicator.
         device: Device that collectives are queued on.
         network: Gives the times of collectives; None if they take none.
@@ -126,13 +144,12 @@ class SimulatedProcessGroup(PythonGroup):
     def __init__(
         self,
         rank: int,
-        size: int,
         ranks: Sequence[int],
         name: str,
         device: Device,
         network: Network | None,
     ) -> None:
-        super().__init__(rank, size, name, BACKEND)
+        super().__init__(rank, len(ranks), name, BACKEND)
         self._ranks = ranks
         self._device = device
         self._network = network
@@ -228,11 +245,9 @@ def simulated_groups(device: Device, network: Network | None) -> Iterator[None]:
 
     def make(options: Any, backend_options: Any) -> SimulatedProcessGroup:
         del backend_options
-        size = options.group_size
         return SimulatedProcessGroup(
             options.group_rank,
-            size,
-            options.global_ranks_in_group or range(size),
+            options.global_ranks_in_group or range(options.group_size),
             str(options.group_id),
             device,
             network,
@@ -254,7 +269,7 @@ def simulated_ranks(
     """Make this process one rank of many in the context, with `sim` as the default group.
 
         device = HostDevice()
-        with simulated_ranks(1024, device, MachineNetwork(find_machine("h100"))):
+        with simulated_ranks(1024, device, find_machine("h100")):
             model = fully_shard(model, mesh=init_device_mesh("cpu", (128, 8)))
 
     Args:
@@ -275,7 +290,7 @@ def simulated_ranks(
     if not 0 <= rank < size:
         raise ValueError(f"rank must be from 0 to {size - 1}, got {rank}")
     with simulated_groups(device, network):
-        dist.init_process_group(BACKEND, store=HashStore(), rank=rank, world_size=size)
+        dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=size)
         try:
             yield
         finally:

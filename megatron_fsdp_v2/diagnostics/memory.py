@@ -37,12 +37,25 @@ class TrackedMemory:
     Args:
         ledger: Bytes on the device.
         host_ledger: Bytes of offloaded tensors in host memory.
+
+    Attributes:
+        live: Bytes by role now, or when tracking ended.
+        role_peaks: The most bytes of each role, at any moment.
+        unit_peaks: The most bytes of each unit, at any moment; the root's name is empty.
+        offloaded: Bytes in host memory by role now, or when tracking ended: offloaded tensors, and
+            what steps allocate for them. No other number has them.
+        offloaded_peaks: The most bytes of each role in host memory, at any moment.
+        max_memory_allocated: The peak of torch's statistics of a CUDA device; None on a CPU.
     """
 
     def __init__(self, ledger: Ledger, host_ledger: Ledger) -> None:
         self._ledger = ledger
-        self._host_ledger = host_ledger
-        self._allocated: int | None = None
+        self.live = ledger.by_role
+        self.role_peaks = ledger.role_peaks
+        self.unit_peaks = ledger.unit_peaks
+        self.offloaded = host_ledger.by_role
+        self.offloaded_peaks = host_ledger.role_peaks
+        self.max_memory_allocated: int | None = None
 
     @property
     def peak(self) -> Moment:
@@ -50,42 +63,9 @@ class TrackedMemory:
         return self._ledger.peak
 
     @property
-    def live(self) -> dict[Role, int]:
-        """Bytes by role now, or when tracking ended."""
-        return self._ledger.by_role
-
-    @property
-    def offloaded(self) -> dict[Role, int]:
-        """Bytes in host memory by role now, or when tracking ended.
-
-        These are offloaded tensors and what steps allocate for them. No other number has them.
-        """
-        return self._host_ledger.by_role
-
-    @property
-    def offloaded_peaks(self) -> dict[Role, int]:
-        """The most bytes of each role in host memory, at any moment."""
-        return dict(self._host_ledger.role_peaks)
-
-    @property
-    def role_peaks(self) -> dict[Role, int]:
-        """The most bytes of each role, at any moment."""
-        return dict(self._ledger.role_peaks)
-
-    @property
-    def unit_peaks(self) -> dict[str, int]:
-        """The most bytes of each unit, at any moment; the root's name is empty."""
-        return dict(self._ledger.unit_peaks)
-
-    @property
     def intervals(self) -> list[Moment]:
         """The peak of each unit's forward and backward, in the order of time."""
-        return list(self._ledger.intervals())
-
-    @property
-    def max_memory_allocated(self) -> int | None:
-        """The peak of torch's statistics of a CUDA device; None on a CPU."""
-        return self._allocated
+        return [moment for moment in self._ledger.intervals if moment.total]
 
     def report(self) -> str:
         """The peak, and tables of bytes by role and by unit."""
@@ -226,4 +206,4 @@ def memory_tracker(
             yield tracked
     finally:
         if on_cuda:
-            tracked._allocated = torch.cuda.max_memory_allocated(watch.device)
+            tracked.max_memory_allocated = torch.cuda.max_memory_allocated(watch.device)

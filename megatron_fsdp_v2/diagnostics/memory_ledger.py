@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 __all__ = ["Account", "Ledger", "Moment", "Role"]
@@ -55,17 +55,14 @@ class Moment:
     Attributes:
         phase: Phase of the step, such as `backward`.
         unit: Name of the unit in that phase; empty for the root.
+        total: Total bytes.
         accounts: Bytes by role and unit.
     """
 
     phase: str
     unit: str
+    total: int
     accounts: Mapping[Account, int]
-
-    @property
-    def total(self) -> int:
-        """Total bytes."""
-        return sum(self.accounts.values())
 
     def of_role(self, role: Role) -> int:
         """Bytes of a role."""
@@ -73,25 +70,7 @@ class Moment:
 
     def of_unit(self, unit: str) -> dict[Role, int]:
         """Bytes of a unit by role."""
-        return {a.role: n for a, n in self.accounts.items() if a.unit == unit and n}
-
-
-class _Highest:
-    """The moment with the most bytes; copied when bytes fall again."""
-
-    def __init__(self) -> None:
-        self.total = 0
-        self.moment: Moment | None = None
-        self._is_now = False
-
-    def rise(self, total: int) -> None:
-        if total > self.total:
-            self.total, self._is_now = total, True
-
-    def settle(self, phase: str, unit: str, accounts: Mapping[Account, int]) -> None:
-        if self._is_now:
-            self.moment = Moment(phase, unit, {a: n for a, n in accounts.items() if n})
-            self._is_now = False
+        return {a.role: n for a, n in self.accounts.items() if a.unit == unit}
 
 
 class Ledger:
@@ -100,73 +79,56 @@ class Ledger:
     Attributes:
         live: Live bytes by role and unit.
         total: Their sum.
+        by_role: Live bytes by role.
         role_peaks: The most bytes of each role, at any moment.
         unit_peaks: The most bytes of each unit, at any moment.
+        peak: The moment with the most bytes.
+        intervals: The peak of each phase of each unit, in the order of time, by role.
     """
 
     def __init__(self) -> None:
         self.live: Counter[Account] = Counter()
         self.total = 0
+        self.by_role: dict[Role, int] = dict.fromkeys(Role, 0)
         self.role_peaks: dict[Role, int] = dict.fromkeys(Role, 0)
         self.unit_peaks: Counter[str] = Counter()
-        self._of_role: Counter[Role] = Counter()
-        self._of_unit: Counter[str] = Counter()
-        self._now = ("start", "")
-        self._highest = _Highest()
-        self._interval = _Highest()
-        self._intervals: list[Moment] = []
+        self.peak = Moment("start", "", 0, {})
+        self.intervals = [self.peak]
+        self._by_unit: Counter[str] = Counter()
 
     def add(self, account: Account, nbytes: int) -> None:
         """Book allocated bytes."""
         self._change(account, nbytes)
         role, unit = account.role, account.unit
-        self.role_peaks[role] = max(self.role_peaks[role], self._of_role[role])
-        self.unit_peaks[unit] = max(self.unit_peaks[unit], self._of_unit[unit])
-        self._highest.rise(self.total)
-        self._interval.rise(self.total)
+        self.role_peaks[role] = max(self.role_peaks[role], self.by_role[role])
+        self.unit_peaks[unit] = max(self.unit_peaks[unit], self._by_unit[unit])
+        self._compare()
 
     def remove(self, account: Account, nbytes: int) -> None:
         """Book freed bytes."""
-        self._settle()
         self._change(account, -nbytes)
 
     def enter(self, phase: str, unit: str) -> None:
         """Enter a phase of a unit."""
-        if self._now == (phase, unit):
-            return
-        self._settle()
-        if self._interval.moment is not None:
-            self._intervals.append(self._interval.moment)
-        self._interval = _Highest()
-        self._now = (phase, unit)
-        self._interval.rise(self.total)
-
-    @property
-    def by_role(self) -> dict[Role, int]:
-        """Live bytes by role."""
-        return {role: self._of_role[role] for role in Role}
-
-    @property
-    def peak(self) -> Moment:
-        """The moment with the most bytes."""
-        self._settle()
-        return self._highest.moment or Moment(*self._now, {})
-
-    def intervals(self) -> Iterator[Moment]:
-        """The peak of each phase of each unit, in the order of time, by role."""
-        self._settle()
-        yield from self._intervals
-        if self._interval.moment is not None:
-            yield self._interval.moment
+        now = self.intervals[-1]
+        if (now.phase, now.unit) != (phase, unit):
+            self.intervals.append(Moment(phase, unit, 0, {}))
+            self._compare()
 
     def _change(self, account: Account, nbytes: int) -> None:
         self.live[account] += nbytes
-        self._of_role[account.role] += nbytes
-        self._of_unit[account.unit] += nbytes
+        if not self.live[account]:
+            del self.live[account]
+        self.by_role[account.role] += nbytes
+        self._by_unit[account.unit] += nbytes
         self.total += nbytes
 
-    def _settle(self) -> None:
-        self._highest.settle(*self._now, self.live)
-        # By role alone, since there are many intervals.
-        by_role = {Account(role, ""): n for role, n in self._of_role.items()}
-        self._interval.settle(*self._now, by_role)
+    def _compare(self) -> None:
+        """Keep the current moment if it has more bytes than the peaks so far."""
+        now = self.intervals[-1]
+        if self.total > self.peak.total:
+            self.peak = Moment(now.phase, now.unit, self.total, dict(self.live))
+        if self.total > now.total:
+            # By role alone, since there are many intervals.
+            accounts = {Account(role, ""): nbytes for role, nbytes in self.by_role.items()}
+            self.intervals[-1] = Moment(now.phase, now.unit, self.total, accounts)

@@ -164,8 +164,9 @@ class MemoryWatch(TorchDispatchMode):
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._settle()
         self._undo.close()
+        # References to storages refer to this watch, which refers to the model.
         self._known.clear()
-        self._accounts.clear()
+        self._resizable.clear()
 
     def _watch_group(self, name: str, group: ParameterGroup) -> None:
         self._book(group.main_weight.tensor, Account(Role.MAIN_WEIGHT, name))

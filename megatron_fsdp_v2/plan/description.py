@@ -155,7 +155,7 @@ class TrainingDescription:
             `reshard_after_forward=False`.
         reshard_after_forward: See `fully_shard`.
         options: Options of the root.
-        num_held_beside: Further units that a schedule keeps gathered at a time.
+        num_extra_gathered: Further units that a schedule keeps gathered at a time.
         on_cpu: Whether reductions run on a CPU, where they have receive buffers.
         plain_nbytes: Bytes of buffers and parameters that are not sharded.
         num_in_flight: Micro-batches whose activations are alive at once: the number of forwards
@@ -185,7 +185,7 @@ class TrainingDescription:
     recomputes_reentrantly: bool = False
     reshard_after_forward: bool = True
     options: RuntimeOptions = RuntimeOptions()  # noqa: RUF009
-    num_held_beside: int = 0
+    num_extra_gathered: int = 0
     on_cpu: bool = False
     plain_nbytes: int = 0
     num_in_flight: int = 1
@@ -341,7 +341,7 @@ class _Walk:
     def __init__(self, boundaries: set[int], rules: ModelTraits) -> None:
         self._boundaries = boundaries
         self._rules = rules
-        self._homes: dict[int, tuple[str, str]] = {}
+        self._owners: dict[int, tuple[str, str]] = {}
 
     def describe(self, unit: nn.Module, name: str) -> UnitDescription:
         """Describe a unit after the units inside it."""
@@ -352,9 +352,9 @@ class _Walk:
                     full = f"{prefix}.{attribute}" if prefix else attribute
                     found.setdefault(id(param), (full, param))
         keys = [*found, *map(id, self._rules.used.get(unit, ()))]
-        tied = tuple(self._homes[key] for key in keys if key in self._homes)
-        owned = {key: item for key, item in found.items() if key not in self._homes}
-        self._homes |= {key: (name, full) for key, (full, _) in owned.items()}
+        tied = tuple(self._owners[key] for key in keys if key in self._owners)
+        owned = {key: item for key, item in found.items() if key not in self._owners}
+        self._owners |= {key: (name, full) for key, (full, _) in owned.items()}
         params = tuple(self._describe_param(name, *item) for item in owned.values())
         flops = self._rules.flops_of(name, params)
         return UnitDescription(name, params, self._rules.mesh_of(unit), tied, flops)

@@ -140,8 +140,8 @@ def _shard(
 def _options(training: TrainingDescription) -> RuntimeOptions:
     """The options of the root; nobody is there to compare anything with."""
     options = replace(training.options, check_ranks="never", enable_trace_pool=False)
-    if training.num_held_beside:
-        depth = (options.unshard_prefetch_depth or 1) + training.num_held_beside
+    if training.num_extra_gathered:
+        depth = (options.unshard_prefetch_depth or 1) + training.num_extra_gathered
         options = replace(options, unshard_prefetch_depth=depth)
     return options
 

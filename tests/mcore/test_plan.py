@@ -108,8 +108,8 @@ def test_flags_of_a_training_without_this_package_are_rejected(described: dict[s
         ("knobs", "options.enable_unshard_after_step", True),
         ("bf16", "options.unshard_prefetch_bytes", None),
         ("knobs", "options.unshard_prefetch_bytes", 1 << 20),
-        ("overlapping", "num_held_beside", 0),
-        ("overlapping, experts but in the first", "num_held_beside", 1),
+        ("overlapping", "num_extra_gathered", 0),
+        ("overlapping, experts but in the first", "num_extra_gathered", 1),
     ],
 )
 def test_flags_become_the_attributes_of_a_stage(

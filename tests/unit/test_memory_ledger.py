@@ -47,7 +47,7 @@ def test_roles_and_units_have_peaks_of_their_own() -> None:
 
 
 def test_each_interval_shows_its_own_highest_moment() -> None:
-    found = [(moment.phase, moment.unit, moment.total) for moment in booked().intervals()]
+    found = [(moment.phase, moment.unit, moment.total) for moment in booked().intervals]
     assert found == [("start", "", 10), ("forward", "first", 30), ("backward", "second", 28)]
 
 

@@ -129,7 +129,7 @@ def _stage(
         tokens=costs.tokens,
         num_in_flight=in_flight,
         # A layer without experts stays gathered from its attention to its MLP.
-        num_held_beside=1 if overlaps and not all(layers) else 0,
+        num_extra_gathered=1 if overlaps and not all(layers) else 0,
         num_chunks=len(chunks),
         alternatives=costs.alternatives(layers, in_flight),
         label=f"stage {stage} of {num_stages}" if num_stages > 1 else "",

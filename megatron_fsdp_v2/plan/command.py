@@ -290,7 +290,7 @@ def _report(args: argparse.Namespace) -> PlanReport:
     )
     sentences: Sequence[str] = ()
     if memory is not None and best is None:
-        sentences = advice(plans, memory)
+        sentences = advice(shown.training, plans, memory)
     return PlanReport(
         tuple(plans),
         best,

@@ -244,17 +244,17 @@ def best_plan(plans: Sequence[Plan], memory_nbytes: int) -> Plan | None:
     return min(equal, key=lambda plan: (plan.peak_nbytes, plan.seconds))
 
 
-def advice(plans: Sequence[Plan], memory_nbytes: int) -> list[str]:
+def advice(training: TrainingDescription, plans: Sequence[Plan], memory_nbytes: int) -> list[str]:
     """Changes that make a training fit. Each sentence is checked by a plan.
 
     Args:
-        plans: Plans of the training, none of which fits.
+        training: The training.
+        plans: Its plans, none of which fits.
         memory_nbytes: Memory to fit in, in bytes.
     """
-    training, machine = plans[0].training, plans[0].machine
     known = {plan.strategy.name for plan in plans}
     further = [
-        plan_one(training, strategy, machine)
+        plan_one(training, strategy, plans[0].machine)
         for strategy in strategies(training, others=plans[0].strategy.others)
         if strategy.name not in known
     ]

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import pytest
@@ -84,116 +84,114 @@ class Case:
         return torch.Size(self.mesh).numel()
 
 
+def case(strategy: str, mesh: tuple[int, ...] = (2,), **given: Any) -> Case:
+    """A case with these attributes; other names are options of `fully_shard`."""
+    names = {each.name for each in fields(Case)}
+    options = {name: given.pop(name) for name in given.keys() - names}
+    return Case(strategy, mesh, options=options, **given)
+
+
 ZERO3 = "optim_grads_params"
 CASES = {
-    "no_shard": Case("no_shard", policy=BF16),
-    "optim, 3 micro-batches": Case("optim", policy=BF16, num_microbatches=3),
-    "optim_grads, momentum": Case("optim_grads", policy=FP32_SUMS, optimizer="sgd_momentum"),
-    "optim_grads_params": Case(ZERO3),
-    "optim_grads_params, blocks": Case(
-        ZERO3, policy=BF16, num_microbatches=4, options={"shard_granularity": "block:2"}
+    "no_shard": case("no_shard", policy=BF16),
+    "optim, 3 micro-batches": case("optim", policy=BF16, num_microbatches=3),
+    "optim_grads, momentum": case("optim_grads", policy=FP32_SUMS, optimizer="sgd_momentum"),
+    "optim_grads_params": case(ZERO3),
+    "optim_grads_params, blocks": case(
+        ZERO3, policy=BF16, num_microbatches=4, shard_granularity="block:2"
     ),
-    "optim_grads_params, kept gathered": Case(ZERO3, options={"reshard_after_forward": False}),
-    "optim_grads_params, in turn": Case(
-        ZERO3,
-        num_microbatches=2,
-        options={"enable_unshard_prefetch": False, "enable_async_reduce_grad": False},
+    "optim_grads_params, kept gathered": case(ZERO3, reshard_after_forward=False),
+    "optim_grads_params, in turn": case(
+        ZERO3, num_microbatches=2, enable_unshard_prefetch=False, enable_async_reduce_grad=False
     ),
-    "optim_grads_params, deep": Case(
-        ZERO3, options={"unshard_prefetch_depth": 3, "max_live_grad_buffers": 1}
+    "optim_grads_params, deep": case(ZERO3, unshard_prefetch_depth=3, max_live_grad_buffers=1),
+    "optim_grads_params, ahead by bytes": case(
+        ZERO3, policy=BF16, num_microbatches=2, unshard_prefetch_bytes=1300
     ),
-    "optim_grads_params, ahead by bytes": Case(
-        ZERO3, policy=BF16, num_microbatches=2, options={"unshard_prefetch_bytes": 1300}
-    ),
-    "optim_grads_params, gathered after the step": Case(
+    "optim_grads_params, gathered after the step": case(
         ZERO3,
         policy=BF16,
         num_microbatches=2,
-        options={"enable_unshard_after_step": True, "unshard_prefetch_depth": 2},
+        enable_unshard_after_step=True,
+        unshard_prefetch_depth=2,
     ),
-    "nested, tied and frozen, gathered after the step": Case(
+    "nested, tied and frozen, gathered after the step": case(
         ZERO3,
         model="special",
         optimizer="muon",
-        options={"enable_unshard_after_step": True, "unshard_prefetch_bytes": 2200},
+        enable_unshard_after_step=True,
+        unshard_prefetch_bytes=2200,
     ),
-    "offloaded, HSDP, gathered after the step": Case(
-        ZERO3, (2, 2), policy=BF16, is_offloaded=True, options={"enable_unshard_after_step": True}
+    "offloaded, HSDP, gathered after the step": case(
+        ZERO3, (2, 2), policy=BF16, is_offloaded=True, enable_unshard_after_step=True
     ),
-    "HFSDP, not gathered after the step": Case(
-        ZERO3, (2, 2), "optim", options={"enable_unshard_after_step": True}
+    "HFSDP, not gathered after the step": case(
+        ZERO3, (2, 2), outer="optim", enable_unshard_after_step=True
     ),
-    "optim_grads_params, each synchronized": Case(
-        ZERO3, num_microbatches=2, syncs="each", options={"unshard_prefetch_depth": 2}
+    "optim_grads_params, each synchronized": case(
+        ZERO3, num_microbatches=2, syncs="each", unshard_prefetch_depth=2
     ),
-    "optim, each synchronized": Case("optim", num_microbatches=2, syncs="each"),
-    "optim_grads_params, forwards first": Case(ZERO3, num_microbatches=3, num_in_flight=2),
-    "optim_grads, forwards first": Case("optim_grads", num_microbatches=3, num_in_flight=3),
-    "nested, tied and frozen": Case(ZERO3, model="special", policy=BF16),
-    "nested, tied and frozen, ahead by bytes": Case(
-        ZERO3, model="special", options={"unshard_prefetch_bytes": 2200}
+    "optim, each synchronized": case("optim", num_microbatches=2, syncs="each"),
+    "optim_grads_params, forwards first": case(ZERO3, num_microbatches=3, num_in_flight=2),
+    "optim_grads, forwards first": case("optim_grads", num_microbatches=3, num_in_flight=3),
+    "nested, tied and frozen": case(ZERO3, model="special", policy=BF16),
+    "nested, tied and frozen, ahead by bytes": case(
+        ZERO3, model="special", unshard_prefetch_bytes=2200
     ),
-    "nested, tied and frozen, in a fixed order": Case("optim_grads", model="special", policy=BF16),
-    "owners run after those who share": Case(ZERO3, model="tied"),
-    "owners run after those who share, in a fixed order": Case(
+    "nested, tied and frozen, in a fixed order": case("optim_grads", model="special", policy=BF16),
+    "owners run after those who share": case(ZERO3, model="tied"),
+    "owners run after those who share, in a fixed order": case(
         "optim_grads", model="tied", num_microbatches=2, syncs="each"
     ),
-    "used twice": Case(ZERO3, model="used twice", num_microbatches=2),
-    "used twice, in a fixed order": Case("optim_grads", model="used twice"),
-    "recomputed": Case(ZERO3, model="recomputed", num_microbatches=2),
-    "recomputed, not reentrant": Case(
-        ZERO3, model="recomputed, not reentrant", options={"unshard_prefetch_depth": 2}
+    "used twice": case(ZERO3, model="used twice", num_microbatches=2),
+    "used twice, in a fixed order": case("optim_grads", model="used twice"),
+    "recomputed": case(ZERO3, model="recomputed", num_microbatches=2),
+    "recomputed, not reentrant": case(
+        ZERO3, model="recomputed, not reentrant", unshard_prefetch_depth=2
     ),
-    "recomputed, ahead by bytes": Case(
-        ZERO3,
-        model="recomputed",
-        options={"unshard_prefetch_bytes": 1 << 20, "unshard_prefetch_depth": 3},
+    "recomputed, ahead by bytes": case(
+        ZERO3, model="recomputed", unshard_prefetch_bytes=1 << 20, unshard_prefetch_depth=3
     ),
-    "recomputed, told to keep gathered": Case(
-        ZERO3, model="recomputed", options={"reshard_after_forward": False}
+    "recomputed, told to keep gathered": case(
+        ZERO3, model="recomputed", reshard_after_forward=False
     ),
-    "muon": Case(ZERO3, optimizer="muon"),
-    "muon, replicated": Case("optim", mesh=(4,), optimizer="muon"),
-    "HSDP": Case(ZERO3, (2, 2), policy=BF16, num_microbatches=2),
-    "HSDP, deep": Case(
-        ZERO3,
-        (2, 2),
-        num_microbatches=2,
-        options={"unshard_prefetch_depth": 2, "max_live_grad_buffers": 1},
+    "muon": case(ZERO3, optimizer="muon"),
+    "muon, replicated": case("optim", mesh=(4,), optimizer="muon"),
+    "HSDP": case(ZERO3, (2, 2), policy=BF16, num_microbatches=2),
+    "HSDP, deep": case(
+        ZERO3, (2, 2), num_microbatches=2, unshard_prefetch_depth=2, max_live_grad_buffers=1
     ),
-    "HSDP, in turn": Case(
-        "optim_grads", (2, 2), options={"enable_async_reduce_grad": False}, num_microbatches=2
+    "HSDP, in turn": case(
+        "optim_grads", (2, 2), enable_async_reduce_grad=False, num_microbatches=2
     ),
-    "HSDP, nested, tied and frozen": Case(ZERO3, (2, 2), model="special"),
-    "HSDP, owners run after those who share": Case(
-        ZERO3, (2, 2), model="tied", options={"max_live_grad_buffers": 1}
+    "HSDP, nested, tied and frozen": case(ZERO3, (2, 2), model="special"),
+    "HSDP, owners run after those who share": case(
+        ZERO3, (2, 2), model="tied", max_live_grad_buffers=1
     ),
-    "HSDP, recomputed": Case(ZERO3, (2, 2), model="recomputed"),
-    "HSDP, synchronized afterwards": Case(ZERO3, (2, 2), num_microbatches=2, syncs="after"),
-    "DDP, two axes": Case("no_shard", (2, 2), num_microbatches=2),
-    "HSDP, muon": Case("optim_grads", (2, 2), optimizer="muon"),
-    "HFSDP": Case(ZERO3, (2, 2), "optim", FP32_SUMS, num_microbatches=3),
-    "HFSDP, ZeRO-1": Case("optim", (2, 2), "optim", BF16),
-    "offloaded": Case(ZERO3, policy=BF16, num_microbatches=4, is_offloaded=True),
-    "offloaded, ZeRO-1": Case("optim", policy=BF16, num_microbatches=2, is_offloaded=True),
-    "offloaded, DDP, each synchronized": Case(
+    "HSDP, recomputed": case(ZERO3, (2, 2), model="recomputed"),
+    "HSDP, synchronized afterwards": case(ZERO3, (2, 2), num_microbatches=2, syncs="after"),
+    "DDP, two axes": case("no_shard", (2, 2), num_microbatches=2),
+    "HSDP, muon": case("optim_grads", (2, 2), optimizer="muon"),
+    "HFSDP": case(ZERO3, (2, 2), outer="optim", policy=FP32_SUMS, num_microbatches=3),
+    "HFSDP, ZeRO-1": case("optim", (2, 2), outer="optim", policy=BF16),
+    "offloaded": case(ZERO3, policy=BF16, num_microbatches=4, is_offloaded=True),
+    "offloaded, ZeRO-1": case("optim", policy=BF16, num_microbatches=2, is_offloaded=True),
+    "offloaded, DDP, each synchronized": case(
         "no_shard", num_microbatches=3, syncs="each", is_offloaded=True
     ),
-    "offloaded, nested, tied and frozen": Case(
+    "offloaded, nested, tied and frozen": case(
         ZERO3, model="special", optimizer="sgd_momentum", is_offloaded=True
     ),
-    "offloaded, HSDP": Case(ZERO3, (2, 2), policy=BF16, num_microbatches=2, is_offloaded=True),
-    "offloaded, HFSDP": Case(
-        ZERO3, (2, 2), "optim", num_microbatches=4, syncs="each", is_offloaded=True
+    "offloaded, HSDP": case(ZERO3, (2, 2), policy=BF16, num_microbatches=2, is_offloaded=True),
+    "offloaded, HFSDP": case(
+        ZERO3, (2, 2), outer="optim", num_microbatches=4, syncs="each", is_offloaded=True
     ),
-    "two payloads": Case(ZERO3, model="two ways", num_microbatches=2),
-    "two payloads, kept gathered": Case(
-        ZERO3, model="two ways", options={"reshard_after_forward": False}
-    ),
-    "two payloads, recomputed": Case(ZERO3, model="two ways, recomputed", num_microbatches=2),
-    "two payloads, ZeRO-1": Case("optim", model="two ways", num_microbatches=3),
-    "two payloads, HSDP": Case(ZERO3, (2, 2), model="two ways"),
-    "outer axis of one rank": Case(ZERO3, (1, 2), "optim"),
+    "two payloads": case(ZERO3, model="two ways", num_microbatches=2),
+    "two payloads, kept gathered": case(ZERO3, model="two ways", reshard_after_forward=False),
+    "two payloads, recomputed": case(ZERO3, model="two ways, recomputed", num_microbatches=2),
+    "two payloads, ZeRO-1": case("optim", model="two ways", num_microbatches=3),
+    "two payloads, HSDP": case(ZERO3, (2, 2), model="two ways"),
+    "outer axis of one rank": case(ZERO3, (1, 2), outer="optim"),
 }
 
 
@@ -390,14 +388,12 @@ def planned(case: Case) -> tuple[TrainingDescription, Plan, Run]:
 
 def planned_bytes(training: TrainingDescription, plan: Plan) -> dict[str, int]:
     """What a plan says of the optimizer's state, and of host memory."""
-    if not training.cpu_offload:
-        return {"optimizer": plan.peak[Role.OPTIMIZER]}
-    return {
-        "optimizer": plan.peak[Role.OPTIMIZER],
-        "host": plan.host_nbytes - step_counter_nbytes(training),
-        "to_device": plan.step.to_device_nbytes,
-        "to_host": plan.step.to_host_nbytes,
-    }
+    found = {"optimizer": plan.peak[Role.OPTIMIZER]}
+    if training.cpu_offload:
+        found["host"] = plan.host_nbytes - step_counter_nbytes(training)
+        found["to_device"] = plan.step.to_device_nbytes
+        found["to_host"] = plan.step.to_host_nbytes
+    return found
 
 
 PLANNED_PEAKS = (

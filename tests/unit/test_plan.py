@@ -57,6 +57,12 @@ def no_model() -> str:
     return "a model"
 
 
+def scalar() -> nn.Module:
+    module = nn.Module()
+    module.scale = nn.Parameter(torch.tensor(1.0))
+    return module
+
+
 @pytest.fixture(autouse=True)
 def offered(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("plan", "megatron_fsdp_v2.plan.command:command", cli.COMMAND_GROUP)
@@ -150,12 +156,15 @@ def test_a_function_gets_the_arguments_that_are_given(capsys: Any) -> None:
         ("--model {stack} -- --bf16", "both --model and training flags"),
         ("--tokens 8 -- --bf16", "--tokens: training flags say this themselves"),
         ("--model {stack} --machine h101", "there is no machine 'h101': choose h100, h200, b200"),
+        ("--model {stack} --overlap", "--overlap says what takes how long; add --machine"),
         ("--model {stack} --efficiency 0.4", "name one with --machine (h100, h200, b200)"),
         ("--model {stack} --machine h100 --efficiency 1.5", "efficiency of machine 'h100'"),
         ("--model {stack} --outer 3", "an outer axis of 3 cannot divide 8 data-parallel ranks"),
         ("--model {stack} --units nothing", "no module's name or class matches nothing"),
         ("--model {stack} --granularity rows", "unknown shard_granularity 'rows'"),
         ("--model {no_model}", "must return an nn.Module"),
+        ("--model {scalar}", "parameter scale of the root is 0-dim"),
+        ("--model torch.nn:ReLU", "the model has no parameters, so there is nothing to plan"),
         ("--model {stack}s", "has no function stacks"),
         ("--model no.such.module:f", "--model no.such.module:f: No module named 'no'"),
         ("--model stack", "--model takes module:function, got 'stack'"),
@@ -177,9 +186,8 @@ def test_a_function_gets_the_arguments_that_are_given(capsys: Any) -> None:
     ],
 )
 def test_bad_input_is_rejected_with_a_reason(words: str, reason: str, capsys: Any) -> None:
-    typed = words.format(
-        stack=HERE + "stack", no_model=HERE + "no_model", sized=HERE + "sized"
-    ).split()
+    names = ("stack", "no_model", "scalar", "sized")
+    typed = words.format(**{name: HERE + name for name in names}).split()
     status, out, err = run(capsys, "--ranks", "8", *typed)
     assert status == 2
     assert out == ""
@@ -352,7 +360,7 @@ def test_advice_names_changes_that_were_planned() -> None:
     )
     plans = [plan_one(described, Strategy("no_shard"))]
     memory = plan_one(described, ZERO_3).peak_nbytes
-    sentences = "\n".join(advice(plans, memory))
+    sentences = "\n".join(advice(described, plans, memory))
     assert "--strategy optim_grads_params fits" in sentences
     assert "--recompute-granularity full saves" in sentences
     assert "is not enough alone" in sentences
@@ -362,24 +370,11 @@ def test_advice_of_more_ranks_is_enough_ranks() -> None:
     described = training(2)
     plans = [plan_one(described, ZERO_3)]
     memory = plans[0].peak_nbytes * 7 // 10
-    found = [s for s in advice(plans, memory) if "times the data-parallel" in s]
+    found = [s for s in advice(described, plans, memory) if "times the data-parallel" in s]
     assert len(found) == 1, found
     times = int(found[0].split()[0])
     assert plan_one(training(2 * times), ZERO_3).fits(memory)
     assert not plan_one(training(times), ZERO_3).fits(memory)
-
-
-def test_a_parameter_without_a_dimension_cannot_be_planned() -> None:
-    module = nn.Module()
-    module.scale = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(ValueError, match="scale of the root is 0-dim"):
-        describe_module(module)
-
-
-def test_a_model_without_parameters_cannot_be_planned() -> None:
-    units, _ = describe_module(nn.Sequential(nn.ReLU()))
-    with pytest.raises(ValueError, match="nothing to plan"):
-        TrainingDescription(units, {"dp": MeshDescription(2)})
 
 
 def test_an_order_of_runs_names_every_unit_below_the_root() -> None:

@@ -119,6 +119,23 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _number(field: str, meaning: str) -> dict[str, Any]:
+    return dict(dest=field, type=_count, metavar="N", help=meaning)
+
+
+def _nbytes(field: str, meaning: str) -> dict[str, Any]:
+    return dict(dest=field, type=_size, metavar="SIZE", help=meaning)
+
+
+def _switch(field: str, meaning: str, value: object = True) -> dict[str, Any]:
+    return dict(dest=field, action="store_const", const=value, help=meaning)
+
+
+def _dtype(field: str, meaning: str) -> dict[str, Any]:
+    meaning += "; default: as MixedPrecisionPolicy has it"
+    return dict(dest=field, choices=list(_DTYPES), help=meaning)
+
+
 _MODEL_FLAGS: dict[str, dict[str, Any]] = {
     "--units": dict(
         dest="patterns",
@@ -126,64 +143,36 @@ _MODEL_FLAGS: dict[str, dict[str, Any]] = {
         help="names or classes of the modules that become units, such as 'layers.*' or Block; "
         "default: members of the outermost module lists",
     ),
-    **{
-        flag: dict(
-            choices=list(_DTYPES), help=f"{meaning}; default: as MixedPrecisionPolicy has it"
-        )
-        for flag, meaning in (
-            ("--param-dtype", "dtype weights are gathered and computed with"),
-            ("--main-params-dtype", "dtype the optimizer steps"),
-            ("--main-grads-dtype", "dtype of reduced gradients"),
-            ("--grad-comm-dtype", "communication dtype of gradients"),
-        )
-    },
-    "--granularity": dict(help="row, block:<rows> or tensor; default: row"),
-    "--optimizer": dict(choices=list(OPTIMIZERS), help="default: adam"),
+    "--param-dtype": _dtype("param_dtype", "dtype weights are gathered and computed with"),
+    "--main-params-dtype": _dtype("main_params_dtype", "dtype the optimizer steps"),
+    "--main-grads-dtype": _dtype("main_grads_dtype", "dtype of reduced gradients"),
+    "--grad-comm-dtype": _dtype("grad_comm_dtype", "communication dtype of gradients"),
+    "--granularity": dict(dest="granularity", help="row, block:<rows> or tensor; default: row"),
+    "--optimizer": dict(dest="optimizer", choices=list(OPTIMIZERS), help="default: adam"),
     "--offload-fraction": dict(
+        dest="offload_fraction",
         type=float,
         metavar="F",
         help="of what Adam steps, how much is stepped in host memory, from 0 to 1; default: 0",
     ),
-    "--cpu-offload": dict(
-        action="store_const",
-        const=True,
-        help="main weights, main gradients and optimizer state in host memory: CPUOffloadPolicy",
+    "--cpu-offload": _switch(
+        "cpu_offload",
+        "main weights, main gradients and optimizer state in host memory: CPUOffloadPolicy",
     ),
-    "--micro-batches": dict(
-        dest="num_microbatches",
-        type=_count,
-        metavar="N",
-        help="of a step; all but the last in no_sync()",
+    "--micro-batches": _number("num_microbatches", "of a step; all but the last in no_sync()"),
+    "--tokens": _number("tokens", "of a micro-batch on a rank, for the time"),
+    "--activations": _nbytes("activations", "of a micro-batch, such as 12GiB"),
+    "--prefetch-depth": _number("unshard_prefetch_depth", "units gathered ahead; default: 1"),
+    "--prefetch-bytes": _nbytes(
+        "unshard_prefetch_bytes",
+        "of weights gathered ahead, such as 2GiB, but always those of one unit; default: any",
     ),
-    "--tokens": dict(type=_count, metavar="N", help="of a micro-batch on a rank, for the time"),
-    "--activations": dict(type=_size, metavar="SIZE", help="of a micro-batch, such as 12GiB"),
-    "--prefetch-depth": dict(
-        dest="unshard_prefetch_depth",
-        type=_count,
-        metavar="N",
-        help="units gathered ahead; default: 1",
+    "--unshard-after-step": _switch(
+        "enable_unshard_after_step",
+        "the optimizer's step gathers what the next forward begins with",
     ),
-    "--prefetch-bytes": dict(
-        dest="unshard_prefetch_bytes",
-        type=_size,
-        metavar="SIZE",
-        help="of weights gathered ahead, such as 2GiB, but always those of one unit; default: any",
-    ),
-    "--unshard-after-step": dict(
-        dest="enable_unshard_after_step",
-        action="store_const",
-        const=True,
-        help="the optimizer's step gathers what the next forward begins with",
-    ),
-    "--grad-buffers": dict(
-        dest="max_live_grad_buffers", type=_count, metavar="N", help="live at a time; default: 2"
-    ),
-    "--recompute": dict(
-        dest="recompute_factor",
-        action="store_const",
-        const=1.0,
-        help="units run their forward twice",
-    ),
+    "--grad-buffers": _number("max_live_grad_buffers", "live at a time; default: 2"),
+    "--recompute": _switch("recompute_factor", "units run their forward twice", 1.0),
 }
 """Options of a custom model; training flags after `--` replace them.
 
@@ -226,9 +215,7 @@ def _add_machine_options(group: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help=f"{', '.join(PRESETS)}, or a .json file with the attributes of a machine",
     )
-    group.add_argument(
-        "--memory", type=_size, metavar="SIZE", help="for the training on a rank, such as 76GiB"
-    )
+    group.add_argument("--memory", **_nbytes("memory", "for the training on a rank, such as 76GiB"))
     for flag, (attribute, _, meaning) in _MACHINE_FLAGS.items():
         group.add_argument(flag, dest=attribute, type=float, metavar="X", help=meaning)
     group.add_argument("--gpus-per-node", type=_count, metavar="N")
@@ -311,7 +298,7 @@ def _described(args: argparse.Namespace) -> SourceResult:
         given = [
             flag
             for flag, settings in _MODEL_FLAGS.items()
-            if getattr(args, settings.get("dest", flag[2:].replace("-", "_"))) is not None
+            if getattr(args, settings["dest"]) is not None
         ]
         if given:
             raise ValueError(

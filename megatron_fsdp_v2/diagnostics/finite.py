@@ -47,9 +47,9 @@ def find_nonfinite(module: nn.Module) -> list[Nonfinite]:
     """Find parameters and gradients that hold NaN or Inf. Collective.
 
     Counts are summed over the ranks a tensor is sharded along. Along an axis that replicates it,
-    replicas are taken for one tensor and the largest count is reported, so that what is wrong on
-    one replica only is found on all ranks. Parameters that `fully_shard` was told to ignore are
-    taken for replicas. One collective for each mesh axis, where all tensors have the same kind of
+    replicas count as one tensor and the largest count is reported, so that all ranks find NaN or
+    Inf of a single replica. Parameters that `fully_shard` was told to ignore
+    count as replicas. One collective for each mesh axis, where all tensors have the same kind of
     placement along it, and one for each kind otherwise. Gradients that are not reduced yet
     (`no_sync`) are not seen.
 
@@ -57,7 +57,8 @@ def find_nonfinite(module: nn.Module) -> list[Nonfinite]:
         module: A sharded module, or one that contains some.
 
     Returns:
-        What is not finite, in the order of `named_parameters()`; equal on all ranks of the mesh.
+        Tensors that are not finite, in the order of `named_parameters()`; equal on all ranks of the
+        mesh.
 
     Raises:
         ValueError: Nothing in the module is sharded.
@@ -86,13 +87,14 @@ def find_nonfinite(module: nn.Module) -> list[Nonfinite]:
 
 
 def check_finite(module: nn.Module) -> None:
-    """See to it that all parameters and gradients are finite. Collective.
+    """Raise an error unless all parameters and gradients are finite. Collective.
 
     Args:
         module: A sharded module, or one that contains some.
 
     Raises:
-        RuntimeError: Some are not; on every rank of the mesh, with their names and counts.
+        RuntimeError: A parameter or gradient is not finite; on every rank of the mesh, with names
+            and counts.
         ValueError: Nothing in the module is sharded.
     """
     found = find_nonfinite(module)

@@ -55,7 +55,7 @@ _IDLE = Account(Role.POOL, "")
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """A known storage. The output of an operation is booked at the next operation or event.
+    """A tracked storage. The output of an operation is booked at the next operation or event.
 
     Attributes:
         ledger: The ledger that books it.
@@ -338,7 +338,7 @@ class MemoryWatch(TorchDispatchMode):
     def _note(
         self, storage: torch.UntypedStorage, account: Account, ledger: Ledger, nbytes: int
     ) -> _Known:
-        """Know a storage until it is freed."""
+        """Track a storage until it is freed."""
         key = storage._cdata
         ref = weakref.ref(storage, lambda _: self._free(key))
         known = self._known[key] = _Known(ledger, account, nbytes, ref)

@@ -1,4 +1,4 @@
-"""A proof that every row of every parameter is held exactly once, in memory of its own."""
+"""Checks that every row of every parameter is held exactly once, in separate memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NAMED_AT_MOST = 10
 
 
 def check_no_overlap(module: nn.Module) -> None:
-    """Prove that no two slices overlap and that none is missing. No communication.
+    """Check that no two slices overlap and none is missing. No communication.
 
     Over the ranks, from layouts alone: parameters of a group have ranges of their own in its flat
     buffer; the row ranges of a parameter's shards cover each row exactly once; each shard is held

@@ -47,7 +47,7 @@ class GroupRow:
     """One parameter group.
 
     Attributes:
-        unit: Name of its unit; empty for the module that was asked about.
+        unit: Name of its unit; empty for the given module.
         num_params: Parameters.
         numel: Elements of all its parameters, over all ranks.
         dtypes: Dtypes of weights and gradients.

@@ -1,4 +1,4 @@
-"""What the diagnostics walk over: units, parameters with their names, and mesh axes."""
+"""Units, parameters and mesh axes of a sharded model, for the diagnostics."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ __all__ = [
 ]
 
 ROOT = "(root)"
-"""Stands for the empty name of the module that was asked about."""
+"""Shown instead of the empty name of the given module."""
 
 CHUNK_NUMEL = 1 << 22
-"""Elements looked at together, so that copies in another dtype stay small."""
+"""Elements processed at a time, so that copies in another dtype stay small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class NamedParameter:
     """A parameter of a sharded model.
 
     Attributes:
-        name: Name relative to the module that was asked about.
+        name: Name relative to the given module.
         param: The sharded parameter, also while its unit is gathered, or a plain one.
     """
 
@@ -53,12 +53,12 @@ class NamedParameter:
 
     @property
     def local(self) -> torch.Tensor:
-        """What this rank holds of the parameter; no copy."""
+        """This rank's part of the parameter; no copy."""
         return _local(self.param)
 
     @property
     def local_grad(self) -> torch.Tensor | None:
-        """What this rank holds of the gradient; no copy."""
+        """This rank's part of the gradient; no copy."""
         return None if self.param.grad is None else _local(self.param.grad)
 
     def axes(self, *, sharded: bool) -> list[dist.ProcessGroup]:
@@ -99,7 +99,7 @@ def parameters_below(module: nn.Module) -> list[NamedParameter]:
     Raises:
         ValueError: The module contains no sharded module.
     """
-    # Modules hold gathered parameters while a unit is gathered; what rests is what is looked at.
+    # While a unit is gathered, its modules have gathered parameters in place of the sharded ones.
     sharded = {
         id(gathered): param
         for unit in units_below(module)[0][1].context.units()

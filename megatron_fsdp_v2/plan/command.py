@@ -52,14 +52,14 @@ class _PlanCommand:
     help = "memory, communication and time of a training before it runs"
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Add what is to be planned, for what, and where the plan goes."""
+        """Add the arguments: the model, the machine, what is compared and where it is written."""
         parser.usage = (
             "megatron-fsdp-v2 plan --ranks N [options] --model module:function\n"
             "       megatron-fsdp-v2 plan --ranks N [options] -- <training flags>"
         )
         parser.add_argument("flags", nargs="*", help="training flags, after --")
         parser.add_argument("--ranks", type=_count, required=True, help="ranks of the job")
-        _add_model_options(parser.add_argument_group("a model of your own"))
+        _add_model_options(parser.add_argument_group("a custom model"))
         _add_machine_options(parser.add_argument_group("what it runs on"))
         group = parser.add_argument_group("what is compared and written")
         group.add_argument(
@@ -83,7 +83,7 @@ class _PlanCommand:
         group.add_argument("--plot", metavar="FILE", type=Path, help="write a picture")
 
     def run(self, args: argparse.Namespace) -> int:
-        """Plan; return 2 with one sentence on standard error where that is not possible."""
+        """Print the plan; on bad input, print one sentence to standard error and return 2."""
         try:
             report = _report(args)
             if args.plot is not None:
@@ -110,7 +110,7 @@ def _count(text: str) -> int:
 
 
 def _size(text: str) -> int:
-    # A number alone would be bytes, which nobody means who writes `--memory 76`.
+    # Without a unit `--memory 76` would be 76 bytes.
     if not text.endswith("B"):
         raise argparse.ArgumentTypeError(f"{text!r} has no unit; write a size such as 76GiB")
     try:
@@ -222,7 +222,7 @@ def _add_machine_options(group: argparse._ArgumentGroup) -> None:
 
 
 def _given(args: argparse.Namespace, kind: Any) -> dict[str, Any]:
-    """Options that were given and are fields of a dataclass, by the field's name."""
+    """Return the given options that are fields of a dataclass, by the field's name."""
     names = {field.name for field in fields(kind)}
     return {
         name: value for name, value in vars(args).items() if name in names and value is not None
@@ -323,7 +323,8 @@ def _own_model(args: argparse.Namespace) -> TrainingDescription:
         alternatives = (
             MemoryOption("half the tokens in twice the micro-batches", args.activations // 2),
         )
-    dtypes = _given(args, MixedPrecisionPolicy)
+    given = _given(args, MixedPrecisionPolicy)
+    dtypes: dict[str, Any] = {field: _DTYPES[name] for field, name in given.items()}
     notes = []
     if args.machine is not None and args.tokens is None:
         notes.append("without --tokens a step computes nothing, and all communication is exposed")
@@ -334,7 +335,7 @@ def _own_model(args: argparse.Namespace) -> TrainingDescription:
     return TrainingDescription(
         units,
         {DATA: MeshDescription(args.ranks)},
-        MixedPrecisionPolicy(**{name: _DTYPES[dtype] for name, dtype in dtypes.items()}),
+        MixedPrecisionPolicy(**dtypes),
         options=RuntimeOptions(**_given(args, RuntimeOptions)),
         plain_nbytes=plain_nbytes,
         alternatives=alternatives,

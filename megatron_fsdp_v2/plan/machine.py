@@ -17,20 +17,22 @@ GIB = 1024**3
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a step's time depends on. Bandwidths are of one GPU in one direction.
+    """Properties of a cluster that determine the time of a step.
+
+    Bandwidths are of one GPU in one direction.
 
     Attributes:
-        name: What to call it.
-        gpus_per_node: GPUs that the fast link joins.
+        name: Name for reports.
+        gpus_per_node: GPUs connected by the fast link.
         node_bandwidth: Bytes per second between GPUs of a node.
         network_bandwidth: Bytes per second of a GPU's share of the network between nodes.
-        node_latency: Seconds a step of a collective takes at least within a node.
+        node_latency: Minimum seconds of a step of a collective within a node.
         network_latency: Likewise between nodes.
-        flops: Operations per second of dense 16-bit matrix products, as the maker states them.
-        efficiency: Part of `flops` that computation reaches, communication aside.
-        bandwidth_efficiency: Part of a link's bandwidth that a long collective reaches.
+        flops: Operations per second of dense 16-bit matrix products, as the vendor states them.
+        efficiency: Fraction of `flops` that computation reaches, without communication.
+        bandwidth_efficiency: Fraction of a link's bandwidth that a long collective reaches.
         memory_nbytes: Memory of a GPU.
-        reserved_nbytes: What the driver, NCCL and fragments take of it.
+        reserved_nbytes: Bytes of it for the driver, NCCL and fragmentation.
     """
 
     name: str
@@ -99,13 +101,13 @@ class Machine:
         return rounds * (moved / (bandwidth * self.bandwidth_efficiency) + latency)
 
     def compute_seconds(self, flops: float) -> float:
-        """Time of so many operations."""
+        """Time of a number of operations."""
         return flops / (self.flops * self.efficiency)
 
 
 _MAY_BE_ZERO = frozenset({"node_latency", "network_latency", "reserved_nbytes"})
 
-# Makers' data sheets: dense 16-bit tensor operations, NVLink in one direction (half of the stated
+# Vendors' data sheets: dense 16-bit tensor operations, NVLink in one direction (half of the stated
 # sum of both), memory. H100 SXM5 and H200: 989 TFLOP/s, NVLink 4 with 900 GB/s, 80 GB and 141 GB.
 # B200 (DGX B200): 2.25 PFLOP/s, NVLink 5 with 1.8 TB/s, 180 GB. Network of their DGX nodes: one
 # ConnectX-7 per GPU, 400 Gb/s InfiniBand. Latencies are of the order that nccl-tests shows for
@@ -118,7 +120,7 @@ PRESETS: dict[str, Machine] = {
 
 
 def find_machine(text: str) -> Machine:
-    """A preset by name, or a machine from a JSON file.
+    """Return a preset by name, or a machine from a JSON file.
 
     A file has the attributes of `Machine`; with `"like": "<preset>"` it needs only those that
     differ.
@@ -127,7 +129,7 @@ def find_machine(text: str) -> Machine:
         text: Name or path.
 
     Raises:
-        ValueError: It is neither, or the file says something else; names the presets.
+        ValueError: `text` is neither, or the file does not describe a machine.
     """
     if text.lower() in PRESETS:
         return PRESETS[text.lower()]

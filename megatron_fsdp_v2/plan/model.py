@@ -1,4 +1,4 @@
-"""A module made from a description: its units have the right parameters and let time pass."""
+"""A module made from a description: its units have the described parameters and take time."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class _Compute(torch.autograd.Function):
 
 
 class _Use(torch.autograd.Function):
-    """The use of a parameter, which brings its gradient."""
+    """The use of a parameter; its backward produces the gradient."""
 
     @staticmethod
     @override
@@ -172,7 +172,7 @@ def build(
 
 
 def in_order_of_owners(units: Sequence[DescribedUnit]) -> list[DescribedUnit]:
-    """Units inside before those around them, and owners of tied parameters before who shares."""
+    """Sort inner units before outer ones, and owners of tied parameters before their users."""
     names = {unit.described.name: unit for unit in units}
     ordered: dict[str, DescribedUnit] = {}
 
@@ -191,7 +191,7 @@ def in_order_of_owners(units: Sequence[DescribedUnit]) -> list[DescribedUnit]:
 
 
 def _parameter(described: ParameterDescription) -> nn.Parameter:
-    """A parameter of one element in memory, whose values are never looked at."""
+    """A parameter that has the memory of one element and no meaningful values."""
     values = torch.zeros(1, dtype=described.dtype).expand(described.shape)
     param = nn.Parameter(values, requires_grad=described.requires_grad)
     if described.payload is not None:

@@ -37,8 +37,8 @@ _LEGEND = (
     "Bytes on the rank with most, at the peak of a step. model, main: weights the forward computes "
     "with (0 where they are",
     "the main weights) and weights the optimizer steps; optim: its state; these rest. grads: main "
-    "gradients that are there",
-    "by then. gather, reduce, comm, activ.: gathered weights, gradient buffers being reduced, "
+    "gradients allocated by",
+    "then. gather, reduce, comm, activ.: gathered weights, gradient buffers being reduced, "
     "copies in the communication",
     "dtype, activations. calls, moved: collectives of a step, bytes of their full buffers.",
 )
@@ -51,7 +51,7 @@ _HOST_LEGEND = (
 
 @dataclass(frozen=True)
 class PlanReport:
-    """A report of plans.
+    """Plans of a training under several strategies.
 
     Attributes:
         plans: A plan for every strategy.

@@ -1,7 +1,7 @@
 """Runs a described training as one rank of a simulated cluster, on the meta device.
 
 The runtime itself runs: units, parameter groups, schedules, communication streams. A description
-becomes a module (`plan/model.py`), a recorder and the memory watch of the diagnostics look on.
+becomes a module (`plan/model.py`), which a `StepRecorder` and a `MemoryWatch` observe.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _shard(
 
 
 def _options(training: TrainingDescription) -> RuntimeOptions:
-    """The options of the root; nobody is there to compare anything with."""
+    """Options of the root; no other rank exists to compare with."""
     options = replace(training.options, check_ranks="never", enable_trace_pool=False)
     if training.num_extra_gathered:
         depth = (options.unshard_prefetch_depth or 1) + training.num_extra_gathered
@@ -152,7 +152,7 @@ def _mesh(mesh: MeshDescription, sizes: Sequence[int]) -> DeviceMesh:
 
 
 class _NoOptimizer(torch.optim.Optimizer):
-    """Steps nothing; the runtime is told of a step all the same."""
+    """An optimizer whose step changes nothing and runs the runtime's hooks."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -163,7 +163,7 @@ class _NoOptimizer(torch.optim.Optimizer):
 
 
 class _WithoutValues(TorchDispatchMode):
-    """Answers what the host asks of tensors without values, and shows copies to `look`.
+    """Answers host reads of meta tensors, and passes copies to `look`.
 
     Args:
         look: Called with the tensor that is written and the one that is read.

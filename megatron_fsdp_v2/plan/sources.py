@@ -1,7 +1,7 @@
-"""Where a training that is to be planned comes from: a function of the user's, or training flags.
+"""Sources of planned trainings: a function that builds the model, or training flags.
 
-What the flags of a framework mean belongs to its adapter, which offers a function under the
-entry-point group `megatron_fsdp_v2.plan_sources`; the core knows none of them.
+An adapter reads the flags of its framework and offers a function under the entry-point group
+`megatron_fsdp_v2.plan_sources`; the core knows no flags.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ SOURCE_GROUP = "megatron_fsdp_v2.plan_sources"
 
 
 class FlagsError(ValueError):
-    """Training flags that cannot be planned; says which and why."""
+    """Training flags that cannot be planned; the message names them and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceResult:
-    """What a source makes of training flags.
+    """The training that flags describe.
 
     Attributes:
-        stages: One rank's part of the training; of every pipeline stage, if there are some.
-        strategy: What the flags ask for.
+        stages: One rank's part of the training, for every pipeline stage.
+        strategy: Strategy that the flags select.
     """
 
     stages: tuple[TrainingDescription, ...]
@@ -53,11 +53,11 @@ class SourceResult:
 
 
 Source = Callable[[Sequence[str], int], SourceResult]
-"""From training flags and a number of ranks to what is trained; raises `FlagsError`."""
+"""Describes training flags for a number of ranks; raises `FlagsError`."""
 
 
 def describe_flags(flags: Sequence[str], num_ranks: int) -> SourceResult:
-    """What an adapter, imported when it is asked for, makes of training flags.
+    """Describe training flags with the installed adapter, which is imported here.
 
     Args:
         flags: The training flags.
@@ -83,17 +83,17 @@ def describe_flags(flags: Sequence[str], num_ranks: int) -> SourceResult:
 
 
 def model_arguments(given: Sequence[str]) -> dict[str, Any]:
-    """Arguments of a function from a command line.
+    """Parse arguments of a function from a command line.
 
     Args:
-        given: `name=value`, each. A value that Python reads as a literal (`12`, `1e-5`, `True`,
-            `None`, `[4, 8]`, `"8"`) is that; any other is text.
+        given: Words of the form `name=value`. A value that is a Python literal (`12`, `1e-5`,
+            `True`, `None`, `[4, 8]`, `"8"`) is evaluated; any other value is a string.
 
     Returns:
         Values by name.
 
     Raises:
-        ValueError: One has another form, or a name comes twice.
+        ValueError: A word has another form, or a name is given twice.
     """
     found: dict[str, Any] = {}
     for word in given:
@@ -117,15 +117,15 @@ def build_on_meta(
 
     Args:
         target: `module:function`. It returns the model, or the model and its units.
-        patterns: Patterns of names or classes of units, which count instead.
-        arguments: What the function is called with, by name.
+        patterns: Patterns of names or classes of units; they replace the returned units.
+        arguments: Arguments of the function, by name.
 
     Returns:
         The model and its units; None for the default ones.
 
     Raises:
-        ValueError: There is no such function, it takes other arguments, it returns something else,
-            or nothing matches.
+        ValueError: The function does not exist, takes other arguments or returns no model, or a
+            pattern matches no module.
     """
     function, arguments = _function(target), dict(arguments or {})
     _check_arguments(target, function, arguments)

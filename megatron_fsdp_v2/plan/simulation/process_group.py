@@ -13,6 +13,7 @@ from typing import Any, Protocol, override
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_fsdp_v2.comm.interface import Work
@@ -290,7 +291,7 @@ def simulated_ranks(
     if not 0 <= rank < size:
         raise ValueError(f"rank must be from 0 to {size - 1}, got {rank}")
     with simulated_groups(device, network):
-        dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=size)
+        dist.init_process_group(BACKEND, store=HashStore(), rank=rank, world_size=size)
         try:
             yield
         finally:

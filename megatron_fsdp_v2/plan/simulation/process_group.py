@@ -67,10 +67,6 @@ class _Work(dist.Work):
         return True
 
     @override
-    def synchronize(self) -> None:
-        self._done.wait()
-
-    @override
     def is_completed(self) -> bool:
         return True
 
@@ -102,7 +98,7 @@ class PythonGroup(dist.ProcessGroup):
         """Called by c10d."""
         return self._backend_name
 
-    # C++ calls these methods for names; groups in C++ keep names in their backends.
+    # c10d reads names through these two; groups in C++ keep names in their backends.
 
     def getGroupName(self) -> str:
         """Called by c10d."""
@@ -110,24 +106,6 @@ class PythonGroup(dist.ProcessGroup):
 
     def getGroupDesc(self) -> str:
         """Called by c10d."""
-        return self._backend_name
-
-    @override
-    def _set_group_name(self, name: Any) -> None:
-        self._communicator = name
-
-    @override
-    def _set_group_desc(self, desc: str) -> None:
-        del desc
-
-    @property
-    @override
-    def group_name(self) -> Any:
-        return self._communicator
-
-    @property
-    @override
-    def group_desc(self) -> str:
         return self._backend_name
 
 

@@ -48,10 +48,9 @@ def find_nonfinite(module: nn.Module) -> list[Nonfinite]:
 
     Counts are summed over the ranks a tensor is sharded along. Along an axis that replicates it,
     replicas count as one tensor and the largest count is reported, so that all ranks find NaN or
-    Inf of a single replica. Parameters that `fully_shard` was told to ignore
-    count as replicas. One collective for each mesh axis, where all tensors have the same kind of
-    placement along it, and one for each kind otherwise. Gradients that are not reduced yet
-    (`no_sync`) are not seen.
+    Inf of a single replica. Parameters that `fully_shard` was told to ignore count as replicas. One
+    collective for each mesh axis, where all tensors have the same kind of placement along it, and
+    one for each kind otherwise. Gradients that are not reduced yet (`no_sync`) are not seen.
 
     Args:
         module: A sharded module, or one that contains some.

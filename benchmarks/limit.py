@@ -90,7 +90,7 @@ def pieces(
             torch.sum(received.view(ranks, share), 0, out=mine)
 
         found[EXCHANGE] = exchange
-        found[BROADCASTS] = lambda: broadcast_shards(whole, mine, group=dist.group.WORLD)
+        found[BROADCASTS] = lambda: broadcast_shards(whole, mine, group=dist.group.WORLD).wait()
     return found
 
 

@@ -227,7 +227,7 @@ def _broadcasts(numel: int) -> tuple[int, Run]:
     shard = torch.zeros(numel // dist.get_world_size())
 
     def run() -> float:
-        broadcast_shards(torch.empty(numel), shard, group=dist.group.WORLD)
+        broadcast_shards(torch.empty(numel), shard, group=dist.group.WORLD).wait()
         return 0.0
 
     return 4 * numel, run

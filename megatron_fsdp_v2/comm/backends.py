@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, override
+from dataclasses import dataclass
+from typing import Any, override
 
 import torch
 import torch.distributed as dist
@@ -19,11 +20,9 @@ from megatron_fsdp_v2.comm.calls import (
     all_gather_single,
     broadcast_shards,
     is_gloo,
-    reduce_scatter_single,
 )
 from megatron_fsdp_v2.comm.interface import (
     DONE,
-    Axis,
     Collective,
     CollectiveKind,
     Communicator,
@@ -32,14 +31,13 @@ from megatron_fsdp_v2.comm.interface import (
     run_alone,
     store,
 )
-from megatron_fsdp_v2.comm.streams import Stream, StreamCommunicator
+from megatron_fsdp_v2.comm.streams import NcclCollectives, Stream, StreamCommunicator
 
 __all__ = [
     "SUM_CHUNK",
     "CpuCommunicator",
     "CudaStreams",
     "LateFlag",
-    "NcclCollectives",
     "NcclRegistrar",
     "communicator_for",
     "host_block",
@@ -56,35 +54,34 @@ BROADCAST_BYTES = 1 << 19
 """Bytes of a gather's output from which on broadcasts are faster with gloo."""
 
 
+@dataclass(slots=True, eq=False)
 class _BackendWork:
-    """Work handle of a CPU process group, with a function that finishes the result."""
+    """Work handle of a CPU process group.
 
-    __slots__ = ("_c10d_work", "_collective", "_finish", "_label")
+    Attributes:
+        label: Name for errors.
+        collective: The collective, whose tensors stay allocated until it is done.
+        c10d_work: Work handle of the process group.
+        finish: Computes the result from the received data; None if it is the result.
+    """
 
-    def __init__(
-        self,
-        c10d_work: Any,
-        collective: Collective,
-        finish: Callable[[], None] | None,
-        label: Label,
-    ) -> None:
-        self._c10d_work = c10d_work
-        # Keeps the tensors allocated until the operation is done.
-        self._collective: Collective | None = collective
-        self._finish = finish
-        self._label = label
+    label: Label
+    collective: Collective | None
+    c10d_work: Any
+    finish: Callable[[], None] | None
 
     def wait(self) -> None:
-        collective, c10d_work, finish = self._collective, self._c10d_work, self._finish
+        """See `Work.wait`."""
+        collective, c10d_work, finish = self.collective, self.c10d_work, self.finish
         if collective is None:
             return
         # Cleared first: whoever repairs after a failure waits again before memory is freed.
-        self._collective = self._c10d_work = self._finish = None
+        self.collective = self.c10d_work = self.finish = None
         try:
             c10d_work.wait()
         except RuntimeError as error:
             kind, group = collective.kind.title, collective.axis.group
-            raise self._label.failure(kind, group, error) from error
+            raise self.label.failure(kind, group, error) from error
         del c10d_work
         if finish is not None:
             finish()
@@ -103,40 +100,30 @@ class CpuCommunicator(Communicator):
             return DONE
         if collective.before is not None:
             collective.before()
-        kind, group = collective.kind, collective.axis.group
-        call = _CALLS[kind](collective)
         try:
-            c10d_work = call.operation(*call.operands, group=group, async_op=True)
+            c10d_work, finish = _START[collective.kind](collective)
         except RuntimeError as error:
-            raise self.label.failure(kind.title, group, error) from error
-        work = _BackendWork(c10d_work, collective, call.finish, self.label)
+            kind, group = collective.kind.title, collective.axis.group
+            raise self.label.failure(kind, group, error) from error
+        work = _BackendWork(self.label, collective, c10d_work, finish)
         if not async_op:
             work.wait()
         return work
 
 
-class _Call(NamedTuple):
-    """A call of a torch function, and its post-processing.
-
-    Attributes:
-        operation: The function.
-        operands: Arguments of the function.
-        finish: Computes the result from the received data; None if it is the result.
-    """
-
-    operation: Callable[..., Any]
-    operands: tuple[Any, ...]
-    finish: Callable[[], None] | None = None
+type _Started = tuple[Any, Callable[[], None] | None]
+"""Work handle of the process group, and `_BackendWork.finish`."""
 
 
-def _all_gather(c: Collective) -> _Call:
+def _all_gather(c: Collective) -> _Started:
     """All-gather. Gloo's ring takes up to 3x as long as concurrent broadcasts of all ranks."""
-    is_long = c.output.nbytes >= BROADCAST_BYTES
-    gather = broadcast_shards if is_long and is_gloo(c.axis.group) else all_gather_single
-    return _Call(gather, (c.output, c.input))
+    group = c.axis.group
+    if c.output.nbytes >= BROADCAST_BYTES and is_gloo(group):
+        return broadcast_shards(c.output, c.input, group=group), None
+    return all_gather_single(c.output, c.input, group=group, async_op=True), None
 
 
-def _reduce_scatter(c: Collective) -> _Call:
+def _reduce_scatter(c: Collective) -> _Started:
     """Reduce-scatter as an all-to-all and a local sum; gloo's is several times slower.
 
     The sum is computed in rank order and in the output's dtype, for all communication dtypes; in
@@ -158,31 +145,33 @@ def _reduce_scatter(c: Collective) -> _Call:
     pieces.insert(rank, parts[end])
 
     def finish() -> None:
-        _sum_into(c, pieces, are_apart=lent is None)
+        _sum_into(c, pieces)
         if lent is None:
             # Freed explicitly: gloo's thread holds a reference until it runs again.
             received.untyped_storage().resize_(0)
 
-    operands = (received, sent, numels, numels)
-    return _Call(dist.all_to_all_single, operands, finish)
+    work = dist.all_to_all_single(received, sent, numels, numels, group=c.axis.group, async_op=True)
+    return work, finish
 
 
-def _all_reduce(c: Collective) -> _Call:
+def _all_reduce(c: Collective) -> _Started:
     def finish() -> None:
         if c.input.dtype == c.output.dtype:
             store(c.output, c.input, c.scale, c.accumulate)
         else:
             _sum_into(c, [c.input])
 
-    return _Call(dist.all_reduce, (c.input,), finish)
+    return dist.all_reduce(c.input, group=c.axis.group, async_op=True), finish
 
 
-def _all_to_all(c: Collective) -> _Call:
-    operands = (c.output, c.input, list(c.output_numels), list(c.input_numels))
-    return _Call(dist.all_to_all_single, operands)
+def _all_to_all(c: Collective) -> _Started:
+    numels = list(c.output_numels), list(c.input_numels)
+    return dist.all_to_all_single(
+        c.output, c.input, *numels, group=c.axis.group, async_op=True
+    ), None
 
 
-_CALLS: dict[CollectiveKind, Callable[[Collective], _Call]] = {
+_START: dict[CollectiveKind, Callable[[Collective], _Started]] = {
     CollectiveKind.ALL_GATHER: _all_gather,
     CollectiveKind.REDUCE_SCATTER: _reduce_scatter,
     CollectiveKind.ALL_REDUCE: _all_reduce,
@@ -203,11 +192,11 @@ def _move_to_end(pieces: Sequence[torch.Tensor], index: int) -> int:
     return end
 
 
-def _sum_into(c: Collective, pieces: list[torch.Tensor], *, are_apart: bool = True) -> None:
+def _sum_into(c: Collective, pieces: list[torch.Tensor]) -> None:
     """Store or add a collective's sum of pieces, computed in their order in the output's dtype.
 
-    May overwrite the pieces. If `are_apart` is False, one piece is the end of the output: each
-    chunk of the sum is stored over the same chunk of that piece, or before it.
+    May overwrite the pieces. If a piece is the end of the output, each chunk of the sum is stored
+    over the same chunk of that piece, or before it.
     """
     into, scale, accumulate = c.output, c.scale, c.accumulate
     dtype = torch.promote_types(into.dtype, torch.float32) if c.sums_in_fp32 else into.dtype
@@ -221,16 +210,10 @@ def _sum_into(c: Collective, pieces: list[torch.Tensor], *, are_apart: bool = Tr
     tensors = (torch.split(tensor, SUM_CHUNK) for tensor in (into, *pieces))
     for target, first, *others in zip(*tensors, strict=True):
         # A piece of another dtype is converted by a copy, which is small for a chunk.
-        is_direct = are_apart and not accumulate and dtype == into.dtype
-        total = target.copy_(first) if is_direct else first.to(dtype)
+        total = first.to(dtype)
         for other in others:
             total.add_(other)
-        if accumulate:
-            target.add_(total, alpha=scale)
-        elif not is_direct:
-            torch.mul(total, scale, out=target)
-        elif scale != 1.0:
-            total.mul_(scale)
+        store(target, total, scale, accumulate)
         # Otherwise this chunk would stay allocated while the next one is computed.
         del total
 
@@ -249,46 +232,10 @@ class CudaStreams:
         """Return the current stream."""
         return torch.cuda.current_stream()
 
-    def is_current(self, stream: Stream) -> bool:
-        """Return whether a stream is the current one."""
-        return bool(torch.cuda.current_stream() == stream)
-
     def use(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which operations are queued on a stream."""
         assert isinstance(stream, torch.cuda.Stream)
         return torch.cuda.stream(stream)
-
-
-class NcclCollectives:
-    """Collectives of NCCL on the current stream. See `streams.Collectives`.
-
-    Reductions are plain sums, since switches (NVLink SHARP) can add but not multiply or divide.
-    """
-
-    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, axis: Axis) -> None:
-        """Fill `output` with the shards of all ranks."""
-        all_gather_single(output, shard, group=axis.group)
-
-    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, axis: Axis) -> None:
-        """Fill `output` with the sum over ranks of this rank's slice of `full`."""
-        reduce_scatter_single(output, full, op=dist.ReduceOp.SUM, group=axis.group)
-
-    def all_reduce(self, full: torch.Tensor, axis: Axis) -> None:
-        """Replace `full` by its sum over ranks."""
-        dist.all_reduce(full, op=dist.ReduceOp.SUM, group=axis.group)
-
-    def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        received_numels: Sequence[int],
-        sent_numels: Sequence[int],
-        axis: Axis,
-    ) -> None:
-        """Send every rank its part of `sent`, and receive this rank's part from every rank."""
-        dist.all_to_all_single(
-            received, sent, list(received_numels), list(sent_numels), group=axis.group
-        )
 
 
 class NcclRegistrar:

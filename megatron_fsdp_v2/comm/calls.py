@@ -51,20 +51,14 @@ def all_gather_single(
     return getattr(dist, _ALL_GATHER)(output, shard, group=group, async_op=async_op)
 
 
-class _Several:
-    """Several asynchronous operations as one work handle, with the interface of c10d's."""
-
-    __slots__ = ("_works",)
+class _Broadcasts:
+    """Work handle of several broadcasts."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
 
-    def is_completed(self) -> bool:
-        """Return whether all operations are done."""
-        return all(work.is_completed() for work in self._works)
-
     def wait(self) -> None:
-        """Wait for all operations."""
+        """Wait for all broadcasts."""
         for work in self._works:
             work.wait()
 
@@ -74,15 +68,16 @@ def broadcast_shards(
     shard: torch.Tensor,
     *,
     group: dist.ProcessGroup,
-    async_op: bool = False,
-) -> Any:
+) -> _Broadcasts:
     """Gather like `all_gather_single`, by concurrent broadcasts of every rank's shard.
 
     Args:
         output: See `all_gather_single`.
         shard: This rank's part; copied into `output` unless it is a view of its place there.
         group: Ranks that take part.
-        async_op: Return a handle to wait for, instead of waiting.
+
+    Returns:
+        A handle to wait for.
     """
     if output.dtype not in _KNOWN_DTYPES:
         output, shard = output.view(torch.uint8), shard.view(torch.uint8)
@@ -92,14 +87,11 @@ def broadcast_shards(
         dist.broadcast(place, group=group, group_src=source, async_op=True)
         for source, place in enumerate(places)
     )
-    work = _Several(list(calls))
+    work = _Broadcasts(list(calls))
     if own.data_ptr() != shard.data_ptr():
         # Overlaps the broadcasts, which send from `shard`.
         own.copy_(shard)
-    if async_op:
-        return work
-    work.wait()
-    return None
+    return work
 
 
 def broadcast_single(tensor: torch.Tensor, *, group: dist.ProcessGroup) -> None:

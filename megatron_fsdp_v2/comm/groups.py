@@ -7,16 +7,13 @@ reductions.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["check_gather_group", "group_of_same_ranks", "new_local_group"]
 
@@ -33,7 +30,8 @@ def new_local_group(ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
 
     If the default group is bound to a device (`init_process_group(device_id=...)`), torch splits
     NCCL's communicator of all ranks, which requires all ranks, also those outside the group. Here,
-    NCCL creates a new communicator at the first collective.
+    the default group appears unbound meanwhile, so that NCCL creates a new communicator at the
+    first collective.
 
     Args:
         ranks: Global ranks, including this one, in the order of the group.
@@ -46,7 +44,8 @@ def new_local_group(ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
     label = f"{purpose} of {'-'.join(map(str, ranks))}"
     name = f"megatron_fsdp_v2: {label}, number {_num_made[label]}"
     _num_made[label] += 1
-    with _unbound(world):
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
         group, _ = core._new_process_group_helper(
             len(ranks),
             list(ranks).index(dist.get_rank()),
@@ -57,19 +56,11 @@ def new_local_group(ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
             timeout=core._get_default_timeout(dist.Backend(backend)),
             group_desc=purpose,
         )
+    finally:
+        world.bound_device_id = device
     core._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     made: dist.ProcessGroup = group
     return made
-
-
-@contextlib.contextmanager
-def _unbound(world: Any) -> Iterator[None]:
-    """Make the default group appear unbound to a device inside the context."""
-    device, world.bound_device_id = world.bound_device_id, None
-    try:
-        yield
-    finally:
-        world.bound_device_id = device
 
 
 def check_gather_group(group: object, mesh: DeviceMesh) -> None:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, override
 
 import torch
+import torch.distributed as dist
 
+from megatron_fsdp_v2.comm.calls import all_gather_single, reduce_scatter_single
 from megatron_fsdp_v2.comm.interface import (
     DONE,
     SUMS,
@@ -25,7 +28,7 @@ from megatron_fsdp_v2.comm.interface import (
     store,
 )
 
-__all__ = ["Collectives", "Stream", "StreamCommunicator", "StreamDevice"]
+__all__ = ["NcclCollectives", "Stream", "StreamCommunicator", "StreamDevice"]
 
 
 class Stream(Protocol):
@@ -63,32 +66,29 @@ class StreamDevice(Protocol):
         """Return the current stream."""
         ...
 
-    def is_current(self, stream: Stream) -> bool:
-        """Return whether a stream is the current one; called for every gradient."""
-        ...
-
     def use(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which operations are queued on a stream."""
         ...
 
 
-class Collectives(Protocol):
-    """Collectives among the ranks of an axis, queued on the current stream.
+class NcclCollectives:
+    """Collectives of NCCL among the ranks of an axis, queued on the current stream.
 
-    Calls return before the collectives are done, like all operations on a device.
+    Calls return before the collectives are done, like all operations on a device. Reductions are
+    plain sums, since switches (NVLink SHARP) can add but not multiply or divide.
     """
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, axis: Axis) -> None:
-        """Fill `output` with the shards of all ranks; `shard` may be a view of it."""
-        ...
+        """Fill `output` with the shards of all ranks."""
+        all_gather_single(output, shard, group=axis.group)
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, axis: Axis) -> None:
         """Fill `output` with the sum over ranks of this rank's slice of `full`."""
-        ...
+        reduce_scatter_single(output, full, op=dist.ReduceOp.SUM, group=axis.group)
 
     def all_reduce(self, full: torch.Tensor, axis: Axis) -> None:
         """Replace `full` by its sum over ranks."""
-        ...
+        dist.all_reduce(full, op=dist.ReduceOp.SUM, group=axis.group)
 
     def all_to_all(
         self,
@@ -99,7 +99,9 @@ class Collectives(Protocol):
         axis: Axis,
     ) -> None:
         """Send every rank its part of `sent`, and receive this rank's part from every rank."""
-        ...
+        dist.all_to_all_single(
+            received, sent, list(received_numels), list(sent_numels), group=axis.group
+        )
 
 
 class _ComputeStream:
@@ -111,40 +113,45 @@ class _ComputeStream:
 
     def __init__(self, device: StreamDevice) -> None:
         self._device = device
-        self.stream: Stream | None = None
+        self.stream: Any = None
 
     def begin_pass(self) -> None:
-        if self.stream is None or not self._device.is_current(self.stream):
-            self.stream = self._device.current_stream()
+        self.stream = self._device.current_stream()
 
     def other(self) -> Stream | None:
-        """Return the current stream if it is a side stream."""
+        """Return the current stream if it is a side stream. Called for every gradient."""
+        current = self._device.current_stream()
         if self.stream is None:
-            self.begin_pass()
-        assert self.stream is not None
-        return None if self._device.is_current(self.stream) else self._device.current_stream()
+            self.stream = current
+        return None if current == self.stream else current
 
 
+@dataclass(slots=True, eq=False)
 class _EventWork:
-    """Work handle on a communication stream; `wait` waits on the device by an event."""
+    """Work handle on a communication stream; `wait` waits on the device by an event.
 
-    def __init__(
-        self, device: StreamDevice, compute: _ComputeStream, event: Any, keep: tuple[Any, ...]
-    ) -> None:
-        self._device = device
-        self._compute = compute
-        self._event: Any | None = event
-        self._keep = keep
+    Attributes:
+        device: The device.
+        compute: Its compute stream.
+        event: Completes after the collective; None once it was waited for.
+        keep: Tensors that stay allocated until then.
+    """
+
+    device: StreamDevice
+    compute: _ComputeStream
+    event: Any
+    keep: tuple[torch.Tensor, ...]
 
     def wait(self) -> None:
-        if self._event is not None:
-            self._device.current_stream().wait_event(self._event)
+        """See `Work.wait`."""
+        if self.event is not None:
+            self.device.current_stream().wait_event(self.event)
             # The compute stream uses the output too, and a handle is waited for only once.
-            if self._compute.other() is not None and self._compute.stream is not None:
-                self._compute.stream.wait_event(self._event)
-        self._event = None
+            if self.compute.other() is not None:
+                self.compute.stream.wait_event(self.event)
+        self.event = None
         # Released only after the wait: the waiting stream may reuse the freed memory.
-        self._keep = ()
+        self.keep = ()
 
 
 class StreamCommunicator(Communicator):
@@ -168,13 +175,11 @@ class StreamCommunicator(Communicator):
 
     has_streams = True
 
-    def __init__(self, device: StreamDevice, collectives: Collectives) -> None:
+    def __init__(self, device: StreamDevice, collectives: NcclCollectives) -> None:
         super().__init__()
         self._device = device
         self._collectives = collectives
-        self._streams = {
-            comm_stream: device.new_stream(comm_stream.value) for comm_stream in CommStream
-        }
+        self._streams = {each: device.new_stream(each.value) for each in CommStream}
         self._compute = _ComputeStream(device)
 
     @override
@@ -261,7 +266,6 @@ class StreamCommunicator(Communicator):
 
     @contextlib.contextmanager
     def _memory_for(self, side: Stream) -> Iterator[None]:
-        assert self._compute.stream is not None
         with self._device.use(self._compute.stream):
             yield
         side.wait_stream(self._compute.stream)
@@ -270,7 +274,7 @@ class StreamCommunicator(Communicator):
     def settle(self) -> None:
         """See `Communicator.settle`."""
         side = self._compute.other()
-        if side is not None and self._compute.stream is not None:
+        if side is not None:
             self._compute.stream.wait_stream(side)
 
     def _on_stream(

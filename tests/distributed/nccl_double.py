@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp_v2.comm.backends import NcclCollectives
-from megatron_fsdp_v2.comm.streams import StreamCommunicator
+from megatron_fsdp_v2.comm.streams import NcclCollectives, StreamCommunicator
 from megatron_fsdp_v2.optim import engine
 from megatron_fsdp_v2.plan.simulation.process_group import PythonGroup
 from megatron_fsdp_v2.runtime import construct

@@ -50,12 +50,11 @@ def _shard(rank: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(0, 2, (NUMEL,), generator=generator).to(dtype)
 
 
-@pytest.mark.parametrize("async_op", [False, True], ids=["waits", "async"])
 @pytest.mark.parametrize("is_in_place", [False, True], ids=["elsewhere", "in_place"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @on_ranks("world_size", world_size=[1, 2, 3, 4])
 def test_broadcasts_gather_what_an_all_gather_does(
-    world_size: int, dtype: torch.dtype, is_in_place: bool, async_op: bool
+    world_size: int, dtype: torch.dtype, is_in_place: bool
 ) -> None:
     rank = dist.get_rank()
     output = torch.zeros(world_size * NUMEL, dtype=dtype)
@@ -64,11 +63,7 @@ def test_broadcasts_gather_what_an_all_gather_does(
         shard = output.narrow(0, rank * NUMEL, NUMEL).copy_(shard)
     group = dist.group.WORLD
     assert group is not None
-    work = broadcast_shards(output, shard, group=group, async_op=async_op)
-    assert (work is None) != async_op
-    if work is not None:
-        work.wait()
-        assert work.is_completed()
+    broadcast_shards(output, shard, group=group).wait()
     expected = torch.cat([_shard(other, dtype) for other in range(world_size)])
     assert torch.equal(output.view(torch.uint8), expected.view(torch.uint8))
 
@@ -81,7 +76,7 @@ def test_ranks_of_a_part_of_the_world_broadcast_among_themselves() -> None:
         by_ring, by_broadcasts = torch.zeros(2, 2 * NUMEL).unbind()
         shard = _shard(dist.get_rank(), torch.float32)
         all_gather_single(by_ring, shard, group=group)
-        broadcast_shards(by_broadcasts, shard, group=group)
+        broadcast_shards(by_broadcasts, shard, group=group).wait()
         assert torch.equal(by_ring, by_broadcasts)
 
 

@@ -219,7 +219,7 @@ def _in_backward(act: Callable[[torch.Tensor], Any]) -> Any:
 @contextlib.contextmanager
 def _no_wait_for_work(model: Any) -> Iterator[None]:
     wait = comm_streams._EventWork.wait
-    comm_streams._EventWork.wait = lambda work: setattr(work, "_keep", ())
+    comm_streams._EventWork.wait = lambda work: setattr(work, "keep", ())
     yield
     comm_streams._EventWork.wait = wait
 

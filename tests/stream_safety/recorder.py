@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_fsdp_v2.comm.calls import all_gather_single
 from megatron_fsdp_v2.comm.interface import Axis
-from megatron_fsdp_v2.comm.streams import Stream
+from megatron_fsdp_v2.comm.streams import NcclCollectives, Stream
 from megatron_fsdp_v2.memory.host_memory import is_in_host_memory
 from megatron_fsdp_v2.memory.observer import (
     BufferAcquired,
@@ -152,10 +151,6 @@ class StreamRecorder:
         if self._backward is None:
             return stream
         return self._backward.current(stream if running_node() is node else None)
-
-    def is_current(self, stream: Stream) -> bool:
-        """Whether that is a given stream."""
-        return self.current_stream() is stream
 
     @contextlib.contextmanager
     def use(self, stream: Stream) -> Iterator[None]:
@@ -369,18 +364,20 @@ class StreamRecorder:
         storage.has_memory = False
 
 
-class RecordedCollectives:
-    """Collectives of gloo, run at once and written down. See `streams.Collectives`."""
+class RecordedCollectives(NcclCollectives):
+    """Collectives of gloo, run at once and written down."""
 
     def __init__(self, recorder: StreamRecorder) -> None:
         self._recorder = recorder
 
+    @override
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, axis: Axis) -> None:
         """Fill `output` with the shards of all ranks."""
         self._recorder.operation("all_gather", reads=[shard], writes=[output])
         with self._recorder.paused():
-            all_gather_single(output, shard, group=axis.group)
+            super().all_gather(output, shard, axis)
 
+    @override
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, axis: Axis) -> None:
         """Fill `output` with the sum over ranks of this rank's slice of `full`."""
         self._recorder.operation("reduce_scatter", reads=[full], writes=[output])
@@ -393,12 +390,14 @@ class RecordedCollectives:
                 total.add_(piece)
             output.copy_(total)
 
+    @override
     def all_reduce(self, full: torch.Tensor, axis: Axis) -> None:
         """Replace `full` by its sum over ranks."""
         self._recorder.operation("all_reduce", reads=[], writes=[full])
         with self._recorder.paused():
-            dist.all_reduce(full, group=axis.group)
+            super().all_reduce(full, axis)
 
+    @override
     def all_to_all(
         self,
         received: torch.Tensor,
@@ -410,9 +409,7 @@ class RecordedCollectives:
         """Send every rank its part of `sent`, and receive what all have for this one."""
         self._recorder.operation("all_to_all", reads=[sent], writes=[received])
         with self._recorder.paused():
-            dist.all_to_all_single(
-                received, sent, list(received_numels), list(sent_numels), group=axis.group
-            )
+            super().all_to_all(received, sent, received_numels, sent_numels, axis)
 
 
 class OperationMode(TorchDispatchMode):

@@ -10,9 +10,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from megatron_fsdp_v2.comm.backends import NcclCollectives
 from megatron_fsdp_v2.comm.interface import Work
-from megatron_fsdp_v2.comm.streams import StreamCommunicator
+from megatron_fsdp_v2.comm.streams import NcclCollectives, StreamCommunicator
 from megatron_fsdp_v2.runtime.module import named_units
 
 __all__ = [
@@ -211,10 +210,6 @@ class VirtualStreams:
     def current_stream(self) -> VirtualStream:
         """The current stream."""
         return self._stack[-1]
-
-    def is_current(self, stream: Any) -> bool:
-        """Whether `stream` is the current stream."""
-        return self._stack[-1] is stream
 
     @contextlib.contextmanager
     def use(self, stream: Any) -> Iterator[None]:

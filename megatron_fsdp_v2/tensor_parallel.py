@@ -125,10 +125,7 @@ NORM_RULES: tuple[TensorParallelRule, ...] = (
 
 
 def tensor_shards(
-    module: nn.Module,
-    *,
-    mesh: DeviceMesh,
-    rules: Sequence[TensorParallelRule],
+    module: nn.Module, *, mesh: DeviceMesh, rules: Sequence[TensorParallelRule]
 ) -> dict[nn.Parameter, TensorShard]:
     """Describe the tensor-parallel sharding of all parameters of a module and its submodules.
 
@@ -188,7 +185,7 @@ def cut_of(
     """
     where = f"parameter {prefix}.{name}" if prefix else f"parameter {name}"
     where += f" of shape {tuple(param.shape)} of {type(module).__name__}"
-    rule = _rule_of(module, rules)
+    rule = next((rule for rule in rules if rule.matches(module)), None)
     cut = None if rule is None else rule.find_cut(module, name)
     if cut is None:
         why = "no rule matches its module" if rule is None else f"{rule} has no pattern for it"
@@ -202,17 +199,10 @@ def cut_of(
         raise ValueError(f"{where} cannot be {cut}; use Shard, Replicate or FusedShard")
     if not -param.ndim <= cut.dim < param.ndim:
         raise ValueError(f"{where} has no dimension {cut.dim}, which {cut} shards")
-    dim = cut.dim % param.ndim
-    return TensorShard(mesh, dim, _pieces(where, cut, param.shape[dim]))
-
-
-def _rule_of(module: nn.Module, rules: Sequence[TensorParallelRule]) -> TensorParallelRule | None:
-    return next((rule for rule in rules if rule.matches(module)), None)
-
-
-def _pieces(where: str, cut: Cut, length: int) -> tuple[int, ...]:
-    if not isinstance(cut, FusedShard):
-        return ()
-    if cut.num_pieces < 1 or length % cut.num_pieces:
-        raise ValueError(f"{where} cannot be divided into {cut.num_pieces} equal matrices by {cut}")
-    return (length // cut.num_pieces,) * cut.num_pieces
+    dim, pieces = cut.dim % param.ndim, ()
+    if isinstance(cut, FusedShard):
+        length, count = param.shape[dim], cut.num_pieces
+        if count < 1 or length % count:
+            raise ValueError(f"{where} cannot be divided into {count} equal matrices by {cut}")
+        pieces = (length // count,) * count
+    return TensorShard(mesh, dim, pieces)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_map_only
 
 from megatron_fsdp_v2.comm.groups import new_local_group
 from megatron_fsdp_v2.comm.interface import naming_failures
@@ -61,7 +62,9 @@ class ShardedNorm(torch.Tensor):
         if self.empty:
             groups = [_group_of(peers, dist.group.WORLD) for peers in [self._peers()] if peers[1:]]
         op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-        total = _all_reduced(total, self.mesh, groups, op, "the norm of sharded tensors")
+        # Norms of offloaded gradients are in host memory, which NCCL cannot reduce.
+        total = total.to(self.mesh.device_type)
+        _all_reduce(total, groups, op, "the norm of sharded tensors")
         total = (total if is_max else total ** (1.0 / self.order)).to(self.local)
         return DTensor.from_local(total, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
 
@@ -99,7 +102,7 @@ class ShardedNorm(torch.Tensor):
                 return args[0].like(args[0].local.to(*args[1:], **kwargs))
             if name in ("as_subclass", "detach", "__get__", "__set__", "dim", "size"):
                 return func(*args, **kwargs)
-            whole = _reduced(args)
+            whole = tree_map_only(ShardedNorm, ShardedNorm.reduced, args)
         # Other operands may be sharded, with their own dispatch.
         return func(*whole, **kwargs)
 
@@ -145,12 +148,6 @@ def check_meshes(what: str, meshes: Sequence[DeviceMesh]) -> None:
             )
 
 
-def _reduced(value: Any) -> Any:
-    if isinstance(value, ShardedNorm):
-        return value.reduced()
-    return type(value)(map(_reduced, value)) if isinstance(value, list | tuple) else value
-
-
 def order_of(args: Any, kwargs: dict[str, Any]) -> float:
     """Return the p of the p-norm from the arguments of a norm function."""
     return float(args[1] if len(args) > 1 else kwargs.get("ord", 2.0))
@@ -168,20 +165,13 @@ def _group_of(ranks: tuple[int, ...], world: object) -> dist.ProcessGroup:
     return new_local_group(ranks, "norms of sharded tensors")
 
 
-def _all_reduced(
-    value: torch.Tensor,
-    mesh: DeviceMesh,
-    groups: Iterable[dist.ProcessGroup],
-    op: dist.ReduceOp.RedOpType,
-    what: str,
-) -> torch.Tensor:
-    """All-reduce a number over several groups, one after the other."""
-    # Norms of offloaded gradients are in host memory, which NCCL cannot reduce.
-    value = value.to(mesh.device_type)
+def _all_reduce(
+    value: torch.Tensor, groups: Iterable[dist.ProcessGroup], op: dist.ReduceOp.RedOpType, what: str
+) -> None:
+    """All-reduce a number in place over several groups, one after the other."""
     for group in groups:
         with naming_failures(f"all-reduce of {what}", group):
             dist.all_reduce(value, op=op, group=group)
-    return value
 
 
 def local_norms(tensors: Sequence[Any], order: float) -> list[ShardedNorm]:
@@ -227,6 +217,7 @@ def unscale_and_check(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     sharded = [grad for grad in grads if isinstance(grad, DTensor)]
     # In the order of the list, which is the same on all ranks.
     for mesh, axis in dict.fromkeys((g.device_mesh, axis) for g in sharded for axis in cut_axes(g)):
-        what = "whether a gradient is not finite"
-        found = _all_reduced(found_inf, mesh, [mesh.get_group(axis)], dist.ReduceOp.MAX, what)
+        found = found_inf.to(mesh.device_type)
+        groups, what = [mesh.get_group(axis)], "whether a gradient is not finite"
+        _all_reduce(found, groups, dist.ReduceOp.MAX, what)
         found_inf.copy_(found)

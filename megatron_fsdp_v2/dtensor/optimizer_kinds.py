@@ -29,10 +29,8 @@ __all__ = [
     "stepped_by_all",
 ]
 
-_ELEMENTWISE = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
-ELEMENTWISE: frozenset[type[optim.Optimizer]] = frozenset(
-    getattr(optim, name) for name in _ELEMENTWISE.split()
-)
+_NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
+ELEMENTWISE = frozenset[type[optim.Optimizer]](getattr(optim, name) for name in _NAMES.split())
 
 _FUSED = {"apex", "deepspeed", "transformer_engine"}
 """Packages whose optimizers have multi-tensor kernels of their own."""

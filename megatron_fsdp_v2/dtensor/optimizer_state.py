@@ -22,13 +22,7 @@ from megatron_fsdp_v2.dtensor.optimizer_kinds import needs_all_ranks
 from megatron_fsdp_v2.dtensor.sharded_rows import with_rows_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
 
-__all__ = [
-    "NonOwnedValue",
-    "has_no_rows",
-    "held_elsewhere",
-    "watch_state",
-    "wrap_foreign_state",
-]
+__all__ = ["NonOwnedValue", "has_no_rows", "held_elsewhere", "watch_state", "wrap_foreign_state"]
 
 
 class NonOwnedValue(torch.Tensor):

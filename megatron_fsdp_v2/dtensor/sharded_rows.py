@@ -97,24 +97,15 @@ class ShardedRows(FastAttributes):
             need all ranks, read it as `grad`. Setting `grad` removes it.
         main_grad_slot: For a `param.grad` that a reduction published: the flat main gradient, which
             it keeps allocated, and the index of the parameter in the group.
+        decoupled_grad: Alias of `grad`, which may have another dtype than the parameter. Fused
+            optimizers with Transformer Engine's `use_decoupled_grad` read gradients from this
+            attribute, and skip parameters without it.
     """
 
     row_shards: RowShards
     placeholder_grad: torch.Tensor | None = None
     main_grad_slot: tuple[torch.Tensor, int] | None = None
-
-    @property
-    def decoupled_grad(self) -> torch.Tensor | None:
-        """Alias of `grad`, which may have another dtype than the parameter.
-
-        Fused optimizers with Transformer Engine's `use_decoupled_grad` read gradients from this
-        attribute, and skip parameters without it.
-        """
-        return self.grad
-
-    @decoupled_grad.setter
-    def decoupled_grad(self, value: torch.Tensor | None) -> None:
-        self.grad = value
+    decoupled_grad: torch.Tensor | None
 
     @classmethod
     def from_rows(
@@ -213,29 +204,25 @@ class ShardedRows(FastAttributes):
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the local rows; the mesh and the row ranges are shared."""
-        return memo.setdefault(id(self), self._over(self._local_tensor.detach().clone()))
+        local = self._local_tensor.detach().clone()
+        return memo.setdefault(id(self), saved_rows(*self._parts(local, self.row_shards)))
 
     def __copy__(self) -> Any:
         """Return another tensor over the same local rows."""
-        return self._over(self._local_tensor.detach())
+        return saved_rows(*self._parts(self._local_tensor.detach(), self.row_shards))
 
-    def _over(self, local: torch.Tensor) -> Any:
-        is_param = isinstance(self, torch.nn.Parameter)
-        return _as_param(rows_like(local, self), is_param, self.requires_grad)
+    def _parts(self, local: torch.Tensor, row_shards: RowShards) -> tuple[Any, ...]:
+        """Return the arguments of `saved_rows` for a tensor like this one."""
+        rows = local, self.device_mesh, row_shards, tuple(self.shape)
+        return type(self), rows, isinstance(self, torch.nn.Parameter), self.requires_grad
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle this rank's rows and which rows all ranks hold, without process groups."""
         del protocol
-        shards = self.row_shards
-        shards = dataclasses.replace(shards, saved=shards.held(self.local_rows))
-        rows = self._local_tensor.detach(), self.device_mesh, shards, tuple(self.shape)
-        return saved_rows, (
-            type(self),
-            rows,
-            isinstance(self, torch.nn.Parameter),
-            self.requires_grad,
-        )
+        held = self.row_shards.held(self.local_rows)
+        shards = dataclasses.replace(self.row_shards, saved=held)
+        return saved_rows, self._parts(self._local_tensor.detach(), shards)
 
     @override
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -334,23 +321,21 @@ def _write_grad(self: ShardedRows, value: torch.Tensor | None = None) -> None:
         self.placeholder_grad = None
 
 
-ShardedRows.grad = property(_read_grad, _write_grad, _write_grad)  # type: ignore[assignment]
+_GRAD: Any = property(_read_grad, _write_grad, _write_grad)
+ShardedRows.grad = ShardedRows.decoupled_grad = _GRAD
 
 
 def saved_rows(cls: type[ShardedRows], rows: Any, is_param: bool, requires_grad: bool) -> Any:
-    """Rebuild a sharded tensor from a file.
+    """Rebuild a sharded tensor from a file or for a copy.
 
     Args:
         cls: Class of the tensor.
         rows: Arguments of `from_rows`: rows of the rank that saved the tensor, and the row ranges
-            of all ranks. The mesh may have no process groups.
+            of all ranks. In a file, the mesh may have no process groups.
         is_param: Whether the tensor is a parameter.
         requires_grad: Whether the tensor requires a gradient.
     """
-    return _as_param(cls.from_rows(*rows), is_param, requires_grad)
-
-
-def _as_param(made: Any, is_param: bool, requires_grad: bool) -> Any:
+    made = cls.from_rows(*rows)
     if is_param:
         return torch.nn.Parameter(made, requires_grad=requires_grad)
     return made.requires_grad_(requires_grad)

@@ -45,12 +45,7 @@ from megatron_fsdp_v2.dtensor.sharded_rows import (
     rows_of,
 )
 
-__all__ = [
-    "UnevenDTensor",
-    "local_of",
-    "plain_attributes",
-    "rows_of",
-]
+__all__ = ["UnevenDTensor", "local_of", "plain_attributes", "rows_of"]
 
 type Rule = Callable[[Callable[..., Any], Any, dict[str, Any]], Any]
 """Runs a function of torch with positional and keyword arguments."""

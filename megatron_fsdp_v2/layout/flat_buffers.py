@@ -49,10 +49,7 @@ def flat_buffers[ItemT, KeyT: Hashable](
 
 
 def aligned_buffers(
-    shapes: Iterable[Sequence[int]],
-    num_shards: int,
-    granularity: Granularity,
-    itemsize: float,
+    shapes: Iterable[Sequence[int]], num_shards: int, granularity: Granularity, itemsize: float
 ) -> list[tuple[list[int], BufferLayout]]:
     """Split parameters into flat buffers, and lay them out aligned as far as padding permits.
 

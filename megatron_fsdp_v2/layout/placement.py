@@ -11,13 +11,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = [
-    "OUTER_STRATEGIES",
-    "STRATEGIES",
-    "AxisPlacements",
-    "Placement",
-    "resolve_placements",
-]
+__all__ = ["OUTER_STRATEGIES", "STRATEGIES", "AxisPlacements", "Placement", "resolve_placements"]
 
 
 class Placement(enum.Enum):
@@ -75,9 +69,7 @@ OUTER_STRATEGIES: dict[str, AxisPlacements] = {
 
 
 def resolve_placements(
-    sharding_strategy: str,
-    outer_dp_sharding_strategy: str,
-    axis_sizes: Sequence[int],
+    sharding_strategy: str, outer_dp_sharding_strategy: str, axis_sizes: Sequence[int]
 ) -> tuple[AxisPlacements, ...]:
     """Convert strategy names into placements per mesh axis, outermost axis first.
 

@@ -199,7 +199,8 @@ def cut_of(
         raise ValueError(f"{where} cannot be {cut}; use Shard, Replicate or FusedShard")
     if not -param.ndim <= cut.dim < param.ndim:
         raise ValueError(f"{where} has no dimension {cut.dim}, which {cut} shards")
-    dim, pieces = cut.dim % param.ndim, ()
+    dim = cut.dim % param.ndim
+    pieces: tuple[int, ...] = ()
     if isinstance(cut, FusedShard):
         length, count = param.shape[dim], cut.num_pieces
         if count < 1 or length % count:

@@ -16,11 +16,7 @@ from typing import Any, override
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_v2.comm.calls import (
-    all_gather_single,
-    broadcast_shards,
-    is_gloo,
-)
+from megatron_fsdp_v2.comm.calls import all_gather_single, broadcast_shards, is_gloo
 from megatron_fsdp_v2.comm.interface import (
     DONE,
     Collective,

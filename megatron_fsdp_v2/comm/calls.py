@@ -31,11 +31,7 @@ _REDUCE_SCATTER = "reduce_scatter_single" if _HAS_NEW_NAMES else "reduce_scatter
 
 
 def all_gather_single(
-    output: torch.Tensor,
-    shard: torch.Tensor,
-    *,
-    group: dist.ProcessGroup,
-    async_op: bool = False,
+    output: torch.Tensor, shard: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool = False
 ) -> Any:
     """Fill `output` with the shards of all ranks of a group, in rank order.
 
@@ -64,10 +60,7 @@ class _Broadcasts:
 
 
 def broadcast_shards(
-    output: torch.Tensor,
-    shard: torch.Tensor,
-    *,
-    group: dist.ProcessGroup,
+    output: torch.Tensor, shard: torch.Tensor, *, group: dist.ProcessGroup
 ) -> _Broadcasts:
     """Gather like `all_gather_single`, by concurrent broadcasts of every rank's shard.
 

@@ -7,7 +7,7 @@ Integers only. A buffer is a key, numbered from 0. A set of buffers is an intege
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 __all__ = ["ALIGNMENT", "MemoryPlan", "Slot", "Trace", "keys_of", "plan_memory"]
@@ -132,9 +132,10 @@ class MemoryPlan:
         Args:
             names: Name per key.
         """
+        planned = sum(s for s, o in zip(self.sizes, self.offsets, strict=True) if o is not None)
         lines = [
             f"{self.nbytes:,} bytes in {len(self.slots)} slots; lower bound {self.lower_bound:,} "
-            f"bytes, {self.excess:+.1%}; without sharing {sum(self._planned_sizes()):,} bytes",
+            f"bytes, {self.excess:+.1%}; without sharing {planned:,} bytes",
             f"{'slot':>4}  {'offset':>14}  {'bytes':>14}  buffers",
         ]
         for number, slot in enumerate(self.slots):
@@ -142,49 +143,37 @@ class MemoryPlan:
             lines.append(f"{number:>4}  {slot.offset:>14,}  {slot.nbytes:>14,}  {shared}")
         return "\n".join(lines)
 
-    def _planned_sizes(self) -> Iterator[int]:
-        return (s for s, o in zip(self.sizes, self.offsets, strict=True) if o is not None)
-
 
 def plan_memory(
     sizes: Sequence[int], conflicts: Sequence[int], used: int, lower_bound: int
 ) -> MemoryPlan:
     """Assign addresses in one block, such that conflicting buffers do not overlap.
 
-    Finding the smallest block is NP-hard. This function tries several placement orders, with slots
-    (graph coloring) and with first fit, and improves each order by placing the highest buffers
-    first. For buffers that live in the order of layers, the result meets the lower bound. The plan
-    is deterministic, so that equal arguments give equal plans on all ranks.
+    Finding the smallest block is NP-hard. This function places buffers by first fit in several
+    orders, and improves each order by placing the highest buffers first. For buffers that live in
+    the order of layers, the result meets the lower bound. The plan is deterministic, so that equal
+    arguments give equal plans on all ranks.
 
     Args:
         sizes: Bytes per key.
         conflicts: Per key, the set of keys that may be live at the same time.
         used: Set of the keys to place.
         lower_bound: Largest sum of bytes live at the same time.
-
-    Raises:
-        ValueError: A size is negative.
     """
-    for key, size in enumerate(sizes):
-        if size < 0:
-            raise ValueError(f"sizes must not be negative, got {size} for buffer {key}")
     aligned = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
     keys = list(keys_of(used))
     target = int(lower_bound * (1 + CLOSE_ENOUGH))
-    best: dict[int, int] = {}
-    least: int | None = None
-    for order in _orders(keys, aligned, conflicts):
-        for way in (_colored, _first_fit):
-            offsets = _improved(way, order, aligned, conflicts, target)
-            nbytes = _end(offsets, aligned)
-            if least is None or nbytes < least:
-                best, least = offsets, nbytes
-        if least is not None and least <= target:
+    first, *others = _orders(keys, aligned, conflicts)
+    best = _improved(first, aligned, conflicts, target)
+    for order in others:
+        if _end(best, aligned) <= target:
             break
+        offsets = _improved(order, aligned, conflicts, target)
+        best = min(best, offsets, key=lambda placed: _end(placed, aligned))
     return MemoryPlan(
         sizes=tuple(sizes),
         offsets=tuple(best.get(key) for key in range(len(sizes))),
-        nbytes=least or 0,
+        nbytes=_end(best, aligned),
         lower_bound=lower_bound,
         overlaps=_overlaps(best, aligned),
         slots=_slots(best, aligned),
@@ -201,15 +190,11 @@ def _orders(keys: list[int], sizes: Sequence[int], conflicts: Sequence[int]) -> 
     yield keys[::-1]
 
 
-type _Way = Callable[[Sequence[int], Sequence[int], Sequence[int]], dict[int, int]]
-
-
 def _improved(
-    way: _Way, order: list[int], sizes: Sequence[int], conflicts: Sequence[int], target: int
+    order: list[int], sizes: Sequence[int], conflicts: Sequence[int], target: int
 ) -> dict[int, int]:
     """Return the best of several rounds; each one first places the last one's highest buffers."""
-    best = way(order, sizes, conflicts)
-    least, offsets = _end(best, sizes), best
+    best = offsets = _first_fit(order, sizes, conflicts)
     for _ in range(MAX_ROUNDS):
         end = _end(offsets, sizes)
         if end <= target:
@@ -218,39 +203,13 @@ def _improved(
         if highest == set(order[: len(highest)]):
             break
         order = [k for k in order if k in highest] + [k for k in order if k not in highest]
-        offsets = way(order, sizes, conflicts)
-        if _end(offsets, sizes) < least:
-            best, least = offsets, _end(offsets, sizes)
+        offsets = _first_fit(order, sizes, conflicts)
+        best = min(best, offsets, key=lambda placed: _end(placed, sizes))
     return best
 
 
 def _end(offsets: dict[int, int], sizes: Sequence[int]) -> int:
     return max((offset + sizes[key] for key, offset in offsets.items()), default=0)
-
-
-def _colored(
-    order: Sequence[int], sizes: Sequence[int], conflicts: Sequence[int]
-) -> dict[int, int]:
-    """Assign each buffer to the free slot that has to grow least, then wastes least."""
-    widths: list[int] = []
-    members: list[int] = []
-    slot_of: dict[int, int] = {}
-    for key in order:
-        free = [slot for slot, mask in enumerate(members) if not mask & conflicts[key]]
-        slot = min(
-            free,
-            key=lambda s: (max(sizes[key] - widths[s], 0), widths[s]),
-            default=None,
-        )
-        if slot is None:
-            slot = len(widths)
-            widths.append(0)
-            members.append(0)
-        widths[slot] = max(widths[slot], sizes[key])
-        members[slot] |= 1 << key
-        slot_of[key] = slot
-    starts = list(itertools.accumulate(widths, initial=0))
-    return {key: starts[slot] for key, slot in slot_of.items()}
 
 
 def _first_fit(
@@ -274,16 +233,11 @@ def _first_fit(
 def _overlaps(offsets: dict[int, int], sizes: Sequence[int]) -> tuple[int, ...]:
     """Return per key the set of other keys that share bytes with it."""
     overlaps = [0] * len(sizes)
-    # In order of offsets, so that the buffers that overlap a buffer precede it.
-    reaching: list[int] = []
-    for key in sorted(offsets, key=lambda k: (offsets[k], k)):
-        reaching = [k for k in reaching if offsets[k] + sizes[k] > offsets[key]]
-        if sizes[key] == 0:
-            continue
-        for other in reaching:
-            overlaps[key] |= 1 << other
-            overlaps[other] |= 1 << key
-        reaching.append(key)
+    for one, other in itertools.combinations(offsets, 2):
+        start = max(offsets[one], offsets[other])
+        if start < min(offsets[one] + sizes[one], offsets[other] + sizes[other]):
+            overlaps[one] |= 1 << other
+            overlaps[other] |= 1 << one
     return tuple(overlaps)
 
 

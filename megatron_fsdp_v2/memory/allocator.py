@@ -7,14 +7,7 @@ import weakref
 
 import torch
 
-__all__ = [
-    "Allocator",
-    "BufferUse",
-    "OwnMemory",
-    "TemporaryBuffer",
-    "alias_of",
-    "view_of",
-]
+__all__ = ["Allocator", "BufferUse", "OwnMemory", "TemporaryBuffer", "alias_of", "view_of"]
 
 
 class BufferUse(enum.Enum):
@@ -137,12 +130,7 @@ class Allocator:
     """Makes temporary buffers. This one gives every buffer memory of its own."""
 
     def buffer(
-        self,
-        name: str,
-        use: BufferUse,
-        numel: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, name: str, use: BufferUse, numel: int, dtype: torch.dtype, device: torch.device
     ) -> TemporaryBuffer:
         """Make a buffer of `numel` elements that has no memory yet.
 

@@ -20,7 +20,8 @@ __all__ = [
 ]
 
 _HOST = ("cpu", "meta")
-_STORAGES: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+_STORAGES = weakref.WeakValueDictionary[int, torch.UntypedStorage]()
+"""Registered storages by the address of their C++ object, while they live."""
 
 
 def empty_in_host_memory(
@@ -55,17 +56,7 @@ def keep_in_host_memory(tensor: torch.Tensor) -> None:
             "copy it to the CPU first"
         )
     storage = tensor.untyped_storage()
-    key = storage._cdata
-    known = _STORAGES.get(key)
-    if known is not None and known() is storage:
-        return
-
-    def forget(ref: weakref.ref[torch.UntypedStorage]) -> None:
-        # Another storage may have the same address by now.
-        if _STORAGES.get(key) is ref:
-            del _STORAGES[key]
-
-    _STORAGES[key] = weakref.ref(storage, forget)
+    _STORAGES[storage._cdata] = storage
 
 
 def is_in_host_memory(tensor: torch.Tensor) -> bool:
@@ -77,11 +68,9 @@ def is_in_host_memory(tensor: torch.Tensor) -> bool:
 
 def storages_in_host_memory() -> list[torch.UntypedStorage]:
     """Return all storages of this process that are registered as offloaded."""
-    found = (ref() for ref in list(_STORAGES.values()))
-    return [storage for storage in found if storage is not None]
+    return list(_STORAGES.values())
 
 
 def is_storage_in_host_memory(storage: torch.UntypedStorage) -> bool:
     """Return whether a storage is registered as offloaded."""
-    known = _STORAGES.get(storage._cdata)
-    return known is not None and known() is storage
+    return _STORAGES.get(storage._cdata) is storage

@@ -10,13 +10,12 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-    from megatron_fsdp_v2.comm.interface import Work
-    from megatron_fsdp_v2.memory.allocator import TemporaryBuffer
+from megatron_fsdp_v2.comm.interface import Work
+from megatron_fsdp_v2.memory.allocator import TemporaryBuffer
 
 __all__ = [
     "BufferAcquired",

@@ -7,25 +7,459 @@ allocation. Buffers outside the traced patterns use their own memory and are par
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, override
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
-from megatron_fsdp_v2.memory.allocator import Allocator, BufferUse, TemporaryBuffer
-from megatron_fsdp_v2.memory.arena import (
-    Arena,
-    ArenaKind,
-    Meter,
-    PooledBuffer,
-    PoolReport,
-    TracedProgram,
+from megatron_fsdp_v2.memory.address_plan import MemoryPlan, Trace, keys_of, plan_memory
+from megatron_fsdp_v2.memory.allocator import (
+    Allocator,
+    BufferUse,
+    OwnMemory,
+    TemporaryBuffer,
+    view_of,
 )
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.memory.registered_memory import RegisteredMemory
 
 __all__ = ["PoolReport", "TracePoolAllocator", "TracedProgram"]
+
+MAX_PROGRAMS = 64
+"""Patterns kept to recognize and report them. Conflicts of all patterns are kept."""
+
+MAX_EVENTS = 1 << 16
+"""Events after which a trace ends, since `unshard()` calls alone begin no passes."""
+
+PATIENCE = 4
+"""Passes after which a plan is made even if no pattern was seen twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaKind:
+    """Key of an arena: properties that the buffers of one block share.
+
+    Weights and gradients have separate blocks. A prefetch is deferred if its planned memory is
+    taken, and all ranks must decide that alike; ranks gather in the same order but may receive
+    gradients in different orders. Separate blocks need no more memory, since weights and gradients
+    have their peaks at the same time, in the backward.
+
+    Attributes:
+        dtype: Element type.
+        device: Device of the buffers.
+        is_weight: Whether the buffers hold gathered weights, which autograd may have saved.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    is_weight: bool
+
+    @override
+    def __str__(self) -> str:
+        """Return the name of the kind for reports."""
+        role = "weights" if self.is_weight else "gradients"
+        return f"{str(self.dtype).removeprefix('torch.')} {role} on {self.device}"
+
+
+@dataclass(slots=True)
+class Meter:
+    """Counts the bytes of live buffers of all kinds.
+
+    Attributes:
+        live: Current bytes.
+        peak: Largest value of `live` so far.
+    """
+
+    live: int = 0
+    peak: int = 0
+
+    def add(self, nbytes: int) -> None:
+        """Count a buffer that acquires memory."""
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+
+
+@dataclass(slots=True)
+class TracedProgram:
+    """A pattern of passes: the order in which buffers acquire and release memory.
+
+    Attributes:
+        name: Kind of the pass in which it was first seen.
+        trace: The pattern.
+        num_runs: Number of times it was seen.
+    """
+
+    name: str
+    trace: Trace
+    num_runs: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolReport:
+    """The plan for buffers of one kind.
+
+    Attributes:
+        kind: Kind of the buffers.
+        names: Names of the buffers, by key.
+        plan: Address plan; None before the first one.
+        programs: Traced patterns.
+        beside: Names of planned buffers whose memory is outside the block now: they are live there,
+            or saved views keep them there.
+    """
+
+    kind: ArenaKind
+    names: tuple[str, ...]
+    plan: MemoryPlan | None
+    programs: tuple[TracedProgram, ...]
+    beside: tuple[str, ...]
+
+    def text(self) -> str:
+        """Return the report as human-readable text."""
+        runs = ", ".join(f"{p.name} ({p.num_runs}x)" for p in self.programs)
+        if self.plan is None:
+            return f"{self.kind}: no plan yet; traced: {runs or 'nothing'}"
+        beside = f"\nbeside the pool: {', '.join(self.beside)}" if self.beside else ""
+        return f"{self.kind}: {self.plan.text(self.names)}\ntraced: {runs}{beside}"
+
+
+class _Pool:
+    """Memory block of one plan. It lives as long as any buffer or view uses it."""
+
+    def __init__(
+        self, plan: MemoryPlan, device: torch.device, memory: RegisteredMemory | None
+    ) -> None:
+        self.plan = plan
+        if memory is None:
+            self.memory = torch.empty(plan.nbytes, dtype=torch.uint8, device=device)
+        else:
+            self.memory, free = memory.provide(plan.nbytes, device)
+            weakref.finalize(self, free)
+        self.live = 0
+
+
+class _PooledMemory:
+    """A buffer's bytes in a pool, as a separate storage.
+
+    The reference count of a separate storage shows whether autograd saved views of this buffer.
+    """
+
+    def __init__(self, pool: _Pool, key: int, nbytes: int) -> None:
+        start = pool.plan.place(key)
+        assert start is not None
+        self.pool = pool
+        self.storage = from_dlpack(pool.memory[start : start + nbytes]).untyped_storage()
+        self._bit = 1 << key
+        self.overlaps = pool.plan.overlaps[key]
+
+    def occupants(self) -> int:
+        """Return the set of buffers that live in these bytes now."""
+        return self.pool.live & self.overlaps
+
+    def take(self) -> None:
+        self.pool.live |= self._bit
+
+    def drop(self) -> None:
+        self.pool.live &= ~self._bit
+
+
+class PooledBuffer(TemporaryBuffer):
+    """A temporary buffer with two possible backing storages: its own memory, and bytes of the pool.
+
+    A move to the other backing storage assigns it to the tensor, its views and parameters, without
+    advancing their version counters. A buffer does not move while its storage is referenced
+    externally, as by autograd between a forward and its backward.
+    """
+
+    def __init__(self, arena: Arena, name: str, use: BufferUse, numel: int) -> None:
+        super().__init__(name, use, numel, arena.kind.dtype, arena.kind.device)
+        self.backing: OwnMemory | _PooledMemory = self.own
+        self.pooled: _PooledMemory | None = None
+        self.nbytes = numel * arena.kind.dtype.itemsize
+        self.enter(arena)
+
+    @classmethod
+    def around(cls, arena: Arena, other: TemporaryBuffer) -> PooledBuffer:
+        """Return a replacement for a buffer without a pool, with the same tensor, views and memory.
+
+        The other buffer is unchanged, and can be used again if the replacement was never used.
+        """
+        made = cls(arena, other.name, other.use, other.tensor.numel())
+        made.own = made.backing = other.own
+        made.tensor, made.followers = other.tensor, other.followers
+        return made
+
+    def enter(self, arena: Arena) -> None:
+        """Join an arena, which assigns a key."""
+        self.arena, self.key = arena, arena.add(self)
+
+    @property
+    @override
+    def pool_memory(self) -> torch.Tensor | None:
+        """See `TemporaryBuffer.pool_memory`."""
+        return self.backing.pool.memory if isinstance(self.backing, _PooledMemory) else None
+
+    @override
+    def _take(self) -> None:
+        self.arena.admit(self)
+
+    @override
+    def _drop(self) -> None:
+        self.backing.drop()
+        self.arena.dismiss(self)
+
+    @override
+    def has_room(self) -> bool:
+        """Return whether its planned bytes are free. If not, the request is traced."""
+        return self._live or not self.arena.rejects(self)
+
+    def aliases(self) -> list[torch.Tensor]:
+        """Return the tensors that move with the buffer, its own first."""
+        return [self.tensor, *(t for ref in self.followers if (t := ref()) is not None)]
+
+    def is_held(self) -> bool:
+        """Return whether views that autograd saved reference the backing storage.
+
+        Always False for gradients: gloo's thread may reference a sent buffer, but no code reads it
+        after the reduction.
+        """
+        if not self.arena.kind.is_weight:
+            return False
+        # The storage object itself holds one reference.
+        known = 1 + len(self.aliases())
+        return int(torch._C._storage_Use_Count(self.backing.storage._cdata)) > known
+
+    def move(self, backing: OwnMemory | _PooledMemory) -> None:
+        """Assign another backing storage to the buffer's tensors, without copying values."""
+        self.followers[:] = [ref for ref in self.followers if ref() is not None]
+        # Tensors made in inference mode cannot be assigned to `data` of other tensors.
+        with torch.inference_mode(False), torch.no_grad():
+            for tensor in self.aliases():
+                shape, offset = tuple(tensor.shape), int(tensor.storage_offset())
+                tensor.data = view_of(backing.storage, tensor.dtype, offset, shape)
+        self.backing = backing
+
+
+class Arena:
+    """Buffers of one kind, with their traces, plan and pool.
+
+    Attributes:
+        kind: Kind of the buffers.
+        memory: Source of the memory block; None: torch's allocator.
+        num_allocations: Number of allocations so far, for single buffers and for the pool.
+    """
+
+    def __init__(
+        self, kind: ArenaKind, meter: Meter, memory: RegisteredMemory | None = None
+    ) -> None:
+        self.kind = kind
+        self.memory = memory
+        self._meter = meter
+        self.num_allocations = 0
+        self._buffers: list[weakref.ref[PooledBuffer]] = []
+        self._sizes: list[int] = []
+        self._live = 0
+        self._name = ""
+        self._start = 0
+        self._events: list[int] = []
+        self._pool: _Pool | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._programs: dict[Trace, TracedProgram] = {}
+        self._conflicts = [0] * len(self._sizes)
+        self._used = 0
+        self._peak = 0
+        self._plan: MemoryPlan | None = None
+        self._wants_plan = False
+        self._is_urgent = False
+        self._waited = 0
+
+    def add(self, buffer: PooledBuffer) -> int:
+        """Add a buffer without memory, and return its key."""
+        self._buffers.append(weakref.ref(buffer))
+        self._sizes.append(buffer.nbytes)
+        self._conflicts.append(0)
+        return len(self._sizes) - 1
+
+    def buffers(self) -> Iterator[PooledBuffer]:
+        """Return the buffers that still exist."""
+        return filter(None, (ref() for ref in self._buffers))
+
+    # -- allocation ---------------------------------------------------------------------------
+
+    def admit(self, buffer: PooledBuffer) -> None:
+        """Select a backing storage for a buffer that acquires memory, and trace the event."""
+        # Traced also if it fails, so that the next plan has room.
+        self._events.append(buffer.key)
+        target = self._select_backing(buffer)
+        if target is not buffer.backing:
+            buffer.move(target)
+        if target is buffer.own:
+            self.num_allocations += 1
+        target.take()
+        self._live |= 1 << buffer.key
+        self._meter.add(buffer.nbytes)
+
+    def _select_backing(self, buffer: PooledBuffer) -> OwnMemory | _PooledMemory:
+        backing = buffer.backing
+        preferred: OwnMemory | _PooledMemory = self._place_of(buffer) or buffer.own
+        if isinstance(preferred, _PooledMemory) and preferred.occupants():
+            preferred = buffer.own
+        if preferred is not backing and buffer.is_held():
+            if isinstance(backing, _PooledMemory) and backing.occupants():
+                self._is_urgent = True
+                raise RuntimeError(self._collision(buffer, backing))
+            return backing
+        return preferred
+
+    def _place_of(self, buffer: PooledBuffer) -> _PooledMemory | None:
+        """Return a buffer's bytes in the pool; the first call allocates the pool's block."""
+        plan = self._plan
+        if plan is None or plan.place(buffer.key) is None or not buffer.nbytes:
+            return None
+        if self._pool is None:
+            with torch.inference_mode(False):
+                self._pool = _Pool(plan, self.kind.device, self.memory)
+            self.num_allocations += 1
+        if buffer.pooled is None or buffer.pooled.pool is not self._pool:
+            with torch.inference_mode(False):
+                buffer.pooled = _PooledMemory(self._pool, buffer.key, buffer.nbytes)
+        return buffer.pooled
+
+    def _collision(self, buffer: PooledBuffer, backing: _PooledMemory) -> str:
+        owners = ", ".join(self._name_of(key) for key in keys_of(backing.occupants()))
+        return (
+            f"{buffer.name} must return to the memory that saved views of it refer to, and "
+            f"{owners} uses that memory now: no traced pass uses them together. Run this step "
+            "again, or call reset() on the trace pool before uses change in this way"
+        )
+
+    def _name_of(self, key: int) -> str:
+        buffer = self._buffers[key]()
+        return f"buffer {key}" if buffer is None else buffer.name
+
+    def dismiss(self, buffer: PooledBuffer) -> None:
+        """Trace that a buffer released its memory."""
+        self._live &= ~(1 << buffer.key)
+        self._meter.live -= buffer.nbytes
+        self._events.append(~buffer.key)
+        if len(self._events) >= MAX_EVENTS:
+            self._close("a part of a pass", no_pending_backward=False)
+
+    def rejects(self, buffer: PooledBuffer) -> bool:
+        """Return whether a buffer's planned bytes are taken, so that its prefetch is deferred.
+
+        Depends only on the plan and the set of live buffers, which for weights are the same on all
+        ranks, and not on current backing storages.
+        """
+        plan = self._plan
+        if plan is None or buffer.key >= len(plan.overlaps):
+            return False
+        if not self._live & plan.overlaps[buffer.key]:
+            return False
+        self._events.append(buffer.key)
+        return True
+
+    # -- traces and plans ---------------------------------------------------------------------
+
+    def begin(self, name: str, *, no_pending_backward: bool) -> None:
+        """Start a new trace."""
+        self._close(self._name or "between passes", no_pending_backward=no_pending_backward)
+        self._name = name
+
+    def end(self, name: str, *, no_pending_backward: bool) -> None:
+        """End the trace."""
+        name = " and ".join(part for part in (self._name, name) if part)
+        self._close(name, no_pending_backward=no_pending_backward)
+        self._name = ""
+
+    def _close(self, name: str, *, no_pending_backward: bool) -> None:
+        is_steady = False
+        if self._events:
+            trace = Trace(self._start, tuple(self._events))
+            program = self._programs.get(trace)
+            if program is None:
+                self._learn(name, trace)
+            else:
+                program.num_runs += 1
+                is_steady = no_pending_backward
+            self._events.clear()
+            self._waited += self._wants_plan
+        self._start = self._live
+        if self._wants_plan and (is_steady or self._is_urgent or self._waited > PATIENCE):
+            self._make_plan()
+
+    def _learn(self, name: str, trace: Trace) -> None:
+        if len(self._programs) == MAX_PROGRAMS:
+            rarest = min(self._programs.values(), key=lambda program: program.num_runs)
+            del self._programs[rarest.trace]
+        self._programs[trace] = TracedProgram(name, trace, 1)
+        self._used |= trace.used()
+        self._peak = max(self._peak, trace.peak(self._sizes))
+        trace.add_conflicts(self._conflicts)
+        plan = self._plan
+        fits = plan is not None and all(
+            plan.place(key) is not None and not self._conflicts[key] & plan.overlaps[key]
+            for key in keys_of(self._used)
+        )
+        self._wants_plan = not fits
+
+    def _make_plan(self) -> None:
+        self.release()
+        self._plan = plan_memory(self._sizes, self._conflicts, self._used, self._peak)
+        self._wants_plan = self._is_urgent = False
+        self._waited = 0
+
+    @property
+    def block(self) -> torch.Tensor | None:
+        """Memory block of the plan, as flat bytes; None before its first use."""
+        return None if self._pool is None else self._pool.memory
+
+    def release(self) -> int:
+        """Move all movable buffers out of the pool, and return the bytes freed."""
+        pool, self._pool = self._pool, None
+        if pool is None:
+            return 0
+        left = 0
+        for buffer in self.buffers():
+            backing = buffer.backing
+            if isinstance(backing, _PooledMemory) and backing.pool is pool:
+                if buffer.is_live or buffer.is_held():
+                    left += 1
+                    continue
+                buffer.move(buffer.own)
+            buffer.pooled = None
+        return 0 if left else pool.memory.nbytes
+
+    def reset(self) -> None:
+        """Discard all traces and plans."""
+        self.release()
+        self._events.clear()
+        self._start = self._live
+        self._forget()
+
+    def report(self) -> PoolReport:
+        """See `TracePoolAllocator.reports`."""
+        plan = self._plan
+        beside = [
+            buffer.name
+            for buffer in self.buffers()
+            if plan is not None
+            and plan.place(buffer.key) is not None
+            and buffer.backing is not buffer.pooled
+            and (buffer.is_live or buffer.is_held())
+        ]
+        return PoolReport(
+            self.kind,
+            tuple(self._name_of(key) for key in range(len(self._sizes))),
+            plan,
+            tuple(self._programs.values()),
+            tuple(beside),
+        )
 
 
 class TracePoolAllocator(Allocator):
@@ -48,12 +482,7 @@ class TracePoolAllocator(Allocator):
 
     @override
     def buffer(
-        self,
-        name: str,
-        use: BufferUse,
-        numel: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, name: str, use: BufferUse, numel: int, dtype: torch.dtype, device: torch.device
     ) -> TemporaryBuffer:
         """See `Allocator.buffer`."""
         kind = ArenaKind(dtype, device, use is BufferUse.GATHERED)

@@ -138,11 +138,11 @@ def test_no_pattern_of_the_parity_matrix_has_a_race(gathers: bool) -> None:
     found = {}
     for name, strategy in _strategies_of_patterns(gathers).items():
         recording = _recorded_pattern(PATTERNS[name], strategy)
-        on_lanes = [op for op in recording.schedule.operations() if op.stream != "compute"]
-        found[name] = (len(on_lanes), [str(violation) for violation in recording.violations()])
+        on_streams = [op for op in recording.schedule.operations() if op.stream != "compute"]
+        found[name] = (len(on_streams), [str(violation) for violation in recording.violations()])
     assert found.keys() == _strategies_of_patterns(gathers).keys()
     assert {name: violations for name, (_, violations) in found.items() if violations} == {}
-    assert min(on_lanes for on_lanes, _ in found.values()) > 0
+    assert min(on_streams for on_streams, _ in found.values()) > 0
 
 
 # -- planted faults -------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ class DeafStreams:
 def _plant(fault: str, model: Any, recording: Recording) -> None:
     """Put a fault between the units and the recorded communicator."""
     inner = recording.communicator
-    deaf = StreamCommunicator(DeafStreams(recording.recorder), recording.collectives)
+    deaf = StreamCommunicator(DeafStreams(recording), recording.collectives)
     for module in [*model.blocks, model]:
         group = unit_of(module).groups[0]
 
@@ -373,7 +373,7 @@ class Overlapped(Stack):
         return x
 
     def record(self, recording: Any) -> None:
-        side = recording.new_stream("side")
+        side = recording.new_compute_stream("side")
         for block in self.blocks:
             block.streams, block.side = recording, side
 

@@ -216,17 +216,16 @@ def test_copies_are_pinned_as_the_options_say_and_made_once(pins_params: bool) -
 def test_no_part_steps_before_the_copies_it_needs_are_made(overlaps: bool) -> None:
     """On a GPU: the device's part, and the host's, with gradients of another dtype than weights."""
     model = sharded_model(mp_policy=MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16))
-    with record_streams(model) as recording:
-        device = recording.recorder
-        with (
-            mock.patch.object(torch.cuda, "Stream", lambda: device.new_stream("copies")),
-            mock.patch.object(torch.cuda, "current_stream", device.current_stream),
-            mock.patch.object(torch.cuda, "stream", device.use),
-        ):
-            optimizer = _offloaded(model, fraction=0.5, overlaps=overlaps)
-            for step in range(3):
-                backward(model, step)
-                optimizer.step()
+    with (
+        record_streams(model) as recording,
+        mock.patch.object(torch.cuda, "Stream", lambda: recording.new_stream("copies")),
+        mock.patch.object(torch.cuda, "current_stream", recording.current_stream),
+        mock.patch.object(torch.cuda, "stream", recording.use),
+    ):
+        optimizer = _offloaded(model, fraction=0.5, overlaps=overlaps)
+        for step in range(3):
+            backward(model, step)
+            optimizer.step()
     streams = {op.stream for op in recording.schedule.operations()}
     assert streams == {"compute", "host"} | ({"copies", "copies 2"} if overlaps else set())
     races = [str(violation) for violation in recording.violations()]

@@ -30,7 +30,7 @@ def recorded_step(model: Any, optimizer: Any) -> tuple[list[str], list[str]]:
     assert len(experts) == 2
     renumber, new_use = shared_experts.set_tensor_grad_fn_sequence_sr, torch.cuda.stream
     with record_streams(chunk) as recording:
-        side = recording.new_stream("shared expert")
+        side = recording.new_compute_stream("shared expert")
 
         def use(stream: Any) -> Any:
             return recording.use(side) if stream is side else new_use(stream)

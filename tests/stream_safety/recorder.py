@@ -140,13 +140,16 @@ class StreamRecorder:
         return RecordedStream(unique, self)
 
     def new_compute_stream(self, name: str) -> RecordedStream:
-        """Make a stream that the model computes on too; backwards are followed from now on."""
+        """Make another stream for the model to compute on, as `torch.cuda.Stream()` does.
+
+        From then on, backwards are followed as well: a node runs on the stream of its forward.
+        """
         if self._backward is None:
             self._backward = BackwardStreams(self._current[0][0])
         return self.new_stream(name)
 
     def current_stream(self) -> RecordedStream:
-        """The stream that operations are recorded on now."""
+        """Return the stream that operations are recorded on now."""
         stream, node = self._current[-1]
         if self._backward is None:
             return stream
@@ -154,7 +157,7 @@ class StreamRecorder:
 
     @contextlib.contextmanager
     def use(self, stream: Stream) -> Iterator[None]:
-        """Record operations on a stream while the context lasts."""
+        """Record operations on a stream in the context, as `torch.cuda.stream()`."""
         assert isinstance(stream, RecordedStream)
         before = self.current_stream()
         self._current.append((stream, running_node()))
@@ -166,7 +169,10 @@ class StreamRecorder:
             self._made_on(before)
 
     def keep_stream(self, node: Any) -> None:
-        """Remember the stream of a node of the graph that is about to be given another number."""
+        """Remember the stream of a node of the graph, which is found by its number otherwise.
+
+        Call it before `Node._set_sequence_nr`, after `new_compute_stream`.
+        """
         if self._backward is not None:
             self._backward.keep(node)
 
@@ -253,7 +259,7 @@ class StreamRecorder:
         return self.schedule
 
     def stop(self) -> None:
-        """Follow memory no longer: storages that die later are not freed in the schedule."""
+        """Free the storages that died by now in the schedule, and follow memory no longer."""
         assert self.settled is self.schedule
         self._storages.clear()
 

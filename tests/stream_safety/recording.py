@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 
@@ -13,67 +12,27 @@ from megatron_fsdp_v2.memory.allocator import BufferUse
 from megatron_fsdp_v2.params.group import ParameterGroup
 from megatron_fsdp_v2.runtime.module import named_units
 from tests.stream_safety.checker import Violation, find_violations
-from tests.stream_safety.recorder import (
-    OperationMode,
-    RecordedCollectives,
-    RecordedStream,
-    StreamRecorder,
-)
-from tests.stream_safety.schedule import Schedule
+from tests.stream_safety.recorder import OperationMode, RecordedCollectives, StreamRecorder
 
 __all__ = ["Recording", "record_streams"]
 
 
-class Recording:
+class Recording(StreamRecorder):
     """Steps that run on recorded streams.
 
     Attributes:
-        recorder: The device.
-        collectives: Collectives on it.
+        collectives: Collectives on these streams.
         communicator: The scheduling code of CUDA on both.
     """
 
     def __init__(self) -> None:
-        self.recorder = StreamRecorder()
-        self.collectives = RecordedCollectives(self.recorder)
-        self.communicator = StreamCommunicator(self.recorder, self.collectives)
-
-    def new_stream(self, name: str) -> RecordedStream:
-        """Make another stream for the model to compute on, as `torch.cuda.Stream()` does.
-
-        From then on backwards are followed as well: a node runs on the stream of its forward.
-
-        Args:
-            name: For reports.
-        """
-        return self.recorder.new_compute_stream(name)
-
-    def current_stream(self) -> RecordedStream:
-        """The stream that operations are recorded on now, as `torch.cuda.current_stream()`."""
-        return self.recorder.current_stream()
-
-    def use(self, stream: RecordedStream) -> contextlib.AbstractContextManager[None]:
-        """Record operations on a stream while the context lasts, as `torch.cuda.stream()`."""
-        return self.recorder.use(stream)
-
-    def keep_stream(self, node: Any) -> None:
-        """Remember the stream of a node of the graph, by whose number it is found otherwise.
-
-        To be called before `Node._set_sequence_nr`, after `new_stream`.
-
-        Args:
-            node: The `grad_fn` of a tensor.
-        """
-        self.recorder.keep_stream(node)
-
-    @property
-    def schedule(self) -> Schedule:
-        """What was recorded so far."""
-        return self.recorder.settled
+        super().__init__()
+        self.collectives = RecordedCollectives(self)
+        self.communicator = StreamCommunicator(self, self.collectives)
 
     def violations(self) -> list[Violation]:
-        """Pairs of operations on the same memory that nothing orders; `str()` explains each."""
-        return find_violations(self.schedule)
+        """Return the pairs of operations on one memory that nothing orders, with explanations."""
+        return find_violations(self.settled)
 
 
 @contextlib.contextmanager
@@ -121,16 +80,15 @@ def record_streams(module: nn.Module) -> Iterator[Recording]:
             undo.callback(setattr, unit.context, "communicator", unit.context.communicator)
             unit.context.communicator = recording.communicator
         observer = units[0][1].context.observer
-        observer.subscribe(recording.recorder.receive)
-        undo.callback(observer.unsubscribe, recording.recorder.receive)
+        observer.subscribe(recording.receive)
+        undo.callback(observer.unsubscribe, recording.receive)
         for name, group in groups:
-            _name_buffers(name, group, recording.recorder)
+            _name_buffers(name, group, recording)
             before = group.replace_communicator(recording.communicator)
             undo.callback(group.replace_communicator, before)
-        with OperationMode(recording.recorder):
+        with OperationMode(recording):
             yield recording
-        # Storages that died by now are freed in the schedule, those that die later are not.
-        recording.recorder.stop()
+        recording.stop()
 
 
 def _name_buffers(name: str, group: ParameterGroup, recorder: StreamRecorder) -> None:

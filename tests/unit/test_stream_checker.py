@@ -66,7 +66,7 @@ SCHEDULES: dict[str, tuple[str, Faults]] = {
         "compute reads full",
         [],
     ),
-    "a lane that does not wait for its input is found": (
+    "a stream that does not wait for its input is found": (
         f"{_NEEDED}{_GATHER}comm notes it; compute awaits it; compute reads full",
         [(Fault.UNORDERED, 0, 1)],
     ),
@@ -95,7 +95,7 @@ SCHEDULES: dict[str, tuple[str, Faults]] = {
         f"{_REDUCE}reduce notes it; compute frees b; compute awaits it",
         [(Fault.PREMATURE_FREE, 2, 4)],
     ),
-    "a lane that does not wait for the allocation is found": (
+    "a stream that does not wait for the allocation is found": (
         "compute allocates b; comm writes b",
         [(Fault.UNORDERED_MEMORY, 0, 1)],
     ),

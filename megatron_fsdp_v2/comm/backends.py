@@ -1,8 +1,8 @@
-"""Device backends: gloo on a CPU, NCCL and streams on CUDA.
+"""Device backends: collectives of gloo on a CPU; streams, events and registered memory of CUDA.
 
 All code that depends on the type of a device is here. Names that depend on the version of torch are
-in `comm/calls.py`, the interface is in `comm/interface.py`, and the order of streams is in
-`comm/streams.py`.
+in `comm/calls.py`, the interface is in `comm/interface.py`, and the order of streams and
+collectives on a device with streams is in `comm/streams.py`.
 """
 
 from __future__ import annotations
@@ -162,9 +162,8 @@ def _all_reduce(c: Collective) -> _Started:
 
 def _all_to_all(c: Collective) -> _Started:
     numels = list(c.output_numels), list(c.input_numels)
-    return dist.all_to_all_single(
-        c.output, c.input, *numels, group=c.axis.group, async_op=True
-    ), None
+    work = dist.all_to_all_single(c.output, c.input, *numels, group=c.axis.group, async_op=True)
+    return work, None
 
 
 _START: dict[CollectiveKind, Callable[[Collective], _Started]] = {

@@ -1,7 +1,7 @@
 """Collectives on communication streams, and the order between streams.
 
-Streams and collectives are arguments: CUDA and NCCL for training (`comm/backends.py`), recorders
-for the check of stream safety (`tests/stream_safety`). Both run this code.
+Streams and collectives are arguments: CUDA's streams (`comm/backends.py`) and NCCL for training,
+recorders for the check of stream safety (`tests/stream_safety`). Both run this code.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.dtensor.row_shards import TensorShard
 from megatron_fsdp_v2.dtensor.tp_params import tensor_shard_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
-from megatron_fsdp_v2.layout.flat_buffers import flat_buffers
 from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
+from megatron_fsdp_v2.layout.split import flat_buffers
 from megatron_fsdp_v2.memory.allocator import Allocator
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.params.buffer import ShardGrid

@@ -20,9 +20,8 @@ from megatron_fsdp_v2.layout.buffer_layout import (
     Granularity,
     smallest_slice,
 )
-from megatron_fsdp_v2.layout.flat_buffers import aligned_buffers
 from megatron_fsdp_v2.layout.placement import Placement
-from megatron_fsdp_v2.layout.split import split_for_padding
+from megatron_fsdp_v2.layout.split import aligned_buffers, split_for_padding
 from megatron_fsdp_v2.params.buffer import DataParallelBuffer, ShardGrid, Span
 from tests.reference.layout_bounds import REAL_UNITS, Shape, fits, numel_of
 

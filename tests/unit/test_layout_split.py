@@ -14,8 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_fsdp_v2.layout.buffer_layout import BufferLayout, Granularity
-from megatron_fsdp_v2.layout.flat_buffers import aligned_buffers
-from megatron_fsdp_v2.layout.split import split_for_padding
+from megatron_fsdp_v2.layout.split import aligned_buffers, split_for_padding
 from tests.pages import check_part, table
 from tests.reference.layout_bounds import RANKS, UNITS, Shape, contiguous_bound, numel_of
 

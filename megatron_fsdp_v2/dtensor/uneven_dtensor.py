@@ -21,7 +21,6 @@ from torch.optim import optimizer as optimizers
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from megatron_fsdp_v2.dtensor.attributes import COMPUTED, FastAttributes
 from megatron_fsdp_v2.dtensor.norms import (
     ShardedNorm,
     check_meshes,
@@ -31,6 +30,8 @@ from megatron_fsdp_v2.dtensor.norms import (
 )
 from megatron_fsdp_v2.dtensor.optimizer_kinds import RejectedError, rejected, stepped_by_all
 from megatron_fsdp_v2.dtensor.sharded_rows import (
+    COMPUTED,
+    FastAttributes,
     Overwrite,
     ShardedRows,
     cut_axes,

@@ -22,9 +22,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from megatron_fsdp_v2.dtensor.attributes import raw_grad
 from megatron_fsdp_v2.dtensor.optimizer_kinds import ELEMENTWISE, NOT_ELEMENTWISE
-from megatron_fsdp_v2.dtensor.sharded_rows import rows_like, with_rows_of
+from megatron_fsdp_v2.dtensor.sharded_rows import raw_grad, rows_like, with_rows_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
 from megatron_fsdp_v2.memory.allocator import alias_of
 from megatron_fsdp_v2.params.buffer import place_in

@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp_v2._compiler import uncompiled
 from megatron_fsdp_v2.comm.backends import is_capturing
 from megatron_fsdp_v2.comm.interface import DONE, Work
-from megatron_fsdp_v2.dtensor.attributes import (
+from megatron_fsdp_v2.dtensor.sharded_rows import (
     raw_grad,
     raw_post_hooks,
     raw_requires_grad,
+    rows_like,
     set_raw_grad,
 )
-from megatron_fsdp_v2.dtensor.sharded_rows import rows_like
 from megatron_fsdp_v2.dtensor.uneven_dtensor import (
     UnevenDTensor,
     local_of,

@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from megatron_fsdp_v2.dtensor.attributes import FastAttributes
+from megatron_fsdp_v2.dtensor.sharded_rows import FastAttributes
 from megatron_fsdp_v2.runtime.module import named_units, unit_of
 from tests.processes import ROOT
 from tests.stream_safety import accesses, find_violations, schedule

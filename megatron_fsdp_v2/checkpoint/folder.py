@@ -178,6 +178,8 @@ class CheckpointFolder:
             stored = self._read_chunk(index, sizes)
             for inside, target in () if only_check else copies:
                 target.copy_(stored[inside])
+            # Or its memory would be held while the next chunk is read.
+            del stored
         return counts
 
     def check_file(self, name: str) -> None:

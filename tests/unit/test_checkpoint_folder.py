@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,21 @@ def test_only_items_with_something_wanted_are_read(checkpoint: Path) -> None:
     target = torch.empty(3, 5)
     CheckpointFolder(checkpoint).fill([ReadRequest(KEY, (0, 0), target)])
     assert torch.equal(target, whole()[:3])
+
+
+def test_items_are_held_one_at_a_time(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, held = CheckpointFolder.read_item, weakref.WeakSet[Any]()
+    num_held = []
+
+    def watched(folder: CheckpointFolder, index: MetadataIndex) -> Any:
+        num_held.append(len(held))
+        content = read(folder, index)
+        held.add(content)
+        return content
+
+    monkeypatch.setattr(CheckpointFolder, "read_item", watched)
+    CheckpointFolder(checkpoint).read_tensor(KEY)
+    assert num_held == [0, 0]
 
 
 def test_a_save_that_was_cut_short_is_called_that(checkpoint: Path) -> None:

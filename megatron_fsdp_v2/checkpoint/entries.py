@@ -96,8 +96,8 @@ def is_extra_state(key: str) -> bool:
 
 def extra_state_names(model: nn.Module) -> dict[str, str]:
     """Names of `get_extra_state` entries in the model's own state dict."""
-    found = {MODEL + _plain_name(model, name): name for name in model.state_dict()}
-    return {key: name for key, name in found.items() if is_extra_state(key)}
+    names = filter(is_extra_state, model.state_dict())
+    return {MODEL + _plain_name(model, name): name for name in names}
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:

@@ -20,14 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.checkpoint.entries import MODEL
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, naming_full_disk
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, ReadRequest
-from megatron_fsdp_v2.checkpoint.manifest import MANIFEST
-from megatron_fsdp_v2.checkpoint.metadata import INCOMPLETE, METADATA
+from megatron_fsdp_v2.checkpoint.metadata import INCOMPLETE, MANIFEST, METADATA
 from megatron_fsdp_v2.checkpoint.plain_files import (
     DTYPES,
     INDEX,
@@ -36,11 +34,11 @@ from megatron_fsdp_v2.checkpoint.plain_files import (
     PlainTensor,
     TensorSource,
     check_absent,
-    convert_elements,
     converted,
     index_of,
     open_pt,
     open_safetensors,
+    read_converted,
     write_pt,
     write_safetensors,
 )
@@ -109,23 +107,20 @@ def find_layouts() -> Iterator[Layout]:
         yield point.load()
 
 
-def _open_folder(path: Path, layouts: Sequence[Layout] | None, prefix: str | None) -> TensorSource:
+def _open_folder(path: Path, prefix: str | None) -> TensorSource:
     """Open the model of a checkpoint folder.
 
     Args:
         path: The folder.
-        layouts: Asked one after the other what the model consists of; those of installed adapters
-            when None.
-        prefix: What the names of its tensors begin with. When None, a folder of this package, or
-            one with a nested state dict, has them under `model.`, and in any other folder every
-            tensor is one of the model.
+        prefix: Prefix of its tensors' names. If None, the layouts of installed adapters are asked;
+            otherwise a folder of this package, or one with a nested state dict, has its model under
+            `model.`, and in any other folder all tensors belong to the model.
 
     Raises:
         CheckpointError: It cannot be read, or holds no tensors of a model.
     """
     folder = CheckpointFolder(path)
-    asked = find_layouts() if layouts is None else layouts
-    answers = (layout(folder) for layout in (asked if prefix is None else ()))
+    answers = (layout(folder) for layout in (find_layouts() if prefix is None else ()))
     found = next((answer for answer in answers if answer is not None), None)
     if found is None:
         found = _by_prefix(folder, prefix)
@@ -170,11 +165,12 @@ def natural_order(name: str) -> str:
 def _by_prefix(folder: CheckpointFolder, prefix: str | None) -> list[ModelTensor]:
     if prefix is None:
         prefix = MODEL if folder.manifest is not None or _is_nested(folder) else ""
-    found = [
-        _whole(key.removeprefix(prefix), key, entry)
-        for key, entry in folder.tensors()
-        if key.startswith(prefix)
-    ]
+    found = []
+    for key, entry in folder.tensors():
+        if key.startswith(prefix):
+            shape = tuple(entry.size)
+            tensor = PlainTensor(key.removeprefix(prefix), shape, entry.properties.dtype)
+            found.append(ModelTensor(tensor, (Piece(key, (0,) * len(shape), shape),)))
     if not found:
         raise CheckpointError(
             f"{folder.path} holds no tensors called {prefix}*; name another prefix"
@@ -182,12 +178,6 @@ def _by_prefix(folder: CheckpointFolder, prefix: str | None) -> list[ModelTensor
             else f"{folder.path} holds no tensors"
         )
     return found
-
-
-def _whole(name: str, key: str, entry: TensorStorageMetadata) -> ModelTensor:
-    shape = tuple(entry.size)
-    piece = Piece(key, (0,) * len(shape), shape)
-    return ModelTensor(PlainTensor(name, shape, entry.properties.dtype), (piece,))
 
 
 def _tied(folder: CheckpointFolder, found: Sequence[ModelTensor]) -> dict[str, str]:
@@ -246,7 +236,6 @@ def export(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     prefix: str | None = None,
-    layouts: Sequence[Layout] | None = None,
 ) -> Exported:
     """Write the model of a checkpoint as plain tensors under plain names.
 
@@ -261,7 +250,6 @@ def export(
         max_shard_bytes: A larger `.safetensors` model becomes several files of at most so many
             bytes, or of one tensor, and an index.
         prefix: Prefix of the model's tensors in the checkpoint, which is removed; detected if None.
-        layouts: Layouts of frameworks; those of installed adapters if None.
 
     Returns:
         What was written.
@@ -274,9 +262,7 @@ def export(
     target = Path(out_file)
     if target.suffix not in (SAFETENSORS, *PT_SUFFIXES):
         raise ValueError(f"out_file is {target.name}; name it {SAFETENSORS} or .pt")
-    return convert(
-        path, target, dtype=dtype, max_shard_bytes=max_shard_bytes, prefix=prefix, layouts=layouts
-    )
+    return convert(path, target, dtype=dtype, max_shard_bytes=max_shard_bytes, prefix=prefix)
 
 
 def convert(
@@ -286,7 +272,6 @@ def convert(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     prefix: str | None = None,
-    layouts: Sequence[Layout] | None = None,
 ) -> Exported:
     """Write the model of a checkpoint of one kind as one of another.
 
@@ -297,7 +282,6 @@ def convert(
         dtype: As in `export`.
         max_shard_bytes: As in `export`.
         prefix: As in `export`, of a folder.
-        layouts: As in `export`.
 
     Returns:
         What was written.
@@ -314,7 +298,7 @@ def convert(
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be at least 1")
     check_absent(target)
     check_absent(index_of(target))
-    opened = open_source(source, prefix=prefix, layouts=layouts)
+    opened = open_source(source, prefix=prefix)
     with naming_full_disk(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.suffix == SAFETENSORS:
@@ -328,15 +312,12 @@ def convert(
     return Exported(tuple(files), len(opened.tensors), nbytes, tuple(opened.left_out))
 
 
-def open_source(
-    path: str | Path, *, prefix: str | None = None, layouts: Sequence[Layout] | None = None
-) -> TensorSource:
+def open_source(path: str | Path, *, prefix: str | None = None) -> TensorSource:
     """Open a checkpoint of any kind to read its model.
 
     Args:
         path: As the source of `convert`.
         prefix: As in `export`.
-        layouts: As in `export`.
 
     Raises:
         CheckpointError: There is none, or it cannot be read.
@@ -346,21 +327,18 @@ def open_source(
         return open_safetensors(path)
     if kind is CheckpointKind.PT:
         return open_pt(path)
-    return _open_folder(path, layouts, prefix)
+    return _open_folder(path, prefix)
 
 
 def _write_folder(source: TensorSource, target: Path, dtype: torch.dtype | None) -> list[Path]:
     """Write a folder of torch's distributed checkpoint with one chunk for each tensor."""
-
-    def read(stored: PlainTensor, tensor: PlainTensor) -> torch.Tensor:
-        return convert_elements(source.read(stored), tensor)
-
     entries: dict[str, Blocks] = {}
     for stored in source.tensors:
         if stored.name not in source.tied:
             tensor = converted(stored, dtype)
             blocks = entries[MODEL + tensor.name] = Blocks(tensor.shape, tensor.dtype)
-            blocks.add((0,) * len(tensor.shape), tensor.shape, partial(read, stored, tensor))
+            read = partial(read_converted, source, stored, dtype)
+            blocks.add((0,) * len(tensor.shape), tensor.shape, read)
     tied = {MODEL + name: MODEL + kept for name, kept in source.tied.items()}
     paths = {MODEL + t.name: (MODEL.removesuffix("."), t.name) for t in source.tensors}
     unfinished = temporary_name(target, uuid.uuid4().hex)
@@ -418,14 +396,12 @@ def find_kind(path: str | Path) -> tuple[CheckpointKind, Path]:
         (CheckpointKind.PT, PT_SUFFIXES),
     ):
         found = sorted(file for file in path.iterdir() if file.name.endswith(endings))
+        named = [file for file in found if file.name == _MODEL + endings[0]]
+        if len(found) > 1 and not named:
+            names = listed((file.name for file in found), 4)
+            raise CheckpointError(
+                f"{path} holds {len(found)} files *{endings[0]}: name one of {names}"
+            )
         if found:
-            return kind, _only(path, found, endings[0])
+            return kind, (named or found)[0]
     return CheckpointKind.FOLDER, path
-
-
-def _only(folder: Path, found: list[Path], ending: str) -> Path:
-    named = [file for file in found if file.name == _MODEL + ending]
-    if len(found) > 1 and not named:
-        names = listed((file.name for file in found), 4)
-        raise CheckpointError(f"{folder} holds {len(found)} files *{ending}: name one of {names}")
-    return named[0] if named else found[0]

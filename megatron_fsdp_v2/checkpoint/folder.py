@@ -29,11 +29,16 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, ReplacedError
-from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, Manifest, length_of
-from megatron_fsdp_v2.checkpoint.metadata import METADATA, needed_bytes, read_metadata
+from megatron_fsdp_v2.checkpoint.metadata import (
+    MANIFEST,
+    METADATA,
+    Manifest,
+    length_of,
+    needed_bytes,
+    read_metadata,
+)
 from megatron_fsdp_v2.checkpoint.replacing import find_folder
-from megatron_fsdp_v2.checkpoint.trust import file_inside
-from megatron_fsdp_v2.checkpoint.unpickling import PlainUnpickler, load_plain
+from megatron_fsdp_v2.checkpoint.unpickling import PlainUnpickler, file_inside, load_plain
 
 __all__ = ["CheckpointFolder", "ReadRequest", "coverage_problems"]
 
@@ -68,7 +73,6 @@ class CheckpointFolder:
         self._files: dict[str, BufferedReader] = {}
         self._most_open = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, 1)
         self._chunks: dict[str, _Chunks] = {}
-        self._needed: dict[str, int] = {}
         self.path = find_folder(Path(path)) or Path(path)
         try:
             # As long as it is open, no other folder has its number.
@@ -82,6 +86,7 @@ class CheckpointFolder:
         try:
             self.manifest = Manifest.read(self.path)
             self.metadata = read_metadata(self.path, self.manifest)
+            self._needed = needed_bytes(self.metadata)
             files = [self.path / METADATA, *([self.path / MANIFEST] if self.manifest else [])]
             self.identity = hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
         finally:
@@ -196,8 +201,6 @@ class CheckpointFolder:
         finally:
             self._check_replaced()
         items = self.manifest.files.get(name) if self.manifest is not None else None
-        if not self._needed:
-            self._needed = needed_bytes(self.metadata)
         needed = max(self._needed.get(name, 0), length_of(items or {}))
         if size < needed:
             raise CheckpointError(f"{self.path} is truncated: {name} has {size} of {needed} bytes")

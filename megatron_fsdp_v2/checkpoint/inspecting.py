@@ -17,7 +17,7 @@ from megatron_fsdp_v2.checkpoint.exporting import (
     open_source,
 )
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
-from megatron_fsdp_v2.checkpoint.manifest import FORMAT_VERSION
+from megatron_fsdp_v2.checkpoint.metadata import FORMAT_VERSION
 from megatron_fsdp_v2.checkpoint.plain_files import PlainTensor
 
 __all__ = ["Contents", "inspect", "listing"]
@@ -78,27 +78,19 @@ def inspect(path: str | Path) -> Contents:
     if find_kind(path)[0] is not CheckpointKind.FOLDER:
         return Contents(path, open_source(path).tensors)
     folder = CheckpointFolder(path)
-    tensors = dict(folder.tensors())
     lengths = {i.fqn: info.length for i, info in (folder.metadata.storage_data or {}).items()}
-    saved = folder.manifest
-    return Contents(
-        path,
-        [PlainTensor(key, tuple(e.size), e.properties.dtype) for key, e in tensors.items()],
-        {key: len(entry.chunks) for key, entry in tensors.items()},
-        {
-            key: lengths.get(key, 0)
-            for key, entry in folder.metadata.state_dict_metadata.items()
-            if not isinstance(entry, TensorStorageMetadata)
-        },
-        {}
-        if saved is None
-        else {
-            "version": FORMAT_VERSION,
-            "world_size": saved.world_size,
-            "torch": saved.torch,
-            "files": len(saved.files),
-        },
-    )
+    tensors, chunks, objects = [], {}, {}
+    for key, entry in folder.metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            tensors.append(PlainTensor(key, tuple(entry.size), entry.properties.dtype))
+            chunks[key] = len(entry.chunks)
+        else:
+            objects[key] = lengths.get(key, 0)
+    manifest: dict[str, Any] = {}
+    if (saved := folder.manifest) is not None:
+        manifest = {"version": FORMAT_VERSION, "world_size": saved.world_size}
+        manifest |= {"torch": saved.torch, "files": len(saved.files)}
+    return Contents(path, tensors, chunks, objects, manifest)
 
 
 def listing(contents: Contents, depth: int | None = None) -> Iterator[str]:

@@ -1,10 +1,18 @@
-"""Metadata of a folder of torch's distributed checkpoint, read without running code from it."""
+"""The two files that describe a checkpoint folder: torch's `.metadata`, and `manifest.json`.
+
+`.metadata` is a pickle and is read without running code from it. The manifest has files, lengths
+and checksums of a complete checkpoint and is written last; a folder without one was saved by torch
+or Megatron.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, override
 
@@ -21,20 +29,38 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotFoundError
-from megatron_fsdp_v2.checkpoint.manifest import Manifest
-from megatron_fsdp_v2.checkpoint.trust import (
+from megatron_fsdp_v2.checkpoint.unpickling import (
     DTYPES,
+    Callee,
+    Ignored,
+    SafeUnpickler,
+    blank,
     check_file_name,
     check_name,
-    check_shape,
     file_inside,
     integer,
+    read_json,
+    reason_of,
+    shown,
+    size_of,
 )
-from megatron_fsdp_v2.checkpoint.unpickling import Callee, Ignored, SafeUnpickler, blank, size_of
 
-__all__ = ["INCOMPLETE", "METADATA", "needed_bytes", "read_metadata"]
+__all__ = [
+    "FORMAT_VERSION",
+    "INCOMPLETE",
+    "MANIFEST",
+    "METADATA",
+    "Items",
+    "Manifest",
+    "length_of",
+    "needed_bytes",
+    "read_metadata",
+]
 
 METADATA = ".metadata"
+MANIFEST = "manifest.json"
+FORMAT = "megatron_fsdp_v2.checkpoint"
+FORMAT_VERSION = 1
 INCOMPLETE = ".incomplete"
 """Suffix of a folder's name until its save is complete."""
 
@@ -42,6 +68,84 @@ _MAX_BYTES = 1 << 30
 _MAX_NAMES = 16
 _MAX_PATH = 256
 _SHOWN = 4
+
+
+Items = Mapping[int, tuple[int, int]]
+"""Blocks of tensors, and objects, in a file: length in bytes and CRC-32 by offset."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Files of a checkpoint, and who saved it.
+
+    Attributes:
+        world_size: Number of ranks that saved.
+        torch: Version of torch that saved.
+        files: Items of all files except the manifest, by name. They leave no gap.
+    """
+
+    world_size: int
+    torch: str
+    files: Mapping[str, Items] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Write the manifest into a folder."""
+        content = {
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            "world_size": self.world_size,
+            "torch": self.torch,
+            "files": {
+                name: {
+                    "nbytes": length_of(items),
+                    # Most of the manifest; lists are shorter than objects with names.
+                    "items": [[offset, *item] for offset, item in items.items()],
+                }
+                for name, items in self.files.items()
+            },
+        }
+        (folder / MANIFEST).write_text(json.dumps(content, separators=(",", ":")) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest | None:
+        """Read the manifest of a folder; None if there is none.
+
+        Raises:
+            CheckpointError: It is damaged, or of an unknown format or version.
+        """
+        path = file_inside(folder, MANIFEST)
+        if not path.is_file():
+            return None
+        if path.stat().st_size > _MAX_BYTES:
+            raise CheckpointError(f"{path} is longer than any manifest: over {_MAX_BYTES} bytes")
+        try:
+            content = read_json(path.read_bytes())
+            format_, version = content["format"], integer(content["version"])
+            if format_ != FORMAT or version != FORMAT_VERSION:
+                raise ValueError(
+                    f"it is of version {version} of the format {shown(format_)}, and this package "
+                    f"reads version {FORMAT_VERSION} of {FORMAT!r}"
+                )
+            return cls(
+                integer(content["world_size"]),
+                check_name(content["torch"]),
+                {
+                    check_file_name(name, "a part of it"): {
+                        integer(offset): (integer(length), integer(crc32, 0xFFFFFFFF))
+                        for offset, length, crc32 in sorted(file["items"])
+                    }
+                    for name, file in content["files"].items()
+                },
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read ({error!r}); it is damaged, or of another version"
+            ) from error
+
+
+def length_of(items: Items) -> int:
+    """Length of a file in bytes."""
+    return max((offset + length for offset, (length, _) in items.items()), default=0)
 
 
 class _MetadataUnpickler(SafeUnpickler):
@@ -62,15 +166,19 @@ class _MetadataUnpickler(SafeUnpickler):
             super().set_state(target, state)
 
 
-def _expected[T](cls: type[T]) -> Callable[[Any], T]:
-    """A check that a value is an instance of a class."""
+def _expected(*classes: type) -> Callable[[Any], Any]:
+    """A check that a value is an instance of one of these classes."""
 
-    def check(value: Any) -> T:
-        if type(value) is not cls:
-            raise ValueError(f"a {type(value).__name__} is in the place of a {cls.__name__}")
+    def check(value: Any) -> Any:
+        if type(value) not in classes:
+            raise ValueError(f"a {type(value).__name__} is in the place of a {classes[0].__name__}")
         return value
 
     return check
+
+
+def _mapping(key: Callable[[Any], Any], value: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda found: {key(k): value(v) for k, v in _expected(dict)(found).items()}
 
 
 def _optional(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -79,21 +187,6 @@ def _optional(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _each(cls: type) -> Callable[[Any], list[Any]]:
     return lambda values: [_expected(cls)(value) for value in _expected(list)(values)]
-
-
-def _entries(entries: Any) -> dict[str, Any]:
-    for key, entry in _expected(dict)(entries).items():
-        check_name(key)
-        if type(entry) is not BytesStorageMetadata:
-            _expected(TensorStorageMetadata)(entry)
-    return dict(entries)
-
-
-def _storage(storage: Any) -> dict[MetadataIndex, Any]:
-    for index, info in _expected(dict)(storage).items():
-        _expected(MetadataIndex)(index)
-        _expected(filesystem._StorageInfo)(info)
-    return dict(storage)
 
 
 def _paths(value: Any) -> dict[str, tuple[str | int, ...]] | None:
@@ -109,9 +202,13 @@ def _paths(value: Any) -> dict[str, tuple[str | int, ...]] | None:
 
 _FIELDS: dict[type, dict[str, Callable[[Any], Any]]] = {
     Metadata: {
-        "state_dict_metadata": _entries,
+        "state_dict_metadata": _mapping(
+            check_name, _expected(TensorStorageMetadata, BytesStorageMetadata)
+        ),
         "planner_data": _paths,
-        "storage_data": _optional(_storage),
+        "storage_data": _optional(
+            _mapping(_expected(MetadataIndex), _expected(filesystem._StorageInfo))
+        ),
         "version": lambda version: version if type(version) is str else None,
     },
     TensorStorageMetadata: {
@@ -179,10 +276,11 @@ def read_metadata(path: str | Path, manifest: Manifest | None = None) -> Metadat
             raise CheckpointError(f"{file} is damaged: its checksum is not that of the save")
     try:
         return _checked(_MetadataUnpickler(content).load())
-    except (ValueError, AttributeError, TypeError) as error:
+    # A damaged pickle raises nearly anything.
+    except Exception as error:
         raise CheckpointError(
-            f"{file} cannot be read ({error}): it is damaged, or made to run code or to use up "
-            "memory; do not use this checkpoint unless you know where it is from"
+            f"{file} cannot be read ({reason_of(error)}): it is damaged, or made to run code or to "
+            "use up memory; do not use this checkpoint unless you know where it is from"
         ) from error
 
 
@@ -229,7 +327,7 @@ def _checked(found: Any) -> Metadata:
     Raises:
         ValueError: They contradict each other, or reading what they say would not end.
     """
-    checked = _expected(Metadata)(found)
+    checked: Metadata = _expected(Metadata)(found)
     entries = checked.state_dict_metadata
     # Several names may share an entry, but only so many that reading all of them ends.
     names = Counter(id(entry) for entry in entries.values())
@@ -237,7 +335,9 @@ def _checked(found: Any) -> Metadata:
         raise ValueError(f"more than {_MAX_NAMES} names share one tensor")
     for key, entry in entries.items():
         if isinstance(entry, TensorStorageMetadata):
-            check_shape(entry.size, entry.properties.dtype, key)
+            # Strides of other dimensions matter even if one has length zero.
+            numel = math.prod(max(length, 1) for length in entry.size)
+            integer(numel * entry.properties.dtype.itemsize)
             for chunk in entry.chunks:
                 if not len(chunk.offsets) == len(chunk.sizes) == len(entry.size):
                     raise ValueError(

@@ -21,8 +21,13 @@ import torch
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotFoundError
 from megatron_fsdp_v2.checkpoint.metadata import INCOMPLETE
 from megatron_fsdp_v2.checkpoint.replacing import sync
-from megatron_fsdp_v2.checkpoint.trust import check_file_name, check_name, read_json
-from megatron_fsdp_v2.checkpoint.unpickling import load_plain, map_file
+from megatron_fsdp_v2.checkpoint.unpickling import (
+    check_file_name,
+    check_name,
+    load_plain,
+    map_file,
+    read_json,
+)
 from megatron_fsdp_v2.checkpoint.writing import own_storage
 
 __all__ = [
@@ -33,11 +38,11 @@ __all__ = [
     "PlainTensor",
     "TensorSource",
     "check_absent",
-    "convert_elements",
     "converted",
     "index_of",
     "open_pt",
     "open_safetensors",
+    "read_converted",
     "write_pt",
     "write_safetensors",
 ]
@@ -117,18 +122,17 @@ def converted(tensor: PlainTensor, dtype: torch.dtype | None) -> PlainTensor:
     return replace(tensor, dtype=dtype)
 
 
-def convert_elements(data: torch.Tensor, tensor: PlainTensor) -> torch.Tensor:
-    """Convert a tensor to the dtype it is written in.
-
-    Args:
-        data: The tensor.
-        tensor: Its description as written.
+def read_converted(
+    source: TensorSource, stored: PlainTensor, dtype: torch.dtype | None
+) -> torch.Tensor:
+    """Read a tensor in the dtype it is written in.
 
     Raises:
-        CheckpointError: An element is too large for the dtype.
+        CheckpointError: It cannot be read, or an element is too large for the dtype.
     """
+    data, tensor = source.read(stored), converted(stored, dtype)
     if data.dtype == tensor.dtype:
-        return data
+        return own_storage(data)
     after = data.to(tensor.dtype)
     # Unlike isfinite(), aminmax() allocates nothing.
     is_finite = not after.numel() or all(map(math.isfinite, torch.aminmax(after)))
@@ -137,12 +141,7 @@ def convert_elements(data: torch.Tensor, tensor: PlainTensor) -> torch.Tensor:
             f"{tensor.name} has elements that are too large for {after.dtype}; choose bfloat16 or "
             "float32"
         )
-    return after
-
-
-def _read(source: TensorSource, stored: PlainTensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Read a tensor as it will be written."""
-    return own_storage(convert_elements(source.read(stored), converted(stored, dtype)))
+    return own_storage(after)
 
 
 def check_absent(path: Path) -> None:
@@ -225,23 +224,22 @@ def write_safetensors(
     """
     library = _library(f"writing {file}")
     tied = {name: kept for name, kept in source.tied.items() if name != _FORMAT}
-    once = [tensor for tensor in source.tensors if tensor.name not in tied]
     shards: list[list[PlainTensor]] = [[]]
-    weight_map: dict[str, int] = {}
-    total = room = 0
-    for stored in once:
+    total = in_last = 0
+    for stored in source.tensors:
+        if stored.name in tied:
+            continue
         tensor = converted(stored, dtype)
         if tensor.dtype not in _NAMES:
             raise CheckpointError(
                 f"{tensor.name} is of {tensor.dtype}, which {SAFETENSORS} cannot hold"
             )
-        if shards[-1] and room + tensor.nbytes > max_shard_bytes:
+        if shards[-1] and in_last + tensor.nbytes > max_shard_bytes:
             shards.append([])
-            room = 0
+            in_last = 0
         shards[-1].append(stored)
-        room += tensor.nbytes
+        in_last += tensor.nbytes
         total += tensor.nbytes
-        weight_map[tensor.name] = len(shards) - 1
     paths = [file]
     if len(shards) > 1:
         names = (f"{file.stem}-{i + 1:05d}-of-{len(shards):05d}" for i in range(len(shards)))
@@ -254,17 +252,16 @@ def write_safetensors(
             try:
                 # Nothing refers to the tensors while those of the next file are read.
                 library.torch.save_file(
-                    {stored.name: _read(source, stored, dtype) for stored in shard},
+                    {stored.name: read_converted(source, stored, dtype) for stored in shard},
                     path,
                     {_FORMAT: "pt", **others},
                 )
             except library.SafetensorError as error:
                 raise CheckpointError(f"{path} cannot be written: {error}") from error
         if len(shards) > 1:
-            index = {
-                "metadata": {"total_size": total},
-                "weight_map": {name: paths[number].name for name, number in weight_map.items()},
-            }
+            placed = zip(paths, shards, strict=False)
+            weight_map = {stored.name: path.name for path, shard in placed for stored in shard}
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             unfinished[-1].write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     return paths
 
@@ -381,7 +378,7 @@ def write_pt(source: TensorSource, file: Path, dtype: torch.dtype | None) -> lis
     tied, model = source.tied, dict[str, torch.Tensor]()
     for stored in sorted(source.tensors, key=lambda stored: stored.name in tied):
         kept = tied.get(stored.name)
-        model[stored.name] = _read(source, stored, dtype) if kept is None else model[kept]
+        model[stored.name] = read_converted(source, stored, dtype) if kept is None else model[kept]
     with _temporary([file]) as (unfinished,), unfinished.open("wb") as out:
         torch.save({stored.name: model[stored.name] for stored in source.tensors}, out)
     return [file]

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, Timeout
 
-from megatron_fsdp_v2.checkpoint.manifest import MANIFEST
-from megatron_fsdp_v2.checkpoint.metadata import INCOMPLETE, METADATA
+from megatron_fsdp_v2.checkpoint.metadata import INCOMPLETE, MANIFEST, METADATA
 
 __all__ = [
     "acquire_lock",
@@ -202,10 +201,9 @@ def sync(path: Path) -> None:
 
 
 def _names(folder: Path) -> list[str]:
-    try:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return sorted(os.listdir(folder))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    return []
 
 
 def _temporary(target: Path, suffix: str) -> list[Path]:

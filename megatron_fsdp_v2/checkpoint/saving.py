@@ -1,4 +1,8 @@
-"""Save a checkpoint: into a temporary folder, then renamed, so that it is complete or absent."""
+"""Save a checkpoint: into a temporary folder, then renamed, so that it is complete or absent.
+
+Entries are staged first: as they are at the call, and copied to host memory for a save in the
+background.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import os
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,8 @@ from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import keystr, tree_map_with_path
 
 from megatron_fsdp_v2.checkpoint.entries import (
     EXTRA,
@@ -39,18 +46,13 @@ from megatron_fsdp_v2.checkpoint.replacing import (
     remove_own,
     temporary_name,
 )
-from megatron_fsdp_v2.checkpoint.writing import (
-    Planner,
-    Staged,
-    StoredObject,
-    Writer,
-    pack,
-    pickled,
-    stage,
-    write_folder,
-)
+from megatron_fsdp_v2.checkpoint.unpickling import load_plain
+from megatron_fsdp_v2.checkpoint.writing import Planner, Writer, own_storage, pickled, write_folder
+from megatron_fsdp_v2.comm.backends import host_block, wait_for_device
+from megatron_fsdp_v2.dtensor.sharded_rows import rows_like, rows_of
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 
-__all__ = ["save", "save_nested"]
+__all__ = ["pack", "save", "save_nested"]
 
 _DESTROYED = (
     "the process group was destroyed while the checkpoint was written; wait for the result() of "
@@ -97,12 +99,14 @@ def save(
         ValueError: `path` is not a checkpoint.
     """
 
-    def staged() -> Staged:
+    def staged() -> _Staged:
         tied = tied_entries(model)
-        entries = stage(_entries(model, optimizer, tied), copies=async_save)
-        is_first = not dist.is_initialized() or dist.get_rank() == 0
-        entries[EXTRA] = StoredObject(pack(EXTRA, extra), is_written=is_first)
-        return Staged(entries, tied=tied)
+        entries = _stage(_entries(model, optimizer, tied), pack, copies=async_save)
+        # Every rank checks its own value.
+        content = pack(EXTRA, extra)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            entries[EXTRA] = content
+        return _Staged(entries, tied=tied)
 
     return _save(path, staged, async_save)
 
@@ -133,16 +137,31 @@ def save_nested(
         ValueError: `path` is not a checkpoint.
     """
 
-    def staged() -> Staged:
+    def staged() -> _Staged:
         entries, paths = flatten_state_dict(state_dict)
-        values = stage(entries, copies=async_save, to_bytes=lambda _, value: pickled(value))
-        return Staged(values, paths=paths)
+        values = _stage(entries, lambda _, value: pickled(value), copies=async_save)
+        return _Staged(values, paths=paths)
 
     return _save(path, staged, async_save)
 
 
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """Contents of a checkpoint, as of one moment.
+
+    Attributes:
+        entries: Entries by name.
+        tied: Other names of entries, each with the name of the entry.
+        paths: Paths of entries in a nested state dict; None if there was none.
+    """
+
+    entries: dict[str, Any]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    paths: Mapping[str, Any] | None = None
+
+
 def _save(
-    path: str | os.PathLike[str], staged: Callable[[], Staged], async_save: bool
+    path: str | os.PathLike[str], staged: Callable[[], _Staged], async_save: bool
 ) -> Future[None] | None:
     job = _Job(path, is_async=async_save)
     all_ranks_or_raise(f"save to {job.target}", lambda: job.begin(staged), undo=job.end)
@@ -168,7 +187,7 @@ class _Job:
     def __init__(self, path: str | os.PathLike[str], *, is_async: bool) -> None:
         self.target = Path(os.path.realpath(path))
         self._folder = temporary_name(self.target, uuid.uuid4().hex)
-        self._staged = Staged({})
+        self._staged = _Staged({})
         self._lock: BaseFileLock | None = None
         self._is_alone = not dist.is_initialized()
         self._rank = 0 if self._is_alone else dist.get_rank()
@@ -194,7 +213,7 @@ class _Job:
         """Whether the process group was destroyed; torch then saves as if alone."""
         return not self._is_alone and dist.group.WORLD is not self._world
 
-    def begin(self, staged: Callable[[], Staged]) -> None:
+    def begin(self, staged: Callable[[], _Staged]) -> None:
         """Stage the entries, acquire the lock and create the temporary folder."""
         check_replaceable(self.target)
         self._staged = staged()
@@ -223,7 +242,7 @@ class _Job:
                 if self._is_lost or not isinstance(error, CheckpointException):
                     self._leave()
             if reason is None:
-                self._staged = Staged({})
+                self._staged = _Staged({})
                 reason = self._published()
         finally:
             self.end()
@@ -268,7 +287,7 @@ class _Job:
 
     def end(self) -> None:
         """Release the lock and remove what was not published. Idempotent."""
-        self._staged = Staged({})
+        self._staged = _Staged({})
         if self._lock is not None:
             # The folder exists only if it was not put in place.
             with contextlib.suppress(OSError):
@@ -288,6 +307,105 @@ def _entries(
         entries[OPTIMIZER_GROUPS] = groups_entry(optimizer, names)
         entries[OPTIMIZER_KIND] = kind_entry(optimizer)
     return entries
+
+
+def _stage(
+    entries: Mapping[str, Any], to_bytes: Callable[[str, Any], bytes], *, copies: bool
+) -> dict[str, Any]:
+    """Stage entries, by name.
+
+    Args:
+        entries: Tensors and objects by name.
+        to_bytes: Serializes an object, given its name.
+        copies: Whether to copy tensors to host memory, so that they may change afterwards.
+
+    Raises:
+        CheckpointError: An entry is neither a tensor nor plain data.
+    """
+    taken = _copied if copies else torch.Tensor.detach
+
+    def staged(name: str, value: Any) -> Any:
+        if isinstance(value, UnevenDTensor):
+            return rows_like(taken(local_of(value)), value)
+        if isinstance(value, DTensor):
+            raise CheckpointError(
+                f"{name} is a DTensor that fully_shard of megatron_fsdp_v2 did not make; use "
+                "torch's own torch.distributed.checkpoint.save for such a model"
+            )
+        return taken(value) if isinstance(value, torch.Tensor) else to_bytes(name, value)
+
+    found = {name: staged(name, value) for name, value in entries.items()}
+    tensors = [value for value in entries.values() if isinstance(value, torch.Tensor)]
+    for device in {rows_of(tensor).device for tensor in tensors} if copies else ():
+        wait_for_device(device)
+    return found
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to host memory, pinned for CUDA; complete after `wait_for_device`."""
+    tensor = tensor.detach()
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        return tensor.to("cpu", copy=True)
+    memory = host_block(tensor.nbytes, tensor.device).view(tensor.dtype)
+    return memory.view(tensor.shape).copy_(tensor, non_blocking=True)
+
+
+def pack(name: str, value: Any) -> bytes:
+    """Serialize plain data, and check that it can be loaded without running code.
+
+    Args:
+        name: Its name in errors.
+        value: Plain data. Of a tensor that is a view, only the view is written.
+
+    Returns:
+        The bytes of `torch.save`.
+
+    Raises:
+        CheckpointError: It, or a part of it, could not be loaded again; names the part.
+    """
+    try:
+        plain = tree_map_with_path(lambda at, leaf: _plain(name + keystr(at), leaf), value)
+        content = pickled(plain)
+    except RecursionError as error:
+        raise CheckpointError(f"{name} is nested too deeply, or contains itself") from error
+    try:
+        load_plain(content, name)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name} could not be loaded again ({error.__cause__})") from error
+    return content
+
+
+def _plain(path: str, value: Any) -> Any:
+    """Check a leaf; tensors are moved to host memory."""
+    if isinstance(value, torch.Tensor):
+        return _plain_tensor(path, value)
+    try:
+        load_plain(pickled(value), path)
+    except Exception as error:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        raise CheckpointError(
+            f"{path} is of the type {kind}, which a checkpoint does not keep, because loading it "
+            "would run code from the file; keep to numbers, strings, tuples, lists, dictionaries "
+            "and tensors (of numpy, value.item() and torch.from_numpy(value))"
+        ) from error
+    return value
+
+
+def _plain_tensor(path: str, tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        raise CheckpointError(
+            f"{path} is a {type(tensor).__name__}, of which every rank holds a part; only model "
+            "and optimizer may hold such tensors, so put its full_tensor() there"
+        )
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        raise CheckpointError(
+            f"{path} is a {type(tensor).__name__}, which would be loaded as a plain tensor; put a "
+            "plain tensor there"
+        )
+    if tensor.is_meta:
+        raise CheckpointError(f"{path} is on the meta device and has no values to save")
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
+    return own_storage(tensor)
 
 
 def _dedicated_group(world: Any) -> Any:

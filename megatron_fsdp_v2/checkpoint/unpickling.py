@@ -1,4 +1,4 @@
-"""Unpickle checkpoint files without running code from them.
+"""Read checkpoint files that are not trusted: names, numbers, JSON and pickles.
 
 The standard library's unpickler calls whatever a pickle names. `SafeUnpickler` calls only what a
 subclass lists, and never puts a class, function or module on the stack where a later instruction
@@ -10,7 +10,9 @@ are views of the archive in memory.
 from __future__ import annotations
 
 import io
+import json
 import mmap
+import os
 import pickle
 import struct
 import sys
@@ -20,26 +22,127 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any, ClassVar, override
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
-from megatron_fsdp_v2.checkpoint.trust import DTYPES, integer
 
 __all__ = [
+    "DTYPES",
     "Archive",
     "Callee",
     "Ignored",
     "PlainUnpickler",
     "SafeUnpickler",
     "blank",
+    "check_file_name",
+    "check_name",
+    "file_inside",
+    "integer",
     "load_plain",
     "map_file",
+    "read_json",
+    "reason_of",
     "set_attributes",
+    "shown",
     "size_of",
 ]
+
+MAX_INT = (1 << 63) - 1
+"""Offsets, lengths and sizes of tensors in bytes are at most this."""
+
+DTYPES = {
+    name: getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "complex32", "complex64", "complex128"),
+        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+        "float4_e2m1fn_x2",
+    )
+    if hasattr(torch, name)
+}
+"""Of elements of tensors, by the name that a pickle has for it."""
+
+_MAX_NAME = 1 << 16
+_MAX_FILE_NAME = 255
+
+
+def check_name(name: Any) -> str:
+    """Check that a value can be the name of an entry, and be printed on a terminal.
+
+    Raises:
+        ValueError: It is not a string, too long, or not printable.
+    """
+    if type(name) is not str:
+        raise ValueError(f"{shown(name)} is in the place of a name")
+    if len(name) > _MAX_NAME or not name.isprintable():
+        raise ValueError(f"the name {shown(name)} is too long, or cannot be shown")
+    return name
+
+
+def check_file_name(name: Any, what: str) -> str:
+    """Check that a value is the name of a file directly in a folder.
+
+    Args:
+        name: The name.
+        what: The entry that is stored there, for the error.
+
+    Raises:
+        ValueError: It is not a plain file name.
+    """
+    is_name = type(name) is str and 0 < len(name) <= _MAX_FILE_NAME and name.isprintable()
+    if not is_name or name in (".", "..") or "/" in name or "\\" in name:
+        raise ValueError(f"{what} is said to lie in {shown(name)}, which is not a file beside it")
+    return str(name)
+
+
+def file_inside(folder: Path, name: str) -> Path:
+    """Return the path of a file in a folder.
+
+    Raises:
+        CheckpointError: It is a link to a file outside of the folder, or to none.
+    """
+    file = folder / name
+    if not file.is_symlink():
+        return file
+    # Path.resolve() raises where links go in a circle.
+    parent, own = Path(os.path.realpath(file)).parent, Path(os.path.realpath(folder))
+    if parent != own or not file.exists():
+        raise CheckpointError(
+            f"{file} is a link to nothing, or to a file outside of its folder; copy the file there "
+            "if you trust it"
+        )
+    return file
+
+
+def integer(value: Any, most: int = MAX_INT) -> int:
+    """Check a count or an offset.
+
+    Raises:
+        ValueError: It is not an integer from 0 to `most`.
+    """
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{shown(value)} is in the place of a number from 0 to {most}")
+    return value
+
+
+def read_json(content: bytes) -> dict[str, Any]:
+    """Parse a JSON object.
+
+    Raises:
+        ValueError: It is not valid, not an object, or nested too deeply.
+    """
+    try:
+        found = json.loads(content)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if type(found) is not dict:
+        raise ValueError("it is not an object")
+    return found
+
 
 _OPCODES = (
     "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 BINFLOAT LONG1 BINUNICODE "
@@ -102,22 +205,6 @@ class SafeUnpickler(_PythonUnpickler):  # type: ignore[misc]
     def __init__(self, content: bytes) -> None:
         super().__init__(io.BytesIO(content))
         self._budget = 1000 + 4 * len(content)
-
-    @override
-    def load(self) -> Any:
-        """Unpickle.
-
-        Raises:
-            ValueError: The pickle is truncated, malformed, or refers to something not listed.
-        """
-        try:
-            return super().load()
-        except ValueError:
-            raise
-        except KeyError as error:
-            raise ValueError(f"instruction or key {error} is not allowed") from error
-        except Exception as error:
-            raise ValueError(f"malformed pickle: {error or type(error).__name__}") from error
 
     @override
     def find_class(self, module: str, name: str) -> Any:
@@ -285,20 +372,14 @@ class Archive:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self._content, dtype=torch.uint8, count=length, offset=start)
 
-    def damaged(self) -> list[str]:
-        """Names of records whose bytes do not have their CRC-32."""
-        found = []
+    def intact(self) -> dict[str, bool]:
+        """Whether the bytes of each record have its CRC-32, by name."""
+        found = {}
         with memoryview(self._content) as content:
             for name, record in self._records.items():
                 start, length = self._place(name)
-                if zlib.crc32(content[start : start + length]) != record.CRC:
-                    found.append(name)
+                found[name] = zlib.crc32(content[start : start + length]) == record.CRC
         return found
-
-    @property
-    def num_records(self) -> int:
-        """Number of records."""
-        return len(self._records)
 
     def _place(self, name: str) -> tuple[int, int]:
         """Return the first byte of a record, and its length."""
@@ -325,12 +406,6 @@ def _tensor(
     return elements.as_strided(size_of(shape), size_of(stride), integer(first))
 
 
-def _parameter(data: Any, grad: Any = None, hooks: Any = None, state: Any = None) -> torch.Tensor:
-    if type(data) is not torch.Tensor:
-        raise ValueError(f"a parameter is made of a {type(data).__name__}")
-    return data
-
-
 def _subclassed(rebuild: Any, cls: Any, args: Any, state: Any) -> Any:
     if rebuild not in (_TENSOR, _PARAMETER) or cls is not _TENSOR_CLASS:
         raise ValueError("it calls something that does not make a tensor")
@@ -349,9 +424,7 @@ def _bytearray(*args: Any) -> bytearray:
     return bytearray(_encoded(*args) if len(args) == 2 else b"".join(args))
 
 
-def _set(values: Any) -> set[Any]:
-    if type(values) is not list:
-        raise ValueError(f"a set is made of a {type(values).__name__}")
+def _set(values: list[Any]) -> set[Any]:
     for value in values:
         check_key(value)
     return set(values)
@@ -375,7 +448,8 @@ _STORAGES = {
     **{"ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128},
 }
 _TENSOR_CLASS = object()
-_TENSOR, _PARAMETER = Callee(_tensor), Callee(_parameter)
+_TENSOR = Callee(_tensor)
+_PARAMETER = _checked_call(lambda data, *_: data, torch.Tensor)
 
 
 class PlainUnpickler(SafeUnpickler):
@@ -404,7 +478,7 @@ class PlainUnpickler(SafeUnpickler):
         "_codecs.encode": Callee(_encoded),
         "__builtin__.bytes": Callee(lambda: b""),
         "__builtin__.bytearray": Callee(_bytearray),
-        "__builtin__.set": Callee(_set),
+        "__builtin__.set": _checked_call(_set, list),
         "__builtin__.complex": _checked_call(complex, float, float),
     }
 
@@ -472,8 +546,12 @@ def load_plain(
         ) from error
     # Damaged archives and pickles raise nearly anything.
     except Exception as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(
-            f"{what} cannot be loaded as plain data ({reason}); do not use this checkpoint unless "
-            "you know where it is from"
+            f"{what} cannot be loaded as plain data ({reason_of(error)}); do not use this "
+            "checkpoint unless you know where it is from"
         ) from error
+
+
+def reason_of(error: Exception) -> str:
+    """Describe in one line why a file could not be unpickled."""
+    return (str(error) if isinstance(error, ValueError) else repr(error)).partition("\n")[0]

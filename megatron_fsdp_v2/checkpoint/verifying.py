@@ -11,8 +11,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotFoundError
 from megatron_fsdp_v2.checkpoint.exporting import CheckpointKind, find_kind
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
-from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, length_of
-from megatron_fsdp_v2.checkpoint.metadata import METADATA
+from megatron_fsdp_v2.checkpoint.metadata import MANIFEST, METADATA, length_of
 from megatron_fsdp_v2.checkpoint.plain_files import open_safetensors
 from megatron_fsdp_v2.checkpoint.unpickling import Archive, load_plain, map_file
 
@@ -92,13 +91,12 @@ def _verify_pt(path: Path, report: Report) -> None:
     content = map_file(path)
     load_plain(content, str(path))
     report.num_files = 1
-    size = len(content)
-    found, has_checksums = _record_problems(content)
-    if has_checksums:
-        report.problems.extend(f"{path.name}: {problem}" for problem in found)
-        report.nbytes = size
-    else:
+    found = _record_problems(content)
+    if found is None:
         report.notes.append("the file has no checksums: it was loaded, and no element compared")
+    else:
+        report.problems.extend(f"{path.name}: {problem}" for problem in found)
+        report.nbytes = len(content)
 
 
 def _verify_folder(folder: CheckpointFolder, report: Report) -> None:
@@ -145,28 +143,28 @@ def _verify_folder(folder: CheckpointFolder, report: Report) -> None:
 
 def _compare(folder: CheckpointFolder, where: str, index: MetadataIndex, report: Report) -> bool:
     """Compare an item with its checksums; returns whether there are any."""
-    has_checksums = True
-    problems: list[str] = []
+    problems: list[str] | None = []
     try:
         content = folder.read_item(index)
         if folder.manifest is None:
-            problems, has_checksums = _record_problems(content)
-        report.nbytes += len(content) * has_checksums
+            problems = _record_problems(content)
+        report.nbytes += len(content) if problems is not None else 0
     except CheckpointError as error:
         problems = [str(error)]
-    if has_checksums and problems:
-        report.problems.append(f"{where}: {problems[0]}")
-    return has_checksums
+    report.problems.extend(f"{where}: {problem}" for problem in (problems or ())[:1])
+    return problems is not None
 
 
-def _record_problems(content: mmap.mmap) -> tuple[list[str], bool]:
-    """Compare records of `torch.save` with their checksums; also returns whether there are any."""
+def _record_problems(content: mmap.mmap) -> list[str] | None:
+    """Compare records of `torch.save` with their checksums; None if there are no checksums."""
     try:
-        archive = Archive(content)
-        damaged = archive.damaged()
+        is_intact = Archive(content).intact()
     # A damaged archive raises nearly anything.
     except Exception as error:
-        return [str(error) or type(error).__name__], True
-    found = [f"the record {name} does not have its CRC-32" for name in damaged]
+        return [str(error) or type(error).__name__]
     # Torch can be told to leave checksums out, and then none of them is right.
-    return found, len(found) < max(archive.num_records, 1)
+    if not any(is_intact.values()):
+        return None
+    return [
+        f"the record {name} does not have its CRC-32" for name, ok in is_intact.items() if not ok
+    ]

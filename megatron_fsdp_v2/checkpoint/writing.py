@@ -1,4 +1,4 @@
-"""Stage entries as of one moment, and write a folder of torch's distributed checkpoint of them.
+"""Write a folder of torch's distributed checkpoint.
 
 Torch's planner and writer do the work; a manifest is added. Entries may be read when they are
 written, so that a process can write a model that does not fit into its memory.
@@ -10,19 +10,17 @@ import io
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast, override
 
 import torch
-from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import (
@@ -33,48 +31,12 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import keystr, tree_map_with_path
 
-from megatron_fsdp_v2.checkpoint.errors import CheckpointError, naming_full_disk
-from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, Manifest
-from megatron_fsdp_v2.checkpoint.metadata import METADATA
+from megatron_fsdp_v2.checkpoint.errors import naming_full_disk
+from megatron_fsdp_v2.checkpoint.metadata import MANIFEST, METADATA, Manifest
 from megatron_fsdp_v2.checkpoint.replacing import sync
-from megatron_fsdp_v2.checkpoint.unpickling import load_plain
-from megatron_fsdp_v2.comm.backends import host_block, wait_for_device
-from megatron_fsdp_v2.dtensor.sharded_rows import rows_like, rows_of
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 
-__all__ = [
-    "Blocks",
-    "Planner",
-    "Staged",
-    "StoredObject",
-    "Writer",
-    "own_storage",
-    "pack",
-    "pickled",
-    "stage",
-    "write_folder",
-]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredObject:
-    """An object as the bytes that are written.
-
-    Attributes:
-        content: What `torch.save` writes for it.
-        is_written: Whether this rank may write it; of several ranks, any one does.
-    """
-
-    content: bytes
-    is_written: bool = True
-
-    def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
-        del obj
-        item = WriteItem(index=MetadataIndex(fqn), type=WriteItemType.BYTE_IO)
-        return [item] if self.is_written else []
+__all__ = ["Blocks", "Planner", "Writer", "own_storage", "pickled", "write_folder"]
 
 
 def pickled(value: Any) -> bytes:
@@ -136,7 +98,7 @@ class Blocks:
 
 
 class Planner(DefaultSavePlanner):
-    """Torch's planner, for tensors, `Blocks` and `StoredObject`s by name.
+    """Torch's planner, for tensors, `Blocks`, and objects as the bytes to write, by name.
 
     Args:
         paths: Path of each entry in the nested state dict; written to the metadata.
@@ -147,32 +109,22 @@ class Planner(DefaultSavePlanner):
         self._paths = paths
 
     @override
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        """Set the entries."""
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        if self._paths is not None:
-            self.mappings = dict(self._paths)
+    def create_local_plan(self) -> SavePlan:
+        """Plan what this rank writes."""
+        self.mappings = dict(self._paths or {})
+        return super().create_local_plan()
 
     @override
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return the values of an item."""
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Return an item as torch writes it."""
+        index = write_item.index
         entry = self.state_dict[index.fqn]
+        if isinstance(entry, bytes):
+            return io.BytesIO(entry)
         if isinstance(entry, Blocks):
             assert index.offset is not None
             return entry.read(index.offset)
-        return super().lookup_object(index)
-
-    @override
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """Return an item as torch writes it."""
-        if isinstance(object, StoredObject):
-            return io.BytesIO(object.content)
-        return super().transform_object(write_item, object)
+        return super().resolve_data(write_item)
 
 
 def write_folder(
@@ -187,7 +139,7 @@ def write_folder(
 
     Args:
         folder: Where to; created if it does not exist.
-        entries: Tensors, `Blocks` and `StoredObject`s by name.
+        entries: Tensors, `Blocks`, and objects as `pickled`, by name.
         tied: Other names of entries, each with the name of the entry.
         paths: As in `Planner`.
         has_manifest: Whether to write a manifest with checksums.
@@ -298,127 +250,3 @@ class Writer(FileSystemWriter):
                 if result.index.fqn == written:
                     index = MetadataIndex(key, result.index.offset, result.index.index)
                     yield replace(result, index=index)
-
-
-def pack(name: str, value: Any) -> bytes:
-    """Serialize plain data, and check that it can be loaded without running code.
-
-    Args:
-        name: Its name in errors.
-        value: Plain data. Of a tensor that is a view, only the view is written.
-
-    Returns:
-        The bytes of `torch.save`.
-
-    Raises:
-        CheckpointError: It, or a part of it, could not be loaded again; names the part.
-    """
-    try:
-        plain = tree_map_with_path(lambda at, leaf: _plain(name + keystr(at), leaf), value)
-        content = pickled(plain)
-    except RecursionError as error:
-        raise CheckpointError(f"{name} is nested too deeply, or contains itself") from error
-    try:
-        load_plain(content, name)
-    except CheckpointError as error:
-        raise CheckpointError(f"{name} could not be loaded again ({error.__cause__})") from error
-    return content
-
-
-def _plain(path: str, value: Any) -> Any:
-    """Check a leaf; tensors are moved to host memory."""
-    if isinstance(value, torch.Tensor):
-        return _plain_tensor(path, value)
-    try:
-        load_plain(pickled(value), path)
-    except Exception as error:
-        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-        raise CheckpointError(
-            f"{path} is of the type {kind}, which a checkpoint does not keep, because loading it "
-            "would run code from the file; keep to numbers, strings, tuples, lists, dictionaries "
-            "and tensors (of numpy, value.item() and torch.from_numpy(value))"
-        ) from error
-    return value
-
-
-def _plain_tensor(path: str, tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, DTensor):
-        raise CheckpointError(
-            f"{path} is a {type(tensor).__name__}, of which every rank holds a part; only model "
-            "and optimizer may hold such tensors, so put its full_tensor() there"
-        )
-    if type(tensor) not in (torch.Tensor, nn.Parameter):
-        raise CheckpointError(
-            f"{path} is a {type(tensor).__name__}, which would be loaded as a plain tensor; put a "
-            "plain tensor there"
-        )
-    if tensor.is_meta:
-        raise CheckpointError(f"{path} is on the meta device and has no values to save")
-    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
-    return own_storage(tensor)
-
-
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """Contents of a checkpoint, as of one moment.
-
-    Attributes:
-        entries: Entries by name.
-        tied: Other names of entries, each with the name of the entry.
-        paths: Paths of entries in a nested state dict; None if there was none.
-    """
-
-    entries: dict[str, Any]
-    tied: Mapping[str, str] = field(default_factory=dict)
-    paths: Mapping[str, Any] | None = None
-
-
-def stage(
-    entries: Mapping[str, Any],
-    *,
-    copies: bool,
-    to_bytes: Callable[[str, Any], bytes] = pack,
-) -> dict[str, Any]:
-    """Stage entries, by name.
-
-    Args:
-        entries: Tensors and objects by name.
-        copies: Whether to copy values to host memory, so that they may change afterwards.
-        to_bytes: Serializes an object, given its name.
-
-    Raises:
-        CheckpointError: An entry is neither a tensor nor plain data.
-    """
-    taken = _copied if copies else torch.Tensor.detach
-    staged = {name: _staged(name, value, taken, to_bytes) for name, value in entries.items()}
-    tensors = [value for value in entries.values() if isinstance(value, torch.Tensor)]
-    for device in {rows_of(tensor).device for tensor in tensors} if copies else ():
-        wait_for_device(device)
-    return staged
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to host memory, pinned for CUDA; complete after `wait_for_device`."""
-    tensor = tensor.detach()
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-        return tensor.to("cpu", copy=True)
-    memory = host_block(tensor.nbytes, tensor.device).view(tensor.dtype)
-    return memory.view(tensor.shape).copy_(tensor, non_blocking=True)
-
-
-def _staged(
-    name: str,
-    value: Any,
-    taken: Callable[[torch.Tensor], torch.Tensor],
-    to_bytes: Callable[[str, Any], bytes],
-) -> Any:
-    if isinstance(value, UnevenDTensor):
-        return rows_like(taken(local_of(value)), value)
-    if isinstance(value, DTensor):
-        raise CheckpointError(
-            f"{name} is a DTensor that fully_shard of megatron_fsdp_v2 did not make; use torch's "
-            "own torch.distributed.checkpoint.save for such a model"
-        )
-    if isinstance(value, torch.Tensor):
-        return taken(value)
-    return StoredObject(to_bytes(name, value))

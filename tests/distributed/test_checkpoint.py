@@ -22,7 +22,7 @@ from torch import nn
 from megatron_fsdp_v2 import checkpoint, fully_shard
 from megatron_fsdp_v2.checkpoint import CheckpointError, saving
 from megatron_fsdp_v2.checkpoint.exporting import export
-from megatron_fsdp_v2.checkpoint.manifest import Manifest
+from megatron_fsdp_v2.checkpoint.metadata import Manifest
 from megatron_fsdp_v2.checkpoint.verifying import verify
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, rows_of
 from tests.distributed.checkpoint_trainings import Net, digests, flip, net, train

@@ -13,7 +13,7 @@ from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.exporting import convert, export
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.verifying import verify
-from megatron_fsdp_v2.checkpoint.writing import StoredObject, pickled, write_folder
+from megatron_fsdp_v2.checkpoint.writing import pickled, write_folder
 from megatron_fsdp_v2_mcore.checkpoint.layout import model_tensors
 from megatron_fsdp_v2_mcore.checkpoint.name_table import ORDERS
 from megatron_fsdp_v2_mcore.model.tensor_shards import GATED, STATE_SPACE
@@ -22,8 +22,6 @@ from tests.mcore.checkpoint_values import digest, digests, together
 from tests.mcore.command_line import run_code
 from tests.mcore.trained import trained
 from tests.ranks import RankPools
-
-LAYOUTS = [model_tensors]
 
 # A dense layer, and one with experts, of which each rank holds half; both gated.
 MIXED = f"{f.ALLTOALL} {f.EP2} --moe-layer-freq [0,1]"
@@ -52,7 +50,7 @@ def test_an_export_is_the_whole_model_under_megatrons_own_names(
     saved: Saved, tmp_path: Path, name: str
 ) -> None:
     path, expected = saved
-    done = export(path, tmp_path / name, layouts=LAYOUTS)
+    done = export(path, tmp_path / name)
     file = done.files[0]
     found = load_file(file) if file.suffix != ".pt" else torch.load(file, weights_only=True)
     assert {key: digest(tensor) for key, tensor in found.items()} == expected
@@ -67,7 +65,7 @@ def test_what_was_taken_from_torch_dist_is_the_same_model(saved: Saved, tmp_path
 
     path, expected = saved
     stacked = to_torch_dist(path.parent, tmp_path / "stacked").path
-    convert(stacked, tmp_path / "plain", layouts=LAYOUTS)
+    convert(stacked, tmp_path / "plain")
     opened = CheckpointFolder(tmp_path / "plain")
     found = {key.removeprefix("model."): opened.read_tensor(key) for key, _ in opened.tensors()}
     assert {key: digest(tensor) for key, tensor in found.items()} == expected
@@ -80,7 +78,7 @@ def test_pieces_are_those_that_are_saved() -> None:
 
 def megatron_folder(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
     objects = {"args": None, "checkpoint_version": 3.0}
-    entries = {name: StoredObject(pickled(value)) for name, value in objects.items()}
+    entries = {name: pickled(value) for name, value in objects.items()}
     model = {f"model.{name}": data for name, data in tensors.items()}
     write_folder(path, {**model, **entries}, has_manifest=False)
     return path
@@ -101,7 +99,7 @@ def test_pieces_of_every_kind_are_joined_in_their_order(tmp_path: Path) -> None:
             saved[name + ending] = piece
         expected[name.removeprefix("module.module.")] = torch.cat(pieces)
     path = megatron_folder(tmp_path / "c", saved)
-    export(path, tmp_path / "m.safetensors", layouts=LAYOUTS)
+    export(path, tmp_path / "m.safetensors")
     found = load_file(tmp_path / "m.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
@@ -110,7 +108,7 @@ def test_pieces_of_every_kind_are_joined_in_their_order(tmp_path: Path) -> None:
 def test_a_missing_half_is_an_error(tmp_path: Path) -> None:
     path = megatron_folder(tmp_path / "c", {"decoder.linear_fc1.weight_w": torch.ones(2, 2)})
     with pytest.raises(CheckpointError, match=r"it has only _w of decoder\.linear_fc1\.weight"):
-        export(path, tmp_path / "m.pt", layouts=LAYOUTS)
+        export(path, tmp_path / "m.pt")
 
 
 def test_a_folder_that_is_not_megatrons_keeps_its_names(tmp_path: Path) -> None:

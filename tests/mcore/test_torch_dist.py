@@ -131,14 +131,14 @@ class _RunsCode:
 
 def test_a_checkpoint_cannot_run_code(tmp_path: Path) -> None:
     from megatron_fsdp_v2.checkpoint import CheckpointError
-    from megatron_fsdp_v2.checkpoint.writing import StoredObject, pickled, write_folder
+    from megatron_fsdp_v2.checkpoint.writing import pickled, write_folder
     from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import (
         COMMON,
         MegatronFolder,
         common_state,
     )
 
-    write_folder(tmp_path, {COMMON: StoredObject(pickled([{"args": _RunsCode()}]))})
+    write_folder(tmp_path, {COMMON: pickled([{"args": _RunsCode()}])})
     for file in (None, pickle.dumps(_RunsCode())):
         if file is not None:
             (tmp_path / "common.pt").write_bytes(file)

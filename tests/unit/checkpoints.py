@@ -12,9 +12,8 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_fsdp_v2.checkpoint import writing
-from megatron_fsdp_v2.checkpoint.manifest import MANIFEST
-from megatron_fsdp_v2.checkpoint.metadata import METADATA
-from megatron_fsdp_v2.checkpoint.writing import Blocks, StoredObject, pickled
+from megatron_fsdp_v2.checkpoint.metadata import MANIFEST, METADATA
+from megatron_fsdp_v2.checkpoint.writing import Blocks, pickled
 from megatron_fsdp_v2.cli import main
 
 FIRST = "__0_0.distcp"
@@ -50,7 +49,7 @@ def write_folder(
         for start, part in ((0, data[:cut]), (cut, data[cut:])) if is_cut else ((0, data),):
             offset = (start, *[0] * data.dim())[: data.dim()]
             blocks.add(offset, part.shape, lambda part=part: part)
-    entries |= {name: StoredObject(pickled(value)) for name, value in (objects or {}).items()}
+    entries |= {name: pickled(value) for name, value in (objects or {}).items()}
     writing.write_folder(path, entries)
     return path
 

@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.planner import (
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, ReadRequest
-from megatron_fsdp_v2.checkpoint.manifest import MANIFEST
-from megatron_fsdp_v2.checkpoint.metadata import METADATA, read_metadata
+from megatron_fsdp_v2.checkpoint.metadata import MANIFEST, METADATA, read_metadata
 from tests.unit.checkpoints import FIRST as DATA_FILE
 from tests.unit.checkpoints import flip, same_bits, write_folder
 

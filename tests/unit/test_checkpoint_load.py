@@ -16,7 +16,7 @@ from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.checkpoint.entries import OPTIMIZER_GROUPS
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
-from megatron_fsdp_v2.checkpoint.writing import pack
+from megatron_fsdp_v2.checkpoint.saving import pack
 from tests.unit.checkpoints import write_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -50,6 +50,16 @@ def bits(model: nn.Module, optimizer: optim.Optimizer) -> Any:
     return copy.deepcopy([plain(model.state_dict()), plain(optimizer.state_dict())])
 
 
+def is_rejected(
+    path: Path, model: Any, optimizer: Any, problem: str, *, strict: bool = True
+) -> None:
+    """A load is an error and changes nothing."""
+    before = bits(model, optimizer)
+    with pytest.raises(CheckpointError, match=problem):
+        checkpoint.load(path, model, optimizer, strict=strict)
+    assert bits(model, optimizer) == before
+
+
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "lenient"])
 @pytest.mark.parametrize(
     ("there", "here", "problem"),
@@ -68,10 +78,7 @@ def test_another_kind_of_optimizer_is_rejected(
     model, optimizer = trained(getattr(optim, there), **options)
     checkpoint.save(tmp_path / "k", model, optimizer)
     other, other_optimizer = trained(getattr(optim, here), seed=1)
-    before = bits(other, other_optimizer)
-    with pytest.raises(CheckpointError, match=problem):
-        checkpoint.load(tmp_path / "k", other, other_optimizer, strict=strict)
-    assert bits(other, other_optimizer) == before
+    is_rejected(tmp_path / "k", other, other_optimizer, problem, strict=strict)
     # Weights alone are the same for all.
     checkpoint.load(tmp_path / "k", other)
 
@@ -100,34 +107,24 @@ def test_groups_of_other_parameters_are_rejected_and_named(tmp_path: Path) -> No
     checkpoint.save(tmp_path / "k", model, optimizer)
     other = net()
     split = optim.AdamW(two_groups(other))
-    before = bits(other, split)
-    with pytest.raises(CheckpointError, match=r"0\.weight and 1\.weight are in two groups of the"):
-        checkpoint.load(tmp_path / "k", other, split)
-    assert bits(other, split) == before
+    is_rejected(tmp_path / "k", other, split, r"0\.weight and 1\.weight are in two groups of the")
     with pytest.warns(UserWarning, match="of other groups"):
         checkpoint.load(tmp_path / "k", other, split, strict=False)
     assert [group["lr"] for group in split.param_groups] == [0.001, 0.001]
 
     checkpoint.save(tmp_path / "split", other, optim.AdamW(two_groups(other)))
-    before = bits(model, optimizer)
-    for strict, problem in (
-        (True, "in one group of the optimizer and in two"),
-        (False, "with different lr"),
-    ):
-        with pytest.raises(CheckpointError, match=problem):
-            checkpoint.load(tmp_path / "split", model, optimizer, strict=strict)
-    assert bits(model, optimizer) == before
+    path, problem = tmp_path / "split", "in one group of the optimizer and in two"
+    is_rejected(path, model, optimizer, problem)
+    is_rejected(path, model, optimizer, "with different lr", strict=False)
 
 
 def test_a_parameter_in_no_group_is_named(tmp_path: Path) -> None:
     model, optimizer = trained()
     checkpoint.save(tmp_path / "k", model, optim.AdamW(model[0].parameters()))
-    with pytest.raises(CheckpointError, match=r"missing .*param_groups of 1\.weight"):
-        checkpoint.load(tmp_path / "k", model, optimizer)
+    is_rejected(tmp_path / "k", model, optimizer, r"missing .*param_groups of 1\.weight")
     checkpoint.save(tmp_path / "k", model, optimizer)
     head = optim.AdamW(model[2].parameters())
-    with pytest.raises(CheckpointError, match=r"not in the model: optimizer\.state\.0\.bias"):
-        checkpoint.load(tmp_path / "k", model, head)
+    is_rejected(tmp_path / "k", model, head, r"not in the model: optimizer\.state\.0\.bias")
 
 
 def without(source: Path, target: Path, left_out: str) -> None:
@@ -142,21 +139,16 @@ def without(source: Path, target: Path, left_out: str) -> None:
 def test_a_state_that_others_have_is_missed(tmp_path: Path, gone: str) -> None:
     model, optimizer = trained()
     checkpoint.save(tmp_path / "k", model, optimizer)
-    before = bits(model, optimizer)
     without(tmp_path / "k", tmp_path / "less", gone)
-    with pytest.raises(CheckpointError, match=f"missing in the checkpoint: {gone}"):
-        checkpoint.load(tmp_path / "less", model, optimizer)
-    assert bits(model, optimizer) == before
+    is_rejected(tmp_path / "less", model, optimizer, f"missing in the checkpoint: {gone}")
 
 
 @pytest.mark.parametrize("groups", [3, [{"params": [["a"]]}], [{"params": [], 3: 1}]])
 def test_groups_that_no_optimizer_has_are_an_error_of_the_checkpoint(
     tmp_path: Path, groups: Any
 ) -> None:
-    model, optimizer = trained()
     write_folder(tmp_path / "k", {}, {OPTIMIZER_GROUPS: groups})
-    with pytest.raises(CheckpointError, match="is not a list of groups"):
-        checkpoint.load(tmp_path / "k", model, optimizer)
+    is_rejected(tmp_path / "k", *trained(), "is not a list of groups")
 
 
 def test_a_dtype_that_does_not_convert_is_rejected(tmp_path: Path) -> None:

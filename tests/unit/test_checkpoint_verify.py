@@ -22,7 +22,7 @@ from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.exporting import convert, export
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.inspecting import inspect
-from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, Manifest
+from megatron_fsdp_v2.checkpoint.metadata import MANIFEST, Manifest
 from megatron_fsdp_v2.checkpoint.verifying import verify
 from tests.unit.checkpoints import (
     FIRST,

@@ -35,11 +35,10 @@ from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.exporting import convert, export, open_source
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.inspecting import inspect
-from megatron_fsdp_v2.checkpoint.manifest import MANIFEST
-from megatron_fsdp_v2.checkpoint.metadata import METADATA
+from megatron_fsdp_v2.checkpoint.metadata import MANIFEST, METADATA
+from megatron_fsdp_v2.checkpoint.saving import pack
 from megatron_fsdp_v2.checkpoint.unpickling import load_plain, map_file
 from megatron_fsdp_v2.checkpoint.verifying import verify
-from megatron_fsdp_v2.checkpoint.writing import pack
 from tests.cases import longer
 from tests.unit.checkpoints import FIRST, changed_metadata, same_bits
 
@@ -535,7 +534,7 @@ def written(folder: Path, kind: str) -> Path:
 
 
 def values_of(path: Path) -> dict[str, torch.Tensor]:
-    source = open_source(path, layouts=())
+    source = open_source(path)
     return {tensor.name: source.read(tensor) for tensor in source.tensors}
 
 

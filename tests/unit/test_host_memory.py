@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp_v2 import checkpoint
-from megatron_fsdp_v2.checkpoint import saving, writing
+from megatron_fsdp_v2.checkpoint import saving
 from megatron_fsdp_v2.dtensor.row_shards import RowShards, TensorShard
 from megatron_fsdp_v2.dtensor.sharded_rows import rows_like
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
@@ -41,7 +41,7 @@ def test_copies_are_queued_and_waited_for_once_before_anything_is_written(
             events.append("queued" if (*args, False)[2] else "blocking")
 
     with Dispatched(look):
-        monkeypatch.setattr(writing, "wait_for_device", lambda _: events.append("wait"))
+        monkeypatch.setattr(saving, "wait_for_device", lambda _: events.append("wait"))
         write = saving._Job.write
         monkeypatch.setattr(saving._Job, "write", lambda job: (events.append("write"), write(job)))
         save = checkpoint.save(tmp_path / "saved", model, optimizer, async_save=True)
@@ -65,7 +65,7 @@ def test_copies_are_queued_and_waited_for_once_before_anything_is_written(
     ids=["number", "transposed", "expanded", "bool", "empty", "sparse", "conjugate"],
 )
 def test_every_kind_of_tensor_is_copied_as_it_is(value: torch.Tensor) -> None:
-    copy = writing._copied(value)
+    copy = saving._copied(value)
     assert (copy.dtype, copy.shape, copy.layout) == (value.dtype, value.shape, value.layout)
     assert torch.equal(copy.to_dense(), value.to_dense())
 

@@ -16,7 +16,7 @@ from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.checkpoint import metadata as core
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.metadata import METADATA
-from megatron_fsdp_v2.checkpoint.trust import read_json
+from megatron_fsdp_v2.checkpoint.unpickling import read_json
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
 __all__ = [

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_fsdp_v2._text import readable_size
 from megatron_fsdp_v2.checkpoint.errors import naming_full_disk
-from megatron_fsdp_v2.checkpoint.writing import Blocks, StoredObject, pickled, write_folder
+from megatron_fsdp_v2.checkpoint.writing import Blocks, pickled, write_folder
 from megatron_fsdp_v2_mcore.checkpoint.name_table import (
     Place,
     StoredNames,
@@ -119,7 +119,7 @@ class Export:
         self._has_optimizer = bool(self._options()) and self.left_out is None
         self.path = target
         self._tensors: dict[str, Blocks] = {}
-        self._written: dict[str, StoredObject] = {}
+        self._written: dict[str, bytes] = {}
 
     def write(self) -> None:
         """Write the checkpoint."""
@@ -173,7 +173,7 @@ class Export:
         self.num_bytes += entry.size.numel() * dtype.itemsize
 
     def _add_object(self, key: str, value: Any) -> None:
-        self._written[key] = StoredObject(pickled([value]))
+        self._written[key] = pickled([value])
 
     def _names_of_tensors(self, prefix: str) -> Iterator[str]:
         for key, entry in self._folder.metadata.state_dict_metadata.items():

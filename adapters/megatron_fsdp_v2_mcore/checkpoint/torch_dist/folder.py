@@ -22,7 +22,7 @@ from megatron.core.safe_globals import SAFE_GLOBALS
 
 from megatron_fsdp_v2.checkpoint import unpickling
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
-from megatron_fsdp_v2.checkpoint.trust import file_inside
+from megatron_fsdp_v2.checkpoint.unpickling import file_inside
 from megatron_fsdp_v2.checkpoint.unpickling import Callee, PlainUnpickler, blank, set_attributes
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 

@@ -190,14 +190,6 @@ def test_an_export_that_fails_leaves_no_file(folder: Path, tmp_path: Path, name:
     assert list(out.iterdir()) == []
 
 
-def test_a_tensor_that_is_not_all_there_is_named(tmp_path: Path) -> None:
-    blocks = Blocks((4, 2), torch.float32)
-    blocks.add((0, 0), (3, 2), lambda: torch.zeros(3, 2))
-    writing.write_folder(tmp_path / "c", {"model.weight": blocks})
-    with pytest.raises(CheckpointError, match=r"model\.weight has 8 elements, and its chunks 6"):
-        export(tmp_path / "c", tmp_path / "m.pt")
-
-
 # How a state dict was saved by torch, and which of it is the model.
 NESTED = {"model": {"model.weight": torch.ones(2), "head": torch.zeros(1)}, "optim": torch.ones(3)}
 FLAT = {"model.weight": torch.ones(2), "head": torch.zeros(1)}

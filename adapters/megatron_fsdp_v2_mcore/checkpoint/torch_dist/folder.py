@@ -22,8 +22,13 @@ from megatron.core.safe_globals import SAFE_GLOBALS
 
 from megatron_fsdp_v2.checkpoint import unpickling
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
-from megatron_fsdp_v2.checkpoint.unpickling import file_inside
-from megatron_fsdp_v2.checkpoint.unpickling import Callee, PlainUnpickler, blank, set_attributes
+from megatron_fsdp_v2.checkpoint.unpickling import (
+    Callee,
+    PlainUnpickler,
+    blank,
+    file_inside,
+    set_attributes,
+)
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
 __all__ = [

@@ -89,14 +89,12 @@ def all_ranks_or_raise[T](
     except Exception as error:
         problem = error
     said = everyones(None if problem is None else f"{type(problem).__name__}: {problem}")
-    failed = [(rank, text) for rank, text in enumerate(said) if text is not None]
-    if failed and undo is not None:
+    failed = next((rank for rank, text in enumerate(said) if text is not None), None)
+    if failed is None:
+        return cast(T, result)
+    if undo is not None:
         undo()
-    if problem is not None:
-        raise problem
-    for rank, text in failed:
-        raise CheckpointError(f"rank {rank} could not {what}: {text}")
-    return cast(T, result)
+    raise problem or CheckpointError(f"rank {failed} could not {what}: {said[failed]}")
 
 
 def everyones[T](value: T) -> list[T]:

@@ -46,12 +46,10 @@ from megatron_fsdp_v2.checkpoint.replacing import remove_own, sync, temporary_na
 from megatron_fsdp_v2.checkpoint.writing import Blocks, write_folder
 
 __all__ = [
-    "LAYOUT_GROUP",
     "MAX_SHARD_BYTES",
     "MODEL",
     "CheckpointKind",
     "Exported",
-    "Layout",
     "ModelTensor",
     "Piece",
     "convert",

@@ -135,7 +135,18 @@ class CheckpointFolder:
         content = mmap.mmap(-1, info.length)
         file.seek(info.offset)
         file.readinto(content)
-        self._check(index.fqn, info, zlib.crc32(content))
+        if self.manifest is None:
+            return content
+        item = self.manifest.files.get(info.relative_path, {}).get(info.offset)
+        where = f"{index.fqn} in {info.relative_path}, {info.length} bytes at {info.offset},"
+        if item is None or item[0] != info.length:
+            raise CheckpointError(f"{self.path} is damaged: {where} is not in the manifest")
+        crc32 = zlib.crc32(content)
+        if item[1] != crc32:
+            raise CheckpointError(
+                f"{self.path} is damaged: {where} has the checksum {crc32:08x} and was saved with "
+                f"{item[1]:08x}"
+            )
         return content
 
     def read_tensor(self, key: str) -> torch.Tensor:
@@ -289,19 +300,6 @@ class CheckpointFolder:
                 self._check_replaced()
             self._files[name] = file
         return self._files[name]
-
-    def _check(self, key: str, info: Any, crc32: int) -> None:
-        if self.manifest is None:
-            return
-        item = self.manifest.files.get(info.relative_path, {}).get(info.offset)
-        where = f"{key} in {info.relative_path}, {info.length} bytes at {info.offset},"
-        if item is None or item[0] != info.length:
-            raise CheckpointError(f"{self.path} is damaged: {where} is not in the manifest")
-        if item[1] != crc32:
-            raise CheckpointError(
-                f"{self.path} is damaged: {where} has the checksum {crc32:08x} and was saved with "
-                f"{item[1]:08x}"
-            )
 
     def _saved(self, key: str) -> _Chunks:
         if key not in self._chunks:

@@ -50,7 +50,6 @@ __all__ = [
     "INCOMPLETE",
     "MANIFEST",
     "METADATA",
-    "Items",
     "Manifest",
     "length_of",
     "needed_bytes",

@@ -101,7 +101,14 @@ def save(
 
     def staged() -> _Staged:
         tied = tied_entries(model)
-        entries = _stage(_entries(model, optimizer, tied), pack, copies=async_save)
+        # Tied tensors are written under their first name.
+        values = {key: value for key, value in model_entries(model).items() if key not in tied}
+        if optimizer is not None:
+            names = parameter_names(model)
+            values |= state_entries(optimizer, names)
+            values[OPTIMIZER_GROUPS] = groups_entry(optimizer, names)
+            values[OPTIMIZER_KIND] = kind_entry(optimizer)
+        entries = _stage(values, pack, copies=async_save)
         # Every rank checks its own value.
         content = pack(EXTRA, extra)
         if not dist.is_initialized() or dist.get_rank() == 0:
@@ -294,19 +301,6 @@ class _Job:
                 remove_own(self._folder)
             release_lock(self._lock)
             self._lock = None
-
-
-def _entries(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, tied: Mapping[str, str]
-) -> dict[str, Any]:
-    # Tied tensors are written under their first name.
-    entries = {key: value for key, value in model_entries(model).items() if key not in tied}
-    if optimizer is not None:
-        names = parameter_names(model)
-        entries |= state_entries(optimizer, names)
-        entries[OPTIMIZER_GROUPS] = groups_entry(optimizer, names)
-        entries[OPTIMIZER_KIND] = kind_entry(optimizer)
-    return entries
 
 
 def _stage(

@@ -1,8 +1,8 @@
 """Placements of the tensors of a parameter group along each data-parallel mesh axis.
 
-Only this file uses the names of strategies; all other code uses placements. A new strategy is a new
-row of these tables. Supported placements shard model weights along the innermost axis only, and
-give main weights the placement of main gradients.
+Buffers, groups and units use placements only, never the names of strategies. A new strategy is a
+new row of these tables. Supported placements shard model weights along the innermost axis only,
+and give main weights the placement of main gradients.
 """
 
 from __future__ import annotations
@@ -11,7 +11,14 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["OUTER_STRATEGIES", "STRATEGIES", "AxisPlacements", "Placement", "resolve_placements"]
+__all__ = [
+    "OUTER_NAMES",
+    "OUTER_STRATEGIES",
+    "STRATEGIES",
+    "AxisPlacements",
+    "Placement",
+    "resolve_placements",
+]
 
 
 class Placement(enum.Enum):
@@ -65,7 +72,10 @@ OUTER_STRATEGIES: dict[str, AxisPlacements] = {
     "no_shard": AxisPlacements(_R, _R, _R, _P),
     "optim": AxisPlacements(_R, _S, _S, _P),
 }
-"""Outer axis of a 2-D mesh: HSDP and HFSDP. Its gradient is always reduced once a step."""
+"""Outer axis of a 2-D mesh. Its gradient is always reduced once a step."""
+
+OUTER_NAMES = {"no_shard": "HSDP", "optim": "HFSDP"}
+"""What the field calls a 2-D mesh with each of the outer strategies."""
 
 
 def resolve_placements(

@@ -124,7 +124,7 @@ class GroupGrads:
         self.accumulates_unreduced = placements[-1].unreduced_grad is Placement.PARTIAL
         dtype = dtypes.main_grad if self.accumulates_unreduced else dtypes.grad_comm
         unreduced = [Placement.PARTIAL] * len(placements)
-        self.full = self._gradient_buffer("main_grad", unreduced, dtype, "grad_comm")
+        self.full = self._gradient_buffer("full_grad", unreduced, dtype, "grad_comm")
         self.partial: DataParallelBuffer | None = None
         if len(placements) == 2:
             reduced = [Placement.PARTIAL, placements[-1].main_grad]

@@ -14,7 +14,7 @@ import torch
 
 from megatron_fsdp_v2._text import parse_size
 from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
-from megatron_fsdp_v2.layout.placement import STRATEGIES
+from megatron_fsdp_v2.layout.placement import OUTER_NAMES, STRATEGIES
 from megatron_fsdp_v2.plan.description import (
     DATA,
     MemoryOption,
@@ -71,7 +71,8 @@ class _PlanCommand:
             action="append",
             default=[],
             metavar="N",
-            help="also try an outer data-parallel axis of N ranks: HSDP and HFSDP; may be repeated",
+            help="also try an outer data-parallel axis of N ranks: "
+            f"{' and '.join(OUTER_NAMES.values())}; may be repeated",
         )
         group.add_argument(
             "--overlap",

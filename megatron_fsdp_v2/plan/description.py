@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
+from megatron_fsdp_v2.layout.placement import OUTER_NAMES
 from megatron_fsdp_v2.params.formats import PayloadBytes, format_of, payload_bytes
 from megatron_fsdp_v2.runtime.options import RuntimeOptions
 
@@ -249,8 +250,7 @@ class Strategy:
         """Name in tables."""
         if self.outer_size is None:
             return self.inner
-        kind = "HSDP" if self.outer == "no_shard" else "HFSDP"
-        return f"{self.inner}, {kind} x{self.outer_size}"
+        return f"{self.inner}, {OUTER_NAMES[self.outer]} x{self.outer_size}"
 
     def inner_of(self, mesh: str) -> str:
         """Sharding strategy along the inner axis of a mesh."""

@@ -358,7 +358,7 @@ def test_bytes_of_the_summary_are_those_of_real_storages(
         for module in [model, *model.blocks]:
             for group in unit_of(module).groups:
                 main, own = group.main_weight.tensor, group.model_weight.tensor
-                kinds = ("model_weight", "main_grad", "grad_comm", "partial_grad")
+                kinds = ("model_weight", "full_grad", "grad_comm", "partial_grad")
                 buffers = [group.temporaries().get(kind) for kind in kinds]
                 held = [0 if b is None else _storage(b.acquire()) for b in buffers]
                 resting = (main, None if own.data_ptr() == main.data_ptr() else own)

@@ -105,5 +105,5 @@ def _name_buffers(name: str, group: ParameterGroup, recorder: StreamRecorder) ->
         )
 
 
-_KINDS = {"model_weight": "gathered", "main_grad": "full"}
+_KINDS = {"model_weight": "gathered", "full_grad": "full"}
 """What else temporary buffers are called, where one that stays has their name."""

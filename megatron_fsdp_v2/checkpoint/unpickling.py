@@ -300,7 +300,8 @@ def size_of(lengths: Any) -> torch.Size:
 
 
 _MAX_DESCRIPTION = 1 << 28
-_LOCAL_HEADER = 30
+_LOCAL_HEADER, _END_RECORD = 30, 22
+"""Bytes of the header before a record, and of the end of an archive without a comment."""
 
 
 def map_file(path: Path) -> mmap.mmap:
@@ -339,12 +340,26 @@ class Archive:
 
     Raises:
         zipfile.BadZipFile: It is not a zip archive, or damaged.
+        ValueError: Torch would read other records from it.
     """
 
     def __init__(self, content: mmap.mmap) -> None:
         self._content = content
         with zipfile.ZipFile(content) as archive:  # type: ignore[call-overload]
-            self._records = {r.filename.partition("/")[2]: r for r in archive.infolist()}
+            records = archive.infolist()
+        # Torch ignores the case and the Unicode Path field of a name, reads the folder of the first
+        # record, and expects neither bytes before the first record nor a comment at the end.
+        names = {record.orig_filename.casefold() for record in records}
+        is_ambiguous = (
+            len(names) < len(records)
+            or len({name.partition("/")[0] for name in names}) > 1
+            or any(record.filename != record.orig_filename for record in records)
+            or min((record.header_offset for record in records), default=0) > 0
+            or content[-_END_RECORD : -_END_RECORD + 4] != b"PK\5\6"
+        )
+        if is_ambiguous:
+            raise ValueError("two readers of the archive could read different records")
+        self._records = {record.filename.partition("/")[2]: record for record in records}
 
     def description(self) -> bytes:
         """The pickle that describes the objects.

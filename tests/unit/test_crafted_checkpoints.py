@@ -16,6 +16,7 @@ import shutil
 import struct
 import types
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -433,12 +434,19 @@ OBJECTS = {
 }
 
 
-def archived(description: bytes, kind: int = zipfile.ZIP_STORED) -> bytes:
+def archived(
+    description: bytes,
+    *more: str | zipfile.ZipInfo,
+    kind: int = zipfile.ZIP_STORED,
+    order: bytes = b"little",
+) -> bytes:
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", kind) as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02" + description + b".")
-        for record, of in (("byteorder", b"little"), ("data/0", bytes(16)), ("version", b"3\n")):
+        for record, of in (("byteorder", order), ("data/0", bytes(16)), ("version", b"3\n")):
             archive.writestr(f"archive/{record}", of)
+        for another in more:
+            archive.writestr(another, b"\x80\x02].")
     return content.getvalue()
 
 
@@ -455,6 +463,35 @@ def test_compressed_records_are_rejected() -> None:
     assert load_plain(archived(b"}"), "x") == {}
     with pytest.raises(CheckpointError, match=r"data\.pkl is compressed or encrypted"):
         load_plain(archived(b"}", kind=zipfile.ZIP_DEFLATED), "x")
+
+
+def shown_as(name: str, shown: str) -> zipfile.ZipInfo:
+    """A record whose Unicode Path field has another name."""
+    info, field = zipfile.ZipInfo(name), struct.pack("<BI", 1, zlib.crc32(name.encode()))
+    field += shown.encode()
+    info.extra = struct.pack("<HH", 0x7075, len(field)) + field
+    return info
+
+
+AMBIGUOUS = {
+    "a name in two cases": archived(b"}", "archive/DATA.pkl"),
+    "two folders": archived(b"}", "other/data.pkl"),
+    "two names of a record": archived(b"}", shown_as("archive/x", "archive/y")),
+    "bytes in front": b"in front" + archived(b"}"),
+    "bytes behind": archived(b"}") + b"behind",
+    "two archives": archived(b"]") + archived(b"}"),
+}
+
+
+@pytest.mark.parametrize("what", AMBIGUOUS)
+def test_archives_that_torch_could_read_differently_are_rejected(what: str) -> None:
+    with pytest.raises(CheckpointError, match="two readers"):
+        load_plain(AMBIGUOUS[what], "x")
+
+
+def test_elements_in_another_byte_order_are_rejected() -> None:
+    with pytest.raises(CheckpointError, match="another byte order"):
+        load_plain(archived(b"}", order=b"big"), "x")
 
 
 def test_a_file_of_torch_before_1_6_is_named_as_such() -> None:

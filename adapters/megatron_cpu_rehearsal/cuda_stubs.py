@@ -34,13 +34,13 @@ class StreamStub:
         del args
 
     def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for."""
+        """Do nothing: all work is complete."""
 
     def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
+        """Do nothing: all work is complete."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: all work is complete."""
 
     def record_event(self, event: Event | None = None) -> Event:
         """Record an event now."""
@@ -66,10 +66,10 @@ class Event:
         self._time = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
-        """Nothing to wait for."""
+        """Do nothing: all work is complete."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: all work is complete."""
 
     def query(self) -> bool:
         """Return True: the event has occurred."""

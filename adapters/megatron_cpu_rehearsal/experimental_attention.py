@@ -76,7 +76,7 @@ def causal_conv1d(
     activation: str | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Convolve each channel with its past, as flash-linear-attention's kernel does.
+    """Apply a causal convolution per channel, as flash-linear-attention's kernel does.
 
     Args:
         x: `(batch, sequence, channels)`.

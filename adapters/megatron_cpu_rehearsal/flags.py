@@ -85,11 +85,13 @@ CPU_FLAGS: tuple[CpuFlag, ...] = (
     CpuFlag("--no-gradient-reduce-div-fusion", None, "gloo cannot scale within a reduction"),
     CpuFlag("--attention-backend", "unfused", "fused attention needs a GPU"),
     CpuFlag("--num-workers", "0", "ranks share a few cores"),
-    CpuFlag("--no-one-logger", None, "a rehearsal is reported to no service"),
+    CpuFlag("--no-one-logger", None, "a rehearsal sends no reports to a service"),
 )
 
-_TE = "it is part of Transformer Engine, whose kernels need a GPU"
-_ITS_IMPL = f"it is part of Transformer Engine, which {IMPL_FLAG} {TRANSFORMER_ENGINE} has"
+_TE = "it needs kernels of Transformer Engine for a GPU"
+_ITS_IMPL = (
+    f"it is part of Transformer Engine; it is supported with {IMPL_FLAG} {TRANSFORMER_ENGINE}"
+)
 _FUSED = "the fusion is a CUDA kernel"
 _GRAPHS = "CUDA graphs need a GPU"
 _NCCL = "it is part of NCCL, which needs GPUs"
@@ -126,7 +128,7 @@ GPU_FLAGS: tuple[GpuFlag, ...] = (
     GpuFlag("--optimizer-cpu-offload", _OFFLOAD),
     GpuFlag("--profile", "it records CUDA activity"),
     GpuFlag("--record-memory-history", "it records device memory"),
-    GpuFlag("--log-energy", "it asks the GPU's driver"),
+    GpuFlag("--log-energy", "it queries the GPU's driver"),
 )
 
 
@@ -199,7 +201,7 @@ def with_cpu_flags(argv: Sequence[str], supported: Collection[str] = ()) -> list
             if value != default.value:
                 raise RehearsalError(
                     f"{default.name} {value} cannot be used on a CPU: {default.reason}; leave it "
-                    f"out ({default.value} is set by itself)"
+                    f"out (a rehearsal sets {default.value})"
                 )
     return [*argv, *added]
 

@@ -68,7 +68,7 @@ def split_conv1d_scan(
 
 
 def _causal_conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Convolve each channel of `(batch, sequence, channels)` with its past."""
+    """Apply a causal convolution to each channel of `(batch, sequence, channels)`."""
     taps = weight.shape[1]
     past = functional.pad(x.transpose(1, 2), (taps - 1, 0))
     return functional.conv1d(past, weight.unsqueeze(1), bias, groups=len(weight)).transpose(1, 2)

@@ -61,11 +61,11 @@ def _with_grouped_experts(mlp_modules: Callable[..., Any]) -> Callable[..., Any]
 
 
 _MAMBA = "mamba_ssm's kernels need a GPU"
-_NORMED = "a linear layer with the norm of its input inside is part of Transformer Engine"
-_LATENT_EXPERTS = "the projections around experts in a latent space are Transformer Engine's"
+_NORMED = "a linear layer with a fused input norm is part of Transformer Engine"
+_LATENT_EXPERTS = "the projections to and from the latent space of experts use Transformer Engine"
 _FLA = "flash-linear-attention's kernels need a GPU"
-_VARIANT_SPEC = "experimental attention is specified with Transformer Engine's layers alone"
-_HYBRID_SPEC = "hybrid layers are specified with Transformer Engine's alone"
+_VARIANT_SPEC = "Megatron specifies experimental attention only with Transformer Engine's layers"
+_HYBRID_SPEC = "Megatron specifies hybrid layers only with Transformer Engine's layers"
 # Method that c10d calls for a coalesced all-gather; torch 2.15 renamed it.
 _COALESCED_GATHER = (
     "all_gather_single_coalesced"
@@ -110,13 +110,13 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "megatron.core.datasets.utils:compile_helpers",
-        "the wheel contains the compiled helpers and no Makefile",
+        "the function runs `make`; the wheel contains the compiled helpers, but no Makefile",
         wrap="megatron_cpu_rehearsal.patches:_skip_if_compiled",
     ),
     Patch(
         "megatron.training.initialize:_warmup_jit_function",
-        "nothing is compiled and needs a warm-up; its random numbers would come from the generator "
-        "that initializes weights, which on a GPU they do not",
+        "no function is compiled, so none needs a warm-up; unlike on a GPU, the warm-up would draw "
+        "random numbers from the generator that initializes weights",
         replace="megatron_cpu_rehearsal.output:nothing",
     ),
     Patch(
@@ -133,8 +133,8 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "torch:Tensor.record_stream",
-        "it accepts only CUDA streams; the schedule of --overlap-moe-expert-parallel-comm calls it "
-        "to prevent an early reuse of memory",
+        "the method accepts only CUDA streams; the schedule of --overlap-moe-expert-parallel-comm "
+        "calls it to prevent an early reuse of memory",
         replace="megatron_cpu_rehearsal.output:nothing",
     ),
     Patch(
@@ -155,7 +155,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         f"torch.distributed:ProcessGroup.{_COALESCED_GATHER}",
         "Megatron's distributed optimizer gathers FP8 and bf16 weights in one call; gloo "
-        "joins them to one tensor, which converts bytes to numbers in bf16",
+        "concatenates them into one tensor, which converts FP8 bytes to bf16 numbers",
         wrap="megatron_cpu_rehearsal.collectives:gather_dtypes_apart",
     ),
     Patch(
@@ -186,7 +186,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "megatron.core.transformer.experimental_attention_variant.dsa:rotate_activation",
-        "fast_hadamard_transform's kernel needs a GPU, and bf16",
+        "fast_hadamard_transform's kernel needs a GPU and bf16 inputs",
         replace="megatron_cpu_rehearsal.experimental_attention:hadamard_rotation",
     ),
     Patch(
@@ -225,7 +225,7 @@ PATCHES: tuple[Patch, ...] = (
         replace="builtins:True",
     ),
 )
-"""For every rehearsal."""
+"""Patches of every rehearsal."""
 
 WITHOUT_TRANSFORMER_ENGINE: tuple[Patch, ...] = (
     Patch(
@@ -237,7 +237,8 @@ WITHOUT_TRANSFORMER_ENGINE: tuple[Patch, ...] = (
     ),
     Patch(
         "megatron.core.transformer.multi_latent_attention:TELinear",
-        "a linear layer that every tensor-parallel rank holds is part of Transformer Engine",
+        "a linear layer that is replicated on all tensor-parallel ranks is part of Transformer "
+        "Engine",
         replace="megatron_cpu_rehearsal.replicated_linear:ReplicatedLinear",
     ),
     Patch(
@@ -267,7 +268,7 @@ WITHOUT_TRANSFORMER_ENGINE: tuple[Patch, ...] = (
     ),
     Patch(
         "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
-        "without an argument it assumes FP8 and calls Transformer Engine, also for "
+        "without an argument the constructor assumes FP8 and calls Transformer Engine, also for "
         "--recompute-modules moe_act",
         wrap="megatron_cpu_rehearsal.patches:_without_fp8",
     ),
@@ -334,12 +335,12 @@ WITHOUT_TRANSFORMER_ENGINE: tuple[Patch, ...] = (
         wrap="megatron_cpu_rehearsal.patches:_with_steps_of_their_own",
     ),
 )
-"""For rehearsals without Transformer Engine."""
+"""Patches of rehearsals without Transformer Engine."""
 
 
 PARSER = Patch(
     "megatron.training.arguments:add_megatron_arguments",
-    "no flags can be added to a script's own command line",
+    "a script with its own parser may not accept flags that are added to its command line",
     wrap="megatron_cpu_rehearsal.flags:with_cpu_defaults",
 )
-"""For scripts with their own command line."""
+"""Patch for scripts with their own command line."""

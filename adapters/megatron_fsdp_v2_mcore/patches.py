@@ -244,7 +244,7 @@ def _apply(
 
 
 def megatron_version() -> str:
-    """The installed version of megatron-core.
+    """Return the installed version of megatron-core.
 
     Raises:
         RuntimeError: megatron-core is not installed.

@@ -86,7 +86,7 @@ def check_gather_group(group: object, mesh: DeviceMesh) -> None:
     if found != needed:
         raise ValueError(
             f"gather_group has the ranks {found}, and the axis of the mesh that weights are "
-            f"sharded along (the last one) {needed}; give a group of those, in that order"
+            f"sharded along (the last one) {needed}; give a group of these ranks in this order"
         )
 
 

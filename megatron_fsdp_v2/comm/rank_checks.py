@@ -31,12 +31,12 @@ class CheckRanks(enum.StrEnum):
         """Check that a value is a member's value.
 
         Raises:
-            ValueError: It is not.
+            ValueError: The value is not valid.
         """
         if value not in set(cls):
             raise ValueError(
-                f"check_ranks must be 'never', 'once' or 'always', got {value!r}: how often ranks "
-                "compare what they do"
+                f"check_ranks must be 'never', 'once' or 'always', got {value!r}: the value sets "
+                "how often ranks compare their units"
             )
 
 

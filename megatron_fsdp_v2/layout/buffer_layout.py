@@ -402,9 +402,9 @@ def _cuts_fit(offset: int, numel: int, granule: int, shard_numel: int) -> bool:
 def _first_fit(start: int, numel: int, stride: int, shard_numel: int, line: int) -> int | None:
     """Smallest aligned offset from `start` on at which boundaries inside an item fall on strides.
 
-    Offsets repeat with the slice, so the result is the first aligned offset, or the next offset
-    whose first boundary comes after a whole number of strides, or one of these two counted from
-    the next boundary.
+    Offsets repeat with the slice. The result is the first aligned offset, the next offset whose
+    first boundary follows a whole number of strides, or one of the same two offsets after the next
+    boundary; None if none of them fits.
     """
     boundary = (start // shard_numel + 1) * shard_numel
     for begin in (start + -start % math.gcd(stride, line), boundary):

@@ -523,8 +523,8 @@ def step_flat(optimizer: Optimizer, *, elementwise: bool = False) -> FlatOptimiz
         return optimizer
     if "step" in vars(optimizer):
         raise RuntimeError(
-            f"step of this {type(optimizer).__name__} was replaced, by a learning-rate scheduler "
-            "or by hand; call step_flat before that"
+            f"step() of this {type(optimizer).__name__} was wrapped or replaced, for example by a "
+            "learning-rate scheduler; call step_flat first"
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(

@@ -68,8 +68,8 @@ def group_modules(
         for layers in group_modules(model.layers):
             fully_shard(layers, mesh=mesh)
 
-    Parameters of one unit without a gradient, where others have one, get zeros (see
-    `on_missing_grad`); so do not group modules of which a step leaves some out.
+    If a step uses only some modules of a group, the parameters of the others get zeros as gradients
+    (see `on_missing_grad`). Do not group modules that are not all used in every step.
 
     Args:
         modules: In the order in which their forwards run; none inside another.
@@ -156,16 +156,16 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     them to the root alone, or to any of its units: the others follow. Different values given to two
     units are an error.
 
-    If an error is raised, here or by a function that was given, everything on this rank is as
-    before: the module's class, parameters and hooks, the units inside, torch's random number
-    generators. Only what an initialization did beyond the parameters, buffers and attributes of its
-    modules stays. Ranks do not notify each other: where one alone fails, the others have sharded,
-    or wait for it in the collective that meta parameters take.
+    An error, raised here or by a function passed as an argument, leaves this rank unchanged: the
+    module's class, parameters and hooks, the units inside, torch's random number generators. Of an
+    initialization, only effects beyond the parameters, buffers and attributes of its modules
+    remain. Ranks do not notify each other: if only one rank fails, the other ranks finish, or wait
+    for it in the broadcast of meta parameters.
 
     Args:
         module: The unit; its class becomes a subclass of both its own and `FSDPModule`. Or several
-            modules that are one unit: gathered before the forward of the first of them that runs,
-            until the last one has run.
+            modules that form one unit: gathered from the first forward of one of them until all
+            have run.
         mesh: 1-D (dp) or 2-D (outer dp, inner dp) device mesh that this rank is part of. Default:
             one axis over all ranks, on the accelerator if there is one.
         sharding_strategy: `no_shard` (DDP), `optim` (ZeRO-1), `optim_grads` (ZeRO-2) or
@@ -175,8 +175,8 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
         mp_policy: Dtypes of weights, gradients, inputs and outputs; default: unchanged.
             The policy of torch's FSDP2 is accepted with the same meaning.
         reshard_after_forward: Drop gathered weights between forward and backward. The root keeps
-            its own, since its backward follows at once. None is True; 1 is False and the number of
-            ranks of the (inner) axis True, as with FSDP2.
+            its own weights, since its backward follows at once. None means True; as with FSDP2, 1
+            means False, and the number of ranks of the (inner) axis means True.
         ignored_params: Parameters that are not sharded.
         shard_granularity: What a shard boundary never splits: `row`, `block:<rows>` or `tensor`.
         gradient_scaling_factor: Factor of the gradient sum; default `1 / dp_world_size`.
@@ -187,10 +187,10 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
             default True.
         enable_trace_pool: Put temporary buffers at planned addresses of one block of memory
             (`TracePoolAllocator`); default False.
-        shard_placement_fn: As with FSDP2, where it returns None or `Shard(0)`.
+        shard_placement_fn: As with FSDP2; may return only None or `Shard(0)`.
         offload_policy: As with FSDP2. `CPUOffloadPolicy(pin_memory)`: main weights, gradients and
-            so optimizer states are in host memory, and the optimizer steps there; weights are
-            copied to the device for every gather, and gradients from it as they are reduced.
+            therefore optimizer states are in host memory, and the optimizer steps there. Weights
+            are copied to the device for every gather, and reduced gradients are copied to the host.
             `OffloadPolicy()` offloads nothing.
         dp_mesh_dims: None; `mesh` has the data-parallel axes and no others.
         options: A `RuntimeOptions`: further options that all units of a root share. Or a
@@ -337,8 +337,8 @@ def _reshards_after_forward(given: object, shards: int) -> bool:
     """Whether gathered weights are dropped between forward and backward.
 
     Args:
-        given: A bool; None for the default; or the number of ranks that FSDP2 would reshard to,
-            where that is one of them or all.
+        given: A bool; None for the default; or the number of ranks that FSDP2 would reshard to: 1
+            or all ranks of the axis.
         shards: Ranks along the (inner) axis of the mesh.
     """
     if given is None:
@@ -348,9 +348,9 @@ def _reshards_after_forward(given: object, shards: int) -> bool:
     if isinstance(given, int) and given in (1, shards):
         return given != 1
     raise ValueError(
-        f"reshard_after_forward must be True, False or None, got {given!r}; weights are kept whole "
-        f"(1) or dropped to this rank's of {shards} shards ({shards}), and not to shards over "
-        "fewer ranks; keep them over fewer by making those the inner axis of a 2-D mesh"
+        f"reshard_after_forward must be True, False or None, got {given!r}; gathered weights are "
+        f"kept (1) or resharded over all {shards} ranks of the axis ({shards}); to reshard over "
+        "fewer ranks, make these ranks the inner axis of a 2-D mesh"
     )
 
 

@@ -102,7 +102,7 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
             unwrapped = "call this fully_shard instead" if theirs else "give the module inside it"
             raise ValueError(
                 f"{name or 'the module'} ({type(below).__name__}) reduces its gradients through "
-                f"{what} already, and parameters can be sharded or replicated by one of both only; "
+                f"{what} already, and only one wrapper can shard or replicate parameters; "
                 f"{unwrapped}"
             )
 

@@ -49,9 +49,9 @@ class Context:
         weight_version: Counts events after which main weights may have changed.
         root_pass: Counts the forwards of units in the root's latest forward with gradients (not a
             recomputation), and those of units that ran outside of it.
-        backward_pass: The forward whose backward is under way, or was the last.
-        synced_in_backward: The units that synchronized gradients in it when it began.
-        has_gradient: Whether a gradient of a parameter arrived in it.
+        backward_pass: The forward of the current or the latest backward.
+        synced_in_backward: The units that synchronized gradients when that backward began.
+        has_gradient: Whether a gradient of a parameter arrived in that backward.
         has_unreduced: Whether a backward left gradients to be synchronized.
         pass_has_grad: Whether the latest pass was made for a backward.
         forward_failed: Whether a pass ended in an exception.
@@ -230,7 +230,7 @@ class Context:
     def backward_failed(self) -> bool:
         """Whether the latest backward ended in an exception.
 
-        The engine drops the callback that was to finish it together with the failed graph task.
+        The engine drops the end-of-backward callback together with the failed graph task.
         """
         return self._end_of_backward is not None and self._end_of_backward() is None
 
@@ -239,7 +239,7 @@ class Context:
 
         Args:
             passed: The forward of the backward.
-            end_of_backward: The callback that the engine runs at its end. Only the engine holds it.
+            end_of_backward: The callback at the end of the backward. Only the engine holds it.
         """
         self._end_of_backward = weakref.ref(end_of_backward)
         self.has_gradient = False
@@ -263,7 +263,7 @@ class Context:
     def finish_later_than(self, number: int) -> None:
         """End deferred backwards of forwards that began after this one.
 
-        The engine runs the nodes made last first, so these backwards are over.
+        The engine runs the most recently created nodes first, so these backwards are over.
         """
         while self._deferred and (latest := max(self._deferred)) > number:
             self._deferred.pop(latest).finish()
@@ -327,7 +327,7 @@ class Context:
         self._recomputed.pop(weakref.ref(unit), None)
         waiting = list(self._recomputed)
         current = None if self._in_backward is None else self._in_backward()
-        # A region is recomputed for a unit whose backward has begun, and which is gathered too.
+        # The recomputed region belongs to a unit whose backward has begun and that is gathered.
         is_for_another = (
             current is not None
             and current is not unit
@@ -447,9 +447,9 @@ class Context:
     def repair(self) -> None:
         """Reset the units after a failed forward or backward.
 
-        Gradients of a failed backward that were collected but not reduced are dropped, and so are
-        those whose reduction was under way, since it may have written them after a `zero_grad`. A
-        failed forward drops no gradient.
+        Drops the gradients of a failed backward that were collected but not reduced. Also drops
+        gradients whose reduction was under way: it may have written them after a `zero_grad`. After
+        a failed forward, no gradient is dropped.
         """
         if self.is_in_backward or self.is_scheduled:
             # `repair` may run in inference mode, and the gradients written here are used outside
@@ -467,8 +467,9 @@ class Context:
     def _drop_gradients(self) -> None:
         dropped = self.reductions.groups()
         turns = self.ordered_reductions
-        # If ranks run different units, another rank may have reduced units that this rank has not:
-        # those reductions would pair with the next backward's. So this rank reduces them here.
+        # If ranks run different units, another rank may have reduced units that this rank has not
+        # reduced. This rank reduces them here; otherwise the reductions of the other rank would
+        # pair with those of the next backward.
         # Ranks that follow one schedule reduce without turns.
         late = [] if turns is None or self.is_scheduled else turns.remaining()
         for unit in late:

@@ -357,9 +357,9 @@ class FSDPModule(fsdp.FSDPModule):
         unit = _root_between_passes(self, "finalize_backward")
         if not unit.is_finalized_manually:
             raise RuntimeError(
-                f"backwards of {unit.name} synchronize by themselves; call "
-                "set_manual_backward_finalization(True) before the first of those that "
-                "finalize_backward is to end"
+                f"backwards of {unit.name} synchronize gradients at their end; call "
+                "set_manual_backward_finalization(True) before the first backward that "
+                "finalize_backward should end"
             )
         units = unit.context.units()
         due = [each for each in units if each.syncs_when_finalized]

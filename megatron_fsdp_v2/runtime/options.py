@@ -98,16 +98,16 @@ class UnitOptions:
     Attributes:
         runtime: Options that all units of the root share. None: the values passed to other units.
         tensor_shards: How tensor parallelism split parameters that are plain tensors. They become
-            DTensors over its axis as well, with the shape of the whole weight. The mapping is read
-            once parameters have values, by the parameters given here, also where those were on the
-            meta device. DTensors over a tensor-parallel mesh need no entry.
+            DTensors over its axis as well, with the shape of the whole weight. The keys are the
+            parameters at the time of the call, also if they are on the meta device; the mapping is
+            read when they have values. DTensors over a tensor-parallel mesh need no entry.
             `tensor_parallel.tensor_shards` makes the mapping for modules of plain tensors.
-        separate_params: Parameters that get flat buffers of their own, so that how one is sharded
-            depends on its shape alone. Pipeline stages that hold copies of a weight beside other
-            parameters need this to shard the copies alike.
-        used_params: Sharded parameters of other units that this unit's forward reads, such as the
-            embedding's weight that an output layer is handed. They are gathered for this unit too.
-            A module that has a tied parameter itself needs no entry.
+        separate_params: Parameters that get flat buffers of their own, so that the sharding of each
+            depends only on its shape. Needed by pipeline stages that hold copies of one weight next
+            to different parameters: all stages then shard the copies identically.
+        used_params: Sharded parameters of other units that this unit's forward reads, such as an
+            embedding's weight that is passed to an output layer. They are gathered for this unit
+            too. A tied parameter that a module registers itself needs no entry.
         param_init_fn: Initializes a module's own parameters and buffers that were on the meta
             device, in place of its `reset_parameters()`.
         gather_group: A process group with the same ranks as the (inner) axis of the mesh, in the

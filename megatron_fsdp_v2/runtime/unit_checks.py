@@ -55,7 +55,7 @@ def check_capture(context: Context) -> None:
         "enable_unshard_after_step gathers beyond the end of a step: leave it off": (
             options.enable_unshard_after_step
         ),
-        "enable_trace_pool plans addresses anew between steps: leave it off": (
+        "enable_trace_pool may change addresses between steps: leave it off": (
             options.enable_trace_pool
         ),
         "weights are offloaded, and the host waits for gradients": any(

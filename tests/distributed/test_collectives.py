@@ -236,7 +236,7 @@ def test_a_group_that_does_not_fit_is_rejected() -> None:
     for group, text in (
         (mesh.get_group(0), f"gather_group has the ranks {[rank % 2, rank % 2 + 2]}"),
         (dist.group.WORLD, "gather_group has the ranks [0, 1, 2, 3], and the axis of the mesh"),
-        (dist.group.WORLD, f"{inner}; give a group of those, in that order"),
+        (dist.group.WORLD, f"{inner}; give a group of these ranks in this order"),
         ("gloo", "must be a process group that this rank is part of, got str"),
         (7, "got int"),
     ):

@@ -410,7 +410,9 @@ def test_a_backward_that_is_finalized_by_a_call_synchronizes_there(strategy: str
     own_loss(model, 0).backward()
     syncs_again = not any(group.has_unreduced for group in unit_of(model).groups)
     assert "blocks.0 (Block) is not the root; call set_manual_backward_finalization on" in on_a_unit
-    assert "synchronize by themselves; call set_manual_backward_finalization(True)" in without
+    assert (
+        "synchronize gradients at their end; call set_manual_backward_finalization(True)" in without
+    )
     assert (is_waiting, is_left, syncs_again) == (True, True, True)
     assert isinstance(handle, getattr(fsdp, "GradientReductionHandle", object))
 

@@ -1,7 +1,7 @@
-"""Where tests of torch's end otherwise with ours, and why.
+"""Tests of FSDP2 with another result under this package's `fully_shard`, and the reasons.
 
-`differences.txt` lists tests by the reasons that are met in them; a test that fails for another
-reason than those, or not for each of them, is an error.
+`differences.txt` lists the reasons for which each test fails. A test that fails for another reason,
+or no longer fails for a listed reason, is an error.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Reason:
     """Why a test, or one of its cases, fails.
 
     Attributes:
-        kind: `rejected` (an argument or method, by name), `differs` (what ours does instead),
-            `internal` (the test asks for parts of FSDP2 or its messages) or `gpu`.
-        error: A pattern that its traceback has.
-        text: In words.
+        kind: `rejected` (an argument or method, by name), `differs` (another behavior),
+            `internal` (the test checks internals of FSDP2 or its messages) or `gpu`.
+        error: A pattern that matches the traceback.
+        text: The reason, for the page.
     """
 
     kind: str
@@ -37,7 +37,7 @@ _REJECTED, _DIFFERS, _INTERNAL, _GPU = (
 REASONS = {
     "placement": _REJECTED(
         r"ValueError: shard_placement_fn returns",
-        "`shard_placement_fn` that shards another dimension than 0",
+        "a `shard_placement_fn` that shards another dimension than 0",
     ),
     "reshard-to-fewer": _REJECTED(
         r"ValueError: reshard_after_forward must be True, False or None, got 2",
@@ -63,16 +63,18 @@ REASONS = {
     ),
     "uneven-tensor-parallel": _REJECTED(
         r"into unequal parts; make it a multiple of",
-        "tensor parallelism that cuts a dimension into unequal parts",
+        "tensor parallelism that splits a dimension into unequal shards",
     ),
     "rows": _DIFFERS(
         r"'NoneType' object has no attribute '(to_local|_local_tensor|full_tensor)'"
         r"|0 not greater than 0|values for attribute 'shape' do not match",
-        "rows are cut otherwise, and a rank may hold none of a parameter: no `grad` there",
+        "rows are distributed differently: a rank may have no rows of a parameter, and then `grad` "
+        "is None",
     ),
     "root-kept": _DIFFERS(
         r"in test_param_registration_after_forward[\s\S]*is not an instance of",
-        "the root keeps its gathered weights until its backward, whatever is said",
+        "the root always keeps its gathered weights until its backward, also with "
+        "`reshard_after_forward=True`",
     ),
     "meta": _DIFFERS(
         r"device\(type='cpu'\) != device\(type='meta'\)",
@@ -80,37 +82,39 @@ REASONS = {
     ),
     "replicas": _INTERNAL(
         r"in test_hsdp_broadcast_across_replicas",
-        "threads that share one stream of random numbers; here ranks are processes",
+        "the test's ranks are threads that share a random number generator; here ranks are "
+        "processes",
     ),
     "accepted": _DIFFERS(
         r"AssertionError: (NotImplementedError|RuntimeError|AssertionError) not raised",
-        "taken where FSDP2 rejects: parameters that are not contiguous, a 2-D mesh without names, "
-        "modules on the meta device that can initialize themselves, a state dict on another device",
+        "supported here, but rejected by FSDP2: parameters that are not contiguous, a 2-D mesh "
+        "without names, modules on the meta device with `reset_parameters()`, a state dict on "
+        "another device",
     ),
     "threads": _INTERNAL(
         r"(?!)",
-        "collectives and parameter groups of FSDP2 themselves, in 128 threads, without "
-        "`fully_shard`: not run",
+        "the test calls collectives and parameter groups of FSDP2 without `fully_shard`, in 128 "
+        "threads: not run",
     ),
     "state": _INTERNAL(
         r"'function' object has no attribute 'state'",
-        "FSDP2's own state of a module",
+        "the test reads FSDP2's own state of a module",
     ),
     "message": _INTERNAL(
         r"\" does not match \"|cannot be deep-copied|fully_shard was already called on",
-        "the same error, in other words or of another class",
+        "the same error with another message or of another class",
     ),
     "node-count": _INTERNAL(
         r"in _test_train_mixed_requires_grad[\s\S]*False is not true",
-        "calls of FSDP2's autograd function are counted, after losses and weights were compared",
+        "the test counts calls of FSDP2's autograd function, after losses and weights were compared",
     ),
     "collectives": _INTERNAL(
         r"in \w*(gradient_accumulation|train_parity_single_group|communication_count"
         r"|manual_reshard)[\s\S]*Scalars are not equal"
         r"|length of the sequences mismatch: 0 != |'mesh_info'",
-        "calls of certain collectives, or of FSDP2's methods, are counted; with gloo a reduction "
-        "is an all-to-all here and a large gather a broadcast by every rank, one rank alone makes "
-        "none, and ranks compare notes once",
+        "the test counts calls of certain collectives or of FSDP2's methods; here, with gloo, a "
+        "reduction is an all-to-all and a large gather consists of broadcasts by all ranks, a "
+        "single rank issues no collective, and the consistency check of ranks issues one",
     ),
     "gpu": _GPU(
         r"module 'torch\.cpu' has no attribute|Cannot re-initialize CUDA|not compiled with CUDA"
@@ -118,22 +122,22 @@ REASONS = {
         r"|expected scalar type (BFloat16|Half) but found Float|ValueError not raised"
         r"|Mesh should not be bigger than default world size|SkipTest: "
         r"|Event\(\) takes no arguments",
-        "torch's own fails, or skips it, on a CPU or on 4 ranks as well",
+        "torch's own `fully_shard` also fails or skips the test on a CPU or on 4 ranks",
     ),
     "gloo": _GPU(
         r"in _test_clip_grad_norm[\s\S]*Tensor-likes are not close",
-        "gloo's order of a sum misses the tolerance, with torch's own as well",
+        "the order of gloo's sums exceeds the tolerance, also with torch's own `fully_shard`",
     ),
     "half-sums": _DIFFERS(
         r"in _test_(compute_dtype|reduce_dtype_bf16_reduce)[\s\S]*Tensor-likes are not close",
-        "on a CPU gradients that travel in bf16 or fp16 are added up in fp32, and not rounded "
-        "after each term",
+        "on a CPU, gradients communicated in bf16 or fp16 are summed in fp32 and not rounded after "
+        "each term",
     ),
 }
 
 
 def expected() -> dict[str, frozenset[str]]:
-    """Reasons that are met in each test that does not pass, by its name."""
+    """Return the expected reasons of each test that does not pass, by the test's name."""
     found: dict[str, frozenset[str]] = {}
     for line in FILE.read_text().splitlines():
         if line and not line.startswith("#"):
@@ -143,7 +147,7 @@ def expected() -> dict[str, frozenset[str]]:
 
 
 def column_of(reasons: Collection[str]) -> str:
-    """Where a test that does not pass is counted: what a user would notice comes first."""
+    """Return the page's column of a test that does not pass; user-visible reasons come first."""
     kinds = {REASONS[reason].kind for reason in reasons}
     if kinds & {"differs", "rejected"}:
         return "differ, or rejected"
@@ -151,7 +155,7 @@ def column_of(reasons: Collection[str]) -> str:
 
 
 def reason_of(error: str) -> str | None:
-    """The reason that a traceback shows; None where it is none of those that are known."""
+    """Return the name of the reason that matches a traceback; None if it is unknown."""
     for name, reason in REASONS.items():
         if re.search(reason.error, error):
             return name

@@ -90,7 +90,7 @@ SELECTED = r"""
 --use-precision-aware-optimizer --main-params-dtype fp16 : --main-params-dtype fp16 requests .* leave it out \(--megatron-fsdp-main-params-dtype
 --use-precision-aware-optimizer --main-grads-dtype bf16 --megatron-fsdp-main-grads-dtype fp32 : --main-grads-dtype bf16 and --megatron-fsdp-main-grads-dtype fp32 set different
 --outer-dp-sharding-strategy optim : optim shards between optimizer instances, and there is one; add --num-distributed-optimizer-instances
---outer-dp-sharding-strategy optim --num-distributed-optimizer-instances 2 --expert-data-parallel-sharding-strategy no_shard : optim shards further what --expert-data-parallel-sharding-strategy shards
+--outer-dp-sharding-strategy optim --num-distributed-optimizer-instances 2 --expert-data-parallel-sharding-strategy no_shard : optim needs a sharded optimizer on the inner axis, and --expert-data-parallel-sharding-strategy is no_shard
 --init-model-with-meta-device --data-parallel-sharding-strategy no_shard : --init-model-with-meta-device cannot be used with --data-parallel-sharding-strategy
 --fp8-param-gather --megatron-fsdp-main-params-dtype bf16 : ^--fp8-param-gather quantizes .* use --megatron-fsdp-main-params-dtype fp32
 --fp4-param-gather --megatron-fsdp-main-params-dtype fp16 : ^--fp4-param-gather quantizes .* use --megatron-fsdp-main-params-dtype fp32

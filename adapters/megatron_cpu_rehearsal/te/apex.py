@@ -12,7 +12,7 @@ import torch
 __all__ = ["NAME", "make", "wgrad_gemm_accum"]
 
 NAME = "fused_weight_gradient_mlp_cuda"
-"""Module name under which Megatron imports it."""
+"""Module name under which Megatron imports the extension."""
 
 
 def wgrad_gemm_accum(input: torch.Tensor, d_output: torch.Tensor, d_weight: torch.Tensor) -> None:

@@ -69,7 +69,7 @@ def scaled_upper_triang_masked_softmax_forward(
 def scaled_aligned_causal_masked_softmax_forward(
     input: torch.Tensor, scale_factor: float
 ) -> torch.Tensor:
-    """As above with different numbers of queries and keys, aligned at the last ones."""
+    """Causal softmax for `q` queries and `k` keys, aligned at the last ones: `(..., q, k)`."""
     return _causal(input, scale_factor)
 
 

@@ -97,15 +97,15 @@ def generic_gemm(
     """Compute `D = alpha * op(B) @ op(A) + beta * D` with fused operations.
 
     Args:
-        A: Operand, see the module.
+        A: Operand; see the module's docstring.
         transA: Whether `A` is transposed.
         B: Operand.
         transB: Whether `B` is transposed.
         D: A tensor to write into.
         quantizer: Quantizes the result.
         output_dtype: A `DType`; if None, that of `A`.
-        bias: Forward: added to every row. Backward: if given, the bias's gradient is computed, the
-            sum of `B` over its rows.
+        bias: Forward: added to every row. Backward: if given, the gradient of the bias is computed,
+            which is the sum of `B` over its rows.
         bias_type: A `DType`: the dtype of the saved gelu input for FP8 operands.
         gelu: Forward: a gelu follows. Backward: the result is multiplied by its slope.
         gelu_in: Input of the gelu, for its slope.
@@ -207,15 +207,15 @@ def te_general_grouped_gemm(
         D: Tensors to write into, or one tensor for the concatenated results.
         D_type: A `DType`.
         m_splits: Rows of each expert; ignored, since the operands have this number of rows.
-        bias: Forward: biases; backward: tensors the biases' gradients are written into. An empty
-            tensor stands for none.
+        bias: Forward: biases. Backward: tensors into which the biases' gradients are written. An
+            empty tensor means no bias.
         bias_type: A `DType`; ignored.
-        single_output: Whether `D` has one tensor for all.
-        pre_gelu_out: Tensors the inputs of a gelu are written into; empty ones without a gelu.
+        single_output: Whether `D` has one tensor for all experts.
+        pre_gelu_out: Tensors into which the inputs of a gelu are written; empty without a gelu.
         grad: Whether this is a backward.
-        workspace: Of a GPU; ignored.
+        workspace: Workspace of a GPU; ignored.
         workspace_size: Ignored.
-        accumulate: Whether to add to what `D` has.
+        accumulate: Whether to add to the values of `D`.
         use_split_accumulator: Ignored.
         math_sm_count: Ignored.
 

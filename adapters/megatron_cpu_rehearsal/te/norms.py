@@ -50,7 +50,7 @@ def layernorm_fwd(
         bias: `(K,)`.
         eps: Added to the variance.
         ln_out: A tensor to write into, or None.
-        quantizer: Of Transformer Engine, or None.
+        quantizer: A quantizer of Transformer Engine, or None.
         otype: A `DType`.
         sm_margin: Ignored.
         zero_centered_gamma: Whether the weight is stored minus one.
@@ -115,7 +115,7 @@ def rmsnorm_fwd(
         weight: `(K,)`.
         eps: Added to the mean of squares.
         ln_out: A tensor to write into, or None.
-        quantizer: Of Transformer Engine, or None.
+        quantizer: A quantizer of Transformer Engine, or None.
         otype: A `DType`.
         sm_margin: Ignored.
         zero_centered_gamma: Whether the weight is stored minus one.

@@ -82,11 +82,11 @@ def nvfp4_multi_tensor_compute_partial_amax(
 
     Args:
         master_weight_list: Shards of weights.
-        partial_amax_list: For each, fp32, `(ceil(h / 16), ceil(w / 16))`.
-        global_amax_list: For each, one fp32 element.
+        partial_amax_list: Per weight, fp32, `(ceil(h / 16), ceil(w / 16))`.
+        global_amax_list: Per weight, one fp32 element.
         h_list: Rows of the weights.
         w_list: Columns of the weights.
-        start_offset_list: Where each part begins.
+        start_offset_list: Start of each shard.
         block_len: 16.
     """
     for part, blocks, amax, height, width, start in zip(
@@ -125,11 +125,13 @@ def nvfp4_multi_tensor_fused_scale(
         block_amax_list: fp32, `(tile_rows, tile_cols)`.
         global_amax_list: One fp32 element each.
         per_block_scale_list: fp32, `(tile_rows, tile_cols)`: unrounded scales.
-        target_scale_list: E4M3, `(rows_padded, tile_cols)` or wider: one for each row.
+        target_scale_list: E4M3, `(rows_padded, tile_cols)` or wider: rounded scales, each repeated
+            for all rows of its block.
         target_amax_list: One fp32 element each.
         tile_rows_list: Blocks in a column of the weights.
-        tile_cols_list: Blocks in a row; implied.
-        rows_padded_list: Implied.
+        tile_cols_list: Blocks in a row of the weights.
+        rows_padded_list: Rows of the scales. Ignored, as are the numbers of blocks: they follow
+            from the shapes of the tensors.
         block_len: 16.
     """
     del tile_rows_list, tile_cols_list, rows_padded_list
@@ -166,7 +168,7 @@ def nvfp4_multi_tensor_2d_partial_cast(
         global_scale_list: One fp32 element each.
         h_list: Rows of the weights.
         w_list: Columns of the weights.
-        start_offset_list: Where each part begins.
+        start_offset_list: Start of each shard.
         block_len: 16.
 
     Raises:

@@ -25,7 +25,7 @@ def _true_within_transformer_engine(is_cuda: Any) -> property:
 BEFORE_IMPORT: tuple[Patch, ...] = (
     Patch(
         "transformer_engine.common:load_framework_extension",
-        "reference kernels replace the compiled extension that it would load",
+        "the function would load the compiled extension, which reference kernels replace",
         replace="megatron_cpu_rehearsal.output:nothing",
     ),
     Patch(
@@ -35,4 +35,4 @@ BEFORE_IMPORT: tuple[Patch, ...] = (
         wrap="megatron_cpu_rehearsal.te.patches:_true_within_transformer_engine",
     ),
 )
-"""Applied before Transformer Engine's PyTorch package is imported."""
+"""Patches that are applied before Transformer Engine's PyTorch package is imported."""

@@ -52,7 +52,7 @@ def state_name(tensor: str, expert: int | None) -> str:
     """Return the name of a tensor of FP8's delayed scaling, below its module.
 
     A module of Transformer Engine with delayed scaling has four tensors. Grouped experts have four
-    tensors for each expert, whose number is appended to the name, as for their weights.
+    tensors per expert; the expert's number is appended to the name, as for weights.
 
     Args:
         tensor: `scale_fwd`, `amax_history_fwd`, `scale_bwd` or `amax_history_bwd`.

@@ -3,7 +3,7 @@
 Megatron sums squares of gradients over a process group and assumes that every rank holds different
 elements. Replicated elements (below ZeRO, between hybrid replicas) would count several times,
 and the correct group would depend on the strategy and on the experts. Here each rank counts the
-elements of which it owns the first replica, and one sum goes over all ranks.
+elements whose first replica it owns, and one all-reduce sums over all ranks.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What a training with Megatron's flags would hold and send, for `megatron-fsdp-v2 plan`."""
+"""Descriptions of trainings from Megatron's flags, for `megatron-fsdp-v2 plan`."""

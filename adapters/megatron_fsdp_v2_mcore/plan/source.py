@@ -81,7 +81,7 @@ def _arguments(argv: Sequence[str], flags: Sequence[str]) -> tuple[Any, bool]:
             build_tokenizer(args)
         except Exception as error:
             raise FlagsError(
-                f"the size of the vocabulary is not known: the tokenizer cannot be read here "
+                f"the size of the vocabulary is unknown: the tokenizer cannot be read here "
                 f"({error}); add --vocab-size"
             ) from None
     # `without_gpu_flags` has removed these flags.

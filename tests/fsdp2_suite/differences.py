@@ -106,7 +106,7 @@ REASONS = {
     ),
     "node-count": _INTERNAL(
         r"in _test_train_mixed_requires_grad[\s\S]*False is not true",
-        "the test counts calls of FSDP2's autograd function, after losses and weights were compared",
+        "the test counts calls of FSDP2's autograd function, after comparing losses and weights",
     ),
     "collectives": _INTERNAL(
         r"in \w*(gradient_accumulation|train_parity_single_group|communication_count"

@@ -28,7 +28,7 @@ COMMON = (*MODEL_FLAGS, "--global-batch-size", "8")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One combination.
+    """A training to compare with a reference.
 
     Attributes:
         name: Unique name.
@@ -140,7 +140,7 @@ class Setup:
 class Resume:
     """A run that saves, and one that continues from its checkpoint with other flags.
 
-    A checkpoint of a sharded run is exported for Megatron's own DDP.
+    If the loading run is Megatron's own DDP, the checkpoint of a sharded run is exported first.
 
     Attributes:
         name: Unique name.

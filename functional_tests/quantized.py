@@ -78,7 +78,7 @@ QUANTIZED: tuple[Row, ...] = (
              strategies=(ZERO3, ZERO1), norms=_norms(recipe), quick=int(recipe == "tensorwise"))
         for recipe in FORMATS
     ),
-    # To the bit, with one micro-batch on two ranks: a sum of two has one order.
+    # Bitwise identical with one micro-batch on two ranks: a sum of two terms has one order.
     *(
         _row(f"{recipe}, Megatron's distributed optimizer {overlap}", 2,
              _model(recipe, GATHERS[recipe], "--global-batch-size 4", overlap),
@@ -87,10 +87,10 @@ QUANTIZED: tuple[Row, ...] = (
         for recipe in FORMATS
         for overlap in ("", OVERLAP)
     ),
-    # To the bit where gradients are reduced once a step, as under DDP. ZeRO-2 and ZeRO-3 reduce
-    # each micro-batch and add up what is reduced: a gradient's last bit becomes a step of an FP8
-    # number here and there, as that of the norm does in Megatron, whose distributed optimizer is
-    # up to 3e-5 from its DDP so (seeds 2 to 7, norms added up in fp32).
+    # Bitwise identical if gradients are reduced once per step, as under DDP. ZeRO-2 and ZeRO-3
+    # reduce every micro-batch and sum the results: the last bit of a gradient occasionally changes
+    # an FP8 value. The last bit of the norm has the same effect in Megatron, whose distributed
+    # optimizer differs from its DDP by up to 3e-5 (seeds 2 to 7, norms summed in fp32).
     *(
         _row(f"{recipe}, per-token loss {gathers}, {tolerance}", 2, _model(recipe, PER_TOKEN),
              ours=gathers, strategies=strategies, tolerance=tolerance, norms=norms)
@@ -122,7 +122,7 @@ QUANTIZED: tuple[Row, ...] = (
             ("nvfp4", 2, "TP2", TP2),
         )
     ),
-    # Weights gathered in bf16 are quantized again in the backward then, to the same numbers.
+    # Weights gathered in bf16 are then quantized again in the backward, with the same result.
     *(
         _row(f"nvfp4, weight gradients apart {gathers}", 2,
              _model("nvfp4", "--no-gradient-accumulation-fusion"), ours=gathers, norms=1e-2)
@@ -152,7 +152,7 @@ QUANTIZED_SAME: tuple[Row, ...] = (
             ("nvfp4", MUON),
         )
     ),
-    # Sums over four ranks are made in another order; the CPU's Adam is torch's.
+    # Sums over four ranks have another order; on the CPU, Adam is torch's implementation.
     *(
         _same(f"delayed {flags}", ranks, _model("delayed", GATHERS["delayed"]), ours=flags,
               tolerance=1e-3, norms=1.0)
@@ -160,7 +160,7 @@ QUANTIZED_SAME: tuple[Row, ...] = (
             (4, HSDP), (2, "--optimizer-cpu-offload --use-precision-aware-optimizer"),
         )
     ),
-    # Along the outer axis gradients are scattered instead of reduced whole, of equal sums.
+    # Gradients are reduce-scattered, not all-reduced, along the outer axis, with equal sums.
     *(
         _same(f"{recipe}, HFSDP", 4, _model(recipe, GATHERS[recipe]), ours=HFSDP, theirs=HSDP,
               strategies=SHARDED if recipe in RECIPES else (ZERO3,), tolerance=TOLERANCE,
@@ -178,7 +178,7 @@ EVALUATED = "--eval-interval 2 --eval-iters 1"
 
 _QUICK = Setup(2, ZERO3, f"{DELAYED_GATHERED} {EVALUATED}")
 
-# A checkpoint has main weights, so that runs with and without quantized ones load it.
+# Checkpoints contain main weights, so runs with and without quantized weights load them.
 QUANTIZED_RESUMES: tuple[Resume, ...] = (
     *(
         Resume(name, MODEL, saves, loads, tolerance, exact_norms=True, quick=name == "FP8")
@@ -200,7 +200,7 @@ QUANTIZED_RESUMES: tuple[Resume, ...] = (
             ("bf16, delayed from now on", Setup(2, ZERO3), Setup(2, ZERO3, DELAYED_GATHERED), 1e-2),
         )
     ),
-    # Scales and maxima of delayed scaling are in the checkpoint.
+    # The checkpoint contains scales and amax histories of delayed scaling.
     *(
         Resume(f"to the bit: {setup}", MODEL, setup, setup, tolerance=0, quick=setup == _QUICK)
         for setup in (

@@ -343,21 +343,21 @@ SAME: tuple[Row, ...] = tuple(replace(
     row, beside_itself=True, tolerance=row.tolerance or 0, iterations=min(row.iterations, 4)
 ) for row in (
     Row("overlap flags", 2, EVALUATION, ours=OVERLAP, quick=1),
-    # --------------------------------------------------------------------- what is gathered when
+    # --------------------------------------------------------------- order of gathers, reductions
     *(
         Row(f"gathers and reductions: {flags}", 2, OVERLAP, ours=flags, probe=knobs, finds=finds,
             tolerance=tolerance, quick=1)
         for flags, finds, tolerance in (
             ("", (5, 1, None, 2, 0), 0),
-            # The root, and the units that are gathered ahead of it.
+            # The root and the units prefetched with it.
             ("--fsdp-unshard-prefetch-depth 2 --fsdp-max-live-grad-buffers 3 "
              "--fsdp-unshard-after-step", (5, 2, None, 3, 3), 0),
             ("--fsdp-unshard-prefetch-bytes 1MiB", (5, None, 1 << 20, 2, 0), 0),
-            # Both layers are one unit; half of the elements, four bytes each, are gathered ahead.
-            # Norms are summed over other flat buffers.
+            # Both layers form one unit; half of the elements, 4 bytes each, limit the prefetch.
+            # The order of sums in norms depends on the flat buffers.
             ("--suggested-communication-unit-size 100001 --fsdp-unit-bytes 400000",
              (4, None, 200_000, 2, 0), TOLERANCE),
-            # The default: small layers are one unit.
+            # The default: small layers form one unit.
             ("--fsdp-unit-bytes 4MiB", (4, 1, None, 2, 0), TOLERANCE),
             ("--fsdp-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail",
              (5, 1, None, 2, 0), 0),
@@ -385,7 +385,7 @@ SAME: tuple[Row, ...] = tuple(replace(
             (4, "--bf16 --accumulate-allreduce-grads-in-fp32", 0),
         )
     ),
-    # On a CPU they are in any case, where main gradients are in fp32.
+    # On a CPU, gradients are always summed in fp32 if main gradients are fp32.
     *(
         Row(f"gradients in bf16 added up in fp32 {axes}", 4,
             "--bf16 --global-batch-size 16 --megatron-fsdp-grad-comm-dtype bf16 "
@@ -429,14 +429,14 @@ SAME: tuple[Row, ...] = tuple(replace(
             ("--megatron-fsdp-main-params-dtype bf16", ""),
             ("--megatron-fsdp-main-params-dtype bf16 --megatron-fsdp-main-grads-dtype bf16", ""),
             ("--megatron-fsdp-main-grads-dtype bf16", ""),
-            # What Newton-Schulz makes of nearly singular gradients hangs on their last bits.
+            # The result of Newton-Schulz on nearly singular gradients depends on their last bits.
             ("--megatron-fsdp-main-params-dtype bf16", "--optimizer muon"),
             ("--megatron-fsdp-main-grads-dtype bf16", "--optimizer adaptive_muon"),
             ("--megatron-fsdp-main-params-dtype bf16 --optimizer-cpu-offload", ""),
         )
     ),
     # ------------------------------------------------------------------------ weight gradients
-    # The output layer's gradient is apex's kernel's. Tied, autograd would add in another order.
+    # apex's kernel computes the output layer's gradient. Tied, autograd would sum in another order.
     *(
         Row(f"fused weight gradients: {flags}", ranks, f"{TE} {UNTIED} {flags}",
             theirs=UNFUSED_GRADS, strategies=strategies)
@@ -450,7 +450,7 @@ SAME: tuple[Row, ...] = tuple(replace(
             (2, TP2_SP, (ZERO3,)),
         )
     ),
-    # Apart, autograd is given memory for them that nobody has written.
+    # With delayed weight gradients, autograd's gradients are uninitialized memory.
     *(
         Row(f"weight gradients made later {fusion}", 2,
             f"{TE} {GROUPED} {EP2} --overlap-moe-expert-parallel-comm --bf16 {fusion}",
@@ -536,7 +536,7 @@ RESUMES: tuple[Resume, ...] = (
             Setup(3, NO_SHARD),
         )
     ),
-    # ---------------------------------------------- to the bit at the same sizes: all is restored
+    # -------------------------------------------------------- bitwise identical at the same sizes
     *(
         Resume(f"to the bit: {flags or 'data parallel'}",
             f"--bf16 {DROPOUT} --lr-decay-style cosine --lr-warmup-iters 3",
@@ -554,7 +554,7 @@ RESUMES: tuple[Resume, ...] = (
             (f"{TE} {TP2}", Setup(4, ZERO1), False),
             (f"--async-save --optimizer muon --swiglu --num-experts 4 {EP2} {PP2} "
              "--moe-token-dispatcher-type alltoall", Setup(4, ZERO3), False),
-            # Megatron's own, in a rehearsal.
+            # Megatron's own DDP, in a rehearsal.
             (f"{GROUPED} {EP2}", Setup(2, DDP), False),
             (f"{MAMBA} {TP2_SP}", Setup(2, DDP), False),
         )
@@ -565,7 +565,7 @@ RESUMES: tuple[Resume, ...] = (
     *(
         Resume(f"{optimizer}, TP2 x DP2, {load}", f"{GATED} {MUON} --optimizer {optimizer} "
             "--muon-tp-mode duplicated", Setup(4, ZERO3, TP2), load,
-            # The first updates after the start are signs in part, where rounding decides.
+            # Some of the first updates are signs, which depend on rounding.
             tolerance=TOLERANCE if optimizer == "muon" else 1e-4)
         for optimizer in ("muon", "adaptive_muon", "lion")
         for load in (
@@ -597,7 +597,7 @@ RESUMES: tuple[Resume, ...] = (
             Setup(2, ZERO3, way), tolerance=0, quick=not way)
         for way in ("", *OFFLOADS)
     ),
-    # The CPU's Adam is torch's.
+    # On the CPU, Adam is torch's implementation.
     Resume("fused Adam, half of it offloaded from now on", TE,
         Setup(2, ZERO3), Setup(2, ZERO3, OFFLOADS[1])),
     Resume("fused Adam, not offloaded any more", TE, Setup(2, ZERO3, OFFLOADS[1]), Setup(2, ZERO3)),

@@ -27,7 +27,7 @@ from megatron_fsdp_v2.optim.ownership import Matrix, Ownership
 __all__ = ["MatrixEngine", "MatrixFunction", "SharedWork"]
 
 BUCKET_NUMEL = 32 * 2**20
-"""Elements of an owner's part of a bucket: enough to saturate a link, and few beside the shards."""
+"""Elements of an owner's part of a bucket: enough to saturate a link, few compared with shards."""
 
 
 type _Place = tuple[Key, int, tuple[Any, ...]]

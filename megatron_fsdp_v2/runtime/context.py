@@ -48,14 +48,14 @@ class Context:
             with `enable_unshard_after_step` only.
         weight_version: Counts events after which main weights may have changed.
         root_pass: Counts the forwards of units in the root's latest forward with gradients (not a
-            recomputation), and those of units that ran outside of it.
+            recomputation), and the forwards of units that ran outside of it.
         backward_pass: The forward of the current or the latest backward.
         synced_in_backward: The units that synchronized gradients when that backward began.
         has_gradient: Whether a gradient of a parameter arrived in that backward.
         has_unreduced: Whether a backward left gradients to be synchronized.
         pass_has_grad: Whether the latest pass was made for a backward.
         forward_failed: Whether a pass ended in an exception.
-        is_checked: Whether ranks have compared what they sharded.
+        is_checked: Whether ranks have compared their units.
         has_formats: Whether the weight format of any group communicates.
         num_scheduled: Micro-batches under way in a schedule that runs modules part by part; see
             `ScheduledUnits`.

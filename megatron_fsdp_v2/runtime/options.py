@@ -43,7 +43,7 @@ class RuntimeOptions:
             1. With 1, the next unit's first gradient waits for the reduction under way.
         enable_trace_pool: Put temporary buffers at planned addresses of one block of memory
             (`TracePoolAllocator`).
-        check_ranks: `once`: at the first use, ranks compare what they sharded and check that
+        check_ranks: `once`: at the first use, ranks compare their sharded units and check that
             replicated weights are equal (a few integers over the mesh). `always`: also before every
             gather and reduction, so that a would-be hang is an error that names the unit. `never`:
             no checks.

@@ -166,7 +166,7 @@ def _warn_of_large_root(units: Sequence[Unit]) -> None:
     """Warn if a root owns more bytes of parameters than its largest unit.
 
     The root's parameters stay gathered, and their gradients unsharded, while any unit inside
-    computes. A model of which only the layers are units has this problem: the root owns the
+    computes. A model in which only the layers are units has this problem: the root owns the
     embedding and the output layer.
 
     Args:

@@ -134,7 +134,7 @@ class Translation:
         return [state] if "state" in state else list(state.values())
 
     def for_saving(self) -> dict[str, Any]:
-        """Return the entries that this rank writes: those of which it owns the first replica."""
+        """Return the entries that this rank writes: those whose first replica it owns."""
         scales = fp8_state.saved_tensors(self.chunks, _is_first)
         return self._entries(scales, lambda name: not (name.is_copy or name.is_unused), self._saves)
 

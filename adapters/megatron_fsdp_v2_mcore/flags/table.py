@@ -1,4 +1,4 @@
-"""The flags of this package, and those of Megatron that cannot be used with it.
+"""The flags of this package, and the flags of Megatron that cannot be used with it.
 
 Most of the rejected flags read attributes that Megatron's own wrappers add to a model (`main_grad`,
 gradient buckets, whole weights on every rank). Sharded parameters do not have them.

@@ -77,7 +77,7 @@ def check_data(flags: Collection[str]) -> None:
         flags: The given flags; other words are ignored.
 
     Raises:
-        FlagError: It does not. The message names the flag.
+        FlagError: The program does not build this kind of data. The message names the flag.
     """
     for flag, meaning in OTHER_DATA.items():
         if flag in flags:

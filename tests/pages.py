@@ -1,4 +1,4 @@
-"""Tables of what tests measure: printed with `--tables`, or kept in a page of docs/."""
+"""Tables of test results, printed with `--tables` or stored in a page of docs/."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ import pytest
 from tests.processes import ROOT
 
 MEASURED = pytest.StashKey[list[str]]()
-"""Texts that are printed when the tests end."""
+"""Texts to print at the end of the tests."""
 
 
 def print_at_the_end(config: pytest.Config, text: str) -> None:
-    """Print a text when the tests end, if `--tables` asks for tables."""
+    """Print a text at the end of the tests, if `--tables` is given."""
     if config.getoption("--tables"):
         config.stash.setdefault(MEASURED, []).append(text)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], align: Sequence[str] = ()) -> str:
-    """A table in Markdown; `--:` aligns a column to the right."""
+    """Return a table in Markdown; `--:` aligns a column to the right."""
     lines = [head, align or ("---",) * len(head), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def cells_of(line: str) -> tuple[str, ...]:
-    """Cells of a line of a table."""
+    """Return the cells of a line of a table."""
     return tuple(cell.strip() for cell in line.strip("|").split(" | "))
 
 
 def wrapped(text: str, width: int = 100) -> list[str]:
-    """Lines of a paragraph."""
+    """Return the lines of a paragraph."""
     return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
 def page(title: str, about: str, *parts: str) -> str:
-    """A page: a title, what it shows, and parts with a blank line between."""
+    """Return a page: title, introduction, and parts separated by blank lines."""
     return "\n\n".join([f"# {title}", "\n".join(wrapped(about, 90)), *parts]) + "\n"
 
 
 def check_page(request: pytest.FixtureRequest, page: str, text: str) -> None:
-    """Compare a page with a text; with `--write-docs` the text is written there first."""
+    """Compare a page with a text; with `--write-docs` the text is written to the page first."""
     if request.config.getoption("--write-docs"):
         (ROOT / page).write_text(text)
     suite = request.path.relative_to(ROOT)
@@ -49,7 +49,7 @@ def check_page(request: pytest.FixtureRequest, page: str, text: str) -> None:
 
 
 def check_part(request: pytest.FixtureRequest, page: str, part: str, text: str) -> None:
-    """Do so with what stands between comments `<part>: begin` and `<part>: end` of a page."""
+    """Like `check_page`, for the part of a page between `<part>: begin` and `<part>: end`."""
     begin, end = f"<!-- {part}: begin -->\n", f"\n<!-- {part}: end -->\n"
     before, rest = (ROOT / page).read_text().split(begin)
     check_page(request, page, before + begin + text + end + rest.split(end)[1])

@@ -1,13 +1,13 @@
-"""Fenced blocks of the documentation: where they are, and how each of them is run or checked.
+"""Fenced blocks of the documentation, and how each block is run or checked.
 
-A block needs a language. What is done with it follows from the language, or from a comment on the
-line before the fence, which no reader sees:
+A block needs a language. The language, or an HTML comment on the line before the fence, determines
+how the block is checked:
 
     <!-- given: module:function -->    names a python block may use; the function runs on every rank
-    <!-- output of: module:function -->    the text is what the function returns on rank 0 of two
+    <!-- output of: module:function -->    the text is the function's result on rank 0 of two
     <!-- read by: module:function -->    the function takes the path of a file with the block in it
     <!-- checked by: path::test -->    the test reads the page and runs the block
-    <!-- not run: reason -->    a reason that a reader would accept
+    <!-- not run: reason -->    the reason why the block is not run
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Block:
     """One fenced block.
 
     Attributes:
-        page: Path of its page, relative to the root of the tree.
-        line: Line of its first line of code, counted from 1.
+        page: Path of the page, relative to the root of the tree.
+        line: Number of the first line of code, from 1.
         language: First word after the fence.
-        code: What is between the fences.
-        markers: Comments right before the block, by key.
+        code: Text between the fences.
+        markers: Comments directly before the block, by key.
     """
 
     page: str
@@ -49,18 +49,18 @@ class Block:
 
     @property
     def name(self) -> str:
-        """Where the block is, for the id of a test."""
+        """Page and line of the block, for the id of a test."""
         return f"{self.page}:{self.line}"
 
 
 @dataclass(frozen=True)
 class Use:
-    """What is done with a block.
+    """The check of a block.
 
     Attributes:
         how: `python`, `program`, `shell`, `flags`, `data`, `read`, `output`, `checked`, `not run`,
             or `unknown`.
-        detail: The marker's value, or what is wrong.
+        detail: Value of the comment, or the problem.
     """
 
     how: str
@@ -68,7 +68,7 @@ class Use:
 
 
 def blocks_in(page: str, text: str) -> list[Block]:
-    """All fenced blocks of a page.
+    """Return all fenced blocks of a page.
 
     Raises:
         ValueError: A block is not closed.
@@ -102,7 +102,7 @@ def blocks_in(page: str, text: str) -> list[Block]:
 
 
 def documented() -> list[Block]:
-    """The blocks of everything a user reads."""
+    """Return the blocks of all pages for users."""
     pages = [ROOT / name for name in ("README.md", "design.md", "CONTRIBUTING.md")]
     pages += sorted((ROOT / "docs").rglob("*.md"))
     pages += sorted((ROOT / "adapters").glob("*/README.md"))
@@ -113,14 +113,14 @@ def documented() -> list[Block]:
 
 
 def is_program(code: str) -> bool:
-    """Whether python code starts its own process group."""
+    """Return whether python code initializes a process group."""
     calls = [node.func for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
     names = {getattr(called, "attr", getattr(called, "id", "")) for called in calls}
     return "init_process_group" in names
 
 
 def use_of(block: Block) -> Use:
-    """How a block is run; `unknown`, with what to do about it, where there is no way."""
+    """Return the check of a block; `unknown`, with advice, if there is none."""
     wrong = [key for key in block.markers if key not in _KEYS]
     if wrong:
         return Use("unknown", f"no such comment: {wrong[0]!r}; there are {', '.join(_KEYS)}")

@@ -1,4 +1,4 @@
-"""Names that short examples use without making them: a model, its optimizer, a training step."""
+"""Names that short examples use without defining them: a model, an optimizer, a training step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH = 8
 
 
 class Model(nn.Module):
-    """The model that examples speak of: layers in `model.layers`."""
+    """The model of the examples, with layers in `model.layers`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Model(nn.Module):
 
 
 def free_names(tree: ast.AST) -> set[str]:
-    """Names that code reads and never binds."""
+    """Return the names that code reads and does not bind."""
     bound = set(dir(builtins))
     read: set[str] = set()
     for node in ast.walk(tree):
@@ -54,16 +54,16 @@ def free_names(tree: ast.AST) -> set[str]:
 
 
 def prepare(code: str, names: dict[str, Any]) -> None:
-    """Give code the names it reads and nobody has made.
+    """Define the names that an example reads and that are not defined yet.
 
-    A model is handed over sharded, unless the code shards one itself.
+    A model is sharded, unless the example shards a model itself.
 
     Args:
         code: The example.
-        names: Its namespace, with what examples before it on the page have left.
+        names: Namespace of the example, with names of earlier examples on the page.
 
     Raises:
-        NameError: There is nothing to hand over under one of the names.
+        NameError: A name is unknown.
     """
     tree = ast.parse(code)
     called = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
@@ -75,7 +75,7 @@ def prepare(code: str, names: dict[str, Any]) -> None:
             f"nothing is called {unknown[0]!r}: import or make it in the example, on the page "
             "before it, or add it to tests/docs/given.py"
         )
-    # A step needs its model and its optimizer, whether the example names them or not.
+    # A step needs a model and an optimizer, also if the example does not name them.
     for name in ("train_step", "optimizer", "model", "mesh"):
         wanted |= NEEDS.get(name, set()) & (PROVIDERS.keys() - names) if name in wanted else set()
     for name, provider in PROVIDERS.items():
@@ -132,7 +132,7 @@ NEEDS: dict[str, set[str]] = {
 
 
 def tensor_parallel_modules() -> dict[str, Any]:
-    """Modules that hold parts of weights as plain parameters, one rank being the whole."""
+    """Return modules with TP-local shards as plain parameters, for one tensor-parallel rank."""
 
     kinds = {
         n: type(n, (nn.Linear,), {}) for n in ("MyColumnLinear", "MyRowLinear", "MyGatedLinear")
@@ -151,7 +151,7 @@ def tensor_parallel_modules() -> dict[str, Any]:
 
 
 def matrix_parameters() -> dict[str, Any]:
-    """Sharded matrices, an update of each, and a function of matrices."""
+    """Return sharded matrices, their updates, and a function of matrices."""
     names: dict[str, Any] = {}
     prepare("model", names)
     params = [param for param in names["model"].parameters() if param.ndim == 2]

@@ -1,4 +1,4 @@
-"""What pages show as output, rebuilt."""
+"""Functions that produce the outputs shown on pages."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["not_finite", "pool_report", "violation"]
 
 
 def not_finite() -> str:
-    """The error of a gradient with NaNs."""
+    """Return the error of a gradient with NaNs."""
     model: Any = _sharded(Stack(), enable_trace_pool=False)
     _step(model)
     weight = model.blocks[1].up.weight
     if weight.grad is not None:
-        # One element on whichever rank holds it.
+        # One element, on the rank that holds it.
         weight.grad.to_local().view(-1)[:1] = float("nan")
     with pytest.raises(RuntimeError) as raised:
         check_finite(model)
@@ -30,7 +30,7 @@ def not_finite() -> str:
 
 
 def pool_report() -> str:
-    """Of a model with six equal layers, after training and evaluations."""
+    """Return the pool report of a model of six equal layers, after training and evaluations."""
     torch.manual_seed(0)
     model: Any = _sharded(Deep(6))
     for _ in range(4):
@@ -40,7 +40,7 @@ def pool_report() -> str:
 
 
 def violation() -> str:
-    """What the checker says of gradients that are freed while they are reduced."""
+    """Return the checker's report of gradients that are freed during their reduction."""
     found = faults_found("gradients freed early")
     return _wrapped(next(text for _, buffer, text in found if buffer.startswith("blocks.1/")))
 

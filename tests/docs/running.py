@@ -1,4 +1,4 @@
-"""Running python blocks on ranks that are there already."""
+"""Execution of python blocks on existing ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["load", "run_page"]
 
 
 def load(name: str) -> Any:
-    """What `module:function` names.
+    """Return the function that `module:function` names.
 
     Raises:
-        ValueError: It names nothing.
+        ValueError: The function does not exist.
     """
     module, _, function = name.partition(":")
     try:
@@ -28,14 +28,13 @@ def load(name: str) -> Any:
 
 
 def run_page(blocks: list[tuple[str, int, str, str]], folder: str) -> None:
-    """Run the python blocks of one page on this rank, in the order a reader meets them.
+    """Run the python blocks of one page on this rank, in their order on the page.
 
-    Later blocks see what earlier ones have made, as a reader does, except those with names of
-    their own.
+    Blocks share a namespace, except blocks with a `given` comment.
 
     Args:
-        blocks: Page, line, code, and the function that gives names, or nothing.
-        folder: Where the blocks may write, for all ranks.
+        blocks: Page, line, code, and the function of the `given` comment, or "".
+        folder: Working folder of the blocks, for all ranks.
     """
     names: dict[str, Any] = {}
     before = Path.cwd()
@@ -45,7 +44,7 @@ def run_page(blocks: list[tuple[str, int, str, str]], folder: str) -> None:
             space = dict(load(given)()) if given else names
             try:
                 prepare(code, space)
-                # Empty lines before it make line numbers those of the page.
+                # With empty lines before the code, line numbers in errors are those of the page.
                 compiled = compile("\n" * (line - 1) + code, page, "exec")
                 with contextlib.redirect_stdout(io.StringIO()):
                     exec(compiled, space)

@@ -1,6 +1,6 @@
-"""Checking shell blocks: their commands, by the parsers that read them, and without running them.
+"""Checks of shell blocks, without running their commands.
 
-Flags are checked by the parsers that read them, targets by make, files by looking for them.
+The programs' own parsers check flags, make checks targets, and files must exist.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Command", "check", "check_flags", "commands_of", "typed_lines"]
 _ELLIPSIS = "..."
 _PLACEHOLDER = re.compile(r"<[a-z][a-z _-]*>")
 _ASSIGNMENT = re.compile(r"\w+=")
-# Set by Slurm, by the script, or by who types the command.
+# Set by Slurm, by the script, or by the user.
 _VARIABLES = {
     "CHECKPOINTS": "/shared/checkpoints",
     "SLURM_JOB_NODELIST": "node-[1-2]",
@@ -46,7 +46,7 @@ Command = list[str]
 
 
 def typed_lines(language: str, code: str) -> str:
-    """What is typed: all of a script, and what follows the prompts of a console."""
+    """Return the typed lines: all lines of a script, or the lines after a console's prompts."""
     if language != "console":
         return code
     typed = []
@@ -59,13 +59,13 @@ def typed_lines(language: str, code: str) -> str:
 
 
 def commands_of(script: str) -> list[Command]:
-    """The calls of programs in a script of simple commands, one in a line.
+    """Return the program calls of a script of simple commands, one per line.
 
     Args:
         script: Shell code. `<your flags>` stands for anything and becomes `...`.
 
     Raises:
-        AssertionError: A quote is not closed, or a variable is not known here.
+        AssertionError: A quote is not closed, or a variable is unknown.
     """
     found = []
     for line in _PLACEHOLDER.sub(_ELLIPSIS, script).replace("\\\n", " ").splitlines():
@@ -80,7 +80,7 @@ def commands_of(script: str) -> list[Command]:
 
 
 def check(command: Command) -> None:
-    """Check one call of a program as far as that goes without doing what it does.
+    """Check one call of a program without executing it.
 
     Raises:
         AssertionError: The program would reject its arguments, or a file does not exist.
@@ -92,10 +92,10 @@ def check(command: Command) -> None:
 
 
 def check_flags(flags: Sequence[str]) -> None:
-    """Have Megatron's parser, with our flags, read what is added to a small model's flags.
+    """Check flags, added to those of a small model, with Megatron's parser and this package.
 
     Raises:
-        AssertionError: It does not know a flag or its value, or this package rejects it.
+        AssertionError: A flag or value is unknown, or this package rejects it.
     """
     from megatron_fsdp_v2_mcore import FlagError
     from megatron_fsdp_v2_mcore.flags.arguments import check_before, is_enabled
@@ -128,7 +128,7 @@ def _parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.N
         try:
             return parser.parse_args(list(words))
         except SystemExit as leaving:
-            # --help and --version leave as well.
+            # --help and --version also exit.
             if leaving.code in (0, None):
                 return argparse.Namespace()
     raise AssertionError(said.getvalue().strip().splitlines()[-1])
@@ -137,7 +137,7 @@ def _parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.N
 def _check_make(arguments: Sequence[str]) -> None:
     make = shutil.which("make")
     assert make is not None
-    # An option in the environment belongs to a make that this test may run under.
+    # This test may run under make, whose options are in the environment.
     environment = {key: value for key, value in os.environ.items() if "MAKE" not in key}
     done = ran(make, "--dry-run", *arguments, env=environment)
     if done.returncode != 0:
@@ -167,7 +167,7 @@ def _check_python(arguments: Sequence[str]) -> None:
 
 def _check_started(is_module: bool, program: str, arguments: Sequence[str]) -> None:
     if not is_module:
-        # A path below this tree has to be there; other names are the reader's own scripts.
+        # A path in this tree must exist; other names are the reader's own scripts.
         first = Path(program).parts[0]
         if (ROOT / first).is_dir() and not (ROOT / program).is_file():
             raise AssertionError(f"there is no {program}")

@@ -1,4 +1,4 @@
-"""Every code block of README, design, CONTRIBUTING and docs/ runs, or says why not; files exist."""
+"""Code blocks of README, design, CONTRIBUTING and docs/ run or state why not; named files exist."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _used(*how: str) -> list[Block]:
 
 
 def show_console(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
-    """Run the command of a console and compare what it writes with what the console shows."""
+    """Run the command of a console block and compare its output with the block."""
     typed = typed_lines(block.language, block.code)
     assert block.code.startswith(f"$ {typed}"), "show one command and what it writes in a block"
     (command,) = commands_of(typed)
@@ -79,7 +79,7 @@ def test_commands_are_ones_that_their_programs_accept(block: Block) -> None:
 def test_consoles_show_what_their_commands_write(capsys: pytest.CaptureFixture[str]) -> None:
     for block in _used("shell"):
         shown, typed = block.code.splitlines(), typed_lines(block.language, block.code)
-        # Consoles that show more than what is typed.
+        # Console blocks that show output.
         if block.language == "console" and len(typed.splitlines()) < len(shown):
             show_console(block, capsys)
 

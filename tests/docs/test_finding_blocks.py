@@ -1,4 +1,4 @@
-"""What is wrong with a block is found: nothing passes because nobody looked."""
+"""Faulty blocks are detected: a block that cannot be checked is an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands for torch's test classes: a test that runs on every rank of a group that is there."""
+"""Replacement of torch's test classes: a test runs on every rank of an existing process group."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from torch.testing._internal.common_utils import TestCase
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 
 MEETING_S = 5.0
-"""How long ranks wait for one another after a case."""
+"""Seconds that ranks wait for each other after a case."""
 
-# By the store, since a collective would meet those that the others are in.
+# Ranks meet in the store, since a collective could pair with one of an unfinished case.
 _MEETINGS = itertools.count()
 
 
 class OutOfStepError(RuntimeError):
-    """A case is over on this rank, and others are still in it: its group is of no use anymore."""
+    """A case ended on this rank and not on others: the process group cannot be used any more."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong in a test, or in one of the cases it goes through.
+    """A failure of a test, or of one of its cases.
 
     Attributes:
-        case: The arguments of the case in words; empty where the test has no cases.
+        case: The arguments of the case in words; empty if the test has no cases.
         error: The traceback.
     """
 
@@ -41,18 +41,18 @@ class Failure:
 
 
 class Case(TestCase):
-    """Base of torch's tests here."""
+    """Base class of torch's tests in this suite."""
 
     rank: int
 
     @property
     def world_size(self) -> int:
-        """As many ranks as most of torch's tests ask for."""
+        """Number of ranks of most of torch's tests."""
         return 4
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The one that is there."""
+        """The existing process group."""
         assert dist.group.WORLD is not None
         return dist.group.WORLD
 
@@ -69,7 +69,7 @@ class Case(TestCase):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Run all cases of a test, also after one has failed, on all ranks the same."""
+        """Run all cases of a test on all ranks, also after a failure."""
         for values in itertools.product(*subtest_config.values()):
             self.num_cases += 1
             if self.num_cases <= self.skipped:
@@ -85,7 +85,7 @@ class Case(TestCase):
         """Wait for the other ranks.
 
         Raises:
-            OutOfStepError: One is still in the case, since it failed here alone, or never ends.
+            OutOfStepError: Another rank has not finished the case.
         """
         store = dist.distributed_c10d._get_default_store()
         name = f"tests/fsdp2_suite/{next(_MEETINGS)}"
@@ -102,13 +102,13 @@ class Case(TestCase):
 
         Args:
             rank: This rank.
-            skipped: So many of its cases are not run.
+            skipped: Number of cases to skip.
 
         Returns:
-            How many cases there were, and those that failed.
+            The number of cases, and the failures.
 
         Raises:
-            OutOfStepError: Other ranks are still in a case that is over here.
+            OutOfStepError: Another rank has not finished a case.
         """
         self.rank = rank
         self.skipped = skipped
@@ -147,20 +147,20 @@ def assert_parity(
     sharded: nn.Module,
     prefixes_to_ignore: tuple[str, ...] = (),
 ) -> None:
-    """What torch's tests compare a model with, where a rank's rows are not those of FSDP2.
+    """Compare a sharded model with a replicated one, for any distribution of rows over ranks.
 
     Args:
         case: The test.
-        replicated: The model of data parallelism.
-        sharded: The sharded one.
-        prefixes_to_ignore: Parts of names that only the sharded one has.
+        replicated: The replicated model.
+        sharded: The sharded model.
+        prefixes_to_ignore: Parts of names that only the sharded model has.
     """
     error = None
     try:
         _compare(case, replicated, sharded, prefixes_to_ignore)
     except AssertionError as found:
         error = str(found)
-    # Ranks hold other rows; all of them fail where one does, or the others would wait for it.
+    # Ranks hold different rows. All ranks fail if one does; otherwise the others would wait for it.
     errors = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
     for rank, text in enumerate(errors):

@@ -1,4 +1,4 @@
-"""Which of torch's tests there are: `--pytorch` is a checkout of PyTorch."""
+"""Collection of torch's tests from a checkout of PyTorch (`--pytorch`)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import pytest
 FOLDER = Path("test") / "distributed" / "_composable" / "fsdp"
 
 LEFT_OUT = {"test_fully_shard_logging.py"}
-"""What FSDP2 logs, in a process of its own that imports FSDP2."""
+"""Tests of FSDP2's log, in a separate process that imports FSDP2."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A test of torch's.
+    """A test of torch.
 
     Attributes:
-        file: Where it is.
-        cls: Its class.
-        name: Of the method.
+        file: Path of the file.
+        cls: Name of the class.
+        name: Name of the method.
     """
 
     file: Path
@@ -33,13 +33,13 @@ class Source:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """A checkout to take tests from, and whose `fully_shard` they run with."""
+    """Add the options for the checkout and for the `fully_shard` under test."""
     parser.addoption("--pytorch", type=Path, required=True, help="a checkout of PyTorch")
     parser.addoption("--fully-shard", choices=("ours", "torch"), default="ours")
 
 
 def sources(checkout: Path) -> list[Source]:
-    """The tests of a checkout, without those that are left out as a whole."""
+    """Return the tests of a checkout, without the files that are left out."""
     found = []
     for file in sorted((checkout / FOLDER).glob("test_fully_shard_*.py")):
         if file.name in LEFT_OUT:
@@ -52,7 +52,7 @@ def sources(checkout: Path) -> list[Source]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test for each of torch's."""
+    """Generate one test per test of torch."""
     if "source" in metafunc.fixturenames:
         found = sources(metafunc.config.getoption("--pytorch"))
         assert found, f"--pytorch has no {FOLDER}"

@@ -1,8 +1,8 @@
-"""Importing a file of PyTorch's FSDP2 tests with parts of it replaced, nothing of it changed.
+"""Import of unmodified files of PyTorch's FSDP2 tests with substituted functions and classes.
 
-While a file is imported and run, `torch.distributed.fsdp.fully_shard` is the function under test,
-and torch's test classes, which start a process or a thread for each rank, are one that runs in a
-process group that is there already. What asks for GPUs is told that a CPU is enough.
+While a file is imported and run, `torch.distributed.fsdp.fully_shard` is the function under test.
+A class that runs in an existing process group replaces torch's test classes, which start a process
+or a thread per rank. Checks for GPUs are disabled.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from megatron_fsdp_v2 import fully_shard, register_fsdp_forward_method
 from tests.fsdp2_suite.case import Case, assert_parity
 
 MOST_RANKS = 4
-"""How many devices tests are told that there are; several use as many ranks."""
+"""Number of devices reported to the tests; several tests use this number of ranks."""
 
 OURS, TORCHS = "ours", "torch"
-"""Whose `fully_shard` is run; torch's own shows which tests a CPU can run at all."""
+"""The `fully_shard` under test. Torch's own shows which tests can pass on a CPU."""
 
 
 def _unchanged(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
-    """A decorator that decides nothing."""
+    """Return a decorator without effect."""
     del args, kwargs
     return lambda function: function
 
 
 def _replicate(*args: Any, **kwargs: Any) -> Any:
-    """Torch's `replicate` for a module on a CPU."""
+    """Call torch's `replicate` for a module on a CPU."""
     kwargs.pop("device_ids", None)
     return _REPLICATE(*args, **kwargs)
 
@@ -48,11 +48,11 @@ _REPLICATE = torch.distributed._composable.replicate
 
 @contextlib.contextmanager
 def substituted(whose: str) -> Iterator[None]:
-    """Have torch's modules offer what tests are to find there."""
+    """Replace functions and classes in torch's modules inside the context."""
     replaced: list[tuple[Any, str, Any]] = [
         (common_fsdp, "FSDPTest", Case),
         (common_fsdp, "FSDPTestMultiThread", Case),
-        # It runs a test a second time with parts compiled for a GPU.
+        # The original runs a test a second time with parts compiled for a GPU.
         (common_fsdp, "compiled_fsdp_test", _unchanged),
         (common_distributed, "skip_if_lt_x_gpu", _unchanged),
         (torch.distributed._composable, "replicate", _replicate),
@@ -74,7 +74,7 @@ def substituted(whose: str) -> Iterator[None]:
 
 
 def load(path: Path, whose: str) -> ModuleType:
-    """Import a file of tests; the same module when it was imported before."""
+    """Import a file of tests, once per `fully_shard` under test."""
     name = f"fsdp2_suite_{whose}_{path.stem}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)

@@ -1,4 +1,4 @@
-"""PyTorch's tests of FSDP2 pass with ours, but for the differences that are listed."""
+"""PyTorch's tests of FSDP2 pass with this package's `fully_shard`, except listed differences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.ranks import RankFailure, RankPools
 TIMEOUT_S = 240.0
 
 MOST_PROCESSES = 8
-"""Torch's tests with threads for ranks have up to 128 of them."""
+"""Limit of ranks. Torch's tests whose ranks are threads have up to 128 of them."""
 
 THREADS = "threads"
 
@@ -28,11 +28,11 @@ OUT_OF_STEP = re.compile(
     re.M,
 )
 CUT_OFF = re.compile(r"Connection closed by peer|pair closure|[Tt]imed out|nothing failed here")
-"""What a rank says that waited for another one."""
+"""Errors of a rank that waited for another rank."""
 
 
 def _run(file: Path, whose: str, cls: str, name: str, skipped: int) -> tuple[int, list[Failure]]:
-    """Run a test of torch's on this rank, but for its first cases."""
+    """Run a test of torch on this rank, without its first `skipped` cases."""
     module = load(file, whose)
     with substituted(whose):
         set_rng_seed()
@@ -46,10 +46,10 @@ def _world_size(source: Source, whose: str) -> int:
 
 
 def _failures(pools: RankPools, source: Source, whose: str, world_size: int) -> list[Failure]:
-    """Those of all cases on all ranks.
+    """Return the failures of all cases on all ranks.
 
-    Where a case ended on some ranks alone, the others wait for them for ever: they are ended, and
-    new ones go on with the next case.
+    If a case ended on some ranks only, the waiting ranks are terminated, and new ranks run the next
+    case.
     """
     found: list[Failure] = []
     skipped = 0

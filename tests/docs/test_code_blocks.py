@@ -123,7 +123,7 @@ PAGES = [
 ]
 _NAMED = re.compile(r"(?<![\w./*<$-])((?:\w+/)*\w+\.(?:py|toml|sh))(?![\w/*])")
 
-# Of Megatron-LM, and of a user.
+# Files of Megatron-LM and of users.
 OTHERS = {"pretrain_gpt.py", "pretrain_hybrid.py", "gpt_builders.py", "hybrid_layer_specs.py"}
 OTHERS |= {"train.py", "your_script.py"}
 

@@ -61,7 +61,7 @@ class ShardGrid:
     """Mapping of a flat buffer's slices onto the axes of a data-parallel mesh.
 
     The inner axis splits the buffer into large pieces and the outer axis splits each piece again,
-    so that an all-gather along the inner axis alone yields the whole buffer.
+    so that a buffer that the outer axis replicates is gathered along the inner axis alone.
 
     Attributes:
         axes: The mesh axes, outermost first.

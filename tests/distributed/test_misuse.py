@@ -499,7 +499,7 @@ def test_a_module_run_outside_of_its_units_forward_is_named() -> None:
 UNCAPTURABLE: dict[str, dict[str, Any]] = {
     "check_ranks='always' compares on the host": {"check_ranks": "always"},
     "enable_unshard_after_step gathers beyond": {"enable_unshard_after_step": True},
-    "enable_trace_pool plans addresses anew": {"enable_trace_pool": True},
+    "enable_trace_pool may change addresses": {"enable_trace_pool": True},
     "weights are offloaded": {"offload_policy": CPUOffloadPolicy()},
     "weights are quantized": {},
 }

@@ -122,8 +122,8 @@ def check_sharding(
         )
     if outer != "no_shard" and replicated:
         raise FlagError(
-            f"--outer-dp-sharding-strategy {outer} shards further what {replicated[0]} shards, and "
-            "no_shard shards nothing; use optim, optim_grads or optim_grads_params"
+            f"--outer-dp-sharding-strategy {outer} needs a sharded optimizer on the inner axis, "
+            f"and {replicated[0]} is no_shard; use optim, optim_grads or optim_grads_params"
         )
     accumulates = "reduce_scatter_with_fp32_accumulation"
     if replicated and any(getattr(source, f"{at}{accumulates}", False) for at in ("", "ddp_")):

@@ -383,6 +383,15 @@ def test_an_optimizer_that_others_made_is_flat_from_then_on() -> None:
     assert _unequal(plain, flat) == []
 
 
+@on_ranks(2)
+def test_an_optimizer_that_has_not_stepped_yet_is_flat_with_frozen_integers() -> None:
+    def made(*groups: Any, **how: Any) -> Any:
+        return step_flat(optim.AdamW(*groups, **how))
+
+    trained = [_disturbed(kind, ALIGNED, {}) for kind in (optim.AdamW, made)]
+    assert _unequal(*trained) == []
+
+
 # -- what is refused ------------------------------------------------------------------------------
 
 

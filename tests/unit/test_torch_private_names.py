@@ -187,3 +187,8 @@ def test_torch_has_the_private_names_that_the_packages_need() -> None:
     missing = {name: why for name, why in NEEDED.items() if _found(name) is MISSING}
     assert missing == {}, f"torch {torch.__version__} lacks these"
     assert len(NEEDED) > 50
+
+
+def test_a_name_that_torch_lacks_is_reported() -> None:
+    names = ("_C._no_such_name", "Tensor._no_such_name", "_no_such_module.name", "nn.Module._no")
+    assert {_found(f"torch.{name}") for name in names} == {MISSING}

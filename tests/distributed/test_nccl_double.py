@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy
 from megatron_fsdp_v2.comm.interface import Axis
@@ -38,6 +39,29 @@ def test_dtypes_that_nccl_lacks_are_errors() -> None:
         tensor = torch.zeros(2).to(dtype)
         text = said(RuntimeError, lambda t=tensor: dist.all_reduce(t, group=group))  # type: ignore[misc]
         assert "Unsupported Float8 type for NCCL reduction" in text
+
+
+@on_ranks(2)
+def test_a_synchronous_call_returns_none_and_an_asynchronous_call_a_work_handle() -> None:
+    double = _group(2)
+    two, four = torch.zeros(2), torch.zeros(4)
+    calls: dict[str, tuple[Any, ...]] = {
+        "_allgather_base": (c10d.AllgatherOptions, four, two),
+        "allgather_into_tensor_coalesced": (c10d.AllgatherOptions, [four], [two]),
+        "allgather": (c10d.AllgatherOptions, [[two, two.clone()]], [two]),
+        "_reduce_scatter_base": (c10d.ReduceScatterOptions, two, four),
+        "reduce_scatter_tensor_coalesced": (c10d.ReduceScatterOptions, [two], [four]),
+        "allreduce": (c10d.AllreduceOptions, [two]),
+        "alltoall_base": (c10d.AllToAllOptions, two, two.clone(), [], []),
+        "broadcast": (c10d.BroadcastOptions, [two]),
+        "barrier": (c10d.BarrierOptions,),
+    }
+    for name, (kind, *given) in calls.items():
+        for is_async in (False, True):
+            options = kind()
+            options.asyncOp = is_async
+            found = getattr(double, name)(*given, options)
+            assert isinstance(found, dist.Work) if is_async else found is None, name
 
 
 @on_ranks(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from megatron_fsdp_v2.diagnostics import Role, memory_tracker
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
+from megatron_fsdp_v2.runtime import context
 from megatron_fsdp_v2.runtime.module import unit_of
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import BF16, listen, said, shards_of, step_all, wrap
@@ -163,3 +165,20 @@ def test_what_a_step_gathered_and_a_load_dropped_is_gathered_once_more() -> None
     found = model(torch.ones(2, 4))
     assert torch.equal(found, expected)
     found.sum().backward()
+
+
+@on_ranks(2, strategy=["optim", "optim_grads"])
+def test_a_forward_after_a_capture_uses_weights_that_a_replay_changed(strategy: str) -> None:
+    """A replay steps main weights without a hook or a version counter; `_unseen` does the same."""
+    for is_captured in (False, True):
+        model, optimizer = _made(sharding_strategy=strategy)
+        _step(model, optimizer)
+        with mock.patch.object(context, "is_capturing", lambda device: is_captured):  # noqa: B023
+            _step(model, optimizer)
+        with torch.no_grad():
+            model(torch.ones(2, INPUT))
+            _unseen(model, optimizer)
+            found, other = model(torch.ones(2, INPUT)), _made(sharding_strategy=strategy)[0]
+            other.load_state_dict(model.state_dict())
+            # Without a capture, weights are gathered only after a change that is counted.
+            assert torch.equal(found, other(torch.ones(2, INPUT))) is is_captured

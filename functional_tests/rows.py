@@ -238,7 +238,7 @@ ROWS: tuple[Row, ...] = (
     Row("three ranks", 3, "--global-batch-size 12", strategies=(ZERO3, NO_SHARD)),
     # --------------------------------------------------------------------------------- bitwise
     Row("bf16, evaluation in between", 2, f"--bf16 --num-layers 4 {EVALUATION}", iterations=8),
-    Row("Muon in bf16, one micro-batch, not clipped", 2,
+    Row("Muon, default precision, one micro-batch, not clipped", 2,
         "--optimizer muon --global-batch-size 4 --clip-grad 0", strategies=(ZERO3, NO_SHARD),
         iterations=8, tolerance=0, norms=TOLERANCE, quick=1),
     # ------------------------------------------------------------------------------- optimizers

@@ -51,8 +51,8 @@ def train_with_whole_adaptive_muon(flags: Sequence[str]) -> Training:
         return train(flags)
 
 
-def whole_matrices(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    """The matrices of the layers, experts of this rank among them. Collective."""
+def whole_weights(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    """All weights, experts of this rank among them. Collective."""
     del optimizer
     return {
         name.replace("module.", ""): param.detach().full_tensor()
@@ -60,8 +60,13 @@ def whole_matrices(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
         else param.detach().clone()
         for chunk in model
         for name, param in chunk.named_parameters()
-        if param.dim() == 2 and "layers" in name
     }
+
+
+def whole_matrices(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    """The matrices of the layers. Collective."""
+    weights = whole_weights(model, optimizer)
+    return {name: w for name, w in weights.items() if w.dim() == 2 and "layers" in name}
 
 
 def whole_and_sharded(strategy: str = "optim_grads_params") -> tuple[nn.Sequential, nn.Sequential]:
@@ -109,6 +114,20 @@ def test_adaptive_muon_is_that_of_emerging_optimizers(megatron: RankPools) -> No
     assert distance(ours.losses, _train(megatron, MUON, fsdp()).losses) > 1e-2
 
 
+@pytest.mark.functional
+@pytest.mark.parametrize("strategy", [f.ZERO3, f.NO_SHARD])
+def test_weights_are_bitwise_those_of_megatron_if_sums_have_one_order(
+    megatron: RankPools, strategy: str
+) -> None:
+    """At the default precision, with one micro-batch and without clipping."""
+    flags = "--optimizer muon --global-batch-size 4 --clip-grad 0"
+    reference = _train(megatron, flags, probe=whole_weights)
+    ours = _train(megatron, flags, fsdp(strategy), probe=whole_weights)
+    assert ours.losses == reference.losses
+    for mine, theirs in zip(ours.extras, reference.extras, strict=True):
+        assert [n for n, w in theirs.items() if not torch.equal(w, mine[n])] == []
+
+
 # -- checkpoints ----------------------------------------------------------------------------------
 
 
@@ -131,6 +150,26 @@ def test_another_optimizers_state_is_not_loaded(
         _train(megatron, *flags)
     afresh = _train(megatron, *flags, "--no-load-optim").losses
     assert afresh[0] == uninterrupted[4]
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize("mode", ["blockwise", "duplicated", "distributed"])
+def test_a_resume_at_another_tensor_parallel_size_differs_as_megatrons_own_does(
+    megatron: RankPools, tmp_path: Path, mode: str
+) -> None:
+    """With `blockwise`, the matrices of the function are other ones; else they stay the same."""
+    runs = []
+    for kind, flags in {"ours": fsdp(), "theirs": ["--ckpt-format", "torch_dist"]}.items():
+        folder, common = tmp_path / kind, [MUON, f"--muon-tp-mode {mode}", *flags]
+        # The vocabulary is padded to the same size.
+        size = "--make-vocab-size-divisible-by"
+        whole = _train(megatron, *common, f"{size} 512", f.saving(folder, 4))
+        resumed = _train(megatron, *common, f"{size} 256", f.TP2_SP, f.loading(folder, 4))
+        runs.append((resumed.losses, whole.losses[4:]))
+    (ours, uninterrupted), (theirs, _) = runs
+    assert distance(ours, theirs) < 1e-6
+    differs = distance(ours, uninterrupted)
+    assert 1e-4 < differs < 1e-3 if mode == "blockwise" else differs < 1e-6
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "muon"])

@@ -14,6 +14,7 @@ import torch
 from megatron_fsdp_v2.diagnostics import Role, group_summary
 from megatron_fsdp_v2.plan import Strategy
 from megatron_fsdp_v2.plan.planner import plan_one
+from tests.cases import quick_only
 from tests.mcore import flags as f
 from tests.mcore import planned
 from tests.mcore.session import train
@@ -231,3 +232,16 @@ def test_a_plan_has_the_bytes_and_collectives_of_megatrons_training(
         for collective, count in plan.step.collectives.items():
             counts[collective.kind, collective.size, collective.nbytes] += count
         assert counts in [sent for _, sent in ranks], number
+
+
+@pytest.mark.parametrize("strategy", quick_only(f.STRATEGIES, f.ZERO2))
+def test_without_overlap_a_group_is_reduced_once_in_a_step_or_a_micro_batch(
+    strategy: str, megatron: RankPools
+) -> None:
+    shards_gradients = strategy in (f.ZERO2, f.ZERO3)
+    for number in (1, 3):
+        steps = f"--train-iters {STEPS} --global-batch-size {4 * number}"
+        for _, sent in megatron(2).run(_counted, f.words(f.MODEL_FLAGS, steps, f.fsdp(strategy))):
+            reduced = sum(count for (kind, *_), count in sent.items() if "reduce" in kind)
+            # The embedding, two layers and the final norm of the root.
+            assert reduced == 4 * (number if shards_gradients else 1)

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.model import Model
 from tests.gpu import machine
+from tests.gpu.test_overlap import hidden_share
+from tests.gpu.test_speed import MODELS, flops_of, num_params
 from tests.processes import ROOT, ran
 
 FILES = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
@@ -35,7 +38,9 @@ def test_a_check_on_a_cpu_describes_the_machine_and_one_of_a_gpu_is_skipped() ->
 @pytest.mark.functional
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_check_is_rehearsed_on_a_cpu(file: Path) -> None:
-    assert re.search(r"\d+ (passed|skipped)", _rehearsed(file))
+    is_for_gpus = file.stem == "test_streams"
+    # A check that a CPU cannot verify is skipped with this reason after it has run.
+    assert is_for_gpus or re.search(r"\d+ passed|; rehearsed on a CPU", _rehearsed(file, "-rs"))
 
 
 @pytest.mark.parametrize(
@@ -51,6 +56,36 @@ def test_an_old_driver_and_a_missing_package_are_said(
     assert can is can_run
     assert any("driver 580 or newer" in sentence for sentence in said) is not can_run
     assert f"transformer-engine[pytorch]=={machine.TRANSFORMER_ENGINE}" in said[-1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_checks_on_gpus_without_a_gpu_end_with_code_2_and_the_reason() -> None:
+    done = ran(sys.executable, "-m", "pytest", "tests/gpu/test_host.py", "--device", "cuda")
+    assert done.returncode == 2
+    assert re.search(r"_pytest.outcomes.Exit: (.*NVIDIA's driver|there is no GPU)", done.stdout)
+
+
+def test_the_hidden_share_of_communication_comes_from_times_of_kernels() -> None:
+    kernels = [
+        ("ncclDevKernel_AllGather", (0.0, 10.0)),
+        ("gemm", (4.0, 8.0)),
+        ("gemm", (6.0, 9.0)),
+        ("ncclDevKernel_ReduceScatter", (20.0, 30.0)),
+        ("Memset", (29.0, 40.0)),
+    ]
+    assert hidden_share(kernels) == pytest.approx((5 + 1) / 20)
+    assert hidden_share(kernels[1:3]) is None
+
+
+@pytest.mark.parametrize(("name", "number"), [("1B", 1e9), ("8B", 8e9)])
+def test_parameters_and_flops_are_those_of_the_model(name: str, number: float) -> None:
+    setting = MODELS[name]
+    with torch.device("meta"):
+        counted = sum(param.numel() for param in Model(setting.shape).parameters())
+    assert num_params(setting.shape) == counted == pytest.approx(number, rel=0.06)
+    # Six per parameter and token; the embedding has no product, attention has up to a quarter more.
+    tokens = setting.shape.batch * setting.shape.length
+    assert 0.9 < flops_of(setting) / (6 * counted * tokens) < 1.25
 
 
 def test_the_page_says_what_every_file_of_checks_proves() -> None:

@@ -550,8 +550,13 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Any) -> Any:
-        grad = None if grads[0] is None else linear(grads[0], ctx.adjoint, ctx.function)
-        return grad, None, None
+        grad = grads[0]
+        if grad is None:
+            return None, None, None
+        # A gradient of zeros can have no memory, as from `torch.sgn`; `param.grad` needs some.
+        if not isinstance(grad, DTensor) and grad._is_zerotensor():
+            grad = grad.clone()
+        return linear(grad, ctx.adjoint, ctx.function), None, None
 
 
 def linear(source: Any, function: Callable[[Any], Any], adjoint: Callable[[Any], Any]) -> Any:

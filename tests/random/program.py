@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -24,8 +25,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp_v2 import RuntimeOptions, checkpoint, fully_shard
+from tests.distributed.test_operators import OF_ONE_TENSOR
 from tests.distributed.wrapping import mesh_of
 from tests.random.cases import Case, Event, Options
 from tests.random.models import INPUT, OPTIMIZERS, Call, Tree, build, tensors_of, units
@@ -44,8 +47,47 @@ WEIGHT_TERMS: list[Callable[[Any], Any]] = [
 """Functions that compute a loss of a parameter: on its rows, and on the full tensor."""
 
 
+OPERATORS = OF_ONE_TENSOR.split()
+"""Operators that compute a loss of a parameter where they are smooth."""
+
+
 def whole(tensor: Any) -> Any:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def by_operator(name: str) -> Callable[[Any], Any]:
+    """Return a function that computes a loss of a parameter by an operator of torch."""
+    found = functools.reduce(lambda owner, part: getattr(owner, part, None), name.split("."), torch)
+    operator = found or getattr(torch.Tensor, name)
+
+    def term(param: Any) -> Any:
+        losses = []
+        for found in map(whole, tree_leaves(operator(param))):
+            if isinstance(found, torch.Tensor) and found.requires_grad:
+                out = torch.view_as_real(found.resolve_conj()) if found.is_complex() else found
+                # Bounded, and not a sum that is constant, such as that of a softmax.
+                factors = torch.linspace(0.5, 1.5, out.numel(), dtype=out.dtype).view(out.shape)
+                losses.append((out.tanh() * factors).sum())
+        return torch.stack(losses).sum()
+
+    return term
+
+
+def is_smooth(term: Callable[[Any], Any], param: torch.Tensor, tolerance: float) -> bool:
+    """Return whether a loss is defined at a parameter, and small changes stay small in it."""
+    noise = torch.randn(param.shape, generator=torch.Generator().manual_seed(0)).to(param.dtype)
+    seen = []
+    for scale in (0.0, 0.03 * tolerance):
+        at = param.detach() + scale * param.detach().abs().max() * noise
+        try:
+            loss = term(at.requires_grad_())
+            seen.append((loss.detach(), *torch.autograd.grad(loss, at)))
+        except (RuntimeError, ValueError, IndexError, TypeError):
+            # The operator does not support the shape or the value, or has no gradient.
+            return False
+    return all(
+        bool((b - a).norm() <= 0.3 * tolerance * a.norm() < 1e3) for a, b in zip(*seen, strict=True)
+    )
 
 
 MOST_PROBLEMS = 5
@@ -386,7 +428,7 @@ class Run:
         ]
         if not pairs:
             return
-        terms = [WEIGHT_TERMS[(event.seed + n) % len(WEIGHT_TERMS)] for n in range(len(pairs))]
+        terms = [self._weight_term(event.seed, n, full) for n, (_, full) in enumerate(pairs)]
         found: Any = sum(term(mine) for term, (mine, _) in zip(terms, pairs, strict=True))
         expected: Any = sum(term(full) for term, (_, full) in zip(terms, pairs, strict=True))
         self.compare_numbers("loss of weights", whole(found).detach(), expected.detach())
@@ -394,6 +436,13 @@ class Run:
         found.backward()
         self.has_grads = True
         self.compare_grads()
+
+    def _weight_term(self, seed: int, number: int, param: torch.Tensor) -> Callable[[Any], Any]:
+        """Return a loss of a parameter: an operator's, or a fixed one where that is not smooth."""
+        term = by_operator(OPERATORS[(3 * seed + number) % len(OPERATORS)])
+        if is_smooth(term, param, self.tolerance):
+            return term
+        return WEIGHT_TERMS[(seed + number) % len(WEIGHT_TERMS)]
 
     def do_evaluate(self, event: Event) -> None:
         """A forward without gradients; `how`: `inference` for torch's inference mode."""

@@ -15,6 +15,7 @@ def all_options(case: Case) -> list[Options]:
 def broken_rule(case: Case) -> str:
     """The first rule that a case breaks; empty if it is allowed."""
     nodes = case.tree.walk()
+    parts = {below.id for node in nodes if _differs_by_rank(node) for below in node.walk()}
     penalizes = any(event.do == "penalty" for event in case.program)
     for options in all_options(case):
         if not options.mesh or math.prod(options.mesh) != case.world_size:
@@ -27,6 +28,13 @@ def broken_rule(case: Case) -> str:
         if gathers and any(_differs_by_rank(node) and runs_unit(node, nodes) for node in nodes):
             return "at ZeRO-3 every rank runs every unit"
         if gathers and any(
+            known.kind == "again" and known.size in parts
+            for unit in nodes
+            for known in unit.walk()
+            if unit.unit
+        ):
+            return "at ZeRO-3 every rank uses the parameters of every unit"
+        if gathers and any(
             _differs_by_rank(n) for d in nodes if d.kind == "detached" for n in d.walk()
         ):
             return "at ZeRO-3 every rank runs the backward of every unit"
@@ -35,7 +43,6 @@ def broken_rule(case: Case) -> str:
     has_torch = any(event.do == "save" and event.how == "torch" for event in case.program)
     if has_torch and any(event.do == "freeze" for event in case.program):
         return "torch's own calls leave out the state of parameters that are frozen now"
-    parts = {below.id for node in nodes if _differs_by_rank(node) for below in node.walk()}
     if _saves_with_torch_while_gathered(case):
         return "torch's own calls look for parameters where gathered ones stand"
     if _adds_to_zeros_of_a_failure(case):

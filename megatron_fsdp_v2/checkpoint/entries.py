@@ -111,8 +111,8 @@ def state_entries(
 ) -> dict[str, Any]:
     """State of an optimizer by parameter, sharing memory with it.
 
-    Of a parameter without rows here, what all ranks have (a count of steps) is left to those with
-    rows: only they move it on.
+    For a parameter without rows on this rank, state that all ranks have (a step count) is saved by
+    ranks with rows: only they update it.
 
     Raises:
         ValueError: The optimizer steps a parameter that the model does not have.
@@ -150,7 +150,7 @@ def kind_entry(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Name the class of an optimizer and the options of its constructor.
 
     Raises:
-        ValueError: What it keeps means nothing without scales that it has beside its state.
+        ValueError: Its state depends on scales that the optimizer keeps outside of the state.
     """
     # Flat tensors are in no checkpoint.
     kind = optimizer.flat_of if isinstance(optimizer, FlatOptimizer) else type(optimizer)
@@ -159,9 +159,9 @@ def kind_entry(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     scaled = [f"{name} in {dtype}" for name, dtype in dtypes.items() if dtype != torch.float32]
     if scaled:
         raise ValueError(
-            f"{kind.__name__} keeps {', '.join(scaled)}, which has scales of this rank's rows "
-            "beside it that would be lost; keep it in torch.float32, or put the values that "
-            "its own state_dict() returns into torch.distributed.checkpoint"
+            f"{kind.__name__} keeps {', '.join(scaled)}, with scales of this rank's rows "
+            "outside of its state, which a checkpoint would lose; keep it in torch.float32, or "
+            "save the values of its own state_dict() with torch.distributed.checkpoint"
         )
     return {
         "class": f"{kind.__module__}.{kind.__qualname__}",

@@ -56,7 +56,7 @@ def naming_full_disk(path: Path) -> Iterator[None]:
     except Exception as error:
         cause: BaseException | None = error
         while cause is not None:
-            # What a library in Rust raises has the number in its text.
+            # Errors of safetensors, a library in Rust, have the number in their text only.
             said = re.search(r"os error (\d+)", str(cause))
             number = cause.errno if isinstance(cause, OSError) else said and int(said[1])
             if number in _FULL:

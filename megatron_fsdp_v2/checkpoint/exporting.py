@@ -2,9 +2,9 @@
 
 Runs in one process without a process group.
 
-A training framework may store a model in other pieces than it is made of. What puts them together
-again belongs to its adapter, which offers a function under the entry-point group
-`megatron_fsdp_v2.checkpoint_layouts`; the core knows none of them.
+A training framework may store a model in other tensors than those of its modules. Its adapter
+provides the function that reassembles them, under the entry-point group
+`megatron_fsdp_v2.checkpoint_layouts`.
 """
 
 from __future__ import annotations
@@ -70,9 +70,8 @@ class Piece:
     Attributes:
         key: Name of the stored tensor.
         start: Where the block starts in it.
-        size: How long it is, per dimension of the stored tensor. That may have dimensions in front
-            of those of the tensor it is a piece of (a number of a layer), of which it takes one
-            index each.
+        size: Its length per dimension of the stored tensor. The stored tensor may have leading
+            dimensions, such as the number of a layer; the block has length 1 along these.
     """
 
     key: str
@@ -122,7 +121,7 @@ def _open_folder(path: Path, prefix: str | None) -> TensorSource:
     found = next((answer for answer in answers if answer is not None), None)
     if found is None:
         found = _by_prefix(folder, prefix)
-    # Metadata is in the order in which ranks were asked.
+    # Metadata lists tensors in the order of the ranks.
     found = sorted(found, key=lambda t: natural_order(t.tensor.name))
     by_name = {model_tensor.tensor.name: model_tensor for model_tensor in found}
     used = {piece.key for t in found for piece in t.pieces}
@@ -381,7 +380,7 @@ def find_kind(path: str | Path) -> tuple[CheckpointKind, Path]:
     """
     path = Path(path)
     if not path.is_dir():
-        # The name of one file also stands for the index of several.
+        # The name of a single file also selects the index of several files.
         if path.name.endswith((SAFETENSORS, SAFETENSORS + INDEX)):
             return CheckpointKind.SAFETENSORS, path
         return (CheckpointKind.PT if path.suffix in PT_SUFFIXES else CheckpointKind.FOLDER), path

@@ -75,7 +75,7 @@ class CheckpointFolder:
         self._chunks: dict[str, _Chunks] = {}
         self.path = find_folder(Path(path)) or Path(path)
         try:
-            # As long as it is open, no other folder has its number.
+            # While the folder is open, no other one has its inode number.
             self._directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
             if not isinstance(error, FileNotFoundError) or find_folder(Path(path)) is None:
@@ -165,7 +165,7 @@ class CheckpointFolder:
     def fill(self, wanted: Sequence[ReadRequest], *, only_check: bool = False) -> list[int]:
         """Read blocks into their targets.
 
-        Files stay open, so that what was checked is what is read later, even if they are removed.
+        Files stay open between check and read, even if another save removes them.
 
         Args:
             wanted: Blocks of stored tensors. The part of a target beyond the tensor is not changed.

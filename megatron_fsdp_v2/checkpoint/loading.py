@@ -461,7 +461,7 @@ def _compare_groups(
     here, there = _group_of(own), _group_of(saved)
     found.missing += [f"{OPTIMIZER_GROUPS} of {name}" for name in here if name not in there]
     found.unexpected += [f"{OPTIMIZER_GROUPS} of {name}" for name in there if name not in here]
-    # Groups are the same where a number here always goes with one number there.
+    # Groups are equal if indices here and indices there correspond one to one.
     for one, other, where in (
         (here, there, "in one group of the optimizer and in two there"),
         (there, here, "in two groups of the optimizer and in one there"),
@@ -482,9 +482,9 @@ def _other_kind(
 ) -> str | None:
     """Explain why the saved optimizer is of another class; None if it may be the same.
 
-    Schedulers and users add options to groups, and versions of torch add options to optimizers. So
-    of one class all is right; of two, either must know all that the other is made with; and where
-    the class is not known, one may know more than the other.
+    Schedulers, users and new versions of torch add options. For equal classes any options are
+    accepted; of two different classes, one must have all options of the other; if the saved class
+    is unknown, either side may have more options.
     """
     mine = kind_entry(optimizer)
     is_known = isinstance(kind, dict) and isinstance(kind.get("options"), list)
@@ -512,7 +512,7 @@ def _fixed_otherwise(
 ) -> Iterator[str]:
     """Find options that are fixed by the class and were saved with another value.
 
-    AdamW is Adam with one option that AdamW does not let anybody choose.
+    AdamW is Adam with `decoupled_weight_decay=True`, which AdamW's constructor does not accept.
     """
     choices = inspect.signature(type(optimizer).__init__).parameters
     if any(choice.kind is choice.VAR_KEYWORD for choice in choices.values()):

@@ -321,10 +321,10 @@ def _content(folder: Path) -> bytes:
 
 
 def _checked(found: Any) -> Metadata:
-    """Check what fields of several objects say together.
+    """Check that the fields of related objects are consistent.
 
     Raises:
-        ValueError: They contradict each other, or reading what they say would not end.
+        ValueError: The fields contradict each other, or reading their tensors would not end.
     """
     checked: Metadata = _expected(Metadata)(found)
     entries = checked.state_dict_metadata
@@ -356,7 +356,7 @@ def _check_places(storage: dict[MetadataIndex, Any]) -> None:
     last: tuple[str, int] = "", 0
     for (file, offset, length), count in sorted(names.items()):
         if count > _MAX_NAMES:
-            raise ValueError(f"{count} names share what lies at {offset} in {file}")
+            raise ValueError(f"{count} names refer to the item at {offset} in {file}")
         if file == last[0] and offset < last[1]:
-            raise ValueError(f"what lies at {offset} in {file} overlaps what is before it")
+            raise ValueError(f"the item at {offset} in {file} overlaps the one before")
         last = file, integer(offset + length)

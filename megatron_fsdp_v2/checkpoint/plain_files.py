@@ -291,7 +291,7 @@ def open_safetensors(path: Path) -> TensorSource:
             else:
                 found[name], places[name] = tensor, (opened, name)
         described |= more
-    # Whatever else a header says about itself names no tensor, or the tensor is there.
+    # Other entries of a header name no tensor, or name a tensor of the file.
     tied = {n: kept for n, kept in described.items() if kept in found and n not in found}
     for name, kept in tied.items():
         found[name], places[name] = replace(found[kept], name=name), places[kept]
@@ -387,7 +387,7 @@ def write_pt(source: TensorSource, file: Path, dtype: torch.dtype | None) -> lis
 def open_pt(path: Path) -> TensorSource:
     """Open a file that `torch.save` wrote: a dictionary of tensors by name.
 
-    The file is mapped into memory: the system reads what is touched, and may forget it again.
+    The file is memory-mapped: pages are read on access and can be evicted.
 
     Raises:
         CheckpointError: There is none, or it holds something other than plain tensors by name.
@@ -404,14 +404,14 @@ def open_pt(path: Path) -> TensorSource:
     for name, value in loaded.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise CheckpointError(
-                f"{path} holds {name!r}, which is a {type(value).__name__} and no tensor: save "
-                "the model's state dict alone"
+                f"{path} holds {name!r}, which is a {type(value).__name__}, not a tensor; save "
+                "only the model's state dict"
             )
         try:
             check_name(name)
         except ValueError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
-        # Copied row by row, a few bytes would become as many as their strides say.
+        # A contiguous copy of repeated elements could take far more memory than the file.
         if value.nbytes > value.untyped_storage().nbytes():
             raise CheckpointError(
                 f"{path} holds {name}, which repeats its elements; save it as contiguous()"

@@ -43,7 +43,7 @@ _PATIENCE_S = 0.1
 
 
 def acquire_lock(target: Path) -> BaseFileLock:
-    """Acquire the right to save to a path, from the first rank. The system frees a dead process's.
+    """Acquire the lock of a path, on the first rank. The system releases it when a process dies.
 
     Raises:
         RuntimeError: Another save to it is under way; names its process.
@@ -52,7 +52,7 @@ def acquire_lock(target: Path) -> BaseFileLock:
     # A background thread may release it.
     lock = FileLock(file, thread_local=False)
     try:
-        # Long enough for one that is ending to go, and for one that began to say who it is.
+        # Long enough for a save that is finishing, and for a new owner to write its name.
         lock.acquire(timeout=_PATIENCE_S, poll_interval=_PAUSE_S)
     except Timeout:
         owner = "another process"
@@ -63,15 +63,15 @@ def acquire_lock(target: Path) -> BaseFileLock:
             "until that job is done, or name another folder"
         ) from None
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    # Who holds it is only for the error of another job.
+    # The owner is recorded only for the error message of another job.
     with contextlib.suppress(OSError):
         file.write_text(f"process {os.getpid()} on {socket.gethostname()} since {now}")
     return lock
 
 
 def release_lock(lock: BaseFileLock) -> None:
-    """Let others save to the path."""
-    # First the file: whoever waits for it finds out that it is gone, and makes another one.
+    """Release the lock of a path."""
+    # The file goes first: a waiting process detects that it is gone and creates a new one.
     with contextlib.suppress(OSError):
         os.unlink(lock.lock_file)
     lock.release()
@@ -114,7 +114,7 @@ def remove_leftovers(target: Path) -> None:
 def remove_own(folder: Path) -> None:
     """Remove a checkpoint, or the part of one that was written; other files in it stay."""
     with contextlib.suppress(FileNotFoundError):
-        # The metadata goes first: without it, nobody takes the rest for a checkpoint.
+        # The metadata goes first: a folder without metadata is not a checkpoint.
         own = [METADATA, f"{METADATA}.tmp", MANIFEST]
         own += filter(_DATA_FILE.fullmatch, os.listdir(folder))
         is_one = any((folder / name).exists() for name in own)
@@ -156,7 +156,7 @@ def put_in_place(folder: Path, target: Path) -> None:
             previous.rename(target)
         raise
     sync(target.parent)
-    # The new checkpoint is complete, whatever becomes of the old ones.
+    # The new checkpoint is complete; failures to remove old ones are ignored.
     with contextlib.suppress(OSError):
         remove_own(previous)
         remove_leftovers(target)
@@ -184,8 +184,8 @@ def find_folder(path: Path) -> Path | None:
         return None
     newest = max(previous, key=lambda folder: folder.stat().st_mtime)
     warnings.warn(
-        f"{path} does not exist, since the save to replace it was interrupted; {newest} is what it "
-        "was to replace, and is loaded",
+        f"{path} does not exist, since a save was interrupted while it replaced the folder; "
+        f"loading the previous checkpoint, {newest}",
         skip_file_prefixes=(str(Path(__file__).parent),),
     )
     return newest
@@ -207,7 +207,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _temporary(target: Path, suffix: str) -> list[Path]:
-    """Folders that saves to a path made."""
+    """Return temporary or previous folders of saves to a path."""
     pattern = re.compile(re.escape(target.name) + rf"\.{_TOKEN}{suffix}")
     found = [target.with_name(n) for n in _names(target.parent) if pattern.fullmatch(n)]
     return [folder for folder in found if folder.is_dir() and not folder.is_symlink()]

@@ -127,7 +127,7 @@ def save_nested(
     """Save a nested state dict like `torch.distributed.checkpoint.save`. Collective over all ranks.
 
     Like `save`, it replaces the path atomically and writes a manifest. Values other than tensors
-    are pickled unchanged: who loads them has to trust the file.
+    are pickled unchanged; loading such values can run code, so load them from trusted files only.
 
     Args:
         path: As in `save`.
@@ -245,7 +245,7 @@ class _Job:
                     raise RuntimeError(_DESTROYED)
             except (Exception, CheckpointException) as error:
                 reason = _DESTROYED if self._is_lost else _reason(error)
-                # All ranks get a CheckpointException; of other errors only this one knows.
+                # A CheckpointException is raised on all ranks, any other error on this rank only.
                 if self._is_lost or not isinstance(error, CheckpointException):
                     self._leave()
             if reason is None:
@@ -288,8 +288,8 @@ class _Job:
             if self._rank == 0:
                 return reason
         raise CheckpointError(
-            f"the checkpoint is written, and the first rank was lost ({lost}) before it said "
-            f"whether it is at {self.target} now; what is there is whole in any case"
+            f"the checkpoint is written, but the first rank failed ({lost}) before it reported "
+            f"whether {self.target} was replaced; that folder is a complete checkpoint either way"
         )
 
     def end(self) -> None:
@@ -388,8 +388,8 @@ def _plain(path: str, value: Any) -> Any:
 def _plain_tensor(path: str, tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         raise CheckpointError(
-            f"{path} is a {type(tensor).__name__}, of which every rank holds a part; only model "
-            "and optimizer may hold such tensors, so put its full_tensor() there"
+            f"{path} is a {type(tensor).__name__}: every rank holds a part of it. Only the model "
+            "and the optimizer may have such tensors; save its full_tensor() instead"
         )
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         raise CheckpointError(

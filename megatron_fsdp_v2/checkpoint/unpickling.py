@@ -1,10 +1,10 @@
 """Read checkpoint files that are not trusted: names, numbers, JSON and pickles.
 
-The standard library's unpickler calls whatever a pickle names. `SafeUnpickler` calls only what a
-subclass lists, and never puts a class, function or module on the stack where a later instruction
-could change it. `load_plain` reads what `torch.save` wrote: a zip archive in which `data.pkl`
-describes objects, and one uncompressed record holds the elements of each storage. Loaded tensors
-are views of the archive in memory.
+The standard library's unpickler calls any function that a pickle names. `SafeUnpickler` calls only
+functions that a subclass lists, and never puts a class, function or module on the stack where a
+later instruction could change it. `load_plain` reads the files of `torch.save`: a zip archive in
+which `data.pkl` describes objects, and one uncompressed record holds the elements of each storage.
+Loaded tensors are views of the archive in memory.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ DTYPES = {
     )
     if hasattr(torch, name)
 }
-"""Of elements of tensors, by the name that a pickle has for it."""
+"""Dtypes by their names in pickles."""
 
 _MAX_NAME = 1 << 16
 _MAX_FILE_NAME = 255
@@ -95,7 +95,7 @@ def check_file_name(name: Any, what: str) -> str:
     """
     is_name = type(name) is str and 0 < len(name) <= _MAX_FILE_NAME and name.isprintable()
     if not is_name or name in (".", "..") or "/" in name or "\\" in name:
-        raise ValueError(f"{what} is said to lie in {shown(name)}, which is not a file beside it")
+        raise ValueError(f"the file of {what}, {shown(name)}, is not in the same folder")
     return str(name)
 
 
@@ -435,7 +435,7 @@ def _encoded(text: Any, encoding: Any) -> bytes:
 
 
 def _bytearray(*args: Any) -> bytearray:
-    # Of a number it would be as many zeros.
+    # `bytearray(n)` would allocate n zeros.
     return bytearray(_encoded(*args) if len(args) == 2 else b"".join(args))
 
 
@@ -512,7 +512,7 @@ class PlainUnpickler(SafeUnpickler):
         elements = self._storages[key]
         nbytes = integer(numel) * (1 if cls.dtype is None else cls.dtype.itemsize)
         if nbytes > len(elements):
-            raise ValueError(f"the storage {key} is shorter than it is said to be")
+            raise ValueError(f"the storage {key} is shorter than recorded")
         return _Storage(cls.dtype, elements[:nbytes])
 
     @override
@@ -531,7 +531,7 @@ def set_attributes(target: Any, state: Any) -> None:
         ValueError: They are not a dictionary, or a name is not plain.
     """
     if type(state) is not dict or any(type(k) is not str or k[:2] == "__" for k in state):
-        raise ValueError(f"it sets attributes of {type(target).__name__} by no plain names")
+        raise ValueError(f"it sets attributes of a {type(target).__name__} without plain names")
     vars(target).update(state)
 
 

@@ -105,7 +105,7 @@ def _verify_folder(folder: CheckpointFolder, report: Report) -> None:
     files = dict(folder.manifest.files) if folder.manifest is not None else {}
     items: dict[str, dict[int, MetadataIndex]] = {}
     for index, info in (folder.metadata.storage_data or {}).items():
-        # Of several names for one item the first is the one it was saved as.
+        # The first of several names of an item is the name it was saved under.
         items.setdefault(info.relative_path, {}).setdefault(info.offset, index)
     report.num_files = len(files.keys() | items.keys())
     num_without = 0
@@ -162,7 +162,7 @@ def _record_problems(content: mmap.mmap) -> list[str] | None:
     # A damaged archive raises nearly anything.
     except Exception as error:
         return [str(error) or type(error).__name__]
-    # Torch can be told to leave checksums out, and then none of them is right.
+    # With `set_crc32_options(False)` torch writes no checksums, so that none is equal.
     if not any(is_intact.values()):
         return None
     return [

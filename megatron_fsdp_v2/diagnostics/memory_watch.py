@@ -1,8 +1,8 @@
 """Books the storages of a sharded model's step in a ledger as they are allocated and freed.
 
-There are three sources. Resting tensors are known from the parameter groups. Events of the root's
-observer tell when temporary buffers gain and lose memory. Everything else is the output of an
-operation of torch, and is free when nothing refers to its storage any more.
+There are three sources. Parameter groups list the tensors that are always allocated. Events of the
+root's observer report when temporary buffers gain and lose memory. All other storages are outputs
+of torch operations, and are free when nothing refers to them.
 """
 
 from __future__ import annotations

@@ -342,7 +342,7 @@ def _fitted(rows: Sequence[Sequence[str]]) -> list[list[str]]:
 def _shortened(label: str, room: int) -> str:
     if len(label) <= room:
         return label
-    # The end tells one unit from another, and says how many there are.
+    # The end of a label identifies the unit, and has the number of units of one kind.
     kept = room - 2
     head = kept // 4
     return f"{label[:head]}..{label[len(label) - (kept - head) :]}"

@@ -154,7 +154,7 @@ _MODEL_FLAGS: dict[str, dict[str, Any]] = {
         dest="offload_fraction",
         type=float,
         metavar="F",
-        help="of what Adam steps, how much is stepped in host memory, from 0 to 1; default: 0",
+        help="fraction of Adam's parameters stepped in host memory, from 0 to 1; default: 0",
     ),
     "--cpu-offload": _switch(
         "cpu_offload",
@@ -254,7 +254,7 @@ def _machine(args: argparse.Namespace) -> Machine | None:
 def _report(args: argparse.Namespace) -> PlanReport:
     machine = _machine(args)
     if args.overlap and machine is None:
-        raise ValueError("--overlap says what takes how long; add --machine")
+        raise ValueError("--overlap needs times of collectives: add --machine")
     memory = args.memory
     if memory is None and machine is not None:
         memory = machine.usable_nbytes

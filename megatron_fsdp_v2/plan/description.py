@@ -68,7 +68,7 @@ class UnitDescription:
     """A module that `fully_shard` is called on.
 
     Attributes:
-        name: Name of the module; empty for the root. Names tell which unit is inside which.
+        name: Name of the module; empty for the root. Names determine which unit contains which.
         params: Parameters it owns.
         mesh: Name of the mesh that they are sharded over.
         tied: `(unit, parameter)` of tied parameters that another unit owns.

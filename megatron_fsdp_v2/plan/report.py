@@ -36,8 +36,8 @@ _TIME_HEAD = ("step", "exposed")
 _LEGEND = (
     "Bytes on the rank with most, at the peak of a step. model, main: weights the forward computes "
     "with (0 where they are",
-    "the main weights) and weights the optimizer steps; optim: its state; these rest. grads: main "
-    "gradients allocated by",
+    "the main weights) and weights the optimizer steps; optim: its state; all kept between steps. "
+    "grads: main gradients allocated by",
     "then. gather, reduce, comm, activ.: gathered weights, gradient buffers being reduced, "
     "copies in the communication",
     "dtype, activations. calls, moved: collectives of a step, bytes of their full buffers.",

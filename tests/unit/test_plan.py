@@ -156,7 +156,7 @@ def test_a_function_gets_the_arguments_that_are_given(capsys: Any) -> None:
         ("--model {stack} -- --bf16", "both --model and training flags"),
         ("--tokens 8 -- --bf16", "--tokens: training flags say this themselves"),
         ("--model {stack} --machine h101", "there is no machine 'h101': choose h100, h200, b200"),
-        ("--model {stack} --overlap", "--overlap says what takes how long; add --machine"),
+        ("--model {stack} --overlap", "--overlap needs times of collectives: add --machine"),
         ("--model {stack} --efficiency 0.4", "name one with --machine (h100, h200, b200)"),
         ("--model {stack} --machine h100 --efficiency 1.5", "efficiency of machine 'h100'"),
         ("--model {stack} --outer 3", "an outer axis of 3 cannot divide 8 data-parallel ranks"),

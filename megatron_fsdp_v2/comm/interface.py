@@ -297,14 +297,7 @@ def collective_failure(
         group: Process group of the collective; None for all ranks.
         error: Error of the process group.
     """
-    ranks: list[int] = []
-    timeout = None
-    # The error of the failed group must not be replaced by another one.
-    with contextlib.suppress(Exception):
-        group = group or dist.group.WORLD
-        assert group is not None
-        ranks = dist.get_process_group_ranks(group)
-        timeout = group._get_backend(group._device_types[0]).options._timeout
+    ranks, timeout = _members(group)
     own = dist.get_rank() if dist.is_initialized() else 0
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return RuntimeError(
@@ -344,3 +337,16 @@ def naming_failures(what: str, group: dist.ProcessGroup | None = None) -> Iterat
         yield
     except RuntimeError as error:
         raise collective_failure(what, group, error) from error
+
+
+def _members(group: dist.ProcessGroup | None) -> tuple[list[int], timedelta | None]:
+    """Return the global ranks of a group and its timeout, as far as they are available."""
+    ranks: list[int] = []
+    timeout = None
+    # Called while an error is constructed; an error of the failed group must not replace it.
+    with contextlib.suppress(Exception):
+        group = group or dist.group.WORLD
+        assert group is not None
+        ranks = dist.get_process_group_ranks(group)
+        timeout = group._get_backend(group._device_types[0]).options._timeout
+    return ranks, timeout

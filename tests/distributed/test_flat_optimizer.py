@@ -425,5 +425,5 @@ def test_what_is_not_elementwise_is_refused_by_name_and_the_unknown_has_to_be_as
     assert "leave differentiable=True out" in text
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     optim.lr_scheduler.StepLR(optimizer, 1)
-    assert "before that" in said(RuntimeError, lambda: step_flat(optimizer))
+    assert "call step_flat first" in said(RuntimeError, lambda: step_flat(optimizer))
     _train(model, kind(model.parameters(), lr=0.1))

@@ -124,8 +124,7 @@ def test_megatron_is_not_needed_to_export_what_a_sharded_run_saved(tmp_path: Pat
     script = (
         "import sys; sys.modules['megatron'] = None\n"
         "from megatron_fsdp_v2.checkpoint.exporting import export\n"
-        "from megatron_fsdp_v2_mcore.checkpoint.layout import model_tensors\n"
-        "export(sys.argv[1], sys.argv[2], layouts=[model_tensors])\n"
+        "export(sys.argv[1], sys.argv[2])\n"
     )
     run = run_code(script, str(path), str(tmp_path / "m.pt"))
     assert run.code == 0, run.output

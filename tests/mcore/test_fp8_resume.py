@@ -23,7 +23,6 @@ from functional_tests.quantized import (
 from megatron_fsdp_v2.checkpoint.exporting import export
 from megatron_fsdp_v2.checkpoint.verifying import verify
 from megatron_fsdp_v2_mcore.checkpoint.compatibility import Compatibility, check_request
-from megatron_fsdp_v2_mcore.checkpoint.layout import model_tensors
 from megatron_fsdp_v2_mcore.checkpoint.name_table import is_fp8_state
 from tests.docs.blocks import ROOT, blocks_in
 from tests.mcore import flags as f
@@ -147,7 +146,7 @@ _MLP = ("mlp.linear_fc1", "mlp.linear_fc2")
 def test_an_export_has_weights_alone(saved: Saved, tmp_path: Path) -> None:
     path = saved[0] / "iter_0000002"
     assert not verify(path).problems
-    done = export(path, tmp_path / "model.safetensors", layouts=[model_tensors])
+    done = export(path, tmp_path / "model.safetensors")
     names = load_file(done.files[0]).keys()
     assert "decoder.layers.1.mlp.linear_fc1.weight" in names
     assert not any(map(is_fp8_state, names))

@@ -252,8 +252,8 @@ def test_any_kind_becomes_any_other_bit_by_bit(tmp_path: Path, kind: str, target
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        ({"a": torch.ones(1), "step": 3}, "holds 'step', which is a int and no tensor"),
-        ({"model": {"a": torch.ones(1)}}, "holds 'model', which is a dict and no tensor"),
+        ({"a": torch.ones(1), "step": 3}, "holds 'step', which is a int, not a tensor"),
+        ({"model": {"a": torch.ones(1)}}, "holds 'model', which is a dict, not a tensor"),
         ([torch.ones(1)], "holds a list"),
         (PlainTensor("a", (), torch.float32), "cannot be loaded as plain data"),
     ],

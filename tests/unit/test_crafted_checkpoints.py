@@ -280,7 +280,7 @@ def test_numbers_and_names_out_of_range_are_rejected(tmp_path: Path, what: str) 
     path = genuine(tmp_path / "c")
     with changed_metadata(path) as metadata:
         (CHANGED | LATER)[what](metadata)
-    said = "said to lie in" if what.startswith("a path up") else None
+    said = "is not in the same folder" if what.startswith("a path up") else None
     is_rejected(path, said, inspected=what in CHANGED)
 
 

@@ -63,8 +63,7 @@ class Phase(enum.Enum):
 
 LEGAL_MOVES = {
     Phase.IDLE: {Phase.FORWARD, Phase.BACKWARD},
-    # A recomputation may stop early, once it has all saved tensors: BACKWARD then follows FORWARD.
-    Phase.FORWARD: {Phase.IDLE, Phase.BACKWARD},
+    Phase.FORWARD: {Phase.IDLE},
     Phase.BACKWARD: {Phase.IDLE},
 }
 
@@ -398,9 +397,7 @@ class Unit:
         context = self.context
         with self.in_range("post_forward"):
             if in_backward():
-                if self.phase is Phase.FORWARD:
-                    self.move(Phase.IDLE)
-                    context.keep_recomputed(self)
+                self._end_recomputation()
                 return
             self.pending_modules.clear()
             self.move(Phase.IDLE)
@@ -423,13 +420,20 @@ class Unit:
         """Return to IDLE after a forward that raised."""
         self._running = None
         self.is_under_way = False
-        # A recomputation may stop early by an exception, without an error.
         if in_backward():
+            # A recomputation may stop early by an exception, once all saved tensors are there.
+            self._end_recomputation()
             return
         if self.phase is Phase.FORWARD:
             self.move(Phase.IDLE)
         if self.context.is_pass_of(self):
             self.context.end_forward(failed=True)
+
+    def _end_recomputation(self) -> None:
+        """Return to IDLE after a recomputation, and stay gathered for the backward."""
+        if self.phase is Phase.FORWARD:
+            self.move(Phase.IDLE)
+            self.context.keep_recomputed(self)
 
     def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return forward inputs in the dtypes of the policy."""

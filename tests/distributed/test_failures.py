@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
+from torch.utils.checkpoint import checkpoint as recompute
 
 from megatron_fsdp_v2 import checkpoint, fully_shard
 from megatron_fsdp_v2.comm import backends
@@ -178,6 +179,37 @@ def test_autocast_holds_in_a_recomputation(use_reentrant: bool) -> None:
     # Three blocks, each once in the forward and once more in the backward.
     assert sharded.seen == [torch.bfloat16] * 6
     assert gradient_error(sharded, plain) < 2e-3
+
+
+class DetachedInside(nn.Module):
+    """Regions that are recomputed twice, with a unit whose input is detached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside = nn.Linear(5, 5)
+        self.blocks = nn.ModuleList([nn.Linear(5, 5)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = recompute(self.region, x, use_reentrant=False)
+        return x
+
+    def region(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.outside(x).tanh()
+        y = y + self.blocks[0](y.detach())
+        return y
+
+
+@on_ranks(2)
+def test_a_recomputation_that_stops_early_may_have_no_backward() -> None:
+    plain, sharded = pair(DetachedInside)
+    found = []
+    for model in (plain, sharded):
+        x = torch.linspace(-1, 1, 10).view(2, 5).requires_grad_()
+        found.append(torch.autograd.grad(model(x).square().mean(), x)[0])
+    assert torch.equal(*found)
+    backward_both(plain, sharded)
+    assert gradient_error(sharded, plain) < 1e-6
 
 
 # -- interruptions --------------------------------------------------------------------------------

@@ -28,6 +28,13 @@ def broken_rule(case: Case) -> str:
         if gathers and any(_differs_by_rank(node) and runs_unit(node, nodes) for node in nodes):
             return "at ZeRO-3 every rank runs every unit"
         if gathers and any(
+            node.kind == "checkpoint"
+            and any(map(_differs_by_rank, node.walk()))
+            and runs_unit(node, nodes)
+            for node in nodes
+        ):
+            return "at ZeRO-3 every rank recomputes every unit"
+        if gathers and any(
             known.kind == "again" and known.size in parts
             for unit in nodes
             for known in unit.walk()

@@ -63,7 +63,8 @@ class Phase(enum.Enum):
 
 LEGAL_MOVES = {
     Phase.IDLE: {Phase.FORWARD, Phase.BACKWARD},
-    Phase.FORWARD: {Phase.IDLE},
+    # Of several modules as one unit, one may run and be run backward before the last one runs.
+    Phase.FORWARD: {Phase.IDLE, Phase.BACKWARD},
     Phase.BACKWARD: {Phase.IDLE},
 }
 

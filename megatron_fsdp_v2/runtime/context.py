@@ -396,7 +396,8 @@ class Context:
                 return
             due = reductions.due(arrived, synchronize=synchronize)
             if due and self.options.check_ranks == CheckRanks.ALWAYS:
-                compare_unit(self, unit, "reduce", along_all=any(due.values()))
+                along_all = any(due.values()) and not self.ranks_may_differ
+                compare_unit(self, unit, "reduce", along_all=along_all)
             reductions.reduce(due)
 
     def _reduce_rest(self, unit: Unit, *, synchronize: bool) -> None:

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SMALL_UNIT_BYTES", "fully_shard", "group_modules"]
 
-SMALL_UNIT_BYTES = 4 << 20
+SMALL_UNIT_BYTES = 16 << 20
 """Bytes of parameters below which a unit's collectives take longer to issue than to run."""
 
 

@@ -79,6 +79,23 @@ def test_a_unit_skipped_on_one_half_of_an_outer_axis_is_named(mesh: str) -> None
     assert "must run on every rank" in said(RuntimeError, step)
 
 
+@on_ranks(4, mesh=["HSDP 2x2", "HFSDP 2x2"], strategy=["optim", "optim_grads"])
+def test_below_zero_3_a_comparison_lets_ranks_skip_units(mesh: str, strategy: str) -> None:
+    outer, _ = mesh_of(2, 2).get_coordinate() or (0, 0)
+    found = []
+    for check_ranks in ("never", "always"):
+        torch.manual_seed(0)
+        model = wrap(
+            Skipping(), check_ranks=check_ranks, sharding_strategy=strategy, **on_mesh(mesh)
+        )
+        for skipped in (1 if outer else None, dist.get_rank()):
+            model.skip = skipped
+            model(torch.ones(2, 5)).square().mean().backward()
+        grads = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+        found.append(torch.cat([grad.flatten() for grad in grads]))
+    assert torch.equal(*found)
+
+
 @on_ranks(2, strategy=["no_shard", "optim", "optim_grads"])
 def test_a_unit_left_out_everywhere_has_no_gradient_and_one_left_out_somewhere_has(
     strategy: str,

@@ -116,6 +116,7 @@ def test_a_folder_that_is_not_megatrons_keeps_its_names(tmp_path: Path) -> None:
     assert model_tensors(CheckpointFolder(tmp_path / "c")) is None
 
 
+@pytest.mark.functional
 def test_megatron_is_not_needed_to_export_what_a_sharded_run_saved(tmp_path: Path) -> None:
     path = megatron_folder(
         tmp_path / "c",

@@ -200,6 +200,7 @@ def _losses_of_the_page(num_ranks: int, path: Path) -> list[float]:
     return [float(loss) for _, loss in losses]
 
 
+@pytest.mark.functional
 def test_the_program_of_the_page_trains(tmp_path: Path) -> None:
     (program,) = [b for b in blocks_in(PAGE.name, PAGE.read_text()) if b.language == "python"]
     path = tmp_path / "train.py"

@@ -153,7 +153,7 @@ def _folder(path: Path) -> list[str]:
     ("strategy", "flags"),
     [
         (ZERO3, ""),
-        (ZERO3, f.MUON),
+        longer(ZERO3, f.MUON),
         longer(f.ZERO1, f.MUON),
         longer(ZERO3, f"{f.MUON} --muon-scalar-optimizer lion"),
         longer(f.NO_SHARD, "--optimizer lion"),

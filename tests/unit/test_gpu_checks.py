@@ -26,6 +26,7 @@ def _rehearsed(*words: str | Path) -> str:
     return done.stdout
 
 
+@pytest.mark.functional
 def test_a_check_on_a_cpu_describes_the_machine_and_one_of_a_gpu_is_skipped() -> None:
     name = "sharded_parameters_is_muon or sanitizer_reports_a_race"
     written = _rehearsed("tests/gpu/test_training.py", "tests/gpu/test_sanitizer.py", "-k", name)

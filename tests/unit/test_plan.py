@@ -419,6 +419,7 @@ def test_the_example_in_python_on_the_page_runs(capsys: pytest.CaptureFixture[st
 COMMAND = "$ megatron-fsdp-v2 plan "
 
 
+@pytest.mark.functional
 def test_examples_on_the_page_are_what_the_command_writes(
     capsys: Any, request: pytest.FixtureRequest
 ) -> None:

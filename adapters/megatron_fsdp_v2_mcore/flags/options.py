@@ -35,7 +35,7 @@ class Options:
             the first rank are broadcast.
         logs_parameter_norms: Whether the norm of every parameter is logged.
         unit_bytes: Maximum bytes of parameters of consecutive layers that form one unit; None for
-            --suggested-communication-unit-size, or 4 MiB without it.
+            --suggested-communication-unit-size, or 16 MiB without it.
         runtime: Options of the units, apart from those that Megatron's configuration sets.
         steps_each_parameter: Whether Adam steps each parameter even if it could step flat tensors.
         gathers_apart: Whether weights are gathered in dedicated process groups.

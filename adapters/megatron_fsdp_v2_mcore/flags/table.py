@@ -203,8 +203,8 @@ OWN_FLAGS: tuple[Flag, ...] = (
     Flag(
         "fsdp_unit_bytes",
         "Consecutive layers form one unit, which takes one collective for all of them, of up to "
-        "this many bytes of parameters, such as 16MiB; a larger layer is a unit of its own, and "
-        "with 1 every layer is. Default: --suggested-communication-unit-size, or 4MiB.",
+        "this many bytes of parameters, such as 32MiB; a larger layer is a unit of its own, and "
+        "with 1 every layer is. Default: --suggested-communication-unit-size, or 16MiB.",
         value=size,
         option="unit_bytes",
     ),

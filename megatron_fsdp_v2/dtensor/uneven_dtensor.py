@@ -172,7 +172,8 @@ def _rows_beside(first: ShardedRows, value: Any, tracked: bool) -> Any:
         return local_rows(value) if tracked else value._local_tensor
     if (tracked and value.requires_grad) or not (value.ndim == 0 or isinstance(value, DTensor)):
         raise _NeedsWholeError
-    value = value.full_tensor() if isinstance(value, DTensor) else value
+    if isinstance(value, DTensor):
+        value = value.full_tensor() if cut_axes(value) else value._local_tensor
     if value.ndim == 0:
         return value
     try:

@@ -45,6 +45,14 @@ def broken_rule(case: Case) -> str:
             _differs_by_rank(n) for d in nodes if d.kind == "detached" for n in d.walk()
         ):
             return "at ZeRO-3 every rank runs the backward of every unit"
+        # On a rank where a unit returns its input, a change in place cuts the unit out of the graph.
+        if gathers and any(
+            _differs_by_rank(below) and below.unit
+            for node in nodes
+            if node.kind == "in place" and node.how != "input"
+            for below in node.walk()
+        ):
+            return "at ZeRO-3 every rank runs the backward of every unit"
         if options.mesh[-1] > 1 and options.strategy == ZERO_3 and penalizes:
             return "at ZeRO-3 a double backward is rejected"
     has_torch = any(event.do == "save" and event.how == "torch" for event in case.program)

@@ -45,7 +45,7 @@ def broken_rule(case: Case) -> str:
             _differs_by_rank(n) for d in nodes if d.kind == "detached" for n in d.walk()
         ):
             return "at ZeRO-3 every rank runs the backward of every unit"
-        # On a rank where a unit returns its input, a change in place cuts the unit out of the graph.
+        # Where a unit returns its input, a change in place cuts the unit out of the graph.
         if gathers and any(
             _differs_by_rank(below) and below.unit
             for node in nodes

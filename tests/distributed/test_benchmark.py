@@ -126,7 +126,7 @@ def test_saves_are_measured_beside_a_step(tmp_path: Path) -> None:
     assert "stall of an asynchronous one" in shown
 
 
-UNGROUPED = Case(layers=3, width=320, vocabulary=512, length=4)
+UNGROUPED = Case(layers=3, width=448, vocabulary=512, length=4)
 """Layers that are large enough to be units of their own, as with FSDP2."""
 
 

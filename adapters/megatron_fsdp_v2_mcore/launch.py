@@ -25,8 +25,8 @@ def launch(argv: Sequence[str], *, own_parser: bool = False) -> Iterator[list[st
 
     Args:
         argv: The user's flags.
-        own_parser: Whether the script may parse the flags with a parser other than Megatron's. No
-            flags are added to `argv` then.
+        own_parser: Whether the script may parse the flags with a parser other than Megatron's. If
+            True, no flags are added to `argv`.
 
     Yields:
         The flags to pass to Megatron.

@@ -1,12 +1,14 @@
 """The patches of Megatron: targets, reasons, compatibility checks, and their removal.
 
 All replaced attributes of Megatron's modules and classes are listed here, except those of a CPU
-rehearsal (`megatron_cpu_rehearsal/patches.py`). Two kinds of single objects are changed when a
-model is sharded: the parameters that a Mamba mixer keeps (`model/mamba_parameters.py`), and the
-nodes of a schedule (`model/schedule_plans.py`). `install()` checks every patch against the
-installed version before it applies any of them. Patches marked `selected` are applied only if the
-command line selects this package; otherwise Megatron's behavior is unchanged. `enable()` is for
-scripts without Megatron's command line: it applies the patches of `megatron.core` at once.
+rehearsal (`megatron_cpu_rehearsal/patches.py`). Two kinds of instances are changed elsewhere: the
+context-parallel helpers of Mamba mixers when a model is sharded (`model/mamba_parameters.py`), and
+the nodes of a schedule plan when it is built (`model/schedule_plans.py`).
+
+`install()` checks every patch against the installed version before it applies any of them. Patches
+marked `selected` are applied only if the command line selects this package; otherwise Megatron's
+behavior is unchanged. `enable()` is for scripts without Megatron's command line: it applies the
+patches of `megatron.core` at once.
 """
 
 from __future__ import annotations
@@ -234,7 +236,7 @@ _applied = Patches()
 def _apply(
     *, selected: bool, patches: Iterable[Patch] = PATCHES, options: Options | None = None
 ) -> None:
-    """Apply the patches of one kind: all of them, or none if one does not fit."""
+    """Apply all selected or all other patches; none of them if the target of one is missing."""
     targets = [(patch, patch.find()) for patch in patches if patch.selected is selected]
     if selected:
         set_active(options or Options())

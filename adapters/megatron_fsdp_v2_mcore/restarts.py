@@ -78,7 +78,7 @@ def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
     """Agree on a key prefix that no earlier start used. Collective.
 
     Rank 0 generates a prefix and announces it. Every other rank answers with a random token and
-    returns when rank 0 has echoed this token. Keys of an earlier start never contain it.
+    returns when rank 0 has echoed this token. Keys of an earlier start never contain this token.
 
     Args:
         store: A store that earlier starts may have used as well.

@@ -12,7 +12,7 @@ from megatron_fsdp_v2_mcore.launch import launch
 
 
 def main() -> None:
-    """Run the first command-line argument as the script `__main__`, with the flags after it.
+    """Run the script that the first argument names as `__main__`, with the remaining arguments.
 
     Raises:
         SystemExit: No script is given, or the script does not exist.

@@ -1,7 +1,7 @@
 """Compares a checkpoint with the model to be loaded, before any value is read.
 
 torch and Megatron load the entries they find and leave all others unchanged. Weights that keep
-their initial values, or layers of the file that are not loaded, would only show as a worse loss.
+their initial values, or layers of the file that are not loaded, would only cause a worse loss.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _OPTIONAL = {
     ("optimizer", "grad_scaler"): "has no loss scale: it starts from its initial value",
 }
 
-# Arguments that must be equal in the run that saved and the run that loads.
+# Arguments that an error about a checkpoint of another model lists if they differ between the runs.
 _OF_THE_MODEL = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
     *("kv_channels", "max_position_embeddings", "position_embedding_type", "num_experts"),
@@ -81,7 +81,8 @@ def compare_with_file(
         args: Megatron's arguments of this run.
 
     Raises:
-        FlagError: The checkpoint is of another model. Raised on all ranks with the same message.
+        FlagError: The checkpoint is incomplete, of another model, or without optimizer state.
+            Raised on all ranks with the same message.
     """
     flat, _ = flatten_state_dict(request)
     asked = {
@@ -116,7 +117,7 @@ def check_request(path: str, asked: dict[str, Shape], saved_args: Any, args: Any
     result.notes += notes
     result.absent |= {(_MODEL, key.removeprefix(f"{_MODEL}.")) for key in other_scales}
     asked = {key: shape for key, shape in asked.items() if key not in other_scales}
-    # Different FP8 state does not make a model different.
+    # FP8 state does not decide whether the checkpoint is of the same model.
     metadata = {k: v for k, v in metadata.items() if not is_fp8_state(k) or k in asked}
     there: dict[str, Shape] = {
         key: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
@@ -140,7 +141,7 @@ def check_request(path: str, asked: dict[str, Shape], saved_args: Any, args: Any
 def _scales(
     path: str, asked: dict[str, Shape], metadata: dict[str, Any]
 ) -> tuple[set[str], list[str]]:
-    """Return the entries of FP8's delayed scaling that a file lacks, and notes on them."""
+    """Return the delayed-scaling entries that cannot be loaded from a file, and notes on them."""
     left_out: set[str] = set()
     missing, shorter, other = [], [], []
     for key, shape in asked.items():
@@ -177,7 +178,7 @@ def _scales(
 def _missing(
     asked: Collection[str], there: Collection[str], absent: set[tuple[str, ...]]
 ) -> list[str]:
-    """Return the needed entries that a file lacks, and add the others that it lacks to `absent`."""
+    """Return the required entries that a file lacks; add missing optional entries to `absent`."""
     stepped = {_parameter(key) for key in there if key.startswith(_STATE)}
     needed = []
     for key in asked:
@@ -195,12 +196,12 @@ def _missing(
 
 
 def _parameter(key: str) -> str:
-    """Return the parameter of an optimizer entry, whose last component names the state."""
+    """Return the parameter in the key of optimizer state, whose last component names the state."""
     return key.removeprefix(_STATE).rpartition(".")[0]
 
 
 def _gaps(path: str, asked: Collection[str], metadata: dict[str, Any]) -> str:
-    """Name tensors that a file contains only in part, which torch would load without an error."""
+    """Name tensors with missing elements in the file, which torch would load without an error."""
     problems = [
         problem
         for key, entry in metadata.items()
@@ -243,7 +244,7 @@ def _problem(
 
 
 def _is_shared(key: str) -> bool:
-    """Whether a tensor is part of the model. Tensors local to a rank may have any size."""
+    """Whether a tensor belongs to the model or optimizer. Rank-local tensors may have any size."""
     return key.startswith((f"{_MODEL}.", _STATE))
 
 

@@ -50,7 +50,7 @@ def saved_tensors(
 
     Args:
         chunks: All model chunks of this rank.
-        is_first: Whether this rank writes values that all holders of a parameter have.
+        is_first: Whether this rank writes the replicated values of a parameter.
     """
     tensors = list(_tensors(chunks))
     histories = [t for t in tensors if is_history(t.name)]
@@ -70,7 +70,7 @@ def saved_tensors(
 
 
 def allocate(chunks: Sequence[nn.Module]) -> None:
-    """Allocate the state that the first forward of modules would allocate, to load into it."""
+    """Allocate the FP8 state into which a checkpoint is loaded, as the first forward would do."""
     for chunk in chunks:
         modules = [m for m in chunk.modules() if delayed_scaling.has_fp8_state(m)]
         config = next((m.config for m in chunk.modules() if hasattr(m, "config")), None)

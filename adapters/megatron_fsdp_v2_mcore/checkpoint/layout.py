@@ -33,7 +33,7 @@ def model_tensors(folder: CheckpointFolder) -> Sequence[ModelTensor] | None:
     """Return the tensors of the model in a checkpoint that Megatron saved.
 
     Returns:
-        The tensors; None if the checkpoint is not one of Megatron.
+        The tensors; None if Megatron did not save the checkpoint.
 
     Raises:
         CheckpointError: The checkpoint is incomplete, or the names of its model are unknown.
@@ -75,7 +75,7 @@ def _in_stacks(folder: CheckpointFolder) -> Iterator[ModelTensor]:
         shape = tuple(entry.size)
         for name, front in () if key.startswith(_OTHERS) else rules.names(key, shape):
             place = rules.place(name)
-            # The inverse mapping of a name must give its place.
+            # `place` must be the inverse of `names`.
             if (place.key, tuple(position for position, _ in place.front)) != (key, front):
                 raise CheckpointError(
                     f"{folder.path}: the name of {key} in the model is unknown; load the "

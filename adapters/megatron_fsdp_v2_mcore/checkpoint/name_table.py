@@ -31,7 +31,7 @@ _TENSORS = r"fp8_state\.(?:scale|amax_history)_(?:fwd|bwd)"
 _STATE = re.compile(rf"(?:.*\.)?{_TENSORS}\d*")
 
 OF_ONE_EXPERT = re.compile(rf"(weight|bias|{_TENSORS})(\d+)")
-"""Names below a grouped layer that end in the number of an expert: the stem and the number."""
+"""Matches names below a grouped layer that end in an expert's number: the stem, the number."""
 
 ORDERS = (("_w", "_v"), (".z", ".x", ".B", ".C", ".dt"), (".x", ".B", ".C"))
 """Suffixes of sub-tensors, in order: of gated layers, and of two kinds of state-space layers."""
@@ -78,7 +78,8 @@ class Place:
     Attributes:
         key: Name of the stored tensor.
         front: Position and length of each leading dimension: layer, expert.
-        half: Index of the half of the first own dimension that the tensor fills; None for all.
+        half: Index of the half of the first dimension after `front` that the tensor fills; None if
+            the tensor fills the whole dimension.
     """
 
     key: str

@@ -124,7 +124,7 @@ def unwrapped(name: str) -> str:
 
 
 def _unused(chunk: nn.Module) -> set[int]:
-    """Return the unused output layers of stages that compute logits with a replicated embedding."""
+    """Return the ids of unused output weights: their stages use a replica of the embedding."""
     return {
         id(module.output_layer.weight)
         for module in chunk.modules()

@@ -1,7 +1,7 @@
 """Megatron's `fsdp_dtensor` state dicts under global names, with separate sub-tensors.
 
 Megatron's own state dicts are local to a rank: layers are numbered from the first of the stage,
-each virtual stage has a dictionary, and the shards of fused layers are in the order of ranks. The
+each virtual stage has a dictionary, and fused layers are concatenated in the order of ranks. The
 saved state dicts are independent of the parallel sizes, so that runs of all sizes can read them.
 After loading, values are returned to Megatron under its local names.
 """
@@ -134,12 +134,12 @@ class Translation:
         return [state] if "state" in state else list(state.values())
 
     def for_saving(self) -> dict[str, Any]:
-        """Return the entries that this rank writes: those whose first replica it owns."""
+        """Return the entries that this rank saves, without copies and unused parameters."""
         scales = fp8_state.saved_tensors(self.chunks, _is_first)
         return self._entries(scales, lambda name: not (name.is_copy or name.is_unused), self._saves)
 
     def for_loading(self) -> dict[str, Any]:
-        """Return the entries that this rank reads: all that it holds."""
+        """Return the entries that this rank loads: all entries that it uses."""
         fp8_state.allocate(self.chunks)
         self.scales = fp8_state.wanted_tensors(self.chunks)
         return self._entries(
@@ -152,7 +152,7 @@ class Translation:
         keeps: Callable[[CanonicalName], bool],
         keeps_state: Callable[[CanonicalName, Any], bool],
     ) -> dict[str, Any]:
-        """Return the entries of the model and the optimizer under global names, and all others."""
+        """Return all entries, with those of the model and the optimizer under global names."""
         result = {k: v for k, v in self.raw.items() if k not in self.chunk_keys}
         result["model"] = {
             key: piece

@@ -213,8 +213,8 @@ def accepted_by_megatron(args: Any) -> Iterator[None]:
     changed: dict[str, Any] = {}
     optimizer = getattr(args, "optimizer", None)
     if optimizer in EMERGING:
-        # Megatron disables its distributed optimizer for these optimizers, which its own wrapper
-        # does not support. The options it derives must be those of Adam.
+        # Megatron's own wrapper does not support these optimizers, and Megatron disables its
+        # distributed optimizer for them. The options it derives must be those of Adam.
         shown["optimizer"] = "adam"
     if args.async_save:
         # Megatron disables asynchronous saves without a worker process. Here a thread writes, which
@@ -222,8 +222,8 @@ def accepted_by_megatron(args: Any) -> Iterator[None]:
         shown["use_persistent_ckpt_worker"] = True
         changed |= {"use_persistent_ckpt_worker": False, "async_strategy": "mcore"}
     if offloads(args):
-        # Megatron requires this flag with offload. Its own class then does not read gradients from
-        # `param.grad`, where they are here.
+        # Megatron's validation requires this flag with offload. Afterwards the flag must be off, or
+        # Megatron's optimizer would not read the gradients of sharded parameters, `param.grad`.
         shown["use_precision_aware_optimizer"] = True
         changed["use_precision_aware_optimizer"] = False
     given = {name: getattr(args, name) for name in shown}
@@ -281,7 +281,7 @@ def supported_on_cpu(argv: Sequence[str]) -> tuple[str, ...]:
         return ()
     if _OFFLOAD_FLAG not in argv:
         return ("--use-nccl-ub",)
-    # Megatron requires the last flag with offload.
+    # Megatron requires --use-precision-aware-optimizer with offload.
     return ("--use-nccl-ub", _OFFLOAD_FLAG, "--use-precision-aware-optimizer")
 
 

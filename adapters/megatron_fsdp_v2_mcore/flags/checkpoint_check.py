@@ -156,7 +156,7 @@ def reject_gpt_layers(path: str | Path, layer_maps: object) -> None:
 
 @contextlib.contextmanager
 def flag_errors() -> Iterator[None]:
-    """Raise errors about a checkpoint as errors of the command line that names it."""
+    """Convert a `CheckpointError` to a `FlagError`, since a flag names the checkpoint."""
     try:
         yield
     except CheckpointError as error:

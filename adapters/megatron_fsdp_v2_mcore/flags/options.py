@@ -31,8 +31,8 @@ class Options:
 
     Attributes:
         expert_strategy: Sharding strategy of expert parameters; None for that of dense parameters.
-        broadcasts_parameters: Whether data-parallel ranks build different weights, so that those of
-            the first rank are broadcast.
+        broadcasts_parameters: Whether the weights of the first data-parallel rank are broadcast,
+            because ranks build different weights.
         logs_parameter_norms: Whether the norm of every parameter is logged.
         unit_bytes: Maximum bytes of parameters of consecutive layers that form one unit; None for
             --suggested-communication-unit-size, or 16 MiB without it.
@@ -88,7 +88,7 @@ def is_active() -> bool:
 
 
 def set_active(options: Options | None) -> None:
-    """Record that these functions of Megatron are patched, or that they are not if None."""
+    """Record the options with which Megatron's functions are patched; None if they are not."""
     _active[:] = [] if options is None else [options]
 
 

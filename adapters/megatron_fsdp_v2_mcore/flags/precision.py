@@ -162,7 +162,7 @@ def check_has_fused_adam(args: Any) -> None:
     """Check that the Adam that Megatron uses supports the dtypes of the command line.
 
     Raises:
-        FlagError: The Adam is torch's or apex's.
+        FlagError: Megatron uses the Adam of torch or apex.
     """
     if not getattr(args, SWITCH, False):
         return
@@ -178,7 +178,7 @@ def check_has_fused_adam(args: Any) -> None:
 def apply_main_grads_dtype(args: Any) -> None:
     """Apply `--main-grads-dtype` to the gradients of sharded parameters.
 
-    Megatron's own wrapper uses another flag for their dtype and ignores this one.
+    Megatron's own wrapper reads another flag for this dtype and ignores `--main-grads-dtype`.
     """
     asked = getattr(args, _MAIN_GRADS, torch.float32)
     if asked not in FULL and getattr(args, _OUR_MAIN_GRADS) in _OUR_AUTO:

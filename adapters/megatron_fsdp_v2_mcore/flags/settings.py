@@ -100,8 +100,8 @@ def check_sharding(
 
     Args:
         source: A `DistributedDataParallelConfig`, or Megatron's arguments.
-        expert_strategy: Sharding strategy of experts, if it differs.
-        unshard_prefetch_bytes: This package's limit of the prefetch.
+        expert_strategy: Sharding strategy of expert parameters; None for that of dense parameters.
+        unshard_prefetch_bytes: Limit of the prefetch that a flag of this package sets, if any.
 
     Raises:
         FlagError: Options cannot be combined. The message names the flags.
@@ -165,10 +165,10 @@ def _quantized_gathers(source: Any) -> str | None:
 def sharding_settings(
     ddp_config: Any, options: Options, params_dtype: torch.dtype, gathered_dtype: torch.dtype
 ) -> ShardingSettings:
-    """Map a `DistributedDataParallelConfig` and the options of this package to `fully_shard`'s.
+    """Convert Megatron's data-parallel configuration and our options to `fully_shard` arguments.
 
     Args:
-        ddp_config: The configuration.
+        ddp_config: A `DistributedDataParallelConfig`.
         options: Options of this package.
         params_dtype: Dtype of the parameters.
         gathered_dtype: Dtype of the elements of most gathered weights.

@@ -22,7 +22,7 @@ EMERGING = ("muon", "adaptive_muon", "lion")
 """Optimizers of Megatron's registry, apart from Adam, that support sharded parameters."""
 
 NO_FLAG = "no flag of its own"
-"""For fields that only a script can set."""
+"""Used in place of a flag for fields that only a script can set."""
 
 
 @dataclass(frozen=True, slots=True)

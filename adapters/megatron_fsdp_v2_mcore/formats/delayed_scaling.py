@@ -2,7 +2,7 @@
 
 A module has a scale for every tensor it quantizes, and a history of the largest magnitudes (amax)
 from which scales are computed. Neither is a parameter or buffer of the module. This file does not
-import Transformer Engine; it recognizes its modules by their attributes.
+import Transformer Engine; it recognizes the modules by their attributes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def live_state(module: Any) -> dict[str, torch.Tensor]:
 
     Returns:
         `scale_fwd` and `scale_bwd`, fp32 of shape `(tensors,)`, and `amax_history_fwd` and
-        `amax_history_bwd`, fp32 of shape `(steps, tensors)`. Three tensors are quantized for each
-        product in the forward, and two in the backward.
+        `amax_history_bwd`, fp32 of shape `(steps, tensors)`. A GEMM has three quantized tensors in
+        the forward and two in the backward.
     """
     recipe = module.fp8_meta.get("recipe")
     if _is_attention(module) and not any(

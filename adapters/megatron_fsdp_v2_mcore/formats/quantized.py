@@ -1,8 +1,8 @@
 """Transformer Engine's quantized weights as formats of `fully_shard`.
 
 Each rank quantizes its rows of the main weights with `quantize_master_weights` of Transformer
-Engine, which reduces amaxes over the ranks: the bytes of all ranks together equal those of the
-quantized whole weight. Every rank has all scales.
+Engine, which reduces amaxes over the ranks. The concatenated bytes of all ranks therefore equal the
+bytes of the quantized whole weight. Every rank has all scales.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class QuantizedFormat:
         for form, is_there in zip(self._forms[index], wanted, strict=True):
             for name, tensor in form.items():
                 setattr(param, f"_{name}", tensor if is_there else None)
-        # Otherwise a forward would transpose weights that only the backward needs transposed.
+        # Prevents the forward from computing transposes that only the backward needs.
         param._quantizer.set_usage(rowwise=wanted[0], columnwise=wanted[1:] == [True])
 
     @classmethod
@@ -261,7 +261,7 @@ class MXFP8Format(QuantizedFormat):
 
 
 _WIDTH = 64
-"""The columns of a weight must be a multiple of this: Transformer Engine pads scales to it."""
+"""Divisor of a weight's number of columns: Transformer Engine pads scales to a multiple of it."""
 
 
 class NVFP4Format(QuantizedFormat):

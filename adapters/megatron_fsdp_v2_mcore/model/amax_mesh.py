@@ -1,10 +1,10 @@
 """The ranks over which Transformer Engine reduces the amax of a weight that it quantizes.
 
-Data-parallel sharding does not need this reduction: a weight is gathered before it is quantized. A
-tensor-parallel rank has a shard of the weight and, with current scaling, a scale of its own:
-results depend on the tensor-parallel size. With a mesh set, all shards use the scale of the
-whole weight. This file does not import Transformer Engine; it recognizes its modules by their
-attributes.
+Data-parallel sharding does not need this reduction: a weight is gathered before it is quantized.
+Each tensor-parallel rank quantizes its own shard of a weight. With current scaling, the shard has a
+separate scale, so that results depend on the tensor-parallel size. With a mesh set, all shards use
+the scale of the whole weight. This file recognizes Transformer Engine's modules by their attributes
+and does not import Transformer Engine.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def name_amax_mesh(module: nn.Module, mesh: DeviceMesh) -> list[RemovableHandle]
         mesh: The tensor-parallel mesh, with one axis: `mesh["tp"]`.
 
     Returns:
-        Handles of the hooks. After their removal, shards have their own scales again from the next
-        new recipe on.
+        Handles of the hooks. After their removal, each shard has a separate scale again once its
+        module uses a new recipe.
 
     Raises:
         ValueError: The mesh does not have exactly one axis, or no module quantizes weights.
@@ -55,7 +55,7 @@ def name_amax_mesh(module: nn.Module, mesh: DeviceMesh) -> list[RemovableHandle]
 
 
 def _quantizes_weights(module: nn.Module) -> bool:
-    """Whether a module is of Transformer Engine and has weights; its attention has none."""
+    """Whether a module is of Transformer Engine and has weights; attention modules have none."""
     has_weights = next(module.parameters(recurse=False), None) is not None
     return has_weights and all(hasattr(module, mark) for mark in _MARKS)
 
@@ -63,7 +63,7 @@ def _quantizes_weights(module: nn.Module) -> bool:
 def _reduce_over(group: Any, module: Any, inputs: Any) -> None:
     """Set the group on the quantizers of weights, which a module creates for every new recipe."""
     del inputs
-    # The forward would call this next; its own call then has no effect.
+    # The quantizers must exist. The forward's own call of `init_fp8_metadata` then has no effect.
     allocate(module)
     for quantizer in module._get_weight_quantizers():
         if hasattr(quantizer, "with_amax_reduction"):

@@ -17,10 +17,10 @@ def limit_copies(module: nn.Module, *, keeps_weights: bool, keeps_transposes: bo
     """Disable the caching of full weight copies in modules whose unit is gathered for every use.
 
     A module with bf16 weights would cache their quantized values from the first micro-batch to the
-    last: the whole model in FP8 on every rank. As under FSDP2, the module instead quantizes its
-    weights again in the backward. Transformer Engine does not support this with fused weight
-    gradients, so that these modules keep their copies. A module with quantized weights would cache
-    their transposes.
+    last, so that every rank would hold the whole model in FP8. As under FSDP2, the module instead
+    quantizes its weights again in the backward. Transformer Engine does not support this with fused
+    weight gradients; modules that use them keep their copies. A module with quantized weights would
+    cache their transposes.
 
     Args:
         module: A sharded module. All Transformer Engine modules in it are changed.

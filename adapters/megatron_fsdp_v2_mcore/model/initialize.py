@@ -1,7 +1,7 @@
-"""Initial values of parameters on the meta device: those of a build with allocated memory.
+"""Initialization of parameters on the meta device, with the values of a build with memory.
 
 Megatron initializes parameters during construction, with one random number generator per kind of
-parameter. Units are materialized in a different order than their modules were constructed.
+parameter. The order in which units are materialized differs from the order of construction.
 Parameters that share a generator can therefore not be initialized when their unit is materialized:
 
 * Position embeddings, routers and gates of shared experts are built and initialized in fp32 in
@@ -10,8 +10,8 @@ Parameters that share a generator can therefore not be initialized when their un
 * Grouped experts use the generator of experts, which no other parameter uses. Their layers are
   materialized in order.
 * Layers of Transformer Engine use the generator of tensor-parallel weights. An output layer uses
-  the same generator, has memory from the start and is initialized before these layers: their
-  values differ on stages that have an output layer.
+  the same generator, and is initialized first because it has memory from the start. On stages with
+  an output layer, the values of these layers therefore differ from those of a build with memory.
 
 Vocabulary embeddings and Megatron's own parallel layers pass an explicit device and are never on
 the meta device.

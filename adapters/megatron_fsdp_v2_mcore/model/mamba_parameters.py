@@ -1,4 +1,4 @@
-"""Mamba mixers, whose helper for context parallelism keeps references to their parameters."""
+"""Makes context-parallel helpers of Mamba mixers use the mixers' current parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _of_mixer(name: str) -> property:
 
 
 class _FollowingParameters(MambaContextParallel):
-    """The helper, reading the parameters that are currently registered on the mixer."""
+    """A context-parallel helper that reads the parameters currently registered on its mixer."""
 
     mixer: weakref.ref[Any]
 
@@ -36,9 +36,9 @@ def follow_parameters(module: torch.nn.Module) -> None:
     """Make every Mamba mixer compute with the parameters that are registered on it.
 
     Megatron passes the parameters to a helper when it builds a mixer, and the mixer computes with
-    the references of the helper. Sharding replaces the registered parameters: those of the helper
-    would not be gathered, their gradients would not be reduced, and they would keep their initial
-    values.
+    the references of the helper. Sharding replaces the registered parameters. The parameters that
+    the helper references would not be gathered, their gradients would not be reduced, and they
+    would keep their initial values.
 
     Args:
         module: A chunk that is not sharded yet.

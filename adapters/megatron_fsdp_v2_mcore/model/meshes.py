@@ -63,7 +63,7 @@ def gather_groups(
 ) -> dict[DeviceMesh, Any]:
     """Return the dedicated process group for all-gathers of weights on each mesh. Collective.
 
-    A collection may contain such groups, of all data-parallel ranks (Megatron's
+    A collection may contain groups of all data-parallel ranks for this purpose (Megatron's
     `create_all_gather_groups` creates them). The function creates a group and stores it in the
     collection if the collection has none, or if weights are sharded over fewer ranks because there
     are several optimizer instances.
@@ -84,7 +84,7 @@ def gather_groups(
         ranks = dist.get_process_group_ranks(inner)
         if given is None or dist.get_process_group_ranks(given) != ranks:
             given = group_of_same_ranks(inner)
-            # The other chunks of this rank use the same group.
+            # Stored for the other chunks of this rank, which use the same group.
             setattr(groups, name, given)
         found[meshes.data] = given
     return found

@@ -2,7 +2,7 @@
 
 With `--overlap-moe-expert-parallel-comm` a layer is a sequence of nodes: the computation before
 dispatch, dispatch, experts, combine. Forward nodes of one micro-batch run between backward nodes of
-another, so that the computation of one overlaps with the all-to-all of the other.
+another, so that the computation of one micro-batch overlaps with the all-to-all of the other.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ def follow_plan(plan: Any, units: ScheduledUnits) -> None:
 def _follow_layer(nodes: Any, units: ScheduledUnits) -> None:
     """Gather and reduce a layer's units. All other parameters stay gathered for the whole plan.
 
-    Dispatch and combine run on another stream and use no parameters of a layer. The layer's memory
-    therefore belongs to the stream of all other nodes, on which it is gathered and freed.
+    Dispatch and combine run on another stream and use no parameters of a layer. A layer's weights
+    are therefore allocated and freed on the stream of all other nodes.
     """
 
     def use(part: nn.Module, last_forward: Any, first_backward: Any, first: Any) -> None:
-        """Gather a unit from the node `first` on, whose backward completes its gradients."""
+        """Gather a unit before the forward of `first`; reduce it after the backward of `first`."""
         _around(first, "forward_func", before=partial(units.begin_forward, part))
         last_forward.set_post_forward_hook(partial(units.end_forward, part))
         _around(first_backward, "backward_func", before=partial(units.begin_backward, part))

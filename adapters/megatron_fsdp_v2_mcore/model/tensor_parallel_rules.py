@@ -28,9 +28,9 @@ def _marked(module: nn.Module) -> Cuts:
 
 
 MEGATRON_RULES = (TensorParallelRule(nn.Module, _marked),)
-"""The rule for all modules of Megatron. Its layers set attributes on their parameters, also on
-those of the Transformer Engine layers they contain; the attributes reflect options that a class
-name does not. They do not describe fused sub-tensors, which the adapter's `tensor_shards` adds."""
+"""The rule for all modules of Megatron. Megatron's layers set attributes on their parameters and on
+those of Transformer Engine layers in them; the attributes reflect options that a class name does
+not. The attributes do not describe fused sub-tensors, which the adapter's `tensor_shards` adds."""
 
 
 def _linear(module: nn.Module) -> Cuts:

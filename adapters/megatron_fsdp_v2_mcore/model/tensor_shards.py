@@ -40,8 +40,8 @@ def is_expert(param: nn.Parameter) -> bool:
 class _Shards(Mapping[nn.Parameter, TensorShard]):
     """The sharding of parameters, read from the attributes of the parameters at each lookup.
 
-    Layers of Transformer Engine set these attributes when they initialize a parameter. On the meta
-    device that is when their unit is materialized.
+    Layers of Transformer Engine set these attributes when they initialize a parameter. A parameter
+    on the meta device is initialized when its unit is materialized.
     """
 
     def __init__(self, module: nn.Module, dense: Meshes, expert: Meshes | None) -> None:
@@ -95,7 +95,7 @@ def tensor_shards(
 
 
 def _gated(module: nn.Module) -> dict[nn.Parameter, tuple[tuple[int, ...], tuple[str, ...]]]:
-    """Return the two halves of the fused first layers of gated MLPs, including experts."""
+    """Return row counts and suffixes of the two halves of gated MLPs' fused first layers."""
     found: dict[nn.Parameter, tuple[tuple[int, ...], tuple[str, ...]]] = {}
     for layer in module.modules():
         if not isinstance(layer, MLP | TEGroupedMLP) or not layer.config.gated_linear_unit:

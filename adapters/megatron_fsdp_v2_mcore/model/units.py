@@ -80,7 +80,7 @@ def plan_units(
     Embedding and output layer are units because the root's weights stay gathered, and its gradients
     unsharded, during the whole forward and backward. If they are tied, the embedding has the weight
     and the output layer receives it as an argument. Models with multi-token prediction use both
-    again for each token, and keep them in the root.
+    layers again for each predicted token, and keep them in the root.
 
     Experts are a unit inside their layer if their mesh or strategy differs from the layer's.
     Otherwise they are gathered with the layer.
@@ -92,8 +92,7 @@ def plan_units(
         expert: Meshes of expert parameters, if the model has experts.
         strategy: Sharding strategy of dense parameters.
         expert_strategy: Sharding strategy of expert parameters.
-        max_bytes: Consecutive layers are grouped into one unit of up to this many bytes of
-            parameters.
+        max_bytes: Maximum bytes of parameters of consecutive layers that form one unit.
         runs_whole: Whether modules run as a whole. If a schedule runs parts of them, parameters
             outside layers stay gathered for the whole schedule and belong to the root.
     """
@@ -123,7 +122,7 @@ def _language_models(chunk: nn.Module) -> Iterator[Any]:
 
 
 def _ends(model: Any) -> Iterator[tuple[nn.Module, nn.Module | None]]:
-    """Yield a model's embedding and output layer with the module whose weight each receives."""
+    """Yield embedding and output layer, each with the module whose weight it receives, or None."""
     embedding, output = (getattr(model, name, None) for name in ("embedding", "output_layer"))
     if isinstance(embedding, nn.Module):
         yield embedding, None
@@ -137,8 +136,8 @@ def hand_gathered_weights(chunk: nn.Module) -> None:
     """Make output layers compute with gathered weights if Megatron passes sharded ones.
 
     Megatron reads the weight of a tied output layer before it calls the layer, when the unit that
-    owns the weight is not gathered. One hook replaces the weight by a placeholder before the unit's
-    pre-forward hook; another one reads the weight again after that hook has gathered it.
+    owns the weight is not gathered. One hook replaces the weight with a placeholder before the
+    unit's pre-forward hook; a second hook reads the weight after the pre-forward hook gathered it.
 
     Args:
         chunk: A sharded chunk.
@@ -191,7 +190,7 @@ def _experts(chunk: nn.Module) -> Iterator[nn.Module]:
 
 
 def _layers(module: nn.Module, classes: tuple[type, ...]) -> Iterator[list[nn.Module]]:
-    """Yield outermost modules of the given classes, with the modules of a `ModuleList` as one."""
+    """Yield lists of outermost modules of the classes; a `ModuleList` of them is one list."""
     for child in module.children():
         if isinstance(child, classes):
             yield [child]

@@ -47,8 +47,8 @@ def compare(chunks: Iterable[nn.Module]) -> None:
         chunks: Sharded modules, or modules that contain them.
 
     Raises:
-        RuntimeError: Weights differ between ranks. Raised on every rank; the ranks that differ name
-            the parameters.
+        RuntimeError: Weights differ between ranks. Raised on every rank; on ranks that found a
+            difference, the message names the parameters.
     """
     # Process group -> name of a compared tensor -> hash.
     hashes: dict[Any, dict[str, str]] = {}
@@ -85,7 +85,7 @@ def _hash_group(group: ParameterGroup, hashes: dict[Any, dict[str, str]]) -> Non
 
 
 def _hash(tensor: torch.Tensor) -> str:
-    # Always a copy: the storage of a tensor that numpy references could not be freed after use.
+    # Always copy: the storage of a tensor that numpy references could not be freed after use.
     content = tensor.detach().to("cpu", copy=True).contiguous().view(torch.uint8).numpy()
     return hashlib.sha1(content, usedforsecurity=False).hexdigest()
 

@@ -63,10 +63,10 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
         fsdp_unit_modules: Classes of the units; transformer and Mamba layers if None.
         disable_bucketing: Not used, since there are no buckets.
         device: Not used; parameters stay on the device of the module.
-        pg_collection: Process groups; Megatron's global groups if None. If a group is missing that
-            is not a data-parallel group, its size is 1.
-        options: Options without a field in Megatron's configuration. If None, those of the command
-            line, or the defaults without a command line.
+        pg_collection: Process groups; Megatron's global groups if None. A missing group, except a
+            data-parallel group, is treated as a group of size 1.
+        options: Options without a field in Megatron's configuration. If None, the options of the
+            command line, or the defaults without a command line.
 
     Attributes:
         options: Options without a field in Megatron's configuration; see `with_active_options`.
@@ -110,7 +110,7 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
             ddp_config, self.options, config.params_dtype, gathered_dtype
         )
         if not self._has_command_line:
-            # With a command line, its validation has printed the notices.
+            # The validation of a command line has already printed the notices.
             for notice in notices(ddp_config, self.options):
                 self._say(notice)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
@@ -128,7 +128,7 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
         self._gather_groups = gather_groups(groups, self._dense, self._expert, are_made=apart)
         self._shard_units(tuple(fsdp_unit_modules or UNIT_CLASSES))
         if is_quantized:
-            # Delayed scales change in every forward: weights quantized again would differ.
+            # Delayed scales change in every forward, so weights quantized again would differ.
             is_delayed = bool(config.fp8) and config.fp8_recipe == "delayed"
             limit_copies(
                 module,
@@ -280,7 +280,7 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
 
     @override
     def broadcast_params(self) -> None:
-        """Do nothing: the shards of all ranks come from identical parameters."""
+        """Do nothing: all ranks shard identical parameters."""
 
     def start_param_sync(self, *unused: Any, **kwargs: Any) -> None:
         """Do nothing: units issue their gathers during the forward."""
@@ -314,7 +314,7 @@ class _ParamAndGradBuffer:
 
 
 def with_active_options(original: type) -> type[FullyShardedDataParallel]:
-    """Return a wrapper class with the options of the command line, which Megatron does not pass."""
+    """Return a wrapper class with the command line's options, which Megatron does not pass."""
     del original
     attributes = {"options": active_options(), "_has_command_line": True}
     return type(FullyShardedDataParallel.__name__, (FullyShardedDataParallel,), attributes)

@@ -1,7 +1,7 @@
-"""Checks of Megatron's `OptimizerConfig` and of optimizers, and configurations for Megatron's code.
+"""Validation of Megatron's `OptimizerConfig` and optimizers, and adjusted copies of the config.
 
-The flags of a command line are checked earlier. A script on `megatron.core` builds its own
-configuration.
+The package `flags` validates a command line earlier. A script that uses only `megatron.core` builds
+its configuration without these checks.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ def check_config(config: Any, params: Iterable[torch.Tensor]) -> None:
 def factory_config(config: Any) -> Any:
     """Return a configuration with which Megatron's factory builds an optimizer of main weights.
 
-    With offload, the optimizer is the template of `ShardedHybridOptimizer`, and the flag of a
-    precision-aware optimizer has no effect. Without offload, that flag would make Transformer
-    Engine's `FusedAdam` keep separate main weights.
+    The copy disables `use_precision_aware_optimizer_no_fp8_or_ds_fp8`, which would make Transformer
+    Engine's `FusedAdam` keep separate main weights. With offload, the built optimizer is only the
+    template of `ShardedHybridOptimizer`; the copy then disables offload and the precision-aware
+    optimizer too.
     """
     own = copy.copy(config)
     own.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = False
@@ -63,8 +64,8 @@ def factory_config(config: Any) -> Any:
 def clipping_any(config: Any, params: Iterable[torch.Tensor]) -> Any:
     """Return a configuration with which Megatron clips gradients in their dtype.
 
-    Megatron requires `param.grad` to be fp32. It also clips `param.decoupled_grad` in bf16, which
-    is an alias of `param.grad` for sharded parameters.
+    Megatron clips `param.grad` only in fp32, but clips `param.decoupled_grad` in bf16 too. For
+    sharded parameters, `decoupled_grad` is an alias of `grad`.
 
     Args:
         config: Megatron's `OptimizerConfig`. It is returned unchanged if all gradients are fp32.

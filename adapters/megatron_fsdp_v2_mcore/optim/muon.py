@@ -39,13 +39,14 @@ TP_MODES = ("blockwise", "duplicated", "distributed")
 
 
 class ShardedMatrixStep(MatrixStep, OrthogonalizedOptimizer):
-    """Mixin with the step of `OrthogonalizedOptimizer` for parameters that `fully_shard` made.
+    """Mixin that runs the step of `OrthogonalizedOptimizer` on parameters sharded by `fully_shard`.
 
-    List it before the optimizer class among the bases. Order and arithmetic of the operations are
-    those of the original, except that the step computes all momenta first and all matrices after
-    that. Rows are sent to the owner rank of their matrix, and results are sent back, so that the
-    work is distributed over ranks. If every data-parallel rank holds whole parameters (`no_shard`),
-    each rank computes all matrices, as without sharding, and no rows are exchanged.
+    List the mixin before the optimizer class among the bases. The operations and their order match
+    the original step, except that the step updates all momenta before it orthogonalizes any matrix.
+    Every matrix has an owner rank, which receives the rows from the other ranks and sends them the
+    results, so that the work is distributed over ranks. If every data-parallel rank holds whole
+    parameters (`no_shard`), each rank computes all matrices, as without sharding, and no rows are
+    exchanged.
 
     `pre_weight_update_fn_inplace` and `post_weight_update_fn_inplace` receive sharded tensors.
     """
@@ -98,8 +99,7 @@ class ShardedMatrixStep(MatrixStep, OrthogonalizedOptimizer):
     def matrix_function(self, group: dict[str, Any], param: torch.nn.Parameter) -> MatrixFunction:
         """Return the function of a parameter's matrix: the optimizer's `orthogonalize`.
 
-        The `orthogonalize` of an unknown class may depend on the parameter, and takes one matrix at
-        a time.
+        An arbitrary `orthogonalize` may depend on the parameter and takes one matrix at a time.
         """
         self._options[param] = {k: v for k, v in group.items() if k != "params"}
         if param not in self._functions:
@@ -248,7 +248,7 @@ class _ShardedMuon(ShardedMatrixStep):
         get_muon_scale_factor(1, 1, mode=scale_mode)
         newton_schulz(torch.zeros(1, 1, device="cpu"), 1, coefficient_type)
         self._steps, self._coefficients = num_ns_steps, coefficient_type
-        # In all other modes, the matrix is the whole weight.
+        # In all other modes, a matrix is the whole weight and not a tensor-parallel shard.
         self.joins_tensor_parallel = tp_mode != "blockwise"
         self.scale_mode, self.extra_scale_factor = scale_mode, extra_scale_factor
         super().__init__(
@@ -300,15 +300,15 @@ class _ShardedMuon(ShardedMatrixStep):
 
 
 class FSDPZeROTensorParallelMuon(_ShardedMuon, TensorParallelMuon):
-    """`TensorParallelMuon` on parameters sharded by any strategy; each matrix is computed once.
+    """`TensorParallelMuon` on parameters sharded by any strategy; one rank computes each matrix.
 
-    The update equals Megatron's update of the whole gradient up to rounding. The tensor-parallel
-    modes `duplicated` and `distributed` both use the whole weight, which one rank assembles from
-    all tensor-parallel shards; in Megatron, every tensor-parallel rank repeats the work or takes
-    part in a reduction in every iteration. `blockwise` uses the shard of each tensor-parallel rank.
-    The matrices of experts are distributed over expert-data-parallel ranks, all others over
-    data- and context-parallel ranks; if matrices are whole weights, also over tensor-parallel
-    ranks. With `no_shard` every data-parallel rank computes the step of `TensorParallelMuon`.
+    Up to rounding, the update equals the update that Megatron computes from the whole gradient. The
+    tensor-parallel modes `duplicated` and `distributed` both use the whole weight, which one rank
+    assembles from all tensor-parallel shards; in Megatron, every tensor-parallel rank repeats the
+    work or takes part in a reduction in every iteration. `blockwise` uses the shard of each
+    tensor-parallel rank. The matrices of experts are distributed over expert-data-parallel ranks,
+    all others over data- and context-parallel ranks; if matrices are whole weights, also over
+    tensor-parallel ranks. With `no_shard` every data-parallel rank computes all matrices instead.
 
     Args:
         params: Sharded 2-D parameters, or groups of them.
@@ -391,14 +391,15 @@ _KNOWN: dict[type, type[ShardedMatrixStep]] = {
 
 @functools.cache
 def sharded_class(cls: type) -> type[ShardedMatrixStep]:
-    """Return the class with the step of a matrix optimizer for sharded parameters.
+    """Return the subclass of a matrix optimizer that steps sharded parameters.
 
     Args:
         cls: An optimizer class: Megatron's Muon, or any `OrthogonalizedOptimizer` that overrides
-            only `orthogonalize` or its function.
+            only `orthogonalize` or passes its own `scaled_orthogonalize_fn`.
 
     Raises:
-        ValueError: The class may need whole matrices at another point of its step.
+        ValueError: The class is not an `OrthogonalizedOptimizer`, or overrides another part of the
+            step, which may need whole matrices.
     """
     if cls in _KNOWN:
         return _KNOWN[cls]

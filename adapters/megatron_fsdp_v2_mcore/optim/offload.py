@@ -1,4 +1,4 @@
-"""An optimizer on two devices over sharded parameters (`--optimizer-cpu-offload`).
+"""An optimizer that steps sharded parameters on two devices (`--optimizer-cpu-offload`).
 
 Megatron's `HybridDeviceOptimizer` would pin, copy and step DTensors. Here each inner optimizer
 steps plain tensors, either this rank's rows or copies of them in host memory: no operation of a
@@ -31,8 +31,8 @@ def choose_offloaded(numels: Sequence[int], fraction: float) -> set[int]:
     """Choose the parameters to offload, with at least a given fraction of all elements.
 
     The function chooses, in descending size, the parameters that fit into the fraction, and adds
-    the smallest parameter that completes it. It then removes parameters that are no longer needed:
-    the elements beyond the fraction are fewer than those of any chosen parameter.
+    the smallest parameter that completes it. It then removes parameters that are no longer needed,
+    so that the excess over the fraction is smaller than any chosen parameter.
 
     Args:
         numels: Number of elements of each parameter on this rank.
@@ -69,8 +69,9 @@ class _Slot:
         group: Index of its parameter group.
         rows: The local rows, a plain tensor.
         stepped: The stepped tensor: `rows` itself, or a copy in host memory.
-        grad: Host memory of the copy's gradient; None before the first gradient.
-        version: Version of the parameter when the copy was last equal to the rows.
+        grad: Host memory for the gradient of the copy; None before the first gradient.
+        version: Version of the parameter when the copy was last equal to the rows; None if the copy
+            is stale.
         state: The inner optimizer's state from which the public state was built.
     """
 
@@ -105,9 +106,9 @@ class _Part(NamedTuple):
 class ShardedHybridOptimizer(torch.optim.Optimizer):
     """Steps rows of sharded parameters, some on their device and some on the host.
 
-    If the parameters are on the CPU, as in a rehearsal, both parts are stepped by the same code as
-    without offload, and results are bitwise identical. Otherwise torch's fused kernel steps the
-    host's part.
+    If the parameters are on the CPU, as in a rehearsal, the same code as without offload steps all
+    parameters, and results are bitwise identical. Otherwise torch's fused kernel steps the
+    parameters on the host.
 
     Args:
         template: The Adam that would step all parameters without offload. Its class, options
@@ -117,7 +118,7 @@ class ShardedHybridOptimizer(torch.optim.Optimizer):
         pin_grads: Whether copies of gradients are in pinned memory.
         pin_params: Whether copies of parameters are in pinned memory.
         overlaps: Whether copies of parameters overlap with steps of other parameters.
-        uses_torch_on_device: Whether the device's part is stepped by the class of the host's part.
+        uses_torch_on_device: Whether torch's Adam also steps the parameters on the device.
     """
 
     skips_empty_shards = True
@@ -153,7 +154,7 @@ class ShardedHybridOptimizer(torch.optim.Optimizer):
             if numels[index]:
                 rows = stepped = local_of(param).detach()
                 if index in chosen:
-                    # The first step fills the copy, since it is older than the rows.
+                    # The first step fills the copy, since it is stale (`version` is None).
                     stepped = empty_in_host_memory(rows.shape, rows.dtype, pin_memory=pin_params)
                 self._slots.append(_Slot(param, number, rows, stepped))
         self._is_fused_on_host = any(slot.rows.device.type != "cpu" for slot in self._slots)
@@ -168,7 +169,7 @@ class ShardedHybridOptimizer(torch.optim.Optimizer):
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group during construction, which assigns all parameters to devices together.
+        """Add a group. Only the constructor may call this, since it assigns parameters to devices.
 
         Raises:
             RuntimeError: A group is added after construction.
@@ -181,7 +182,7 @@ class ShardedHybridOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def _options(self, number: int, *, on_host: bool) -> dict[str, Any]:
-        """Return the current options of a group for the host's or the device's part."""
+        """Return a group's current options for an inner optimizer on the host or the device."""
         options = _without_params(self.param_groups[number])
         if on_host and self._is_fused_on_host:
             options.update(fused=True, foreach=False, capturable=False)
@@ -239,7 +240,7 @@ class ShardedHybridOptimizer(torch.optim.Optimizer):
         self._publish()
 
     def _copy_to_host(self, slot: _Slot) -> None:
-        """Copy a gradient, and the rows if others have written to them."""
+        """Copy a gradient, and the rows if they changed outside this optimizer."""
         if slot.version != _version(slot.param):
             slot.stepped.copy_(slot.rows, non_blocking=True)
         if slot.rows.grad is None:
@@ -282,7 +283,7 @@ class ShardedHybridOptimizer(torch.optim.Optimizer):
                     _keep_on_host(values)
 
     def _told(self, param: torch.Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a parameter's state in its form without offload."""
+        """Return a parameter's state as an optimizer without offload would have it."""
         return {
             name: value if name == STEP else _as_rows(value, param)
             for name, value in values.items()
@@ -292,7 +293,7 @@ class ShardedHybridOptimizer(torch.optim.Optimizer):
     # -- state dicts ------------------------------------------------------------------------------
 
     def state_to_fill(self) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
-        """Return zero state in the form of a step, and groups with the options that steps add."""
+        """Return zeros for the state that a step creates, and groups with the options it adds."""
         state: dict[Any, Any] = {}
         for slot in self._slots:
             made = self._state_of_zeros(slot, torch.zeros_like(slot.stepped))
@@ -330,7 +331,7 @@ class ShardedHybridOptimizer(torch.optim.Optimizer):
             part.optimizer.state = defaultdict(dict)
             for slot in part.slots:
                 slot.state = {}
-                # Weights may also have been loaded, so that the host's copy is stale.
+                # The weights may have been loaded too: mark the host's copy stale.
                 slot.version = None
                 values = saved.get(slot.param)
                 if values:
@@ -357,7 +358,7 @@ class ShardedHybridOptimizer(torch.optim.Optimizer):
             if not isinstance(value, torch.Tensor) or not isinstance(like, torch.Tensor):
                 placed[name] = value
             elif like.ndim == 0:
-                # Several parameters may share a loaded tensor, which each of them would increment.
+                # Parameters may share a loaded step count, which each of their steps increments.
                 placed[name] = value.detach().as_subclass(torch.Tensor).to(like, copy=True)
             else:
                 placed[name] = _rows_of(value, slot.param).to(like.device)
@@ -393,7 +394,7 @@ def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _twin_on_cpu(template: Any, groups: Sequence[dict[str, Any]]) -> Any:
-    """Return an optimizer of torch that computes the same step on the CPU."""
+    """Return a torch optimizer that computes the same step on the CPU."""
     if isinstance(template, torch.optim.Adam):
         return template
     cls = torch.optim.AdamW if template.adam_w_mode else torch.optim.Adam
@@ -414,7 +415,7 @@ def _as_rows(value: Any, param: torch.Tensor) -> Any:
 
 
 def _rows_of(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Return this rank's rows of a value with the parameter's or any other distribution."""
+    """Return this rank's rows of a value, which may be sharded differently from the parameter."""
     if isinstance(value, UnevenDTensor) and value.row_shards == _shards(param):
         return local_of(value)
     if isinstance(value, DTensor) or value.shape != local_of(param).shape:

@@ -1,7 +1,7 @@
 """Megatron's distributed optimizer over sharded parameters, and norms over the whole model.
 
 Megatron sums squares of gradients over a process group and assumes that every rank holds different
-elements. Replicated elements (below ZeRO, between hybrid replicas) would count several times,
+elements. Replicated elements (`no_shard`, replicas of hybrid sharding) would count several times,
 and the correct group would depend on the strategy and on the experts. Here each rank counts the
 elements whose first replica it owns, and one all-reduce sums over all ranks.
 """
@@ -56,13 +56,13 @@ __all__ = [
 
 STATE, META = "state", "param_to_group_meta"
 _OF_THIS_RUN = ("is_expert_parallel",)
-"""Options of a parameter group that describe this run's parallelism, not set by checkpoints."""
+"""Options of a parameter group that a checkpoint does not set: this run's parallelism."""
 
 
 class ShardedOptimizer(DistributedOptimizer):
     """Steps sharded main weights; statistics count every element of the model once.
 
-    A patch replaces Megatron's class by this one. For models that this package has not sharded,
+    A patch replaces Megatron's class with this class. For models that this package has not sharded,
     the constructor returns an instance of Megatron's class.
     """
 
@@ -97,7 +97,7 @@ class ShardedOptimizer(DistributedOptimizer):
 
     @override
     def count_zeros(self) -> float:
-        """Zeros in all gradients. Collective."""
+        """Return the number of zeros in all gradients. Collective."""
         grads = self._filter_grads_for_norm(self.get_parameters())
         device = torch.device(torch.cuda.current_device()) if not grads else grads[0].device
         zeros = torch.zeros(1, dtype=torch.int64, device=device)
@@ -155,10 +155,10 @@ class ShardedOptimizer(DistributedOptimizer):
         return state_dict
 
     def _state_to_load_into(self) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
-        """Return zero state in the form of a step, and groups with the options that steps add.
+        """Return zeros for the state that a step creates, and groups with the options it adds.
 
-        For this purpose Megatron performs a step with zero gradients, which increments the step
-        count and decays weights, even if no checkpoint is found afterwards.
+        Megatron creates this state by a step with zero gradients, which increments the step count
+        and decays weights, even if no checkpoint is found afterwards.
         """
         if isinstance(self.optimizer, ShardedHybridOptimizer):
             return self.optimizer.state_to_fill()
@@ -282,10 +282,10 @@ class ShardedEmergingOptimizer(ShardedOptimizer):
 class FSDPMuonChainedOptimizer(ShardedChain):
     """Muon for matrices and another optimizer for all other parameters, stepped together.
 
-    Megatron's loop reduces the gradients before (`finish_grad_sync`). A step computes one norm of
-    all gradients, clips them, steps each optimizer, and updates the weights of the model chunks.
-    Checkpoints contain the state of all optimizers by parameter name, without a record of which
-    optimizer stepped which parameter.
+    Megatron's loop reduces the gradients before the step (`finish_grad_sync`). A step computes one
+    norm of all gradients, clips them, steps each optimizer, and updates the weights of the model
+    chunks. Checkpoints contain the state of all optimizers by parameter name, without a record of
+    which optimizer stepped which parameter.
 
     Args:
         chained_optimizers: `ShardedOptimizer`s of the same model chunks and configuration.
@@ -359,7 +359,7 @@ def with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
             if config.optimizer_cpu_offload:
                 built.optimizer = offloaded(built.optimizer, config)
             elif _can_be_flat(config, model_chunks):
-                # The Adam is torch's, or Transformer Engine's or apex's with the same arithmetic.
+                # Adam is that of torch, Transformer Engine or apex; all are elementwise.
                 step_flat(built.optimizer, elementwise=True)
         built.config = clipping_any(built.config, sharded)
         return built
@@ -370,8 +370,8 @@ def with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
 def _can_be_flat(config: Any, model_chunks: Iterable[Any]) -> bool:
     """Whether an optimizer can step flat tensors and no option disables it.
 
-    Only Adam is known to be elementwise. State in other dtypes than fp32 has one scale per
-    parameter and cannot be flat.
+    Only Adam is known to be elementwise. With a precision-aware optimizer, state in fp16 and fp8
+    has one scale per parameter and cannot be flat.
     """
     options = [getattr(chunk, "options", None) for chunk in model_chunks]
     if any(isinstance(each, Options) and each.steps_each_parameter for each in options):
@@ -382,7 +382,7 @@ def _can_be_flat(config: Any, model_chunks: Iterable[Any]) -> bool:
 def counted_here(
     params: Iterable[Any], tp_group: Any = None, expert_tp_group: Any = None
 ) -> Iterator[Any]:
-    """Yield the parameters that this rank contributes to a sum in which each element counts once.
+    """Yield the parameters that this rank adds to a sum over ranks, to count each element once.
 
     Args:
         params: Sharded parameters.

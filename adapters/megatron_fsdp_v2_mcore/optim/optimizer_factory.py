@@ -1,7 +1,7 @@
 """Factory of `--optimizer muon` and other emerging optimizers for sharded model chunks.
 
-Megatron's own factory wraps each of them in a class for unsharded parameters. Here
-`ShardedOptimizer` wraps all of them, and matrix optimizers distribute their work over ranks.
+Megatron's factory wraps these optimizers in classes for unsharded parameters. This factory wraps
+them in `ShardedOptimizer`, and matrix optimizers distribute their work over ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _QKV = "linear_qkv.weight"
 
 
 class ShardedLion(Lion):
-    """`Lion` of emerging_optimizers, for parameters that `fully_shard` made.
+    """`Lion` of emerging_optimizers, for parameters sharded by `fully_shard`.
 
     The original class compiles its update for plain tensors. Every rank has state for every
     parameter, including parameters without rows on the rank.
@@ -80,7 +80,7 @@ def build_emerging_optimizer(
     config_overrides: dict[Any, Any] | None = None,
     pg_collection: Any = None,
 ) -> Any:
-    """Build the optimizer of a model: one for its matrices, another for all other parameters.
+    """Build a chain of optimizers: one for matrices, another for all other parameters.
 
     Args:
         original: Megatron's factory, for models that are not sharded by this package.
@@ -129,7 +129,7 @@ def build_emerging_optimizer(
 def _tag_fused_projections(model_chunks: Sequence[nn.Module]) -> None:
     """Mark fused projections of queries, keys and values, under the same condition as Megatron.
 
-    The condition is on the tensor-parallel shard, whose rows may not be whole groups of heads.
+    The rows of the tensor-parallel shard must be whole groups of heads.
     """
     for chunk in model_chunks:
         for name, param in chunk.named_parameters():

@@ -1,4 +1,4 @@
-"""State of optimizers: what a step creates, and state of `FusedAdam` in fp16 and fp8.
+"""Optimizer state: templates of the state that a step creates, and `FusedAdam`'s scaled state.
 
 Transformer Engine's `FusedAdam` keeps one scale per tensor of state in fp16 and fp8. A scale
 belongs to the rows of one rank. After resharding, a rank may hold rows that were saved with
@@ -36,7 +36,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALED = (torch.float16, torch.uint8)
 _FP8 = torch.uint8
 _MOST_STEPS = 4
-"""Number of neighbors of a scale in each direction among which the saved scale is searched."""
+"""Number of fp32 values above and below a scale that the search for a saved scale tries."""
 
 
 def optimizer_like(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> Any:
@@ -119,9 +119,9 @@ def unscaled_zeros(param: torch.Tensor, names: tuple[str, ...]) -> dict[str, Any
 
 
 def load_scaled(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """Load a result of `unscaled`. If the rows are those saved by one rank, all bits are restored.
+    """Load state that `unscaled` returned. Rows that one rank saved are bitwise identical.
 
-    Rows that were saved with several scales are rounded once more, to their new common scale.
+    Rows that were saved with several scales are rounded again, with a new common scale.
 
     Args:
         optimizer: A `FusedAdam`.
@@ -147,7 +147,7 @@ def load_scaled(optimizer: Any, state_dict: dict[str, Any]) -> None:
 
 
 def _keep_values(optimizer: Any, param: torch.Tensor, name: str, wanted: torch.Tensor) -> None:
-    """Find the scale with which the values were stored.
+    """Store values with the scale from which they were unscaled, if the search finds it.
 
     The values are products of stored elements and the scale, rounded to fp32. The optimizer
     computes a scale from the largest value, which may give a neighbor of the original scale.
@@ -183,10 +183,10 @@ def _neighbors(scale: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def watch_scales(optimizer: torch.optim.Optimizer) -> None:
-    """Reset fp8 state whose elements are all zero to zeros after every step.
+    """Reset fp8 state with a zero scale to zeros after every step.
 
-    `FusedAdam` divides by a zero scale for such state and stores NaN. The case occurs for the rows
-    of an embedding on a rank if no token has used them.
+    If all values are zero, so is their scale: `FusedAdam` divides by it and stores NaN. For
+    example, a rank's rows of an embedding have such state until a token uses one of them.
     """
     names = [
         name
@@ -208,7 +208,7 @@ def _settle_zeros(optimizer: Any, param: torch.Tensor, name: str) -> None:
     stored = _rows(optimizer.state[param][name])
     if not _is_fp8(stored):
         return
-    # No branch on the values, which would synchronize the host with the device.
+    # A branch on the values would synchronize the host with the device.
     is_zero = optimizer._scales[param][name] == 0
     factors = (stored._quantizer.scale, stored._scale_inv)
     for factor in factors:

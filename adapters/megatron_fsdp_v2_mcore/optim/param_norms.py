@@ -1,9 +1,9 @@
 """`--log-per-param-norm`: the norm of every weight and gradient of the whole model.
 
-No function of Megatron has access to a model, its final gradients and the writers, so that two
-functions are wrapped: one computes the norms of gradients after their reduction and before
-clipping, the other one those of weights when Megatron logs. The sums of their squares are the
-squares of `grad norm` and `params norm`.
+No single function of Megatron has access to the model, its final gradients and the writers. This
+file therefore wraps two functions: `log_grads` computes the norms of gradients after their
+reduction and before clipping, and `log_norms` computes the norms of weights when Megatron logs an
+iteration. The sums of their squares are the squares of Megatron's `grad norm` and `params norm`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Activations follow Korthikanti et al., Reducing Activation Recomputation in Large Transformer
 Models (2022), section 4: in 16 bits a layer keeps 34 bytes per token and hidden unit, and
-`5 a s / h` more if attention keeps its matrix. The terms below extend theirs to grouped queries,
-gated layers and experts.
+`5 a s / h` more if attention keeps its score matrix. The formulas below extend theirs to grouped
+queries, gated layers and experts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Costs:
     Attributes:
         args: Megatron's arguments.
         has_output: Whether the chunk has the output layer.
-        keeps_attention: Whether attention keeps its matrix. Fused attention never creates it.
+        keeps_attention: Whether the attention matrix is kept for the backward. Fused attention
+            never creates this matrix.
     """
 
     args: Any
@@ -40,7 +41,7 @@ class Costs:
     def flops(self, unit: str, params: Sequence[ParameterDescription]) -> float:
         """Return the operations of a unit's forward per token: two per element of a matrix.
 
-        A token is routed to some experts only. Half of the attention matrix is masked.
+        A token uses only the experts to which it is routed. Half of the attention matrix is masked.
 
         Args:
             unit: Name of the unit.
@@ -105,7 +106,7 @@ class Costs:
         return int(self.tokens * self._scale * (whole / parts + cut / tensor))
 
     def _mlp_activations(self, *, has_experts: bool) -> float:
-        """Return the bytes per token of the inputs of an MLP's two layers, or of its experts'."""
+        """Return the bytes per token of the inputs of both layers of an MLP, or of its experts."""
         args = self.args
         gate = 2 if args.swiglu else 1
         if not (args.num_experts and has_experts):

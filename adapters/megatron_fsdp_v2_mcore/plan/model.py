@@ -1,4 +1,4 @@
-"""The model of Megatron's flags: built without memory and other ranks, and described for a plan."""
+"""Builds the model of Megatron's flags on the meta device and describes it for a plan."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def describe_training(args: Any, *, keeps_attention: bool) -> SourceResult:
     """Describe a training: one part for the first rank of each pipeline stage.
 
     Args:
-        args: Megatron's arguments, which Megatron's global variables hold too.
-        keeps_attention: Whether attention keeps its matrix for the backward.
+        args: Megatron's arguments, which must also be set in Megatron's global variables.
+        keeps_attention: Whether the attention matrix is kept for the backward.
     """
     options, config = Options.from_args(args), training.get_megatron_ddp_config(args)
     gathered_dtype = torch.uint8 if args.plans_quantized else args.params_dtype
@@ -139,7 +139,7 @@ def _stage(
 
 
 def _notes(args: Any, num_chunks: int) -> Iterator[str]:
-    """Yield notes on the precision of the plan."""
+    """Yield notes on the accuracy of the plan."""
     tensor = args.tensor_model_parallel_size
     yield "activations and operations are estimates by formula (Korthikanti et al. 2022)"
     if max(tensor, args.pipeline_model_parallel_size, args.expert_model_parallel_size) > 1:
@@ -158,7 +158,7 @@ def _notes(args: Any, num_chunks: int) -> Iterator[str]:
 
 
 class _Chunk:
-    """A model chunk on the meta device, and the units that `FullyShardedDataParallel` makes of it.
+    """A model chunk on the meta device, and the units that `FullyShardedDataParallel` creates.
 
     Attributes:
         costs: Activations and operations of its layers.
@@ -230,7 +230,7 @@ class _Chunk:
         return replace(unit, activation_nbytes=nbytes)
 
     def _quantized(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of layers that Transformer Engine quantizes: those of GEMMs."""
+        """Yield the layers' parameters that Transformer Engine quantizes: the weights of GEMMs."""
         for name in self.layers:
             layer: Any = self._chunk.get_submodule(name)
             number = getattr(layer, "layer_number", None)
@@ -282,7 +282,7 @@ def _is_matrix(param: nn.Parameter) -> bool:
 
 
 class _MetaDevices(TorchFunctionMode):
-    """Creates tensors with an explicit device on the meta device."""
+    """Creates tensors on the meta device if the call names another device."""
 
     @override
     def __torch_function__(
@@ -318,7 +318,7 @@ def build_stage(args: Any, stage: int) -> list[nn.Module]:
     """Build the chunks of the first rank of a pipeline stage on the meta device.
 
     Args:
-        args: Megatron's validated arguments, which Megatron's global variables hold too.
+        args: Megatron's validated arguments, which must also be set in Megatron's global variables.
         stage: Number of the stage.
     """
     with _first_rank_of(args, stage):

@@ -2,7 +2,7 @@
 
 Megatron parses and validates the flags for the whole number of ranks. `model.py` builds the model
 on the meta device as one rank of each pipeline stage does, and describes it with the code that
-shards it in a training. This file is imported before a rehearsal starts, and Megatron only after.
+shards it in a training. This file must be imported before the rehearsal starts, Megatron after.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def describe(flags: Sequence[str], num_ranks: int) -> SourceResult:
 
 
 def _arguments(argv: Sequence[str], flags: Sequence[str]) -> tuple[Any, bool]:
-    """Return Megatron's arguments, and whether the user's flags make attention keep its matrix."""
+    """Return Megatron's arguments, and whether the user's flags keep the attention matrix."""
     args, asked = parsed(argv, flags)
     args.init_model_with_meta_device = True
     if args.vocab_size is None and args.padded_vocab_size is None:
@@ -91,7 +91,7 @@ def _arguments(argv: Sequence[str], flags: Sequence[str]) -> tuple[Any, bool]:
         args.exp_avg_dtype, args.exp_avg_sq_dtype = state_dtypes(asked)
         apply_main_grads_dtype(asked)
         args.megatron_fsdp_main_grads_dtype = dtype_of(asked.megatron_fsdp_main_grads_dtype)
-    # The model is built of Megatron's own layers, which have no quantized parameters.
+    # The plan builds the model from Megatron's own layers, which have no quantized parameters.
     args.plans_fp4 = bool(asked.fp4 and asked.fp4_param_gather)
     args.plans_quantized = bool(asked.fp8 and asked.fp8_param_gather) or args.plans_fp4
     args.fp8_param_gather = False
@@ -128,9 +128,9 @@ def without_gpu_flags(argv: Sequence[str]) -> list[str]:
     values[IMPL_FLAG] = ()
     # Dtypes of Transformer Engine's Adam; a plan reads them from the user's flags.
     values |= {flag_of(name): () for name in DTYPES}
-    # Megatron rejects it without --fp4-format, which is Transformer Engine's.
+    # Megatron rejects this flag without --fp4-format, which needs Transformer Engine.
     values["--fp4-param-gather"] = ()
-    # Megatron rejects it without --use-nccl-ub, which only a GPU can support.
+    # Megatron rejects this flag without --use-nccl-ub, which only a GPU can support.
     values["--fsdp-manual-registration"] = ()
     kept: list[str] = []
     words = [word for word in argv if word not in (FLAG, VERBOSE_FLAG)]

@@ -269,7 +269,7 @@ def train() -> None:
     Raises:
         FlagError: Megatron or this package rejects a flag.
     """
-    # Checked before Megatron validates the flags, which may raise another error, and after.
+    # Checked before Megatron's validation, which may raise another error first, and after it.
     check_data(sys.argv)
     with rejections_as_flag_errors("Megatron rejects these flags"):
         args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})

@@ -102,7 +102,8 @@ class Export:
 
     Attributes:
         path: The folder that is written.
-        num_tensors: Number of tensors: weights of one layer and expert, main weights, moments.
+        num_tensors: Number of copied tensors; weights (per layer and expert), their main weights,
+            and their moments count separately.
         num_bytes: Total size of the tensors.
     """
 
@@ -115,7 +116,7 @@ class Export:
         self._args = self._plain["args"]
         self._names = StoredNames.of(self._args)
         self._expert_parallel = expert_parallel or self._args.expert_model_parallel_size
-        # Megatron's other optimizers have other wrappers and other entries in a checkpoint.
+        # Optimizers other than Adam have other wrappers in Megatron, with other checkpoint entries.
         self._has_optimizer = bool(self._options()) and self.left_out is None
         self.path = target
         self._tensors: dict[str, Blocks] = {}
@@ -264,7 +265,7 @@ class Export:
         return common
 
     def _optimizers(self) -> dict[Any, Any]:
-        """Return the options of the optimizer, or of both if experts have a separate one."""
+        """Return the options of the optimizer, or of both optimizers if experts have their own."""
         groups: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
         step = self._step()
         for name, options in self._options().items():

@@ -83,7 +83,7 @@ def with_torch_dist(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Loading:
-    """The loading of one checkpoint."""
+    """Loads one checkpoint."""
 
     def __init__(self, folder: MegatronFolder, common: dict[str, Any]) -> None:
         self._folder = folder

@@ -25,7 +25,7 @@ from tests.reference.training import (
     error_of_params,
     run,
     same_bits,
-    sharded_hands,
+    sharded_access,
     train_reference,
 )
 
@@ -45,7 +45,7 @@ MIXED = {"ours to torch": (SAVE, torch_loads), "torch to ours": (torch_saves, LO
 def train(training: Pattern, model: Any, optimizer: Any, first: int, end: int) -> Trace:
     """Make some steps of a training of a sharded model."""
     part = replace(training, steps=range(first, end))
-    return run(part, model, sharded_hands(part), dist.get_rank(), optimizer)
+    return run(part, model, sharded_access(part), dist.get_rank(), optimizer)
 
 
 def error_from_plain(training: Pattern, trace: Trace) -> float:
@@ -131,7 +131,7 @@ def difference_when_made_on_meta(name: str, source: str, folder: Path) -> float:
     for key, buffer in model.named_buffers():
         assert torch.equal(buffer, buffers[key]), key
     assert weight_error(model, plain) == 0.0
-    trace = run(training, model, sharded_hands(training), dist.get_rank())
+    trace = run(training, model, sharded_access(training), dist.get_rank())
     return error_from_plain(training, trace)
 
 

@@ -25,7 +25,7 @@ from tests.distributed.wrapping import MESHES, mesh_of, on_mesh
 from tests.parity.patterns import Pattern
 from tests.ranks import RankPools
 from tests.reference.training import (
-    Hands,
+    ModelAccess,
     Trace,
     built,
     compare,
@@ -33,7 +33,7 @@ from tests.reference.training import (
     run,
     same_bits,
     shard_units,
-    sharded_hands,
+    sharded_access,
     train_reference,
     train_sharded,
 )
@@ -245,13 +245,13 @@ def train(
     torch._dynamo.reset()
     counters.clear()
     training = replace(training, evaluate=count)
-    model, hands = built(training), sharded_hands(training)
+    model, hands = built(training), sharded_access(training)
     if order == BEFORE:
         compile_layers(model)
     if is_sharded:
         sharded(training, model)
     else:
-        hands = Hands(hands.ranks, 1.0, torch.clone, lambda *_: contextlib.nullcontext())
+        hands = ModelAccess(hands.ranks, 1.0, torch.clone, lambda *_: contextlib.nullcontext())
     if order == AFTER:
         compile_layers(model)
     trace = run(training, model, hands, dist.get_rank())

@@ -38,7 +38,7 @@ from tests.distributed.wrapping import (
     weight_error,
     wrap,
 )
-from tests.reference.failing import fail, fail_when_it_comes_back, failing
+from tests.reference.failing import fail, fail_in_backward, failing
 from tests.reference.models import Checkpointed, Skipping, Stack
 
 # -- axes of one rank -----------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def _fail_in_forward(model: Any) -> None:
 
 
 def _fail_in_backward(model: Any, block: int = 1) -> None:
-    with failing(model.blocks[block].register_forward_hook(fail_when_it_comes_back)):
+    with failing(model.blocks[block].register_forward_hook(fail_in_backward)):
         own_loss(model, 7).backward()
 
 

@@ -75,7 +75,7 @@ def prepare(code: str, names: dict[str, Any]) -> None:
             f"nothing is called {unknown[0]!r}: import or make it in the example, on the page "
             "before it, or add it to tests/docs/given.py"
         )
-    # A step needs a model and an optimizer, also if the example does not name them.
+    # A step needs a model and an optimizer, even if the example does not name them.
     for name in ("train_step", "optimizer", "model", "mesh"):
         wanted |= NEEDS.get(name, set()) & (PROVIDERS.keys() - names) if name in wanted else set()
     for name, provider in PROVIDERS.items():
@@ -115,7 +115,7 @@ def _log(names: dict[str, Any], shards: bool) -> Any:
     return lambda *values: names.setdefault("logged", []).append(values)
 
 
-# In the order they are made in.
+# In order of creation: a provider may use the names before it.
 PROVIDERS: dict[str, Callable[[dict[str, Any], bool], Any]] = {
     "mesh": _mesh,
     "model": _model,

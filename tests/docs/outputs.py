@@ -17,12 +17,12 @@ __all__ = ["not_finite", "pool_report", "violation"]
 
 
 def not_finite() -> str:
-    """Return the error of a gradient with NaNs."""
+    """Return the error message for a gradient that contains NaN."""
     model: Any = _sharded(Stack(), enable_trace_pool=False)
     _step(model)
     weight = model.blocks[1].up.weight
     if weight.grad is not None:
-        # One element, on the rank that holds it.
+        # The first element of this rank's rows.
         weight.grad.to_local().view(-1)[:1] = float("nan")
     with pytest.raises(RuntimeError) as raised:
         check_finite(model)

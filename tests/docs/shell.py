@@ -27,7 +27,7 @@ __all__ = ["Command", "check", "check_flags", "commands_of", "typed_lines"]
 _ELLIPSIS = "..."
 _PLACEHOLDER = re.compile(r"<[a-z][a-z _-]*>")
 _ASSIGNMENT = re.compile(r"\w+=")
-# Set by Slurm, by the script, or by the user.
+# Variables that Slurm, the script, or the user sets.
 _VARIABLES = {
     "CHECKPOINTS": "/shared/checkpoints",
     "SLURM_JOB_NODELIST": "node-[1-2]",
@@ -100,7 +100,7 @@ def check_flags(flags: Sequence[str]) -> None:
     from megatron_fsdp_v2_mcore import FlagError
     from megatron_fsdp_v2_mcore.flags.arguments import check_before, is_enabled
 
-    # Of the rehearsal and of resuming, the program takes its own before Megatron parses.
+    # The program removes --cpu-rehearsal before Megatron parses; the checkpoint may not exist.
     words = [word for word in flags if word not in (_ELLIPSIS, "--cpu-rehearsal")]
     args = _parsed(_megatron_parser(), [*_MODEL_FLAGS.split(), *words])
     args.world_size, args.load = 4, None

@@ -1,4 +1,4 @@
-"""Code blocks of README, design, CONTRIBUTING and docs/ run or state why not; named files exist."""
+"""Code blocks of all pages are run, checked, or state why not; files that pages name exist."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.ranks import RankPools
 BLOCKS = documented()
 
 
-def _used(*how: str) -> list[Block]:
+def _blocks_by_use(*how: str) -> list[Block]:
     return [block for block in BLOCKS if use_of(block).how in how]
 
 
-def show_console(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+def check_console(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
     """Run the command of a console block and compare its output with the block."""
     typed = typed_lines(block.language, block.code)
     assert block.code.startswith(f"$ {typed}"), "show one command and what it writes in a block"
@@ -36,26 +36,24 @@ def show_console(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.rstrip() == block.code.removeprefix(f"$ {typed}").rstrip()
 
 
-def test_there_is_a_way_to_run_or_check_every_block() -> None:
-    unknown = [f"{block.name}: {use_of(block).detail}" for block in _used("unknown")]
+def test_every_block_is_run_or_checked() -> None:
+    unknown = [f"{block.name}: {use_of(block).detail}" for block in _blocks_by_use("unknown")]
     assert not unknown, "\n".join(unknown)
     assert len(BLOCKS) > 30
 
 
-PYTHON = _used("python")
+PYTHON = _blocks_by_use("python")
 
 
 @pytest.mark.parametrize("page", dict.fromkeys(block.page for block in PYTHON))
-def test_python_blocks_of_a_page_run_one_after_the_other(
-    page: str, pools: RankPools, tmp_path: Path
-) -> None:
+def test_python_blocks_of_a_page_run_in_order(page: str, pools: RankPools, tmp_path: Path) -> None:
     blocks = [block for block in PYTHON if block.page == page]
     run = [(b.page, b.line, b.code, b.markers.get("given", "")) for b in blocks]
     pools(2).run(run_page, run, str(tmp_path))
 
 
-@pytest.mark.parametrize("block", _used("program"), ids=lambda block: block.name)
-def test_a_program_trains_under_torchrun_as_printed(block: Block, tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", _blocks_by_use("program"), ids=lambda block: block.name)
+def test_complete_programs_train_under_torchrun(block: Block, tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(block.code)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -67,8 +65,8 @@ def test_a_program_trains_under_torchrun_as_printed(block: Block, tmp_path: Path
     assert losses[-1] < losses[0] / 3
 
 
-@pytest.mark.parametrize("block", _used("shell"), ids=lambda block: block.name)
-def test_commands_are_ones_that_their_programs_accept(block: Block) -> None:
+@pytest.mark.parametrize("block", _blocks_by_use("shell"), ids=lambda block: block.name)
+def test_programs_accept_documented_commands(block: Block) -> None:
     typed = typed_lines(block.language, block.code)
     commands = commands_of(typed)
     assert commands, "nothing is called"
@@ -76,28 +74,30 @@ def test_commands_are_ones_that_their_programs_accept(block: Block) -> None:
         check(command)
 
 
-def test_consoles_show_what_their_commands_write(capsys: pytest.CaptureFixture[str]) -> None:
-    for block in _used("shell"):
+def test_console_blocks_show_the_output_of_commands(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for block in _blocks_by_use("shell"):
         shown, typed = block.code.splitlines(), typed_lines(block.language, block.code)
         # Console blocks that show output.
         if block.language == "console" and len(typed.splitlines()) < len(shown):
-            show_console(block, capsys)
+            check_console(block, capsys)
 
 
-@pytest.mark.parametrize("block", _used("flags"), ids=lambda block: block.name)
-def test_flags_alone_are_known_to_megatron(block: Block) -> None:
+@pytest.mark.parametrize("block", _blocks_by_use("flags"), ids=lambda block: block.name)
+def test_flag_blocks_are_accepted_by_megatron(block: Block) -> None:
     (command,) = commands_of(f"torchrun {block.code.lstrip()}")
     check_flags(command[1:])
 
 
-@pytest.mark.parametrize("block", _used("output"), ids=lambda block: block.name)
-def test_output_shown_is_what_is_written(block: Block, pools: RankPools) -> None:
+@pytest.mark.parametrize("block", _blocks_by_use("output"), ids=lambda block: block.name)
+def test_output_blocks_match_the_output_of_their_functions(block: Block, pools: RankPools) -> None:
     written = pools(2).run(load(use_of(block).detail))[0]
     assert block.code.strip("\n") == written.strip("\n")
 
 
-@pytest.mark.parametrize("block", _used("data", "read"), ids=lambda block: block.name)
-def test_a_file_shown_can_be_read(block: Block, tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", _blocks_by_use("data", "read"), ids=lambda block: block.name)
+def test_file_blocks_can_be_read(block: Block, tmp_path: Path) -> None:
     path = tmp_path / f"shown.{block.language}"
     path.write_text(block.code)
     if "read by" in block.markers:
@@ -106,8 +106,8 @@ def test_a_file_shown_can_be_read(block: Block, tmp_path: Path) -> None:
         {"json": json.loads, "toml": tomllib.loads}[block.language](block.code)
 
 
-@pytest.mark.parametrize("block", _used("checked"), ids=lambda block: block.name)
-def test_the_test_that_a_block_names_is_there_and_reads_its_page(block: Block) -> None:
+@pytest.mark.parametrize("block", _blocks_by_use("checked"), ids=lambda block: block.name)
+def test_tests_that_blocks_name_exist_and_read_the_page(block: Block) -> None:
     file, _, test = use_of(block).detail.partition("::")
     code = (ROOT / file).read_text()
     assert re.search(rf"^def {re.escape(test)}\(", code, re.MULTILINE)
@@ -124,8 +124,13 @@ PAGES = [
 _NAMED = re.compile(r"(?<![\w./*<$-])((?:\w+/)*\w+\.(?:py|toml|sh))(?![\w/*])")
 
 # Files of Megatron-LM and of users.
-OTHERS = {"pretrain_gpt.py", "pretrain_hybrid.py", "gpt_builders.py", "hybrid_layer_specs.py"}
-OTHERS |= {"train.py", "your_script.py"}
+EXTERNAL = {
+    "pretrain_gpt.py",
+    "pretrain_hybrid.py",
+    "gpt_builders.py",
+    "hybrid_layer_specs.py",
+}
+EXTERNAL |= {"train.py", "your_script.py"}
 
 
 @functools.cache
@@ -137,13 +142,13 @@ def _files() -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_a_page_names_exist(page: Path) -> None:
     files, text = _files(), re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    named = {name for name in _NAMED.findall(text) if name.rpartition("/")[2] not in OTHERS}
+    named = {name for name in _NAMED.findall(text) if name.rpartition("/")[2] not in EXTERNAL}
     missing = [n for n in named if not any(file.endswith(f"/{n}") for file in files)]
     assert not missing, f"{page.name} names files that do not exist: {sorted(missing)}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_of_make_that_a_page_names_exist(page: Path) -> None:
+def test_make_targets_that_a_page_names_exist(page: Path) -> None:
     targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"`make ([a-z][\w-]*)", page.read_text()))
     assert named <= targets, f"{page.name} names commands that do not exist"

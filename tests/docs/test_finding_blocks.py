@@ -13,7 +13,7 @@ def _block(text: str) -> Block:
     return block
 
 
-def test_blocks_are_found_with_their_lines_languages_and_comments() -> None:
+def test_blocks_have_lines_languages_and_comments() -> None:
     page = (
         "# Page\n\n```python\na = 1\n```\n\n<!-- output of: some:thing -->\n```text\nb\n```\n"
         "<!-- not run: lost, since words follow -->\nwords\n"
@@ -44,7 +44,7 @@ def test_blocks_are_found_with_their_lines_languages_and_comments() -> None:
         ("```json\n{}\n```", "data"),
     ],
 )
-def test_a_block_is_run_by_its_language_or_its_comment(text: str, how: str) -> None:
+def test_language_or_comment_determines_the_check_of_a_block(text: str, how: str) -> None:
     assert use_of(_block(text)).how == how
 
 
@@ -65,7 +65,7 @@ def test_a_block_is_run_by_its_language_or_its_comment(text: str, how: str) -> N
         ("pytest tests/no_such_folder", "no_such_folder"),
     ],
 )
-def test_a_command_that_would_be_rejected_is_found(script: str, said: str) -> None:
+def test_invalid_commands_are_detected(script: str, said: str) -> None:
     with pytest.raises(AssertionError, match=said):
         for command in commands_of(script):
             check(command)

@@ -1,4 +1,4 @@
-"""Options of the checks that need GPUs, and the machine that they run on.
+"""Options and the machine fixture of the checks that need GPUs.
 
 pytest tests/gpu --device cuda            every GPU of this machine; `make test-gpu`
 pytest tests/gpu --device cpu --small     a rehearsal on a CPU
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.machine import FOR_BITS, Machine, describe, requirements
+from tests.gpu.machine import DETERMINISTIC_ENVIRONMENT, Machine, describe, requirements
 
 HERE = Path(__file__).parent
 
@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """Describe the machine, and say what it lacks."""
+    """Describe the machine and its missing requirements."""
     device = config.getoption("--device") or "cuda"
     lacks = requirements()[0] if device == "cuda" else []
     return [*(f"{name}: {value}" for name, value in describe(device).items()), *lacks]
@@ -33,14 +33,14 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is in this folder: `make test` leaves it out."""
+    """Mark the checks in this folder as `gpu`; `make test` deselects them."""
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
-    """Show what a check measured where its result is shown."""
+    """Show the measurements of a check next to its result."""
     if report.when != "call" or not report.passed or not report.user_properties:
         return None
     found = ", ".join(f"{name}: {value}" for name, value in report.user_properties)
@@ -49,7 +49,7 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
 
 @pytest.fixture(scope="session")
 def machine(pytestconfig: pytest.Config) -> Machine:
-    """What checks run on; without a usable GPU they are skipped, or end if GPUs were asked for."""
+    """The machine; without a usable GPU, skip, or exit if `--device cuda` is given."""
     asked, ranks = pytestconfig.getoption("--device"), pytestconfig.getoption("--ranks")
     device = asked or "cuda"
     if device == "cuda":
@@ -62,6 +62,6 @@ def machine(pytestconfig: pytest.Config) -> Machine:
         ranks = ranks or present
         if ranks > present:
             pytest.exit(f"{ranks} ranks need as many GPUs, and there are {present}", returncode=2)
-        for name, value in FOR_BITS.items():
+        for name, value in DETERMINISTIC_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
     return Machine(device, ranks or 2, pytestconfig.getoption("--small"))

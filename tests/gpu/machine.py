@@ -1,4 +1,4 @@
-"""What checks run on: devices, ranks, commands, and what a reader of a report needs to know."""
+"""Devices, ranks and commands of the checks, and the description of the machine in a report."""
 
 from __future__ import annotations
 
@@ -25,19 +25,23 @@ from tests.ranks import RankPool
 from tests.shares import commit_of
 
 LIMIT_S = 900.0
-"""For one command or one function on all ranks."""
+"""Time limit of one command, or of one function on all ranks."""
 PATIENCE_S = 40.0
-"""The launcher ends ranks that ignore its signal after 30 seconds, and nobody else reaches them."""
+"""Time between SIGTERM and SIGKILL of a command.
+
+The launcher kills ranks that ignore SIGTERM after 30 seconds. Each rank has its own session, so
+SIGKILL of the launcher's process group does not reach the ranks.
+"""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What checks run on.
+    """The device, ranks and extent of the checks.
 
     Attributes:
         device: `cuda` or `cpu`.
-        ranks: The most ranks that a check may use.
-        is_small: Whether checks do as little as shows that they run.
+        ranks: Maximum number of ranks of a check.
+        is_small: Whether checks run only a minimal case.
     """
 
     device: str
@@ -54,24 +58,24 @@ class Machine:
         if self.ranks < ranks:
             pytest.skip(f"needs {ranks} ranks")
 
-    def end_rehearsal(self) -> None:
-        """Skip the rest of the check on a CPU: that it ran until here proves nothing of a GPU."""
+    def require_cuda(self) -> None:
+        """Skip the rest of the check on a CPU, which cannot verify the claim."""
         if not self.on_cuda:
             pytest.skip("needs a GPU; rehearsed on a CPU")
 
     def run(
         self, function: Callable[..., Any], *args: Any, ranks: int = 0, limit_s: float = LIMIT_S
     ) -> list[Any]:
-        """Call a module-level function on ranks of its own; return what each returned.
+        """Call a module-level function on new ranks; return the result of each rank.
 
         Args:
             function: The function; the device is its first argument.
             args: Further arguments.
             ranks: Number of ranks; 0 for all.
-            limit_s: Seconds until all of them are ended.
+            limit_s: Time limit; afterwards all ranks are killed.
 
         Raises:
-            RankFailure: One raised, died, or took longer than the limit.
+            RankFailure: A rank raised, died, or exceeded the time limit.
         """
         pool = RankPool(ranks or self.ranks, device=self.device)
         try:
@@ -87,16 +91,16 @@ def run_command(
     limit_s: float = LIMIT_S,
     environment: dict[str, str | None] | None = None,
 ) -> Run:
-    """Run a command in a session of its own, with its output in a file.
+    """Run a command in a new session and write its output to a file.
 
     Args:
         words: The command.
-        log: The file.
-        limit_s: Seconds until it is ended.
-        environment: Variables to set, or with None to take away.
+        log: The file for the output.
+        limit_s: Time limit; afterwards the command is terminated.
+        environment: Variables to set; None removes a variable.
 
     Raises:
-        TimeoutError: It took longer than the limit.
+        TimeoutError: The command exceeded the time limit.
     """
     added = environment or {}
     variables = environment_of(**{n: value for n, value in added.items() if value is not None})
@@ -116,12 +120,12 @@ def run_command(
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"not done after {limit_s:g} s; see {log}") from None
         finally:
-            _end(child)
+            _terminate(child)
     return Run(code, log.read_text(encoding="utf-8", errors="replace"))
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """End a command and everything of its session."""
+def _terminate(child: subprocess.Popen[bytes]) -> None:
+    """Terminate a command and its process group."""
     for kind, patience in ((signal.SIGTERM, PATIENCE_S), (signal.SIGKILL, 5.0)):
         if child.poll() is not None:
             break
@@ -143,9 +147,9 @@ _PACKAGES = (
 
 
 def describe(device: str) -> dict[str, str]:
-    """What a reader of a report needs to know of the machine.
+    """Return the hardware, driver, packages and environment for the header of a report.
 
-    Nothing here touches a GPU: processes that checks start could not use one then.
+    The function does not initialize CUDA, so that the processes of the checks can use the GPUs.
     """
     changes = _output("git", "-C", str(ROOT), "status", "--porcelain")
     found = {
@@ -162,7 +166,9 @@ def describe(device: str) -> dict[str, str]:
             found[package] = "not installed"
     found["CUDA of torch"] = str(torch.version.cuda)
     found["NCCL"] = _nccl()
-    found["layers of Megatron"] = layers() if device == "cuda" else "rehearsed on a CPU"
+    found["layers of Megatron"] = (
+        layer_implementation() if device == "cuda" else "rehearsed on a CPU"
+    )
     found["GPUs"] = _output(
         "nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"
     )
@@ -173,26 +179,26 @@ def describe(device: str) -> dict[str, str]:
     return found
 
 
-FOR_BITS = {
-    # Matrix products that add in one order.
+DETERMINISTIC_ENVIRONMENT = {
+    # Matrix products with a fixed order of summation.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    # Sums over ranks that are made in one order, whatever NCCL would choose for a size.
+    # Reductions with one algorithm and order for all sizes.
     "NCCL_ALGO": "Ring",
     "NCCL_PROTO": "Simple",
     # Attention of Transformer Engine without atomic additions.
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
 }
-"""Environment of every check on a GPU: what equal bits need. What is set already is left."""
+"""Environment of every check on a GPU, for deterministic results; set variables are kept."""
 
 TRANSFORMER_ENGINE = "2.20.2"
-"""That quantized weights are tested with."""
+"""Version with which quantized weights are tested."""
 
 _DRIVERS = {"12": 525, "13": 580}
-"""The oldest driver that runs programs of a major version of CUDA."""
+"""Minimum driver version by major version of CUDA."""
 
 
 def requirements() -> tuple[list[str], bool]:
-    """What checks on a GPU need of this machine, in sentences, and whether they can run at all."""
+    """Return sentences about missing requirements, and whether checks can run on a GPU."""
     cuda, said, can_run = str(torch.version.cuda), [], True
     needed = _DRIVERS.get(cuda.partition(".")[0], 0)
     found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -217,9 +223,9 @@ def requirements() -> tuple[list[str], bool]:
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """Have this process compute the same bits every time, or raise where it cannot."""
+    """Use deterministic algorithms in this process; operations without one raise."""
     torch.use_deterministic_algorithms(True)
-    # Or torch fills what is empty, which hides what nobody wrote.
+    # Filled memory would hide reads of uninitialized memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
@@ -229,17 +235,17 @@ def deterministic() -> Iterator[None]:
 
 @functools.cache
 def mesh_of(device: str, shape: tuple[int, ...]) -> DeviceMesh:
-    """The mesh of all ranks, in a rank's process; the outer axis first."""
+    """Return the mesh of all ranks, outer axis first; called in a rank's process."""
     return init_device_mesh(device, shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
 
 
 def has_transformer_engine() -> bool:
-    """Whether Megatron's default layers are there."""
+    """Return whether Transformer Engine, which has Megatron's default layers, is installed."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def layers() -> str:
-    """Whose layers a training on a GPU is made of here."""
+def layer_implementation() -> str:
+    """Return the implementation of Megatron's layers that trainings on a GPU use."""
     if has_transformer_engine():
         return "Transformer Engine's layers"
     return "Megatron's local layers: Transformer Engine is not installed"

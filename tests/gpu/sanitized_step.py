@@ -1,10 +1,10 @@
-"""Two steps as one rank of several, with collectives that do nothing; run by `test_sanitizer.py`.
+"""Two steps on one rank of several, with no-op collectives; run by `test_sanitizer.py`.
 
     TORCH_CUDA_SANITIZER=1 python -m tests.gpu.sanitized_step optim_grads_params 2x2 optim
 
-Torch's fake process group stands for the other ranks: its collectives return at once. Everything
-else is what runs on a cluster: communication streams, events, work handles, and when memory is
-freed. Numbers mean nothing. Without a GPU, `tests/distributed/test_fake_cuda.py` runs the same
+Torch's fake process group replaces the other ranks; its collectives return at once. Communication
+streams, events, work handles and the lifetime of memory are the same as on a cluster. The computed
+values are meaningless. Without a GPU, `tests/distributed/test_fake_cuda.py` runs the same
 steps on fake tensors.
 """
 
@@ -24,7 +24,7 @@ from tests.reference.models import Checkpointed
 
 
 def train(mesh: DeviceMesh, strategy: str, outer: str, **more: Any) -> Any:
-    """Two steps of two micro-batches with an evaluation between; return the model."""
+    """Train two steps of two micro-batches with evaluations between; return the model."""
     device = mesh.device_type
     with torch.device(device):
         model = Checkpointed(use_reentrant=False)
@@ -42,7 +42,7 @@ def train(mesh: DeviceMesh, strategy: str, outer: str, **more: Any) -> Any:
 
 
 def race() -> None:
-    """A race on purpose: a side stream writes what the current stream has just written."""
+    """Race on purpose: a side stream writes a tensor without waiting for the current stream."""
     tensor = torch.zeros(1 << 20, device="cuda")
     with torch.cuda.stream(torch.cuda.Stream()):
         tensor.fill_(1.0)
@@ -50,7 +50,7 @@ def race() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """`race`, or strategy, mesh such as `2x2`, outer strategy, and optionally the device."""
+    """Run `race`, or: strategy, mesh such as `2x2`, outer strategy, and optionally device."""
     if arguments == ["race"]:
         race()
     else:

@@ -1,4 +1,4 @@
-"""A whole step in one CUDA graph: its replays train as steps do that are not captured."""
+"""A whole step in one CUDA graph: replays are bitwise identical to steps without a graph."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.reference.models import Block
 STEPS = 4
 
 
-class _Recorded:
-    """A graph where there is none: it runs what was captured again."""
+class _EagerGraph:
+    """Substitute for a CUDA graph on a CPU: a replay calls the step."""
 
     def __init__(self, step: Any) -> None:
         self._step = step
@@ -28,9 +28,9 @@ class _Recorded:
 
 
 def _captured(device: str, step: Any) -> Any:
-    """A graph of a step; capturing it trains nothing on a GPU, and one step on a CPU."""
+    """Return a graph of a step; capture does not execute the step."""
     if device == "cpu":
-        return _Recorded(step)
+        return _EagerGraph(step)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         step()
@@ -38,7 +38,7 @@ def _captured(device: str, step: Any) -> Any:
 
 
 def trained(device: str, strategy: str, width: int, *, in_graph: bool) -> list[torch.Tensor]:
-    """This rank's weights, and outputs of an evaluation, after some steps."""
+    """Return this rank's weights, and the output of an evaluation, after some steps."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(Block(width) for _ in range(3))).to(device)
     mesh = mesh_of(device, (dist.get_world_size(),))
@@ -56,7 +56,7 @@ def trained(device: str, strategy: str, width: int, *, in_graph: bool) -> list[t
         generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
         data.copy_(torch.randn(8, width, generator=generator))
         if number < 2 or not in_graph:
-            # The first steps make state, and compare ranks.
+            # The first steps create optimizer state and compare ranks.
             step()
             continue
         if graph is None:
@@ -67,10 +67,10 @@ def trained(device: str, strategy: str, width: int, *, in_graph: bool) -> list[t
     return [tensor.cpu() for tensor in (*shards_of(model), output)]
 
 
-def differing(device: str, strategies: Sequence[str], width: int) -> list[str]:
-    """The strategies with which a run with a graph has other bits than one without."""
+def differing_strategies(device: str, strategies: Sequence[str], width: int) -> list[str]:
+    """Return the strategies for which runs with and without a graph differ in a bit."""
     found = []
-    # The stream that a graph is captured on is the one that the steps before it ran on.
+    # The steps before a capture must run on the stream of the capture.
     side = torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else contextlib.nullcontext()
     with deterministic(), side:
         for strategy in strategies:
@@ -82,11 +82,11 @@ def differing(device: str, strategies: Sequence[str], width: int) -> list[str]:
     return found
 
 
-def test_replays_of_a_step_and_an_evaluation_after_them_have_the_bits_of_steps(
+def test_graph_replays_and_a_later_evaluation_are_bitwise_identical_to_steps(
     machine: Machine,
 ) -> None:
     width = 256 if machine.on_cuda else 16
     strategies = STRATEGIES[:2] if machine.is_small else STRATEGIES
-    found = machine.run(differing, strategies, width)
+    found = machine.run(differing_strategies, strategies, width)
     assert found == [[]] * machine.ranks
-    machine.end_rehearsal()
+    machine.require_cuda()

@@ -1,4 +1,4 @@
-"""The host never waits for the device in a step; its time and launches per unit are shown."""
+"""The host does not synchronize with the device in a step; host time and launches are shown."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaun
 
 
 @contextlib.contextmanager
-def _no_waits(device: str) -> Iterator[None]:
-    """Have torch raise where the host waits for the device."""
+def _forbid_synchronization(device: str) -> Iterator[None]:
+    """Make torch raise when the host synchronizes with the device."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
@@ -35,7 +35,7 @@ def _no_waits(device: str) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def of_a_unit(device: str, strategy: str, units: int, width: int) -> dict[str, float]:
+def host_cost_per_unit(device: str, strategy: str, units: int, width: int) -> dict[str, float]:
     """Return the host time in ms and the number of launches of a step, per unit."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(Block(width) for _ in range(units))).to(device)
@@ -53,7 +53,7 @@ def of_a_unit(device: str, strategy: str, units: int, width: int) -> dict[str, f
         step()
     times = []
     for _ in range(5):
-        with _no_waits(device):
+        with _forbid_synchronization(device):
             began = time.perf_counter()
             step()
             times.append(1000 * (time.perf_counter() - began))
@@ -66,12 +66,12 @@ def of_a_unit(device: str, strategy: str, units: int, width: int) -> dict[str, f
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_host_waits_for_nothing_in_a_step(
+def test_host_does_not_synchronize_in_a_step(
     machine: Machine, strategy: str, record_property: Callable[[str, object], None]
 ) -> None:
-    # Units are small, so that the device is never what the host waits for in a queue.
+    # Units are small, so that the host never waits for room in the launch queue.
     units = UNITS if machine.on_cuda else 4
-    found = machine.run(of_a_unit, strategy, units, 64)[0]
+    found = machine.run(host_cost_per_unit, strategy, units, 64)[0]
     for name, value in found.items():
         record_property(f"{name} per unit", round(value, 2))
-    machine.end_rehearsal()
+    machine.require_cuda()

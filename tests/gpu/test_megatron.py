@@ -1,4 +1,4 @@
-"""Trainings of Megatron on GPUs, as commands of a user: rows of the functional matrix."""
+"""Megatron trainings on GPUs by the user's commands: rows of the functional matrix."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.mcore.command_line import PRINTED
 from tests.mcore.flags import fsdp
 from tests.mcore.session import distance
 
-# One for each step of a chain of sums in another order: on a GPU kernels are chosen by alignment,
-# and Transformer Engine multiplies fp32 matrices in TF32.
+# On a GPU the alignment of a tensor determines the kernel and its order of summation, and
+# Transformer Engine multiplies fp32 matrices in TF32.
 TOLERANCE = {"cpu": 2e-6, "cuda": 2e-4}
 LOW_PRECISION = 1e-2
 AS_CLOSE = 2.0
@@ -38,13 +38,13 @@ _SIZES = ("--tensor-model-parallel-size", "--context-parallel-size")
 
 
 def row(name: str) -> Row:
-    """A row of the functional matrix."""
+    """Return a row of the functional matrix by its name."""
     (found,) = (row for row in ROWS if row.name == name)
     return found
 
 
 def _device_flags(machine: Machine, *, in_fp8: bool = False) -> list[str]:
-    # Rows of the matrix name local layers; the last of two flags counts.
+    # Rows of the matrix select local layers; the last value of a flag counts.
     if not machine.on_cuda:
         # Local layers take less time than Transformer Engine's over reference kernels.
         kind = "transformer_engine" if in_fp8 else "local"
@@ -59,14 +59,14 @@ def _device_flags(machine: Machine, *, in_fp8: bool = False) -> list[str]:
 
 
 def _environment(machine: Machine, flags: Sequence[str]) -> dict[str, str | None]:
-    """Megatron insists on one hardware queue with TP or CP, and rejects it with its FSDP."""
+    """Return the environment: Megatron needs one hardware queue for TP or CP, but not for FSDP."""
     if not machine.on_cuda:
         return {"CUDA_VISIBLE_DEVICES": ""}
     sizes = [flags[flags.index(name) + 1] for name in _SIZES if name in flags]
     wants_one = any(size != "1" for size in sizes) and "--use-megatron-fsdp" not in flags
     return {
         "CUDA_DEVICE_MAX_CONNECTIONS": "1" if wants_one else None,
-        # Attention that adds in another order every time could be compared with nothing.
+        # The comparison needs attention with a fixed order of summation.
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
     }
 
@@ -74,7 +74,7 @@ def _environment(machine: Machine, flags: Sequence[str]) -> dict[str, str | None
 def losses(
     machine: Machine, folder: Path, ranks: int, flags: Sequence[str], name: str
 ) -> dict[int, float]:
-    """Losses that `pretrain_gpt` prints, by iteration; its log is `<name>.log` in the folder."""
+    """Return the losses that `pretrain_gpt` prints, by iteration; its log is `<name>.log`."""
     own = _device_flags(machine, in_fp8="--fp8-format" in flags)
     words, environment = training_command(ranks, [*flags, *own]), _environment(machine, flags)
     done = run_command(words, folder / f"{name}.log", environment=environment)
@@ -88,7 +88,7 @@ def _difference(mine: dict[int, float], theirs: dict[int, float]) -> float:
 
 
 LIKE_DDP = [
-    # A row, ranks, how many of its strategies are trained.
+    # Name of a row, number of ranks (0: those of the row), number of strategies to train.
     *(("dense", 1, 4), ("dense", 2, 4), ("dense, bf16", 2, 4)),
     *((name, 0, 1) for name in ("TP2", "PP2, tied", "EP2", "Muon")),
     *((name, 0, 1) for name in ("trace pool, evaluation in between", "TP2 x PP2 x DP2")),
@@ -97,7 +97,7 @@ LIKE_DDP = [
 
 
 @pytest.mark.parametrize(("name", "ranks", "strategies"), LIKE_DDP)
-def test_a_row_of_the_matrix_trains_as_under_megatrons_ddp(
+def test_row_of_the_matrix_matches_megatrons_ddp(
     machine: Machine, tmp_path: Path, name: str, ranks: int, strategies: int
 ) -> None:
     found = row(name)
@@ -114,8 +114,8 @@ def test_a_row_of_the_matrix_trains_as_under_megatrons_ddp(
     is_low = found.is_bitwise and machine.on_cuda
     bound = LOW_PRECISION if is_low else TOLERANCE[machine.device] + PRINTED
     if found.is_bitwise:
-        # Norms are not exact here. Where DDP differs from Megatron's own distributed optimizer,
-        # such a difference is allowed.
+        # Norms are not exact here, so a difference as large as that between DDP and Megatron's own
+        # distributed optimizer is allowed.
         flags = [*found.reference(chosen[0]).flags, "--use-distributed-optimizer"]
         beside = trained(flags, "distributed_optimizer")
         bound = max(bound, AS_CLOSE * _difference(beside, reference))
@@ -125,7 +125,7 @@ def test_a_row_of_the_matrix_trains_as_under_megatrons_ddp(
 
 
 @pytest.mark.parametrize("flags", [[], ["--async-save"]], ids=["save", "async save"])
-def test_a_run_goes_on_from_a_checkpoint_of_another_strategy(
+def test_run_resumes_from_a_checkpoint_of_another_strategy(
     machine: Machine, tmp_path: Path, flags: list[str]
 ) -> None:
     machine.require(2)
@@ -142,7 +142,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_another_strategy(
     assert compared and worst <= TOLERANCE[machine.device] + PRINTED
 
 
-def test_weights_gathered_in_fp8_train_as_under_ddp(machine: Machine, tmp_path: Path) -> None:
+def test_weights_gathered_in_fp8_match_ddp(machine: Machine, tmp_path: Path) -> None:
     machine.require(2)
     if not has_transformer_engine() if machine.on_cuda else why_not_installed():
         pytest.skip("needs Transformer Engine")

@@ -25,17 +25,17 @@ from tests.distributed.wrapping import STRATEGIES, step_all, wrap
 from tests.gpu.machine import Machine, mesh_of
 
 SLACK = 4 << 20
-"""Bytes that torch's allocator and libraries may have besides: rounding, workspaces."""
+"""Allowance in bytes for rounding by torch's allocator and workspaces of libraries."""
 
 
 def measured(device: str, strategy: str, width: int) -> dict[str, int]:
-    """Bytes of a step: between steps and at its peak, by the tracker and by torch's allocator."""
+    """Return bytes between steps and at the peak, by the tracker and by torch's allocator."""
 
     def allocated() -> int:
         gc.collect()
         return torch.cuda.memory_allocated() if device == "cuda" else 0
 
-    # Matrix libraries keep memory of their own from their first use on.
+    # Matrix libraries allocate workspaces at their first use.
     warm = nn.Linear(width, width).to(device)
     warm(torch.ones(2, width, device=device)).sum().backward()
     del warm
@@ -63,7 +63,7 @@ def measured(device: str, strategy: str, width: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_step_takes_what_its_layout_and_its_plan_say(machine: Machine, strategy: str) -> None:
+def test_memory_of_a_step_is_within_its_layout_and_plan(machine: Machine, strategy: str) -> None:
     width = 1024 if machine.on_cuda else 64
     with torch.device("meta"):
         units, _ = describe_module(deep(width=width))

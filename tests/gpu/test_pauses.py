@@ -1,8 +1,8 @@
-"""Parity with pauses around every collective: the bits of a run in which nothing is asynchronous.
+"""Training with random pauses is bitwise identical to training with synchronous launches.
 
-A missing wait shows only where one side is late. So every collective, and every layer, pauses for
-a random time on its stream, differently on every rank. The same training with blocking launches
-(CUDA_LAUNCH_BLOCKING=1) has no order to get wrong: its bits are compared with.
+A missing wait has an effect only if one stream is late. Therefore every collective and every layer
+pauses for a random time on its stream, different on every rank. The reference is the same training
+with CUDA_LAUNCH_BLOCKING=1, whose result does not depend on waits.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from tests.distributed.wrapping import BF16, STRATEGIES, step_all, wrap
 from tests.gpu.machine import Machine, deterministic, mesh_of
 from tests.reference.models import Block
 
-MOST_CYCLES = 4_000_000
-"""Of a pause on a GPU: about two milliseconds."""
+MAX_CYCLES = 4_000_000
+"""Longest pause on a GPU in clock cycles: about two milliseconds."""
 SEEDS = (1, 2, 3)
 
 
 def pause(device: str, chance: random.Random) -> None:
-    """Have the current stream, or a CPU's host, do nothing for a random time."""
+    """Pause the current stream, or the host on a CPU, for a random time."""
     if device == "cuda":
-        torch.cuda._sleep(chance.randrange(MOST_CYCLES))
+        torch.cuda._sleep(chance.randrange(MAX_CYCLES))
     else:
         time.sleep(chance.random() / 1000)
 
 
-class _Late:
-    """A communicator whose collectives begin and end late, on whatever stream they run.
+class _PausingCommunicator:
+    """A communicator with pauses before and after each collective, on the collective's stream.
 
-    Everything else is the communicator's own.
+    All other attributes are those of the wrapped communicator.
     """
 
     def __init__(self, inner: Communicator, late: Callable[[], None]) -> None:
@@ -54,11 +54,11 @@ class _Late:
 
     def issue(self, collective: Collective, *, async_op: bool) -> Work:
         """See `Communicator.issue`."""
-        before, after = self._then(collective.before), self._then(collective.after)
+        before, after = self._with_pauses(collective.before), self._with_pauses(collective.after)
         late = collective._replace(before=before, after=after)
         return self._inner.issue(late, async_op=async_op)
 
-    def _then(self, step: Callable[[], object] | None) -> Callable[[], None]:
+    def _with_pauses(self, step: Callable[[], object] | None) -> Callable[[], None]:
         def both() -> None:
             self._late()
             if step is not None:
@@ -71,14 +71,14 @@ class _Late:
 def trained(
     device: str, shape: tuple[int, ...], strategies: Sequence[str], width: int, seeds: Sequence[int]
 ) -> dict[str, list[str]]:
-    """By strategy, digests of this rank's weights after two steps of two micro-batches.
+    """Return, by strategy, digests of this rank's weights after two steps of two micro-batches.
 
     Args:
         device: `cuda` or `cpu`.
-        shape: Of the mesh; with two axes, the outer one shards the optimizer's state too.
-        strategies: Of sharding.
-        width: Of the model.
-        seeds: Of the pauses; 0 for none.
+        shape: Shape of the mesh; an outer axis also shards the optimizer state.
+        strategies: Sharding strategies.
+        width: Width of the model.
+        seeds: Seeds of the pauses; 0 for no pauses.
     """
     with deterministic():
         return {
@@ -100,7 +100,7 @@ def _digest(device: str, shape: tuple[int, ...], strategy: str, width: int, seed
         pause(device, chance)
 
     if seed:
-        _make_late(model, late)
+        _add_pauses(model, late)
     for step in range(2):
         for micro in range(2):
             with model.no_sync() if micro == 0 else contextlib.nullcontext():
@@ -116,18 +116,18 @@ def _digest(device: str, shape: tuple[int, ...], strategy: str, width: int, seed
     return held.hexdigest()
 
 
-def _make_late(model: nn.Module, late: Callable[..., None]) -> None:
+def _add_pauses(model: nn.Module, late: Callable[..., None]) -> None:
     for module in model.modules():
         module.register_forward_hook(late)
     for _, unit in named_units(model):
         for group in unit.groups:
             inner = group.replace_communicator(unit.context.communicator)
-            pausing: Any = _Late(inner, late)
+            pausing: Any = _PausingCommunicator(inner, late)
             group.replace_communicator(pausing)
 
 
 @pytest.mark.parametrize("num_axes", [1, 2])
-def test_pauses_around_every_collective_and_layer_change_no_bit(
+def test_training_with_pauses_is_bitwise_identical(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, num_axes: int
 ) -> None:
     shape: tuple[int, ...] = (machine.ranks,)
@@ -139,7 +139,7 @@ def test_pauses_around_every_collective_and_layer_change_no_bit(
     seeds = SEEDS[:1] if machine.is_small else SEEDS
     words, ranks = (shape, strategies, width), math.prod(shape)
     late = machine.run(trained, *words, seeds, ranks=ranks)
-    # For processes that are started from here on: they launch one kernel at a time.
+    # Ranks started from here on launch one kernel at a time.
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     blocking = machine.run(trained, *words, (0,), ranks=ranks)
     for found, expected in zip(late, blocking, strict=True):

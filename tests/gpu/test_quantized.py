@@ -1,4 +1,4 @@
-"""Weights gathered as FP8 and FP4: the bytes of quantizing whole weights, for every recipe."""
+"""Weights gathered in FP8 and FP4 have the bytes of quantized full weights, for every recipe."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.gpu.machine import Machine, has_transformer_engine
 from tests.mcore.quantized import differing_bytes
 
 RECIPES = {"tensorwise": 8.9, "delayed": 8.9, "blockwise": 9.0, "mxfp8": 10.0, "nvfp4": 10.0}
-"""By the compute capability that Transformer Engine's kernels need."""
+"""Minimum compute capability of Transformer Engine's kernels, by recipe."""
 
 
 def capability(device: str) -> float:
-    """Of this rank's GPU; that of a rehearsal, which can do all."""
+    """Return the compute capability of this rank's GPU; the highest one in a rehearsal."""
     if device != "cuda":
         return max(RECIPES.values())
     major, minor = torch.cuda.get_device_capability()
@@ -23,14 +23,14 @@ def capability(device: str) -> float:
 
 
 def differing(device: str, recipe: str, strategy: str, outer: str) -> object:
-    """Fields of gathered weights that differ from those of quantizing whole ones."""
+    """Return the fields of gathered weights that differ from those of quantized full weights."""
     return differing_bytes(recipe, strategy, 2, 2 if outer else 1, device, outer or "optim")
 
 
 @pytest.mark.parametrize("outer", ["", "no_shard", "optim"], ids=["one axis", "HSDP", "HFSDP"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_gathered_bytes_and_scales_are_those_of_quantizing_whole_weights(
+def test_gathered_bytes_and_scales_equal_those_of_quantized_full_weights(
     machine: Machine, recipe: str, strategy: str, outer: str
 ) -> None:
     if (strategy, outer) == ("no_shard", "optim"):

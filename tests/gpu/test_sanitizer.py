@@ -1,4 +1,4 @@
-"""Whole steps under sanitizers: torch's for streams, NVIDIA's for accesses outside of memory."""
+"""Whole steps under torch's stream sanitizer and under NVIDIA's memcheck."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CASES = [
     (strategy, sizes, outer)
     for strategy in STRATEGIES
     for sizes, outer in MESHES
-    # An outer axis is sharded only where the inner one is.
+    # Sharding along the outer axis requires sharding along the inner axis.
     if (strategy, outer) != ("no_shard", "optim")
 ]
 
@@ -29,7 +29,7 @@ def _sanitized(machine: Machine, folder: Path, *arguments: str) -> Run:
 
 
 @pytest.mark.parametrize(("strategy", "sizes", "outer"), CASES)
-def test_two_steps_have_no_report(
+def test_sanitizer_reports_nothing_in_two_steps(
     machine: Machine, tmp_path: Path, strategy: str, sizes: str, outer: str
 ) -> None:
     if machine.is_small and (strategy, sizes, outer) != CASES[-1]:
@@ -37,25 +37,25 @@ def test_two_steps_have_no_report(
     done = _sanitized(machine, tmp_path, strategy, sizes, outer, machine.device)
     assert done.code == 0, done.output
     assert "finished" in done.output
-    machine.end_rehearsal()
+    machine.require_cuda()
     assert "CSAN detected" not in done.output
 
 
 def test_the_sanitizer_reports_a_race(machine: Machine, tmp_path: Path) -> None:
-    machine.end_rehearsal()
+    machine.require_cuda()
     done = _sanitized(machine, tmp_path, "race")
     assert done.code != 0
     assert "CSAN detected a possible data race" in done.output
 
 
-def test_no_kernel_reaches_outside_of_memory(machine: Machine, tmp_path: Path) -> None:
-    machine.end_rehearsal()
-    # Other tools of it would report what is not there: collectives of these steps write nothing.
+def test_no_kernel_accesses_memory_out_of_bounds(machine: Machine, tmp_path: Path) -> None:
+    machine.require_cuda()
+    # Its other tools would report false errors, since the no-op collectives write nothing.
     program = shutil.which("compute-sanitizer")
     if program is None:
         pytest.skip("needs compute-sanitizer of the CUDA toolkit")
     tool = [program, "--tool", "memcheck", "--error-exitcode", "9"]
-    # Every allocation by itself, or neighbors in one block would hide what reaches beyond.
+    # Without the caching allocator, an out-of-bounds access does not hit a neighbor in its block.
     environment: dict[str, str | None] = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     words = [*tool, *STEPS, *CASES[-1]]
     done = run_command(words, tmp_path / "log", environment=environment)

@@ -89,13 +89,13 @@ def measured(device: str, engine: str, setting: Setting, steps: int) -> dict[str
 
 
 def free_nbytes(device: str) -> int:
-    """Bytes of this rank's GPU that are free."""
+    """Return the number of free bytes of this rank's GPU."""
     return torch.cuda.mem_get_info()[0] if device == "cuda" else 0
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("model", MODELS)
-def test_a_model_of_billions_of_parameters_trains_and_its_speed_is_shown(
+def test_model_of_billions_of_parameters_trains_at_a_reported_speed(
     machine: Machine, model: str, engine: str, record_property: Callable[[str, object], None]
 ) -> None:
     if machine.is_small and engine != ENGINES[-1]:
@@ -104,7 +104,7 @@ def test_a_model_of_billions_of_parameters_trains_and_its_speed_is_shown(
     setting = dataclasses.replace(setting, ranks=machine.ranks)
     if machine.on_cuda:
         num = num_params(setting.shape)
-        # An engine is given the whole model, in fp32, on the device.
+        # Each engine receives the full model in fp32 on the device.
         needed = num * max(STATE_NBYTES / machine.ranks + 6, 4)
         if min(machine.run(free_nbytes)) < needed:
             pytest.skip(f"needs {needed / 2**30:.0f} GiB of each GPU")
@@ -117,4 +117,4 @@ def test_a_model_of_billions_of_parameters_trains_and_its_speed_is_shown(
     for name in by_rank[0]:
         worst = min if name == "mfu" else max
         record_property(name, round(worst(found[name] for found in by_rank), 4))
-    machine.end_rehearsal()
+    machine.require_cuda()

@@ -1,4 +1,4 @@
-"""Trainings of the core on GPUs: what the suites show on a CPU, over NCCL."""
+"""Trainings of the core on GPUs over NCCL: parity, options, Muon, saves and compiled blocks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.reference.training import Trace, compare, same_bits, train_reference,
 POLICIES: dict[str, Any] = {"fp32": None, "bf16": BF16}
 TOLERANCE = {"cpu": 1e-6, "cuda": 1e-5}
 LOW_PRECISION = 6e-2
-"""Of a training whose weights are rounded to 8 bits, against one in fp32."""
+"""Tolerance of a training in bf16, whose weights have 8 significant bits, against fp32."""
 LOW_PRECISION_PATTERNS = ("plain", "accumulation under no_sync", "checkpointing, non-reentrant")
 
 
@@ -36,7 +36,7 @@ def _flat(device: str) -> DeviceMesh:
 
 
 def on_device(pattern: Pattern, device: str) -> Pattern:
-    """The pattern with its model on a device, which moves its inputs there."""
+    """Return the pattern with its model on a device; the model moves its inputs there."""
 
     def move(module: nn.Module, args: Any) -> Any:
         del module
@@ -69,7 +69,7 @@ def parity(
     patterns: Sequence[str],
     strategies: Sequence[str],
 ) -> dict[str, float]:
-    """The largest relative error against an unsharded loop, by pattern and strategy."""
+    """Return the largest relative error against an unsharded loop, by pattern and strategy."""
     assert torch.get_float32_matmul_precision() == "highest"
     mesh = mesh_of(device, shape)
     options = {"outer_dp_sharding_strategy": outer, "mp_policy": POLICIES[precision]}
@@ -98,7 +98,7 @@ def test_every_pattern_trains_like_an_unsharded_loop(
     errors: dict[str, float] = {}
     for skips in (False, True):
         named = [name for name in names if PATTERNS[name].skips == skips]
-        # At ZeRO-3 a unit cannot be skipped on some ranks only.
+        # At ZeRO-3 all ranks must run the same units.
         used = strategies[:-1] if skips and kind != "one rank" else strategies
         words = (shape, outer, precision, named, used)
         for found in machine.run(parity, *words, ranks=math.prod(shape)) if named else ():
@@ -108,14 +108,14 @@ def test_every_pattern_trains_like_an_unsharded_loop(
     assert {name: error for name, error in errors.items() if not error <= bound} == {}
 
 
-def switched(device: str, switch: str, setting: bool, patterns: Sequence[str]) -> list[str]:
-    """What a switch changes a bit of: patterns and strategies."""
+def changed_by(device: str, option: str, setting: bool, patterns: Sequence[str]) -> list[str]:
+    """Return the patterns and strategies whose results differ with an option."""
     changed = []
     for name in patterns:
         for strategy in STRATEGIES:
             plain, other = (
                 _trained(PATTERNS[name], device, _flat(device), sharding_strategy=strategy, **more)
-                for more in ({}, {switch: setting})
+                for more in ({}, {option: setting})
             )
             if not same_bits(plain, other):
                 changed.append(f"{name}, {strategy}")
@@ -123,23 +123,25 @@ def switched(device: str, switch: str, setting: bool, patterns: Sequence[str]) -
 
 
 @pytest.mark.parametrize(
-    ("switch", "setting"),
+    ("option", "setting"),
     [
         ("enable_trace_pool", True),
         ("enable_unshard_prefetch", False),
         ("enable_async_reduce_grad", False),
     ],
 )
-def test_a_switch_changes_no_bit(machine: Machine, switch: str, setting: bool) -> None:
+def test_option_keeps_results_bitwise_identical(
+    machine: Machine, option: str, setting: bool
+) -> None:
     patterns = ("plain",) if machine.is_small else ("plain", "accumulation under no_sync")
-    assert machine.run(switched, switch, setting, patterns) == [[]] * machine.ranks
+    assert machine.run(changed_by, option, setting, patterns) == [[]] * machine.ranks
 
 
 def muon(device: str) -> dict[str, float]:
-    """The largest relative error of a training with Muon, by strategy."""
+    """Return the largest relative error of a training with Muon, by strategy."""
 
     def optimizer(params: Any) -> torch.optim.Optimizer:
-        # Newton's own coefficients: the usual ones stretch rounding errors.
+        # Newton's coefficients; the usual coefficients amplify rounding errors.
         options: dict[str, Any] = {"ns_coefficients": (1.5, -0.5, 0.0), "ns_dtype": torch.float32}
         return Muon([p for p in params if p.ndim == 2], lr=0.02, **options)
 
@@ -153,7 +155,7 @@ def muon(device: str) -> dict[str, float]:
     }
 
 
-def test_muon_of_sharded_parameters_is_muon_of_whole_ones(machine: Machine) -> None:
+def test_muon_of_sharded_parameters_matches_muon_of_full_ones(machine: Machine) -> None:
     for errors in machine.run(muon):
         assert max(errors.values()) < 10 * TOLERANCE[machine.device], errors
 
@@ -170,7 +172,7 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, device: str) -> None:
 
 
 def _values(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """What a rank holds of weights, and of their optimizer state where it holds rows of them."""
+    """Return this rank's rows of the weights and of their optimizer states."""
     held = dict(model.named_parameters())
     for name, param in model.named_parameters():
         state = optimizer.state.get(param, {})
@@ -179,7 +181,7 @@ def _values(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Ten
 
 
 def async_save(device: str, folder: str) -> list[str]:
-    """The strategies with which an asynchronous save does not hold the values of its moment."""
+    """Return the strategies whose asynchronous save differs from the values at the call."""
     wrong = []
     for strategy in STRATEGIES:
         model, optimizer = _sharded_stack(device, strategy, seed=0)
@@ -188,7 +190,7 @@ def async_save(device: str, folder: str) -> list[str]:
         future = checkpoint.save(path, model, optimizer, async_save=True)
         assert future is not None
         saved = _values(model, optimizer)
-        # Training goes on while files are written.
+        # Training continues while files are written.
         for _ in range(3):
             _step(model, optimizer, device)
         future.result()
@@ -201,16 +203,14 @@ def async_save(device: str, folder: str) -> list[str]:
     return wrong
 
 
-def test_an_asynchronous_save_holds_the_values_of_its_moment(
-    machine: Machine, tmp_path: Path
-) -> None:
+def test_asynchronous_save_holds_the_values_at_the_call(machine: Machine, tmp_path: Path) -> None:
     assert machine.run(async_save, str(tmp_path)) == [[]] * machine.ranks
 
 
 def compiled(device: str, backend: str, width: int) -> dict[str, float]:
-    """The largest relative difference of losses with compiled blocks, by strategy."""
+    """Return the largest relative difference of losses with compiled blocks, by strategy."""
     if backend == "inductor":
-        # Here, and not in processes of its own: a rank may have none.
+        # Compile in this process: a rank may not start child processes.
         config: Any = importlib.import_module("torch._inductor.config")
         config.compile_threads = 1
     plain = Pattern(functools.partial(Stack, 3, width))
@@ -231,7 +231,7 @@ def compiled(device: str, backend: str, width: int) -> dict[str, float]:
     return found
 
 
-def test_compiled_blocks_give_the_losses_of_blocks_that_are_not(machine: Machine) -> None:
+def test_compiled_blocks_give_the_losses_of_uncompiled_blocks(machine: Machine) -> None:
     backend, width = ("inductor", 64) if machine.on_cuda else ("aot_eager", 8)
     for errors in machine.run(compiled, backend, width):
         assert max(errors.values()) < 1e-4, errors

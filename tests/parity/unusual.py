@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fsdp_v2 import FSDPModule, register_fsdp_forward_method
 from megatron_fsdp_v2.optim import flat_optimizer
 from tests.parity.patterns import Pattern, batch, mean_output, mean_square, plain_sgd, two_forwards
-from tests.reference.failing import PlannedFailure, fail, fail_when_it_comes_back, failing
+from tests.reference.failing import PlannedFailure, fail, fail_in_backward, failing
 from tests.reference.fused import FusedLinear
 from tests.reference.models import (
     INPUT,
@@ -412,7 +412,7 @@ def _backward_fails_between_zeros(model: Any, loss_of: Callable[[], torch.Tensor
 
 
 def _backward_fails_beside_a_graph(model: Any, loss_of: Callable[[], torch.Tensor]) -> torch.Tensor:
-    handle = model.blocks[1].register_forward_hook(fail_when_it_comes_back)
+    handle = model.blocks[1].register_forward_hook(fail_in_backward)
     fails = loss_of()
     handle.remove()
     works = loss_of()

@@ -1,1 +1,1 @@
-"""Random differential test: generated models and programs, sharded beside the unsharded loop."""
+"""Random differential test of sharded training against an unsharded loop."""

@@ -28,7 +28,7 @@ SHRINKING_TIMEOUT_S = 10.0
 PROGRESS_EVERY_S = 15.0
 MOST_FAILURES = 5
 FEW = 300
-"""Number of cases from which on every generated feature must occur in a passing case."""
+"""Minimum number of cases for which every generated feature must occur in a passing case."""
 
 Runs = Callable[[Case, str], Outcome]
 
@@ -47,19 +47,19 @@ def outcome_of(
         for outcome in found:
             if outcome.kind == kind:
                 if kind != "different":
-                    # Collectives may be left half done.
+                    # Collectives may be incomplete.
                     pool.close()
                 return outcome
     return found[0]
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
-def way_of(outcome: Outcome) -> str:
-    """The kind of a failure, so that a smaller case must fail in the same way."""
+def kind_of_failure(outcome: Outcome) -> str:
+    """Return the kind of a failure; a smaller case must fail in the same way."""
     if outcome.kind != "raised":
         return outcome.kind
     last = outcome.text.strip().splitlines()[-1]
@@ -67,14 +67,14 @@ def way_of(outcome: Outcome) -> str:
 
 
 def shrunk(case: Case, pools: RankPools, run: Runs = run_case) -> Case:
-    """The smallest case found that fails in the same way; the case itself if it no longer fails."""
+    """Shrink a failing case; return the case itself if it no longer fails."""
     first = outcome_of(case, pools, SHRINKING_TIMEOUT_S, run)
     if first.kind == "same":
         return case
-    way = way_of(first)
+    way = kind_of_failure(first)
 
     def fails(candidate: Case) -> bool:
-        return way_of(outcome_of(candidate, pools, SHRINKING_TIMEOUT_S, run)) == way
+        return kind_of_failure(outcome_of(candidate, pools, SHRINKING_TIMEOUT_S, run)) == way
 
     # Each try that hangs takes the full timeout.
     return shrink(case, fails, most_tries=40 if first.kind == "hang" else 200)
@@ -91,12 +91,12 @@ def report(case: Case, pools: RankPools, folder: Path) -> Path:
 def replay(path: Path, pools: RankPools) -> int:
     """Run a case from a file; return status 1 if it still fails."""
     outcome = outcome_of(from_json(path.read_text()), pools)
-    _say(f"{outcome.kind} at event {outcome.event}\n{outcome.text}")
+    _print(f"{outcome.kind} at event {outcome.event}\n{outcome.text}")
     return int(outcome.kind != "same")
 
 
 def features_of(case: Case) -> set[str]:
-    """The features that a case covers: every choice of a word, a flag, a factor or a mesh."""
+    """Return the features that a case covers: the value of each field."""
     nodes = case.tree.walk()
     found = {f"{case.world_size} ranks"} | ({"ties"} if case.ties else set())
     for part in (case, *nodes, *all_options(case), *case.program):
@@ -146,7 +146,7 @@ def _campaign(num_cases: int, first_seed: int, folder: Path, pools: RankPools) -
         if now - said > PROGRESS_EVERY_S:
             said, spent = now, now - began
             rest = spent / (number + 1) * (num_cases - number - 1)
-            _say(
+            _print(
                 f"{number + 1} of {num_cases} cases, {num_failures} failed, {spent:.0f} s, "
                 f"about {rest:.0f} s left"
             )
@@ -154,16 +154,16 @@ def _campaign(num_cases: int, first_seed: int, folder: Path, pools: RankPools) -
             continue
         num_failures += 1
         last = outcome.text.strip().splitlines()[-1][:300] if outcome.text else ""
-        _say(f"seed {case.seed}: {outcome.kind} at event {outcome.event}: {last}")
+        _print(f"seed {case.seed}: {outcome.kind} at event {outcome.event}: {last}")
         # A case that the plain model cannot run is a bug of the generator.
         if num_failures <= MOST_FAILURES and outcome.kind != "invalid":
-            _say(f"  made smaller: {report(case, pools, folder)}")
-    _say(f"{num_cases} cases in {time.monotonic() - began:.0f} s: {dict(kinds)}")
+            _print(f"  made smaller: {report(case, pools, folder)}")
+    _print(f"{num_cases} cases in {time.monotonic() - began:.0f} s: {dict(kinds)}")
     for feature, count in sorted(covered.items()):
-        _say(f"  {count:5d}  {feature}")
+        _print(f"  {count:5d}  {feature}")
     missing = drawn - covered.keys() if num_cases >= FEW else set()
     for feature in sorted(missing):
-        _say(f"no case that ended well had: {feature}")
+        _print(f"no case that ended well had: {feature}")
     return int(num_failures > 0 or bool(missing))
 
 

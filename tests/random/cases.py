@@ -21,10 +21,10 @@ class Node:
     """A module of the tree; every module maps `(rows, width)` to the same shape.
 
     Attributes:
-        id: Identifies the node in ties and events, also after other nodes are removed.
+        id: Identifier of the node in ties and events; removal of other nodes does not change it.
         kind: A key of `models.KINDS`.
         how: Its variant.
-        size: Its numeric argument: a width, a vocabulary, a repetition, the id of another node.
+        size: Its numeric argument: width, vocabulary, repetitions, or id of another node.
         unit: Whether `fully_shard` is called on it.
         frozen: Whether its own parameters require no gradient from the start.
         double: Whether its own parameters are fp64 where the model is fp32.
@@ -57,7 +57,7 @@ class Options:
         granularity: `shard_granularity`.
         scale: `gradient_scaling_factor`.
         prefetch: `unshard_prefetch_depth`; 0 switches prefetching off.
-        ahead: `unshard_prefetch_bytes`, with any depth then.
+        ahead: `unshard_prefetch_bytes`; if set, the depth is unlimited.
         early: `enable_unshard_after_step`.
         asynchronous: `enable_async_reduce_grad`.
         live: `max_live_grad_buffers`.

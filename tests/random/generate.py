@@ -20,7 +20,7 @@ INNER = {
     **{"seq": 2, "repeat": 1, "checkpoint": 2, "detached": 1, "dead": 1},
     **{"no grad": 1, "branch": 2, "in place": 1, "own input": 1, "pack": 2},
 }
-"""Containers and their weights for drawing."""
+"""Kinds of containers and their probability weights."""
 OPTIMIZERS = ["sgd", "momentum", "momentum", "decay", "adamw", "adamw foreach", "adamw fused"]
 OPTIMIZERS += ["momentum flat", "adamw flat", "adamw flat"]
 PACKS = [how for how in models.PACKS if how != "tensor"]
@@ -44,14 +44,14 @@ class Generator:
     # -- the tree ------------------------------------------------------------------------------
 
     def node(self, kind: str, children: tuple[Node, ...] = (), **fields: object) -> Node:
-        """A node with the next id."""
+        """Create a node with the next id."""
         self.num_nodes += 1
         made = Node(self.num_nodes, kind, children=children, **fields)  # type: ignore[arg-type]
         self.nodes.append(made)
         return made
 
     def leaf(self) -> Node:
-        """A module with parameters, or without."""
+        """Draw a module without children."""
         kind = self.random.choice(
             ["linear", "linear", "linear", "mlp", "mlp", "embed", "odd", "odd", "spare", "act"]
         )
@@ -68,11 +68,11 @@ class Generator:
         return self.node(kind, how=how, size=size, unit=unit, frozen=frozen, double=double)
 
     def children(self, depth: int, most: int) -> tuple[Node, ...]:
-        """A list of modules."""
+        """Draw a list of modules."""
         return tuple(self.any(depth) for _ in range(self.random.randint(1, most)))
 
     def any(self, depth: int) -> Node:
-        """A module of any kind."""
+        """Draw a module of any kind."""
         if depth <= 0 or self.chance(0.4):
             known = [node for node in self.nodes if node.kind not in ("again", "pack", "own input")]
             if known and self.chance(0.1):
@@ -110,23 +110,23 @@ class Generator:
                 node = next(known for known in self.nodes if known.id == child.size)
             if not node.children:
                 return node.kind == "act"
-            hands_on = node.kind == "dead"
-            if not hands_on and self._ends_in_activation(node.children):
+            returns_input = node.kind == "dead"
+            if not returns_input and self._ends_in_activation(node.children):
                 return True
-            if not hands_on and node.kind != "branch":
+            if not returns_input and node.kind != "branch":
                 return False
-            # It returns its input, always or if it is skipped.
+            # The child returns its input, always or if it is skipped.
         return False
 
     def tree(self) -> Node:
-        """The whole tree."""
+        """Draw the whole tree."""
         children = tuple(
             self.any(self.random.randint(1, 3)) for _ in range(self.random.randint(1, 4))
         )
         return self.node("seq", children)
 
     def ties(self) -> tuple[tuple[int, int], ...]:
-        """Pairs of layers that share a weight."""
+        """Draw pairs of layers that share a weight."""
         found = []
         for kind in ("linear", "embed"):
             alike = [node.id for node in self.nodes if node.kind == kind]
@@ -138,7 +138,7 @@ class Generator:
     # -- sharding ------------------------------------------------------------------------------
 
     def options(self) -> Options:
-        """The sharding of the model."""
+        """Draw the options of sharding and of the optimizer."""
         mesh = self.random.choice(MESHES[self.world_size])
         strategy = self.random.choice([*STRATEGIES, ZERO_3])
         outer = "no_shard"
@@ -152,9 +152,9 @@ class Generator:
             granularity=self.random.choice(["row", "row", "row", "block:2", "block:4", "tensor"]),
             scale=self.random.choice([None, None, None, 1.0, 0.37]),
             prefetch=self.random.choice([0, 1, 1, 1, 2]),
+            # No limit in bytes; the next unit; a few units.
             ahead=self.random.choice([None, None, None, 1, 2_000]),
             early=self.chance(0.25),
-            # Only the smallest units; a few units; the whole model.
             asynchronous=self.chance(0.8),
             live=self.random.choice([1, 2, 2, 3]),
             pool=self.chance(0.35),
@@ -165,15 +165,15 @@ class Generator:
     # -- the program ---------------------------------------------------------------------------
 
     def data(self) -> int:
-        """The seed of a batch."""
+        """Draw the seed of a batch."""
         return self.random.randint(0, 50)
 
     def some_node(self) -> int:
-        """Any node's id."""
+        """Draw the id of a node."""
         return self.random.choice(self.nodes).id
 
     def interlude(self) -> list[Event]:
-        """Events that may occur at any time, most often none."""
+        """Draw events that may occur at any time, most often none."""
         found = []
         while self.chance(0.25):
             do = self.random.choice(
@@ -184,7 +184,7 @@ class Generator:
         return found
 
     def micro(self, last: bool) -> list[Event]:
-        """Forwards and backwards of one micro-batch."""
+        """Draw the forwards and backwards of one micro-batch."""
         kind = self.random.choice(
             ["plain"] * 6 + ["two slots", "retain", "input gradient", "penalty", "weights"]
         )
@@ -209,7 +209,7 @@ class Generator:
         return self.simple(deferred, flag)
 
     def simple(self, deferred: str, flag: bool) -> list[Event]:
-        """One forward and its backward."""
+        """Draw one forward and its backward."""
         return [
             Event("forward", seed=self.data(), flag=flag),
             *(self.interlude() if self.chance(0.3) else []),
@@ -217,7 +217,7 @@ class Generator:
         ]
 
     def step(self) -> list[Event]:
-        """One training step."""
+        """Draw one training step."""
         events = [Event("zero", flag=self.chance(0.7))]
         if self.chance(0.15):
             events.append(Event("freeze", node=self.some_node(), flag=self.chance(0.6)))
@@ -234,7 +234,7 @@ class Generator:
         return [*events, *self.interlude(), Event("step"), *self.interlude()]
 
     def program(self) -> tuple[Event, ...]:
-        """Steps with other events between them."""
+        """Draw steps with other events between them."""
         events = self.interlude()
         saved = ""
         for _ in range(self.random.randint(2, 4)):
@@ -251,7 +251,7 @@ class Generator:
         return tuple(events)
 
     def case(self) -> Case:
-        """The case."""
+        """Draw the case."""
         return Case(
             seed=self.seed,
             width=self.random.choice([3, 4, 5, 8]),

@@ -26,7 +26,7 @@ class Call:
 
     Attributes:
         tokens: For embeddings, `(rows,)`.
-        chosen: Nodes that are skipped or run twice in this forward on this rank.
+        chosen: Nodes that this forward skips, or runs once more, on this rank.
         fail: Node whose forward or backward fails; -1 for none.
         fails_in: `forward`, `backward` or `recomputation`.
     """
@@ -78,7 +78,7 @@ PACKS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 
 class Part(nn.Module):
-    """Base of all modules of the tree; `COMPUTE` has the forwards of those without parameters."""
+    """Base of all modules of the tree; `COMPUTE` has the forwards of kinds without parameters."""
 
     def __init__(self, node: Node, children: list[nn.Module], width: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Part(nn.Module):
         self.make(width)
 
     def make(self, width: int) -> None:
-        """Create its parameters."""
+        """Create the module's parameters."""
 
     def forward(self, x: torch.Tensor, call: Call) -> Any:
         fails = call.fail == self.node.id
@@ -101,11 +101,11 @@ class Part(nn.Module):
         return y
 
     def compute(self, x: torch.Tensor, call: Call) -> Any:
-        """The computation of the kind."""
+        """Compute the output of this kind of module."""
         return COMPUTE[self.node.kind](self, x, call)
 
     def inside(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        """Children in sequence."""
+        """Run the children in sequence."""
         for child in self.below:
             x = child(x, call)
         return x
@@ -170,32 +170,32 @@ class SparePart(Part):
 
 
 def _repeat(part: Part, x: torch.Tensor, call: Call) -> torch.Tensor:
-    """Runs its children several times; once more if it is chosen."""
+    """Run the children several times; once more if the node is chosen."""
     for _ in range(max(1, part.node.size) + (part.node.id in call.chosen)):
         x = part.inside(x, call)
     return x
 
 
 def _checkpoint(part: Part, x: torch.Tensor, call: Call) -> Any:
-    """Its children are recomputed in the backward."""
+    """Run the children and recompute them in the backward."""
     return recomputed(part.inside, x, call, use_reentrant=part.node.how == "reentrant")
 
 
 def _dead(part: Part, x: torch.Tensor, call: Call) -> torch.Tensor:
-    """Its children run, and their output is not used."""
+    """Run the children and drop their output."""
     part.inside(x, call)
     return x
 
 
 def _no_grad(part: Part, x: torch.Tensor, call: Call) -> torch.Tensor:
-    """Its children run without gradients."""
+    """Run the children without gradients."""
     with torch.no_grad():
         y = part.inside(x, call)
     return x + 0.1 * y
 
 
 def _in_place(part: Part, x: torch.Tensor, call: Call) -> torch.Tensor:
-    """In-place operations on the input or output of its children."""
+    """Apply in-place operations to the input or output of the children."""
     how = part.node.how
     if how == "input":
         x = x * 1.0
@@ -211,7 +211,7 @@ def _in_place(part: Part, x: torch.Tensor, call: Call) -> torch.Tensor:
 
 
 def _unpack(part: Part, x: torch.Tensor, call: Call) -> torch.Tensor:
-    """Calls a child that may return a structured output, by keyword in some variants."""
+    """Call a child that may return a structured output, by keyword in some variants."""
     for child in part.below:
         x = child(x=x, call=call) if part.node.how == "keywords" else child(x, call)
         node = getattr(child, "node", None)
@@ -225,16 +225,16 @@ COMPUTE: dict[str, Callable[[Any, torch.Tensor, Call], Any]] = {
     "seq": Part.inside,
     "repeat": _repeat,
     "checkpoint": _checkpoint,
-    # Its children get a detached input; their output is added.
+    # The children get a detached input; their output is added.
     "detached": lambda part, x, call: x + 0.5 * part.inside(x.detach(), call),
     "dead": _dead,
     "no grad": _no_grad,
-    # Its children are skipped if it is chosen.
+    # The children are skipped if the node is chosen.
     "branch": lambda part, x, call: x if part.node.id in call.chosen else part.inside(x, call),
     "in place": _in_place,
-    # Changes its own input in place, which its caller does not use again.
+    # Changes its input in place; the caller does not use the input again.
     "own input": lambda part, x, call: part.inside(x.mul_(0.9), call),
-    # Passes its child an input without other references, which may be changed.
+    # Passes its child an input without other references, so the child may change the input.
     "fresh": lambda part, x, call: part.inside(x * 1.0, call),
     # Returns a structured output.
     "pack": lambda part, x, call: PACKS[part.node.how][0](part.inside(x, call)),
@@ -315,7 +315,7 @@ def units(model: Tree, case: Case) -> Iterator[nn.Module]:
     if case.ends == "units":
         yield model.input
         yield model.output
-    # A module that is used again inside another unit must be sharded before that unit.
+    # A module that is reused inside another unit must be sharded before that unit.
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> Iterator[nn.Module]:
@@ -326,13 +326,13 @@ def units(model: Tree, case: Case) -> Iterator[nn.Module]:
         if isinstance(module, Part) and module.node.unit:
             yield module
 
-    # A list: sharding changes classes while it is walked.
+    # Create the list first: sharding changes classes during the walk.
     yield from list(visit(model.body))
     yield model
 
 
 def tensors_of(output: Any) -> list[torch.Tensor]:
-    """All floating-point tensors in a root's output, in order."""
+    """Return all floating-point tensors in a root's output, in order."""
     if isinstance(output, torch.Tensor):
         return [output] if output.is_floating_point() else []
     if isinstance(output, Parts):

@@ -1,4 +1,4 @@
-"""Runs a case: the sharded model on this rank, and a plain loop over all ranks' data.
+"""Runs a case: the sharded model on this rank's data, and a plain loop over all ranks' data.
 
 Every rank also builds the plain model and trains it with the data of all ranks, so that the
 expected losses, gradients, parameters and optimizer states are known on every rank. Results are
@@ -44,11 +44,11 @@ WEIGHT_TERMS: list[Callable[[Any], Any]] = [
     lambda p: (p.softmax(0) * whole(p).detach().sum()).square().sum(),
     lambda p: p[:1].sum() * p.norm(),
 ]
-"""Functions that compute a loss of a parameter: on its rows, and on the full tensor."""
+"""Functions that compute a loss of a parameter, sharded or full."""
 
 
 OPERATORS = OF_ONE_TENSOR.split()
-"""Operators that compute a loss of a parameter where they are smooth."""
+"""Operators of losses of parameters, used where they are smooth."""
 
 
 def whole(tensor: Any) -> Any:
@@ -65,7 +65,7 @@ def by_operator(name: str) -> Callable[[Any], Any]:
         for found in map(whole, tree_leaves(operator(param))):
             if isinstance(found, torch.Tensor) and found.requires_grad:
                 out = torch.view_as_real(found.resolve_conj()) if found.is_complex() else found
-                # Bounded, and not a sum that is constant, such as that of a softmax.
+                # The loss is bounded and not constant; a plain sum of a softmax is constant.
                 factors = torch.linspace(0.5, 1.5, out.numel(), dtype=out.dtype).view(out.shape)
                 losses.append((out.tanh() * factors).sum())
         return torch.stack(losses).sum()
@@ -74,7 +74,7 @@ def by_operator(name: str) -> Callable[[Any], Any]:
 
 
 def is_smooth(term: Callable[[Any], Any], param: torch.Tensor, tolerance: float) -> bool:
-    """Return whether a loss is defined at a parameter, and small changes stay small in it."""
+    """Return whether a loss is defined at a parameter, and its value and gradient are stable."""
     noise = torch.randn(param.shape, generator=torch.Generator().manual_seed(0)).to(param.dtype)
     seen = []
     for scale in (0.0, 0.03 * tolerance):
@@ -114,7 +114,7 @@ class Outcome:
 
 
 def batch(case: Case, seed: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs `(rows, INPUT)` and tokens `(rows,)` of one rank."""
+    """Return inputs `(rows, INPUT)` and tokens `(rows,)` of one rank."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     rows = 1 + (seed + rank) % 3
     x = torch.randn(rows, INPUT, generator=generator, dtype=torch.float64)
@@ -123,7 +123,7 @@ def batch(case: Case, seed: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def chosen(case: Case, seed: int, rank: int) -> frozenset[int]:
-    """Nodes that this forward skips or runs twice."""
+    """Return the ids of nodes that a forward skips or runs once more."""
     found = set()
     for node in case.tree.walk():
         if node.how == "step" and (seed * 7 + node.id) % 3 == 0:
@@ -134,13 +134,13 @@ def chosen(case: Case, seed: int, rank: int) -> frozenset[int]:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """A loss of all outputs of a root."""
+    """Return a loss of all outputs of a root."""
     parts = [tensor.double().square().mean() for tensor in tensors_of(output)]
     return torch.stack(parts).sum()
 
 
 def shard(case: Case, options: Options) -> Any:
-    """The model of a case, sharded."""
+    """Build and shard the model of a case."""
     model = build(case)
     runtime = RuntimeOptions(
         enable_unshard_prefetch=options.prefetch > 0,
@@ -176,7 +176,7 @@ def _plain() -> Iterator[None]:
 
 
 def _on_some_rank(flags: list[bool]) -> list[int]:
-    """Flags that are set on any rank. Collective."""
+    """Return the elementwise maximum of flags over ranks. Collective."""
     found = torch.tensor(flags, dtype=torch.int64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return found.tolist()
@@ -216,7 +216,7 @@ class Run:
             make = OPTIMIZERS[case.options.optimizer]
             self.plain_optimizer = make(self.plain.parameters())
         self.model = shard(case, case.options)
-        # As an optimizer does: between a forward and its backward modules hold gathered parameters.
+        # Keep sharded parameters: between a forward and its backward, modules have gathered ones.
         self.params: dict[str, Any] = dict(self.model.named_parameters())
         self.optimizer = make(self.model.parameters())
         # By slot: this rank's loss, all ranks' losses of the plain model, and the inputs of both.
@@ -234,17 +234,17 @@ class Run:
         return 1.0 / self.world_size if scale is None else scale
 
     def call(self, seed: int, rank: int) -> tuple[torch.Tensor, Call]:
-        """Input and call of one rank's forward."""
+        """Return input and call of one rank's forward."""
         x, tokens = batch(self.case, seed, rank)
         return x, Call(tokens, chosen(self.case, seed, rank))
 
     def own(self, event: Event) -> tuple[torch.Tensor, Call]:
-        """Input and call of this rank's forward."""
+        """Return input and call of this rank's forward."""
         return self.call(event.seed, self.rank)
 
     # -- comparing -----------------------------------------------------------------------------
 
-    def differs(self, what: str, error: float) -> None:
+    def check_error(self, what: str, error: float) -> None:
         """Record a difference that is too large, or NaN."""
         if not error <= self.tolerance:
             self.problems.append((self.position, f"{what}: {error:.3g}"))
@@ -253,17 +253,17 @@ class Run:
         """Compare single numbers; equal infinities are equal."""
         mine, theirs = float(mine), float(theirs)
         error = 0.0 if mine == theirs else abs(mine - theirs) / max(abs(theirs), 1e-3)
-        self.differs(what, error)
+        self.check_error(what, error)
 
     def compare_rows(self, what: str, pairs: dict[str, tuple[Any, Any]]) -> None:
         """Compare local rows with the rows of full tensors."""
         held = {n: (mine.local_rows, mine.to_local().detach()) for n, (mine, _) in pairs.items()}
         whole = {name: full.detach() for name, (_, full) in pairs.items()}
         for name, error in zip(pairs, distances(held, whole), strict=True):
-            self.differs(f"{what} of {name}", error)
+            self.check_error(f"{what} of {name}", error)
 
     def pairs(self) -> dict[str, tuple[Any, Any]]:
-        """Parameters by name, sharded and plain."""
+        """Return pairs of sharded and plain parameter by name."""
         plain = dict(self.plain.named_parameters())
         return {name: (param, plain[name]) for name, param in self.params.items()}
 
@@ -296,7 +296,7 @@ class Run:
         self.compare_rows("gradient", compared)
 
     def _presence(self, pairs: dict[str, tuple[Any, Any]]) -> tuple[list[int], list[int]]:
-        """For every parameter: does any rank have a gradient, does any have none. Collective."""
+        """Return, per parameter, whether any rank has a gradient, and whether any lacks one."""
         held = [mine for mine, _ in pairs.values()]
         has = [bool(mine.to_local().numel()) and mine.grad is not None for mine in held]
         lacks = [bool(mine.to_local().numel()) and mine.grad is None for mine in held]
@@ -378,7 +378,7 @@ class Run:
         self.has_grads = True
         if x.requires_grad and before[self.rank] is None and x.grad is not None:
             expected = inputs[self.rank].grad / self.factor
-            self.differs("gradient of the input", _distance(x.grad, expected))
+            self.check_error("gradient of the input", _distance(x.grad, expected))
         if not self.unsynced:
             self.compare_grads()
 
@@ -391,7 +391,7 @@ class Run:
             expected = torch.autograd.grad(loss_of(self.plain(x.requires_grad_(True), call)), x)[0]
         x, call = self.own(event)
         found = torch.autograd.grad(loss_of(self.model(x.requires_grad_(True), call)), x)[0]
-        self.differs("gradient of the input alone", _distance(found, expected))
+        self.check_error("gradient of the input alone", _distance(found, expected))
         self.compare_grads()
 
     def do_penalty(self, event: Event) -> None:
@@ -475,7 +475,7 @@ class Run:
                 loss.backward()
         self.slots.clear()
         if event.how != "forward" and self.case.differs_by_rank:
-            # Before other collectives, since another rank may be further in its reductions.
+            # Reset before other collectives, since ranks may have issued different reductions.
             self.model.reset_iter_state()
             self._zero(set_to_none=True)
         self._zero(event.flag)
@@ -549,7 +549,7 @@ class Run:
         del event
         for name, (mine, full) in self.pairs().items():
             found = mine.full_tensor().detach().double()
-            self.differs(f"full {name}", _distance(found, full.detach().double()))
+            self.check_error(f"full {name}", _distance(found, full.detach().double()))
 
     def do_load(self, event: Event) -> None:
         """Load other weights, given in full."""
@@ -580,7 +580,7 @@ class Run:
         except (ValueError, RuntimeError) as error:
             if "functional_call" not in str(error):
                 raise
-            # Parameters that were frozen while gathered are followed at the next reshard.
+            # Parameters that were frozen while gathered are updated at the next reshard.
             for module in self.model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()

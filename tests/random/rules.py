@@ -1,4 +1,4 @@
-"""Rules for cases: they exclude undefined or documented unsupported programs."""
+"""Rules that exclude undefined programs and programs that are documented as unsupported."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from tests.random.cases import STRATEGIES, ZERO_3, Case, Node, Options
 
 
 def all_options(case: Case) -> list[Options]:
-    """All shardings of a case's model."""
+    """Return all shardings of a case's model."""
     return [case.options, *(e.options for e in case.program if e.options is not None)]
 
 
 def broken_rule(case: Case) -> str:
-    """The first rule that a case breaks; empty if it is allowed."""
+    """Return the first rule that a case breaks; empty if it is allowed."""
     nodes = case.tree.walk()
     parts = {below.id for node in nodes if _differs_by_rank(node) for below in node.walk()}
     penalizes = any(event.do == "penalty" for event in case.program)
@@ -45,7 +45,7 @@ def broken_rule(case: Case) -> str:
             _differs_by_rank(n) for d in nodes if d.kind == "detached" for n in d.walk()
         ):
             return "at ZeRO-3 every rank runs the backward of every unit"
-        # Where a unit returns its input, a change in place cuts the unit out of the graph.
+        # If a unit returns its input, an in-place operation removes the unit from the graph.
         if gathers and any(
             _differs_by_rank(below) and below.unit
             for node in nodes
@@ -80,7 +80,7 @@ def _differs_by_rank(node: Node) -> bool:
 
 
 def runs_unit(node: Node, nodes: list[Node]) -> bool:
-    """Whether a unit may run inside a node, also as a reused module."""
+    """Return whether a unit may run inside a node, also as a reused module."""
     below = [known for child in node.children for known in child.walk()]
     used = {known.size for known in below if known.kind == "again"}
     again = [known for target in nodes if target.id in used for known in target.walk()]
@@ -90,7 +90,7 @@ def runs_unit(node: Node, nodes: list[Node]) -> bool:
 
 
 def _saves_with_torch_while_gathered(case: Case) -> bool:
-    """Whether torch's calls follow a forward whose backward is missing or failed."""
+    """Return whether torch's calls follow a forward whose backward is missing or failed."""
     is_gathered = False
     for event in case.program:
         if event.do in ("waste", "fail", "forward"):
@@ -103,7 +103,7 @@ def _saves_with_torch_while_gathered(case: Case) -> bool:
 
 
 def _adds_to_zeros_of_a_failure(case: Case) -> bool:
-    """Whether a loss of weights comes before the forward that repairs a failed backward.
+    """Return whether a loss of weights comes before the forward that repairs a failed backward.
 
     Gradients that reductions of the failed backward write after `zero_grad(set_to_none=False)`
     cannot be distinguished from those of that loss; the repair drops both.

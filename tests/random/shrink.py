@@ -27,7 +27,7 @@ def shrink(case: Case, fails: Fails, most_tries: int = 400) -> Case:
     while changed:
         changed, position = False, 0
         while True:
-            # Earlier candidates that passed are not tried again until the next round.
+            # Candidates that passed are tried again only in the next round.
             candidate = next(itertools.islice(smaller(case), position, None), None)
             if candidate is None:
                 break
@@ -45,7 +45,7 @@ def shrink(case: Case, fails: Fails, most_tries: int = 400) -> Case:
 
 
 def smaller(value: Any) -> Iterator[Any]:
-    """A case, or a part of one, simplified in one place; the largest simplification first."""
+    """Yield a case, or part of a case, with one simplification each; the largest first."""
     if isinstance(value, tuple):
         yield from _shorter(value)
         for index, item in enumerate(value):
@@ -53,7 +53,7 @@ def smaller(value: Any) -> Iterator[Any]:
                 for changed in smaller(item):
                     yield (*value[:index], changed, *value[index + 1 :])
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        # A case has its program last.
+        # The program is the last field of a case.
         for field in reversed(dataclasses.fields(value)):
             now, plain = getattr(value, field.name), field.default
             if field.default_factory is not MISSING:
@@ -67,7 +67,7 @@ def smaller(value: Any) -> Iterator[Any]:
 
 
 def _shorter(items: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """Without a half, a quarter or one of the items; or with a module's children in its place."""
+    """Yield the items without a half, a quarter, ... or one, or with a module's children for it."""
     size = len(items)
     while size >= 1:
         for start in range(0, len(items), size):

@@ -24,13 +24,13 @@ QUICK = range(16)
 
 
 @pytest.mark.parametrize("seed", QUICK)
-def test_a_random_case_does_what_the_plain_loop_does(pools: RankPools, seed: int) -> None:
+def test_random_case_matches_the_plain_loop(pools: RankPools, seed: int) -> None:
     outcome = outcome_of(generate(seed), pools)
     assert outcome.kind == "same", outcome.text
 
 
-def test_a_gradient_of_weights_outlives_the_repair_of_a_failed_backward(pools: RankPools) -> None:
-    """Found at random: the next forward repairs, and dropped what a loss of weights had brought."""
+def test_repair_of_a_failed_backward_keeps_gradients_of_a_loss_of_weights(pools: RankPools) -> None:
+    """A forward that repairs a failed backward once dropped the gradient of a loss of weights."""
     case = """{"seed": 50223, "tree": {"id": 2, "kind": "seq", "children": [
         {"id": 1, "kind": "linear"}]}, "options": {"strategy": "optim", "mesh": [2]}, "program": [
         {"do": "fail", "node": 1, "how": "backward"}, {"do": "weights"}, {"do": "forward"},
@@ -39,7 +39,7 @@ def test_a_gradient_of_weights_outlives_the_repair_of_a_failed_backward(pools: R
     assert outcome.kind == "same", outcome.text
 
 
-def test_a_norm_that_overflows_as_in_the_plain_loop_is_no_difference(pools: RankPools) -> None:
+def test_norms_that_overflow_in_both_loops_are_equal(pools: RankPools) -> None:
     options = Options(mesh=(2,), scale=1e30)
     program = (Event("forward"), Event("backward"), Event("clip"))
     case = Case(3, dtype="float32", options=options, program=program)
@@ -47,7 +47,7 @@ def test_a_norm_that_overflows_as_in_the_plain_loop_is_no_difference(pools: Rank
     assert outcome_of(case, pools) == Outcome("same")
 
 
-def test_a_case_goes_through_json_unchanged() -> None:
+def test_case_round_trips_through_json() -> None:
     for seed in range(100):
         case = generate(seed)
         assert from_json(to_json(case)) == case
@@ -55,7 +55,7 @@ def test_a_case_goes_through_json_unchanged() -> None:
         assert generate(seed) == case
 
 
-def test_a_case_that_was_written_down_runs_again(
+def test_written_case_can_be_replayed(
     pools: RankPools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = report(_failing_case(), pools, tmp_path)
@@ -66,16 +66,16 @@ def test_a_case_that_was_written_down_runs_again(
 # -- with an injected fault ------------------------------------------------------------------------
 
 
-def _wrong(module: Any, **options: Any) -> Any:
-    """`fully_shard` with a wrong scale, in units with a tied or repeated module's parameters."""
+def _fully_shard_with_fault(module: Any, **options: Any) -> Any:
+    """Call `fully_shard`, with a wrong gradient scale for units that contain a `SparePart`."""
     if any(getattr(part, "spare", None) is not None for part in module.modules()):
         options["gradient_scaling_factor"] = 0.9
     return fully_shard(module, **options)
 
 
-def run_planted(case: Case, folder: str) -> Outcome:
+def run_with_fault(case: Case, folder: str) -> Outcome:
     """Run a case with the injected fault."""
-    program.fully_shard = _wrong  # type: ignore[attr-defined]
+    program.fully_shard = _fully_shard_with_fault  # type: ignore[attr-defined]
     try:
         return run_case(case, folder)
     finally:
@@ -84,7 +84,7 @@ def run_planted(case: Case, folder: str) -> Outcome:
 
 @functools.cache
 def _failing_case() -> Case:
-    """A case with many features, of which an unused parameter triggers the injected fault."""
+    """Return a case with many features; its `spare` node triggers the injected fault."""
     inner = Node(3, "seq", unit=True, children=(Node(4, "spare"), Node(5, "mlp", size=3)))
     tree = Node(1, "seq", children=(Node(2, "linear", unit=True), inner, Node(6, "act")))
     step = (Event("backward"), Event("step"))
@@ -94,12 +94,12 @@ def _failing_case() -> Case:
     return Case(3, tree=tree, output="dict", ends="units", options=options, program=program)
 
 
-def test_a_planted_mistake_is_found_and_made_small(pools: RankPools) -> None:
+def test_injected_fault_is_found_and_shrunk(pools: RankPools) -> None:
     case = _failing_case()
     assert outcome_of(case, pools).kind == "same"
-    assert outcome_of(case, pools, run=run_planted).kind == "different"
+    assert outcome_of(case, pools, run=run_with_fault).kind == "different"
 
-    small = shrunk(case, pools, run_planted)
+    small = shrunk(case, pools, run_with_fault)
     assert [event.do for event in small.program] == ["forward", "backward"]
     assert [node.kind for node in small.tree.walk()] == ["seq", "spare"]
     assert (small.options, small.world_size) == (Options(), 1)

@@ -14,12 +14,12 @@ class PlannedFailure(Exception):
 
 
 def fail(*args: Any) -> None:
-    """A hook of any kind."""
+    """Raise `PlannedFailure`; usable as any kind of hook."""
     raise PlannedFailure
 
 
-def fail_when_it_comes_back(module: Any, args: Any, output: torch.Tensor) -> None:
-    """A forward hook that makes the backward raise at the output."""
+def fail_in_backward(module: Any, args: Any, output: torch.Tensor) -> None:
+    """Forward hook that makes the backward raise at the output."""
     output.register_hook(fail)
 
 

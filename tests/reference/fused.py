@@ -1,4 +1,4 @@
-"""A linear layer whose kernel adds its weight gradient to the flat buffer by itself."""
+"""A linear layer whose kernel adds its weight gradient to the flat buffer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatron_fsdp_v2 import FSDPModule
 class FusedProduct(torch.autograd.Function):
     """The product of Megatron's and Transformer Engine's fused linear layers.
 
-    The kind `add` is Megatron's; `overwrite` asks in the forward whether to overwrite, as
-    Transformer Engine does from 2.15 on, and `late` in the backward, as before. `none` is like
-    `late` and returns no gradient.
+    The kind `add` is Megatron's. `overwrite` reads `overwrite_main_grad` in the forward, as
+    Transformer Engine does from 2.15 on, and `late` in the backward, as older versions do. `none`
+    is like `late` and returns no gradient.
     """
 
     @staticmethod
@@ -38,7 +38,7 @@ class FusedProduct(torch.autograd.Function):
             target = ctx.weight.main_grad
             target.copy_(product) if overwrites else target.add_(product)
         ctx.weight.grad_added_to_main_grad = True
-        # A placeholder with invalid values, which has to be dropped.
+        # A placeholder with invalid values, which must be dropped.
         dummy = None if ctx.kind == "none" else torch.full_like(weight, float("nan"))
         if getattr(weight, "zero_out_wgrad", False):
             dummy = torch.zeros_like(weight)

@@ -8,10 +8,10 @@ import torch
 
 
 class LateProduct(torch.autograd.Function):
-    """`x @ weight.t()` of `x` of any number of dimensions.
+    """`x @ weight.t()` for `x` of any number of dimensions.
 
-    A function is called with `weight`, the gradient of the product and `x`, the latter two as
-    matrices; it may return a placeholder for the weight's gradient.
+    The backward calls the function `leave` with `weight`, the gradient of the product and `x`, the
+    latter two as matrices; `leave` may return a placeholder for the weight's gradient.
     """
 
     @staticmethod

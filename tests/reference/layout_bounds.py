@@ -1,4 +1,4 @@
-"""Shapes of units of real models, and what layouts of them could be at best (docs/layout.md).
+"""Shapes of units of real models, and lower bounds of their layouts (docs/layout.md).
 
 The bounds share no code with the planner. All numbers are elements of a slice, summed over flat
 buffers.
@@ -72,7 +72,7 @@ def contiguous_bound(shapes: Sequence[Shape], num_shards: int) -> int:
 def _least(
     blocks: Sequence[Sequence[tuple[int, int]]], row: int, numel: int, num_shards: int, limit: int
 ) -> int:
-    """Smallest slices of buffers for these blocks plus one for the remaining rows of `numel`."""
+    """Return the smallest slices of buffers for these blocks and one for the rest of `numel`."""
     if not blocks:
         return -(-max(numel, 0) // (num_shards * row)) * row
     fixed = sum(n for _, n in blocks[0])
@@ -93,7 +93,7 @@ def _least(
 
 
 def _partitions(items: Sequence[tuple[int, int]]) -> Iterator[list[list[tuple[int, int]]]]:
-    """All partitions of the items."""
+    """Yield all partitions of the items."""
     for labels in itertools.product(*(range(i + 1) for i in range(len(items)))):
         if sorted(set(labels)) == list(range(len(set(labels)))):
             blocks: list[list[tuple[int, int]]] = [[] for _ in set(labels)]
@@ -152,24 +152,24 @@ REAL_UNITS: dict[str, tuple[list[Shape], tuple[int, ...]]] = {
     "GPT-2, layer": (_gpt2(), (2, 3, 4, 8, 64, 1024)),
     "GPT-2, root": ([(50257, 768), (1024, 768), (768,), (768,)], (2, 3, 4, 8, 64, 1024)),
 }
-"""Shapes and numbers of ranks."""
+"""Shapes and numbers of ranks by unit."""
 
 
 def numel_of(shapes: Sequence[Shape]) -> int:
-    """Elements of all parameters."""
+    """Return the number of elements of all parameters."""
     return sum(math.prod(shape) for shape in shapes)
 
 
 def fits(items: Sequence[tuple[int, int]], num_shards: int, size: int, line: int = 1) -> bool:
-    """Whether any order fits in slices of this size, each item at the first legal offset.
+    """Return whether any order fits in slices of this size, each item at the first legal offset.
 
-    The first legal offset is best for all that follow, so this misses no layout.
+    The first legal offset is best for all later items, so the search misses no layout.
 
     Args:
-        items: Elements of each parameter, and how many of them must not be cut.
+        items: Elements of each parameter and of its granule, which must not be split.
         num_shards: Number of slices.
         size: Elements of a slice.
-        line: Elements that starts of parameters are aligned to.
+        line: Alignment of the starts of parameters, in elements.
     """
     for order in set(itertools.permutations(items)):
         start = 0

@@ -1,4 +1,4 @@
-"""Small models whose sizes make shards uneven and some of them empty."""
+"""Small models whose sizes make some shards uneven and some empty."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OUTPUT = 3
 
 
 class Formula(nn.Module):
-    """Submodules by name, and a forward given as a function of the module and its arguments."""
+    """A module with given submodules and a given forward function."""
 
     def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Skipping(Stack):
 
 
 class Detached(Stack):
-    """The last block sees a detached input next to the live one."""
+    """The second block gets a detached input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.input(x)
@@ -185,7 +185,7 @@ class TiedInside(nn.Module):
 
 
 class Experts(nn.Module):
-    """A unit of a shared layer and three experts, of which a forward uses the given ones."""
+    """A unit of a shared layer and three experts; a forward uses the experts in `active`."""
 
     active: tuple[int, ...] = (0, 1, 2)
 
@@ -202,11 +202,11 @@ class Experts(nn.Module):
 
 
 MixtureOfExperts = functools.partial(Stack, 2, block=Experts)
-"""Blocks with experts; the experts with tokens differ between ranks."""
+"""Blocks with experts; ranks may use different experts."""
 
 
 class DoubleExperts(Experts):
-    """Experts with another dtype than the rest of the unit: a group a rank may leave unused."""
+    """Experts in fp64, so that they form a parameter group that a rank may leave unused."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__(width)
@@ -257,7 +257,7 @@ class Nested(nn.Module):
 
 
 class Elementless(nn.Module):
-    """Parameters without elements beside others, in a unit and alone in one."""
+    """Parameters without elements, next to others and alone in a module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ class Elementless(nn.Module):
         self.linear = nn.Linear(INPUT, 2)
 
     def reset_parameters(self) -> None:
-        """There is nothing to set here."""
+        """Do nothing: the parameters have no elements."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         empty = (self.rows, self.columns, self.stacked, self.frozen)

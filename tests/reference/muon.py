@@ -18,7 +18,7 @@ def orthogonalized(
     eps: float = 1e-7,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Newton-Schulz on one matrix in a dtype."""
+    """Orthogonalize one matrix by Newton-Schulz iterations in a dtype."""
     a, b, c = quintic
     x = matrix.to(dtype)
     if x.shape[0] > x.shape[1]:
@@ -32,7 +32,7 @@ def orthogonalized(
 
 
 def rate_factor(name: str | None, rows: int, cols: int) -> float:
-    """Factor of the learning rate for a matrix of this shape."""
+    """Return the factor of the learning rate for a matrix of this shape."""
     if name == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, cols))
     return math.sqrt(max(1.0, rows / cols))

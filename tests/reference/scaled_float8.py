@@ -1,6 +1,6 @@
-"""A weight format in one file: 8 bits per element and one scale per weight, on a CPU.
+"""A weight format in one file: 8 bits per element and one scale per weight.
 
-The equivalent of an adapter's format, without a library.
+The format is like those of an adapter, but needs no library and runs on a CPU.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ScaledFloat8(torch.Tensor):
         return f"ScaledFloat8({tuple(self.shape)})"
 
     def numbers(self) -> torch.Tensor:
-        """The dequantized values in fp32."""
+        """Return the dequantized values in fp32."""
         return self.payload.float() * self.scale
 
     @classmethod
@@ -73,7 +73,7 @@ def quantized(weight: torch.Tensor) -> ScaledFloat8:
 
 
 def scale_of(largest: torch.Tensor) -> torch.Tensor:
-    """Scales of weights from their largest absolute values."""
+    """Return the scales of weights with these largest absolute values."""
     return torch.where(largest > 0, largest / LARGEST, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Trainings of a pattern: unsharded with all ranks' data, and sharded; and their comparison."""
+"""Training of a pattern, unsharded with all ranks' data and sharded, and the comparison."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Trace:
 
 
 @dataclass
-class Hands:
-    """How a training touches its model: the difference between sharded and unsharded.
+class ModelAccess:
+    """Access to the model of a training, which differs between sharded and unsharded models.
 
     Attributes:
-        ranks: Ranks whose data this process sees.
+        ranks: Ranks whose data this process uses.
         weight: Factor of every loss before its backward.
-        held: Copies the part of a parameter or gradient that this process holds.
+        held: Copies this process's rows of a parameter or gradient.
         syncs: Returns the context of a backward, given whether it is the last of a step.
     """
 
@@ -52,8 +52,10 @@ class Hands:
     syncs: Callable[[nn.Module, bool], contextlib.AbstractContextManager[Any]]
 
 
-def sharded_hands(pattern: Pattern, copy: Callable[[torch.Tensor], Any] = torch.clone) -> Hands:
-    """How the training of a pattern touches a sharded model."""
+def sharded_access(
+    pattern: Pattern, copy: Callable[[torch.Tensor], Any] = torch.clone
+) -> ModelAccess:
+    """Return the access to a sharded model for the training of a pattern."""
 
     @contextlib.contextmanager
     def syncs(model: Any, is_last: bool) -> Iterator[None]:
@@ -69,7 +71,7 @@ def sharded_hands(pattern: Pattern, copy: Callable[[torch.Tensor], Any] = torch.
         if pattern.sync == "finalized" and is_last:
             model.finalize_backward()
 
-    return Hands(
+    return ModelAccess(
         ranks=[dist.get_rank()],
         weight=1.0,
         held=lambda tensor: copy(tensor.to_local().detach()),  # type: ignore[attr-defined]
@@ -80,11 +82,11 @@ def sharded_hands(pattern: Pattern, copy: Callable[[torch.Tensor], Any] = torch.
 def run(
     pattern: Pattern,
     model: nn.Module,
-    hands: Hands,
+    hands: ModelAccess,
     evaluates_rank: int,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Trace:
-    """Train a model as a pattern says, with an optimizer of the pattern if none is given."""
+    """Train a model by a pattern, with the optimizer of the pattern if none is given."""
     trace = Trace()
     optimizer = optimizer or pattern.optimizer(model.parameters())
 
@@ -148,13 +150,13 @@ def _fail(pattern: Pattern, model: Any, rank: int) -> None:
 
 
 def built(pattern: Pattern) -> Any:
-    """The model with its initial values, which are the same in every process."""
+    """Build the model with its initial values, which are identical in every process."""
     torch.manual_seed(0)
     return pattern.build()
 
 
 def shard_units(pattern: Pattern, model: nn.Module, shard: Callable[[Any], Any]) -> Any:
-    """Make the units of a pattern, and then the whole model, units by calls of `shard`."""
+    """Call `shard` on the units of a pattern and then on the whole model."""
     for unit in pattern.units(model):
         shard(unit)
     shard(model)
@@ -167,7 +169,7 @@ def train_reference(
     evaluates_rank: int,
     copy: Callable[[torch.Tensor], Any] = torch.clone,
 ) -> Trace:
-    """The plain loop: one process, every rank's data, mean over ranks.
+    """Train the unsharded model in one process on the data of all ranks, with the mean over ranks.
 
     Args:
         pattern: The training.
@@ -175,7 +177,7 @@ def train_reference(
         evaluates_rank: Rank whose evaluations it runs.
         copy: Copies a gradient or parameter for the trace.
     """
-    hands = Hands(
+    hands = ModelAccess(
         ranks=list(range(world_size)),
         weight=1.0 / world_size,
         held=lambda tensor: copy(tensor.detach().to_dense()),
@@ -187,15 +189,15 @@ def train_reference(
 def train_sharded(
     pattern: Pattern, shard: Callable[[Any], Any], copy: Callable[[torch.Tensor], Any] = torch.clone
 ) -> Trace:
-    """The sharded model, on this rank's data. Collective.
+    """Train the sharded model on this rank's data. Collective.
 
     Args:
         pattern: The training.
-        shard: Makes a module a unit.
+        shard: Shards a module as a unit.
         copy: Copies the rows of a gradient or parameter for the trace.
     """
     model = shard_units(pattern, built(pattern), shard)
-    trace = run(pattern, model, sharded_hands(pattern, copy), dist.get_rank())
+    trace = run(pattern, model, sharded_access(pattern, copy), dist.get_rank())
     losses = torch.tensor(trace.losses, dtype=torch.float64)
     dist.all_reduce(losses)
     trace.losses = (losses / dist.get_world_size()).tolist()
@@ -206,7 +208,7 @@ def train_sharded(
 
 
 def compare(trace: Trace, reference: Trace) -> float:
-    """The largest relative error of losses, evaluations, gradients and parameters."""
+    """Return the largest relative error of losses, evaluations, gradients and parameters."""
     errors = list(_errors_of_results(trace, reference))
     for found, expected in zip(trace.grads, reference.grads, strict=True):
         assert found.keys() == expected.keys()
@@ -214,7 +216,7 @@ def compare(trace: Trace, reference: Trace) -> float:
         for name, grad in expected.items():
             (start, end), other = trace.rows[name], found[name]
             if grad is None or not grad.any():
-                # Nothing used it: no gradient, or zero where others of its unit have one.
+                # Unused parameter: no gradient, or zero if other parameters of the unit have one.
                 assert other is None or not other.any(), name
             elif start == end:
                 assert other is None, f"{name} has a gradient for an empty shard"
@@ -226,13 +228,13 @@ def compare(trace: Trace, reference: Trace) -> float:
 
 
 def error_of_params(trace: Trace, reference: Trace) -> float:
-    """The largest relative error of parameters."""
+    """Return the largest relative error of parameters."""
     held = {name: (trace.rows[name], param) for name, param in trace.params.items()}
     return max(distances(held, reference.params))
 
 
 def _errors_of_results(trace: Trace, reference: Trace) -> Iterator[float]:
-    """Relative errors of losses and evaluations; integers have to be equal."""
+    """Yield the relative errors of losses and evaluations; assert that integers are equal."""
     (mine, spec), (theirs, other) = (
         tree_flatten((t.losses, t.evaluations)) for t in (trace, reference)
     )
@@ -249,7 +251,7 @@ def _errors_of_results(trace: Trace, reference: Trace) -> Iterator[float]:
 
 
 def same_bits(first: Trace, second: Trace) -> bool:
-    """Whether two trainings gave the same bits."""
+    """Return whether two trainings are bitwise identical."""
     (mine, spec), (theirs, other) = (
         tree_flatten((t.losses, t.evaluations, t.grads, t.params)) for t in (first, second)
     )
@@ -260,7 +262,7 @@ def same_bits(first: Trace, second: Trace) -> bool:
 
 
 def distances(mine: dict[str, Any], theirs: dict[str, torch.Tensor]) -> list[float]:
-    """Relative error of every tensor: norm of the difference over norm.
+    """Return the relative error of every tensor: norm of the difference over norm.
 
     For a gradient that is almost zero by cancellation the reference is a third of the norm of all
     gradients, since its rounding errors come from terms of that size.

@@ -37,7 +37,7 @@ class TwoWay(torch.Tensor):
         return f"TwoWay({tuple(self.shape)})"
 
     def numbers(self, way: int) -> torch.Tensor:
-        """The values of the forward (0) or backward (1) payload in fp32."""
+        """Return the values of the forward (0) or backward (1) payload in fp32."""
         form = self.forms[way]
         assert form is not None, f"the form for use {way} is not there"
         return form.view(FORMS[way]).float()

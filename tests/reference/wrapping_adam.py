@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 class WrappingAdam(torch.optim.Optimizer):
     """Adam with decoupled weight decay on local rows.
 
-    Its moments are wrapped in DTensors with the parameter's placements, also those of parameters
-    without a gradient.
+    The moments of all parameters, also of parameters without a gradient, are DTensors with the
+    parameter's placements.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.model import Model
 from tests.gpu import machine
-from tests.gpu.test_overlap import hidden_share
+from tests.gpu.test_overlap import overlap_fraction
 from tests.gpu.test_speed import MODELS, flops_of, num_params
 from tests.processes import ROOT, ran
 
@@ -19,7 +19,7 @@ FILES = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
 
 
 def _rehearsed(*words: str | Path) -> str:
-    """What pytest writes of checks on a CPU, none of which fails."""
+    """Run checks on a CPU, assert that none fails, and return the output of pytest."""
     command = ("-m", "pytest", "-v", "--device", "cpu", "--ranks", "2", "--small")
     done = ran(sys.executable, *command, *words)
     assert done.returncode == 0, done.stdout[-3000:]
@@ -27,8 +27,8 @@ def _rehearsed(*words: str | Path) -> str:
 
 
 @pytest.mark.functional
-def test_a_check_on_a_cpu_describes_the_machine_and_one_of_a_gpu_is_skipped() -> None:
-    name = "sharded_parameters_is_muon or sanitizer_reports_a_race"
+def test_cpu_run_describes_the_machine_and_skips_gpu_only_checks() -> None:
+    name = "sharded_parameters_matches_muon or sanitizer_reports_a_race"
     written = _rehearsed("tests/gpu/test_training.py", "tests/gpu/test_sanitizer.py", "-k", name)
     assert "1 passed, 1 skipped" in written
     assert "needs a GPU" in written
@@ -39,14 +39,14 @@ def test_a_check_on_a_cpu_describes_the_machine_and_one_of_a_gpu_is_skipped() ->
 @pytest.mark.functional
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_check_is_rehearsed_on_a_cpu(file: Path) -> None:
-    # A check that a CPU cannot verify is skipped with this reason after it has run.
+    # A check that a CPU cannot verify runs and is then skipped with this reason.
     assert re.search(r"\d+ passed|; rehearsed on a CPU", _rehearsed(file, "-rs"))
 
 
 @pytest.mark.parametrize(
     ("driver", "can_run"), [("580.65.06", True), ("470.1", False), ("", False)]
 )
-def test_an_old_driver_and_a_missing_package_are_said(
+def test_old_driver_and_missing_package_are_reported(
     monkeypatch: pytest.MonkeyPatch, driver: str, can_run: bool
 ) -> None:
     monkeypatch.setattr(machine, "_output", lambda *words: driver)
@@ -59,13 +59,13 @@ def test_an_old_driver_and_a_missing_package_are_said(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_checks_on_gpus_without_a_gpu_end_with_code_2_and_the_reason() -> None:
+def test_device_cuda_without_a_gpu_exits_with_code_2_and_the_reason() -> None:
     done = ran(sys.executable, "-m", "pytest", "tests/gpu/test_host.py", "--device", "cuda")
     assert done.returncode == 2
     assert re.search(r"_pytest.outcomes.Exit: (.*NVIDIA's driver|there is no GPU)", done.stdout)
 
 
-def test_the_hidden_share_of_communication_comes_from_times_of_kernels() -> None:
+def test_overlap_fraction_is_computed_from_kernel_times() -> None:
     kernels = [
         ("ncclDevKernel_AllGather", (0.0, 10.0)),
         ("gemm", (4.0, 8.0)),
@@ -73,8 +73,8 @@ def test_the_hidden_share_of_communication_comes_from_times_of_kernels() -> None
         ("ncclDevKernel_ReduceScatter", (20.0, 30.0)),
         ("Memset", (29.0, 40.0)),
     ]
-    assert hidden_share(kernels) == pytest.approx((5 + 1) / 20)
-    assert hidden_share(kernels[1:3]) is None
+    assert overlap_fraction(kernels) == pytest.approx((5 + 1) / 20)
+    assert overlap_fraction(kernels[1:3]) is None
 
 
 @pytest.mark.parametrize(("name", "number"), [("1B", 1e9), ("8B", 8e9)])
@@ -83,11 +83,11 @@ def test_parameters_and_flops_are_those_of_the_model(name: str, number: float) -
     with torch.device("meta"):
         counted = sum(param.numel() for param in Model(setting.shape).parameters())
     assert num_params(setting.shape) == counted == pytest.approx(number, rel=0.06)
-    # Six per parameter and token; the embedding has no product, attention has up to a quarter more.
+    # Six per parameter and token, without the embedding; attention adds up to a quarter.
     tokens = setting.shape.batch * setting.shape.length
     assert 0.9 < flops_of(setting) / (6 * counted * tokens) < 1.25
 
 
-def test_the_page_says_what_every_file_of_checks_proves() -> None:
+def test_page_has_a_row_for_every_file_of_checks() -> None:
     page = (ROOT / "docs" / "gpu.md").read_text()
     assert [file.name for file in FILES if f"| `{file.name}` |" not in page] == []

@@ -1,4 +1,4 @@
-"""Checkpoints for the tests here: written, damaged, and compared bit by bit."""
+"""Functions that write, damage and bitwise compare checkpoints."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megatron_fsdp_v2.checkpoint.writing import Blocks, pickled
 from megatron_fsdp_v2.cli import main
 
 FIRST = "__0_0.distcp"
-"""The file of data that one process writes."""
+"""Name of the first data file."""
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 def ckpt(*words: object) -> int:
-    """The exit code of `megatron-fsdp-v2 ckpt`."""
+    """Run `megatron-fsdp-v2 ckpt` and return its exit code."""
     return main(["ckpt", *map(str, words)])
 
 
@@ -34,13 +34,13 @@ def write_folder(
     *,
     cut: int | None = None,
 ) -> Path:
-    """A checkpoint folder as several ranks write it.
+    """Write a checkpoint folder with tensors in chunks, as several ranks do; return its path.
 
     Args:
         path: The folder.
-        tensors: What it holds, by name.
-        objects: Other things in it.
-        cut: Row at which tensors with more rows are cut in two chunks.
+        tensors: Tensors by name.
+        objects: Other objects by name.
+        cut: Row at which tensors with more rows are split into two chunks.
     """
     entries: dict[str, object] = {}
     for name, data in tensors.items():
@@ -63,7 +63,7 @@ def flip(file: Path, position: int) -> None:
 
 @contextlib.contextmanager
 def changed_metadata(path: Path) -> Iterator[Metadata]:
-    """A folder's metadata, to be changed; the folder has no manifest that would tell any more."""
+    """Yield a folder's metadata for changes; write the metadata and remove the manifest."""
     file = path / METADATA
     metadata: Metadata = pickle.loads(file.read_bytes())
     yield metadata
@@ -73,7 +73,7 @@ def changed_metadata(path: Path) -> Iterator[Metadata]:
 
 @contextlib.contextmanager
 def no_file_longer_than(nbytes: int) -> Iterator[None]:
-    """Simulate a disk that becomes full: writes beyond this length of a file fail."""
+    """Simulate a full disk: writes beyond this file size fail."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:
@@ -83,12 +83,12 @@ def no_file_longer_than(nbytes: int) -> Iterator[None]:
 
 
 def names_in(folder: Path) -> list[str]:
-    """What a folder holds."""
+    """Return the sorted names of a folder's entries."""
     return sorted(path.name for path in folder.iterdir())
 
 
 def same_bits(mine: Tensors, theirs: Tensors) -> bool:
-    """Whether tensors are the same by name, shape, dtype and every bit, as float8 needs."""
+    """Assert equal names, shapes, dtypes and bits, also for float8; return True."""
 
     def plain(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.reshape(-1).contiguous().view(torch.uint8)

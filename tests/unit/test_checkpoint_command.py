@@ -1,4 +1,4 @@
-"""`megatron-fsdp-v2 ckpt`: what it prints and returns."""
+"""Output and exit codes of `megatron-fsdp-v2 ckpt`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from megatron_fsdp_v2.checkpoint import exporting
 from tests.processes import ROOT
 from tests.unit.checkpoints import FIRST, ckpt, flip, names_in, no_file_longer_than, write_folder
 
-type Says = Callable[..., str]
+type OutputOf = Callable[..., str]
 
 
 def declared(group: str) -> dict[str, EntryPoint]:
-    """Entry points as the project declares them, installed or not."""
+    """Return the entry points that pyproject.toml declares, whether installed or not."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return {
         name: EntryPoint(name, value, group)
@@ -35,15 +35,15 @@ def declared(group: str) -> dict[str, EntryPoint]:
 
 
 @pytest.fixture(autouse=True)
-def as_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def declared_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "discover_commands", lambda: declared(cli.COMMAND_GROUP))
     for module in (exporting, converters):
         monkeypatch.setattr(module, "entry_points", lambda group: tuple(declared(group).values()))
 
 
 @pytest.fixture
-def says(capsys: pytest.CaptureFixture[str]) -> Says:
-    """What the command writes, or the error where it is to end with 2: `says("verify", path)`."""
+def output_of(capsys: pytest.CaptureFixture[str]) -> OutputOf:
+    """Run a command; return its output, or its error for status 2: `output_of("verify", path)`."""
 
     def call(*words: object, status: int = 0) -> str:
         assert ckpt(*words) == status
@@ -61,8 +61,8 @@ def folder(tmp_path: Path) -> Path:
     return write_folder(tmp_path / "checkpoint", tensors, {"extra": {"step": 3}})
 
 
-def test_inspect_lists_names_in_natural_order(folder: Path, says: Says) -> None:
-    lines = [line.split() for line in says("inspect", folder).splitlines()]
+def test_inspect_lists_names_in_natural_order(folder: Path, output_of: OutputOf) -> None:
+    lines = [line.split() for line in output_of("inspect", folder).splitlines()]
     layers = [f"model.layers.{number}.weight" for number in (0, 2, 10)]
     names = ["extra", "model.embedding.table.weight", *layers, "optimizer.state.exp_avg"]
     assert [line[0] for line in lines[:-2]] == names
@@ -70,13 +70,13 @@ def test_inspect_lists_names_in_natural_order(folder: Path, says: Says) -> None:
     assert lines[1] == [names[1], "(2,", "3)", "bfloat16", "12", "B"]
     assert lines[-2] == ["total", "5", "tensors", "12.0", "KiB"]
     assert " ".join(lines[-1]).startswith("manifest of version 1: saved by 1 ranks")
-    first, second, *_ = says("inspect", folder, "--depth", 1).splitlines()
+    first, second, *_ = output_of("inspect", folder, "--depth", 1).splitlines()
     assert first.split()[:2] == ["extra", "object"]
     assert second.split() == ["model", "4", "tensors", "12.0", "KiB"]
 
 
-def test_inspect_writes_json(folder: Path, says: Says) -> None:
-    found = json.loads(says("inspect", folder, "--json"))
+def test_inspect_writes_json(folder: Path, output_of: OutputOf) -> None:
+    found = json.loads(output_of("inspect", folder, "--json"))
     expected = {"shape": [4, 256], "dtype": "float32", "nbytes": 4096, "chunks": 1}
     assert found["tensors"]["model.layers.10.weight"] == expected
     assert list(found["objects"]) == ["extra"]
@@ -85,25 +85,27 @@ def test_inspect_writes_json(folder: Path, says: Says) -> None:
 
 
 def test_verify_returns_0_for_a_good_checkpoint_and_1_for_a_damaged_one(
-    folder: Path, says: Says
+    folder: Path, output_of: OutputOf
 ) -> None:
-    assert "undamaged; 2 files" in says("verify", folder)
+    assert "undamaged; 2 files" in output_of("verify", folder)
     content = (folder / FIRST).read_bytes()
     flip(folder / FIRST, content.index(struct.pack("<2f", 10.0, 10.0)))
-    out = says("verify", folder, status=1)
+    out = output_of("verify", folder, status=1)
     assert "DAMAGED (1 problem); 2 files" in out
     assert "model.layers.10.weight" in out
 
 
-def test_export_says_what_it_wrote_and_what_it_left_out(
-    folder: Path, tmp_path: Path, says: Says
+def test_export_prints_written_and_omitted_tensors(
+    folder: Path, tmp_path: Path, output_of: OutputOf
 ) -> None:
     out = tmp_path / "model.safetensors"
-    written = says("export", folder, out, "--dtype", "bfloat16", "--max-shard-size", "5MB")
+    written = output_of("export", folder, out, "--dtype", "bfloat16", "--max-shard-size", "5MB")
     assert f"{out}: 4 tensors, 6.0 KiB\n" in written
     assert "left out: optimizer.state.exp_avg, extra" in written
     assert all(tensor.dtype == torch.bfloat16 for tensor in load_file(out).values())
-    written = says("export", folder, tmp_path / "sharded.safetensors", "--max-shard-size", "5KB")
+    written = output_of(
+        "export", folder, tmp_path / "sharded.safetensors", "--max-shard-size", "5KB"
+    )
     assert "sharded.safetensors.index.json and 3 files beside it: 4 tensors" in written
 
 
@@ -126,7 +128,7 @@ def test_export_says_what_it_wrote_and_what_it_left_out(
         ("export {0}/checkpoint {0}/m.pt --prefix x.", "no tensors called x.*"),
     ],
 )
-def test_what_is_not_possible_is_one_sentence_and_2(
+def test_impossible_requests_print_one_sentence_and_return_2(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, problem: str
 ) -> None:
     for name in ("files", "empty"):
@@ -140,20 +142,20 @@ def test_what_is_not_possible_is_one_sentence_and_2(
 
 
 @pytest.mark.parametrize("target", ["m", "m.pt", "m.safetensors"])
-def test_a_conversion_that_finds_no_space_says_so_and_leaves_nothing(
-    folder: Path, tmp_path: Path, says: Says, target: str
+def test_conversion_on_a_full_disk_reports_it_and_leaves_no_files(
+    folder: Path, tmp_path: Path, output_of: OutputOf, target: str
 ) -> None:
     with no_file_longer_than(2000):
-        said = says("convert", folder, tmp_path / target, status=2)
+        said = output_of("convert", folder, tmp_path / target, status=2)
     assert said == f"[Errno 27] a file may not become that long: '{tmp_path / target}'\n"
     assert names_in(tmp_path) == ["checkpoint"]
-    says("convert", folder, tmp_path / target)
+    output_of("convert", folder, tmp_path / target)
 
 
 @pytest.mark.parametrize(
     ("option", "value"), [("--dtype", "int8"), ("--max-shard-size", "5 apples")]
 )
-def test_an_option_that_makes_no_sense_is_rejected(
+def test_invalid_option_values_are_rejected(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, value: str
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
@@ -174,7 +176,7 @@ def test_adapters_are_found_by_their_declared_entry_points() -> None:
 
 
 class OneOption:
-    """A format with an option of its own."""
+    """A converter with a separate option."""
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--iteration", type=int)
@@ -192,11 +194,11 @@ def _offer(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setattr(converters, "entry_points", lambda group: [point])
 
 
-def test_a_format_of_another_program_takes_its_own_options(
-    monkeypatch: pytest.MonkeyPatch, says: Says
+def test_converters_of_other_packages_have_their_own_options(
+    monkeypatch: pytest.MonkeyPatch, output_of: OutputOf
 ) -> None:
     _offer(monkeypatch, "other", f"{__name__}:one_option")
-    written = says("convert", "--to", "other", "from", "here", "--iteration", "7", status=3)
+    written = output_of("convert", "--to", "other", "from", "here", "--iteration", "7", status=3)
     assert written == "from to here at 7"
 
 
@@ -208,9 +210,9 @@ def test_a_format_of_another_program_takes_its_own_options(
         ("--to none", f"{__name__}:one_option", "no format is called 'none'; known are other"),
         ("--to other", "no_such.at_all:converter", "needs no_such, which cannot be imported"),
     ],
-    ids=["option of files", "option of no format", "no such format", "no such package"],
+    ids=["option of file formats", "option without format", "unknown format", "missing package"],
 )
-def test_a_format_that_does_not_fit_or_whose_package_is_missing_is_rejected(
+def test_unknown_formats_and_options_and_missing_packages_are_rejected(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, words: str, point: str, problem: str
 ) -> None:
     _offer(monkeypatch, "other", point)

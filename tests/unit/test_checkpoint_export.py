@@ -1,4 +1,4 @@
-"""One plain file of a checkpoint folder, and from any kind of file to any other."""
+"""Export of a checkpoint folder to one plain file, and conversion between all kinds of files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def model() -> Tensors:
 
 
 def write(path: Path, tensors: Tensors, cut: int = 1) -> Path:
-    """A folder as several ranks write it: rows in two chunks, other things beside the model."""
+    """Write a checkpoint folder: rows in two chunks, optimizer state and an object."""
     model = {f"model.{name}": data for name, data in tensors.items()}
     moment = {"optimizer.state.scale.exp_avg": torch.tensor(1.0)}
     return write_folder(path, model | moment, {"extra": {"step": 3}}, cut=cut)
@@ -56,7 +56,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def load_plainly(file: Path) -> Tensors:
-    """What another program finds in a file."""
+    """Load a file with the libraries of other programs."""
     if file.suffix == ".safetensors":
         return load_file(file)
     loaded: Tensors = torch.load(file, weights_only=True, mmap=True)
@@ -75,7 +75,7 @@ def load_sharded(index: Path) -> Tensors:
     return found
 
 
-def test_one_safetensors_file_holds_the_model_bit_by_bit(folder: Path, tmp_path: Path) -> None:
+def test_safetensors_file_is_bitwise_identical_to_the_model(folder: Path, tmp_path: Path) -> None:
     done = export(folder, tmp_path / "model.safetensors")
     assert done.files == (tmp_path / "model.safetensors",)
     assert same_bits(load_file(done.files[0]), model())
@@ -87,7 +87,7 @@ def test_one_safetensors_file_holds_the_model_bit_by_bit(folder: Path, tmp_path:
 
 
 @pytest.mark.parametrize("limit", [2 * 6 * 4 * 4, 1], ids=["several in a file", "too small"])
-def test_a_limit_makes_shards_and_an_index_as_hugging_face_has_them(
+def test_size_limit_writes_shards_and_an_index_in_hugging_face_format(
     folder: Path, tmp_path: Path, limit: int
 ) -> None:
     done = export(folder, tmp_path / "out" / "model.safetensors", max_shard_bytes=limit)
@@ -97,7 +97,7 @@ def test_a_limit_makes_shards_and_an_index_as_hugging_face_has_them(
     assert index.name == "model.safetensors.index.json"
     assert names_in(tmp_path / "out") == sorted([*names, index.name])
     assert same_bits(load_sharded(index), model())
-    # A tensor that is longer than the limit has a file of its own.
+    # A tensor that exceeds the limit has a separate file.
     held = [list(load_file(shard).values()) for shard in shards]
     assert all(len(t) == 1 or sum(each.nbytes for each in t) <= limit for t in held)
     assert len(shards) > 2
@@ -105,7 +105,7 @@ def test_a_limit_makes_shards_and_an_index_as_hugging_face_has_them(
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
-def test_a_dtype_converts_floating_point_tensors_alone(
+def test_dtype_converts_only_floating_point_tensors(
     folder: Path, tmp_path: Path, suffix: str
 ) -> None:
     (file,) = export(folder, tmp_path / f"m{suffix}", dtype=torch.bfloat16).files
@@ -115,7 +115,7 @@ def test_a_dtype_converts_floating_point_tensors_alone(
     assert same_bits(load_plainly(file), expected)
 
 
-def test_what_cannot_be_converted_is_rejected_by_name(folder: Path, tmp_path: Path) -> None:
+def test_unsupported_conversions_are_rejected(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"dtype is torch\.int8; .* float32, bfloat16"):
         export(folder, tmp_path / "m.pt", dtype=torch.int8)
     large = write(tmp_path / "large", {"big.weight": torch.full((2, 2), 1e6)})
@@ -132,7 +132,7 @@ def test_what_cannot_be_converted_is_rejected_by_name(folder: Path, tmp_path: Pa
         export(folder, tmp_path / "m.safetensors", max_shard_bytes=0)
 
 
-def test_nothing_is_overwritten(folder: Path, tmp_path: Path) -> None:
+def test_existing_files_are_not_overwritten(folder: Path, tmp_path: Path) -> None:
     """Files of the same name, another model's shards, and names of unfinished files."""
     out = tmp_path / "out"
     out.mkdir()
@@ -162,17 +162,17 @@ def test_nothing_is_overwritten(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_links", [True, False])
-def test_a_file_that_comes_while_an_export_is_written_stays(
+def test_file_created_during_an_export_is_not_overwritten(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
 ) -> None:
     if not has_links:
         monkeypatch.setattr(os, "link", mock.Mock(side_effect=PermissionError("no links here")))
     out = tmp_path / "out"
 
-    def comes(written: Path) -> None:
+    def create_file(written: Path) -> None:
         (out / "m-00002-of-00013.safetensors").write_text("mine")
 
-    monkeypatch.setattr(plain_files, "sync", comes)
+    monkeypatch.setattr(plain_files, "sync", create_file)
     with pytest.raises(ValueError, match=r"m-00002-of-00013\.safetensors already exists"):
         export(folder, out / "m.safetensors", max_shard_bytes=1)
     assert names_in(out) == ["m-00002-of-00013.safetensors"]
@@ -182,7 +182,7 @@ def test_a_file_that_comes_while_an_export_is_written_stays(
 
 
 @pytest.mark.parametrize("name", ["m.safetensors", "m.pt"])
-def test_an_export_that_fails_leaves_no_file(folder: Path, tmp_path: Path, name: str) -> None:
+def test_failed_export_leaves_no_file(folder: Path, tmp_path: Path, name: str) -> None:
     out, file = tmp_path / "out", folder / FIRST
     flip(file, file.stat().st_size // 2)
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp.*checksum"):
@@ -190,12 +190,12 @@ def test_an_export_that_fails_leaves_no_file(folder: Path, tmp_path: Path, name:
     assert list(out.iterdir()) == []
 
 
-# How a state dict was saved by torch, and which of it is the model.
+# State dicts with the model under a key, and with the model alone.
 NESTED = {"model": {"model.weight": torch.ones(2), "head": torch.zeros(1)}, "optim": torch.ones(3)}
 FLAT = {"model.weight": torch.ones(2), "head": torch.zeros(1)}
 
 
-def test_which_tensors_are_the_model_follows_from_how_they_were_saved(tmp_path: Path) -> None:
+def test_model_tensors_are_found_in_nested_and_flat_state_dicts(tmp_path: Path) -> None:
     dcp.save(NESTED, checkpoint_id=tmp_path / "nested", no_dist=True)
     dcp.save(FLAT, checkpoint_id=tmp_path / "flat", no_dist=True)
     dcp.save({"app": NESTED}, checkpoint_id=tmp_path / "deep", no_dist=True)
@@ -210,7 +210,7 @@ def test_which_tensors_are_the_model_follows_from_how_they_were_saved(tmp_path: 
 
 
 def saved_as(kind: str, path: Path, tensors: Tensors) -> Path:
-    """The model in a file of a kind, written by other programs."""
+    """Save the model as a kind of checkpoint with other libraries; return the path."""
     if kind == "folder":
         dcp.save({"model": tensors, "step": 3}, checkpoint_id=path / "source", no_dist=True)
         return path / "source"
@@ -240,7 +240,9 @@ def read_back(path: Path, like: Tensors) -> Tensors:
 
 @pytest.mark.parametrize("target", ["target", "target.pt", "target.safetensors"])
 @pytest.mark.parametrize("kind", ["folder", "pt", "safetensors", "sharded", "sharded-folder"])
-def test_any_kind_becomes_any_other_bit_by_bit(tmp_path: Path, kind: str, target: str) -> None:
+def test_conversions_between_all_kinds_are_bitwise_identical(
+    tmp_path: Path, kind: str, target: str
+) -> None:
     tensors = model()
     done = convert(saved_as(kind, tmp_path, tensors), tmp_path / target)
     assert done.num_tensors == len(tensors)
@@ -258,7 +260,7 @@ def test_any_kind_becomes_any_other_bit_by_bit(tmp_path: Path, kind: str, target
         (PlainTensor("a", (), torch.float32), "cannot be loaded as plain data"),
     ],
 )
-def test_a_pt_file_of_something_else_is_rejected(
+def test_pt_file_with_other_content_is_rejected(
     tmp_path: Path, value: object, problem: str
 ) -> None:
     torch.save(value, tmp_path / "source.pt")
@@ -266,7 +268,7 @@ def test_a_pt_file_of_something_else_is_rejected(
         convert(tmp_path / "source.pt", tmp_path / "target")
 
 
-def test_the_library_of_safetensors_is_named_where_it_is_missing(
+def test_missing_safetensors_library_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = saved_as("folder", tmp_path, model())
@@ -277,7 +279,7 @@ def test_the_library_of_safetensors_is_named_where_it_is_missing(
             convert(origin, tmp_path / target)
 
 
-def test_missing_safetensors_are_named(tmp_path: Path) -> None:
+def test_missing_safetensors_files_are_named(tmp_path: Path) -> None:
     index = saved_as("sharded", tmp_path, model())
     (tmp_path / "part1.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"incomplete: part1\.safetensors is missing"):
@@ -300,7 +302,7 @@ source, small, out, *kinds = sys.argv[1:]
 for number, kind in enumerate(kinds):
     suffix, _, dtype = kind.partition(" ")
     options = {"dtype": getattr(torch, dtype)} if dtype else {}
-    # Imports and caches of the first conversion do not count.
+    # Exclude imports and caches of the first conversion.
     convert(small, f"{out}/small{number}{suffix}", **options)
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
@@ -314,8 +316,8 @@ CHUNK = 8 * MIB
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak memory")
-def test_memory_is_one_file_or_one_tensor_of_a_folder(tmp_path: Path) -> None:
-    """And one chunk of a tensor, although each has four."""
+def test_peak_memory_is_one_file_or_one_tensor(tmp_path: Path) -> None:
+    """Peak memory is one file, or one tensor of a folder, plus one chunk of a tensor."""
     rows, cut = LARGEST // 4096, CHUNK // 4096
     entries = {f"model.{number}": Blocks((rows, 1024), torch.float32) for number in range(3)}
     for number, blocks in enumerate(entries.values()):
@@ -334,7 +336,7 @@ def test_memory_is_one_file_or_one_tensor_of_a_folder(tmp_path: Path) -> None:
     peaks = dict(zip(kinds, map(int, done.stdout.split()), strict=True))
     shown = {kind: f"{peak / MIB:.0f} MiB" for kind, peak in peaks.items()}
     assert min(peaks.values()) > 0.9 * LARGEST, shown
-    # A tensor that is converted is there in both dtypes.
+    # During a dtype conversion a tensor exists in both dtypes.
     assert peaks.pop(".safetensors bfloat16") < LARGEST * 3 // 2 + 6 * MIB, shown
     assert max(peaks.values()) < LARGEST + CHUNK + 6 * MIB, shown
 
@@ -349,9 +351,7 @@ def build_model():
 
 
 @pytest.mark.parametrize("limit", [1 << 30, 64], ids=["one-file", "several"])
-def test_the_script_of_the_documentation_loads_an_export_without_this_package(
-    tmp_path: Path, limit: int
-) -> None:
+def test_documented_script_loads_an_export_without_this_package(tmp_path: Path, limit: int) -> None:
     text = (ROOT / "docs" / "checkpoints.md").read_text()
     match = re.search(r"```python\n# load_export\.py\n(.*?)```", text, re.DOTALL)
     assert match is not None

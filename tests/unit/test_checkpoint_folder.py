@@ -1,4 +1,4 @@
-"""Reading a checkpoint folder: blocks into their places, nothing damaged, nothing run."""
+"""Reading a checkpoint folder: blocks, dtypes, incomplete saves and metadata."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_any_block_is_read_into_any_target(
     checkpoint: Path, rows: tuple[int, int], columns: tuple[int, int]
 ) -> None:
     expected = whole()[slice(*rows), slice(*columns)]
-    # A target that is itself a part of something else.
+    # A target that is a view of a larger tensor.
     around = torch.full((expected.shape[0] + 2, expected.shape[1] + 2), -1.0)
     target = around[1:-1, 1:-1]
     offset = (rows[0], columns[0])
@@ -77,7 +77,7 @@ def test_tensors_of_every_dtype_and_shape_are_read_as_torch_saved_them(
     assert same_bits({key: folder.read_tensor(key) for key in saved}, saved)
 
 
-def test_only_items_with_something_wanted_are_read(checkpoint: Path) -> None:
+def test_only_items_with_requested_elements_are_read(checkpoint: Path) -> None:
     storage = read_metadata(checkpoint).storage_data
     assert storage is not None
     info = storage[MetadataIndex(KEY, torch.Size((3, 0)))]
@@ -102,7 +102,7 @@ def test_items_are_held_one_at_a_time(checkpoint: Path, monkeypatch: pytest.Monk
     assert num_held == [0, 0]
 
 
-def test_a_save_that_was_cut_short_is_called_that(checkpoint: Path) -> None:
+def test_incomplete_save_is_reported(checkpoint: Path) -> None:
     unfinished = checkpoint.rename(checkpoint.with_name("checkpoint.incomplete"))
     with pytest.raises(CheckpointError, match="the save was cut short; use an older one"):
         CheckpointFolder(unfinished)
@@ -113,8 +113,8 @@ def test_a_save_that_was_cut_short_is_called_that(checkpoint: Path) -> None:
         CheckpointFolder(unfinished.rename(checkpoint))
 
 
-def test_metadata_may_have_the_plans_of_the_ranks_that_saved(checkpoint: Path) -> None:
-    """As Megatron's has, of which torch 2.15 writes what older versions leave out."""
+def test_save_plans_in_metadata_are_ignored(checkpoint: Path) -> None:
+    """Megatron's metadata has these plans, and torch writes them from 2.15 on."""
     (checkpoint / MANIFEST).unlink()
     metadata: Any = read_metadata(checkpoint)
     properties, chunk = TensorProperties(), ChunkStorageMetadata(torch.Size([0]), torch.Size([3]))

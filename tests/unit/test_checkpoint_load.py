@@ -1,4 +1,4 @@
-"""A load changes nothing where it fails, and else gives back all that was saved."""
+"""A failed load changes nothing; a successful load restores all saved values."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def trained(optimizer: Any = optim.AdamW, seed: int = 0, **options: Any) -> tupl
 
 
 def bits(model: nn.Module, optimizer: optim.Optimizer) -> Any:
-    """Everything that a load may change, to be compared with `==`."""
+    """Return a copy of all state that a load may change, comparable with `==`."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -50,10 +50,10 @@ def bits(model: nn.Module, optimizer: optim.Optimizer) -> Any:
     return copy.deepcopy([plain(model.state_dict()), plain(optimizer.state_dict())])
 
 
-def is_rejected(
+def assert_rejected(
     path: Path, model: Any, optimizer: Any, problem: str, *, strict: bool = True
 ) -> None:
-    """A load is an error and changes nothing."""
+    """Assert that a load raises and changes nothing."""
     before = bits(model, optimizer)
     with pytest.raises(CheckpointError, match=problem):
         checkpoint.load(path, model, optimizer, strict=strict)
@@ -78,8 +78,8 @@ def test_another_kind_of_optimizer_is_rejected(
     model, optimizer = trained(getattr(optim, there), **options)
     checkpoint.save(tmp_path / "k", model, optimizer)
     other, other_optimizer = trained(getattr(optim, here), seed=1)
-    is_rejected(tmp_path / "k", other, other_optimizer, problem, strict=strict)
-    # Weights alone are the same for all.
+    assert_rejected(tmp_path / "k", other, other_optimizer, problem, strict=strict)
+    # The weights alone can be loaded.
     checkpoint.load(tmp_path / "k", other)
 
 
@@ -102,33 +102,35 @@ def two_groups(model: Any) -> Any:
     return [{"params": model[0].parameters()}, {"params": [*model[1:].parameters()], "lr": 0.2}]
 
 
-def test_groups_of_other_parameters_are_rejected_and_named(tmp_path: Path) -> None:
+def test_groups_with_other_parameters_are_rejected_and_named(tmp_path: Path) -> None:
     model, optimizer = trained()
     checkpoint.save(tmp_path / "k", model, optimizer)
     other = net()
     split = optim.AdamW(two_groups(other))
-    is_rejected(tmp_path / "k", other, split, r"0\.weight and 1\.weight are in two groups of the")
+    assert_rejected(
+        tmp_path / "k", other, split, r"0\.weight and 1\.weight are in two groups of the"
+    )
     with pytest.warns(UserWarning, match="of other groups"):
         checkpoint.load(tmp_path / "k", other, split, strict=False)
     assert [group["lr"] for group in split.param_groups] == [0.001, 0.001]
 
     checkpoint.save(tmp_path / "split", other, optim.AdamW(two_groups(other)))
     path, problem = tmp_path / "split", "in one group of the optimizer and in two"
-    is_rejected(path, model, optimizer, problem)
-    is_rejected(path, model, optimizer, "with different lr", strict=False)
+    assert_rejected(path, model, optimizer, problem)
+    assert_rejected(path, model, optimizer, "with different lr", strict=False)
 
 
 def test_a_parameter_in_no_group_is_named(tmp_path: Path) -> None:
     model, optimizer = trained()
     checkpoint.save(tmp_path / "k", model, optim.AdamW(model[0].parameters()))
-    is_rejected(tmp_path / "k", model, optimizer, r"missing .*param_groups of 1\.weight")
+    assert_rejected(tmp_path / "k", model, optimizer, r"missing .*param_groups of 1\.weight")
     checkpoint.save(tmp_path / "k", model, optimizer)
     head = optim.AdamW(model[2].parameters())
-    is_rejected(tmp_path / "k", model, head, r"not in the model: optimizer\.state\.0\.bias")
+    assert_rejected(tmp_path / "k", model, head, r"not in the model: optimizer\.state\.0\.bias")
 
 
-def without(source: Path, target: Path, left_out: str) -> None:
-    """A whole checkpoint that lacks one entry."""
+def copy_without(source: Path, target: Path, left_out: str) -> None:
+    """Copy a checkpoint without one entry."""
     folder = CheckpointFolder(source)
     keys = folder.metadata.state_dict_metadata.keys() - {left_out}
     tensors = {key: folder.read_tensor(key) for key in keys if folder.shape(key) is not None}
@@ -136,19 +138,17 @@ def without(source: Path, target: Path, left_out: str) -> None:
 
 
 @pytest.mark.parametrize("gone", ["optimizer.state.2.weight.exp_avg_sq", OPTIMIZER_GROUPS])
-def test_a_state_that_others_have_is_missed(tmp_path: Path, gone: str) -> None:
+def test_missing_optimizer_state_is_reported(tmp_path: Path, gone: str) -> None:
     model, optimizer = trained()
     checkpoint.save(tmp_path / "k", model, optimizer)
-    without(tmp_path / "k", tmp_path / "less", gone)
-    is_rejected(tmp_path / "less", model, optimizer, f"missing in the checkpoint: {gone}")
+    copy_without(tmp_path / "k", tmp_path / "less", gone)
+    assert_rejected(tmp_path / "less", model, optimizer, f"missing in the checkpoint: {gone}")
 
 
 @pytest.mark.parametrize("groups", [3, [{"params": [["a"]]}], [{"params": [], 3: 1}]])
-def test_groups_that_no_optimizer_has_are_an_error_of_the_checkpoint(
-    tmp_path: Path, groups: Any
-) -> None:
+def test_malformed_groups_raise_checkpoint_error(tmp_path: Path, groups: Any) -> None:
     write_folder(tmp_path / "k", {}, {OPTIMIZER_GROUPS: groups})
-    is_rejected(tmp_path / "k", *trained(), "is not a list of groups")
+    assert_rejected(tmp_path / "k", *trained(), "is not a list of groups")
 
 
 def test_a_dtype_that_does_not_convert_is_rejected(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_dtype_that_does_not_convert_is_rejected(tmp_path: Path) -> None:
 
 
 class Counter(nn.Module):
-    """Keeps a count as extra state, and takes none above a limit."""
+    """A module with a count as extra state, which rejects counts above a limit."""
 
     def __init__(self, count: int, limit: int = 99) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class Counter(nn.Module):
         self.count = state
 
 
-def test_extra_state_that_a_module_does_not_take_leaves_all_as_it_was(tmp_path: Path) -> None:
+def test_extra_state_that_a_module_rejects_leaves_the_model_unchanged(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "k", nn.Sequential(Counter(5), Counter(7)))
     model = nn.Sequential(Counter(1), Counter(2, limit=6))
     with pytest.raises(RuntimeError, match="too much"):
@@ -195,14 +195,14 @@ def test_extra_state_that_a_module_does_not_take_leaves_all_as_it_was(tmp_path: 
     assert [m.count for m in inner] == [5, 7]
 
 
-# -- `extra`: what cannot be loaded again is rejected first ----------------------------------------
+# -- `extra`: values that cannot be loaded are rejected before writing ----------------------------
 
 
-def test_of_a_view_only_what_it_shows_is_written() -> None:
+def test_only_the_elements_of_a_view_are_written() -> None:
     assert len(pack("extra", torch.zeros(1_000_000)[:3])) < 10_000
 
 
-def contains_itself() -> list[Any]:
+def recursive_list() -> list[Any]:
     value: list[Any] = []
     value.append(value)
     return value
@@ -214,14 +214,14 @@ def contains_itself() -> list[Any]:
         ({"a": [1, np.float64(2.0)]}, r"extra\['a'\]\[1\] is of the type numpy\.float64.*item\(\)"),
         ((np.ones(2),), r"extra\[0\] is of the type numpy\.ndarray.*from_numpy"),
         ({"net": nn.Linear(1, 1)}, r"extra\['net'\] is of the type torch\.nn\.modules\.linear"),
-        # Not a path: Megatron allows those in the whole process.
+        # Not a path: Megatron adds paths to torch's safe globals.
         ({Fraction(1, 2): 1}, r"extra could not be loaded again .*fractions"),
         ([torch.ones(1, device="meta")], r"extra\[0\] is on the meta device"),
-        (contains_itself(), "extra is nested too deeply, or contains itself"),
+        (recursive_list(), "extra is nested too deeply, or contains itself"),
     ],
     ids=["scalar", "array", "module", "key", "meta", "itself"],
 )
-def test_what_would_not_load_is_rejected_by_name_before_anything_is_written(
+def test_values_that_cannot_be_loaded_are_rejected_before_writing(
     tmp_path: Path, extra: Any, problem: str
 ) -> None:
     model = nn.Linear(2, 2)

@@ -1,4 +1,4 @@
-"""Who else is at a path: other jobs, other people's folders, links; and a kill at any moment."""
+"""Saves beside foreign files, through links, to a full disk, and killed at any moment."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def save(path: Path, value: int) -> None:
 
 
 def load(path: Path) -> int:
-    """What is there; it must be of one save."""
+    """Load a checkpoint, assert that all values are of one save, and return its number."""
     found = model(-1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -51,10 +51,10 @@ def load(path: Path) -> int:
     return int(extra)
 
 
-# -- other people's things ------------------------------------------------------------------------
+# -- foreign files --------------------------------------------------------------------------------
 
 
-def test_folders_that_others_made_are_never_touched(tmp_path: Path) -> None:
+def test_saves_do_not_change_foreign_folders(tmp_path: Path) -> None:
     path = tmp_path / "k"
     for name in ("k.previous", "k.incomplete", f"k.{TOKEN}.incomplete", f"k.{TOKEN}.previous"):
         (tmp_path / name).mkdir()
@@ -68,7 +68,7 @@ def test_folders_that_others_made_are_never_touched(tmp_path: Path) -> None:
     assert load(path) == 3
 
 
-def test_a_file_that_was_put_into_a_checkpoint_outlives_it(tmp_path: Path) -> None:
+def test_foreign_file_in_a_replaced_checkpoint_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "k"
     save(path, 1)
     (path / "notes.txt").write_text("mine")
@@ -80,7 +80,7 @@ def test_a_file_that_was_put_into_a_checkpoint_outlives_it(tmp_path: Path) -> No
     assert kept.read_text() == "mine"
 
 
-def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path) -> None:
+def test_save_through_a_link_replaces_the_target_and_keeps_the_link(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     link = tmp_path / "latest"
     link.symlink_to(Path("disk") / "step_1")
@@ -92,7 +92,7 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["disk", "latest"]
 
 
-def test_an_empty_folder_is_taken_and_any_other_is_rejected(tmp_path: Path) -> None:
+def test_save_accepts_an_empty_folder_and_rejects_a_folder_with_other_files(tmp_path: Path) -> None:
     path = tmp_path / "k"
     path.mkdir()
     save(path, 1)
@@ -107,7 +107,7 @@ def test_an_empty_folder_is_taken_and_any_other_is_rejected(tmp_path: Path) -> N
 # -- a full disk ----------------------------------------------------------------------------------
 
 
-def test_a_save_that_finds_no_space_says_so_and_leaves_nothing_in_the_way(tmp_path: Path) -> None:
+def test_save_on_a_full_disk_reports_it_and_leaves_no_files(tmp_path: Path) -> None:
     path, limits = tmp_path / "k", itertools.count(0, 150)
     save(path, 1)
     num_failed, value = 0, 1
@@ -121,7 +121,7 @@ def test_a_save_that_finds_no_space_says_so_and_leaves_nothing_in_the_way(tmp_pa
             assert "a file may not become that long" in str(error)
         assert names_in(tmp_path) == ["k"]
         assert load(path) == value
-    # Of the lock, of the values, of what describes them.
+    # Writes of the lock, the data and the metadata failed.
     assert num_failed > 5
     with no_file_longer_than(0), pytest.raises(CheckpointError):
         save(path, 3)
@@ -129,7 +129,7 @@ def test_a_save_that_finds_no_space_says_so_and_leaves_nothing_in_the_way(tmp_pa
     assert load(path) == 3
 
 
-def test_that_a_disk_is_full_is_said_where_torch_hides_it() -> None:
+def test_full_disk_is_reported_where_torch_hides_it() -> None:
     with (
         pytest.raises(OSError, match="the disk is full: 'somewhere'"),
         naming_full_disk(Path("somewhere")),
@@ -138,26 +138,26 @@ def test_that_a_disk_is_full_is_said_where_torch_hides_it() -> None:
         torch.save(torch.ones(10_000), file)
 
 
-# -- readers, and kills ---------------------------------------------------------------------------
+# -- concurrent readers, and kills ----------------------------------------------------------------
 
 
-def test_no_two_looks_find_a_folder_missing_that_is_replaced_in_between(
+def test_load_finds_a_folder_that_is_replaced_between_two_accesses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "k"
     aside, new = tmp_path / f"k.{TOKEN}.previous", tmp_path / f"k.{TOKEN}.incomplete"
-    looks = [0]
+    accesses = [0]
 
-    def watched(look: Callable[..., Any], away: int) -> Callable[..., Any]:
-        # One is put aside before the so-manieth look, and the other in its place before the next.
+    def watched(access: Callable[..., Any], away: int) -> Callable[..., Any]:
+        # Remove the old folder before access number `away`; move the new one there before the next.
         def call(name: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(name, str | Path) and Path(name) in (path, tmp_path):
-                looks[0] += 1
-                if looks[0] == away:
+                accesses[0] += 1
+                if accesses[0] == away:
                     path.rename(aside)
-                elif looks[0] == away + 1:
+                elif accesses[0] == away + 1:
                     new.rename(path)
-            return look(name, *args, **kwargs)
+            return access(name, *args, **kwargs)
 
         return call
 
@@ -165,7 +165,7 @@ def test_no_two_looks_find_a_folder_missing_that_is_replaced_in_between(
     shutil.copytree(path, tmp_path / "copy")
     for away in range(1, 9):
         shutil.copytree(tmp_path / "copy", new)
-        looks[0] = 0
+        accesses[0] = 0
         with monkeypatch.context() as patch:
             for name in ("stat", "listdir", "open"):
                 patch.setattr(os, name, watched(getattr(os, name), away))
@@ -174,14 +174,14 @@ def test_no_two_looks_find_a_folder_missing_that_is_replaced_in_between(
             shutil.rmtree(folder, ignore_errors=True)
         if not path.exists():
             shutil.copytree(tmp_path / "copy", path)
-    assert looks[0] >= 3
+    assert accesses[0] >= 3
 
 
 EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.utime")
 
 
 def kill_at(folder: Path, number: int) -> None:
-    """End this process at the so-manieth time that it does something to a folder."""
+    """Kill this process at the given file operation on a folder."""
     left = [number]
 
     def watch(event: str, args: tuple[Any, ...]) -> None:
@@ -194,7 +194,7 @@ def kill_at(folder: Path, number: int) -> None:
 
 
 def saved_in_a_child(path: Path, value: int, kill_number: int) -> bool:
-    """Save in a forked process that is killed on the way; whether it came to the end."""
+    """Save in a forked process and kill it; return whether the save finished before."""
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -209,7 +209,7 @@ def saved_in_a_child(path: Path, value: int, kill_number: int) -> bool:
     return status == 0
 
 
-def test_a_kill_at_any_touch_of_the_disk_leaves_a_whole_checkpoint_and_no_trace_later(
+def test_kill_at_any_file_operation_leaves_a_complete_checkpoint(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "run" / "k"
@@ -227,7 +227,7 @@ def test_a_kill_at_any_touch_of_the_disk_leaves_a_whole_checkpoint_and_no_trace_
         assert load(path) == value + 1
         assert names_in(path.parent) == ["k"]
     assert is_done
-    # Once it is there it stays, however much is left to be removed.
+    # Once the new checkpoint exists, a later kill does not remove it.
     assert outcomes == sorted(outcomes)
     assert outcomes.count(False) > 10
     assert outcomes.count(True) > 5

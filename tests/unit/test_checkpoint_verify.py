@@ -1,4 +1,4 @@
-"""What `verify` finds and cannot find, and what commands say of every kind of checkpoint."""
+"""Problems and notes of `verify` for every kind of checkpoint, and shared tensors."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def of_torch(tmp_path: Path) -> Path:
-    """A folder of torch's own calls, which has no manifest."""
+def torch_folder(tmp_path: Path) -> Path:
+    """A folder that torch saved, without a manifest."""
     state = {"model": {"weight": torch.arange(3000.0)}, "step": 3}
     dcp.save(state, checkpoint_id=tmp_path / "torch", no_dist=True)
     return tmp_path / "torch"
@@ -70,8 +70,8 @@ def test_any_flipped_byte_is_found_with_its_file_and_tensor(folder: Path) -> Non
     assert len(verify(folder).problems) == 2
 
 
-@pytest.mark.parametrize("kind", ["folder", "of_torch"])
-def test_missing_and_truncated_files_and_one_with_more_in_it_are_found(
+@pytest.mark.parametrize("kind", ["folder", "torch_folder"])
+def test_missing_truncated_and_extended_files_are_found(
     request: pytest.FixtureRequest, kind: str
 ) -> None:
     path = request.getfixturevalue(kind)
@@ -84,14 +84,14 @@ def test_missing_and_truncated_files_and_one_with_more_in_it_are_found(
     assert any(f"{FIRST} is missing" in problem for problem in verify(path).problems)
 
 
-def test_what_does_not_belong_there_is_noted(folder: Path) -> None:
+def test_foreign_files_are_noted(folder: Path) -> None:
     (folder / "notes.txt").write_text("mine")
     report = verify(folder)
     assert report.is_good
     assert report.notes == ["not in the manifest, and not looked at: notes.txt"]
 
 
-def test_a_file_that_the_manifest_does_not_know_is_a_problem(folder: Path) -> None:
+def test_data_file_without_a_manifest_entry_is_a_problem(folder: Path) -> None:
     manifest = Manifest.read(folder)
     assert manifest is not None
     files = {name: file for name, file in manifest.files.items() if name != FIRST}
@@ -99,7 +99,7 @@ def test_a_file_that_the_manifest_does_not_know_is_a_problem(folder: Path) -> No
     assert verify(folder).problems == [f"not in the manifest: {FIRST}"]
 
 
-def test_metadata_that_contradicts_itself_is_found(folder: Path) -> None:
+def test_inconsistent_metadata_is_found(folder: Path) -> None:
     more = ChunkStorageMetadata(torch.Size([200]), torch.Size([150]))
     with changed_metadata(folder) as metadata:
         entries: Any = metadata.state_dict_metadata
@@ -118,7 +118,7 @@ def test_metadata_that_contradicts_itself_is_found(folder: Path) -> None:
         CheckpointFolder(folder).read_tensor("model.d")
 
 
-def test_what_has_no_checksums_at_all_is_said(tmp_path: Path) -> None:
+def test_missing_checksums_are_noted(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
         dcp.save({"weight": torch.ones(10)}, checkpoint_id=tmp_path / "c", no_dist=True)
@@ -149,7 +149,7 @@ class Tied(nn.Module):
 
 @pytest.fixture
 def sharded(folder: Path, tmp_path: Path) -> Path:
-    """A folder of several safetensors files with an index, as Hugging Face has them."""
+    """A folder of several safetensors files with an index, as in Hugging Face's format."""
     export(folder, tmp_path / "sharded" / "model.safetensors", max_shard_bytes=2400)
     return tmp_path / "sharded"
 
@@ -183,7 +183,7 @@ def test_an_index_and_its_files_have_to_agree(sharded: Path) -> None:
     assert any(f"holds {name}, which the index" in note for note in verify(sharded).notes)
 
 
-def test_every_kind_is_verified_for_what_it_is(tmp_path: Path) -> None:
+def test_every_kind_of_checkpoint_is_verified(tmp_path: Path) -> None:
     tensors = {"a": torch.rand(300, 3), "b": torch.arange(5)}
     safetensors.save_file(tensors, tmp_path / "x.safetensors")
     torch.save(tensors, tmp_path / "x.pt")
@@ -215,14 +215,14 @@ def test_a_shared_tensor_is_saved_once_and_found_under_all_its_names(tmp_path: P
     assert saved >= shared
     assert verify(tmp_path / "tied").problems == []
     state = model.state_dict()
-    # Into a model that shares it, into one that does not, and by torch alone.
+    # Load into a model that shares the weight, into one that does not, and with torch alone.
     for other in (Tied(), Tied(is_tied=False)):
         checkpoint.load(tmp_path / "tied", other)
         assert same_bits(other.state_dict(), state)
     theirs = {"model": {name: torch.zeros_like(value) for name, value in state.items()}}
     dcp.load(theirs, checkpoint_id=tmp_path / "tied", no_dist=True)
     assert same_bits(theirs["model"], state)
-    # What did not share it still loads into a model that does.
+    # A checkpoint without sharing loads into a model with sharing.
     checkpoint.load(tmp_path / "untied", Tied())
     checkpoint.save(tmp_path / "both", model, optimizer, async_save=True).result()
     checkpoint.load(tmp_path / "both", Tied(), None)
@@ -244,7 +244,7 @@ def test_one_name_of_a_shared_tensor_is_enough_for_a_model_that_shares_it(
         checkpoint.load(tmp_path / "folder", Tied(is_tied=False))
 
 
-def test_exports_hold_a_shared_tensor_once_and_every_name_comes_back(tmp_path: Path) -> None:
+def test_exports_store_a_shared_tensor_once_and_restore_every_name(tmp_path: Path) -> None:
     model = Tied()
     state = model.state_dict()
     checkpoint.save(tmp_path / "saved", model)

@@ -28,13 +28,13 @@ def offer(monkeypatch: pytest.MonkeyPatch, **commands: str) -> None:
     monkeypatch.setattr(cli, "discover_commands", lambda: points)
 
 
-def test_a_subcommand_is_configured_run_and_gives_its_status(monkeypatch, capsys):
+def test_subcommand_is_configured_and_run_and_returns_its_status(monkeypatch, capsys):
     offer(monkeypatch, greet=f"{__name__}:greeting")
     assert cli.main(["greet", "Ada"]) == 7
     assert capsys.readouterr().out == "hello Ada\n"
 
 
-def test_a_subcommand_whose_package_is_missing_says_so_in_one_sentence(monkeypatch, capsys):
+def test_missing_package_of_a_subcommand_is_reported_in_one_sentence(monkeypatch, capsys):
     offer(monkeypatch, patches="no_such_package_here.patches:command")
     assert cli.main(["patches", "--any", "thing"]) == 2
     captured = capsys.readouterr()
@@ -53,7 +53,7 @@ def test_help_lists_all_subcommands_with_the_unavailable_ones_marked(monkeypatch
 
 
 @pytest.mark.parametrize("words", ["gret", "greet Ada --loud"])
-def test_an_unknown_subcommand_or_argument_is_rejected_by_name(monkeypatch, capsys, words):
+def test_unknown_subcommands_and_arguments_are_rejected(monkeypatch, capsys, words):
     offer(monkeypatch, greet=f"{__name__}:greeting")
     with pytest.raises(SystemExit, match=r"^2$"):
         cli.main(words.split())

@@ -1,4 +1,4 @@
-"""Planned waits, and the reasons of each."""
+"""Planned exposed communication and its reasons."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_fsdp_v2.runtime.options import RuntimeOptions
 
 NUM_RANKS = 8
 WIDTH = 16
-# A unit of one layer, of 1 KiB, takes a second; among 8 ranks 7/8 of it are sent.
+# An all-gather of 1 KiB, a unit of one layer, takes a second: 7/8 of it is sent among 8 ranks.
 MACHINE = Machine(
     "slow",
     gpus_per_node=NUM_RANKS,
@@ -40,12 +40,12 @@ FULL = Strategy("optim_grads_params")
 
 
 def planned(sizes: tuple[int, ...], seconds: float, **options: Any) -> OverlapReport:
-    """What a step waits for.
+    """Return the planned overlap of a step.
 
     Args:
-        sizes: Layers of each unit; each takes a second to be gathered, or reduced.
-        seconds: Of each unit's forward; its backward takes twice as long.
-        options: Of the root.
+        sizes: Number of layers of each unit; a gather or reduction takes one second per layer.
+        seconds: Time of each unit's forward; its backward takes twice as long.
+        options: Options of the root.
     """
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(WIDTH, size * WIDTH, bias=False) for size in sizes))
@@ -63,7 +63,7 @@ def planned(sizes: tuple[int, ...], seconds: float, **options: Any) -> OverlapRe
 
 
 def waits(report: OverlapReport, purpose: str = "unshard") -> list[tuple[str, float, Any]]:
-    """Unit, seconds and reason of what was waited for, in the order it was issued."""
+    """Return unit, seconds and reason of each exposed collective, in the order of issue."""
     return [
         (each.unit, round(each.seconds, 6), each.reason)
         for each in report.exposures
@@ -71,15 +71,15 @@ def waits(report: OverlapReport, purpose: str = "unshard") -> list[tuple[str, fl
     ]
 
 
-def test_what_takes_longer_than_computation_is_told_from_what_begins_a_pass() -> None:
+def test_long_collectives_and_first_collectives_of_a_pass_have_different_reasons() -> None:
     found = planned((1, 1, 1, 1), 0.4)
     assert waits(found) == [
-        # The forward begins with nothing to hide behind.
+        # The first gather of the forward overlaps no computation.
         ("0", 1.0, Reason.FIRST),
         *((unit, 0.6, Reason.COMPUTE) for unit in "123"),
-        # Nor the backward.
+        # The same holds for the backward.
         ("3", 1.0, Reason.FIRST),
-        # It computes twice as long; but reductions were issued before the next two.
+        # Backward computation takes twice as long, but reductions precede the next two gathers.
         ("2", 0.2, Reason.COMPUTE),
         *((unit, 1.2, Reason.COMPUTE) for unit in "10"),
     ]
@@ -87,8 +87,8 @@ def test_what_takes_longer_than_computation_is_told_from_what_begins_a_pass() ->
     assert found.exposed_seconds == pytest.approx(sum(seconds for _, seconds, _ in every))
 
 
-def test_a_limit_that_delays_a_gather_is_told_and_more_bytes_help() -> None:
-    # The large unit is gathered while one computes for 3 seconds, and the link idled for 2 before.
+def test_prefetch_limit_is_the_reason_of_a_wait_and_more_bytes_remove_it() -> None:
+    # The gather of the large unit overlaps one unit of 3 seconds; the link was idle for 2 before.
     one = planned((1, 1, 4), 3.0)
     assert waits(one)[:2] == [("0", 1.0, Reason.FIRST), ("2", 1.0, Reason.LIMIT)]
     ahead = planned((1, 1, 4), 3.0, unshard_prefetch_bytes=5 * 1024)
@@ -96,12 +96,12 @@ def test_a_limit_that_delays_a_gather_is_told_and_more_bytes_help() -> None:
     assert Reason.LIMIT not in ahead.by_reason
 
 
-def test_gathers_without_prefetch_overlap_nothing() -> None:
+def test_gathers_without_prefetch_do_not_overlap() -> None:
     off = planned((1, 1, 1), 3.0, enable_unshard_prefetch=False)
     assert [reason for *_, reason in waits(off)[1:3]] == [Reason.AT_ONCE] * 2
 
 
-def test_reductions_are_waited_for_by_the_next_buffer_at_the_end_or_at_once() -> None:
+def test_reductions_wait_for_buffers_or_at_the_end_or_at_once() -> None:
     found = planned((4, 4, 4), 0.5, max_live_grad_buffers=1)
     reasons = [(unit, reason) for unit, _, reason in waits(found, "reduce")]
     assert reasons == [("2", Reason.BUFFERS), ("1", Reason.BUFFERS), ("0", Reason.LAST)]
@@ -137,7 +137,7 @@ def test_a_report_has_totals_by_reason_and_the_longest_waits() -> None:
     assert "".join(OverlapReport(()).lines()).startswith("0.00 ms exposed: 0 of 0")
 
 
-def test_the_command_writes_what_the_strategy_that_is_shown_waits_for(
+def test_command_reports_the_exposed_time_of_the_chosen_strategy(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     command = ["plan", "--ranks", "16", "--model", "examples.plan_models:llama_8b"]

@@ -1,6 +1,6 @@
-"""The documentation has a row for all that torch's FSDP2 has, and what it says is so.
+"""`docs/coming_from_fsdp2.md` has a correct row for every public name of torch's FSDP2.
 
-Torch's own signatures are walked, so that a new version with more to it is noticed.
+The tests read torch's own signatures, so that they detect additions in a new version.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STATUS = ("supported", "differs", "rejected")
 
 
 def _rows(title: str) -> dict[str, str]:
-    """Name to status, of the first table after a heading."""
+    """Return the status by name from the first table after a heading."""
     section = PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
     found: dict[str, str] = {}
     for line in section.splitlines():
@@ -34,7 +34,7 @@ def _rows(title: str) -> dict[str, str]:
     return found
 
 
-def test_every_argument_of_fsdp2_has_a_row_and_is_taken() -> None:
+def test_every_argument_of_fsdp2_has_a_row_and_is_accepted() -> None:
     theirs = set(inspect.signature(fsdp.fully_shard).parameters)
     rows, ours = _rows("Arguments"), inspect.signature(fully_shard).parameters
     assert {"module", "mesh", "offload_policy"} <= theirs
@@ -42,13 +42,13 @@ def test_every_argument_of_fsdp2_has_a_row_and_is_taken() -> None:
     assert theirs - ours.keys() == set()
 
 
-def test_every_field_of_its_policies_has_a_row() -> None:
+def test_every_field_of_mixed_precision_policy_has_a_row() -> None:
     fields = {field.name for field in dataclasses.fields(fsdp.MixedPrecisionPolicy)}
     assert "reduce_dtype" in fields
     assert fields - _rows("Arguments").keys() == set()
 
 
-def test_every_method_of_fsdp2_has_a_row_and_is_ours() -> None:
+def test_every_method_of_fsdp2_has_a_row_and_is_overridden() -> None:
     theirs = {name for name in vars(fsdp.FSDPModule) if not name.startswith("_")}
     rows = _rows("Methods")
     assert len(theirs) > 15
@@ -57,7 +57,7 @@ def test_every_method_of_fsdp2_has_a_row_and_is_ours() -> None:
     assert theirs - ours == set()
     rejected = {name for name in REJECTED_METHODS if not name.startswith("_")}
     assert {name for name, status in rows.items() if status == "rejected"} == rejected
-    # Methods of newer versions too, where torch has none to be asked.
+    # Also methods of newer versions, which the installed torch lacks.
     assert {name for name in rows if not callable(getattr(FSDPModule, name, None))} == set()
 
 
@@ -67,7 +67,7 @@ def test_every_public_name_of_fsdp2_has_a_row() -> None:
     assert set(fsdp.__all__) - rows.keys() == set()
 
 
-def test_methods_take_the_arguments_that_fsdp2_takes() -> None:
+def test_methods_accept_the_arguments_of_fsdp2() -> None:
     for name, method in inspect.getmembers(fsdp.FSDPModule, inspect.isfunction):
         if name.startswith("_") or name in REJECTED_METHODS:
             continue
@@ -78,7 +78,7 @@ def test_methods_take_the_arguments_that_fsdp2_takes() -> None:
             assert ours[parameter.name].kind == parameter.kind, f"{name}({parameter.name})"
 
 
-def test_the_numbers_of_fsdp2s_own_tests_are_those_of_the_list_of_differences() -> None:
+def test_result_counts_of_fsdp2s_own_tests_match_the_list_of_differences() -> None:
     section = PAGE.split("\n## FSDP2's own tests\n")[1].split("\n## ")[0]
     table = section.split("\n| file | ")[1].split("\n\n")[0]
     lines = [line.strip("| ").split(" | ") for line in f"| file | {table}".splitlines()]

@@ -1,4 +1,4 @@
-"""Values that asynchronous saves copy to host memory, and rows that are kept there."""
+"""Copies of asynchronous saves in host memory, and rows that stay in host memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron_fsdp_v2.memory.host_memory import (
 from tests.distributed.wrapping import Dispatched
 
 
-def test_copies_are_queued_and_waited_for_once_before_anything_is_written(
+def test_async_save_queues_all_copies_and_waits_once_before_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 100).bfloat16())
@@ -64,13 +64,13 @@ def test_copies_are_queued_and_waited_for_once_before_anything_is_written(
     ],
     ids=["number", "transposed", "expanded", "bool", "empty", "sparse", "conjugate"],
 )
-def test_every_kind_of_tensor_is_copied_as_it_is(value: torch.Tensor) -> None:
+def test_copies_preserve_dtype_shape_layout_and_values(value: torch.Tensor) -> None:
     copy = saving._copied(value)
     assert (copy.dtype, copy.shape, copy.layout) == (value.dtype, value.shape, value.layout)
     assert torch.equal(copy.to_dense(), value.to_dense())
 
 
-def test_rows_in_host_memory_stay_there_whatever_the_device_of_the_mesh() -> None:
+def test_rows_in_host_memory_stay_there_on_a_cuda_mesh() -> None:
     mesh = DeviceMesh("cuda", [0], mesh_dim_names=("dp",), _init_backend=False, _rank=0)
     local = torch.arange(12.0).view(4, 3)
     shards = RowShards(((0, 4),), (1,), TensorShard(None, 0, (1, 3)))
@@ -79,7 +79,7 @@ def test_rows_in_host_memory_stay_there_whatever_the_device_of_the_mesh() -> Non
     assert tensor.shape == (4, 3)
     first, second = tensor.pieces()
     assert local_of(first).data_ptr() == local.data_ptr()
-    # What a checkpoint reads into a piece arrives in the tensor.
+    # A write to a piece changes the tensor.
     local_of(second).fill_(7)
     assert bool((local[1:] == 7).all())
     state = rows_like(torch.zeros(4, 3, dtype=torch.bfloat16), tensor)
@@ -87,7 +87,7 @@ def test_rows_in_host_memory_stay_there_whatever_the_device_of_the_mesh() -> Non
     assert state.row_shards == tensor.row_shards
 
 
-def test_what_is_offloaded_is_known_while_it_lives() -> None:
+def test_offloaded_storages_are_tracked_while_they_live() -> None:
     before = len(storages_in_host_memory())
     made = empty_in_host_memory((2, 3), torch.float32, pin_memory=False)
     kept = torch.zeros(5)

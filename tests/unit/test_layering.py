@@ -10,7 +10,7 @@ import pytest
 
 from tests.processes import ROOT, ran
 
-LEVELS = {
+LAYERS = {
     contract["containers"][0]: [
         name.strip(" ()") for layer in contract["layers"] for name in layer.split("|")
     ]
@@ -29,12 +29,12 @@ WRAPPER = f"adapters/{MCORE}/model/wrapper.py"
 
 @pytest.fixture
 def tree(tmp_path):
-    """The linters' configuration, and a core and an adapter of empty rooms."""
+    """A copy of the linters' configuration, and empty packages of every layer."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    for package, rooms in LEVELS.items():
+    for package, layers in LAYERS.items():
         place = tmp_path if package == "megatron_fsdp_v2" else tmp_path / "adapters"
-        for room in ("", *rooms):
-            folder = place / package / room
+        for layer in ("", *layers):
+            folder = place / package / layer
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "__init__.py").touch()
     shutil.copy(ROOT / "adapters" / "ruff.toml", tmp_path / "adapters")
@@ -47,8 +47,8 @@ def lint_imports(tree: Path) -> subprocess.CompletedProcess[str]:
     return ran(script, "--no-logo", "--no-cache", cwd=tree, env=environment)
 
 
-# A file of the core, what it imports, and the rule that this breaks.
-AGAINST_LEVELS = [
+# A file, relative to the core, a module that it imports, and the text of the violated rule.
+FORBIDDEN_IMPORTS = [
     ("layout/split.py", "megatron_fsdp_v2.comm", "layout is not allowed to import"),
     ("comm/backends.py", "megatron", "not allowed to import megatron:"),
     ("comm/backends.py", "transformer_engine", "not allowed to import transformer_engine"),
@@ -61,8 +61,8 @@ AGAINST_LEVELS = [
 NEW = ("megatron_fsdp_v2/a_new_file.py", f"{REHEARSAL}/a_new_file.py")
 
 
-def test_imports_against_the_levels_cycles_and_files_without_a_level_are_reported(tree):
-    for file, imported, _ in AGAINST_LEVELS:
+def test_forbidden_imports_cycles_and_unlisted_modules_are_reported(tree):
+    for file, imported, _ in FORBIDDEN_IMPORTS:
         path = tree / "megatron_fsdp_v2" / file
         path.parent.mkdir(exist_ok=True)
         with path.open("a") as source:
@@ -72,17 +72,21 @@ def test_imports_against_the_levels_cycles_and_files_without_a_level_are_reporte
     (dtensor / "foreach.py").write_text("import megatron_fsdp_v2.dtensor.norms\n")
     for file in NEW:
         (tree / file).touch()
-    (tree / "megatron_fsdp_v2" / "a_new_room").mkdir()
-    (tree / "megatron_fsdp_v2" / "a_new_room" / "__init__.py").touch()
+    (tree / "megatron_fsdp_v2" / "a_new_package").mkdir()
+    (tree / "megatron_fsdp_v2" / "a_new_package" / "__init__.py").touch()
     done = lint_imports(tree)
     assert done.returncode != 0
-    for file, imported, rule in AGAINST_LEVELS:
+    for file, imported, rule in FORBIDDEN_IMPORTS:
         path = (tree / "megatron_fsdp_v2" / file).resolve().relative_to(tree.resolve())
         module = ".".join(path.with_suffix("").parts).removeprefix("adapters.")
         assert f"{module} -> {imported} (l." in done.stdout, done.stdout
         assert rule in done.stdout, done.stdout
     assert "No cycles are allowed in megatron_fsdp_v2.dtensor" in done.stdout
     unlisted = [line for line in done.stdout.splitlines() if "a_new_" in line]
-    for name in ("megatron_fsdp_v2.a_new_file", "a_new_room", "megatron_cpu_rehearsal.a_new_file"):
+    for name in (
+        "megatron_fsdp_v2.a_new_file",
+        "a_new_package",
+        "megatron_cpu_rehearsal.a_new_file",
+    ):
         assert any(name in line for line in unlisted), done.stdout
     assert "not listed as layers" in done.stdout

@@ -1,4 +1,4 @@
-"""Layouts: every element in one shard, cuts between granules, little padding, aligned views."""
+"""Layouts: each element in one shard, boundaries between granules, padding, aligned views."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHAPES = st.lists(
 
 
 def _check(layout: BufferLayout, shapes: list[Shape], granularity: Granularity) -> None:
-    """The slow and obvious statement of what a layout is."""
+    """Check a layout by brute force, element by element."""
     owner = [-1] * layout.numel
     for index, (slot, shape) in enumerate(zip(layout.slots, shapes, strict=True)):
         assert slot.shape == shape
@@ -53,14 +53,14 @@ def _check(layout: BufferLayout, shapes: list[Shape], granularity: Granularity) 
 
 @settings(max_examples=150)
 @given(shapes=SHAPES, num_shards=st.integers(1, 9), rows=st.sampled_from([0, 1, 2, 3]))
-def test_any_layout_equals_the_brute_force_one(
+def test_any_layout_passes_the_brute_force_check(
     shapes: list[Shape], num_shards: int, rows: int
 ) -> None:
     granularity = Granularity(rows)
     _check(BufferLayout.plan(shapes, num_shards, granularity), shapes, granularity)
 
 
-def test_the_layout_that_the_docstring_draws_is_the_one_that_is_planned() -> None:
+def test_layout_in_the_docstring_is_the_planned_one() -> None:
     layout = BufferLayout.plan([(5, 4), (2, 6), (3,)], num_shards=3)
     assert (layout.shard_numel, [slot.offset for slot in layout.slots]) == (12, [12, 0, 32])
     assert list(layout.gaps()) == [(35, 36)]
@@ -82,7 +82,7 @@ ALIGNMENTS = [UNALIGNED, Alignment(4, 2), Alignment(8, 2), Alignment(2, 2)]
     num_shards=st.integers(1, 8),
     rows=st.sampled_from([0, 1, 2, 3]),
 )
-def test_up_to_four_parameters_get_the_smallest_slice_there_is(
+def test_up_to_four_parameters_get_the_smallest_possible_slice(
     alignment: Alignment, shapes: list[Shape], num_shards: int, rows: int
 ) -> None:
     granularity, line = Granularity(rows), alignment.line
@@ -95,7 +95,7 @@ def test_up_to_four_parameters_get_the_smallest_slice_there_is(
     assert fits(items, num_shards, layout.shard_numel, line)
 
 
-def test_bad_input_is_named() -> None:
+def test_invalid_input_is_rejected() -> None:
     with pytest.raises(ValueError, match="num_shards must be at least 1"):
         BufferLayout.plan([(4,)], 0)
     with pytest.raises(ValueError, match="0-dim"):
@@ -105,7 +105,7 @@ def test_bad_input_is_named() -> None:
             Granularity.parse(text)
 
 
-# -- alignment: where views of flat buffers start, what that costs, and what gives ---------------
+# -- alignment of views of flat buffers, and its padding -----------------------------------------
 
 ROW = Granularity(1)
 DIM = st.sampled_from([1, 2, 3, 5, 7, 8, 12, 16, 24, 49, 64, 96, 100, 128, 192, 768])
@@ -115,7 +115,7 @@ ITEMSIZES = st.sampled_from([1, 2, 4, 8])
 
 
 def _unaligned(shapes: Sequence[Shape], num_shards: int, granularity: Granularity) -> int:
-    """Padding of the same buffers when nothing is aligned."""
+    """Return the padding of the same buffers without alignment."""
     return sum(
         BufferLayout.plan([shapes[i] for i in buffer], num_shards, granularity).padding_numel
         for buffer in split_for_padding(shapes, num_shards, granularity)
@@ -123,9 +123,9 @@ def _unaligned(shapes: Sequence[Shape], num_shards: int, granularity: Granularit
 
 
 def _starts(layout: BufferLayout) -> list[tuple[int, int]]:
-    """Elements of each parameter, and an element that a view of some of it starts at.
+    """Return numel of a parameter and start of a view, for all views of all parameters.
 
-    In the whole buffer, and in every slice that holds a part of it, counted from there.
+    The views are those of the full buffer and those of each slice, with starts relative to it.
     """
     found = []
     for index, slot in enumerate(layout.slots):
@@ -139,7 +139,7 @@ def _starts(layout: BufferLayout) -> list[tuple[int, int]]:
 
 @settings(max_examples=150)
 @given(shapes=ANY_SHAPES, num_shards=ANY_RANKS, itemsize=ITEMSIZES, rows=st.integers(0, 3))
-def test_every_view_is_aligned_as_promised_and_padding_stays_within_the_promise(
+def test_views_are_aligned_and_padding_is_within_its_bound(
     shapes: list[Shape], num_shards: int, itemsize: int, rows: int
 ) -> None:
     granularity = Granularity(rows)
@@ -154,22 +154,22 @@ def test_every_view_is_aligned_as_promised_and_padding_stays_within_the_promise(
             nbytes = min(line, 16) if numel * itemsize < line else line
             assert start * itemsize % nbytes == 0
         for index, slot in enumerate(layout.slots):
-            cell = granularity.granule_numel(slot.shape)
+            granule = granularity.granule_numel(slot.shape)
             for shard in range(num_shards):
                 start, end = layout.local_range(index, shard)
-                assert start == end or start % cell == 0
-                assert end in (start, slot.numel) or end % cell == 0
+                assert start == end or start % granule == 0
+                assert end in (start, slot.numel) or end % granule == 0
     padding = sum(layout.padding_numel for _, layout in buffers)
     promised = max(0.01 * numel_of(shapes), _unaligned(shapes, num_shards, granularity))
     assert padding <= max(promised, 4096)
     if padding > promised:
-        # Only what kernels need may cost so much.
+        # Only the 16-byte alignment that kernels need may cost so much.
         assert min(layout.alignment.line for _, layout in buffers) * itemsize == 16
 
 
 @settings(max_examples=100)
 @given(shapes=ANY_SHAPES, num_shards=ANY_RANKS)
-def test_nothing_that_is_packed_two_to_a_byte_starts_within_one(
+def test_parameters_packed_two_per_byte_start_at_byte_boundaries(
     shapes: list[Shape], num_shards: int
 ) -> None:
     even = [(*shape[:-1], 2 * shape[-1]) if len(shape) > 1 else (*shape, 2) for shape in shapes]
@@ -184,14 +184,14 @@ def test_nothing_that_is_packed_two_to_a_byte_starts_within_one(
             view = buffer.view(position)
             assert view.shape == (*even[index][:-1], even[index][-1] // 2)
             view += 1
-        # Of each byte exactly one view has written, and padding is as it was.
+        # Exactly one view has written each byte, and padding is unchanged.
         assert int(buffer.tensor.sum()) == layout.param_numel // 2
         assert bool((buffer.tensor <= 1).all())
         pieces = [buffer.piece(Span(shard, 1)) for shard in range(num_shards)]
         assert torch.equal(torch.cat(pieces), buffer.tensor)
 
 
-def test_views_of_real_units_start_at_lines_of_128_bytes_for_no_more_than_a_tenth_percent() -> None:
+def test_views_of_real_units_are_aligned_to_128_bytes_for_0_1_percent_more_padding() -> None:
     for unit, (shapes, all_ranks) in REAL_UNITS.items():
         for ranks in all_ranks:
             buffers = aligned_buffers(shapes, ranks, ROW, 2)

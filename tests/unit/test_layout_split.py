@@ -1,4 +1,4 @@
-"""Splits: few buffers, little padding, against all set partitions and against the bounds."""
+"""Splits into flat buffers, compared with all set partitions and with lower bounds."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ SPLIT = functools.partial(split_for_padding, min_gain=MIN_GAIN, negligible=0)
 def _slices(
     shapes: Sequence[Shape], split: Sequence[Sequence[int]], num_shards: int, granularity: Any = ROW
 ) -> int:
-    """Elements that a rank holds of all buffers of a split."""
+    """Return the number of elements of a rank's slices of all buffers of a split."""
     plans = [BufferLayout.plan([shapes[i] for i in b], num_shards, granularity) for b in split]
     return sum(plan.shard_numel for plan in plans)
 
 
 def _aligned_slices(shapes: Sequence[Shape], num_shards: int) -> int:
-    """Elements that a rank holds of the buffers that are chosen, aligned for bf16."""
+    """Return the number of elements of a rank's slices of the planned buffers, aligned for bf16."""
     return sum(plan.shard_numel for _, plan in aligned_buffers(shapes, num_shards, ROW, 2))
 
 
@@ -65,7 +65,7 @@ def _set_partitions(items: list[int]) -> Iterator[list[list[int]]]:
 @example([(3,), (5,), (6,), (6,), (6,)], 3, Granularity(2), 0.0)
 @example([(1,), (3,), (5,), (6,), (6,)], 3, Granularity(2), 0.0)
 @given(shapes=TINY_SHAPES, num_shards=st.integers(1, 16), **CHOICES)
-def test_no_set_partition_of_a_few_parameters_is_better(
+def test_split_of_a_few_parameters_is_the_best_set_partition(
     shapes: list[Shape], num_shards: int, granularity: Granularity, tolerance: float
 ) -> None:
     split = SPLIT(shapes, num_shards, granularity, tolerance=tolerance)
@@ -86,7 +86,7 @@ def test_no_set_partition_of_a_few_parameters_is_better(
 
 @settings(max_examples=100)
 @given(shapes=SHAPES, num_shards=st.integers(1, 64), **CHOICES)
-def test_every_parameter_is_in_one_buffer_and_padding_never_above_one_buffers(
+def test_split_has_every_parameter_once_and_at_most_the_padding_of_one_buffer(
     shapes: list[Shape], num_shards: int, granularity: Granularity, tolerance: float
 ) -> None:
     split = SPLIT(shapes, num_shards, granularity, tolerance=tolerance)
@@ -99,12 +99,12 @@ def test_every_parameter_is_in_one_buffer_and_padding_never_above_one_buffers(
     if whole <= tolerance * numel_of(shapes):
         assert len(split) <= 1
     elif padding > tolerance * numel_of(shapes):
-        # What the tolerance did not ask for, each further buffer has earned.
+        # Each buffer beyond the tolerance has to save the minimum gain.
         assert whole - padding >= MIN_GAIN * numel_of(shapes) * (len(split) - 1)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_more_row_sizes_than_are_searched_pad_no_more_than_a_buffer_for_each(seed: int) -> None:
+def test_many_row_sizes_pad_no_more_than_one_buffer_per_row_size(seed: int) -> None:
     numbers = random.Random(seed)
     shapes = [(numbers.randint(200, 400), numbers.randint(50, 200)) for _ in range(20)]
     split = split_for_padding(shapes, 64)
@@ -116,7 +116,7 @@ def test_more_row_sizes_than_are_searched_pad_no_more_than_a_buffer_for_each(see
     assert padding <= _padding(shapes, each, 64) + MIN_GAIN * numel_of(shapes) * len(each)
 
 
-def test_little_padding_of_a_toy_model_keeps_one_buffer() -> None:
+def test_negligible_padding_keeps_one_buffer() -> None:
     shapes = [(64, 48), (64,), (48, 64), (48,)]
     assert BufferLayout.plan(shapes, 7).padding_numel > 0.01 * numel_of(shapes)
     assert split_for_padding(shapes, 7) == [[0, 1, 2, 3]]
@@ -126,7 +126,7 @@ def test_little_padding_of_a_toy_model_keeps_one_buffer() -> None:
 @pytest.mark.parametrize("unit", UNITS)
 def test_a_unit_is_split_for_16384_ranks_in_under_a_third_of_a_second(unit: str) -> None:
     for num_shards in (1024, 16384):
-        # A tolerance of its own, so that nothing is remembered from other tests.
+        # A different tolerance, so that caches of other tests have no entry.
         start = time.process_time()
         split = split_for_padding(UNITS[unit], num_shards, tolerance=0.0099)
         for buffer in split:
@@ -135,7 +135,7 @@ def test_a_unit_is_split_for_16384_ranks_in_under_a_third_of_a_second(unit: str)
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_padding_is_one_percent_at_most_or_the_least_that_contiguous_parameters_permit(
+def test_padding_is_at_most_one_percent_or_the_contiguous_bound(
     unit: str,
 ) -> None:
     shapes = UNITS[unit]
@@ -145,7 +145,7 @@ def test_padding_is_one_percent_at_most_or_the_least_that_contiguous_parameters_
             assert slices == contiguous_bound(shapes, num_shards)
 
 
-def test_bad_input_is_named() -> None:
+def test_invalid_input_is_rejected() -> None:
     with pytest.raises(ValueError, match="0-dim"):
         split_for_padding([()], 2)
     with pytest.raises(ValueError, match="num_shards"):
@@ -156,7 +156,7 @@ def test_bad_input_is_named() -> None:
 
 
 def _table() -> str:
-    """The table of docs/layout.md."""
+    """Return the table of docs/layout.md."""
     rows = []
     for unit, shapes in UNITS.items():
         numel = numel_of(shapes)

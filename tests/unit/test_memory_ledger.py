@@ -1,4 +1,4 @@
-"""Bookkeeping of bytes: peaks in all, by role and by unit, and what lived at the peak."""
+"""Ledger of bytes: total peak, peaks by role and by unit, and live accounts at the peak."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def booked() -> Ledger:
     return ledger
 
 
-def test_the_peak_is_the_moment_with_most_bytes_and_what_lived_then() -> None:
+def test_peak_is_the_moment_with_most_bytes_and_has_its_live_accounts() -> None:
     peak = booked().peak
     assert (peak.total, peak.phase, peak.unit) == (30, "forward", "first")
     assert dict(peak.accounts) == {FIRST: 10, SECOND: 20}
@@ -38,7 +38,7 @@ def test_the_peak_is_the_moment_with_most_bytes_and_what_lived_then() -> None:
     assert peak.of_unit("second") == {Role.GATHERED: 20}
 
 
-def test_roles_and_units_have_peaks_of_their_own() -> None:
+def test_roles_and_units_have_separate_peaks() -> None:
     ledger = booked()
     assert ledger.role_peaks[Role.GATHERED] == 30
     assert ledger.role_peaks[Role.GRAD_BUFFER] == 5
@@ -46,12 +46,12 @@ def test_roles_and_units_have_peaks_of_their_own() -> None:
     assert ledger.total == 8
 
 
-def test_each_interval_shows_its_own_highest_moment() -> None:
+def test_each_interval_has_its_own_peak() -> None:
     found = [(moment.phase, moment.unit, moment.total) for moment in booked().intervals]
     assert found == [("start", "", 10), ("forward", "first", 30), ("backward", "second", 28)]
 
 
-def test_a_picture_is_drawn_and_without_matplotlib_rejected(
+def test_plot_writes_a_file_and_needs_matplotlib(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")

@@ -1,4 +1,4 @@
-"""Who works on which matrix, and what is sent for it: from shapes alone, without a process."""
+"""Ownership and exchange plans of matrices, from shapes alone, without a process group."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _matrices(layouts: Sequence[MatrixLayout]) -> list[Matrix]:
 
 
 def _strides(grid: Grid) -> tuple[tuple[int, ...], int]:
-    """How slices are numbered along axes, as HFSDP does: the outer one fastest; and how many."""
+    """Return the strides of slices along axes, outer axis fastest as in HFSDP, and their number."""
     strides, stride = [], 1
     for size, cut in zip(grid.sizes, grid.cuts, strict=True):
         strides.append(stride if cut else 0)
@@ -42,7 +42,7 @@ def _strides(grid: Grid) -> tuple[tuple[int, ...], int]:
 
 
 def _layouts(grid: Grid, shapes: Sequence[Shape], granularity: str = "row") -> list[MatrixLayout]:
-    """Matrices in one buffer that a grid cuts."""
+    """Return the layouts of matrices in one buffer, sharded over a grid."""
     strides, count = _strides(grid)
     buffer = BufferLayout.plan(shapes, count, Granularity.parse(granularity))
     return [
@@ -62,16 +62,16 @@ def _squares(flops: Sequence[int], whole_at: Sequence[tuple[int, ...]] = ()) -> 
 @pytest.mark.parametrize(
     ("flops", "whole_at", "owners"),
     [
-        # By hand: 7, 6 and 5 to the three ranks, 4 to the one with 5, 3 to the one with 6.
+        # By hand: 7, 6 and 5 to the three ranks, 4 to the rank with 5, 3 to the rank with 6.
         ([3, 5, 7, 4, 6], [], (1, 2, 0, 2, 1)),
         ([4] * 7, [], (0, 1, 2, 0, 1, 2, 0)),
         ([1, 9, 3, 3, 3], [(2,), (2,)], (2, 2, 0, 1, 0)),
-        # Rank 0 is idle, but the others hold the matrix; the less busy one of them gets it.
+        # Rank 0 is idle, but only ranks 1 and 2 have the full matrix; the less loaded one owns it.
         ([2, 9, 1], [(1, 2), (1,)], (2, 1, 0)),
     ],
-    ids=["longest first", "equal work in order", "whole ones stay", "one of several holders"],
+    ids=["longest first", "equal work in order", "full matrices stay", "one of several holders"],
 )
-def test_matrices_are_given_away(
+def test_owners_of_matrices_match_plans_made_by_hand(
     flops: list[int], whole_at: list[tuple[int, ...]], owners: tuple[int, ...]
 ) -> None:
     plan = Ownership.plan(_squares(flops, whole_at), 3, ANY_BUCKET)
@@ -81,7 +81,7 @@ def test_matrices_are_given_away(
     assert plan.balance == pytest.approx(max(work) * 3 / sum(work))
 
 
-def test_parameters_without_elements_are_no_work() -> None:
+def test_parameters_without_elements_have_no_matrices() -> None:
     grid = Grid((2,), (True,))
     rows = RowShards(((0, 0), (0, 0)), (1,))
     for shape in ((0, 3), (3, 0), (0, 2, 3)):
@@ -89,7 +89,7 @@ def test_parameters_without_elements_are_no_work() -> None:
         assert Matrix.of(0, layout, newton_schulz_flops(*layout.matrix_shape)) == []
 
 
-def test_a_matrix_larger_than_a_bucket_leaves_no_empty_bucket_behind_it() -> None:
+def test_matrix_larger_than_a_bucket_creates_no_empty_bucket() -> None:
     matrices = [Matrix(0, 0, (40, 40), 100, 0, (0,)), *_squares([1] * 3, [(0,), (0,), (0,)])]
     plan = Ownership.plan(matrices, 2, 10)
     assert plan.buckets[0] == 0
@@ -103,8 +103,10 @@ HIDDEN, KEYS, FFN, LAYERS = 4096, 1024, 14336, 32
 ATTENTION = ((HIDDEN, HIDDEN), (KEYS, HIDDEN), (KEYS, HIDDEN), (HIDDEN, HIDDEN))
 LLAMA_LAYER = (*ATTENTION, (FFN, HIDDEN), (FFN, HIDDEN), (HIDDEN, FFN))
 UNEVEN = {45, 46, 47, 49, 50, 57, 58, 63}
-"""Ranks from 8 to 64 among which the layers cannot be spread within 1.1: with some 60 large
-matrices' work there, and two or three of the 96 on a rank, one more or less shows."""
+"""Numbers of ranks from 8 to 64 whose balance exceeds 1.1.
+
+A rank has two or three of the 96 large matrices, so one matrix more or less is a large fraction.
+"""
 
 
 @functools.cache
@@ -122,7 +124,7 @@ def test_the_busiest_rank_of_llama_3_8b_does_at_most_a_tenth_more_than_the_mean(
 
 
 def _sent_over_own(num_ranks: int) -> tuple[float, float]:
-    """Elements that a rank sends over those of its shard: over all ranks, and the largest."""
+    """Return sent elements divided by elements of the shard: over all ranks, and the largest."""
     layouts, ownership, grid = _llama(num_ranks)
     buffer = BufferLayout.plan(LLAMA_LAYER, num_ranks)
     ranges = [buffer.row_ranges(index) for index in range(len(LLAMA_LAYER))]
@@ -135,7 +137,7 @@ def _sent_over_own(num_ranks: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("num_ranks", [8, 16, 32, 64])
-def test_the_page_has_the_balance_and_what_a_rank_sends(num_ranks: int) -> None:
+def test_page_has_the_balance_and_the_sent_elements(num_ranks: int) -> None:
     mean, largest = _sent_over_own(num_ranks)
     balance = _llama(num_ranks)[1].balance
     row = f"| {num_ranks} | {balance:.3f} | {mean:.2f}, {largest:.2f} |"
@@ -147,7 +149,7 @@ def test_the_page_has_the_balance_and_what_a_rank_sends(num_ranks: int) -> None:
     [((1024,), (True,)), ((32, 32), (False, True)), ((1024,), (False,))],
     ids=["shards", "replicas of shards", "replicas"],
 )
-def test_a_thousand_ranks_are_planned_in_a_fraction_of_a_second(
+def test_a_thousand_ranks_are_planned_in_half_a_second(
     sizes: tuple[int, ...], cuts: tuple[bool, ...]
 ) -> None:
     grid = Grid(sizes, cuts)
@@ -162,27 +164,27 @@ def test_a_thousand_ranks_are_planned_in_a_fraction_of_a_second(
         assert len([owned for bucket in plan for owned in bucket.owned]) == 1
 
 
-# -- matrices that are whole somewhere ------------------------------------------------------------
+# -- matrices that one rank has in full -----------------------------------------------------------
 
 
-def test_matrices_of_a_stack_that_tensor_parallelism_divides_stay_where_they_are() -> None:
-    # Two tensor-parallel ranks with 2 + 2 experts each, of two pieces; two data-parallel ranks.
+def test_full_matrices_of_a_tensor_parallel_stack_stay_on_their_ranks() -> None:
+    # Two tensor-parallel ranks with 2 + 2 experts each, fused; two data-parallel ranks.
     mesh: Any = _TensorMesh(2)
     tensor = TensorShard(mesh, 0, (2, 2))
     grid = Grid((2, 2), (True, True))
     layout = MatrixLayout(grid, RowShards(((0, 1), (1, 4)), (1, 0), tensor), (4, 3, 2), (1, 0), 1)
-    # Part 0 has experts 0, 1, 4 and 5 of the whole; its first one is on data-parallel rank 0.
+    # TP rank 0 has experts 0, 1, 4 and 5 of the full stack; expert 0 is on data-parallel rank 0.
     assert [layout.whole_at(number) for number in range(8)] == [
         *([0], [2], [1], [3]),
         *([2], [2], [3], [3]),
     ]
 
 
-# -- every rank's part fits the others' -----------------------------------------------------------
+# -- plans of all ranks are consistent ------------------------------------------------------------
 
 
 class _TensorMesh:
-    """As much of a mesh as a tensor shard asks for."""
+    """Stub of a mesh with the methods that `TensorShard` uses."""
 
     ndim = 1
 
@@ -212,7 +214,7 @@ class _Case:
 
 @st.composite
 def _cases(draw: st.DrawFn) -> _Case:
-    """Parameters on a grid of data-parallel axes that cut or copy, and a tensor-parallel one."""
+    """Draw parameters on data-parallel axes that shard or replicate, and a tensor-parallel axis."""
     sizes = draw(st.lists(st.integers(2, 3), max_size=2))
     cuts = [draw(st.booleans()) for _ in sizes]
     tensor_size = draw(st.sampled_from([1, 1, 2, 3]))
@@ -249,21 +251,21 @@ def _cells(key: Key) -> Iterator[tuple[int, int, int]]:
 
 
 def _along(grid: Grid, rank: int, axis: int) -> list[int]:
-    """Ranks that differ from one along an axis only."""
+    """Return the ranks of a rank's group along an axis."""
     mine = list(grid.coordinate(rank))
     steps = range(grid.sizes[axis])
     return [grid.rank([*mine[:axis], step, *mine[axis + 1 :]]) for step in steps]
 
 
 def _all_to_all(grid: Grid, hops: Sequence[Hop], held: list[set[Key]]) -> None:
-    """Run one hop of all ranks on sets of rectangles."""
+    """Simulate one hop of all ranks on sets of rectangles."""
     arrived: list[set[Key]] = [set() for _ in held]
     for rank, hop in enumerate(hops):
         peers = _along(grid, rank, hop.axis)
         assert hop.is_needed == any(hops[peer].is_needed for peer in peers)
         assert hop.is_needed or not any(hop.sends + hop.receives)
         for step, peer in enumerate(peers):
-            # In one order, or elements end up in each other's places.
+            # Sender and receiver must use the same order.
             assert hop.sends[step] == hops[peer].receives[peers.index(rank)]
             assert held[rank].issuperset(hop.sends[step]), "sends what it does not have"
             for key in hop.receives[step]:

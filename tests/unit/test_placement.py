@@ -1,4 +1,4 @@
-"""Strategy names become placements, and placements say which ranks hold which slices."""
+"""Strategies resolve to placements, and placements determine the slices of each rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ R, S, P = Placement.REPLICATE, Placement.SHARD, Placement.PARTIAL
         ("optim_grads_params", (S, S, S, S)),
     ],
 )
-def test_a_strategy_is_four_placements(strategy: str, expected: tuple[Placement, ...]) -> None:
+def test_strategy_resolves_to_four_placements(
+    strategy: str, expected: tuple[Placement, ...]
+) -> None:
     assert resolve_placements(strategy, "no_shard", [4]) == (AxisPlacements(*expected),)
 
 
@@ -35,7 +37,7 @@ def test_the_outer_axis_comes_first_and_replicates_model_weights() -> None:
     assert inner == AxisPlacements(S, S, S, S)
 
 
-def test_along_an_axis_of_one_rank_nothing_is_gathered() -> None:
+def test_axis_of_one_rank_replicates_model_weights() -> None:
     (axis,) = resolve_placements("optim_grads_params", "no_shard", [1])
     assert axis.model_weight is R
 
@@ -55,14 +57,14 @@ def test_bad_names_and_meshes_are_rejected(arguments: tuple, message: str) -> No
         resolve_placements(*arguments)
 
 
-def test_none_means_as_the_parameter_is() -> None:
+def test_dtype_none_is_the_dtype_of_the_parameter() -> None:
     dtypes = MixedPrecisionPolicy().resolve(torch.bfloat16)
     assert {dtypes.model_weight, dtypes.main_weight, dtypes.main_grad, dtypes.grad_comm} == {
         torch.bfloat16
     }
 
 
-def test_gradients_follow_the_main_weights_unless_told_otherwise() -> None:
+def test_gradient_dtypes_default_to_the_main_weight_dtype() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, main_params_dtype=torch.float32)
     dtypes = policy.resolve(torch.float32)
     assert dtypes.model_weight == torch.bfloat16
@@ -79,7 +81,7 @@ def test_a_policy_takes_floating_dtypes_only() -> None:
 
 @pytest.mark.parametrize("sizes", [(1,), (5,), (3, 4), (2, 1), (1, 6), (4, 2)])
 @pytest.mark.parametrize("placements", itertools.product((R, S), repeat=2))
-def test_ranks_of_slices_are_those_whose_coordinates_give_them(
+def test_coordinates_of_slices_match_brute_force(
     sizes: tuple[int, ...], placements: tuple[Placement, ...]
 ) -> None:
     axes = [Axis(cast("Any", None), size, 0) for size in sizes]

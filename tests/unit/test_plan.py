@@ -1,4 +1,4 @@
-"""The command, machines, advice, and what is rejected."""
+"""`megatron-fsdp-v2 plan`: its output, machines, advice and errors."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def offer_sources(monkeypatch: pytest.MonkeyPatch, *values: str) -> None:
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    """Status, standard output and standard error of a command line."""
+    """Run a command line; return its status, standard output and standard error."""
     try:
         status = cli.main(["plan", *words])
     except SystemExit as leaving:
@@ -85,14 +85,14 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
 
 
 def described_by(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
-    """What a command line for two ranks writes as JSON."""
+    """Run a command line for two ranks; return its JSON output."""
     status, out, _ = run(capsys, "--ranks", "2", "--json", "-", "--model", *words)
     assert status == 0
     return json.loads(out)
 
 
 def training(num_ranks: int = 8, **options: Any) -> TrainingDescription:
-    """Four equal layers of a million elements, and a root."""
+    """Return a training of four equal layers of a million elements, and a root."""
     layer = (ParameterDescription("weight", (1000, 1000)), ParameterDescription("bias", (1000,)))
     units = [UnitDescription("", (ParameterDescription("table", (4000, 1000)),))]
     units += [
@@ -115,7 +115,7 @@ def test_a_plan_of_a_model_compares_all_strategies(capsys: Any) -> None:
     assert [unit["count"] for unit in data["plans"][0]["units"]] == [1, 3]
 
 
-def test_data_and_a_picture_go_to_files_beside_the_text(capsys: Any, tmp_path: Path) -> None:
+def test_json_and_plot_are_written_to_files(capsys: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     data, picture = tmp_path / "plan.json", tmp_path / "plan.png"
     words = ["--ranks", "2", "--model", HERE + "stack", "--machine", "B200", "--tokens", "64"]
@@ -126,7 +126,7 @@ def test_data_and_a_picture_go_to_files_beside_the_text(capsys: Any, tmp_path: P
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_units_are_those_the_function_returns_or_the_patterns_name(capsys: Any) -> None:
+def test_units_come_from_the_function_or_from_patterns(capsys: Any) -> None:
     for words, count in (
         ("{0}stack", 4),
         ("{0}stack_and_units", 2),
@@ -142,8 +142,8 @@ def sized(width: int, *, depth: int, kind: str = "plain") -> nn.Module:
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
 
 
-def test_a_function_gets_the_arguments_that_are_given(capsys: Any) -> None:
-    # A literal in quotes is text.
+def test_model_function_gets_the_given_arguments(capsys: Any) -> None:
+    # A quoted literal is a string.
     values = ("width=16", "depth=3", "kind='8'")
     words = [word for value in values for word in ("--model-arg", value)]
     assert described_by(capsys, HERE + "sized", *words)["numel"] == 3 * 16 * 16
@@ -229,13 +229,13 @@ def flags_of_a_framework(flags: list[str], num_ranks: int) -> sources.SourceResu
     return sources.SourceResult(stages, Strategy("optim", "optim", 2))
 
 
-def test_training_flags_are_planned_by_what_an_adapter_offers(
+def test_training_flags_are_planned_by_an_adapter(
     capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offer_sources(monkeypatch, HERE + "flags_of_a_framework")
     status, out, _ = run(capsys, "--ranks", "16", "--", "--bf16", "--strategy", "none of ours")
     assert status == 0
-    # The stage with more activations, and the outer axis that the flags have.
+    # The stage with more activations, and the outer axis of the flags.
     assert "stage 0 of 2" in out
     assert "optim, HFSDP x2" in out
     status, out, err = run(capsys, "--ranks", "16", "--", "--impossible")
@@ -246,7 +246,7 @@ def test_training_flags_are_planned_by_what_an_adapter_offers(
 # -- machines ---------------------------------------------------------------------------------
 
 
-def test_a_machine_comes_from_a_file(tmp_path: Path) -> None:
+def test_machine_is_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "ours.json"
     path.write_text(json.dumps({"like": "h100", "network_bandwidth": 25e9}))
     assert find_machine(str(path)) == dataclasses.replace(
@@ -281,9 +281,9 @@ MACHINE = Machine("plain", 8, 100e9, 10e9, 0.0, 0.0, 1e12, 1.0, 1.0)
 def test_time_of_a_collective_is_bytes_over_the_slowest_link() -> None:
     seconds = MACHINE.seconds
     assert seconds("all_gather", 8e9, range(8)) == pytest.approx(7e9 / 100e9)
-    # Each of the eight GPUs of a node has an adapter of its own.
+    # Each of the eight GPUs of a node has a network adapter.
     assert seconds("all_gather", 16e9, range(16)) == pytest.approx(15e9 / 80e9)
-    # Ranks eight apart have one adapter each, and none beside them.
+    # Ranks eight apart are on different nodes, so only one adapter per node is used.
     assert seconds("reduce_scatter", 4e9, range(0, 32, 8)) == pytest.approx(3e9 / 10e9)
     assert seconds("all_reduce", 4e9, range(0, 32, 8)) == pytest.approx(6e9 / 10e9)
     assert seconds("all_gather", 8e9, [0]) == 0.0
@@ -292,7 +292,7 @@ def test_time_of_a_collective_is_bytes_over_the_slowest_link() -> None:
 # -- time, memory, advice ---------------------------------------------------------------------
 
 
-def test_middle_micro_batches_count_as_often_as_there_are() -> None:
+def test_every_micro_batch_is_counted() -> None:
     counts = {}
     for count in (1, 2, 3, 4, 7):
         plan = plan_one(training(num_microbatches=count, tokens=10), ZERO_3, MACHINE)
@@ -301,18 +301,18 @@ def test_middle_micro_batches_count_as_often_as_there_are() -> None:
     assert [counts[n] for n in (2, 3, 4, 7)] == [n * counts[1] for n in (2, 3, 4, 7)]
 
 
-def test_a_pipeline_gathers_as_often_and_holds_more_activations() -> None:
+def test_pipeline_gathers_equally_often_and_holds_more_activations() -> None:
     first = training(num_microbatches=8, stages=4, num_in_flight=4, tokens=10)
     alone = training(num_microbatches=8, tokens=10)
     plans = [plan_one(t, ZERO_3, MACHINE) for t in (first, alone)]
-    # Of three further micro-batches, beside the gradient that autograd hands over.
+    # The difference is the activations of three further micro-batches in flight.
     assert plans[0].peak[Role.ACTIVATIONS] - plans[1].peak[Role.ACTIVATIONS] == 3 * 4 * 10**6
     assert plans[0].step.collectives == plans[1].step.collectives
     assert plans[0].idle_seconds > 0
     assert plans[1].idle_seconds == 0
 
 
-def test_what_is_offloaded_is_in_host_memory_and_not_on_the_device() -> None:
+def test_offloaded_state_is_in_host_memory_and_not_on_the_device() -> None:
     peaks, hosts = [], []
     for fraction in (0.0, 0.5, 1.0):
         plan = plan_one(training(4, offload_fraction=fraction), ZERO_3)
@@ -320,7 +320,7 @@ def test_what_is_offloaded_is_in_host_memory_and_not_on_the_device() -> None:
         hosts.append(plan.host_nbytes)
     assert peaks[0] > 0
     assert peaks == [peaks[0], peaks[0] // 2, 0]
-    # Two moments, and copies of the main weight and of its gradient, each as large as a moment.
+    # Host memory: two moments and copies of main weight and gradient, each as large as a moment.
     assert [host - hosts[0] for host in hosts] == [0, peaks[0], 2 * peaks[0]]
 
 
@@ -332,7 +332,9 @@ def test_what_is_offloaded_is_in_host_memory_and_not_on_the_device() -> None:
         (("--cpu-offload",), "times leave out copies from and to host memory"),
     ],
 )
-def test_the_plan_says_what_the_host_needs(option: tuple[str, ...], text: str, capsys: Any) -> None:
+def test_plan_reports_host_memory_and_copies(
+    option: tuple[str, ...], text: str, capsys: Any
+) -> None:
     words = ("--ranks", "4", "--machine", "h100", "--strategy", "optim", "--model", HERE + "stack")
     assert text in run(capsys, *words, *option)[1]
     assert text not in run(capsys, *words)[1]
@@ -352,7 +354,7 @@ def test_the_best_plan_is_as_fast_as_any_that_fits() -> None:
     assert best_plan(plans, least - 1) is None
 
 
-def test_advice_names_changes_that_were_planned() -> None:
+def test_advice_names_planned_changes() -> None:
     described = training(
         tokens=1000,
         num_microbatches=1,
@@ -366,7 +368,7 @@ def test_advice_names_changes_that_were_planned() -> None:
     assert "is not enough alone" in sentences
 
 
-def test_advice_of_more_ranks_is_enough_ranks() -> None:
+def test_advised_number_of_ranks_is_sufficient() -> None:
     described = training(2)
     plans = [plan_one(described, ZERO_3)]
     memory = plans[0].peak_nbytes * 7 // 10
@@ -377,7 +379,7 @@ def test_advice_of_more_ranks_is_enough_ranks() -> None:
     assert not plan_one(training(times), ZERO_3).fits(memory)
 
 
-def test_an_order_of_runs_names_every_unit_below_the_root() -> None:
+def test_order_of_runs_must_name_every_unit_below_the_root() -> None:
     with pytest.raises(ValueError, match=r"\['layers.2', 'layers.3', 'layers.7'\]"):
         training(runs=("layers.0", "layers.1", "layers.7", "layers.0"))
 

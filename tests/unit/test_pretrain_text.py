@@ -1,4 +1,4 @@
-"""`make pretrain` without a process group: text, dataset, flags, and runs that replay a log."""
+"""`make pretrain` without a process group: text, dataset, flags, and replays of a log."""
 
 import io
 import os
@@ -48,9 +48,7 @@ def test_text_that_cannot_be_used_is_rejected(tmp_path, given, content, said):
         collect(given.format(tmp_path))
 
 
-def test_a_folder_gives_its_text_files_up_to_a_limit_without_hidden_or_binary_ones(
-    tmp_path, monkeypatch
-):
+def test_text_of_a_folder_is_limited_and_excludes_hidden_and_binary_files(tmp_path, monkeypatch):
     monkeypatch.setattr(texts, "USER_MAX_NBYTES", 100_000)
     for name in ("a/c.txt", "b.txt", "d.txt", ".hidden/e.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -69,7 +67,7 @@ def test_without_text_the_standard_library_is_read_without_its_tests():
 
 
 @pytest.mark.mcore
-def test_megatron_reads_the_documents_from_a_dataset_that_is_written_once(tmp_path):
+def test_megatron_reads_a_dataset_that_is_written_once(tmp_path):
     indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset")
     documents = (b"first\n", "zweites: ä".encode(), bytes(range(256)))
     built = datasets.build(documents, tmp_path)
@@ -83,7 +81,7 @@ def test_megatron_reads_the_documents_from_a_dataset_that_is_written_once(tmp_pa
     assert built.prefix == again.prefix != other.prefix
 
 
-def test_a_dataset_that_could_not_be_written_is_not_found_later(tmp_path, monkeypatch):
+def test_failed_write_of_a_dataset_leaves_no_files(tmp_path, monkeypatch):
     def fail(documents: object, folder: Path) -> None:
         (folder / "half").write_bytes(b"half")
         raise OSError("disk full")
@@ -106,7 +104,7 @@ def make_dataset(tmp_path: Path) -> datasets.Dataset:
     return datasets.Dataset(tmp_path / "text_document", tmp_path / "index", 1000, True)
 
 
-def test_the_second_run_is_the_same_training_from_half_way_stopped_early(tmp_path):
+def test_second_run_resumes_half_way_and_stops_early(tmp_path):
     wanted, dataset = settings(tmp_path), make_dataset(tmp_path)
     first, second = first_run_flags(wanted, dataset), second_run_flags(wanted, dataset)
     assert {"--use-megatron-fsdp", "--use-fsdp-fully-shard-api", "--cpu-rehearsal"} <= set(first)
@@ -135,7 +133,7 @@ def test_the_second_run_is_the_same_training_from_half_way_stopped_early(tmp_pat
         ("--ranks 4", "RANKS=4, but this machine has 2 GPUs"),
     ],
 )
-def test_numbers_that_make_no_run_are_rejected(tmp_path, words, said):
+def test_invalid_numbers_are_rejected(tmp_path, words, said):
     args = program.build_parser().parse_args(["--out", str(tmp_path), *words.split()])
     with pytest.raises(ValueError, match=said):
         program.read_settings(args, num_gpus=2 if words == "--ranks 4" else 0)
@@ -153,14 +151,14 @@ def test_numbers_that_make_no_run_are_rejected(tmp_path, words, said):
     ],
     ids=["equal", "another", "none"],
 )
-def test_a_resume_is_proven_by_equal_losses(resumed, said):
+def test_resume_is_verified_by_equal_losses(resumed, said):
     proof = compare_resumed({5: "2.0", 6: "1.000"}, resumed, range(5, 7))
     assert proof.holds is (len(resumed) == 2 and resumed[6] == "1.000")
     assert said in describe(proof)
 
 
 @pytest.mark.parametrize(("second", "holds"), [("3.614730E+00", True), ("3.614830E+00", False)])
-def test_the_second_line_of_a_run_is_compared_as_the_mean_that_megatron_prints(second, holds):
+def test_second_line_of_a_run_is_compared_as_a_mean_of_two_losses(second, holds):
     first = {11: "3.781659E+00", 12: "3.447801E+00", 13: "3.523259E+00"}
     resumed = first | {12: second}
     assert compare_resumed(first, resumed, range(11, 14)).holds is holds
@@ -168,7 +166,7 @@ def test_the_second_line_of_a_run_is_compared_as_the_mean_that_megatron_prints(s
 
 @pytest.fixture
 def replays(tmp_path, monkeypatch):
-    """The program with a recorded run in place of each of its runs: `replays(status, *words)`."""
+    """Run the program with a recorded log in place of each training: `replays(status, *words)`."""
 
     def run_it(status, *words):
         script = "import sys; print(open(sys.argv[1]).read()); sys.exit(int(sys.argv[2]))"
@@ -181,7 +179,7 @@ def replays(tmp_path, monkeypatch):
     return run_it
 
 
-def test_two_equal_runs_are_summarized_and_drawn(replays, tmp_path, capsys):
+def test_two_equal_runs_are_summarized_and_plotted(replays, tmp_path, capsys):
     assert replays(0, "--iters", "12") == 0
     printed = capsys.readouterr().out
     for said in ("iteration 12: loss", "first 5.9710, last", "tokens/s", "holds: losses 7 to 12"):
@@ -191,12 +189,12 @@ def test_two_equal_runs_are_summarized_and_drawn(replays, tmp_path, capsys):
     assert SAMPLE_LOG.read_text() in (tmp_path / "first_run.log").read_text()
 
 
-def test_a_resumed_run_that_repeats_nothing_fails_the_program(replays, capsys):
+def test_resumed_run_without_repeated_losses_fails(replays, capsys):
     assert replays(0, "--iters", "16") == 1
     assert "FAILED" in capsys.readouterr().out
 
 
-def test_a_failing_run_and_bad_text_end_the_program_with_the_reason(tmp_path, capsys, replays):
+def test_failing_run_and_invalid_text_print_the_reason(tmp_path, capsys, replays):
     assert program.main(["--text", str(tmp_path / "nowhere"), "--out", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("pretrain: TEXT=") and error.count("\n") == 1
@@ -211,7 +209,7 @@ def _run(tmp_path, script):
     return run(Console(file=io.StringIO()), "run", command, tmp_path / "run.log", range(1, 3))
 
 
-def test_the_launchers_own_report_does_not_push_the_reason_out_of_sight(tmp_path):
+def test_report_of_the_launcher_does_not_hide_the_reason(tmp_path):
     report = "E1121 torch/distributed/elastic/multiprocessing/api.py:986] failed (exitcode: 1)"
     script = f"print('the reason'); print({report!r}); print('x\\n' * 60); raise SystemExit(1)"
     with pytest.raises(RunFailedError) as failure:
@@ -219,7 +217,7 @@ def test_the_launchers_own_report_does_not_push_the_reason_out_of_sight(tmp_path
     assert failure.value.last_lines == ("the reason",)
 
 
-def test_an_interruption_leaves_no_child_behind(tmp_path, monkeypatch):
+def test_interruption_leaves_no_child_process(tmp_path, monkeypatch):
     def interrupt(log: TrainingLog, line: str) -> None:
         pids.append(int(line))
         raise KeyboardInterrupt

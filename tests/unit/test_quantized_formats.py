@@ -1,4 +1,4 @@
-"""Which Transformer Engine the formats of quantized weights are for."""
+"""Registration of quantized weight formats by version of Transformer Engine."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from megatron_fsdp_v2_mcore import formats
 
 
 @pytest.fixture(autouse=True)
-def _anew() -> None:
+def _clear_cache() -> None:
     formats._register.cache_clear()
 
 
-def test_without_transformer_engine_there_is_nothing_to_register(
+def test_no_formats_are_registered_without_transformer_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     assert formats.register_formats() is False
 
 
-def test_an_untested_version_is_said_and_what_it_lacks_is_an_error(
+def test_untested_version_warns_and_missing_classes_raise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its package is there and has no tensors that are known."""
+    """The package can be imported and has none of the known tensor classes."""
     monkeypatch.setitem(sys.modules, "transformer_engine", types.ModuleType("transformer_engine"))
     monkeypatch.delitem(sys.modules, "megatron_fsdp_v2_mcore.formats.quantized", raising=False)
     monkeypatch.setattr(formats.metadata, "version", lambda name: "3.1.0")

@@ -1,4 +1,4 @@
-"""Which blocks of a whole parameter a rank's rows are, after tensor parallelism cut it."""
+"""Blocks of a full parameter that correspond to a rank's rows under tensor parallelism."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_fsdp_v2.dtensor.row_shards import RowShards, TensorShard
 
 
 class _Mesh:
-    """A (dp, tp) mesh as far as a tensor shard asks."""
+    """Stub of a (dp, tp) mesh with the methods that `TensorShard` uses."""
 
     ndim = 2
 
@@ -36,7 +36,7 @@ def _tensor(size: int, rank: int, dim: int | None, pieces: tuple[int, ...] = ())
 
 @st.composite
 def _cut(draw: st.DrawFn) -> tuple[int, list[int], int | None, int, tuple[int, int], list[int]]:
-    """Tensor-parallel size, piece lengths, dimension, columns of a part, and cuts between rows."""
+    """Draw TP size, fused lengths, dim, size of the other dim, TP-local shape, row boundaries."""
     size = draw(st.integers(1, 4))
     pieces = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     dim = draw(st.sampled_from([None, 0, 1]))
@@ -47,7 +47,7 @@ def _cut(draw: st.DrawFn) -> tuple[int, list[int], int | None, int, tuple[int, i
 
 
 @given(_cut())
-def test_the_chunks_of_all_ranks_put_together_are_the_whole(
+def test_chunks_of_all_ranks_cover_the_parameter_once(
     cut: tuple[int, list[int], int | None, int, tuple[int, int], list[int]],
 ) -> None:
     size, pieces, dim, _, part, cuts = cut
@@ -58,7 +58,7 @@ def test_the_chunks_of_all_ranks_put_together_are_the_whole(
     found = torch.full(whole_shape, -1)
     for tensor_rank in range(1 if dim is None else size):
         tensor = _tensor(size, tensor_rank, dim, tuple(pieces))
-        # What tensor parallelism leaves on a rank: its part of every piece, one after the other.
+        # A rank's TP-local shard: its part of every fused sub-tensor, concatenated.
         axis = 0 if dim is None else dim
         fused = torch.split(whole, [length * tensor.size for length in pieces], axis)
         mine = torch.cat([torch.chunk(f, tensor.size, axis)[tensor.rank] for f in fused], axis)

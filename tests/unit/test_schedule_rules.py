@@ -1,4 +1,4 @@
-"""The schedule's rules by hand: what is gathered ahead, what is waited for, and when."""
+"""Rules of the schedule in cases made by hand: prefetching, and the queue of reductions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.reference.models import Stack
 
 
 def _step(num_blocks: int, **options: int | bool) -> list[str]:
-    """What a step of a hybrid-sharded stack of blocks issues, in words."""
+    """Return the collectives that a step of a hybrid-sharded stack of blocks issues, in words."""
     with torch.device("meta"):
         model: nn.Module = Stack(num_blocks)
     units, _ = describe_module(model)
@@ -55,29 +55,29 @@ def test_a_step_gathers_one_unit_ahead_and_waits_for_the_oldest_of_two_reduction
         *("gather root", "gather 0", "gather 1", "gather 2"),
         # Backward; the root is still gathered.
         *("gather 2", "gather 1", "reduce 2", "gather 0", "reduce 1"),
-        # A third gradient buffer: the first reduction is waited for, and goes on.
+        # A third gradient buffer: wait for the first reduction, then reduce along the outer axis.
         *("outer 2", "reduce 0", "outer 1", "reduce root"),
         *("outer 0", "outer root"),
     ]
 
 
-def test_a_step_gathers_small_units_further_ahead_than_large_ones_when_bytes_limit_it() -> None:
+def test_byte_limit_prefetches_all_units_that_fit_or_the_next_one() -> None:
     unlimited = _step(3, unshard_prefetch_bytes=1 << 30)
     assert unlimited[:8] == [
         *("gather root", "gather 0", "gather 1", "gather 2"),
         *("gather 2", "gather 1", "gather 0", "reduce 2"),
     ]
-    # Less than a unit takes: the next one alone.
+    # Fewer bytes than one unit: only the next unit.
     assert _step(3, unshard_prefetch_bytes=1) == _step(3)
     assert _step(3, unshard_prefetch_bytes=1 << 30, unshard_prefetch_depth=1) == _step(3)
 
 
-# -- what is gathered ahead -------------------------------------------------------------------
+# -- prefetching ------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class FakeUnit:
-    """A unit that notes what is asked of it."""
+    """A unit that logs its calls."""
 
     name: str
     log: list[str]
@@ -102,7 +102,7 @@ def _last_pass(
     chosen: str = "",
     is_backward: bool = False,
 ) -> str:
-    """The last of some passes: units in use, gathered ahead (+) and dropped (-)."""
+    """Return the log of the last pass: units in use, prefetched (+) and dropped (-)."""
     log: list[str] = []
     units = {name: FakeUnit(name, log, size) for name, size in zip("abcd", sizes, strict=True)}
     schedule: Any = GatherSchedule(limit or PrefetchLimit())
@@ -132,23 +132,23 @@ def _last_pass(
 
 SOME_BYTES = PrefetchLimit(None, 100)
 FORWARDS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "nothing in the first pass": ("abcd", {}, "a b c d"),
+    "no prefetch in the first pass": ("abcd", {}, "a b c d"),
     "the next unit in the second pass": ("abcd abcd", {}, "a +b b +c c +d d"),
     "two units": ("abcd abcd", {"limit": PrefetchLimit(2)}, "a +b +c b +d c d"),
-    "no unit, although a user asks for one": (
+    "no unit, although a user selects one": (
         "abcd abcd",
         {"limit": PrefetchLimit(0), "chosen": "c"},
         "a b c d",
     ),
-    # b and c fit together; d does not fit, and is gathered as the next one all the same.
-    "what fits in some bytes": (
+    # b and c fit together; d does not fit, but the next unit is always gathered.
+    "units that fit in some bytes": (
         "abcd abcd",
         {"limit": SOME_BYTES, "sizes": (1, 40, 60, 101)},
         "a +b +c b c +d d",
     ),
     "an expected unit that is skipped is dropped": ("abcd acd", {}, "a +b -b c +d d"),
     "an expected unit is dropped at the end": ("ab a", {}, "a +b -b"),
-    "units that gather nothing are passed over": (
+    "units that gather nothing are skipped": (
         "abcd abcd",
         {"sizes": (0, 5, 0, 5)},
         "a +b b +d c d",
@@ -158,7 +158,11 @@ FORWARDS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"sizes": (0, 5, 0, 5)},
         "a +b c -b d",
     ),
-    "what a user asks for stays until it ran": ("abcd abcd", {"chosen": "d"}, "a +d b +c c d"),
+    "a unit that a user selects stays until it runs": (
+        "abcd abcd",
+        {"chosen": "d"},
+        "a +d b +c c d",
+    ),
 }
 BACKWARDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "forwards in reverse": (
@@ -166,7 +170,7 @@ BACKWARDS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"limit": PrefetchLimit(2)},
         "d +c +b c +a b a",
     ),
-    "what fits in some bytes, backward": (
+    "units that fit in some bytes, backward": (
         "dcba",
         {"limit": SOME_BYTES, "sizes": (60, 50, 50, 1)},
         "d +c +b c b +a a",
@@ -175,26 +179,26 @@ BACKWARDS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("passes", "options", "expected"), FORWARDS.values(), ids=FORWARDS)
-def test_a_forward_gathers_ahead(passes: str, options: dict[str, Any], expected: str) -> None:
+def test_forward_prefetches(passes: str, options: dict[str, Any], expected: str) -> None:
     assert _last_pass(passes, **options) == expected
 
 
 @pytest.mark.parametrize(("passes", "options", "expected"), BACKWARDS.values(), ids=BACKWARDS)
-def test_a_backward_gathers_ahead(passes: str, options: dict[str, Any], expected: str) -> None:
+def test_backward_prefetches(passes: str, options: dict[str, Any], expected: str) -> None:
     assert _last_pass(passes, is_backward=True, **options) == expected
 
 
-def test_both_limits_hold_and_without_any_one_unit_is_gathered_ahead() -> None:
+def test_both_prefetch_limits_apply_and_the_default_is_one_unit() -> None:
     assert PrefetchLimit(1, 100).first((40, 60), int) == [40]
     assert PrefetchLimit(0, 100).first((40, 60), int) == []
     assert RuntimeOptions().prefetch_limit == PrefetchLimit(1, None)
 
 
-# -- what is waited for -----------------------------------------------------------------------
+# -- reductions -------------------------------------------------------------------------------
 
 
 class FakeGrads:
-    """Gradients of a group with a name: `x` of one axis, `X` of two, `u` collects unreduced."""
+    """Gradients of a named group: `x` has one axis, `X` two; `u` accumulates unreduced."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name = name
@@ -220,8 +224,8 @@ class FakeGrads:
         self.log.append(f"done {self.name}")
 
 
-class Reducing:
-    """A queue of reductions, and what it had groups do."""
+class LoggedQueue:
+    """A reduction queue, and a log of the calls to groups."""
 
     def __init__(self, bound: int = 2, *, is_async: bool = True) -> None:
         options = RuntimeOptions(max_live_grad_buffers=bound, enable_async_reduce_grad=is_async)
@@ -230,73 +234,71 @@ class Reducing:
         self._known: dict[str, FakeGrads] = {}
 
     def named(self, names: str) -> list[FakeGrads]:
-        """The gradients of these groups."""
+        """Return the gradients of the groups with these names."""
         return [self._known.setdefault(name, FakeGrads(name, self.log)) for name in names]
 
     def reduce(self, names: str, *, synchronize: bool) -> None:
-        """Reduce those of them that are due."""
+        """Reduce the gradients that are due."""
         self.queue.reduce(self.queue.due(self.named(names), synchronize=synchronize))
 
 
 @pytest.mark.parametrize("bound", [1, 2, 3])
-def test_no_more_reductions_are_under_way_than_there_may_be_gradient_buffers(bound: int) -> None:
-    reducing = Reducing(bound)
+def test_in_flight_reductions_are_bounded_by_gradient_buffers(bound: int) -> None:
+    logged = LoggedQueue(bound)
     for name in "abcdef":
-        reducing.queue.reserve(*reducing.named(name))
-        assert len(reducing.queue) < bound
-        reducing.reduce(name, synchronize=True)
-        assert len(reducing.queue) <= bound
-    assert [entry[-1] for entry in reducing.log if entry.startswith("free")] == list(
+        logged.queue.reserve(*logged.named(name))
+        assert len(logged.queue) < bound
+        logged.reduce(name, synchronize=True)
+        assert len(logged.queue) <= bound
+    assert [entry[-1] for entry in logged.log if entry.startswith("free")] == list(
         "abcdef"[: 6 - bound]
     )
 
 
-def test_a_group_that_is_being_reduced_is_waited_for_before_it_takes_another_gradient() -> None:
-    reducing = Reducing(3)
+def test_reserve_waits_for_a_reduction_of_the_same_group() -> None:
+    logged = LoggedQueue(3)
     for name in "ab":
-        reducing.reduce(name, synchronize=True)
-    reducing.queue.reserve(*reducing.named("a"))
-    assert reducing.log[2:] == ["free a"]
+        logged.reduce(name, synchronize=True)
+    logged.queue.reserve(*logged.named("a"))
+    assert logged.log[2:] == ["free a"]
 
 
-def test_the_outer_axis_follows_the_inner_one_with_a_bound_of_its_own() -> None:
-    reducing = Reducing(1)
+def test_outer_reductions_follow_inner_ones_with_a_separate_bound() -> None:
+    logged = LoggedQueue(1)
     for names in ("AB", "C", "d"):
-        reducing.reduce(names, synchronize=True)
-    assert reducing.log == [
+        logged.reduce(names, synchronize=True)
+    assert logged.log == [
         *("inner A", "inner B", "free A", "free B", "outer A", "outer B"),
         *("inner C", "free C", "done A", "done B", "outer C", "inner d"),
     ]
-    reducing.queue.drain()
-    assert reducing.log[-2:] == ["free d", "done C"]
+    logged.queue.drain()
+    assert logged.log[-2:] == ["free d", "done C"]
 
 
-def test_a_partial_shard_goes_on_when_synchronized_and_not_while_its_inner_part_is_under_way() -> (
-    None
-):
-    reducing = Reducing()
-    reducing.reduce("A", synchronize=False)
-    reducing.queue.drain()
-    assert reducing.log == ["inner A", "free A"]
-    reducing.reduce("B", synchronize=True)
-    reducing.queue.reduce_partials(reducing.named("AB"))
-    assert reducing.log[2:] == ["inner B", "outer A"]
-    reducing.queue.drain()
-    assert reducing.log[4:] == ["free B", "outer B", "done A", "done B"]
+def test_partial_shards_are_reduced_when_no_inner_reduction_is_in_flight() -> None:
+    logged = LoggedQueue()
+    logged.reduce("A", synchronize=False)
+    logged.queue.drain()
+    assert logged.log == ["inner A", "free A"]
+    logged.reduce("B", synchronize=True)
+    logged.queue.reduce_partials(logged.named("AB"))
+    assert logged.log[2:] == ["inner B", "outer A"]
+    logged.queue.drain()
+    assert logged.log[4:] == ["free B", "outer B", "done A", "done B"]
 
 
-def test_what_collects_unreduced_is_due_when_gradients_are_synchronized() -> None:
-    reducing = Reducing()
-    a, u = reducing.named("au")
-    assert reducing.queue.due([a, u], synchronize=False) == {a: False}
-    assert reducing.queue.due([a, u], synchronize=True) == {a: False, u: False}
+def test_unreduced_gradients_are_due_at_synchronization() -> None:
+    logged = LoggedQueue()
+    a, u = logged.named("au")
+    assert logged.queue.due([a, u], synchronize=False) == {a: False}
+    assert logged.queue.due([a, u], synchronize=True) == {a: False, u: False}
 
 
-def test_reductions_that_overlap_nothing_are_waited_for_at_once() -> None:
-    reducing = Reducing(is_async=False)
-    reducing.reduce("A", synchronize=True)
-    assert reducing.log == ["inner A", "free A", "outer A", "done A"]
-    assert not len(reducing.queue)
+def test_synchronous_reductions_are_waited_for_at_once() -> None:
+    logged = LoggedQueue(is_async=False)
+    logged.reduce("A", synchronize=True)
+    assert logged.log == ["inner A", "free A", "outer A", "done A"]
+    assert not len(logged.queue)
 
 
 class NamedUnit:
@@ -306,9 +308,9 @@ class NamedUnit:
         self.name = name
 
 
-def _turns(count: int) -> tuple[list[Any], OrderedReductions]:
+def _ordered_reductions(count: int) -> tuple[list[Any], OrderedReductions]:
     units: list[Any] = [NamedUnit(name) for name in range(count)]
-    # The last one has the first turn.
+    # The last unit is reduced first.
     return units, OrderedReductions(units[::-1])
 
 
@@ -321,26 +323,28 @@ def _forward(units: Sequence[Any], ran: Sequence[int]) -> RootPass:
 
 def _backward(
     units: Sequence[Any],
-    turns: OrderedReductions,
+    ordered: OrderedReductions,
     passed: RootPass,
     ended: Sequence[int],
 ) -> list[list[int]]:
-    """What is reduced at the end of every use, and last at the end of the backward."""
-    turns.begin(passed)
-    reduced = [[unit.name for unit in turns.done(units[name])] for name in ended]
-    return [*reduced, [unit.name for unit in turns.remaining()]]
+    """Return the units reduced after each use, and last those at the end of the backward."""
+    ordered.begin(passed)
+    reduced = [[unit.name for unit in ordered.done(units[name])] for name in ended]
+    return [*reduced, [unit.name for unit in ordered.remaining()]]
 
 
 @given(st.data())
-def test_every_unit_has_one_turn_in_the_same_order_whatever_ran(data: st.DataObject) -> None:
-    units, turns = _turns(6)
+def test_every_unit_is_reduced_once_in_the_same_order_for_any_execution(
+    data: st.DataObject,
+) -> None:
+    units, ordered = _ordered_reductions(6)
     for _ in range(2):
         ran = data.draw(st.lists(st.integers(0, 5), max_size=12))
         passed = _forward(units, ran)
-        # The same graph may go backward several times, and not all of it every time.
+        # The backward of a graph may run several times and in part.
         for _ in range(2):
             ended = data.draw(st.permutations(ran))[: data.draw(st.integers(0, len(ran)))]
-            reduced = _backward(units, turns, passed, ended)
+            reduced = _backward(units, ordered, passed, ended)
             assert list(itertools.chain.from_iterable(reduced)) == list(range(6))
 
 
@@ -351,24 +355,24 @@ def test_every_unit_has_one_turn_in_the_same_order_whatever_ran(data: st.DataObj
         ([2, 1, 1, 0], [0, 1, 1, 2], [[0], [], [1], [2], []]),
         ([2, 1, 1, 0], [0, 1, 2], [[0], [], [], [1, 2]]),
     ],
-    ids=["the usual order", "after the second backward", "at the end after one without gradient"],
+    ids=["usual order", "after the second backward", "a use without a backward"],
 )
-def test_a_unit_is_reduced_when_all_its_uses_are_over_and_those_before_it_are(
+def test_unit_is_reduced_after_its_last_use_and_after_its_predecessors(
     ran: list[int], ended: list[int], reduced: list[list[int]]
 ) -> None:
-    units, turns = _turns(3)
-    assert _backward(units, turns, _forward(units, ran), ended) == reduced
+    units, ordered = _ordered_reductions(3)
+    assert _backward(units, ordered, _forward(units, ran), ended) == reduced
 
 
-def test_a_deleted_unit_has_no_turn() -> None:
-    units, turns = _turns(3)
+def test_deleted_unit_is_not_reduced() -> None:
+    units, ordered = _ordered_reductions(3)
     del units[1]
-    turns.begin(RootPass())
-    assert [unit.name for unit in turns.remaining()] == [0, 2]
+    ordered.begin(RootPass())
+    assert [unit.name for unit in ordered.remaining()] == [0, 2]
 
 
-def test_without_an_order_each_unit_is_reduced_after_its_last_use_and_no_other() -> None:
+def test_without_an_order_each_unit_is_reduced_after_its_last_use() -> None:
     units: list[Any] = [NamedUnit(name) for name in range(3)]
-    turns = OrderedReductions(units[::-1], in_order=False)
+    ordered = OrderedReductions(units[::-1], in_order=False)
     passed = _forward(units, [0, 1, 1, 2])
-    assert _backward(units, turns, passed, [1, 2, 1]) == [[], [2], [1], []]
+    assert _backward(units, ordered, passed, [1, 2, 1]) == [[], [2], [1], []]

@@ -1,4 +1,4 @@
-"""`make setup` in a small copy of the tree, with stubs for Python."""
+"""`make setup` in a small copy of the tree, with stubs of Python."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ NEWEST_TORCH = NEWEST.stem.removeprefix("constraints-torch-")
 DEPENDENCIES = ("pyproject.toml", "constraints.txt", "tools/rehearsal-packages.txt")
 TOOLS = ("awk", "bash", "cat", "cksum", "cp", "dirname", "mkdir", "rm", "sed", "tail", "tee")
 
-# Answers what the script asks of an interpreter, and notes what it was asked to install.
+# Answers the calls of the script to an interpreter, and logs the installations.
 FAKE_PYTHON = """#!/bin/bash
 case "$*" in
     *print*) echo "{version}" ;;
@@ -39,7 +39,7 @@ esac
 
 
 class Tree:
-    """A copy of what set-up needs, with a PATH that holds nothing but stubs."""
+    """A copy of the files that setup needs, with a PATH of a few tools and stubs of Python."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -74,7 +74,7 @@ class Tree:
 
 @pytest.fixture
 def bare(tmp_path):
-    """Without a Python."""
+    """A tree without Python on its PATH."""
     return Tree(tmp_path / "tree")
 
 
@@ -114,7 +114,7 @@ def _pinned(file: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", DEPENDENCIES)
-def test_only_a_changed_dependency_file_installs_again(tree, name):
+def test_only_a_changed_dependency_file_causes_another_installation(tree, name):
     tree.setup()
     assert "up to date" in tree.setup().stdout
     assert tree.num_installs == 1
@@ -136,25 +136,25 @@ def test_an_environment_without_a_stamp_is_kept(tree):
     assert tree.num_installs == 1
 
 
-def test_another_torch_has_an_environment_and_pinned_packages_of_its_own(tree):
+def test_another_torch_has_a_separate_environment_and_pinned_packages(tree):
     assert tree.setup().returncode == 0
     assert tree.setup(TORCH=NEWEST_TORCH).returncode == 0
     default = _pinned(tree.home / ".venv/constraints.txt")
     other = _pinned(tree.home / f".venv-torch-{NEWEST_TORCH}/constraints.txt")
     assert default["torch"] != other["torch"] == NEWEST_TORCH
-    # Torch needs other packages of CUDA in each version, and the rest is the same.
+    # Only torch, triton and the packages of CUDA differ.
     differs = dict(default.items() ^ other.items()).keys()
     assert {name for name in differs if not name.startswith(("nvidia-", "cuda-"))} == {
         "torch",
         "triton",
     }
     assert {name for name in other if name not in default} <= _pinned(NEWEST).keys()
-    # Neither is rebuilt for the other.
+    # Creating one environment does not invalidate the other.
     assert "up to date" in tree.setup().stdout
     assert tree.num_installs == 2
 
 
-def test_the_versions_of_torch_that_are_tested_are_the_ends_of_what_is_supported():
+def test_tested_versions_of_torch_are_the_oldest_and_newest_supported():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (torch,) = [name for name in project["dependencies"] if name.startswith("torch")]
     oldest = _pinned(ROOT / "constraints.txt")["torch"].split(".")
@@ -164,7 +164,7 @@ def test_the_versions_of_torch_that_are_tested_are_the_ends_of_what_is_supported
     assert f"NEWEST_TORCH = {NEWEST_TORCH}\n" in (ROOT / "Makefile").read_text()
 
 
-def test_a_failed_installation_shows_its_log_and_is_not_taken_for_done(tree):
+def test_failed_installation_shows_its_log_and_is_repeated(tree):
     tree.add_python("python3.12", "3.12.1", pip_status=1)
     done = tree.setup()
     assert done.returncode != 0
@@ -174,8 +174,8 @@ def test_a_failed_installation_shows_its_log_and_is_not_taken_for_done(tree):
     assert tree.setup().returncode == 0
 
 
-# What is installed beside what the package asks for is not found, as where it is not installed.
-WITH_THE_DECLARED_ALONE = """
+# Hides installed packages that are not dependencies from imports.
+HIDE_UNDECLARED = """
 import sys
 from importlib.machinery import PathFinder
 
@@ -187,25 +187,25 @@ PathFinder.find_spec = lambda name, *rest: (
 
 
 def _name(requirement):
-    """Of a package, as the index spells it."""
+    """Return the normalized name of the package of a requirement."""
     return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower()
 
 
-def test_the_program_of_the_readme_needs_what_is_declared_and_nothing_else(tmp_path):
+def test_program_of_the_readme_needs_only_declared_dependencies(tmp_path):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     left, needed = list(project["dependencies"]), {_name(project["name"])}
     while left:
         name = _name(left.pop())
         if name not in needed:
             needed.add(name)
-            # What another Python or system would need is not installed here.
+            # Requirements of other Python versions or systems are not installed.
             with contextlib.suppress(PackageNotFoundError):
                 left += [found for found in requires(name) or () if "extra ==" not in found]
     packages = packages_distributions().items()
     hidden = {package for package, owners in packages if needed.isdisjoint(map(_name, owners))}
     block = re.search(r"```python\n(# train\.py\n.*?)```", (ROOT / "README.md").read_text(), re.S)
     program = tmp_path / "train.py"
-    program.write_text(WITH_THE_DECLARED_ALONE.format(hidden=hidden) + block[1])
+    program.write_text(HIDE_UNDECLARED.format(hidden=hidden) + block[1])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     done = ran(sys.executable, program, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr

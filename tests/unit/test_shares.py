@@ -1,4 +1,4 @@
-"""Shares of the longer tests: each test has its turn, and a commit always chooses the same."""
+"""Samples of the longer tests with `--one-in`, and the sample for the newest torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def suite(pytester: pytest.Pytester) -> pytest.Pytester:
     return pytester
 
 
-def test_quick_tests_run_whatever_the_share(suite: pytest.Pytester) -> None:
+def test_quick_tests_run_in_every_sample(suite: pytest.Pytester) -> None:
     result = suite.runpytest("--one-in", "5", "--chosen-by", "a")
     outcomes = result.parseoutcomes()
     assert 1 + 3 <= outcomes["passed"] <= 1 + 20
@@ -44,7 +44,7 @@ def test_quick_tests_run_whatever_the_share(suite: pytest.Pytester) -> None:
     assert suite.runpytest().parseoutcomes() == {"passed": 51}
 
 
-def test_the_sample_for_another_torch_names_files_that_are_there() -> None:
+def test_sample_for_another_torch_names_existing_files() -> None:
     root = Path(__file__).parents[2]
     run = subprocess.run(
         ["make", "-n", "sample"], cwd=root, capture_output=True, text=True, check=True

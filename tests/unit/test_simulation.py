@@ -1,4 +1,4 @@
-"""The simulated cluster: its clock, its collectives at any number of ranks, its operations."""
+"""The simulated cluster: clock, networks, collectives and operations."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def streams() -> VirtualStreams:
 
 
 @pytest.fixture
-def many() -> Iterator[HostDevice]:
-    """16,384 ranks of which this is the fourth."""
+def cluster() -> Iterator[HostDevice]:
+    """Simulate 16,384 ranks with this process as rank 3."""
     device = HostDevice()
     with simulated_ranks(16384, device, MACHINE, rank=3):
         yield device
@@ -70,7 +70,7 @@ def test_a_host_computes_while_collectives_of_a_communicator_run_one_after_the_o
     assert device.timeline.now == 5.0
 
 
-def test_communicators_take_turns_on_a_link_and_work_side_by_side_on_two() -> None:
+def test_communicators_serialize_on_one_link_and_overlap_on_two() -> None:
     device = HostDevice()
     ends = []
     for communicator, link in (("a", "node"), ("b", "network"), ("c", "node")):
@@ -79,7 +79,7 @@ def test_communicators_take_turns_on_a_link_and_work_side_by_side_on_two() -> No
     assert ends == [2.0, 2.0, 4.0]
 
 
-def test_a_collective_begins_after_its_stream_and_the_host_does_not_wait(
+def test_collective_begins_after_its_stream_without_blocking_the_host(
     streams: VirtualStreams,
 ) -> None:
     side: Any = streams.new_stream("side")
@@ -90,7 +90,7 @@ def test_a_collective_begins_after_its_stream_and_the_host_does_not_wait(
         event = side.record_event()
     streams.compute(1.0)
     compute = streams.current_stream()
-    # Both worked from the first second on.
+    # Computation and communication overlap from 1.0 s on.
     assert (compute.queue.ready, side.queue.ready) == (2.0, 3.0)
     compute.wait_event(event)
     streams.compute(1.0)
@@ -103,20 +103,20 @@ def test_a_collective_begins_after_its_stream_and_the_host_does_not_wait(
 # -- networks ---------------------------------------------------------------------------------
 
 
-def test_a_line_through_measured_times_has_their_latency_and_bandwidth() -> None:
+def test_fit_of_measured_times_has_their_latency_and_bandwidth() -> None:
     line = AlphaBeta.fitted({n: 1e-4 + n * 2e-9 for n in (1000, 10**6, 10**7)})
     assert line.seconds == pytest.approx(1e-4)
     assert line.seconds_per_byte == pytest.approx(2e-9)
     network = MeasuredNetwork({"all_gather": line})
     assert network.seconds("all_gather", 10**6, (0, 1)) == pytest.approx(2.1e-3)
     assert network.seconds("all_gather", 10**6, (0,)) == 0.0
-    # Unknown ones are as slow as the slowest.
+    # A collective without measurements takes the time of the slowest one.
     assert network.seconds("barrier", 0, (0, 1)) == pytest.approx(1e-4)
     with pytest.raises(ValueError, match=r"two sizes at least, got \[5\]"):
         AlphaBeta.fitted({5: 1.0})
 
 
-def test_ranks_of_a_node_and_ranks_across_nodes_have_links_of_their_own() -> None:
+def test_ranks_of_a_node_and_ranks_across_nodes_use_different_links() -> None:
     assert MACHINE.link(range(8)) == "node"
     assert MACHINE.link(range(0, 64, 8)) == "network"
 
@@ -124,14 +124,14 @@ def test_ranks_of_a_node_and_ranks_across_nodes_have_links_of_their_own() -> Non
 # -- collectives ------------------------------------------------------------------------------
 
 
-def test_results_have_the_shapes_of_all_ranks_and_the_values_of_ranks_alike(many: Any) -> None:
+def test_collective_results_are_those_of_identical_ranks(cluster: Any) -> None:
     size = 16384
     gathered = torch.empty(2 * size)
     dist.all_gather_into_tensor(gathered, torch.tensor([1.0, 2.0]))
     assert gathered.view(size, 2).unique(dim=0).tolist() == [[1.0, 2.0]]
     piece = torch.empty(2)
     dist.reduce_scatter_tensor(piece, torch.arange(2.0 * size))
-    # That of the fourth rank, from every rank.
+    # The shard of rank 3, summed over all ranks.
     assert piece.tolist() == [6.0 * size, 7.0 * size]
     total = torch.tensor([1.0])
     dist.all_reduce(total)
@@ -141,20 +141,20 @@ def test_results_have_the_shapes_of_all_ranks_and_the_values_of_ranks_alike(many
     assert (dist.get_rank(), dist.get_world_size()) == (3, size)
 
 
-def test_a_collective_takes_what_the_machine_says_of_its_axis(many: Any) -> None:
+def test_collective_takes_the_time_of_its_axis(cluster: Any) -> None:
     mesh = init_device_mesh("cpu", (2048, 8), mesh_dim_names=("outer", "inner"))
     for axis, ranks in (("outer", range(0, 16384, 8)), ("inner", range(8))):
         group = mesh.get_group(axis)
-        before, full = many.timeline.now, torch.empty(group.size() * 100)
+        before, full = cluster.timeline.now, torch.empty(group.size() * 100)
         work = dist.all_gather_into_tensor(full, full[:100], group=group, async_op=True)
-        assert many.timeline.now == before
+        assert cluster.timeline.now == before
         work.wait()
-        took = many.timeline.now - before
+        took = cluster.timeline.now - before
         expected = MACHINE.seconds("all_gather", full.nbytes, ranks)
         assert took == pytest.approx(expected)
 
 
-def test_a_large_result_is_not_touched(many: Any) -> None:
+def test_large_result_takes_no_physical_memory(cluster: Any) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     full = torch.empty(16384 * 100_000)
     dist.all_gather_into_tensor(full, torch.empty(100_000))
@@ -162,7 +162,7 @@ def test_a_large_result_is_not_touched(many: Any) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
 
 
-def test_what_cannot_be_simulated_is_said() -> None:
+def test_unsupported_simulations_raise() -> None:
     with pytest.raises(ValueError, match="rank must be from 0 to 7, got 8"):
         simulated_ranks(8, HostDevice(), MACHINE, rank=8).__enter__()
     with simulated_ranks(8, HostDevice(), MACHINE):
@@ -181,7 +181,7 @@ def test_the_example_on_the_page_runs(capsys: pytest.CaptureFixture[str]) -> Non
     exec(compile(block.code, block.name, "exec"), {"__name__": "page"})
     found = re.fullmatch(r"(\d+\.\d) ms, at most (\d+\.\d\d) GiB\n", capsys.readouterr().out)
     assert found is not None
-    # Two gathers and a reduction of four units of 256 MiB, and the products of three passes.
+    # Each of four units of 256 MiB has two gathers, a reduction, and the products of three passes.
     assert float(found[1]) > MACHINE.compute_seconds(3 * 4 * 2 * 4096 * 8192 * 8192) * 1e3
     assert 1 < float(found[2]) < 4
 
@@ -189,7 +189,7 @@ def test_the_example_on_the_page_runs(capsys: pytest.CaptureFixture[str]) -> Non
 # -- operations -------------------------------------------------------------------------------
 
 
-def test_operations_take_their_products_or_their_bytes(streams: VirtualStreams) -> None:
+def test_operations_take_the_time_of_their_products_or_bytes(streams: VirtualStreams) -> None:
     costs = RooflineCosts(MACHINE, 1e12, memory_efficiency=0.5)
     with Operations(streams, costs) as operations:
         weight = torch.empty(4096, 4096)
@@ -197,14 +197,14 @@ def test_operations_take_their_products_or_their_bytes(streams: VirtualStreams) 
         total = product + product
         total.view(-1).add_(1)
     products = MACHINE.compute_seconds(2 * 8192 * 4096 * 4096)
-    # One tensor twice is read once; a result is written, and an argument in place.
+    # A tensor used twice is read once; the out-of-place and the in-place result are written.
     moved = (2 * total.nbytes + total.nbytes) / 0.5e12
     assert streams.current_stream().queue.busy == pytest.approx(products + moved)
     assert set(operations.seconds_of) == {"aten.mm", "aten.add", "aten.add_"}
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_attention_takes_two_products_forwards_and_five_backwards(
+def test_attention_takes_two_products_in_forward_and_five_in_backward(
     streams: VirtualStreams, causal: bool
 ) -> None:
     with Operations(streams, RooflineCosts(MACHINE, float("inf"))) as operations:
@@ -217,7 +217,7 @@ def test_attention_takes_two_products_forwards_and_five_backwards(
     assert backward == pytest.approx(2.5 * forward)
 
 
-def test_without_values_nothing_is_computed_and_no_memory_is_touched(
+def test_operations_compute_nothing_and_take_no_physical_memory(
     streams: VirtualStreams,
 ) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -231,7 +231,7 @@ def test_without_values_nothing_is_computed_and_no_memory_is_touched(
             optimizer.zero_grad()
         assert not loss.isnan().item()
     one = 4 * 2**30
-    # Weight, two moments, gradient.
+    # Live at the peak: weight, two moments, gradient.
     assert 4 * one <= operations.live.peak < 4.1 * one
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
 
@@ -249,13 +249,13 @@ def found(job: Job) -> dict[str, Measured]:
     return {engine: measure(engine, job, MACHINE) for engine in ENGINES}
 
 
-def test_both_engines_run_on_thousands_of_ranks_and_communicate_about_as_much(
+def test_both_engines_run_on_thousands_of_ranks_with_similar_communication(
     job: Job,
     found: dict[str, Measured],
 ) -> None:
     ours, theirs = found["ours"], found["fsdp2"]
     assert ours.model == theirs.model > 0
-    # Units of more than one flat buffer cost latency here; FSDP2 pads where ranks outnumber rows.
+    # Units with several flat buffers add latency; FSDP2 pads if ranks outnumber rows.
     outnumber = job.num_ranks > SHAPE.hidden
     assert ours.communicating < theirs.communicating * (1.0 if outnumber else 1.1)
     for measured in (ours, theirs):
@@ -266,11 +266,11 @@ def test_both_engines_run_on_thousands_of_ranks_and_communicate_about_as_much(
         assert measured.resting < measured.peak
 
 
-def test_ours_exposes_less(found: dict[str, Measured]) -> None:
+def test_ours_exposes_less_communication_than_fsdp2(found: dict[str, Measured]) -> None:
     assert found["ours"].exposed < found["fsdp2"].exposed
 
 
-def test_times_are_the_same_every_time(job: Job, found: dict[str, Measured]) -> None:
+def test_simulated_times_are_reproducible(job: Job, found: dict[str, Measured]) -> None:
     again = measure("ours", job, MACHINE)
     assert dataclasses.astuple(again) == pytest.approx(dataclasses.astuple(found["ours"]))
 
@@ -284,12 +284,12 @@ def test_times_are_the_same_every_time(job: Job, found: dict[str, Measured]) -> 
     ],
     ids=["network decides", "recomputed", "HSDP"],
 )
-def test_a_plan_has_the_step_time_of_the_simulation(planned_job: Job) -> None:
+def test_planned_step_time_matches_the_simulation(planned_job: Job) -> None:
     measured = measure("ours", planned_job, MACHINE)
     assert planned(planned_job, MACHINE).step.seconds == pytest.approx(measured.step, rel=0.1)
 
 
-def test_the_page_has_the_step_times_of_both() -> None:
+def test_page_has_the_simulated_and_planned_step_times() -> None:
     page = (Path(__file__).parents[2] / "docs/simulation.md").read_text()
     rows = re.findall(r"^\| ([\d,]+) ranks \| ([\d.]+) ms \| ([\d.]+) ms \|$", page, re.MULTILINE)
     assert len(rows) > 2
@@ -300,7 +300,7 @@ def test_the_page_has_the_step_times_of_both() -> None:
         assert [f"{each * 1e3:.1f}" for each in seconds] == times, ranks
 
 
-def test_the_command_compares_both(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_compares_both_engines(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--model", "8b", "--layers", "2", "--ranks", "8", "--sequence", "512"])
     said = capsys.readouterr().out
     assert "ours / FSDP2: step " in said
@@ -309,7 +309,7 @@ def test_the_command_compares_both(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.functional
 @pytest.mark.parametrize("num_ranks", ["2", "4"])
-def test_a_step_on_gloo_takes_what_the_simulation_says(num_ranks: str, tmp_path: Path) -> None:
+def test_time_of_a_step_on_gloo_matches_the_simulation(num_ranks: str, tmp_path: Path) -> None:
     if os.getloadavg()[0] > 1:
         pytest.skip("others use this machine, and real steps wait for them")
     words = ["--ranks", num_ranks, "--pauses", "5", "20", "--out", str(tmp_path)]

@@ -1,4 +1,4 @@
-"""The checker on schedules written by hand."""
+"""The stream checker on schedules written by hand."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Faults = list[tuple[Fault, int, int]]
 
 
 def schedule_of(text: str) -> Schedule:
-    """A schedule of steps such as `comm reads a writes b; compute waits for comm; comm frees b`.
+    """Parse a schedule such as `comm reads a writes b; compute waits for comm; comm frees b`.
 
-    `comm notes it` records an event, and `compute awaits it` waits for that one.
+    `comm notes it` records an event `it`, and `compute awaits it` waits for this event.
     """
     schedule, events = Schedule(), dict[str, int]()
     buffers = collections.defaultdict[str, Buffer](lambda: Buffer("buffer"))
@@ -53,11 +53,11 @@ _NEEDED = "compute writes shard; "
 _GATHER = "comm reads shard writes full; "
 _REDUCE = "compute allocates b; reduce waits for compute; reduce reads b; "
 SCHEDULES: dict[str, tuple[str, Faults]] = {
-    "what the host waited for is done before all that it queues then": (
+    "work is ordered after a wait of the host": (
         "comm writes b; comm notes it; host awaits it; host reads b writes b; compute reads b",
         [],
     ),
-    "the host uses what it did not wait for": (
+    "a use by the host without a wait is found": (
         "comm writes b; comm notes it; compute awaits it; host reads b",
         [(Fault.UNORDERED, 0, 3)],
     ),
@@ -99,11 +99,11 @@ SCHEDULES: dict[str, tuple[str, Faults]] = {
         "compute allocates b; comm writes b",
         [(Fault.UNORDERED_MEMORY, 0, 1)],
     ),
-    "memory that changes hands under a running read is found": (
+    "memory reused during a read is found": (
         "comm reads b; compute allocates b",
         [(Fault.UNORDERED_MEMORY, 0, 1)],
     ),
-    "memory given back can be used again": (
+    "freed memory can be used again": (
         "; ".join(["compute allocates b; compute reads b; compute frees b"] * 2),
         [],
     ),
@@ -115,12 +115,12 @@ SCHEDULES: dict[str, tuple[str, Faults]] = {
 
 
 @pytest.mark.parametrize(("text", "expected"), SCHEDULES.values(), ids=SCHEDULES)
-def test_a_schedule_is_judged_as_it_should_be(text: str, expected: Faults) -> None:
+def test_checker_finds_the_faults_of_a_schedule(text: str, expected: Faults) -> None:
     assert faults(schedule_of(text)) == expected
 
 
 @pytest.mark.parametrize(("start", "expected"), [(8, 0), (7, 1)])
-def test_only_bytes_in_common_conflict(start: int, expected: int) -> None:
+def test_only_overlapping_bytes_conflict(start: int, expected: int) -> None:
     schedule, buffer = Schedule(), Buffer("buffer")
     schedule.operation("comm", "write", writes=[Region(buffer, 0, 8)])
     schedule.operation("compute", "write", writes=[Region(buffer, start, 16)])
@@ -128,7 +128,7 @@ def test_only_bytes_in_common_conflict(start: int, expected: int) -> None:
 
 
 @pytest.mark.parametrize(("waits", "expected"), [(True, []), (False, [(1, 2), (0, 2)])])
-def test_memory_freed_lazily_has_to_be_done_when_its_stream_is_given_memory(
+def test_lazily_freed_memory_must_be_unused_at_the_next_allocation_of_its_stream(
     waits: bool, expected: list[tuple[int, int]]
 ) -> None:
     schedule, activation = Schedule(), Buffer("activation")
@@ -137,7 +137,7 @@ def test_memory_freed_lazily_has_to_be_done_when_its_stream_is_given_memory(
     schedule.free("compute", activation, when_reused=True)
     if waits:
         schedule.wait_stream("compute", "side")
-    # Not before: another stream's allocation takes nothing of what was freed here.
+    # An allocation of another stream does not reuse memory that was freed on this stream.
     schedule.allocate("side", Buffer("other"))
     schedule.allocate("compute", Buffer("next"))
     assert faults(schedule) == [(Fault.PREMATURE_FREE, *pair) for pair in expected]

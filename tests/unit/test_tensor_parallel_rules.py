@@ -1,4 +1,4 @@
-"""Tables of rules for modules of Megatron and Transformer Engine, without either of them."""
+"""Tensor-parallel rules for Megatron and Transformer Engine, without their modules."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megatron_fsdp_v2_mcore.model.tensor_parallel_rules import (
 )
 
 
-def test_rules_by_path_match_nothing_where_the_package_is_not_imported() -> None:
+def test_rules_by_path_match_nothing_without_an_import_of_the_package() -> None:
     assert "transformer_engine.pytorch" not in sys.modules
     with pytest.raises(ValueError, match="no rule matches its module"):
         cut_of(nn.Linear(2, 2), "weight", torch.ones(2, 2), TRANSFORMER_ENGINE_RULES, None)
 
 
-def test_marks_of_megatron_are_read_also_on_stacked_experts() -> None:
+def test_attributes_of_megatron_are_read_also_on_stacked_experts() -> None:
     for shape, stacked, marked, dim in (((4, 6), False, 1, 1), ((2, 4, 6), True, 0, 1)):
         layer: Any = nn.Module()
         layer.single_grouped_weight = stacked

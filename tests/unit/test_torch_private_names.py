@@ -1,6 +1,6 @@
-"""`docs/torch_private_names.md` lists the private names of torch that are used, and torch has them.
+"""`docs/torch_private_names.md` lists all used private names of torch, and torch has these names.
 
-A new version of torch may rename them without a word; the test says which.
+A new version of torch may rename a private name without notice; the test reports the name.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ EXAMPLES = {
     "torch._ops.OpOverload": torch.ops.aten.add.Tensor,
     "torch.UntypedStorage": torch.UntypedStorage,
 }
-"""Owners of private attributes that code reads of objects whose class it does not say."""
+"""Owners of private attributes that code reads from objects of a class it does not name."""
 
 
 def _listed(title: str) -> dict[str, str]:
-    """Name to reason, of the table after a heading."""
+    """Return the reason by name from the table after a heading."""
     table = PAGE.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
     found = [(name, row[1]) for row in rows for name in re.findall(r"`([\w.]+)`", row[0])]
@@ -65,7 +65,7 @@ def _is_private(name: str) -> bool:
 
 @functools.cache
 def _found(name: str) -> Any:
-    """What a dotted name is, or `MISSING`."""
+    """Return the object of a dotted name, or `MISSING`."""
     owner, _, last = name.rpartition(".")
     if owner in EXAMPLES:
         return getattr(EXAMPLES[owner], last, MISSING)
@@ -78,10 +78,10 @@ def _found(name: str) -> Any:
     return getattr(parent, last, MISSING)
 
 
-def _cut(name: str) -> str | None:
-    """A dotted name without what follows the private part; None if it has none.
+def _private_part(name: str) -> str | None:
+    """Return a dotted name up to its private part; None without a private part.
 
-    Of a private module, the first thing in it that is used.
+    For a private module, the result includes the first used name in the module.
     """
     parts = name.split(".")
     private = [index for index, part in enumerate(parts) if _is_private(part)]
@@ -94,7 +94,7 @@ def _cut(name: str) -> str | None:
 
 
 def _dotted(node: ast.AST, names: dict[str, str]) -> str | None:
-    """A chain of attributes of something that was imported from torch."""
+    """Return the dotted name of an attribute chain of an import from torch; None for others."""
     attributes = []
     while isinstance(node, ast.Attribute):
         attributes.append(node.attr)
@@ -105,7 +105,7 @@ def _dotted(node: ast.AST, names: dict[str, str]) -> str | None:
 
 
 def _imported(tree: ast.Module) -> dict[str, str]:
-    """Names of a file that are torch's, and what they are there."""
+    """Return the dotted names in torch of a file's imports and aliases, by name in the file."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -125,8 +125,8 @@ def _imported(tree: ast.Module) -> dict[str, str]:
     return names
 
 
-def _own(tree: ast.AST) -> Iterator[str]:
-    """Private names that classes define for themselves."""
+def _defined_names(tree: ast.AST) -> Iterator[str]:
+    """Yield the names of methods and attributes that a file defines."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and not _overrides(node):
             yield node.name
@@ -139,30 +139,30 @@ def _overrides(node: ast.FunctionDef) -> bool:
 
 
 def _used() -> dict[str, set[str]]:
-    """Private names of torch, dotted where a file says whose they are, and the files."""
+    """Return the files that use each private name of torch, dotted if a file names its owner."""
     attributes = {name for owner in EXAMPLES.values() for name in dir(owner) if _is_private(name)}
     attributes |= {name for name in dir(torch) if name.startswith(("_foreach_", "_fused_"))}
-    # Not every torch has these.
+    # Some versions of torch lack these names.
     attributes |= {name.rpartition(".")[2] for name in OPTIONAL}
     found: dict[str, set[str]] = {}
     files = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
     for file in files:
         tree = ast.parse(file.read_text())
-        names, own = _imported(tree), set(_own(tree))
-        used = {_cut(name) for name in names.values()}
+        names, defined = _imported(tree), set(_defined_names(tree))
+        used = {_private_part(name) for name in names.values()}
         inner = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute):
                 dotted = _dotted(node, names)
                 if dotted is None:
                     is_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-                    if node.attr in attributes and not (is_self and node.attr in own):
+                    if node.attr in attributes and not (is_self and node.attr in defined):
                         used.add(node.attr)
                 elif id(node) not in inner:
-                    used.add(_cut(dotted))
+                    used.add(_private_part(dotted))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 if re.fullmatch(r"torch(\.\w+)*\._\w+(\.\w+)*", node.value):
-                    used.add(_cut(node.value))
+                    used.add(_private_part(node.value))
                 elif node.value in attributes:
                     used.add(node.value)
             elif isinstance(node, ast.FunctionDef) and _overrides(node) and node.name in attributes:

@@ -1,4 +1,4 @@
-"""Temporary buffers: memory only while they live; in the traced pool, where, and what stays."""
+"""The traced pool: addresses of temporary buffers, merges of pools, and memory plans."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _buffer(pool: Allocator, name: str, numel: int = 256) -> TemporaryBuffer:
 
 
 def _pass(pool: TracePoolAllocator, *buffers: TemporaryBuffer) -> list[int]:
-    """One after the other is live; their addresses."""
+    """Run a pass that uses the buffers one after the other; return their addresses."""
     pool.begin_pass("pass", no_pending_backward=True)
     places = []
     for buffer in buffers:
@@ -36,7 +36,7 @@ def _pass(pool: TracePoolAllocator, *buffers: TemporaryBuffer) -> list[int]:
 
 
 def _planned(pool: TracePoolAllocator, *buffers: TemporaryBuffer) -> list[int]:
-    """Addresses after a pattern came twice."""
+    """Run a pass three times; return the addresses of the last pass, which is planned."""
     return [_pass(pool, *buffers) for _ in range(3)][-1]
 
 
@@ -51,7 +51,7 @@ def test_buffers_that_never_live_together_get_the_same_address_every_time() -> N
     assert pool.peak_nbytes == 1024
 
 
-def test_a_buffer_stays_where_autograd_holds_a_view() -> None:
+def test_buffer_keeps_its_memory_while_autograd_holds_a_view() -> None:
     pool = TracePoolAllocator()
     buffer = _buffer(pool, "weights", 4)
     param = torch.nn.Parameter(buffer.alias(0, (2, 2)))
@@ -71,7 +71,7 @@ def test_a_buffer_stays_where_autograd_holds_a_view() -> None:
     assert buffer.pool_memory is not None
 
 
-def test_a_buffer_whose_place_is_taken_gets_other_memory_and_keeps_its_content() -> None:
+def test_buffer_whose_address_is_in_use_gets_other_memory() -> None:
     pool = TracePoolAllocator()
     first, second = _buffer(pool, "first"), _buffer(pool, "second")
     _planned(pool, first, second)
@@ -82,7 +82,7 @@ def test_a_buffer_whose_place_is_taken_gets_other_memory_and_keeps_its_content()
     assert second.pool_memory is None
     first.release()
     second.release()
-    # The collision was traced: from the next plan on both have a place.
+    # The overlap was traced: the next plan has an address for both buffers.
     _planned(pool, first, second)
     first.acquire()
     assert second.has_room()
@@ -104,7 +104,7 @@ def test_a_live_buffer_cannot_be_merged() -> None:
     assert _planned(root, buffer, late)[0] == late.tensor.data_ptr()
 
 
-def test_units_that_run_without_their_root_leave_no_endless_trace() -> None:
+def test_trace_of_units_without_their_root_is_bounded() -> None:
     pool = TracePoolAllocator()
     buffer = _buffer(pool, "weights", 1)
     for _ in range(40_000):
@@ -123,7 +123,7 @@ sizes_of_six = st.lists(st.integers(0, 5000), min_size=6, max_size=6)
 
 
 def _plan_of(sizes: list[int], many: list[Trace]) -> MemoryPlan:
-    """One plan for several traces, put together as the pool does it."""
+    """Return one plan for several traces, combined as in the pool."""
     conflicts, used = [0] * len(sizes), 0
     for trace in many:
         trace.add_conflicts(conflicts)
@@ -133,7 +133,7 @@ def _plan_of(sizes: list[int], many: list[Trace]) -> MemoryPlan:
 
 
 def _live_sets(trace: Trace) -> list[set[int]]:
-    """Slow and plain: the live buffers at every moment."""
+    """Return the live buffers at every moment, by brute force."""
     live = {key for key in range(16) if trace.live_before >> key & 1}
     moments = [set(live)]
     for event in trace.events:

@@ -18,7 +18,7 @@ __all__ = ["blackwell_te", "megatron_te"]
 
 @pytest.fixture
 def trainings(request: pytest.FixtureRequest) -> Trainings:
-    """Runs trainings; equal runs are made once."""
+    """Runs trainings; equal runs train once."""
     return trainings_of(lambda flags: pools_for(request, flags))
 
 

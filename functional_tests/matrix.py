@@ -39,14 +39,14 @@ class Row:
         strategies: Sharding strategies of the compared runs.
         freezes: Regular expressions; parameters with a matching name are frozen in both runs.
         iterations: Number of iterations of both runs.
-        tolerance: Largest relative difference of losses. None for 1e-6 in fp32, and in 16 bits for
-            0 with `exact_norms`: one weight that rounds another way changes all later losses.
+        tolerance: Largest relative difference of losses. None means 1e-6 in fp32 and, in 16 bits, 0
+            with `exact_norms`: one weight that rounds differently changes all later losses.
         norms: Largest relative difference of norms; `tolerance` if None.
-        exact_norms: Whether norms of gradients are summed in fp64, independent of the order.
-        beside_itself: Whether the reference is sharded in the same way.
+        exact_norms: Whether gradient norms are summed in fp64, where the order does not matter.
+        is_reference_sharded: Whether the reference has the same sharding strategy.
         probe: Called with the chunks and the optimizer of the compared run after the training.
         finds: Expected result of the probe on every rank.
-        quick: Number of its first strategies that `make test` trains.
+        quick: Number of strategies, from the first, that `make test` trains.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Row:
     tolerance: float | None = None
     norms: float | None = None
     exact_norms: bool = False
-    beside_itself: bool = False
+    is_reference_sharded: bool = False
     probe: Callable[[Any, Any], Any] | None = None
     finds: Any = None
     quick: int = 0
@@ -80,7 +80,7 @@ class Row:
 
     def reference(self, strategy: str) -> Run:
         """Return the run of Megatron's own DDP, or of this package."""
-        selected = fsdp(strategy) if self.beside_itself else ()
+        selected = fsdp(strategy) if self.is_reference_sharded else ()
         return self._run(*self.flags.split(), *selected, *self.theirs.split())
 
     def sharded(self, strategy: str) -> Run:

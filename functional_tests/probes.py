@@ -12,15 +12,15 @@ from megatron_fsdp_v2.optim import FlatOptimizer
 from megatron_fsdp_v2.runtime.module import named_units
 
 
-def left_gathered(chunks: Any, optimizer: Any) -> list[str]:
+def gathered_units(chunks: Any, optimizer: Any) -> list[str]:
     """Return the units that are still gathered; a chunk of Megatron's DDP has none."""
     del optimizer
     units = (pair for chunk in chunks for pair in named_units(chunk))
     return [name for name, unit in units if unit.is_unsharded]
 
 
-def knobs(chunks: Any, optimizer: Any) -> tuple[int, int | None, int | None, int, int]:
-    """Return the number of units, their options, and the number gathered by the last step."""
+def prefetch_limits(chunks: Any, optimizer: Any) -> tuple[int, int | None, int | None, int, int]:
+    """Return the number of units, the prefetch and buffer limits, and the units kept gathered."""
     del optimizer
     units = [unit for _, unit in named_units(chunks[0].module)]
     context, gathered = units[0].context, sum(unit.is_gathered_after_step for unit in units)
@@ -29,8 +29,8 @@ def knobs(chunks: Any, optimizer: Any) -> tuple[int, int | None, int | None, int
     return len(context.units()), limit.units, limit.nbytes, most, gathered
 
 
-def gathers_apart(chunks: Any, optimizer: Any) -> list[bool]:
-    """Return, for each group of gathers, whether it is a separate group of the same ranks."""
+def separate_gather_groups(chunks: Any, optimizer: Any) -> list[bool]:
+    """Return, for each all-gather group, whether it is a separate group of the same ranks."""
     del optimizer
     found: dict[str, bool] = {}
     for _, unit in named_units(chunks[0]):
@@ -42,17 +42,17 @@ def gathers_apart(chunks: Any, optimizer: Any) -> list[bool]:
     return list(found.values())
 
 
-def _parts(optimizer: Any) -> list[Any]:
+def _torch_optimizers(optimizer: Any) -> list[Any]:
     """Return the torch optimizers inside Megatron's optimizers."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part.optimizer for part in chained if part.optimizer is not None]
 
 
-def steps_runs(chunks: Any, optimizer: Any) -> bool:
-    """Return whether Adam stepped fewer nonempty tensors than parameters."""
+def steps_flat_tensors(chunks: Any, optimizer: Any) -> bool:
+    """Return whether Adam stepped flat tensors: fewer nonempty tensors than parameters."""
     del chunks
     stepped = given = 0
-    for part in _parts(optimizer):
+    for part in _torch_optimizers(optimizer):
         assert isinstance(part, FlatOptimizer) and part._plan is not None
         given += sum(local_of(p).numel() > 0 for g in part.param_groups for p in g["params"])
         stepped += sum(tensor.numel() > 0 for group in part._plan.params for tensor in group)
@@ -60,11 +60,11 @@ def steps_runs(chunks: Any, optimizer: Any) -> bool:
 
 
 def offloads(chunks: Any, optimizer: Any, *, fraction: float) -> bool:
-    """Return whether this fraction of the moments, plus less than a parameter, is offloaded."""
+    """Return whether the offloaded moments exceed this fraction by less than one parameter."""
     del chunks
     moments = [
         local_of(state["exp_avg"])
-        for part in _parts(optimizer)
+        for part in _torch_optimizers(optimizer)
         for state in part.state.values()
         if "exp_avg" in state
     ]
@@ -73,10 +73,10 @@ def offloads(chunks: Any, optimizer: Any, *, fraction: float) -> bool:
     return sum(on_host) >= wanted and (not on_host or sum(on_host) - min(on_host) < wanted)
 
 
-def bytes_of_state(chunks: Any, optimizer: Any) -> float:
-    """Return the bytes of moments per element on this rank."""
+def moment_bytes_per_element(chunks: Any, optimizer: Any) -> float:
+    """Return the bytes of both moments per parameter element on this rank."""
     del chunks
-    (part,) = _parts(optimizer)
+    (part,) = _torch_optimizers(optimizer)
     moments = [
         (moment, getattr(moment, "_data", moment))
         for state in part.state.values()

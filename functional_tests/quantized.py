@@ -24,7 +24,7 @@ from tests.mcore.flags import (
     ZERO3,
 )
 
-# FP8 has blocks of 128 elements, so that no dimension is smaller.
+# No weight dimension is smaller than 128, the block size of FP8.
 MODEL = (
     "--transformer-impl transformer_engine --bf16 --hidden-size 128 --ffn-hidden-size 256 "
     "--seq-length 64 --max-position-embeddings 64"
@@ -40,17 +40,17 @@ FORMATS = {
     "nvfp4": "--fp4-format e2m1 --fp4-recipe nvfp4",
 }
 GATHERS = {name: "--fp8-param-gather" for name in FORMATS} | {"nvfp4": "--fp4-param-gather"}
-"""Flags by recipe: the format of weights, and gathers in this format."""
+"""Flags by recipe: `FORMATS` selects a format; `GATHERS` gathers weights in this format."""
 # Megatron gathers MXFP8 weights in bf16 and quantizes them on every rank.
 MEGATRONS = {"mxfp8": "--reuse-grad-buf-for-mxfp8-param-ag"}
-# For bf16: without --fp8-format, this flag only determines the rehearsed GPU.
+# For bf16 runs: without --fp8-format, this flag only selects the rehearsed GPU.
 BLACKWELL = "--fp8-recipe mxfp8"
 # Gradients are divided by a number of tokens that is not a power of two.
 PER_TOKEN = (
     "--calculate-per-token-loss --micro-batch-size 1 --seq-length 96 --max-position-embeddings 96"
 )
 
-# Norms summed in another order would differ in the last bit, and so would bf16 and FP8 weights.
+# The order of a norm's sum would change its last bit, and with it bf16 and FP8 weights.
 _row = partial(Row, iterations=4, exact_norms=True, tolerance=TOLERANCE)
 
 
@@ -59,7 +59,7 @@ def _model(recipe: str, *more: str) -> str:
 
 
 def _norms(recipe: str) -> float | None:
-    """Bound of norms of gradients, whose small blocks are quantized in another order of ranks."""
+    """Return the bound of gradient norms: larger with small blocks, where rank order matters."""
     return None if recipe in RECIPES else 1e-2
 
 
@@ -124,13 +124,13 @@ QUANTIZED: tuple[Row, ...] = (
     ),
     # Weights gathered in bf16 are then quantized again in the backward, with the same result.
     *(
-        _row(f"nvfp4, weight gradients apart {gathers}", 2,
+        _row(f"nvfp4, unfused weight gradients {gathers}", 2,
              _model("nvfp4", "--no-gradient-accumulation-fusion"), ours=gathers, norms=1e-2)
         for gathers in ("", GATHERS["nvfp4"])
     ),
 )
 
-_same = partial(_row, beside_itself=True, tolerance=0)
+_same = partial(_row, is_reference_sharded=True, tolerance=0)
 
 QUANTIZED_SAME: tuple[Row, ...] = (
     *(
@@ -143,7 +143,8 @@ QUANTIZED_SAME: tuple[Row, ...] = (
         )
     ),
     *(
-        _same(f"{recipe}, gathered so: {flags}", 2, _model(recipe, flags), ours=GATHERS[recipe])
+        _same(f"{recipe}, quantized gathers: {flags}", 2, _model(recipe, flags),
+              ours=GATHERS[recipe])
         for recipe, flags in (
             ("tensorwise", "--first-last-layers-bf16 --num-layers 4"),
             ("tensorwise", MUON),
@@ -152,7 +153,7 @@ QUANTIZED_SAME: tuple[Row, ...] = (
             ("nvfp4", MUON),
         )
     ),
-    # Sums over four ranks have another order; on the CPU, Adam is torch's implementation.
+    # Four ranks sum in another order; on the CPU, Adam is torch's implementation.
     *(
         _same(f"delayed {flags}", ranks, _model("delayed", GATHERS["delayed"]), ours=flags,
               tolerance=1e-3, norms=1.0)
@@ -170,10 +171,10 @@ QUANTIZED_SAME: tuple[Row, ...] = (
 )
 
 _FP8, _FP4 = (f"{FORMATS[name]} {GATHERS[name]}" for name in ("tensorwise", "nvfp4"))
-# Two steps of two micro-batches before the checkpoint: all of a history counts.
+# Two steps of two micro-batches fill the history before the checkpoint.
 HISTORY = f"{FORMATS['delayed']} --fp8-amax-history-len 4 --fp8-amax-compute-algo max"
 DELAYED_GATHERED = f"{HISTORY} {GATHERS['delayed']}"
-# Ranks evaluate samples of their own, whose maxima are not reduced before the checkpoint is saved.
+# Each rank evaluates its own samples; their maxima are not reduced before the checkpoint is saved.
 EVALUATED = "--eval-interval 2 --eval-iters 1"
 
 _QUICK = Setup(2, ZERO3, f"{DELAYED_GATHERED} {EVALUATED}")
@@ -184,25 +185,25 @@ QUANTIZED_RESUMES: tuple[Resume, ...] = (
         Resume(name, MODEL, saves, loads, tolerance, exact_norms=True, quick=name == "FP8")
         for name, saves, loads, tolerance in (
             ("FP8", Setup(2, ZERO3, _FP8), Setup(2, ZERO3, _FP8), 0),
-            ("FP8, gathered in bf16 from now on",
+            ("FP8, to bf16 gathers",
              Setup(2, ZERO3, _FP8), Setup(2, ZERO3, FORMATS["tensorwise"]), 0),
             ("FP8, ZeRO-1 at one rank", Setup(2, ZERO3, _FP8), Setup(1, ZERO1, _FP8), 1e-4),
             ("FP8, four ranks", Setup(2, ZERO3, _FP8), Setup(4, ZERO3, _FP8), 1e-4),
-            ("FP8, bf16 from now on", Setup(2, ZERO3, _FP8), Setup(2, ZERO3), 1e-3),
-            ("FP8, tensor parallel from now on",
+            ("FP8, to bf16", Setup(2, ZERO3, _FP8), Setup(2, ZERO3), 1e-3),
+            ("FP8, to tensor parallel",
              Setup(2, ZERO3, _FP8), Setup(2, ZERO3, f"{_FP8} {TP2_SP}"), 1e-3),
-            ("bf16, FP8 from now on", Setup(2, ZERO3), Setup(2, ZERO3, _FP8), 1e-3),
+            ("bf16, to FP8", Setup(2, ZERO3), Setup(2, ZERO3, _FP8), 1e-3),
             ("NVFP4", Setup(2, ZERO3, _FP4), Setup(2, ZERO3, _FP4), 0),
             ("NVFP4, one rank", Setup(2, ZERO3, _FP4), Setup(1, ZERO3, _FP4), 1e-2),
-            ("NVFP4, bf16 from now on", Setup(2, ZERO3, _FP4), Setup(2, ZERO1, BLACKWELL), 1e-2),
+            ("NVFP4, to bf16", Setup(2, ZERO3, _FP4), Setup(2, ZERO1, BLACKWELL), 1e-2),
             ("NVFP4, bf16 at one rank", Setup(2, ZERO3, _FP4), Setup(1, ZERO1, BLACKWELL), 1e-2),
-            ("delayed, bf16 from now on", Setup(2, ZERO3, DELAYED_GATHERED), Setup(2, ZERO3), 1e-2),
-            ("bf16, delayed from now on", Setup(2, ZERO3), Setup(2, ZERO3, DELAYED_GATHERED), 1e-2),
+            ("delayed, to bf16", Setup(2, ZERO3, DELAYED_GATHERED), Setup(2, ZERO3), 1e-2),
+            ("bf16, to delayed", Setup(2, ZERO3), Setup(2, ZERO3, DELAYED_GATHERED), 1e-2),
         )
     ),
     # The checkpoint contains scales and amax histories of delayed scaling.
     *(
-        Resume(f"to the bit: {setup}", MODEL, setup, setup, tolerance=0, quick=setup == _QUICK)
+        Resume(f"bitwise: {setup}", MODEL, setup, setup, tolerance=0, quick=setup == _QUICK)
         for setup in (
             _QUICK,
             *(

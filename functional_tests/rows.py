@@ -1,4 +1,4 @@
-"""Rows of the matrices: trainings beside Megatron's DDP, beside themselves, and resumed runs."""
+"""Rows of the matrices: trainings compared with Megatron's DDP or other flags, and resumes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from dataclasses import replace
 from functools import partial
 
 from functional_tests.matrix import DDP, SHARDED, STRATEGIES, TOLERANCE, Resume, Row, Setup
-from functional_tests.probes import bytes_of_state, gathers_apart, knobs, offloads, steps_runs
+from functional_tests.probes import (
+    moment_bytes_per_element,
+    offloads,
+    prefetch_limits,
+    separate_gather_groups,
+    steps_flat_tensors,
+)
 from tests.mcore.flags import (
     ALLTOALL,
     CP2,
@@ -105,7 +111,7 @@ ROWS: tuple[Row, ...] = (
     Row("clipping, weight decay, cosine", 2, CLIPPED, strategies=STRATEGIES),
     Row("trace pool, evaluation in between", 2, EVALUATION,
         ours=f"{OVERLAP_GRADS} {OVERLAP_PARAMS} --fsdp-trace-pool", strategies=(ZERO3, ZERO1)),
-    # Otherwise, the order of the norm's sum would change the last bit of the clipping factor.
+    # Exact norms: otherwise, the order of the sum would change the last bit of the clipping factor.
     Row("fp16, dynamic loss scale", 2, FP16, strategies=STRATEGIES, quick=1),
     Row("frozen embedding and norms", 2, f"{UNTIED} {NORMS}", strategies=STRATEGIES,
         freezes=("embedding", "layernorm")),
@@ -129,8 +135,8 @@ ROWS: tuple[Row, ...] = (
         strategies=(ZERO3, ZERO2)),
     Row("experts in a latent space", 2, f"{ALLTOALL} --moe-latent-size 32 "
         "--moe-shared-expert-intermediate-size 64", strategies=(ZERO3, ZERO1)),
-    Row("norms around one", 2, f"--apply-layernorm-1p {NORMS}", strategies=STRATEGIES),
-    Row("norms around one, latent attention", 2, f"--apply-layernorm-1p {LATENT} {CLIPPED}",
+    Row("zero-centered norms", 2, f"--apply-layernorm-1p {NORMS}", strategies=STRATEGIES),
+    Row("zero-centered norms, latent attention", 2, f"--apply-layernorm-1p {LATENT} {CLIPPED}",
         strategies=(ZERO3, ZERO2)),
     Row("sparse attention", 2, f"{SPARSE} {NORMS}", strategies=(ZERO3, ZERO1)),
     Row("gated delta net", 2, f"{DELTA_NET} --apply-layernorm-1p", strategies=(ZERO3, ZERO2)),
@@ -140,9 +146,9 @@ ROWS: tuple[Row, ...] = (
         strategies=STRATEGIES, quick=1),
     Row("default layers", 2, f"{TE} {NORMS}", strategies=STRATEGIES),
     Row("default layers, bf16", 2, f"{TE} --bf16", strategies=(ZERO1,)),
-    # A fused weight gradient is added up in fp32: DDP sums micro-batches first, and then ranks.
+    # Fused weight gradients accumulate in fp32: DDP sums micro-batches first, and then ranks.
     Row("default layers, bf16, one micro-batch", 2, f"{TE} --bf16 --global-batch-size 4"),
-    Row("default layers, weight gradients apart", 2, f"{TE} {UNFUSED_GRADS}"),
+    Row("default layers, unfused weight gradients", 2, f"{TE} {UNFUSED_GRADS}"),
     Row("default layers, GQA, SwiGLU, QK norm, untied", 2, f"{TE} {MODERN} {UNTIED}", quick=1),
     Row("default layers, full recompute", 2, f"{TE} {FULL}"),
     Row("default layers, selective recompute", 2, f"{TE} {SELECTIVE} {MODERN}",
@@ -194,7 +200,7 @@ ROWS: tuple[Row, ...] = (
         f"{ALLTOALL} {EP2} --moe-shared-expert-intermediate-size 64 --moe-layer-freq [0,1]",
         strategies=(ZERO1,)),
     Row("EP2 x DP2, per-token loss, clipping", 4, f"{ALLTOALL} {EP2} {PER_TOKEN} {CLIPPED}"),
-    Row("EP2 x DP2, experts with a strategy of their own", 4, f"{ALLTOALL} {EP2}",
+    Row("EP2 x DP2, separate strategy of experts", 4, f"{ALLTOALL} {EP2}",
         ours=f"--expert-data-parallel-sharding-strategy {ZERO3}", strategies=(ZERO1,)),
     Row("EP2 x DP2, frozen experts, evaluation", 4, f"{ALLTOALL} {EP2} {EVALUATION} {NORMS}",
         freezes=(r"\.experts\.",)),
@@ -217,7 +223,7 @@ ROWS: tuple[Row, ...] = (
         f"{DEEPSEEK} {EP2} {PP2} --mtp-num-layers 1", strategies=(ZERO3, ZERO1)),
     Row("experts in a latent space, EP2 x TP2", 4,
         f"{ALLTOALL} --moe-latent-size 32 {EP2} {TP2_SP} {ETP1} {NORMS}"),
-    Row("norms around one, TP2 x DP2", 4, f"--apply-layernorm-1p {MODERN} {TP2_SP}",
+    Row("zero-centered norms, TP2 x DP2", 4, f"--apply-layernorm-1p {MODERN} {TP2_SP}",
         strategies=(ZERO1,)),
     Row("hybrid Mamba, TP2 x DP2", 4, f"{MAMBA} {TP2_SP}"),
     Row("Muon, TP2 x DP2, whole matrices", 4, f"{MODERN} {TP2_SP} {MUON} --muon-tp-mode duplicated",
@@ -243,11 +249,11 @@ ROWS: tuple[Row, ...] = (
         iterations=8, tolerance=0, norms=TOLERANCE, quick=1),
     # ------------------------------------------------------------------------------- optimizers
     *(
-        Row(f"nothing is clipped: {name}", 2, f"--clip-grad 0 --log-num-zeros-in-grad {flags}",
+        Row(f"no clipping: {name}", 2, f"--clip-grad 0 --log-num-zeros-in-grad {flags}",
             ours=ours, iterations=3, quick=is_quick)
         for name, flags, ours, is_quick in (
             ("Adam", "", "", 1),
-            ("Adam of every parameter", "", PLAIN, 0),
+            ("Adam per parameter", "", PLAIN, 0),
             ("Adam, offloaded", "", OFFLOAD, 0),
             ("Lion", "--optimizer lion --lr 1e-4", "", 0),
             ("Muon", MUON, "", 0),
@@ -257,7 +263,7 @@ ROWS: tuple[Row, ...] = (
         Row(f"fp16, dynamic loss scale, {way}", 2, FP16, ours=way)
         for way in OFFLOADS[1:]
     ),
-    Row("Muon, its options", 2, f"{GATED} {MUON} --muon-nesterov --muon-momentum 0.8 "
+    Row("Muon options", 2, f"{GATED} {MUON} --muon-nesterov --muon-momentum 0.8 "
         "--muon-scale-mode unit_rms_norm --lion-beta1 0.8 --muon-num-ns-steps 3 "
         "--muon-extra-scale-factor 0.5 --muon-coefficient-type simple --muon-no-split-qkv "
         "--weight-decay 0.2"),
@@ -281,8 +287,8 @@ ROWS: tuple[Row, ...] = (
             ("EP2, experts not sharded", f"{ALLTOALL} {EP2}",
              f"--expert-data-parallel-sharding-strategy {NO_SHARD}"),
             ("EP2 x TP2", f"{ALLTOALL} {EP2} {WHOLE_MATRICES}", ""),
-            ("Lion for the others", "--muon-scalar-optimizer lion", ""),
-            ("Lion for everything", "--optimizer lion", ""),
+            ("Lion for scalar parameters", "--muon-scalar-optimizer lion", ""),
+            ("Lion for all parameters", "--optimizer lion", ""),
             ("per-token loss, loss scale", f"{PER_TOKEN} --loss-scale 8", ""),
         )
     ),
@@ -291,13 +297,13 @@ ROWS: tuple[Row, ...] = (
     *(
         Row(f"default layers, state in {first} and {second}", 1,
             f"{TE} {AWARE} --exp-avg-dtype {first} --exp-avg-sq-dtype {second}",
-            theirs=DISTRIBUTED, iterations=4, probe=bytes_of_state, finds=nbytes)
+            theirs=DISTRIBUTED, iterations=4, probe=moment_bytes_per_element, finds=nbytes)
         for first, second, nbytes in (("fp16", "fp16", 4), ("fp8", "fp16", 3), ("fp8", "fp8", 2))
     ),
-    # ------------------------------------------------------------- experts that overlap, shared
-    Row("experts that overlap", 2, OVERLAPPING, strategies=STRATEGIES, iterations=2, quick=1),
+    # ---------------------------------------------------------------------- overlapped experts
+    Row("overlapped experts", 2, OVERLAPPING, strategies=STRATEGIES, iterations=2, quick=1),
     *(
-        Row(f"experts that overlap: {flags} {ours}", 4, f"{OVERLAPPING} {flags}", ours=ours,
+        Row(f"overlapped experts: {flags} {ours}", 4, f"{OVERLAPPING} {flags}", ours=ours,
             iterations=3)
         for flags, ours in (
             ("--global-batch-size 32", OVERLAP),
@@ -315,8 +321,8 @@ ROWS: tuple[Row, ...] = (
             (f"--eval-interval 1 --eval-iters 1 {PER_TOKEN}", ""),
         )
     ),
-    Row("experts that overlap, bf16", 2, f"{OVERLAPPING} --bf16", iterations=3),
-    Row("shared expert that overlaps", 2,
+    Row("overlapped experts, bf16", 2, f"{OVERLAPPING} --bf16", iterations=3),
+    Row("overlapped shared expert", 2,
         f"{ALLTOALL} {EP2} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-gate "
         "--moe-shared-expert-overlap", iterations=3, norms=1e-5, quick=1),
     # ------------------------------------------------------------- features of Megatron's loop
@@ -338,18 +344,18 @@ ROWS: tuple[Row, ...] = (
     ),
 )
 
-# Trainings beside those with other flags: bitwise identical, unless a row has a tolerance.
+# Trainings that differ only in flags: bitwise identical, unless a row has a tolerance.
 SAME: tuple[Row, ...] = tuple(replace(
-    row, beside_itself=True, tolerance=row.tolerance or 0, iterations=min(row.iterations, 4)
+    row, is_reference_sharded=True, tolerance=row.tolerance or 0, iterations=min(row.iterations, 4)
 ) for row in (
     Row("overlap flags", 2, EVALUATION, ours=OVERLAP, quick=1),
     # --------------------------------------------------------------- order of gathers, reductions
     *(
-        Row(f"gathers and reductions: {flags}", 2, OVERLAP, ours=flags, probe=knobs, finds=finds,
-            tolerance=tolerance, quick=1)
+        Row(f"gathers and reductions: {flags}", 2, OVERLAP, ours=flags, probe=prefetch_limits,
+            finds=finds, tolerance=tolerance, quick=1)
         for flags, finds, tolerance in (
             ("", (5, 1, None, 2, 0), 0),
-            # The root and the units prefetched with it.
+            # Kept gathered after a step: the root and the units prefetched with it.
             ("--fsdp-unshard-prefetch-depth 2 --fsdp-max-live-grad-buffers 3 "
              "--fsdp-unshard-after-step", (5, 2, None, 3, 3), 0),
             ("--fsdp-unshard-prefetch-bytes 1MiB", (5, None, 1 << 20, 2, 0), 0),
@@ -367,8 +373,9 @@ SAME: tuple[Row, ...] = tuple(replace(
         )
     ),
     *(
-        Row(f"gathers in groups of their own: {name}", ranks, flags,
-            ours="--create-all-gather-group", probe=gathers_apart, finds=finds, quick=is_quick)
+        Row(f"separate all-gather groups: {name}", ranks, flags,
+            ours="--create-all-gather-group", probe=separate_gather_groups, finds=finds,
+            quick=is_quick)
         for name, ranks, flags, finds, is_quick in (
             ("dense", 2, OVERLAP, [True], 1),
             ("experts", 4, f"{ALLTOALL} {EP2}", [True, True], 0),
@@ -387,7 +394,7 @@ SAME: tuple[Row, ...] = tuple(replace(
     ),
     # On a CPU, gradients are always summed in fp32 if main gradients are fp32.
     *(
-        Row(f"gradients in bf16 added up in fp32 {axes}", 4,
+        Row(f"bf16 gradients accumulated in fp32 {axes}", 4,
             "--bf16 --global-batch-size 16 --megatron-fsdp-grad-comm-dtype bf16 "
             f"--megatron-fsdp-main-params-dtype fp32 --megatron-fsdp-main-grads-dtype fp32 {axes}",
             ours="--ddp-reduce-scatter-with-fp32-accumulation")
@@ -395,7 +402,7 @@ SAME: tuple[Row, ...] = tuple(replace(
     ),
     # ---------------------------------------------------------------------------- optimizers
     Row("Adam on flat tensors", 2, f"--bf16 {OVERLAP}", theirs=PLAIN, strategies=(NO_SHARD,),
-        probe=steps_runs, finds=True, quick=1),
+        probe=steps_flat_tensors, finds=True, quick=1),
     Row("Adam on flat tensors, sharded", 2, f"--bf16 {OVERLAP}", theirs=PLAIN, strategies=SHARDED),
     Row("fused Adam on flat tensors, experts", 2, f"{TE} --bf16 {OVERLAP} {MOE}", theirs=PLAIN),
     *(
@@ -420,7 +427,7 @@ SAME: tuple[Row, ...] = tuple(replace(
             f"--global-batch-size 24 {OVERLAP} --fsdp-trace-pool",
         )
     ),
-    Row("offloaded Adam of Muon", 2, "--optimizer muon", ours=OFFLOAD,
+    Row("Muon, its Adam offloaded", 2, "--optimizer muon", ours=OFFLOAD,
         probe=partial(offloads, fraction=1.0), finds=True, quick=1),
     *(
         Row(f"default layers, {flags}", 2, f"{TE} --bf16 {others}", ours=flags,
@@ -436,7 +443,7 @@ SAME: tuple[Row, ...] = tuple(replace(
         )
     ),
     # ------------------------------------------------------------------------ weight gradients
-    # apex's kernel computes the output layer's gradient. Tied, autograd would sum in another order.
+    # apex's kernel computes the output layer's gradient. Tied weights would sum in another order.
     *(
         Row(f"fused weight gradients: {flags}", ranks, f"{TE} {UNTIED} {flags}",
             theirs=UNFUSED_GRADS, strategies=strategies)
@@ -452,7 +459,7 @@ SAME: tuple[Row, ...] = tuple(replace(
     ),
     # With delayed weight gradients, autograd's gradients are uninitialized memory.
     *(
-        Row(f"weight gradients made later {fusion}", 2,
+        Row(f"delayed weight gradients {fusion}", 2,
             f"{TE} {GROUPED} {EP2} --overlap-moe-expert-parallel-comm --bf16 {fusion}",
             ours="--delay-wgrad-compute", strategies=(ZERO3, ZERO1), quick=int(not fusion))
         for fusion in ("", UNFUSED_GRADS)
@@ -461,7 +468,7 @@ SAME: tuple[Row, ...] = tuple(replace(
 
 _parallel = partial(Resume, values=True)
 MEGATRON = f"{DISTRIBUTED} --dist-ckpt-optim-fully-reshardable"
-# A rate that moves shows whether the schedule was loaded.
+# A learning rate that changes shows whether the schedule was loaded.
 SCHEDULED = "--swiglu --lr-decay-style cosine --lr-warmup-iters 2 --clip-grad 0.5"
 LOW_STATE = f"--bf16 {AWARE} --main-grads-dtype bf16 --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"
 BIASED = (f"{ALLTOALL} --moe-router-enable-expert-bias --moe-router-score-function sigmoid "
@@ -473,9 +480,9 @@ RESUMES: tuple[Resume, ...] = (
     # ------------------------------------------------ other sizes; values are compared bitwise
     _parallel("ZeRO-3 at 4 ranks, ZeRO-1 at 2", MODERN, Setup(4, ZERO3), Setup(2, ZERO1),
         quick=True),
-    _parallel("tensor parallel, not any more", MODERN,
+    _parallel("from tensor parallel", MODERN,
         Setup(4, ZERO3, TP2_SP), Setup(2, ZERO2, WHOLE_VOCABULARY)),
-    _parallel("tensor parallel from now on", MODERN,
+    _parallel("to tensor parallel", MODERN,
         Setup(2, ZERO3, WHOLE_VOCABULARY), Setup(4, ZERO3, TP2_SP)),
     *(
         _parallel(f"expert parallel, {load}", BIASED, Setup(4, ZERO3, EP2), load)
@@ -483,11 +490,11 @@ RESUMES: tuple[Resume, ...] = (
             Setup(2, ZERO1), Setup(4, ZERO3, "--expert-model-parallel-size 4"), Setup(2, ZERO3, PP2)
         )
     ),
-    _parallel("expert parallel from now on", ALLTOALL, Setup(2, ZERO2), Setup(4, ZERO3, EP2)),
-    _parallel("pipeline, not any more", UNTIED, Setup(4, ZERO3, PP2), Setup(2, ZERO3)),
-    _parallel("pipeline from now on, tied embedding", MODERN, Setup(2, ZERO3),
+    _parallel("to expert parallel", ALLTOALL, Setup(2, ZERO2), Setup(4, ZERO3, EP2)),
+    _parallel("from pipeline", UNTIED, Setup(4, ZERO3, PP2), Setup(2, ZERO3)),
+    _parallel("to pipeline, tied embedding", MODERN, Setup(2, ZERO3),
         Setup(4, ZERO1, PP2)),
-    _parallel("pipeline, tensor parallel from now on, tied embedding", "",
+    _parallel("pipeline, to tensor parallel, tied embedding", "",
         Setup(4, ZERO3, f"{PP2} {WHOLE_VOCABULARY}"), Setup(4, ZERO3, f"{TP2} {PP2}")),
     *(
         _parallel(f"virtual stages, {load}", DEEP, Setup(4, ZERO3, VPP2), load)
@@ -495,11 +502,11 @@ RESUMES: tuple[Resume, ...] = (
     ),
     _parallel("virtual stages, experts, one rank", f"{ALLTOALL} {DEEP}", Setup(2, ZERO3, VPP2),
         Setup(1, ZERO3)),
-    _parallel("virtual stages from now on", f"{DEEP} {UNTIED}", Setup(2, ZERO3),
+    _parallel("to virtual stages", f"{DEEP} {UNTIED}", Setup(2, ZERO3),
         Setup(2, ZERO3, VPP2)),
-    _parallel("multi-token prediction, pipeline, not any more", MTP, Setup(2, ZERO3, PP2),
+    _parallel("multi-token prediction, from pipeline", MTP, Setup(2, ZERO3, PP2),
         Setup(1, ZERO3)),
-    _parallel("multi-token prediction, pipeline from now on", MTP, Setup(2, ZERO3),
+    _parallel("multi-token prediction, to pipeline", MTP, Setup(2, ZERO3),
         Setup(2, ZERO3, PP2)),
     *(
         _parallel(f"HSDP 2x2, {load}", MODERN, Setup(4, ZERO3, HSDP), load)
@@ -509,10 +516,10 @@ RESUMES: tuple[Resume, ...] = (
         _parallel(f"no sharding, {load}", MODERN, Setup(2, NO_SHARD), load)
         for load in (Setup(4, ZERO3, HFSDP), Setup(4, ZERO3, HSDP), Setup(1, ZERO1))
     ),
-    _parallel("context parallel, not any more", MODERN, Setup(4, ZERO3, CP2), Setup(4, ZERO2)),
+    _parallel("from context parallel", MODERN, Setup(4, ZERO3, CP2), Setup(4, ZERO2)),
     _parallel("TP2 x PP2 x DP2, 2 ranks", MODERN,
         Setup(8, ZERO3, f"{TP2_SP} {PP2}"), Setup(2, ZERO3, WHOLE_VOCABULARY)),
-    _parallel("built on the meta device from now on", MODERN,
+    _parallel("to a model built on the meta device", MODERN,
         Setup(2, ZERO3, WHOLE_VOCABULARY), Setup(4, ZERO3, f"{TP2_SP} {META}")),
     _parallel("hybrid Mamba, ZeRO-3 at 2 ranks, HSDP 2x2", MAMBA,
         Setup(2, ZERO3), Setup(4, ZERO3, HSDP)),
@@ -526,7 +533,7 @@ RESUMES: tuple[Resume, ...] = (
             Setup(4, ZERO3, TP2_SP),
         )
     ),
-    _parallel("frozen layers, pipeline, not any more", "--swiglu", Setup(2, ZERO3, PP2),
+    _parallel("frozen layers, from pipeline", "--swiglu", Setup(2, ZERO3, PP2),
         Setup(2, ZERO3), freezes=("mlp",), quick=True),
     *(
         Resume(f"ZeRO-3 at 2 ranks, {load}", "--swiglu --global-batch-size 12", Setup(2, ZERO3),
@@ -538,13 +545,13 @@ RESUMES: tuple[Resume, ...] = (
     ),
     # -------------------------------------------------------- bitwise identical at the same sizes
     *(
-        Resume(f"to the bit: {flags or 'data parallel'}",
+        Resume(f"bitwise: {flags or 'data parallel'}",
             f"--bf16 {DROPOUT} --lr-decay-style cosine --lr-warmup-iters 3",
             Setup(2, ZERO3, flags), Setup(2, ZERO3, flags), tolerance=0, quick=not flags)
         for flags in ("", PP2, TP2)
     ),
     *(
-        Resume(f"to the bit: {flags}, {setup}", flags, setup, setup, tolerance=0, quick=is_quick)
+        Resume(f"bitwise: {flags}, {setup}", flags, setup, setup, tolerance=0, quick=is_quick)
         for flags, setup, is_quick in (
             ("--fp16 --initial-loss-scale 1024 --loss-scale-window 3", Setup(2, ZERO3), False),
             (f"{GATED} {MUON}", Setup(2, ZERO3), False),
@@ -559,13 +566,13 @@ RESUMES: tuple[Resume, ...] = (
             (f"{MAMBA} {TP2_SP}", Setup(2, DDP), False),
         )
     ),
-    Resume("sequential experts from grouped ones, Megatron's own", f"{ALLTOALL} {EP2}",
+    Resume("grouped to sequential experts, Megatron's own DDP", f"{ALLTOALL} {EP2}",
         Setup(2, DDP, "--moe-grouped-gemm"), Setup(2, DDP), tolerance=0),
     # ----------------------------------------------------------------------------- optimizers
     *(
         Resume(f"{optimizer}, TP2 x DP2, {load}", f"{GATED} {MUON} --optimizer {optimizer} "
             "--muon-tp-mode duplicated", Setup(4, ZERO3, TP2), load,
-            # Some of the first updates are signs, which depend on rounding.
+            # Some of the first updates are signs, which rounding may flip.
             tolerance=TOLERANCE if optimizer == "muon" else 1e-4)
         for optimizer in ("muon", "adaptive_muon", "lion")
         for load in (
@@ -573,10 +580,10 @@ RESUMES: tuple[Resume, ...] = (
             Setup(2, ZERO2, TP2), Setup(4, ZERO3, f"{HFSDP} {WHOLE_VOCABULARY}"),
         )
     ),
-    Resume("flat tensors, every parameter", UNTIED, Setup(2, NO_SHARD), Setup(2, ZERO3, PLAIN),
+    Resume("flat tensors, to per parameter", UNTIED, Setup(2, NO_SHARD), Setup(2, ZERO3, PLAIN),
         quick=True),
-    Resume("every parameter, flat tensors", UNTIED, Setup(2, ZERO3, PLAIN), Setup(2, NO_SHARD)),
-    Resume("fused Adam, flat tensors, experts", f"{TE} {MOE}",
+    Resume("per parameter, to flat tensors", UNTIED, Setup(2, ZERO3, PLAIN), Setup(2, NO_SHARD)),
+    Resume("fused Adam, from flat tensors, experts", f"{TE} {MOE}",
         Setup(2, ZERO3), Setup(2, ZERO3, PLAIN)),
     *(
         Resume(f"scaled state, {load}", f"{TE} --global-batch-size 12", Setup(2, ZERO3, LOW_STATE),
@@ -593,15 +600,15 @@ RESUMES: tuple[Resume, ...] = (
         for ranks in (1, 3)
     ),
     *(
-        Resume(f"offloaded, {way or 'not any more'}", "--bf16", Setup(2, ZERO3, OFFLOADS[1]),
+        Resume(f"offloaded, {way or 'to the device'}", "--bf16", Setup(2, ZERO3, OFFLOADS[1]),
             Setup(2, ZERO3, way), tolerance=0, quick=not way)
         for way in ("", *OFFLOADS)
     ),
     # On the CPU, Adam is torch's implementation.
-    Resume("fused Adam, half of it offloaded from now on", TE,
+    Resume("fused Adam, to half offloaded", TE,
         Setup(2, ZERO3), Setup(2, ZERO3, OFFLOADS[1])),
-    Resume("fused Adam, not offloaded any more", TE, Setup(2, ZERO3, OFFLOADS[1]), Setup(2, ZERO3)),
-    Resume("offloaded from now on", "--bf16", Setup(2, ZERO3), Setup(2, ZERO3, OFFLOAD),
+    Resume("fused Adam, from half offloaded", TE, Setup(2, ZERO3, OFFLOADS[1]), Setup(2, ZERO3)),
+    Resume("to offloaded", "--bf16", Setup(2, ZERO3), Setup(2, ZERO3, OFFLOAD),
         tolerance=0),
     *(
         Resume(f"offloaded, {load}", "--global-batch-size 12", Setup(2, ZERO3, OFFLOADS[1]), load)
@@ -633,7 +640,7 @@ RESUMES: tuple[Resume, ...] = (
             (f"{BIASED} --moe-grouped-gemm", MEGATRON, (Setup(2, ZERO3),), TOLERANCE),
             (f"{MTP} --num-experts 4 --disable-bias-linear", MEGATRON, (Setup(2, ZERO3),),
              TOLERANCE),
-            # From weights rounded to bf16 alone, Adam's small steps would start elsewhere.
+            # Adam's small steps must start from main weights, not from weights rounded to bf16.
             (f"{ALLTOALL} --bf16", MEGATRON, (Setup(2, ZERO3),), TOLERANCE),
             (f"{ALLTOALL} --bf16", "", (Setup(2, ZERO3),), TOLERANCE),
             (f"{GATED} {MUON}", "", (Setup(2, ZERO3),), TOLERANCE),

@@ -57,14 +57,14 @@ def _compare(trainings: Trainings, table: Table, row: Row, strategy: str) -> Non
 
 
 @pytest.mark.parametrize(("row", "strategy"), _cases((*ROWS, *QUANTIZED)))
-def test_it_trains_like_megatrons_ddp(
+def test_sharded_training_matches_megatrons_ddp(
     trainings: Trainings, table: Table, row: Row, strategy: str
 ) -> None:
     _compare(trainings, table, row, strategy)
 
 
 @pytest.mark.parametrize(("row", "strategy"), _cases((*SAME, *QUANTIZED_SAME)))
-def test_it_trains_as_without_those_flags(
+def test_flags_do_not_change_the_training(
     trainings: Trainings, table: Table, row: Row, strategy: str
 ) -> None:
     _compare(trainings, table, row, strategy)
@@ -73,7 +73,7 @@ def test_it_trains_as_without_those_flags(
 @pytest.mark.parametrize(
     "resume", [quick_if(r.quick, r, id=_id(r.name)) for r in (*RESUMES, *QUANTIZED_RESUMES)]
 )
-def test_a_run_continues_from_what_another_one_saved(
+def test_run_resumes_from_the_checkpoint_of_another_run(
     trainings: Trainings,
     table: Table,
     folder_of: Callable[[Run], Path],

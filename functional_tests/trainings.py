@@ -8,20 +8,20 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from functional_tests.matrix import Run
-from functional_tests.probes import left_gathered
+from functional_tests.probes import gathered_units
 from tests import pages
 from tests.mcore import session
 from tests.mcore.session import Training, distance, train
 from tests.mcore.trained import run_of_ranks
 from tests.ranks import RankPools
 
-# Gradients of biases of keys are zero up to rounding, and may be exactly zero in one order of a sum
-# only. A layer has 64 of them.
+# Gradients of key biases are zero up to rounding; the order of a sum determines which of them are
+# exactly zero. A layer has 64 of them.
 ZEROS_BY_CHANCE = 64
 
 
 Trainings = Callable[[Run], Training]
-"""Makes a run, unless an equal one was made; returns the merged measurements of its ranks."""
+"""Trains a run, once for equal runs; returns the merged measurements of its ranks."""
 
 
 def trainings_of(pools_for: Callable[[Sequence[str]], RankPools]) -> Trainings:
@@ -39,7 +39,7 @@ def trainings_of(pools_for: Callable[[Sequence[str]], RankPools]) -> Trainings:
             once=True,
             freezes=run.freezes,
             exact_norms=run.exact_norms,
-            probe=run.probe or left_gathered,
+            probe=run.probe or gathered_units,
         )
 
     return make
@@ -73,7 +73,7 @@ def difference(
         mine: One training.
         theirs: The other one.
         iterations: Number of iterations of both, some of which may be skipped.
-        zeros_by_chance: Number of gradients that may be zero in one of them only.
+        zeros_by_chance: Number of gradients that may be zero in only one of them.
     """
     assert iterations // 2 < len(mine.losses) == len(theirs.losses) <= iterations
     # In fp32 some of Megatron's optimizers report the constant scale, and others 1.

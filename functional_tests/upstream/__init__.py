@@ -1,1 +1,1 @@
-"""Megatron-LM's own functional configurations, shrunk and trained beside Megatron's DDP."""
+"""Megatron-LM's own functional configurations, shrunk and compared with Megatron's DDP."""

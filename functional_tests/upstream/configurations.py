@@ -29,7 +29,7 @@ class Configuration:
 
 
 def _blocks(file: Path) -> list[tuple[list[str], list[str]]]:
-    """Return the lines of each block that are not indented, and those that are."""
+    """Return the unindented and the indented lines of each block."""
     blocks: list[tuple[list[str], list[str]]] = []
     for block in file.read_text().split("\n\n"):
         lines = [line for line in block.splitlines() if not line.startswith("#")]

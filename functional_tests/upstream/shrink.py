@@ -23,7 +23,7 @@ _AXES = """
 --num-virtual-stages-per-pipeline-rank
 """
 AXES = _AXES.split()
-"""Sizes greater than 1 become 2, or 4 if 2 does not fit to the other axes."""
+"""Sizes greater than 1 become 2, or 4 if 2 does not fit the other axes."""
 
 _SIZES = """
 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --num-query-groups 2
@@ -48,7 +48,7 @@ _FEW_STEPS = f"""
 --error-injection-rate 1000000
 """
 WITHIN_FEW_STEPS = dict(itertools.batched(_FEW_STEPS.split(), 2))
-"""Values for a few iterations, in which weights must change and which must not end early."""
+"""Values for a few iterations: weights must change, and the run must not end early."""
 
 MAMBA = {"--mamba-state-dim": ("16",), "--mamba-head-dim": ("16",), "--mamba-num-groups": ("2",)}
 """Sizes of Mamba layers; Megatron's defaults are for larger models."""

@@ -34,7 +34,7 @@ _SAVING = """
 --use-persistent-ckpt-worker --verify-integrity
 """
 SAVING = set(_SAVING.split())
-"""Flags of checkpoints, which these runs do not write; many configurations share a reference."""
+"""Flags of checkpoints, which these runs do not write; without them, references are shared."""
 
 _FP8 = """
 --first-last-layers-bf16 --fp8-format --fp8-param-gather --fp8-recipe --keep-fp8-transpose-cache
@@ -61,7 +61,7 @@ def _without(words: Sequence[str], names: set[str]) -> list[str]:
     return kept
 
 
-def asked(shrunk: Shrunk) -> list[str]:
+def user_flags(shrunk: Shrunk) -> list[str]:
     """Return the command line of a user of this package, on GPUs."""
     names = {*WRAPPERS, CHECKPOINT_FORMAT, OF_ANOTHER_FORMAT}
     return [*_without(shrunk.flags, names), *fsdp()]
@@ -80,7 +80,7 @@ def _on_cpu(words: Sequence[str]) -> tuple[str, ...]:
 
 def sharded(shrunk: Shrunk) -> Run:
     """Return the run of this package, on a CPU."""
-    return Run(shrunk.world_size, _on_cpu(asked(shrunk)))
+    return Run(shrunk.world_size, _on_cpu(user_flags(shrunk)))
 
 
 def reference(shrunk: Shrunk) -> Run:
@@ -90,7 +90,7 @@ def reference(shrunk: Shrunk) -> Run:
 
 
 def is_low_precision(shrunk: Shrunk) -> bool:
-    """Return whether weights are in 16 bits."""
+    """Return whether weights or reduced gradients are in 16 bits."""
     return not PRECISION.isdisjoint(shrunk.flags)
 
 
@@ -100,15 +100,15 @@ def in_fp32(run: Run) -> Run:
 
 
 def in_own_precision(run: Run) -> Run:
-    """The same, without what Megatron rounds by chance, or more than there is need to.
+    """Return a run in its own precision, without differences in Megatron's rounding.
 
-    The norm of all gradients is added up in fp32, in an order that follows from who holds what. Its
-    last digit is in the factor of clipping, hence in every weight, some of which are then rounded
-    to the next bf16: 1e-7 becomes 1e-5. Both sides add it up in fp64.
+    Megatron sums the norm of all gradients in fp32, in an order that depends on the sharding. The
+    last bit of the norm changes the clipping factor and with it every weight, some of which round
+    to the next bf16 value: a difference of 1e-7 becomes 1e-5. Both sides sum the norm in fp64.
 
-    With fp16 weights Megatron adds up gradients of micro-batches in fp16, where this package has
-    fp32 shards, and the norm of the weights; here gradients are fp32 on both sides, and that norm
-    is one of fp32 weights.
+    With fp16 weights, Megatron accumulates gradients of micro-batches and the parameter norm in
+    fp16, where this package has fp32 shards. Both sides accumulate gradients in fp32 and do not
+    log the parameter norm.
     """
     flags = run.flags
     if "--fp16" in flags:

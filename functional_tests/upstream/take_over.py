@@ -1,4 +1,4 @@
-"""Take the flags of Megatron-LM's functional configurations over, as data.
+"""Import the flags of Megatron-LM's functional configurations as data.
 
 `python -m functional_tests.upstream.take_over path/to/Megatron-LM` writes `configurations.txt` from
 a checkout or a bare mirror. The file has names and values of flags only, without paths and without
@@ -26,7 +26,7 @@ FAMILIES = ("gpt", "hybrid", "mixtral", "moe", "nemotron")
 """Folders whose configurations train with `pretrain_gpt.py` or `pretrain_hybrid.py`."""
 
 OTHER_PROGRAMS = "grpo"
-"""In the names of those of them that are for `train_rl.py`."""
+"""Part of the names of configurations in these folders that run `train_rl.py`."""
 
 PLACES = """
 --data-cache-path --data-path --load --merge-file --save --split --tensorboard-dir
@@ -57,7 +57,7 @@ _HEAD = """
 # the licenses in its LICENSE file; no text or code of it is here.
 # Written by python -m functional_tests.upstream.take_over; not to be edited.
 #
-# Names of configurations that differ in nothing but places, logging and timing, then their flags.
+# Names of configurations that differ only in paths, logging and timing, then their flags.
 """
 
 
@@ -69,7 +69,7 @@ def _git(repository: Path, *words: str) -> str:
 
 
 def _words(value: Any) -> tuple[str, ...]:
-    """What Megatron-LM's test runner puts on the command line after a flag's name."""
+    """Return the words after a flag's name on the command line of Megatron-LM's test runner."""
     if value is True:
         return ()
     text = str(value).strip()
@@ -85,14 +85,14 @@ def _trains(arguments: dict[str, Any]) -> bool:
 
 
 def read(repository: Path, commit: str) -> tuple[list[Configuration], list[str]]:
-    """Read what a commit has.
+    """Read the configurations of a commit.
 
     Args:
         repository: A checkout or a mirror.
-        commit: Any name of one.
+        commit: Any name of a commit.
 
     Returns:
-        Distinct configurations, and the names of those that other programs train.
+        Distinct configurations, and the names of configurations of other programs.
     """
     found: dict[tuple[tuple[str, ...], ...], list[str]] = {}
     others: list[str] = []
@@ -121,7 +121,7 @@ def read(repository: Path, commit: str) -> tuple[list[Configuration], list[str]]
 
 
 def as_text(configurations: list[Configuration], others: list[str], commit: str) -> str:
-    """The file."""
+    """Return the text of `configurations.txt`."""
     lines = _HEAD.format(folder=FOLDER, tag=TAG, commit=commit).strip().splitlines()
     lines += ["", "other programs:", *(f"  {name}" for name in others)]
     for configuration in configurations:
@@ -139,7 +139,7 @@ def as_text(configurations: list[Configuration], others: list[str], commit: str)
 
 
 def main() -> None:
-    """Write the file."""
+    """Write `configurations.txt`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("repository", type=Path, help="a checkout or mirror of Megatron-LM")
     parser.add_argument("--commit", default=TAG, help="what to read (default: %(default)s)")

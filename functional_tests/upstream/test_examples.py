@@ -15,11 +15,11 @@ pytestmark = pytest.mark.functional
 
 API = "--use-fsdp-fully-shard-api"
 FP8 = ("--fp8-format", "--fp8-amax-history-len", "--fp8-amax-compute-algo", "--fp8-param-gather")
-# The tokenizer is not at hand to be asked.
+# The tokenizer, which has this size, is not available.
 VOCABULARY = ("--vocab-size", "129280")
 LLAMA_RANKS, DEEPSEEK_RANKS = 8, 256
 LLAMA_PARAMETERS = 8_030_261_248
-# 671.0e9 and the layer that predicts one more token, whose embedding is shared.
+# 671.0e9, and the multi-token prediction layer, whose embedding is shared.
 DEEPSEEK_PARAMETERS = 682.5e9
 
 
@@ -30,7 +30,7 @@ def _words(name: str, without: Collection[str] = ()) -> list[str]:
 
 @pytest.fixture(scope="module")
 def described() -> dict[str, Any]:
-    """What the plan's source makes of each."""
+    """Descriptions of the examples for plans, by name."""
     return planned.described(
         {
             "llama3_8b": (_words("llama3_8b"), LLAMA_RANKS),
@@ -41,7 +41,7 @@ def described() -> dict[str, Any]:
 
 
 def _parameters(found: Any) -> int:
-    """Of the whole model, from what one rank's replica has."""
+    """Return the number of parameters of the full model, from the units of one rank."""
     assert not isinstance(found, str), found
     stage = found.stages[0]
     ranks = max(mesh.num_ranks * mesh.stride for mesh in stage.meshes.values())
@@ -54,7 +54,7 @@ def test_llama_in_fp8_is_planned_with_its_matrices_quantized(described: dict[str
     assert _parameters(found) == LLAMA_PARAMETERS
     params = [param for unit in found.stages[0].units for param in unit.params]
     quantized = [param for param in params if param.payload is not None]
-    # Four matrices in each of 32 layers; embedding, output layer and norms are not.
+    # Four matrices in each of 32 layers; embedding, output layer and norms are not quantized.
     assert len(quantized) == 4 * 32
     assert all(len(param.shape) == 2 for param in quantized)
 

@@ -31,13 +31,13 @@ from tests.mcore.trained import first_difference
 
 TOLERANCE = 1e-6
 
-# The gradient of a key's bias is zero but for rounding, which is zero exactly here and there: one
-# for each channel and layer.
+# Gradients of key biases are zero up to rounding, and some are exactly zero: one for each channel
+# and layer.
 ZEROS_BY_CHANCE = 128
 
 
 def _accepted() -> list[Shrunk]:
-    """Those that are not rejected."""
+    """Return the configurations that are not rejected."""
     rejected = known_rejections()
     return [each for each in shrunk(read()) if each.name not in rejected]
 
@@ -54,7 +54,7 @@ def test_shrinking_keeps_every_axis_and_every_flag() -> None:
         kept = dict(itertools.pairwise((*small.flags, "")))
         for flag, words in configuration.flags.items():
             if flag == "--num-layers" and not PATTERNS.isdisjoint(kept):
-                continue  # The pattern says how many.
+                continue  # The pattern determines the number.
             assert flag in kept, (configuration.names, flag)
             if flag in AXES:
                 assert (int(words[0]) > 1) == (int(kept[flag]) > 1), (configuration.names, flag)
@@ -68,7 +68,7 @@ PRECISIONS = {"fp32": in_fp32, "own": in_own_precision}
 _OWN_PRECISION = known_own_precision()
 
 
-def test_every_configuration_with_an_own_precision_is_accepted_and_has_one() -> None:
+def test_configurations_compared_in_own_precision_are_accepted_and_low_precision() -> None:
     by_name = {each.name: each for each in _accepted()}
     assert by_name.keys() >= _OWN_PRECISION
     assert all(is_low_precision(by_name[name]) for name in _OWN_PRECISION)
@@ -84,7 +84,7 @@ def test_every_configuration_with_an_own_precision_is_accepted_and_has_one() -> 
         if precision == "fp32" or each.name in _OWN_PRECISION
     ],
 )
-def test_it_trains_like_megatrons_ddp(
+def test_configuration_matches_megatrons_ddp(
     trainings: Trainings, table: Table, each: Shrunk, precision: str
 ) -> None:
     in_precision = PRECISIONS[precision]

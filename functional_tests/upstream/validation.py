@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from functional_tests.upstream.shrink import Shrunk
-from functional_tests.upstream.sides import asked, sharded
+from functional_tests.upstream.sides import sharded, user_flags
 from tests.mcore.command_line import answer_of_a_process
 
 
@@ -16,9 +16,9 @@ def rejections(configurations: Sequence[Shrunk]) -> list[str]:
     """Let Megatron and this package parse and validate configurations, in a new process.
 
     Returns:
-        The reason why each is rejected; empty if it is not.
+        The reason why each configuration is rejected; empty for valid configurations.
     """
-    calls = [(asked(each), sharded(each).flags, each.world_size) for each in configurations]
+    calls = [(user_flags(each), sharded(each).flags, each.world_size) for each in configurations]
     answers: list[str] = answer_of_a_process(_validate_each, calls)
     return answers
 

@@ -22,7 +22,7 @@ from functional_tests.rows import RESUMES, ROWS, SAME
 from functional_tests.trainings import Difference, Table, Trainings, difference
 from megatron_fsdp_v2_mcore.checkpoint.torch_dist.export import export
 from tests.cases import quick_if
-from tests.mcore.checkpoint_values import digests, together
+from tests.mcore.checkpoint_values import digests, merged_digests
 from tests.mcore.flags import loading, saving
 from tests.mcore.session import distance
 from tests.mcore.trained import assert_equal, first_difference
@@ -95,7 +95,7 @@ def test_run_resumes_from_the_checkpoint_of_another_run(
     if resume.values:
         # The run loads the checkpoint of the last iteration and does not train.
         loaded = trainings(replace(loads.adding(*loading(folder)), probe=digests))
-        assert together(loaded.extras) == together(uninterrupted.extras)
+        assert merged_digests(loaded.extras) == merged_digests(uninterrupted.extras)
     table.resumes.append((resume.name, f"{loss:.0e}"))
 
 

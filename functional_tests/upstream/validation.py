@@ -9,7 +9,7 @@ from typing import Any
 
 from functional_tests.upstream.shrink import Shrunk
 from functional_tests.upstream.sides import sharded, user_flags
-from tests.mcore.command_line import answer_of_a_process
+from tests.mcore.command_line import call_in_process
 
 
 def rejections(configurations: Sequence[Shrunk]) -> list[str]:
@@ -19,7 +19,7 @@ def rejections(configurations: Sequence[Shrunk]) -> list[str]:
         The reason why each configuration is rejected; empty for valid configurations.
     """
     calls = [(user_flags(each), sharded(each).flags, each.world_size) for each in configurations]
-    answers: list[str] = answer_of_a_process(_validate_each, calls)
+    answers: list[str] = call_in_process(_validate_each, calls)
     return answers
 
 

@@ -1,7 +1,7 @@
-"""Forms of products of bf16 tensors, each beside the same product in fp32, rounded once.
+"""Forms of products of bf16 tensors, compared with the same product in fp32, rounded once.
 
-Run as a program it prints, as JSON, which forms differ and whether the CPU has bf16 of its own. A
-CPU that has it can be told not to use it, by variables that torch reads when it starts.
+As a program, this module prints, as JSON, which forms differ and whether the CPU has bf16
+instructions. Environment variables, which torch reads at startup, disable these instructions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_cpu_rehearsal.bf16_products import rounded_once
 
 BF16 = torch.bfloat16
-# The library that uses instructions for bf16 is kept from it; then torch's own vectors, too.
+# Disable bf16 instructions in oneDNN, and then in torch's own vectorized kernels, too.
 BF16_MASKED = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
 WITHOUT_BF16 = {**BF16_MASKED, "ATEN_CPU_CAPABILITY": "avx2"}
 
@@ -41,7 +41,7 @@ def _recomputed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 class _OwnBackward(torch.autograd.Function):
-    """A linear layer as Megatron's: with products of its own in the backward."""
+    """A linear layer that computes its own products in the backward, as Megatron's does."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -68,14 +68,14 @@ def _attention_backward(
 
 @dataclass(frozen=True)
 class Form:
-    """One way to write a product.
+    """A form of a product.
 
     Attributes:
-        name: What it is called.
+        name: Unique name.
         multiply: Takes operands of one dtype, bf16 or fp32.
-        shapes: Of the operands. Sums are long enough for roundings on the way to show.
-        gradients: Operands whose gradients are compared as well: those whose gradient is one
-            product, not multiplied or summed afterwards.
+        shapes: Shapes of the operands. Sums are long enough to show intermediate rounding.
+        gradients: Indices of operands whose gradients are compared as well: each gradient is one
+            product, which is not multiplied or summed afterwards.
     """
 
     name: str
@@ -153,7 +153,7 @@ FORMS = (
 
 
 def differing() -> list[str]:
-    """Forms whose result or gradients are not those of fp32, rounded once."""
+    """Return the forms whose result or gradients differ from those of fp32, rounded once."""
     return [form.name for form in FORMS if not _agrees(form)]
 
 
@@ -178,7 +178,7 @@ def _is_rounded(narrow: torch.Tensor | None, wide: torch.Tensor | None) -> bool:
 
 
 def main() -> None:
-    """Print what was found."""
+    """Print the forms that differ, and whether the CPU has bf16 instructions."""
     torch.set_num_threads(1)
     with rounded_once():
         differ = differing()

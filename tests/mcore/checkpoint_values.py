@@ -24,7 +24,7 @@ def digests(model: list[Any], optimizer: Any) -> dict[str, str]:
             continue
         found[name.fqn] = digest(param)
         for option in ("exp_avg", "exp_avg_sq"):
-            # A rank without rows has no state and takes part in gathers of that of other ranks.
+            # A rank without rows has no state, but takes part in gathers of other ranks' state.
             value = state.get(param, {}).get(option, torch.zeros_like(param))
             found[f"{name.fqn}.{option}"] = digest(value)
         if param in state:
@@ -50,7 +50,7 @@ def digest(tensor: torch.Tensor) -> str:
     return f"{tuple(full.shape)} {hashlib.sha1(data).hexdigest()}"
 
 
-def together(ranks: Sequence[dict[str, str]]) -> dict[str, str]:
+def merged_digests(ranks: Sequence[dict[str, str]]) -> dict[str, str]:
     """Merge the digests of all ranks, which must agree on common names."""
     merged: dict[str, str] = {}
     for found in ranks:

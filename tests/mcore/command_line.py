@@ -1,4 +1,4 @@
-"""Runs the adapter as a user does, with torchrun in a subprocess, and parses its output."""
+"""Runs the adapter's commands, with torchrun in a subprocess, and parses their output."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def run_module(module: str, arguments: Sequence[str], **environment: str) -> Run
 
 def run_code(code: str, *arguments: str) -> Run:
     """Run a short program in a new process, which has imported only torch."""
-    found: Run = answer_of_a_process(_run_code, code, arguments)
+    found: Run = call_in_process(_run_code, code, arguments)
     return found
 
 
 def _run_code(code: str, arguments: Sequence[str]) -> Run:
-    return _ended(lambda: exec(code, {"__name__": "__main__"}), ["-c", *arguments])
+    return _run_to_exit(lambda: exec(code, {"__name__": "__main__"}), ["-c", *arguments])
 
 
 def run_each(module: str, command_lines: Sequence[Sequence[str]]) -> list[Run]:
@@ -92,7 +92,7 @@ def run_each(module: str, command_lines: Sequence[Sequence[str]]) -> list[Run]:
     Importing Megatron takes seconds. All command lines except the last must be rejected before a
     process group exists.
     """
-    found: list[Run] = answer_of_a_process(_run_each, module, command_lines)
+    found: list[Run] = call_in_process(_run_each, module, command_lines)
     return found
 
 
@@ -102,10 +102,10 @@ def _run_each(module: str, command_lines: Sequence[Sequence[str]]) -> list[Run]:
 
 def _main(module: str, arguments: Sequence[str]) -> Run:
     """Run `python -m module` in this process."""
-    return _ended(lambda: runpy.run_module(module, run_name="__main__"), [module, *arguments])
+    return _run_to_exit(lambda: runpy.run_module(module, run_name="__main__"), [module, *arguments])
 
 
-def _ended(program: Callable[[], object], argv: list[str]) -> Run:
+def _run_to_exit(program: Callable[[], object], argv: list[str]) -> Run:
     """Run a program in this process until it ends."""
     written, sys.argv = io.StringIO(), argv
     with contextlib.redirect_stdout(written), contextlib.redirect_stderr(written):
@@ -151,9 +151,9 @@ def _run(command: list[str], environment: dict[str, str]) -> Run:
     return Run(done.returncode, done.stdout)
 
 
-def answer_of_a_process(function: Callable[..., Any], *args: Any) -> Any:
+def call_in_process(function: Callable[..., Any], *args: Any) -> Any:
     """Return the result of a module-level function in a new process."""
-    # As for the ranks of tests, modules that take seconds to import are already imported.
+    # The fork server has imported the modules that take seconds to import.
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     mine, theirs = context.Pipe()

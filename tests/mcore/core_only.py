@@ -22,13 +22,13 @@ LOCAL = ["--transformer-impl", "local"]
 
 def enter() -> Any:
     """Start a rehearsal without `megatron.training` on this rank; return the example."""
-    example = rehearse_for_good()
+    example = start_permanent_rehearsal()
     multiprocessing.current_process().daemon = False
     torch.manual_seed(1)
     return example
 
 
-def rehearse_for_good() -> Any:
+def start_permanent_rehearsal() -> Any:
     """Start a permanent rehearsal in this process and those forked from it."""
     if "examples.megatron_core_loop" not in sys.modules:
         assert not [name for name in sys.modules if name.startswith("megatron")]
@@ -91,8 +91,8 @@ def _changed(name: str, **fields: Any) -> Any:
     return mock.patch.object(example, name, lambda **options: make(**{**options, **fields}))
 
 
-def save_and_go_on(options: dict[str, Any], folder: str) -> tuple[list[Any], list[Any]]:
-    """Save during a training; return the rest of it, and of one that loads the checkpoint."""
+def save_and_continue(options: dict[str, Any], folder: str) -> tuple[list[Any], list[Any]]:
+    """Save during a training; return its remaining history and that of a resumed training."""
     example = enter()
     from megatron_fsdp_v2 import checkpoint
 
@@ -117,11 +117,11 @@ def save_and_go_on(options: dict[str, Any], folder: str) -> tuple[list[Any], lis
 
 
 def train_quickstart(options: dict[str, Any]) -> list[tuple[float | None, float]]:
-    """The example with torch's Adam over the wrapped model's parameters.
+    """Run the example with torch's Adam over the wrapped model's parameters.
 
     Args:
-        options: `groups`: names of the process groups given to the wrapper, or None; and those
-            of the example.
+        options: Settings of the example, and `groups`: names of the process groups passed to the
+            wrapper, or None.
     """
     example = enter()
     names = options.pop("groups", None)
@@ -158,7 +158,7 @@ def _wrapping(*names: str) -> Any:
 
 
 def errors() -> dict[str, str]:
-    """Return the error of each incorrect script, by what is wrong."""
+    """Return the error of each incorrect script, by name of the mistake."""
     example = enter()
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -231,7 +231,7 @@ def parsed(words: list[str]) -> str:
 
 
 def train_page(blocks: list[str]) -> list[tuple[float | None, float]]:
-    """Wrap models with the Python blocks of a page, and train that of the first block.
+    """Wrap models with the Python blocks of a page, and train the model of the first block.
 
     Args:
         blocks: Code that uses a `config` and a `module`.

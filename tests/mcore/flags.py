@@ -71,7 +71,7 @@ OVERLAP_GRADS = "--overlap-grad-reduce"
 OVERLAP_PARAMS = "--overlap-param-gather"
 OVERLAP = f"{OVERLAP_GRADS} {OVERLAP_PARAMS}"
 FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-# Newton-Schulz in fp32, which is called high on the command line.
+# Newton-Schulz in fp32, which the command line calls `high`.
 MUON = "--optimizer muon --muon-fp32-matmul-prec high"
 
 Flags = str | Sequence[str]

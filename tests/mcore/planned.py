@@ -7,14 +7,14 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tests.mcore.command_line import answer_of_a_process
+from tests.mcore.command_line import call_in_process
 
 Calls = Mapping[str, tuple[Sequence[str], int]]
 
 
 def described(calls: Calls) -> dict[str, Any]:
     """Describe flags for a number of ranks each. Values are descriptions or error messages."""
-    answers = answer_of_a_process(_describe_each, list(calls.values()))
+    answers = call_in_process(_describe_each, list(calls.values()))
     return dict(zip(calls, answers, strict=True))
 
 

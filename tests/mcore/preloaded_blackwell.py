@@ -1,5 +1,5 @@
 """Imported by ranks before they are forked: Transformer Engine on a GPU with MXFP8."""
 
-from tests.mcore.session import rehearse_for_good
+from tests.mcore.session import start_permanent_rehearsal
 
-rehearse_for_good("transformer_engine", ["--fp8-recipe", "mxfp8"])
+start_permanent_rehearsal("transformer_engine", ["--fp8-recipe", "mxfp8"])

@@ -1,5 +1,5 @@
 """Imported by ranks before they are forked: Megatron without `megatron.training`."""
 
-from tests.mcore.core_only import rehearse_for_good
+from tests.mcore.core_only import start_permanent_rehearsal
 
-rehearse_for_good()
+start_permanent_rehearsal()

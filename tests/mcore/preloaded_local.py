@@ -1,5 +1,5 @@
 """Imported by ranks before they are forked: Megatron with its own layers."""
 
-from tests.mcore.session import rehearse_for_good
+from tests.mcore.session import start_permanent_rehearsal
 
-rehearse_for_good()
+start_permanent_rehearsal()

@@ -1,11 +1,11 @@
 """A stub for the `pretrain_gpt.py` of a Megatron-LM 0.19 checkout, for `run`.
 
-It imports what that script imports, before anything else happens, and hands Megatron the same
-things in the same way: a model configuration that Megatron builds the model from, or, with
-`--by-provider` (a flag of this script's own), a function that builds it.
+The script first imports the same modules, and then calls Megatron with the same arguments: a model
+configuration from which Megatron builds the model, or, with `--by-provider` (a flag of this
+script), a function that builds the model.
 
-What it imports, and in which order and with which arguments it calls Megatron, is transcribed from
-Megatron-LM's `pretrain_gpt.py`, Copyright (c) NVIDIA CORPORATION; see NOTICE.
+The imports, and the order and arguments of the calls, are transcribed from Megatron-LM's
+`pretrain_gpt.py`, Copyright (c) NVIDIA CORPORATION; see NOTICE.
 """
 
 import time

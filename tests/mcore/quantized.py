@@ -58,7 +58,7 @@ def real() -> Any:
 
 
 def layers(te: Any, recipe: str, *, quantized: bool = True, device: str = "cpu") -> nn.Sequential:
-    """Three linear layers; the heights of the first and last are no multiples of a block."""
+    """Return three linear layers; one height and one width are not multiples of 128."""
     torch.manual_seed(0)
     shapes = zip(SIZES, (*SIZES[1:], 128), strict=True)
     kept = {"preserve_high_precision_init_val": True} if quantized else {}
@@ -87,7 +87,7 @@ def sharded(
     outer: str = "optim",
     **options: Any,
 ) -> nn.Sequential:
-    """Shard every layer and the model; main weights also over instances, if there are several."""
+    """Shard every layer and the model; `outer` is the strategy over several instances."""
     inner = dist.get_world_size() // instances
     if instances > 1:
         options["outer_dp_sharding_strategy"] = outer
@@ -131,7 +131,7 @@ def differing_bytes(
     device: str = "cpu",
     outer: str = "optim",
 ) -> list[str]:
-    """Train, then gather; name the fields that differ from those of quantized full main weights."""
+    """Train and gather; return the fields that differ from those of quantized full main weights."""
     te = enter(recipe) if device == "cpu" else real()
     model = layers(te, recipe, device=device)
     sharded(model, strategy, instances=instances, device=device, outer=outer)
@@ -168,7 +168,7 @@ def maxima_of_a_step(
     Args:
         recipe: Name of the recipe.
         strategy: Sharding strategy.
-        one_by_one: Whether the weights of each unit are quantized separately, when it is used.
+        one_by_one: Whether a unit's weights are quantized separately, when the unit is used.
     """
     te = enter(recipe)
     model = sharded(layers(te, recipe), strategy)
@@ -186,7 +186,7 @@ def maxima_of_a_step(
 
 
 def _without_padding(mine: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Remove the zero padding of block scales, which depends on the way of quantizing."""
+    """Remove the zero padding of block scales, which depends on how a weight was quantized."""
     if mine.dim() < 2:
         return mine.reshape(-1), theirs.reshape(-1)
     rows, columns = (min(pair) for pair in zip(mine.shape, theirs.shape, strict=True))
@@ -196,7 +196,7 @@ def _without_padding(mine: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Te
 
 
 def gathered_bytes(recipe: str, *, recomputes: bool = False) -> list[tuple[int, int]]:
-    """Return the bytes gathered in a forward and a backward, of FP8 and of bf16 weights."""
+    """Return the bytes gathered in a forward and a backward, of quantized and of bf16 weights."""
     te = enter(recipe)
     found = []
     for quantized in (True, False):

@@ -65,7 +65,7 @@ def train(
         probe: Called with `(model, optimizer)` after the training; its result becomes `extras`.
         freezes: Regular expressions. Parameters with a matching name are frozen when their chunk is
             built; Megatron has no flag for this.
-        exact_norms: Whether norms of gradients are summed in fp64, independent of the order.
+        exact_norms: Whether gradient norms are summed in fp64, where the order does not matter.
     """
     modules = enter_rehearsal(impl_of(flags), flags)
     result = Training()
@@ -75,7 +75,7 @@ def train(
     _watch(patches, modules["training"], result, probe)
     _freeze(patches, modules["gpt"], freezes)
     if exact_norms:
-        _add_up_norms_in_fp64(patches)
+        _sum_norms_in_fp64(patches)
     try:
         sys.argv = ["pretrain_gpt", *modules["with_cpu_flags"](flags)]
         patches.default_environment(modules["cpu_environment"](flags))
@@ -143,7 +143,7 @@ def _freeze(patches: Any, gpt: Any, patterns: Sequence[str]) -> None:
 
 
 def _write_without_processes() -> None:
-    """Let Megatron save torch_dist checkpoints without a process for its queue.
+    """Patch Megatron to save torch_dist checkpoints without a process for its queue.
 
     Starting that process takes longer than a short training.
     """
@@ -152,8 +152,8 @@ def _write_without_processes() -> None:
     filesystem_async._results_queue = queue.Queue()
 
 
-def _add_up_norms_in_fp64(patches: Any) -> None:
-    """Let Megatron sum the squares of all gradients in fp64."""
+def _sum_norms_in_fp64(patches: Any) -> None:
+    """Patch Megatron to sum the squares of all gradients in fp64."""
     from megatron.core.optimizer import layer_wise_optimizer, optimizer
 
     def norm(grads: Any, norm_type: float = 2, grad_stats_parallel_group: Any = None) -> float:
@@ -168,7 +168,7 @@ def _add_up_norms_in_fp64(patches: Any) -> None:
         patches.set(user, "get_grad_norm_fp32", norm)
 
 
-def curves(results: Sequence[Training]) -> Training:
+def merge_ranks(results: Sequence[Training]) -> Training:
     """Merge the measurements of all ranks. Only the last pipeline stage has losses."""
     seen = [result for result in results if result.losses]
     # A run that loads its last iteration does not train.
@@ -182,13 +182,13 @@ def curves(results: Sequence[Training]) -> Training:
 
 
 def distance(mine: Sequence[float], theirs: Sequence[float]) -> float:
-    """Largest relative difference of two curves of equal length; 0 of none."""
+    """Return the largest relative difference of two curves of equal length; 0 if both are empty."""
     pairs = zip(mine, theirs, strict=True)
     return max((abs(a - b) / abs(b) for a, b in pairs if a != b), default=0.0)
 
 
 MOST_ORDERS = 6
-"""Maximum number of cached orders of samples, of 25 MB each."""
+"""Maximum number of cached sample orders, of 25 MB each."""
 
 _MODULES: dict[str, Any] = {}
 _STACK = contextlib.ExitStack()
@@ -204,13 +204,13 @@ def enter_rehearsal(impl: str = "local", flags: Sequence[str] = ()) -> dict[str,
     """Start a permanent rehearsal on this rank, unless it has one, and install this package.
 
     Args:
-        impl: See `rehearse_for_good`.
-        flags: See `rehearse_for_good`.
+        impl: See `start_permanent_rehearsal`.
+        flags: See `start_permanent_rehearsal`.
 
     Returns:
         The parts of Megatron that `train` uses.
     """
-    modules = rehearse_for_good(impl, flags)
+    modules = start_permanent_rehearsal(impl, flags)
     from megatron_fsdp_v2_mcore import install
 
     # Megatron's torch_dist checkpoints start processes, which a daemon must not do.
@@ -220,7 +220,7 @@ def enter_rehearsal(impl: str = "local", flags: Sequence[str] = ()) -> dict[str,
     return modules
 
 
-def entered_te() -> Any:
+def enter_te() -> Any:
     """Start a rehearsal with Transformer Engine; return `transformer_engine.pytorch`."""
     enter_rehearsal("transformer_engine")
     import transformer_engine.pytorch as te
@@ -228,7 +228,7 @@ def entered_te() -> Any:
     return te
 
 
-def rehearse_for_good(impl: str = "local", flags: Sequence[str] = ()) -> dict[str, Any]:
+def start_permanent_rehearsal(impl: str = "local", flags: Sequence[str] = ()) -> dict[str, Any]:
     """Start a permanent rehearsal in this process and those forked from it.
 
     Args:
@@ -262,9 +262,9 @@ def rehearse_for_good(impl: str = "local", flags: Sequence[str] = ()) -> dict[st
 
         # Otherwise, the first training would import and read these on every rank.
         importlib.import_module("megatron.core.tokenizers.text")
-        _remember_help_texts()
+        _cache_help_texts()
         arguments.add_megatron_arguments(argparse.ArgumentParser())
-        _remember_orders_of_samples()
+        _cache_sample_orders()
         _MODULES.update(
             kind=kind,
             training=training,
@@ -273,14 +273,14 @@ def rehearse_for_good(impl: str = "local", flags: Sequence[str] = ()) -> dict[st
             cpu_environment=cpu_environment,
             Patches=Patches,
         )
-        # Teardowns collect garbage. Imported objects, most of all objects, need no traversal.
+        # Teardowns collect garbage. Imported objects, which are most objects, need no traversal.
         gc.collect()
         gc.freeze()
     return _MODULES
 
 
-def _remember_help_texts() -> None:
-    """Let Megatron read the help texts of its flags once.
+def _cache_help_texts() -> None:
+    """Cache the help texts that Megatron reads for its flags.
 
     For every parser, Megatron parses the source of its own classes, which takes a considerable part
     of a short training.
@@ -298,8 +298,8 @@ def _remember_help_texts() -> None:
     ArgumentGroupFactory._get_field_docstrings = remembered
 
 
-def _remember_orders_of_samples() -> None:
-    """Let Megatron shuffle data of one size and seed once.
+def _cache_sample_orders() -> None:
+    """Cache the sample order that Megatron shuffles for a size and seed.
 
     Its mock data has millions of samples, of which a short training uses a dozen.
     """
@@ -363,8 +363,8 @@ def end_groups(parallel_state: Any) -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    # Meshes of calls without a mesh use these groups. The import is here, since a rehearsal starts
-    # before Megatron or this package is imported.
+    # Default meshes use these groups. The import is here, since a rehearsal starts before Megatron
+    # or this package is imported.
     from megatron_fsdp_v2.runtime import api
 
     api._MESHES.clear()
@@ -387,5 +387,5 @@ def _silent() -> Any:
 
 
 def rank() -> int:
-    """This rank, for probes."""
+    """Return this rank, for probes."""
     return int(dist.get_rank())

@@ -1,4 +1,4 @@
-"""`--async-save`: training goes on while a checkpoint is written, and nobody is told too early."""
+"""`--async-save`: training continues during a save; the tracker names complete checkpoints only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_fsdp_v2.checkpoint.verifying import verify
 from tests.cases import longer
 from tests.mcore import flags as f
 from tests.mcore.command_line import torchrun
-from tests.mcore.session import curves, enter_rehearsal, rank, train
+from tests.mcore.session import enter_rehearsal, merge_ranks, rank, train
 from tests.mcore.trained import on_megatron, run_of_ranks
 from tests.ranks import RankPools
 
@@ -35,10 +35,10 @@ def _tracked(folder: Path) -> int | None:
 
 
 def _trained(flags: list[str], folder: Path, held_until: int) -> tuple[Any, list[Any]]:
-    """A training whose saves may not be written before an iteration.
+    """Train, and write no checkpoint before an iteration.
 
     Returns:
-        The training, and what iteration a restart would have found before each iteration.
+        The training, and the iteration that a restart would have loaded, before each iteration.
     """
     training, seen, may_write = enter_rehearsal()["training"], [], threading.Event()
     finalize = training.maybe_finalize_async_save
@@ -46,7 +46,7 @@ def _trained(flags: list[str], folder: Path, held_until: int) -> tuple[Any, list
     def finalize_and_note(blocking: bool = False, **kwargs: Any) -> None:
         if len(seen) == held_until:
             may_write.set()
-            # Of the calls between iterations, this one finds the saves complete.
+            # The pending saves complete before this call between two iterations.
             saving._BACKGROUND.submit(int).result()
         finalize(blocking, **kwargs)
         seen.append(_tracked(folder))
@@ -59,16 +59,16 @@ def _trained(flags: list[str], folder: Path, held_until: int) -> tuple[Any, list
             may_write.set()
 
 
-def test_training_goes_on_and_the_iteration_is_named_when_all_of_it_is_written(
+def test_tracker_names_an_iteration_after_its_background_save_completes(
     megatron: RankPools, tmp_path: Path
 ) -> None:
     flags = _flags(tmp_path, 7, "--swiglu --bf16 --hidden-dropout 0.1")
     found = megatron(2).run(_trained, flags, tmp_path, 5)
-    trainings = curves([training for training, *_ in found])
+    trainings = merge_ranks([training for training, *_ in found])
     assert len(trainings.losses) == 7
     for _, tracked in found:
-        # Five iterations with two saves under way; then both are there, and the third one is
-        # waited for at the end, as is the one of the last iteration.
+        # Two saves are pending for five iterations; then both are complete. The run waits at its
+        # end for the third save and for that of the last iteration.
         assert tracked[:5] == [None] * 5
         assert tracked[5] == 4
         assert tracked[-1] == 7
@@ -82,7 +82,7 @@ def test_training_goes_on_and_the_iteration_is_named_when_all_of_it_is_written(
 
 
 @on_megatron(2)
-def test_a_save_that_fails_on_one_rank_ends_the_training_of_all_by_name(tmp_path: Path) -> None:
+def test_failed_save_on_one_rank_raises_its_error_on_all_ranks(tmp_path: Path) -> None:
     """The last rank cannot write the second checkpoint."""
     write, saves = saving.Writer.write_data, []
 
@@ -113,7 +113,7 @@ SIGNALED = "--exit-signal-handler"
     [pytest.param("--exit-interval 3", id="interval"), longer(SIGNALED, id="signal")],
 )
 @on_megatron(2)
-def test_a_run_that_leaves_waits_for_what_it_saves(tmp_path: Path, words: str) -> None:
+def test_exiting_run_waits_for_pending_saves(tmp_path: Path, words: str) -> None:
     training, calls = enter_rehearsal()["training"], []
     finalize, handler = training.maybe_finalize_async_save, signal.getsignal(signal.SIGTERM)
 
@@ -136,7 +136,7 @@ def test_a_run_that_leaves_waits_for_what_it_saves(tmp_path: Path, words: str) -
 
 
 @pytest.mark.functional
-def test_checkpoints_that_are_not_to_be_kept_are_removed(
+def test_checkpoints_between_retain_intervals_are_removed(
     megatron: RankPools, tmp_path: Path
 ) -> None:
     more = "--save-retain-interval 4 --dist-ckpt-workers 2 --use-persistent-ckpt-worker"
@@ -165,7 +165,7 @@ gpt.train()
 
 
 @pytest.mark.functional
-def test_a_job_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(
+def test_job_killed_during_a_save_resumes_from_the_previous_checkpoint(
     megatron: RankPools, tmp_path: Path
 ) -> None:
     script, folder = tmp_path / "killed.py", tmp_path / "saved"
@@ -186,8 +186,8 @@ def test_a_job_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(
 
 
 @on_megatron(2)
-def test_other_requests_of_the_queue_are_done_in_order_and_fail_by_name() -> None:
-    """Requests that are no checkpoints, of which the last one fails."""
+def test_queue_runs_other_requests_in_order_and_raises_their_errors() -> None:
+    """Requests other than checkpoints; the last request fails."""
     enter_rehearsal()
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 

@@ -1,4 +1,4 @@
-"""A checkpoint of another model is rejected by name, before a value is read."""
+"""A checkpoint of another model is rejected by name, before any value is read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOMENT = f"{STATE}_sq"
 META = "optimizer.param_to_group_meta.embedding.word_embeddings.weight.lr"
 RNG = "rng_state.(0, 0).0.torch_rng_state"
 
-ASKED: dict[str, tuple[int, ...] | None] = {
+REQUESTED: dict[str, tuple[int, ...] | None] = {
     EMBEDDING: (8, 2),
     "model.decoder.layers.0.mlp.linear_fc1.weight": (4, 2),
     STATE: (8, 2),
@@ -41,8 +41,8 @@ def _args(**changed: Any) -> argparse.Namespace:
 
 
 def _saved(folder: Path, without: tuple[str, ...] = (), **more: tuple[int, ...]) -> str:
-    """A checkpoint of what `ASKED` asks for, except some entries."""
-    entries = {k: shape for k, shape in ASKED.items() if not k.startswith(without or ("-",))}
+    """Save a checkpoint with the entries of `REQUESTED`, except some, and more; return its path."""
+    entries = {k: shape for k, shape in REQUESTED.items() if not k.startswith(without or ("-",))}
     dcp.save(
         {k: 1.0 if s is None else torch.ones(s) for k, s in {**entries, **more}.items()},
         checkpoint_id=str(folder),
@@ -51,24 +51,24 @@ def _saved(folder: Path, without: tuple[str, ...] = (), **more: tuple[int, ...])
     return str(folder)
 
 
-def test_what_fits_has_no_problem_and_no_note(tmp_path: Path) -> None:
-    result = check_request(_saved(tmp_path), ASKED, _args(), _args())
+def test_matching_checkpoint_has_no_problem_and_no_note(tmp_path: Path) -> None:
+    result = check_request(_saved(tmp_path), REQUESTED, _args(), _args())
     assert (result.problem, result.notes, result.absent) == ("", [], set())
 
 
-def test_a_file_with_rows_of_one_rank_only_is_incomplete(tmp_path: Path) -> None:
+def test_checkpoint_with_rows_of_only_one_rank_is_incomplete(tmp_path: Path) -> None:
     path = _saved(tmp_path)
     reader = dcp.FileSystemReader(path)
     metadata = reader.read_metadata()
     entry = metadata.state_dict_metadata[STATE]
     entry.chunks = [ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([4, 2]))]
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    problem = check_request(path, ASKED, _args(), _args()).problem
+    problem = check_request(path, REQUESTED, _args(), _args()).problem
     assert f"is incomplete: {STATE} has 16 elements, and its chunks 8" in problem
 
 
 LAYER_1 = "model.decoder.layers.1.mlp.linear_fc1.weight"
-# What the file lacks, what else it has, arguments of the run that saved, and what is said.
+# Missing entries, additional entries, arguments of the run that saved, and expected texts.
 PROBLEMS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, int], list[str]]] = {
     "missing parameters": (
         ("model.decoder",),
@@ -79,7 +79,7 @@ PROBLEMS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, int], list[
             "--num-layers (num_layers) was 0 and is 1",
         ],
     ),
-    "parameters nobody asks for": (
+    "unexpected parameters": (
         (),
         {LAYER_1: (4, 2)},
         {"num_layers": 2},
@@ -99,20 +99,20 @@ PROBLEMS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, int], list[
         ],
     ),
     "no optimizer": (("optimizer.",), {}, {}, ["add --no-load-optim"]),
-    "half of a state": ((MOMENT,), {}, {}, [f"does not contain {MOMENT}"]),
+    "an incomplete state": ((MOMENT,), {}, {}, [f"does not contain {MOMENT}"]),
     "a missing option": ((META,), {}, {}, [f"does not contain {META}"]),
 }
 
 
 @pytest.mark.parametrize("what", PROBLEMS)
-def test_what_does_not_fit_is_named_with_the_flag_to_change(tmp_path: Path, what: str) -> None:
+def test_mismatch_is_named_with_the_flag_to_change(tmp_path: Path, what: str) -> None:
     without, more, was, texts = PROBLEMS[what]
     path = _saved(tmp_path, without, **more)
-    problem = check_request(path, ASKED, _args(**was), _args()).problem
+    problem = check_request(path, REQUESTED, _args(**was), _args()).problem
     assert [text for text in texts if text not in problem] == []
 
 
-# What the file lacks, what else a run asks for, what keeps its value, and what is said of that.
+# Missing entries, an additional requested entry, the entry that keeps its value, expected text.
 OPTIONAL: dict[str, tuple[tuple[str, ...], str, tuple[str, ...], str]] = {
     "a parameter saved before its first step": (
         (STATE,),
@@ -136,10 +136,10 @@ OPTIONAL: dict[str, tuple[tuple[str, ...], str, tuple[str, ...], str]] = {
 
 
 @pytest.mark.parametrize("what", OPTIONAL)
-def test_what_a_file_may_lack_keeps_the_value_of_the_run(tmp_path: Path, what: str) -> None:
+def test_missing_optional_entry_keeps_the_value_of_the_run(tmp_path: Path, what: str) -> None:
     without, key, absent, text = OPTIONAL[what]
     path = _saved(tmp_path, without)
-    result = check_request(path, {key: None, **ASKED}, _args(), _args())
+    result = check_request(path, {key: None, **REQUESTED}, _args(), _args())
     assert (result.problem, result.absent) == ("", {absent})
     assert [text in note for note in result.notes] == [True] * bool(text)
 
@@ -152,7 +152,7 @@ def pipelined(megatron: RankPools, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
-def test_the_file_holds_what_every_rank_of_the_model_holds_once(pipelined: Path) -> None:
+def test_checkpoint_has_the_entries_of_all_stages_once(pipelined: Path) -> None:
     check_checkpoint_folder(pipelined, may_be_empty=False)
     metadata = dcp.FileSystemReader(pipelined / "iter_0000001").read_metadata()
     keys = set(metadata.state_dict_metadata)
@@ -168,7 +168,7 @@ def test_the_file_holds_what_every_rank_of_the_model_holds_once(pipelined: Path)
     assert "model.output_layer.weight" not in keys
 
 
-def test_plain_torch_reads_the_file_in_one_process(pipelined: Path) -> None:
+def test_plain_torch_reads_the_checkpoint_in_one_process(pipelined: Path) -> None:
     plain = _load_state_dict_from_keys({"model"}, checkpoint_id=pipelined / "iter_0000001")["model"]
     assert plain["embedding.word_embeddings.weight"].shape[1] == 64
     assert "decoder.layers.3.mlp.linear_fc2.weight" in plain

@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron's as plain files: one process, the names of its own modules."""
+"""Export of checkpoints to plain files in one process, under Megatron's own parameter names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_fsdp_v2_mcore.checkpoint.layout import model_tensors
 from megatron_fsdp_v2_mcore.checkpoint.name_table import ORDERS
 from megatron_fsdp_v2_mcore.model.tensor_shards import GATED, STATE_SPACE
 from tests.mcore import flags as f
-from tests.mcore.checkpoint_values import digest, digests, together
+from tests.mcore.checkpoint_values import digest, digests, merged_digests
 from tests.mcore.command_line import run_code
 from tests.mcore.trained import trained
 from tests.ranks import RankPools
@@ -29,24 +29,24 @@ MIXED = f"{f.ALLTOALL} {f.EP2} --moe-layer-freq [0,1]"
 Saved = tuple[Path, dict[str, str]]
 
 
-def names_and_digests(model: list[Any], optimizer: Any) -> dict[str, str]:
-    """Digests of parameters and buffers by the names they have in the whole model. Collective."""
+def model_digests(model: list[Any], optimizer: Any) -> dict[str, str]:
+    """Return digests of parameters and buffers by their names in the full model. Collective."""
     found = digests(model, optimizer)
     return {k: v for k, v in found.items() if not k.endswith((".exp_avg", ".exp_avg_sq", ".step"))}
 
 
 @pytest.fixture(scope="module")
 def saved(megatron: RankPools, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """A checkpoint of two ranks, and what their model held when it was saved."""
+    """A checkpoint of two ranks, and digests of their model when it was saved."""
     folder = tmp_path_factory.mktemp("mixed")
     flags = [f.fsdp(), "--global-batch-size 8 --train-iters 1", MIXED, f.saving(folder, 1)]
-    return folder / "iter_0000001", together(
-        trained(megatron, 2, *flags, probe=names_and_digests).extras
+    return folder / "iter_0000001", merged_digests(
+        trained(megatron, 2, *flags, probe=model_digests).extras
     )
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
-def test_an_export_is_the_whole_model_under_megatrons_own_names(
+def test_export_has_the_full_model_under_megatrons_own_names(
     saved: Saved, tmp_path: Path, name: str
 ) -> None:
     path, expected = saved
@@ -60,7 +60,7 @@ def test_an_export_is_the_whole_model_under_megatrons_own_names(
     assert any(key.startswith("optimizer.") for key in done.left_out)
 
 
-def test_what_was_taken_from_torch_dist_is_the_same_model(saved: Saved, tmp_path: Path) -> None:
+def test_converted_torch_dist_export_has_the_same_model(saved: Saved, tmp_path: Path) -> None:
     from megatron_fsdp_v2_mcore.checkpoint.torch_dist.export import export as to_torch_dist
 
     path, expected = saved
@@ -72,7 +72,7 @@ def test_what_was_taken_from_torch_dist_is_the_same_model(saved: Saved, tmp_path
     assert verify(tmp_path / "plain").is_good
 
 
-def test_pieces_are_those_that_are_saved() -> None:
+def test_name_table_has_the_order_of_every_fused_tensor() -> None:
     assert {GATED, *STATE_SPACE.values()} == set(ORDERS)
 
 
@@ -84,8 +84,8 @@ def megatron_folder(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
     return path
 
 
-def test_pieces_of_every_kind_are_joined_in_their_order(tmp_path: Path) -> None:
-    """Under the names of wrappers too, which Megatron's own version of the format keeps."""
+def test_parts_of_fused_tensors_are_joined_in_order(tmp_path: Path) -> None:
+    """Names have prefixes of wrappers, which Megatron's own version of the format keeps."""
     saved, expected = {}, {}
     for name, order in (
         ("module.module.decoder.layers.0.mlp.linear_fc1.weight", GATED),
@@ -105,19 +105,19 @@ def test_pieces_of_every_kind_are_joined_in_their_order(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
-def test_a_missing_half_is_an_error(tmp_path: Path) -> None:
+def test_missing_part_of_a_fused_tensor_is_an_error(tmp_path: Path) -> None:
     path = megatron_folder(tmp_path / "c", {"decoder.linear_fc1.weight_w": torch.ones(2, 2)})
     with pytest.raises(CheckpointError, match=r"it has only _w of decoder\.linear_fc1\.weight"):
         export(path, tmp_path / "m.pt")
 
 
-def test_a_folder_that_is_not_megatrons_keeps_its_names(tmp_path: Path) -> None:
+def test_checkpoint_without_megatron_arguments_keeps_its_names(tmp_path: Path) -> None:
     write_folder(tmp_path / "c", {"model.weight_w": torch.ones(2)})
     assert model_tensors(CheckpointFolder(tmp_path / "c")) is None
 
 
 @pytest.mark.functional
-def test_megatron_is_not_needed_to_export_what_a_sharded_run_saved(tmp_path: Path) -> None:
+def test_export_does_not_import_megatron(tmp_path: Path) -> None:
     path = megatron_folder(
         tmp_path / "c",
         {f"linear_fc1.weight{e}": torch.ones(2, 2) for e in GATED},
@@ -150,7 +150,7 @@ def test_megatron_is_not_needed_to_export_what_a_sharded_run_saved(tmp_path: Pat
         ),
     ],
 )
-def test_stacked_layers_and_experts_are_taken_apart(key: str, is_grouped: bool, last: str) -> None:
+def test_stacked_layers_and_experts_are_split(key: str, is_grouped: bool, last: str) -> None:
     from megatron_fsdp_v2_mcore.checkpoint.name_table import StoredNames
 
     rules = StoredNames(num_layers=2, num_experts=4, is_grouped=is_grouped, has_fused_norms=True)

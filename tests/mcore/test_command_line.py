@@ -1,4 +1,4 @@
-"""What a user types, and what he sees."""
+"""Commands of a user, and their output."""
 
 from __future__ import annotations
 
@@ -28,44 +28,44 @@ STEPS = "--train-iters 21"
 LONGER = words(MODEL_FLAGS, STEPS)
 UNCLEAN = ("destroy_process_group", "Warning", "Traceback", "leaked")
 
-STAND_IN = Path(__file__).parent / "pretrain_as_megatron_does.py"
+SCRIPT_STUB = Path(__file__).parent / "pretrain_as_megatron_does.py"
 
 
 @pytest.fixture(scope="module")
 def losses_of_ddp(megatron: RankPools) -> dict[int, float]:
-    """What is printed of 20 iterations under Megatron's own DDP, which trains in process."""
+    """Printed losses of 20 iterations under Megatron's own DDP, which trains on a rank pool."""
     return printed_losses(trained(megatron, 2, STEPS).losses[:20])
 
 
 @pytest.fixture(scope="module")
-def typed() -> Run:
-    """A sharded run as a user types it, that leaves after 20 of 21 iterations."""
+def sharded_run() -> Run:
+    """A sharded run from the command line, which exits after 20 of 21 iterations."""
     run = torchrun(2, PRETRAIN, [*LONGER, *fsdp(), "--exit-interval", "20", "--cpu-rehearsal"])
     assert run.code == 0, run.output[-3000:]
     return run
 
 
 def test_printed_losses_of_20_iterations_equal_ddp(
-    typed: Run, losses_of_ddp: dict[int, float]
+    sharded_run: Run, losses_of_ddp: dict[int, float]
 ) -> None:
-    # Other world sizes train in process, in the functional matrix: starting takes longer.
-    assert list(typed.losses) == list(range(1, 21))
-    assert typed.losses == pytest.approx(losses_of_ddp, rel=1e-6 + PRINTED)
+    # The functional matrix trains at other world sizes on rank pools: starting torchrun is slower.
+    assert list(sharded_run.losses) == list(range(1, 21))
+    assert sharded_run.losses == pytest.approx(losses_of_ddp, rel=1e-6 + PRINTED)
 
 
-def test_a_run_says_little_before_it_trains(typed: Run) -> None:
-    lines = typed.lines_before_training
+def test_run_prints_few_lines_before_training(sharded_run: Run) -> None:
+    lines = sharded_run.lines_before_training
     assert 0 < len(lines) <= 25, "\n".join(lines)
 
 
-def test_a_run_that_leaves_at_an_interval_ends_cleanly(typed: Run) -> None:
-    assert max(typed.losses) == 20
+def test_run_with_an_exit_interval_ends_cleanly(sharded_run: Run) -> None:
+    assert max(sharded_run.losses) == 20
     for word in UNCLEAN:
-        assert word not in typed.output
+        assert word not in sharded_run.output
 
 
 @pytest.mark.functional
-def test_without_our_flags_the_command_trains_megatrons_ddp(
+def test_command_without_our_flags_trains_megatrons_ddp(
     losses_of_ddp: dict[int, float],
 ) -> None:
     run = torchrun(2, PRETRAIN, [*LONGER, "--cpu-rehearsal"])
@@ -78,25 +78,27 @@ def test_without_our_flags_the_command_trains_megatrons_ddp(
 @pytest.mark.parametrize(
     "own_flags", [longer([], id="by-config"), longer(["--by-provider"], id="by-provider")]
 )
-def test_run_trains_a_script_like_megatrons_as_pretrain_gpt_does(
-    typed: Run, own_flags: list[str]
+def test_run_with_a_script_like_megatrons_matches_pretrain_gpt(
+    sharded_run: Run, own_flags: list[str]
 ) -> None:
-    script = str(STAND_IN.relative_to(ROOT))
+    script = str(SCRIPT_STUB.relative_to(ROOT))
     flags = words(LONGER, fsdp(), "--log-per-param-norm --cpu-rehearsal")
     ours = torchrun(2, RUN, [script, *own_flags, *flags])
     assert ours.code == 0, ours.output[-3000:]
-    # This one goes on to its end.
+    # This run trains all 21 iterations.
     assert max(ours.losses) == 21
-    assert {i: ours.losses[i] for i in typed.losses} == pytest.approx(typed.losses, rel=1e-6)
+    assert {i: ours.losses[i] for i in sharded_run.losses} == pytest.approx(
+        sharded_run.losses, rel=1e-6
+    )
     assert f"script: {script} called as {script}" in ours.output
-    # Only our wrapper does this: the run would look the same with Megatron's own.
+    # Only our wrapper logs these norms: losses would be the same with Megatron's own wrapper.
     assert "norms of every parameter at iteration 20" in ours.output
     for word in UNCLEAN:
         assert word not in ours.output
 
 
 @pytest.mark.functional
-def test_verbose_prints_what_megatron_prints() -> None:
+def test_verbose_flag_prints_megatrons_output() -> None:
     flags = words(MODEL_FLAGS, "--train-iters 1 --cpu-rehearsal --rehearsal-verbose")
     run = torchrun(1, PRETRAIN, flags)
     assert run.code == 0, run.output[-3000:]
@@ -113,7 +115,7 @@ sys.exit(7)
 """
 
 
-def test_a_script_finds_itself_and_its_flags_and_its_exit_code_is_that_of_run(
+def test_run_preserves_path_flags_and_exit_code_of_a_script(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "my scripts" / "gpt"
@@ -125,12 +127,12 @@ def test_a_script_finds_itself_and_its_flags_and_its_exit_code_is_that_of_run(
     assert run.code == 7, run.output[-3000:]
     seen = json.loads(run.output.strip().splitlines()[-1])
     assert (seen["file"], seen["beside"]) == (script, "beside")
-    # --cpu-rehearsal is not the script's; what it stands for would be unknown to a strict parser.
+    # `run` removes --cpu-rehearsal and adds no CPU flags, which a strict parser would reject.
     assert seen["argv"] == [script, "--lr", "1e-3", "--some-flag", "a b"]
 
 
 @pytest.mark.functional
-def test_a_script_that_comes_too_late_is_told_so(tmp_path: Path) -> None:
+def test_install_after_a_script_parsed_its_arguments_is_rejected(tmp_path: Path) -> None:
     script = tmp_path / "late.py"
     script.write_text(
         "import sys\n"
@@ -153,7 +155,7 @@ def test_a_script_that_comes_too_late_is_told_so(tmp_path: Path) -> None:
         (["no_such_script.py"], r"^There is no script no_such_script\.py"),
     ],
 )
-def test_run_without_a_script_says_how_it_is_used(
+def test_run_without_a_script_prints_its_usage(
     monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["run", *words])
@@ -161,7 +163,7 @@ def test_run_without_a_script_says_how_it_is_used(
         run_script()
 
 
-def test_without_gpu_and_rehearsal_the_start_ends_with_one_sentence() -> None:
+def test_start_without_gpu_and_rehearsal_prints_one_sentence() -> None:
     run = run_module(PRETRAIN, MODEL_FLAGS, CUDA_VISIBLE_DEVICES="")
     assert run.code == 2
     assert run.output.strip() == (
@@ -170,7 +172,7 @@ def test_without_gpu_and_rehearsal_the_start_ends_with_one_sentence() -> None:
 
 
 @pytest.mark.functional
-def test_one_rank_speaks_for_all() -> None:
+def test_only_one_rank_prints_that_no_gpu_was_found() -> None:
     run = torchrun(2, PRETRAIN, MODEL_FLAGS, CUDA_VISIBLE_DEVICES="")
     assert run.code != 0
     assert run.output.count("No GPU was found.") == 1

@@ -1,4 +1,4 @@
-"""Models built on the meta device, or differently on every rank, start as Megatron means."""
+"""Construction of models: initial weights on the meta device, and process groups of gathers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 
 
 def _weights(chunks: Any, optimizer: Any) -> dict[str, list[torch.Tensor]]:
-    """Every rank's full parameters, where this is rank 0."""
+    """Return the full parameters of every rank, by name. Collective."""
     del optimizer
     mine = {
         (f"{number} " if number else "")
@@ -43,7 +43,7 @@ TENSOR = f"{f.TP2} --init-method-std 0.05"
 MOE = f"{f.ALLTOALL} --moe-grouped-gemm"
 GATE = "--moe-shared-expert-intermediate-size 64 --moe-shared-expert-gate"
 BUILT: dict[str, str] = {
-    "at-once": f"{MOE} {f.EP2} {TENSOR} --sequence-parallel {f.UNTIED} --bf16",
+    "combined": f"{MOE} {f.EP2} {TENSOR} --sequence-parallel {f.UNTIED} --bf16",
     "plain": "",
     "tensor": TENSOR,
     "pipeline-untied-swiglu": f"{f.PP2} {f.UNTIED} --swiglu",
@@ -57,24 +57,24 @@ BUILT: dict[str, str] = {
 @pytest.mark.parametrize(
     "flags", [quick_if(name == "shared-expert-gate", BUILT[name], id=name) for name in BUILT]
 )
-def test_a_model_built_on_the_meta_device_starts_from_the_same_weights(
+def test_model_built_on_the_meta_device_starts_from_the_same_weights(
     megatron: RankPools, flags: str
 ) -> None:
-    """To the bit, and what is drawn after them is the same too: dropout shows in the loss."""
+    """Weights are bitwise identical, and so are later random numbers: dropout changes the loss."""
     batch = "--global-batch-size 16" if "pipeline" in flags else ""
     words = [ONE_STEP, f.fsdp(), flags, "--hidden-dropout 0.1", batch]
     real, late = (trained(megatron, 4, *words, meta, probe=_weights) for meta in ("", META))
     assert real.extras[0].keys() == late.extras[0].keys()
     for name, copies in late.extras[0].items():
-        # Whatever a rank drew, all ranks hold slices of the same whole.
+        # All ranks hold shards of the same full weight, whatever random numbers each rank drew.
         for copy, expected in zip(copies, real.extras[0][name], strict=True):
             assert torch.equal(copy, expected), name
     assert real.losses == late.losses
 
 
 @on_megatron(2)
-def test_where_weights_may_start_otherwise_one_line_says_so() -> None:
-    """On the first rank alone, of a layer that calls itself one of Transformer Engine's."""
+def test_first_rank_logs_that_initial_values_may_differ() -> None:
+    """The layer's class claims to be one of Transformer Engine's."""
     enter_rehearsal()
     from megatron_fsdp_v2_mcore.model import initialize
 
@@ -92,8 +92,8 @@ def test_where_weights_may_start_otherwise_one_line_says_so() -> None:
 
 
 @on_megatron(2)
-def test_groups_of_a_collection_are_used_where_they_fit() -> None:
-    """A collection has one, has none, or has one of other ranks."""
+def test_matching_gather_group_of_a_collection_is_used() -> None:
+    """A collection has a matching group, none, or a group of other ranks."""
     from megatron_fsdp_v2_mcore.model.meshes import Meshes, gather_groups
 
     mesh = init_device_mesh("cpu", (2,))

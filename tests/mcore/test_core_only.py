@@ -1,4 +1,4 @@
-"""A script with a loop of its own on `megatron.core`, where `megatron.training` does not exist."""
+"""A script with its own loop on `megatron.core`, where `megatron.training` does not exist."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ MUON = {"optimizer": "muon"}
         *(_case("muon-pipeline-tied", 2, {**MUON, **TIED}, s) for s in (ALL[0], ALL[3])),
     ],
 )
-def test_the_example_trains_as_under_megatrons_own_ddp(
+def test_example_matches_megatrons_ddp(
     core: RankPools, ranks: int, options: dict[str, Any], strategy: str
 ) -> None:
     losses, norms = _curves(core, ranks, {**options, "strategy": strategy})
@@ -88,7 +88,7 @@ def test_the_example_trains_as_under_megatrons_own_ddp(
         pytest.param(("dp", "dp_cp"), id="data-parallel-groups-alone"),
     ],
 )
-def test_a_loop_with_an_optimizer_of_torch_trains_as_under_megatrons_own_ddp(
+def test_loop_with_an_optimizer_of_torch_matches_megatrons_ddp(
     core: RankPools, groups: tuple[str, ...] | None
 ) -> None:
     ours, theirs = (
@@ -98,7 +98,7 @@ def test_a_loop_with_an_optimizer_of_torch_trains_as_under_megatrons_own_ddp(
     assert distance(ours, theirs) < 1e-6
 
 
-def test_what_is_not_sharded_trains_as_without_the_call(core: RankPools) -> None:
+def test_enable_does_not_change_unsharded_training(core: RankPools) -> None:
     function = core_only.train_ddp_with_distributed_optimizer
     enabled = core(2).run(function, is_enabled=True)
     assert enabled == core(2).run(function, is_enabled=False)
@@ -107,16 +107,16 @@ def test_what_is_not_sharded_trains_as_without_the_call(core: RankPools) -> None
 @pytest.mark.parametrize(
     "options", [pytest.param({}, id="data"), longer({"tensor_parallel": 2}, id="tensor")]
 )
-def test_the_packages_own_checkpoint_resumes_bit_by_bit(
+def test_resume_from_the_packages_own_checkpoint_is_bitwise_identical(
     core: RankPools, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    results = core(2).run(core_only.save_and_go_on, options, str(tmp_path / "saved"))
+    results = core(2).run(core_only.save_and_continue, options, str(tmp_path / "saved"))
     for uninterrupted, resumed in results:
         assert len(resumed) == 2
         assert resumed == uninterrupted
 
 
-def test_what_cannot_step_sharded_parameters_is_rejected_by_name(core: RankPools) -> None:
+def test_incorrect_scripts_are_rejected_by_name(core: RankPools) -> None:
     told = core(2).run(core_only.errors)[0]
     expected = {
         "no call": "RuntimeError: FullyShardedDataParallel needs",
@@ -131,7 +131,7 @@ def test_what_cannot_step_sharded_parameters_is_rejected_by_name(core: RankPools
     assert "megatron_fsdp_v2_mcore.enable()" in told["no call"]
 
 
-def test_a_process_group_that_a_model_needs_is_missed_by_name(core: RankPools) -> None:
+def test_missing_process_group_is_named(core: RankPools) -> None:
     told = core(2).run(core_only.missing_groups)
     assert told[0] == told[1]
     assert "pg_collection has no group tp" in told[0]["tensor"]
@@ -139,7 +139,7 @@ def test_a_process_group_that_a_model_needs_is_missed_by_name(core: RankPools) -
     assert "pg_collection has no group expt_dp" in told[0]["experts"]
 
 
-def test_a_script_is_warned_of_what_is_done_in_another_way(core: RankPools) -> None:
+def test_script_is_warned_of_an_option_with_another_implementation(core: RankPools) -> None:
     told, _ = core(2).run(core_only.warnings_of, fsdp_double_buffer=True)
     assert any(
         text.startswith("--fsdp-double-buffer: without the flag, apart from the root")
@@ -173,7 +173,7 @@ def test_enabling_imports_nothing_of_megatron_training_and_can_be_undone() -> No
 
 
 @pytest.mark.functional
-def test_the_example_with_its_own_parser_rehearses_under_run(core: RankPools) -> None:
+def test_example_with_its_own_parser_rehearses_under_run(core: RankPools) -> None:
     flags = ["--pipeline-parallel", "2", "--tied", "--iterations", "5"]
     run = torchrun(2, RUN, [EXAMPLE, *flags, "--cpu-rehearsal"])
     assert run.code == 0, run.output[-3000:]
@@ -182,14 +182,14 @@ def test_the_example_with_its_own_parser_rehearses_under_run(core: RankPools) ->
         r"^iteration (\d+): loss ([\d.]+), gradient norm ([\d.]+)$", run.output, re.M
     )
     assert [int(number) for number, _, _ in printed] == list(range(1, len(losses) + 1))
-    # Six decimals, and another process: which kernels sum may differ, and with it the last one.
+    # Printed with six decimals. Another process may sum with other kernels, in another order.
     assert [float(loss) for _, loss, _ in printed] == pytest.approx(losses, rel=1e-6, abs=1e-6)
     assert [float(norm) for _, _, norm in printed] == pytest.approx(norms, rel=1e-6, abs=1e-6)
     unknown = torchrun(1, RUN, [EXAMPLE, "--no-such-flag", "--cpu-rehearsal"])
     assert "error: unrecognized arguments: --no-such-flag\n" in unknown.output
 
 
-def test_the_page_wraps_and_trains_as_it_says(
+def test_code_and_command_of_the_page_work(
     core: RankPools,
 ) -> None:
     page = "docs/megatron_core.md"

@@ -28,7 +28,7 @@ def _word(flag: str) -> str:
     return flag.split(" ")[0]
 
 
-def test_precision_aware_does_nothing_beside_offload(
+def test_precision_aware_has_no_effect_with_offload(
     parser: argparse.ArgumentParser,
 ) -> None:
     args = parsed(parser, *fsdp(), "--use-precision-aware-optimizer", "--optimizer-cpu-offload")
@@ -39,12 +39,12 @@ def test_precision_aware_does_nothing_beside_offload(
     args = parsed(parser, *fsdp(), "--optimizer-cpu-offload")
     check_before(args)
     with accepted_by_megatron(args):
-        # Megatron's own check of offload looks for it.
+        # Megatron's own check of offload requires this value.
         assert args.use_precision_aware_optimizer
     assert not args.use_precision_aware_optimizer
 
 
-def test_dtype_of_main_gradients_is_one_whichever_flag_says_it(
+def test_either_flag_sets_the_dtype_of_main_gradients(
     parser: argparse.ArgumentParser,
 ) -> None:
     aware = ("--use-precision-aware-optimizer", "--main-grads-dtype", "bf16")

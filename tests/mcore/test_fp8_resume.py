@@ -1,4 +1,4 @@
-"""FP8 trainings, and how delayed scaling goes on: scales and amax histories are in a checkpoint."""
+"""FP8 trainings, and their checkpoints with scales and amax histories of delayed scaling."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from megatron_fsdp_v2_mcore.checkpoint.compatibility import Compatibility, check
 from megatron_fsdp_v2_mcore.checkpoint.name_table import is_fp8_state
 from tests.docs.blocks import ROOT, blocks_in
 from tests.mcore import flags as f
-from tests.mcore.checkpoint_values import digest, fp8_digests, together
+from tests.mcore.checkpoint_values import digest, fp8_digests, merged_digests
 from tests.mcore.command_line import torchrun
 from tests.mcore.quantized import enter
 from tests.mcore.session import Training, distance, train
-from tests.mcore.test_checkpoint_compatibility import ASKED, _args, _saved
+from tests.mcore.test_checkpoint_compatibility import REQUESTED, _args, _saved
 from tests.mcore.trained import on_te, trained
 from tests.ranks import RankPools
 
@@ -46,24 +46,24 @@ Saved = tuple[Path, Training]
 
 @pytest.fixture(scope="module")
 def saved(megatron_te: RankPools, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """A checkpoint of iteration 2 at 2 ranks, ZeRO-3, FP8 weights, and the run that went on."""
+    """A checkpoint of iteration 2 at 2 ranks, ZeRO-3, FP8 weights, and the uninterrupted run."""
     folder = tmp_path_factory.mktemp("fp8")
     flags = [COMMON, f.fsdp(), GATHERED, EVALUATED, f.saving(folder, 2)]
     return folder, trained(megatron_te, 2, *flags)
 
 
 def _state(folder: Path, iteration: int = 2) -> dict[str, torch.Tensor]:
-    """What a checkpoint has of delayed scaling."""
+    """Return the state of delayed scaling in a checkpoint."""
     path = folder / f"iter_{iteration:07d}"
     model = _load_state_dict_from_keys({"model"}, checkpoint_id=path)["model"]
     return {name: value for name, value in model.items() if is_fp8_state(name)}
 
 
 def _loaded(pools: RankPools, world_size: int, folder: Path, *flags: f.Flags) -> dict[str, str]:
-    """What ranks have of it that load the checkpoint of iteration 2 and train no further."""
+    """Load iteration 2 without training; return digests of the state of delayed scaling."""
     command = f.words(f.MODEL_FLAGS, COMMON, *flags, f.loading(folder, 2), _NO_MORE)
     results = pools(world_size).run(train, command, fp8_digests)
-    return together([result.extras for result in results])
+    return merged_digests([result.extras for result in results])
 
 
 # --------------------------------------------------------------------------------------- resuming
@@ -81,7 +81,7 @@ def _loaded(pools: RankPools, world_size: int, folder: Path, *flags: f.Flags) ->
         pytest.param(2, [f.fsdp(), GATHERED, f.PP2], id="pipeline"),
     ],
 )
-def test_ranks_of_other_kinds_go_on_with_the_same_scales(
+def test_scales_are_loaded_at_other_parallel_sizes(
     megatron_te: RankPools, saved: Saved, world_size: int, flags: list[Any]
 ) -> None:
     folder, uninterrupted = saved
@@ -92,11 +92,9 @@ def test_ranks_of_other_kinds_go_on_with_the_same_scales(
 
 
 @pytest.mark.functional
-def test_experts_go_on_with_their_own_scales_on_other_ranks(
-    megatron_te: RankPools, tmp_path: Path
-) -> None:
+def test_experts_keep_their_scales_on_other_ranks(megatron_te: RankPools, tmp_path: Path) -> None:
     flags = [f.fsdp(), GATHERED, EXPERTS]
-    # What ranks with two experts each reduce is by position. Alone, an expert has its own.
+    # Ranks with two experts each reduce maxima by position. On one rank, each expert has its own.
     trained(megatron_te, 1, COMMON, *flags, f.saving(tmp_path, 2), "--train-iters 2")
     saved_state = _state(tmp_path)
     scales = [
@@ -109,7 +107,7 @@ def test_experts_go_on_with_their_own_scales_on_other_ranks(
 
 
 @pytest.mark.functional
-def test_with_a_history_of_another_length_scales_go_on(
+def test_scales_are_loaded_with_another_history_length(
     megatron_te: RankPools, saved: Saved
 ) -> None:
     folder, _ = saved
@@ -122,10 +120,10 @@ def test_with_a_history_of_another_length_scales_go_on(
     assert found == expected
 
 
-# -------------------------------------------------------------------------------------- the file
+# --------------------------------------------------------------------------------- the checkpoint
 
 
-def test_the_file_has_what_was_counted_once_for_each_module(saved: Saved) -> None:
+def test_checkpoint_has_delayed_scaling_state_once_per_module(saved: Saved) -> None:
     state = _state(saved[0])
     modules = {name.rpartition(".fp8_state.")[0] for name in state}
     inner = ("self_attention.linear_qkv", "self_attention.linear_proj", *_MLP)
@@ -134,8 +132,8 @@ def test_the_file_has_what_was_counted_once_for_each_module(saved: Saved) -> Non
     for name, value in state.items():
         columns = 3 if name.endswith("fwd") else 2
         assert tuple(value.shape) == ((4, columns) if "amax" in name else (columns,))
-        # Of an input, a weight, and a gradient of an output.
         assert value.dtype == torch.float32 and value.isfinite().all()
+        # Input and weight of the forward; gradient of the output in the backward.
         used = value[..., : 2 if name.endswith("fwd") else 1]
         assert (used != 1).all() if "scale" in name else (used.amax(0) > 0).all()
 
@@ -143,7 +141,7 @@ def test_the_file_has_what_was_counted_once_for_each_module(saved: Saved) -> Non
 _MLP = ("mlp.linear_fc1", "mlp.linear_fc2")
 
 
-def test_an_export_has_weights_alone(saved: Saved, tmp_path: Path) -> None:
+def test_export_has_only_weights(saved: Saved, tmp_path: Path) -> None:
     path = saved[0] / "iter_0000002"
     assert not verify(path).problems
     done = export(path, tmp_path / "model.safetensors")
@@ -155,7 +153,7 @@ def test_an_export_has_weights_alone(saved: Saved, tmp_path: Path) -> None:
     }
 
 
-def test_an_export_for_megatron_has_weights_alone(saved: Saved, tmp_path: Path) -> None:
+def test_torch_dist_export_has_only_weights(saved: Saved, tmp_path: Path) -> None:
     from megatron_fsdp_v2_mcore.checkpoint.torch_dist.export import export as to_torch_dist
 
     path = to_torch_dist(saved[0], tmp_path, 2).path
@@ -164,24 +162,24 @@ def test_an_export_for_megatron_has_weights_alone(saved: Saved, tmp_path: Path) 
     assert not any("fp8_state" in key for key in keys)
 
 
-# ---------------------------------------------------------------------------- what does not fit
+# ------------------------------------------------------------------------------------ mismatches
 
 LAYER = "model.decoder.layers.0.mlp.linear_fc1.fp8_state"
-FP8_ASKED = {
+FP8_REQUESTED = {
     f"{LAYER}.scale_fwd": (3,),
     f"{LAYER}.amax_history_fwd": (16, 3),
     f"{LAYER}.scale_bwd": (2,),
     f"{LAYER}.amax_history_bwd": (16, 2),
 }
-FP8_SHAPES: dict[str, Any] = dict(FP8_ASKED)
+FP8_SHAPES: dict[str, Any] = dict(FP8_REQUESTED)
 
 
 SCALE, MISSING = f"{LAYER}.scale_fwd", f"{LAYER}.scale_bwd"
-HISTORIES = {k: (4, *s[1:]) for k, s in FP8_ASKED.items() if "amax" in k}
-# What a file holds of the state, which of it is not loaded, and what the one note says.
+HISTORIES = {k: (4, *s[1:]) for k, s in FP8_REQUESTED.items() if "amax" in k}
+# State in the checkpoint, entries that are not loaded, and expected texts of the only note.
 HELD: dict[str, tuple[dict[str, Any], set[str], list[str]]] = {
     "all": (FP8_SHAPES, set(), []),
-    "none": ({}, set(FP8_ASKED), ["has no scales of delayed scaling", "is reinitialized"]),
+    "none": ({}, set(FP8_REQUESTED), ["has no scales of delayed scaling", "is reinitialized"]),
     "some": ({k: s for k, s in FP8_SHAPES.items() if k != MISSING}, {MISSING}, [MISSING]),
     "another length": (
         FP8_SHAPES | HISTORIES,
@@ -204,22 +202,26 @@ def _absent_scales(result: Compatibility) -> set[str]:
 
 
 @pytest.mark.parametrize("what", HELD)
-def test_scales_that_fit_are_loaded_and_what_starts_anew_is_said(tmp_path: Path, what: str) -> None:
+def test_matching_scales_are_loaded_and_reinitialized_state_is_noted(
+    tmp_path: Path, what: str
+) -> None:
     held, without, texts = HELD[what]
-    result = check_request(_saved(tmp_path, **held), {**ASKED, **FP8_ASKED}, _args(), _args())
+    result = check_request(
+        _saved(tmp_path, **held), {**REQUESTED, **FP8_REQUESTED}, _args(), _args()
+    )
     assert (result.problem, _absent_scales(result)) == ("", without)
     assert len(result.notes) == bool(texts)
     assert all(text in note for note in result.notes for text in texts)
 
 
-def test_scales_nobody_asks_for_are_left_alone(tmp_path: Path) -> None:
-    result = check_request(_saved(tmp_path, **FP8_SHAPES), ASKED, _args(), _args())
+def test_unrequested_scales_are_ignored(tmp_path: Path) -> None:
+    result = check_request(_saved(tmp_path, **FP8_SHAPES), REQUESTED, _args(), _args())
     assert (result.problem, result.notes) == ("", [])
 
 
-def test_scales_of_another_dtype_are_named_and_start_anew(tmp_path: Path) -> None:
+def test_scales_of_another_dtype_are_named_and_reinitialized(tmp_path: Path) -> None:
     key = f"{LAYER}.scale_fwd"
-    entries: dict[str, Any] = {k: torch.ones(s) for k, s in FP8_ASKED.items()}
+    entries: dict[str, Any] = {k: torch.ones(s) for k, s in FP8_REQUESTED.items()}
     entries[key] = entries[key].long()
     dcp.save(entries, checkpoint_id=str(tmp_path), no_dist=True)
     result = check_request(str(tmp_path), FP8_SHAPES, _args(), _args())
@@ -227,12 +229,12 @@ def test_scales_of_another_dtype_are_named_and_start_anew(tmp_path: Path) -> Non
     assert "of torch.int64" in result.notes[0]
 
 
-# --------------------------------------------------------------------------------- without a loop
+# ------------------------------------------------------------------------ without a training loop
 
 
 @on_te(2)
-def test_a_damaged_scale_is_an_error_and_changes_nothing() -> None:
-    """On every rank, though one alone read it."""
+def test_damaged_scale_is_an_error_and_keeps_the_state() -> None:
+    """The error is raised on every rank, although only one rank read the damaged value."""
     te = enter("delayed")
     from transformer_engine.common.recipe import DelayedScaling
 
@@ -266,8 +268,10 @@ def test_a_damaged_scale_is_an_error_and_changes_nothing() -> None:
 
 @pytest.mark.functional
 @pytest.mark.parametrize("recipe", FORMATS)
-def test_quantized_products_train_next_to_those_of_bf16(recipe_te: RankPools, recipe: str) -> None:
-    """Under Megatron's DDP; the matrix has how near sharded trainings come to that."""
+def test_training_with_quantized_products_is_close_to_bf16(
+    recipe_te: RankPools, recipe: str
+) -> None:
+    """Under Megatron's DDP, with which the functional matrix compares sharded trainings."""
     gpu = BLACKWELL if recipe in ("mxfp8", "nvfp4") else ""
     plain, quantized = (
         trained(recipe_te, 2, MODEL, "--train-iters 4", which) for which in (gpu, FORMATS[recipe])
@@ -277,7 +281,7 @@ def test_quantized_products_train_next_to_those_of_bf16(recipe_te: RankPools, re
 
 
 @pytest.mark.functional
-def test_the_command_on_the_page_trains() -> None:
+def test_command_of_the_page_trains() -> None:
     page = "docs/fp8.md"
     blocks = blocks_in(page, (ROOT / page).read_text())
     (command,) = (block.code for block in blocks if block.language == "bash")

@@ -1,4 +1,4 @@
-"""`--optimizer muon` on sharded parameters trains as Megatron's own does on whole ones."""
+"""`--optimizer muon` on sharded parameters matches Megatron's own on full parameters."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from tests.ranks import RankFailure, RankPools
 SHAPES = ((7, 5), (4, 12), (1, 3), (6, 6))
 
 
-def train_with_whole_adaptive_muon(flags: Sequence[str]) -> Training:
-    """Train as Megatron does alone, with an `adaptive_muon` that can make a step.
+def train_with_patched_adaptive_muon(flags: Sequence[str]) -> Training:
+    """Train with Megatron's own patched `adaptive_muon`, without this package's optimizer.
 
-    Its own scales what Newton-Schulz gives, and then lacks the attributes for scaling it again.
+    The original scales the result of Newton-Schulz and then lacks attributes to scale it again.
     """
     enter_rehearsal()
     from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
     from megatron.core.optimizer import emerging_optimizers as registry
 
-    class Mended(registry.TensorParallelAdaptiveMuon):
+    class Patched(registry.TensorParallelAdaptiveMuon):
         def __init__(self, params: Any, **options: Any) -> None:
             super().__init__(params, **options)
             self.scale_mode = options["scale_mode"]
@@ -47,12 +47,12 @@ def train_with_whole_adaptive_muon(flags: Sequence[str]) -> Training:
             self.scaled_orthogonalize_fn = lambda grad, *_: newton_schulz(grad, steps, kind)
 
     entry = registry._EMERGING_OPTIMIZERS["adaptive_muon"]
-    with mock.patch.object(entry, "optimizer_cls", Mended):
+    with mock.patch.object(entry, "optimizer_cls", Patched):
         return train(flags)
 
 
-def whole_weights(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    """All weights, experts of this rank among them. Collective."""
+def full_weights(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Return all full weights, including this rank's experts. Collective."""
     del optimizer
     return {
         name.replace("module.", ""): param.detach().full_tensor()
@@ -63,14 +63,16 @@ def whole_weights(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def whole_matrices(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    """The matrices of the layers. Collective."""
-    weights = whole_weights(model, optimizer)
+def full_matrices(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Return the full matrices of the layers. Collective."""
+    weights = full_weights(model, optimizer)
     return {name: w for name, w in weights.items() if w.dim() == 2 and "layers" in name}
 
 
-def whole_and_sharded(strategy: str = "optim_grads_params") -> tuple[nn.Sequential, nn.Sequential]:
-    """Equal models on all ranks: one whole, one sharded."""
+def unsharded_and_sharded(
+    strategy: str = "optim_grads_params",
+) -> tuple[nn.Sequential, nn.Sequential]:
+    """Return two models with equal weights on all ranks: one unsharded, one sharded."""
     enter_rehearsal()
     models = []
     for _ in range(2):
@@ -104,25 +106,25 @@ def _train(pools: RankPools, *flags: f.Flags, **options: Any) -> Training:
 
 
 @pytest.mark.functional
-def test_adaptive_muon_is_that_of_emerging_optimizers(megatron: RankPools) -> None:
+def test_adaptive_muon_matches_emerging_optimizers(megatron: RankPools) -> None:
     """Megatron's own class fails in its first step; the reference is patched."""
     flags = f"{MUON} --optimizer adaptive_muon --weight-decay 0.1"
-    reference = _train(megatron, flags, by=train_with_whole_adaptive_muon)
+    reference = _train(megatron, flags, by=train_with_patched_adaptive_muon)
     ours = _train(megatron, flags, fsdp())
-    # Its first updates are signs, and rounding decides those of what is next to zero.
+    # The first updates are signs, which rounding determines for elements near zero.
     assert distance(ours.losses, reference.losses) < 1e-3
     assert distance(ours.losses, _train(megatron, MUON, fsdp()).losses) > 1e-2
 
 
 @pytest.mark.functional
 @pytest.mark.parametrize("strategy", [f.ZERO3, f.NO_SHARD])
-def test_weights_are_bitwise_those_of_megatron_if_sums_have_one_order(
+def test_weights_are_bitwise_identical_to_megatrons_if_sums_have_one_order(
     megatron: RankPools, strategy: str
 ) -> None:
     """At the default precision, with one micro-batch and without clipping."""
     flags = "--optimizer muon --global-batch-size 4 --clip-grad 0"
-    reference = _train(megatron, flags, probe=whole_weights)
-    ours = _train(megatron, flags, fsdp(strategy), probe=whole_weights)
+    reference = _train(megatron, flags, probe=full_weights)
+    ours = _train(megatron, flags, fsdp(strategy), probe=full_weights)
     assert ours.losses == reference.losses
     for mine, theirs in zip(ours.extras, reference.extras, strict=True):
         assert [n for n, w in theirs.items() if not torch.equal(w, mine[n])] == []
@@ -135,13 +137,13 @@ def test_weights_are_bitwise_those_of_megatron_if_sums_have_one_order(
 def saved(
     megatron: RankPools, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[float]]:
-    """A checkpoint of iteration 4 at 2 ranks, ZeRO-3, and the losses of the run that went on."""
+    """A checkpoint of iteration 4 at 2 ranks, ZeRO-3, and the losses of the uninterrupted run."""
     folder = tmp_path_factory.mktemp("muon")
     return folder, _train(megatron, MUON, fsdp(), f.saving(folder, 4)).losses
 
 
 @pytest.mark.functional
-def test_another_optimizers_state_is_not_loaded(
+def test_state_of_another_optimizer_is_rejected(
     megatron: RankPools, saved: tuple[Path, list[float]]
 ) -> None:
     folder, uninterrupted = saved
@@ -154,10 +156,10 @@ def test_another_optimizers_state_is_not_loaded(
 
 @pytest.mark.functional
 @pytest.mark.parametrize("mode", ["blockwise", "duplicated", "distributed"])
-def test_a_resume_at_another_tensor_parallel_size_differs_as_megatrons_own_does(
+def test_resume_at_another_tensor_parallel_size_matches_megatrons(
     megatron: RankPools, tmp_path: Path, mode: str
 ) -> None:
-    """With `blockwise`, the matrices of the function are other ones; else they stay the same."""
+    """With `blockwise`, Newton-Schulz runs on other matrices; with other modes, on the same."""
     runs = []
     for kind, flags in {"ours": fsdp(), "theirs": ["--ckpt-format", "torch_dist"]}.items():
         folder, common = tmp_path / kind, [MUON, f"--muon-tp-mode {mode}", *flags]
@@ -173,17 +175,17 @@ def test_a_resume_at_another_tensor_parallel_size_differs_as_megatrons_own_does(
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "muon"])
-def test_a_bf16_run_starts_from_weights_alone(
+def test_bf16_run_starts_from_weights_without_optimizer_state(
     megatron: RankPools, saved: tuple[Path, list[float]], optimizer: str
 ) -> None:
-    """Where weights are rounded, Megatron asks for main weights to be made of what was loaded."""
+    """With bf16 weights, Megatron requests main weights that are rebuilt from loaded weights."""
     folder, uninterrupted = saved
     flags = f"{MUON} --optimizer {optimizer} --no-load-optim --bf16 --train-iters 5"
     losses = _train(megatron, flags, fsdp(), f.loading(folder, 4)).losses
     assert distance(losses[:1], uninterrupted[4:5]) < 1e-2
 
 
-def test_weights_are_exported_without_the_state(
+def test_weights_are_exported_without_optimizer_state(
     megatron: RankPools, saved: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
     from megatron_fsdp_v2_mcore.checkpoint.torch_dist.export import export
@@ -199,7 +201,7 @@ def test_weights_are_exported_without_the_state(
 
 
 @on_megatron(2, strategy=["optim_grads_params", "no_shard"])
-def test_every_kind_of_weight_decay_and_momentum_equals_the_original(strategy: str) -> None:
+def test_kinds_of_weight_decay_and_momentum_match_the_original(strategy: str) -> None:
     enter_rehearsal()
     from emerging_optimizers.orthogonalized_optimizers import (
         MOP,
@@ -220,14 +222,14 @@ def test_every_kind_of_weight_decay_and_momentum_equals_the_original(strategy: s
     ]
     cases += [(Scion, exact), (PolarGrad, exact), (MOP, {"weight_decay": 0.0, **exact})]
     cases += [(TensorParallelMuon, {"use_decoupled_weight_decay": False, **exact})]
-    # With a tiny eps the first update is a sign, and rounding decides that of what is next to zero.
+    # With a tiny eps the first update is a sign, which rounding determines for elements near zero.
     adaptive = {"momentum": 0.9, "weight_decay": 0.1, "beta2": 0.9, "eps": 0.1, "nesterov": True}
     cases += [(AdaptiveMuon, {**adaptive, "extra_scale_factor": 0.5, **exact})]
     for cls, options in cases:
-        whole, sharded = whole_and_sharded(strategy)
+        whole, sharded = unsharded_and_sharded(strategy)
         # Rates large enough for every term to show.
         theirs = cls(whole.parameters(), lr=0.05, **options)
-        # Megatron's own cannot make a step.
+        # The first step of Megatron's own adaptive class fails.
         is_adaptive = cls is AdaptiveMuon
         ours_cls = (
             muon.FSDPZeROTensorParallelAdaptiveMuon if is_adaptive else muon.sharded_class(cls)
@@ -243,8 +245,8 @@ def test_every_kind_of_weight_decay_and_momentum_equals_the_original(strategy: s
 
 
 @on_megatron(2)
-def test_hooks_around_the_update_are_given_sharded_tensors() -> None:
-    whole, sharded = whole_and_sharded()
+def test_update_hooks_receive_sharded_tensors() -> None:
+    whole, sharded = unsharded_and_sharded()
     from megatron_fsdp_v2_mcore import FSDPZeROTensorParallelMuon
 
     seen: list[str] = []
@@ -264,12 +266,12 @@ def test_hooks_around_the_update_are_given_sharded_tensors() -> None:
 
 @on_megatron(2)
 def test_a_missing_gradient_is_named() -> None:
-    whole, sharded = whole_and_sharded()
+    whole, sharded = unsharded_and_sharded()
     from megatron_fsdp_v2_mcore import FSDPZeROTensorParallelMuon
 
     optimizer = FSDPZeROTensorParallelMuon(sharded.parameters())
     give_gradients(whole, sharded)
-    # Of which every rank has rows.
+    # Every rank has rows of this parameter.
     name, param = next(
         (name, param)
         for name, param in sharded.named_parameters()
@@ -280,7 +282,7 @@ def test_a_missing_gradient_is_named() -> None:
         optimizer.step()
 
 
-def test_an_optimizer_that_touches_whole_weights_is_rejected() -> None:
+def test_optimizer_that_uses_full_weights_is_rejected() -> None:
     from emerging_optimizers.orthogonalized_optimizers import MuonHyperball, Spel
     from emerging_optimizers.soap import SOAP
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
@@ -308,14 +310,14 @@ def test_an_optimizer_that_touches_whole_weights_is_rejected() -> None:
         ((2, 2), {"fp32_matmul_prec": "low"}, "fp32_matmul_prec must be one of .*, got 'low'"),
         ((2, 2), {"coefficient_type": "cubic"}, "Invalid coefficient type: cubic"),
         ((2, 2), {"scale_mode": "none"}, "Invalid mode for Muon update scale factor: none"),
-        # Second moments of whole matrices.
+        # These methods need second moments of full matrices.
         ((2, 2), {"moment2_method": "normuon"}, "moment2_method 'normuon' cannot be used"),
         ((2, 2), {"moment2_method": "namo"}, "moment2_method 'namo' cannot be used"),
         ((4,), {}, "parameter 0 of shape .* is 1-D"),
         ((2, 2, 2), {}, "parameter 0 of shape .* is 3-D"),
     ],
 )
-def test_what_cannot_be_stepped_is_rejected(
+def test_unsupported_options_and_shapes_are_rejected(
     shape: tuple[int, ...], options: dict[str, Any], message: str
 ) -> None:
     from megatron_fsdp_v2_mcore import FSDPZeROTensorParallelMuon
@@ -327,7 +329,7 @@ def test_what_cannot_be_stepped_is_rejected(
         make([torch.nn.Parameter(torch.ones(shape))], **options)
 
 
-def test_a_fused_projection_that_does_not_divide_is_rejected() -> None:
+def test_indivisible_fused_projection_is_rejected() -> None:
     from megatron_fsdp_v2_mcore import FSDPZeROTensorParallelMuon
 
     param = torch.nn.Parameter(torch.ones(7, 2))
@@ -350,7 +352,7 @@ def test_a_closure_is_rejected() -> None:
 # -- flags ----------------------------------------------------------------------------------------
 
 
-def test_megatron_validates_as_for_adam_and_the_name_comes_back(
+def test_megatron_validates_muon_as_adam_and_the_name_is_restored(
     parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args = parsed(parser, *fsdp(), "--optimizer", "muon")
@@ -372,13 +374,13 @@ SPREAD_STEPS = f"--global-batch-size {SEQUENCES} --train-iters 8 --optimizer muo
 
 @dataclass(frozen=True)
 class Case:
-    """Runs that differ in nothing but the order of sums.
+    """Runs that differ only in the order of sums.
 
     Attributes:
-        ranks: Of the runs that are compared with Megatron.
-        flags: Theirs.
-        copies: Data-parallel ranks among them.
-        others: Ranks, flags and data-parallel ranks of Megatron's further runs.
+        ranks: Number of ranks of the compared runs.
+        flags: Flags of the compared runs.
+        copies: Number of data-parallel ranks of the compared runs.
+        others: Ranks, flags and data-parallel ranks of additional runs of Megatron's own.
     """
 
     ranks: int
@@ -394,17 +396,17 @@ CASES = {
 }
 
 
-def _apart(one: Training, other: Training) -> float:
-    """Distance of the matrices of the first rank, over their length."""
+def _relative_distance(one: Training, other: Training) -> float:
+    """Return the relative distance of the matrices of the first rank."""
     ours, theirs = one.extras[0], other.extras[0]
     assert set(ours) == set(theirs)
-    pairs = [(_like(ours[name], theirs[name]), theirs[name]) for name in theirs]
+    pairs = [(_leading_block(ours[name], theirs[name]), theirs[name]) for name in theirs]
     apart = sum(float((a - b).double().square().sum()) for a, b in pairs)
     return (apart / sum(float(b.double().square().sum()) for _, b in pairs)) ** 0.5
 
 
-def _like(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """What the first tensor-parallel rank has of a matrix, if it has a part: its beginning."""
+def _leading_block(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Return the shard of a full matrix on the first tensor-parallel rank: its leading block."""
     return whole[: part.shape[0], : part.shape[1]]
 
 
@@ -412,18 +414,20 @@ Distances = tuple[list[float], list[float]]
 
 
 def _distances(pairs: Iterable[tuple[Training, Training]]) -> Distances:
-    """Distances of weights and of losses, over their length, of some pairs."""
+    """Return the relative distances of weights and of losses of pairs of trainings."""
     kept = list(pairs)
-    return [_apart(*pair) for pair in kept], [distance(a.losses, b.losses) for a, b in kept]
+    return [_relative_distance(*pair) for pair in kept], [
+        distance(a.losses, b.losses) for a, b in kept
+    ]
 
 
 def measure(pools: RankPools, case: Case) -> tuple[Distances, Distances]:
-    """How far Megatron's own is from itself, and from it what this package trains."""
+    """Return distances between runs of Megatron's own, and of this package's runs from them."""
 
     def runs(ranks: int, flags: str, copies: int, *more: f.Flags) -> list[Training]:
         batches = [f"--micro-batch-size {n}" for n in (1, 2, 4, 8) if n * copies <= SEQUENCES]
         common = [SPREAD_STEPS, flags, *more]
-        return [trained(pools, ranks, *common, size, probe=whole_matrices) for size in batches]
+        return [trained(pools, ranks, *common, size, probe=full_matrices) for size in batches]
 
     same = runs(case.ranks, case.flags, case.copies)
     own = [*same, *(run for other in case.others for run in runs(*other))]
@@ -433,7 +437,9 @@ def measure(pools: RankPools, case: Case) -> tuple[Distances, Distances]:
 
 @pytest.mark.functional
 @pytest.mark.parametrize("name", CASES)
-def test_default_precision_is_within_megatrons_own_spread(megatron: RankPools, name: str) -> None:
+def test_distances_at_default_precision_are_within_megatrons_own(
+    megatron: RankPools, name: str
+) -> None:
     (own_weights, own_losses), (weights, losses) = measure(megatron, CASES[name])
     assert statistics.median(own_weights) > 0, "the order of sums changes nothing"
     assert statistics.median(weights) <= 1.1 * statistics.median(own_weights)

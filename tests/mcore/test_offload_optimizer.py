@@ -1,4 +1,4 @@
-"""The optimizer of two devices, by itself: what it steps, moves, books, says and loads."""
+"""The hybrid CPU and GPU optimizer alone: steps, copies, memory accounting, errors and state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
 from megatron_fsdp_v2.params.autograd import is_gathered_weight
 from tests.cases import longer
 from tests.mcore.flags import MODEL_FLAGS, fsdp
-from tests.mcore.session import Training, curves, enter_rehearsal, train
+from tests.mcore.session import Training, enter_rehearsal, merge_ranks, train
 from tests.mcore.trained import on_megatron
 from tests.ranks import RankPools
 from tests.stream_safety import record_streams
@@ -35,7 +35,7 @@ SIZES = (12, 7, 5)
 
 
 class DTensorCalls(TorchDispatchMode):
-    """Counts operations, and those that are given a DTensor."""
+    """Counts operations with and without DTensor arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class DTensorCalls(TorchDispatchMode):
 
 
 class Layers(nn.Module):
-    """Linear layers beside each other; some of their parameters have no rows on some rank."""
+    """Independent linear layers; some ranks have no rows of some parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Layers(nn.Module):
 
 
 def sharded_model(strategy: str = "optim_grads_params", **options: Any) -> Layers:
-    """The same on all calls, with fresh parameters; options are those of `fully_shard`."""
+    """Return a new model with equal weights on every call; options are for `fully_shard`."""
     enter_rehearsal()
     torch.manual_seed(3)
     model = Layers()
@@ -81,7 +81,7 @@ def sharded_model(strategy: str = "optim_grads_params", **options: Any) -> Layer
 
 
 def adam(model: Layers) -> torch.optim.Optimizer:
-    """Torch's AdamW with two groups of other options."""
+    """Return torch's AdamW with two parameter groups that differ in options."""
     params = list(model.parameters())
     return torch.optim.AdamW(
         [{"params": params[:3], "lr": 2e-2}, {"params": params[3:]}],
@@ -92,7 +92,7 @@ def adam(model: Layers) -> torch.optim.Optimizer:
 
 
 def backward(model: Layers, step: int, without: tuple[int, ...] = ()) -> None:
-    """Give parameters the gradients of a step; some layers none."""
+    """Compute the gradients of a step; layers in `without` have none."""
     model.zero_grad()
     model(step, without).backward()
     for index in without:
@@ -100,13 +100,13 @@ def backward(model: Layers, step: int, without: tuple[int, ...] = ()) -> None:
             param.grad = None
 
 
-def whole(model: Layers) -> list[torch.Tensor]:
-    """Every parameter in one piece. Collective."""
+def full_parameters(model: Layers) -> list[torch.Tensor]:
+    """Return the full parameters. Collective."""
     return [param.detach().full_tensor().clone() for param in model.parameters()]
 
 
-def same(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
-    """Whether parameters are the same bit for bit."""
+def bitwise_identical(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    """Return whether parameters are bitwise identical."""
     return all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
@@ -126,13 +126,13 @@ def _trained(strategy: str, offload: dict[str, Any] | None) -> Any:
     model = sharded_model(strategy)
     optimizer = adam(model) if offload is None else _offloaded(model, **offload)
     for step in range(STEPS):
-        # In the third step a layer has no gradients: those of the second must not be used again.
-        # Another layer has its first ones then.
+        # In the third step layer 1 has no gradients: those of the second must not be used again.
+        # Layer 2 has its first gradients in that step.
         backward(model, step, without=[(2,), (2,), (1,), ()][step])
         for group in optimizer.param_groups:
             group["lr"] *= 0.9
         optimizer.step()
-    return whole(model)
+    return full_parameters(model)
 
 
 @pytest.mark.parametrize(
@@ -140,23 +140,25 @@ def _trained(strategy: str, offload: dict[str, Any] | None) -> Any:
     [(1, "optim"), (2, "no_shard"), longer(3, "optim_grads_params")],
 )
 @on_megatron("world_size")
-def test_steps_are_bit_for_bit_those_without_offload(world_size: int, strategy: str) -> None:
+def test_steps_are_bitwise_identical_to_steps_without_offload(
+    world_size: int, strategy: str
+) -> None:
     plain = _trained(strategy, None)
     ways: list[dict[str, Any]] = [
         {"fraction": fraction, "overlaps": overlaps}
         for fraction, overlaps in ((0, False), (0.5, True), (0.5, False), (1, True))
     ]
     ways.append({"fraction": 0.5, "uses_torch_on_device": True})
-    differing = [way for way in ways if not same(plain, _trained(strategy, way))]
+    differing = [way for way in ways if not bitwise_identical(plain, _trained(strategy, way))]
     assert differing == []
 
 
 @on_megatron(2, fraction=[0.0, 0.5, 1.0])
-def test_nothing_is_dispatched_through_dtensor_in_a_step(fraction: float) -> None:
+def test_step_dispatches_no_operations_through_dtensor(fraction: float) -> None:
     model = sharded_model()
     optimizer = _offloaded(model, fraction=fraction, overlaps=True)
     calls = DTensorCalls()
-    # The first step makes state, the second copies weights that were changed.
+    # The first step creates state; the second copies changed weights.
     for step in range(2):
         backward(model, step)
         with torch.no_grad():
@@ -172,7 +174,7 @@ def test_nothing_is_dispatched_through_dtensor_in_a_step(fraction: float) -> Non
 
 
 @on_megatron(2)
-def test_weights_that_others_change_are_stepped_as_they_are() -> None:
+def test_step_uses_externally_changed_weights() -> None:
     results = []
     for make in (adam, functools.partial(_offloaded, fraction=1.0)):
         model = sharded_model()
@@ -185,12 +187,12 @@ def test_weights_that_others_change_are_stepped_as_they_are() -> None:
                 params[0].mul_(3)
                 torch._foreach_mul_(params[1:3], 0.5)
                 params[3].data.copy_(torch.ones_like(params[3]))
-        results.append(whole(model))
-    assert same(*results)
+        results.append(full_parameters(model))
+    assert bitwise_identical(*results)
 
 
 @on_megatron(1, pins_params=[True, False])
-def test_copies_are_pinned_as_the_options_say_and_made_once(pins_params: bool) -> None:
+def test_host_copies_follow_the_pin_options_and_are_allocated_once(pins_params: bool) -> None:
     from megatron_fsdp_v2_mcore.optim import offload
 
     asked = []
@@ -213,8 +215,8 @@ def test_copies_are_pinned_as_the_options_say_and_made_once(pins_params: bool) -
 
 
 @on_megatron(1, overlaps=[True, False])
-def test_no_part_steps_before_the_copies_it_needs_are_made(overlaps: bool) -> None:
-    """On a GPU: the device's part, and the host's, with gradients of another dtype than weights."""
+def test_every_part_steps_after_its_copies(overlaps: bool) -> None:
+    """On recorded streams of both parts; gradients and weights have different dtypes."""
     model = sharded_model(mp_policy=MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16))
     with (
         record_streams(model) as recording,
@@ -235,23 +237,23 @@ def test_no_part_steps_before_the_copies_it_needs_are_made(overlaps: bool) -> No
 # -- state ----------------------------------------------------------------------------------------
 
 
-@on_megatron(2, form=["rows of a run on one rank", "whole"])
-def test_state_of_another_number_of_ranks_is_cut_to_the_rows_here(form: str) -> None:
-    # Every rank has all rows, as one rank of a run on one has.
+@on_megatron(2, form=["rows of a run on one rank", "full"])
+def test_state_of_another_world_size_is_sharded_to_local_rows(form: str) -> None:
+    # Every rank has all rows, like the only rank of a run on one rank.
     model = sharded_model("no_shard")
     optimizer = adam(model)
     backward(model, 0)
     optimizer.step()
     state = optimizer.state_dict()
-    whole_moments = {
+    full_moments = {
         (index, name): value.detach().full_tensor().clone()
         for index, values in state["state"].items()
         for name, value in values.items()
         if name != "step"
     }
-    if form == "whole":
-        for index, name in whole_moments:
-            state["state"][index][name] = whole_moments[index, name]
+    if form == "full":
+        for index, name in full_moments:
+            state["state"][index][name] = full_moments[index, name]
     other = sharded_model()
     loaded = _offloaded(other, fraction=0.5)
     loaded.load_state_dict(state)
@@ -261,7 +263,7 @@ def test_state_of_another_number_of_ranks_is_cut_to_the_rows_here(form: str) -> 
             continue
         start, end = param.local_rows
         for name in ("exp_avg", "exp_avg_sq"):
-            expected = whole_moments[index, name][start:end]
+            expected = full_moments[index, name][start:end]
             moment = local_of(loaded.state[param][name])
             found.append(bool(expected.any()) and torch.equal(moment, expected))
     assert len(found) >= 6
@@ -269,14 +271,14 @@ def test_state_of_another_number_of_ranks_is_cut_to_the_rows_here(form: str) -> 
 
 
 @on_megatron(1, name=["exp_avg_sq", "step"])
-def test_state_that_lacks_something_is_rejected_by_name(name: str) -> None:
+def test_incomplete_state_is_rejected_by_name(name: str) -> None:
     model = sharded_model()
     optimizer = _offloaded(model, fraction=1.0)
     backward(model, 0)
     optimizer.step()
     state = optimizer.state_dict()
     del state["state"][0][name]
-    # Held, as names of parameters are asked of their model.
+    # Keep the model alive: the error reads the names of its parameters.
     other = sharded_model()
     loaded = _offloaded(other, fraction=0.5)
     with pytest.raises(RuntimeError, match=rf"state of .*weight.* has no {name}; load a state"):
@@ -287,17 +289,17 @@ def test_state_that_lacks_something_is_rejected_by_name(name: str) -> None:
 
 
 @on_megatron(1)
-def test_an_offloaded_optimizer_takes_no_further_groups() -> None:
+def test_offloaded_optimizer_rejects_additional_groups() -> None:
     optimizer = _offloaded(sharded_model(), fraction=1.0)
     with pytest.raises(RuntimeError, match="an offloaded optimizer takes no further parameter gro"):
         optimizer.add_param_group({"params": [torch.zeros(1)]})
 
 
-def train_moving_activations(flags: Sequence[str], modules: Sequence[str]) -> Training:
-    """A training whose activations of some modules Megatron moves to the host and back.
+def train_with_activation_offload(flags: Sequence[str], modules: Sequence[str]) -> Training:
+    """Train while Megatron offloads the activations of some modules to the host.
 
-    Megatron's command line offers it with Transformer Engine only, and moves CUDA tensors only.
-    `extras` is how many tensors were moved, and how many of them were gathered weights.
+    Megatron's command line supports this offload only with Transformer Engine and CUDA tensors.
+    `extras` has the number of offloaded tensors, and the number of gathered weights among them.
     """
     gpt = enter_rehearsal()["gpt"]
     from megatron.core.extensions import transformer_engine
@@ -322,7 +324,7 @@ def train_moving_activations(flags: Sequence[str], modules: Sequence[str]) -> Tr
 
     handler = offload.ChunkOffloadHandler
     with (
-        # It only tells Transformer Engine's own layers.
+        # Megatron uses this module only to notify Transformer Engine's own layers.
         mock.patch.object(transformer_engine, "cpu_offload", SimpleNamespace()),
         mock.patch.object(gpt, "core_transformer_config_from_args", with_modules),
         mock.patch.object(handler, "offload", noted),
@@ -340,12 +342,12 @@ MOMENTS, COUNTER = 8, 4
 
 
 @on_megatron(2, tracks_from_the_start=[True, False], fraction=[None, 0.0, 0.5, 1.0])
-def test_the_tracker_tells_offloaded_state_from_that_on_the_device(
+def test_memory_tracker_separates_offloaded_state_from_state_on_the_device(
     tracks_from_the_start: bool, fraction: float | None
 ) -> None:
     model = sharded_model()
     optimizer: Any = adam(model)
-    # What others offloaded is counted for as long as it lives.
+    # Live tensors that earlier tests offloaded would be counted.
     gc.collect()
     if fraction is not None:
         from megatron_fsdp_v2_mcore.optim.offload import ShardedHybridOptimizer
@@ -366,7 +368,7 @@ def test_the_tracker_tells_offloaded_state_from_that_on_the_device(
     device, offloaded = memory.live[Role.OPTIMIZER], dict(memory.offloaded)
     assert elements >= (fraction or 0) * sum(numels)
     assert device == MOMENTS * rest[0] + COUNTER * rest[1]
-    # Moments, a copy of the main weight and one of its gradient.
+    # Moments, a copy of the main weight, and a copy of its gradient.
     of_optimizer = (MOMENTS + 8) * elements + COUNTER * len(on_host)
     assert offloaded.pop(Role.OPTIMIZER, 0) == of_optimizer
     assert sum(offloaded.values()) == 0
@@ -376,17 +378,19 @@ def test_the_tracker_tells_offloaded_state_from_that_on_the_device(
     if fraction == 0.5:
         assert 0 < device <= MOMENTS * sum(numels) / 2 + COUNTER * rest[1]
     if fraction == 1.0 and not tracks_from_the_start:
-        # Not for a moment either.
+        # Not even temporarily.
         assert memory.role_peaks[Role.OPTIMIZER] == 0
 
 
-def test_activations_that_megatron_moves_to_the_host_compose_with_sharded_parameters(
+def test_megatrons_activation_offload_composes_with_sharded_parameters(
     megatron: RankPools,
 ) -> None:
     flags = [*MODEL_FLAGS, *fsdp(), "--train-iters", "3"]
-    plain = curves(megatron(2).run(train_moving_activations, flags, (), timeout_s=180))
+    plain = merge_ranks(megatron(2).run(train_with_activation_offload, flags, (), timeout_s=180))
     modules = ("attn_norm", "qkv_linear", "core_attn", "attn_proj")
-    moved = curves(megatron(2).run(train_moving_activations, flags, modules, timeout_s=180))
+    moved = merge_ranks(
+        megatron(2).run(train_with_activation_offload, flags, modules, timeout_s=180)
+    )
     assert moved.losses == plain.losses
     assert moved.grad_norms == plain.grad_norms
     for num_moved, num_weights in moved.extras:

@@ -1,4 +1,4 @@
-"""Megatron is hooked at the listed points, and nowhere for good."""
+"""Megatron is patched only at the listed targets, and `uninstall` restores them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ REHEARSAL_PATCHES = (*ALWAYS, *WITHOUT_TRANSFORMER_ENGINE, *BEFORE_IMPORT)
 
 
 def _expected(target: str) -> str:
-    # Transformer Engine is where nothing but a rehearsal finds it.
+    # Only a rehearsal finds Transformer Engine.
     return "not there" if target.startswith("transformer_engine.") else "fits"
 
 
 @pytest.fixture(autouse=True)
-def _leave_megatron_alone() -> Any:
+def _restore_megatron() -> Any:
     yield
     uninstall()
 
@@ -44,30 +44,32 @@ def _current() -> dict[str, Any]:
 @pytest.mark.parametrize(
     "patch", [*patches.PATCHES, *REHEARSAL_PATCHES, PARSER], ids=lambda patch: patch.name
 )
-def test_every_patch_names_a_replacement_that_exists(patch: Patch) -> None:
+def test_replacement_of_every_patch_exists(patch: Patch) -> None:
     assert bool(patch.wrap) != bool(patch.replace)
     module, _, name = (patch.wrap or patch.replace).partition(":")
     defined = importlib.util.find_spec(module)
     assert defined is not None and defined.origin is not None
     if defined.origin != "built-in":
-        # Read and not imported, since some modules import what only a rehearsal has.
+        # The source is read, not imported: some modules import packages that only a rehearsal has.
         assert re.search(rf"^(def|class) {name}\b", Path(defined.origin).read_text(), re.MULTILINE)
 
 
-def test_without_selection_only_parser_and_validation_are_hooked() -> None:
+def test_install_without_selection_patches_parser_validation_and_dataset_helpers() -> None:
     before = _current()
     install()
     changed = {name for name, value in _current().items() if value is not before[name]}
     assert changed == {"arguments", "validation", "validation-of-files", "dataset-helpers"}
 
 
-def test_a_start_does_not_compile_what_the_wheel_carries() -> None:
+def test_compiled_dataset_helpers_of_the_wheel_are_not_compiled_again() -> None:
     install()
-    # Megatron's own ends the process: it runs `make` where there is no Makefile.
+    # Megatron's own function exits the process: it runs `make` without a Makefile.
     importlib.import_module("megatron.core.datasets.utils").compile_helpers()
 
 
-def test_a_checkout_compiles_its_helpers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_checkout_compiles_its_dataset_helpers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     calls = []
     datasets = importlib.import_module("megatron.core.datasets")
     monkeypatch.setattr(datasets, "__file__", str(tmp_path / "__init__.py"))
@@ -76,7 +78,7 @@ def test_a_checkout_compiles_its_helpers(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert calls == ["compiled"]
 
 
-def test_uninstall_puts_back_what_selection_replaced() -> None:
+def test_uninstall_restores_all_patched_functions() -> None:
     before = _current()
     install()
     patches._apply(selected=True)
@@ -88,7 +90,7 @@ def test_uninstall_puts_back_what_selection_replaced() -> None:
     assert _current() == before
 
 
-def test_installing_twice_is_harmless_and_so_is_installing_again() -> None:
+def test_install_is_idempotent_and_works_after_uninstall() -> None:
     before = _current()
     install()
     once = _current()
@@ -99,7 +101,7 @@ def test_installing_twice_is_harmless_and_so_is_installing_again() -> None:
     assert _current()["validation"] is not before["validation"]
 
 
-def test_another_version_is_rejected_and_nothing_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_version_is_rejected_without_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     before = _current()
     monkeypatch.setattr(patches, "megatron_version", lambda: "0.18.3")
     with pytest.raises(RuntimeError, match=r"megatron-core 0\.18\.3 .* supports 0\.19\.x"):
@@ -107,7 +109,7 @@ def test_another_version_is_rejected_and_nothing_changed(monkeypatch: pytest.Mon
     assert _current() == before
 
 
-def test_without_megatron_the_command_says_what_to_install(
+def test_command_without_megatron_names_the_package_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def version(name: str) -> str:
@@ -123,7 +125,7 @@ def test_without_megatron_the_command_says_what_to_install(
 
 
 @pytest.mark.parametrize("is_there", [True, False], ids=["other parameters", "missing"])
-def test_a_patch_that_does_not_fit_names_itself_and_versions(
+def test_mismatched_patch_error_names_the_patch_and_versions(
     monkeypatch: pytest.MonkeyPatch, is_there: bool
 ) -> None:
     before = _current()
@@ -168,7 +170,7 @@ def test_the_command_prints_every_patch_as_json(capsys: pytest.CaptureFixture[st
         assert row["reason"] and row["undo"] and row["when"]
 
 
-def test_the_command_fails_where_a_patch_does_not_fit(
+def test_command_fails_for_a_mismatched_patch(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = importlib.import_module("megatron.training.arguments")

@@ -1,4 +1,4 @@
-"""Plans of Megatron's flags: what they reject, and what they say against trainings that run."""
+"""Plans of Megatron's flags: rejected flags, and planned values compared with trainings."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ TRAININGS: dict[str, list[str]] = {
     "ZeRO-3, bf16, 3 micro-batches": f.fsdp(f.ZERO3, "--bf16"),
     "experts, Muon": f.fsdp(f.ZERO2, EXPERTS, "--optimizer muon"),
     "tensor parallel, ZeRO-1": f.fsdp(f.ZERO1, f.TP2),
-    "latent attention, experts but in the first layer": f.fsdp(
+    "latent attention, experts except in the first layer": f.fsdp(
         f.ZERO3, f.DEEPSEEK, "--moe-latent-size 32 --apply-layernorm-1p --mtp-num-layers 1"
     ),
     "pipeline of two": f.fsdp(f.ZERO3, f.PP2),
 }
-REFUSES = "Megatron rejects these flags: "
-# Flags of eight ranks, and what is said of them.
-REFUSED: dict[str, tuple[str, str]] = {
-    "heads and ranks": ("--num-attention-heads 3", REFUSES),
+REJECTS = "Megatron rejects these flags: "
+# Flags of eight ranks, and the expected error.
+REJECTED: dict[str, tuple[str, str]] = {
+    "heads and ranks": ("--num-attention-heads 3", REJECTS),
     "tensor parallelism": (
         "--tensor-model-parallel-size 8",
-        f"{REFUSES}num_attention_heads (4) must be a multiple of tensor_model_parallel_size (8)",
+        f"{REJECTS}num_attention_heads (4) must be a multiple of tensor_model_parallel_size (8)",
     ),
-    "layers": ("--pipeline-model-parallel-size 4", REFUSES),
+    "layers": ("--pipeline-model-parallel-size 4", REJECTS),
     "ranks": (
         "--tensor-model-parallel-size 3",
         "8 ranks cannot be divided by --tensor-model-parallel-size 3",
     ),
-    "batch": ("--global-batch-size 12", REFUSES),
+    "batch": ("--global-batch-size 12", REJECTS),
     "ours": ("--optimizer sgd", "--optimizer sgd cannot be used with"),
     "unknown": ("--no-such-flag", "unrecognized arguments: --no-such-flag"),
 }
@@ -53,16 +53,16 @@ REFUSED: dict[str, tuple[str, str]] = {
 
 @pytest.fixture(scope="module")
 def described() -> dict[str, Any]:
-    """Every command line here, described."""
+    """Descriptions of all command lines of this module, by name."""
     single = f.words(f.MODEL_FLAGS, ONE_NODE)
     base = [*single, *f.fsdp(), "--global-batch-size", "16"]
     overlapping = f"{EXPERTS} --bf16 --overlap-moe-expert-parallel-comm"
     dense_first = "--num-layers 3 --moe-layer-freq [0,1,1]"
     more = {
-        **{name: flags for name, (flags, _) in REFUSED.items()},
+        **{name: flags for name, (flags, _) in REJECTED.items()},
         "for GPUs": "--use-flash-attn --num-workers 8 --tp-comm-overlap",
         "overlapping": f"{overlapping} --delay-wgrad-compute",
-        "overlapping, experts but in the first": f"{overlapping} {dense_first}",
+        "overlapping, dense first layer": f"{overlapping} {dense_first}",
         "state in other dtypes": "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 "
         "--exp-avg-dtype fp8 --exp-avg-sq-dtype bf16",
         "knobs": "--fsdp-unshard-after-step --fsdp-unshard-prefetch-bytes 1MiB",
@@ -74,19 +74,19 @@ def described() -> dict[str, Any]:
     }
     calls = {name: ([*single, *flags], 2) for name, flags in TRAININGS.items()}
     calls |= {name: (f.words(base, flags), 8) for name, flags in more.items()}
-    calls["without us"] = (single, 2)
+    calls["without this package"] = (single, 2)
     calls["many"] = ([*base, "--global-batch-size", "8192"], 4096)
     return planned.described(calls)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_flags_that_cannot_be_trained_with_are_rejected_in_the_words_of_who_refuses(
+@pytest.mark.parametrize("name", REJECTED)
+def test_invalid_flags_are_rejected_with_the_original_error(
     name: str, described: dict[str, Any]
 ) -> None:
     said = described[name]
     assert isinstance(said, str)
-    assert REFUSED[name][1] in said
-    assert said.rstrip() != REFUSED[name][1].rstrip()
+    assert REJECTED[name][1] in said
+    assert said.rstrip() != REJECTED[name][1].rstrip()
 
 
 def test_an_unknown_flag_ends_with_code_2(described: dict[str, Any]) -> None:
@@ -94,13 +94,13 @@ def test_an_unknown_flag_ends_with_code_2(described: dict[str, Any]) -> None:
 
 
 def test_flags_of_a_training_without_this_package_are_rejected(described: dict[str, Any]) -> None:
-    assert "add --use-megatron-fsdp --use-fsdp-fully-shard-api" in described["without us"]
+    assert "add --use-megatron-fsdp --use-fsdp-fully-shard-api" in described["without this package"]
 
 
 @pytest.mark.parametrize(
     ("name", "attribute", "expected"),
     [
-        # Flags that only a GPU supports are no obstacle.
+        # Flags that only a GPU supports are accepted.
         ("for GPUs", "meshes.dp.num_ranks", 8),
         ("many", "meshes.dp.num_ranks", 4096),
         ("for GPUs", "offload_fraction", 0.0),
@@ -110,7 +110,7 @@ def test_flags_of_a_training_without_this_package_are_rejected(described: dict[s
         ("bf16", "options.unshard_prefetch_bytes", None),
         ("knobs", "options.unshard_prefetch_bytes", 1 << 20),
         ("overlapping", "num_extra_gathered", 0),
-        ("overlapping, experts but in the first", "num_extra_gathered", 1),
+        ("overlapping, dense first layer", "num_extra_gathered", 1),
     ],
 )
 def test_flags_become_the_attributes_of_a_stage(
@@ -124,19 +124,19 @@ def test_flags_become_the_attributes_of_a_stage(
     assert value == expected
 
 
-def test_weights_of_4_bits_are_planned_with_half_a_byte(described: dict[str, Any]) -> None:
+def test_4_bit_weights_are_planned_with_half_a_byte(described: dict[str, Any]) -> None:
     gathered = {}
     for name in ("bf16", "FP8", "FP4"):
         assert not isinstance(described[name], str), described[name]
         plan = plan_one(described[name].stages[0], Strategy("optim_grads_params"))
         (gathered[name],) = (unit.gathered_nbytes for unit in plan.units if unit.count == 2)
-    # Queries, keys, values, projection, both of the MLP; norms and biases are in bf16 in each.
+    # Queries, keys, values, projection, both of the MLP; norms and biases are always in bf16.
     products = (3 + 1 + 4 + 4) * 64 * 64
     assert gathered["FP8"] - gathered["FP4"] == products // 2
     assert gathered["bf16"] - gathered["FP4"] > 3 * products // 2
 
 
-def test_adams_state_is_planned_in_the_dtypes_it_is_kept_in(described: dict[str, Any]) -> None:
+def test_adam_state_is_planned_in_its_own_dtypes(described: dict[str, Any]) -> None:
     found = described["state in other dtypes"]
     assert not isinstance(found, str), found
     stage = found.stages[0]
@@ -154,20 +154,20 @@ def test_the_root_has_neither_embedding_nor_output_layer(described: dict[str, An
     for stage in (tied, untied):
         units = {unit.name: unit for unit in stage.units}
         root, embedding, output = (units[name] for name in ("", "embedding", "output_layer"))
-        # Its final norm.
+        # The root has only the final norm.
         assert max(len(param.shape) for param in root.params) == 1
         assert "word_embeddings.weight" in [param.name for param in embedding.params]
     assert not output.tied and [param.name for param in output.params] == ["weight"]
-    # Tied, the one has the weight, and it is gathered for the other one as well.
+    # The embedding has the tied weight, which is gathered for the output layer as well.
     output = {unit.name: unit for unit in tied.units}["output_layer"]
     assert not output.params and output.tied == (("embedding", "word_embeddings.weight"),)
 
 
-def test_layers_keep_what_their_kind_keeps(described: dict[str, Any]) -> None:
-    (stage,) = described["latent attention, experts but in the first layer"].stages
+def test_planned_activations_depend_on_the_kind_of_layer(described: dict[str, Any]) -> None:
+    (stage,) = described["latent attention, experts except in the first layer"].stages
     kept = {unit.name: unit.activation_nbytes for unit in stage.units}
     dense, expert = (kept[f"decoder.layers.{number}"] for number in (0, 1))
-    # Elements for a token: inputs of two norms, of projections and of the MLP; latents before and
+    # Elements per token: inputs of two norms, of projections and of the MLP; latents before and
     # after their norms, and rotary keys; four heads' queries, keys, values twice. Gate, up
     # projection and their product; for an expert also its input in the latent space.
     attention = 4 * 64 + 2 * (24 + 16) + 8 + 4 * (24 + 24 + 12 + 12)
@@ -176,13 +176,13 @@ def test_layers_keep_what_their_kind_keeps(described: dict[str, Any]) -> None:
     assert expert == tokens * nbytes * (attention + 2 * (32 + 3 * 64) + 3 * 64)
 
 
-def test_the_number_of_ranks_changes_meshes_and_nothing_else(described: dict[str, Any]) -> None:
+def test_planned_units_do_not_depend_on_the_number_of_ranks(described: dict[str, Any]) -> None:
     few, many = described["for GPUs"].stages[0], described["many"].stages[0]
     assert many.units == few.units
 
 
 def _counted(flags: Sequence[str]) -> tuple[dict[str, int], Counter[Any]]:
-    """Bytes of this rank by role at the end of a training, and what one step of it sent."""
+    """Train; return this rank's bytes by role at the end, and the collectives of one step."""
     from megatron_fsdp_v2.comm import backends
 
     counts: Counter[Any] = Counter()
@@ -214,7 +214,7 @@ def _bytes_by_role(chunks: Any, optimizer: Any) -> dict[Role, int]:
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_a_plan_has_the_bytes_and_collectives_of_megatrons_training(
+def test_plan_matches_bytes_and_collectives_of_megatrons_training(
     name: str, described: dict[str, Any], megatron: RankPools
 ) -> None:
     source = described[name]

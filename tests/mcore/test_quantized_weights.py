@@ -1,4 +1,4 @@
-"""Quantized weights of Transformer Engine are sharded, and gathered as the bytes they are."""
+"""Quantized weights of Transformer Engine are sharded, and gathered as quantized bytes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ QUICK = [
     ),
 )
 @on_te_ranks("ranks")
-def test_gathered_bytes_are_those_of_quantizing_the_whole_weight(
+def test_gathered_bytes_equal_those_of_the_quantized_full_weight(
     recipe: str, strategy: str, ranks: int, steps: int
 ) -> None:
     """Before the first step, and after two."""
@@ -59,9 +59,7 @@ def test_gathered_bytes_are_those_of_quantizing_the_whole_weight(
     ],
 )
 @on_te_ranks(4)
-def test_rows_cut_along_two_axes_are_quantized_with_the_scales_of_whole_weights(
-    recipe: str, strategy: str
-) -> None:
+def test_rows_sharded_along_two_axes_use_scales_of_full_weights(recipe: str, strategy: str) -> None:
     assert quantized.differing_bytes(recipe, strategy, 2, instances=2) == []
 
 
@@ -74,21 +72,21 @@ def test_rows_cut_along_two_axes_are_quantized_with_the_scales_of_whole_weights(
 )
 @on_te_ranks(2)
 def test_maxima_of_all_weights_are_reduced_in_one_collective(recipe: str, strategy: str) -> None:
-    together, weights = quantized.maxima_of_a_step(recipe, strategy)
-    apart, same = quantized.maxima_of_a_step(recipe, strategy, one_by_one=True)
-    # NVFP4 has maxima of blocks and of whole weights; a delayed scale's are not of this forward.
+    coalesced, weights = quantized.maxima_of_a_step(recipe, strategy)
+    separate, same = quantized.maxima_of_a_step(recipe, strategy, one_by_one=True)
+    # NVFP4 reduces maxima of blocks and of weights. A later forward uses those of delayed scaling.
     per_call = {"nvfp4": 2}.get(recipe, 1)
-    # Its modules reduce those of inputs and of gradients themselves.
+    # Modules with delayed scaling reduce maxima of inputs and of gradients themselves.
     of_modules = 2 if recipe == "delayed" else 0
-    assert together == per_call + of_modules
+    assert coalesced == per_call + of_modules
     # Three layers, each a unit.
-    assert apart == 3 * per_call + of_modules
+    assert separate == 3 * per_call + of_modules
     assert all(map(torch.equal, weights, same))
 
 
 @pytest.mark.functional
 @on_te_ranks(4, recipe=[*RECIPES, *BLACKWELL_RECIPES], instances=[1, 2])
-def test_gathered_bytes_are_the_same_over_what_answers_as_nccl(recipe: str, instances: int) -> None:
+def test_gathered_bytes_are_the_same_with_the_nccl_double(recipe: str, instances: int) -> None:
     with as_on_cuda():
         differing = quantized.differing_bytes(recipe, "optim_grads_params", 2, instances)
     assert differing == []
@@ -103,7 +101,7 @@ def test_gathered_bytes_are_the_same_over_what_answers_as_nccl(recipe: str, inst
     ],
 )
 @on_te_ranks(2, recipe=["nvfp4"])
-def test_what_cannot_be_gathered_as_nvfp4_is_said(
+def test_weights_that_cannot_be_gathered_as_nvfp4_are_rejected(
     recipe: str, width: int, options: dict[str, bool], text: str
 ) -> None:
     te = quantized.enter(recipe)
@@ -120,30 +118,30 @@ def test_what_cannot_be_gathered_as_nvfp4_is_said(
         ("tensorwise", 0.5),
         longer("delayed", 0.5),
         longer("blockwise", 0.5),
-        # All units but the root, which has nothing of its own, drop theirs after the forward.
+        # All units except the root, which has no parameters, reshard after the forward.
         longer("mxfp8", 0.5),
         longer("nvfp4", 0.25),
     ],
 )
 @on_te_ranks(2)
-def test_a_use_gathers_its_share_of_the_bytes_of_bf16(recipe: str, share: float) -> None:
-    """MXFP8's two forms together are as many bytes as bf16, and no use gathers both."""
+def test_every_use_gathers_a_share_of_the_bytes_of_bf16(recipe: str, share: float) -> None:
+    """MXFP8's two payloads together have as many bytes as bf16; each use gathers one of them."""
     for mine, sixteen in zip(*quantized.gathered_bytes(recipe), strict=True):
-        # Biases travel in bf16.
+        # Biases are gathered in bf16.
         assert share * sixteen <= mine <= (share + 0.01) * sixteen
 
 
 @pytest.mark.functional
 @on_te_ranks(2, recipe=["mxfp8"])
-def test_mxfp8_gathers_both_forms_for_what_is_recomputed(recipe: str) -> None:
+def test_mxfp8_gathers_both_payloads_for_recomputation(recipe: str) -> None:
     eight, sixteen = quantized.gathered_bytes(recipe, recomputes=True)
     assert eight[0] <= 0.51 * sixteen[0]
-    # What is recomputed needs the form of a forward as well.
+    # Recomputation in the backward needs the payload of a forward as well.
     assert eight[1] <= 1.02 * sixteen[1]
 
 
 @on_te_ranks(2, recipe=["tensorwise"])
-def test_a_frozen_fp8_weight_is_gathered_as_bytes_beside_others(recipe: str) -> None:
+def test_frozen_fp8_weight_is_gathered_as_bytes(recipe: str) -> None:
     te = quantized.enter(recipe)
     model = quantized.layers(te, recipe)
     model[1].weight.requires_grad_(False)
@@ -154,7 +152,7 @@ def test_a_frozen_fp8_weight_is_gathered_as_bytes_beside_others(recipe: str) -> 
         quantized.step(te, model, recipe, seed)
         step_all(optimizer)
     assert torch.equal(model[1].weight.detach().full_tensor(), before)
-    # The bias of the frozen weight's layer is not frozen, where it has one.
+    # Only the weight of the layer is frozen.
     kinds = [(g.format.payload_dtype, g.spec.requires_grad) for g in unit_of(model[1]).groups]
     assert (torch.uint8, False) in kinds
 
@@ -173,20 +171,20 @@ def test_a_frozen_fp8_weight_is_gathered_as_bytes_beside_others(recipe: str) -> 
     ],
 )
 @on_te_ranks(2, recipe=["tensorwise"])
-def test_what_cannot_be_done_with_quantized_weights_is_said_by_name(
+def test_unsupported_policies_of_quantized_weights_are_rejected_by_name(
     recipe: str, options: dict[str, Any], text: str
 ) -> None:
     te = quantized.enter(recipe)
     model = quantized.layers(te, recipe)
     assert text in said(ValueError, lambda: fully_shard(model[0], **options))
-    # As it was: it can be sharded as it should be.
+    # The rejected call leaves the model unchanged: a valid call shards it.
     quantized.sharded(model, "optim_grads_params")
     quantized.step(te, model, recipe)
 
 
 @on_te_ranks(2, recipe=["tensorwise"])
-def test_what_an_initialization_quantizes_is_kept(recipe: str) -> None:
-    """And main weights are finer, also of modules made on the meta device."""
+def test_quantized_initialization_keeps_weights_quantized(recipe: str) -> None:
+    """Main weights have a higher precision, also for modules built on the meta device."""
     te = quantized.enter(recipe)
     options = {"recipe": quantized.recipe_of(recipe), "preserve_high_precision_init_val": True}
     with te.quantized_model_init(**options):

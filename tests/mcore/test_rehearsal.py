@@ -1,4 +1,4 @@
-"""The CPU rehearsal is explicit, changes devices only, is undone, and runs by itself."""
+"""The CPU rehearsal is explicit, changes only devices, is reversible, and runs by itself."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.processes import ran
 from tests.ranks import RankPools
 
 
-def test_flags_a_cpu_needs_are_added_and_the_users_are_kept() -> None:
+def test_cpu_flags_are_added_and_user_flags_are_kept() -> None:
     given = ["--bf16", "--num-workers", "2", "--no-rope-fusion", *LOCAL]
     flags = with_cpu_flags(given)
     assert flags[: len(given)] == given
@@ -51,13 +51,13 @@ def test_flags_a_cpu_needs_are_added_and_the_users_are_kept() -> None:
         assert flag.name in flags
 
 
-def test_a_value_that_needs_no_gpu_is_left_to_the_user() -> None:
+def test_values_that_need_no_gpu_are_kept() -> None:
     flags = ["--cuda-graph-impl", "none", "--moe-token-dispatcher-type", "allgather"]
     assert with_cpu_flags(flags)[:4] == flags
 
 
 @on_megatron(1)
-def test_every_flag_that_is_set_or_rejected_is_one_of_megatrons() -> None:
+def test_every_added_or_rejected_flag_is_one_of_megatrons() -> None:
     enter_rehearsal()
     from megatron.training import arguments
 
@@ -68,7 +68,7 @@ def test_every_flag_that_is_set_or_rejected_is_one_of_megatrons() -> None:
 
 
 def _parsed_with_defaults(flags: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What Megatron's parser makes of flags: with what a CPU needs as flags, and as defaults."""
+    """Parse flags with Megatron's parser: once with added CPU flags, once with CPU defaults."""
     enter_rehearsal()
     from megatron.training import arguments
 
@@ -84,7 +84,7 @@ def _comparable(args: argparse.Namespace) -> dict[str, Any]:
 
 
 @on_megatron(1)
-def test_what_a_cpu_needs_is_the_same_as_flags_and_as_defaults_of_the_parser() -> None:
+def test_cpu_flags_equal_cpu_defaults_of_the_parser() -> None:
     flags = ["--bf16", "--num-workers", "2", "--attention-backend=unfused", *LOCAL]
     as_flags, as_defaults = _parsed_with_defaults(flags)
     assert as_defaults == as_flags
@@ -104,13 +104,13 @@ def test_what_a_cpu_needs_is_the_same_as_flags_and_as_defaults_of_the_parser() -
         (["--tensor-model-parallel-size", "2", "--use-megatron-fsdp"], None),
     ],
 )
-def test_megatron_is_told_the_number_of_hardware_queues_it_insists_on(
+def test_required_number_of_hardware_queues_is_set(
     flags: list[str], connections: str | None
 ) -> None:
     assert cpu_environment(flags).get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
 
 
-def test_a_variable_the_user_has_set_is_kept_and_others_are_taken_back(
+def test_user_variables_are_kept_and_added_variables_are_removed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MINE", "kept")
@@ -130,7 +130,7 @@ def test_a_rehearsal_is_rejected_where_cuda_is_in_use(monkeypatch: pytest.Monkey
 
 
 @on_megatron(1)
-def test_everything_a_rehearsal_changes_is_put_back() -> None:
+def test_rehearsal_restores_everything_it_changes() -> None:
     enter_rehearsal()
     from megatron.training import arguments, initialize
 
@@ -151,14 +151,14 @@ def test_everything_a_rehearsal_changes_is_put_back() -> None:
         within = state()
     after = state()
     changed = {name for name, value in within.items() if value != before[name]}
-    # The others are the same in the rehearsal that this rank is in already.
+    # Other values do not change: this rank is already in a rehearsal.
     assert {"all_to_all_single", "variable", "modes"} <= changed
     assert after == before
 
 
 @on_megatron(2, is_async=[False, True])
 def test_tensors_of_several_dtypes_are_gathered_in_one_call(is_async: bool) -> None:
-    """As Megatron's distributed optimizer does with FP8 weights and those of bf16."""
+    """Megatron's distributed optimizer gathers FP8 and bf16 weights in one call."""
     enter_rehearsal()
     rank = dist.get_rank()
     wholes = [torch.arange(200, 216, dtype=torch.uint8), torch.arange(8).bfloat16() / 3]
@@ -172,7 +172,7 @@ def test_tensors_of_several_dtypes_are_gathered_in_one_call(is_async: bool) -> N
     assert all(torch.equal(*pair) for pair in zip(buffers, wholes, strict=True))
 
 
-def test_cuda_devices_become_the_cpu_and_values_stay() -> None:
+def test_cuda_devices_become_the_cpu_with_the_same_values() -> None:
     with CpuDevices():
         made = torch.arange(4, device="cuda")
         by_ordinal = torch.zeros(2, device=0)
@@ -187,7 +187,7 @@ def test_cuda_devices_become_the_cpu_and_values_stay() -> None:
 PAGE = ROOT / "adapters" / "megatron_cpu_rehearsal" / "README.md"
 REHEARSAL = "megatron_cpu_rehearsal"
 SCRIPT = str(ROOT / "tests" / "mcore" / "pretrain_as_megatron_does.py")
-# To Python a module that is None cannot be imported.
+# Python cannot import a module that is None.
 ALONE = "import sys\nsys.modules.update(megatron_fsdp_v2=None, megatron_fsdp_v2_mcore=None)\n"
 
 
@@ -201,20 +201,18 @@ def _losses_of_the_page(num_ranks: int, path: Path) -> list[float]:
 
 
 @pytest.mark.functional
-def test_the_program_of_the_page_trains(tmp_path: Path) -> None:
+def test_program_of_the_page_trains(tmp_path: Path) -> None:
     (program,) = [b for b in blocks_in(PAGE.name, PAGE.read_text()) if b.language == "python"]
     path = tmp_path / "train.py"
     path.write_text(ALONE + program.code)
     on_two, on_one = _losses_of_the_page(2, path), _losses_of_the_page(1, path)
-    # Both see the same eight sequences in an iteration.
+    # Both runs train on the same eight sequences in an iteration.
     assert on_two == pytest.approx(on_one, abs=5e-6)
     assert on_two[-1] < on_two[0] - 0.1
 
 
 @pytest.mark.functional
-def test_a_script_of_megatrons_trains_as_under_the_adapter(
-    megatron: RankPools, tmp_path: Path
-) -> None:
+def test_script_like_megatrons_matches_the_adapter(megatron: RankPools, tmp_path: Path) -> None:
     assert REHEARSAL in PAGE.read_text(), "README.md says how the script is started"
     script = tmp_path / "script.py"
     script.write_text(f"{ALONE}import runpy\nrunpy.run_path({SCRIPT!r}, run_name='__main__')\n")
@@ -224,7 +222,7 @@ def test_a_script_of_megatrons_trains_as_under_the_adapter(
     assert run.losses == pytest.approx(losses, rel=1e-6 + PRINTED)
 
 
-def test_what_cannot_run_on_a_cpu_is_one_sentence() -> None:
+def test_flag_that_needs_a_gpu_prints_one_sentence() -> None:
     command_lines = [[SCRIPT, *MODEL_FLAGS, "--profile"], ["--profile"], ["no_such_script.py"]]
     rejected, unnamed, missing = run_each(REHEARSAL, command_lines)
     assert rejected.code == 2

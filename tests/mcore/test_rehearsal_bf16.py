@@ -26,18 +26,18 @@ def _matrices(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(torch.randn(64, 64, generator=generator).to(dtype) for _ in range(2))  # type: ignore[return-value]
 
 
-def test_every_form_of_a_product_is_the_one_in_fp32_rounded_once() -> None:
+def test_every_form_of_a_product_equals_the_fp32_product_rounded_once() -> None:
     with rounded_once():
         assert bf16_products.differing() == []
 
 
-def test_it_is_so_on_a_cpu_without_bf16() -> None:
+def test_products_are_rounded_once_on_a_cpu_without_bf16() -> None:
     done = run_module("tests.mcore.bf16_products", [], **WITHOUT_BF16)
     assert done.code == 0, done.output[-3000:]
     assert json.loads(done.output.splitlines()[-1]) == {"differ": [], "is_native": False}
 
 
-def test_torchs_own_kernels_are_back_afterwards() -> None:
+def test_torchs_own_kernels_are_restored_afterwards() -> None:
     before = bf16_products.differing()
     with rounded_once(), rounded_once():
         pass
@@ -49,10 +49,10 @@ def test_torchs_own_kernels_are_back_afterwards() -> None:
         assert bf16_products.differing() == []
 
 
-def test_they_are_so_whatever_precision_fp32_products_are_set_to() -> None:
-    """As Muon sets it, for one: a CPU with bf16 would use it, and sum a stack in another order."""
+def test_products_do_not_depend_on_the_precision_of_fp32_products() -> None:
+    """Muon sets this precision, which lets a CPU use bf16 and sum batches in another order."""
     generator = torch.Generator().manual_seed(0)
-    # Sums long enough, and enough of them, that another order shows in bf16.
+    # Enough sums that are long enough to show another order in bf16.
     a, b, m = (
         torch.randn(shape, generator=generator).to(BF16)
         for shape in ((4, 256, 1024), (4, 1024, 256), (4, 256, 256))
@@ -77,7 +77,7 @@ def test_products_of_other_dtypes_are_torchs_own(dtype: torch.dtype) -> None:
     assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
 
 
-def test_products_of_mixed_dtypes_are_rejected_as_ever() -> None:
+def test_products_of_mixed_dtypes_are_rejected() -> None:
     a, b = _matrices(BF16)
     with rounded_once():
         for mixed in (
@@ -90,17 +90,17 @@ def test_products_of_mixed_dtypes_are_rejected_as_ever() -> None:
 
 
 @on_megatron(1)
-def test_a_rehearsal_computes_products_so() -> None:
+def test_rehearsal_rounds_products_once() -> None:
     enter_rehearsal()
     assert bf16_products.differing() == []
 
 
-# Sums that are no products (of norms, of losses) go by the length of the CPU's vectors.
+# The order of other sums (of norms and losses) depends on the vector length of the CPU.
 CURVES_APART = 1e-4
 
 
 @pytest.mark.functional
-def test_a_bf16_training_is_the_same_with_and_without_bf16_in_the_cpu() -> None:
+def test_bf16_training_is_the_same_with_and_without_bf16_instructions() -> None:
     words = [*MODEL_FLAGS, "--bf16", "--train-iters", "10", *fsdp(), "--cpu-rehearsal"]
     environments = ({}, BF16_MASKED, WITHOUT_BF16)
     runs = [torchrun(2, PRETRAIN, words, **variables) for variables in environments]

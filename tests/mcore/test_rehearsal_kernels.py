@@ -1,4 +1,4 @@
-"""What stands in for kernels of a GPU in a rehearsal computes what they do."""
+"""CPU reference kernels of a rehearsal match the definitions of GPU kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.mcore.test_te_kernels import hadamard, layer_norm, rms_norm
 
 
 class _Options:
-    """What a norm reads of Megatron's configuration."""
+    """Fields of Megatron's configuration that a norm reads."""
 
     layernorm_zero_centered_gamma = True
 
@@ -26,7 +26,7 @@ class _Options:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_norms_around_one_multiply_by_their_weight_plus_one(dtype: torch.dtype) -> None:
+def test_zero_centered_norms_multiply_by_their_weight_plus_one(dtype: torch.dtype) -> None:
     x, weight, bias = torch.randn(5, 8), torch.randn(8) / 8, torch.randn(8)
     centered = ZeroCenteredLayerNorm(_Options("LayerNorm"), 8, 1e-5).to(dtype)
     rms = ZeroCenteredRMSNorm(_Options("RMSNorm"), 8, 1e-5).to(dtype)
@@ -47,7 +47,7 @@ def test_norms_around_one_multiply_by_their_weight_plus_one(dtype: torch.dtype) 
         torch.testing.assert_close(result.double(), wanted, rtol=rounding, atol=rounding / 8)
 
 
-def test_stand_ins_of_experimental_attention_are_what_they_stand_for() -> None:
+def test_kernels_of_experimental_attention_match_their_definition() -> None:
     x, weight, bias = torch.randn(2, 7, 4), torch.randn(4, 3), torch.randn(4)
     result, state = causal_conv1d(x, weight, bias, "silu")
     assert state is None
@@ -62,7 +62,7 @@ def test_stand_ins_of_experimental_attention_are_what_they_stand_for() -> None:
         hadamard_rotation(torch.randn(2, 6))
 
 
-def test_the_mamba_stub_is_the_recurrence() -> None:
+def test_mamba_kernel_matches_the_recurrence() -> None:
     batch, length, heads, width, groups, state, taps = 2, 9, 4, 3, 2, 5, 4
     inner, shared = heads * width, groups * state
     packed = torch.randn(batch, length, 2 * inner + 2 * shared + heads)
@@ -98,7 +98,7 @@ def test_the_mamba_stub_is_the_recurrence() -> None:
         torch.testing.assert_close(result[:, t], y.flatten(1) * functional.silu(z[:, t]))
 
 
-def test_a_norm_of_groups_is_a_norm_of_each() -> None:
+def test_grouped_norm_equals_the_norm_of_each_group() -> None:
     norm = GroupedRMSNorm(
         6, eps=1e-5, group_size=3, norm_before_gate=False, device="cpu", dtype=torch.float32
     )

@@ -1,4 +1,4 @@
-"""A rehearsal runs every parallelism of Megatron's own, and computes what one rank computes."""
+"""A rehearsal runs every parallelism of Megatron's own, with the results of one rank."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from tests.mcore.session import Training, distance
 from tests.mcore.trained import assert_close, assert_equal, trained
 from tests.ranks import RankPools
 
-# Weights drawn on the CPU are those of the whole model, whatever the tensor-parallel size; the
-# vocabulary is padded to the same size by every tensor-parallel size.
+# At every tensor-parallel size, weights drawn on the CPU are those of the full model, and the
+# vocabulary is padded to the same size.
 WHOLE = "--use-cpu-initialization --make-vocab-size-divisible-by 512"
 TENSOR = f"--use-cpu-initialization --make-vocab-size-divisible-by 256 {f.TP2}"
 SEQUENCE = f"{TENSOR} --sequence-parallel"
 
 QK_NORM = "--normalization RMSNorm --qk-layernorm --swiglu"
-# The mask is the attention's to make, where Megatron's default is to read it with the data.
+# The attention creates the mask; by default, Megatron reads it with the data.
 NO_MASK = "--no-create-attention-mask-in-dataloader"
 WINDOW = f"{NO_MASK} --window-size 5,0"
 GQA = f"{f.GATED} --position-embedding-type rope"
 EXPERTS = f"{f.ALLTOALL} {f.EP2}"
 BY_ALL_GATHER = f"{f.MOE} {f.EP2} --moe-token-dispatcher-type allgather"
-# Every rank of two and of four takes part in every global batch.
+# With two and with four ranks, every rank has micro-batches of every global batch.
 SHARED_EXPERT = f"{EXPERTS} --global-batch-size 16 --moe-shared-expert-intermediate-size 64"
 GROUPED = "--moe-grouped-gemm"
 EXPERT_TENSOR = f"{GROUPED} --global-batch-size 16 {f.TP2_SP} --expert-tensor-parallel-size"
 LATENT_EXPERTS = "--num-experts 2 --moe-router-topk 2 --moe-latent-size 32 --disable-bias-linear"
-# A factor of one is a zero there: decay would tell them apart.
+# A zero-centered norm stores a factor of one as zero, which weight decay does not change.
 AROUND_ONE = f"{f.LATENT} --weight-decay 0 --apply-layernorm-1p"
 FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy"
 
-# Ranks and flags of two runs that compute the same.
+# Ranks and flags of two runs with the same results.
 ALIKE: dict[str, tuple[int, str, int, str]] = {
     "two-ranks": (2, "", 1, ""),
     "three-ranks": (3, "", 2, ""),
@@ -63,11 +63,11 @@ ALIKE: dict[str, tuple[int, str, int, str]] = {
     "hybrid-context": (2, f"{f.MAMBA} {f.CP2}", 1, f.MAMBA),
     "latent-attention": (2, f"{SEQUENCE} {f.LOW_RANK_QUERIES}", 1, f"{WHOLE} {f.LOW_RANK_QUERIES}"),
     "sparse-attention": (2, f"{SEQUENCE} {f.SPARSE}", 1, f"{WHOLE} {f.SPARSE}"),
-    "norms-around-one": (2, f"{SEQUENCE} {AROUND_ONE}", 1, f"{WHOLE} {AROUND_ONE}"),
+    "zero-centered-norms": (2, f"{SEQUENCE} {AROUND_ONE}", 1, f"{WHOLE} {AROUND_ONE}"),
     "latent-experts": (2, f"{SEQUENCE} {LATENT_EXPERTS}", 1, f"{WHOLE} {LATENT_EXPERTS}"),
 }
 
-# One expert a rank: its weights are drawn in the same order by grouped and sequential experts.
+# One expert per rank: grouped and sequential experts draw its weights in the same order.
 ONE_EACH = (
     f"--num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax {f.EP2} "
     "--moe-token-dispatcher-type alltoall"
@@ -75,7 +75,7 @@ ONE_EACH = (
 GLU = "--disable-bias-linear --swiglu"
 MOE_ACT = "--recompute-granularity selective --recompute-modules moe_act"
 
-# Flags of two runs of two ranks that are equal to the bit.
+# Flags of two runs of two ranks that are bitwise identical.
 EQUAL: dict[str, tuple[str, str]] = {
     "grouped-experts": (f"{ONE_EACH} {GROUPED}", ONE_EACH),
     "grouped-gated-experts": (f"{ONE_EACH} {GLU} {GROUPED}", f"{ONE_EACH} {GLU}"),
@@ -90,32 +90,30 @@ def _train(pools: RankPools, world_size: int, *flags: f.Flags, **options: Any) -
 
 
 @pytest.mark.parametrize("name", quick_only([*ALIKE], "two-ranks", "distributed-optimizer"))
-def test_runs_that_spread_the_same_model_in_two_ways_train_alike(
-    megatron: RankPools, name: str
-) -> None:
+def test_two_parallelisms_of_the_same_model_match(megatron: RankPools, name: str) -> None:
     ranks, flags, others, their_flags = ALIKE[name]
     mine = _train(megatron, ranks, flags, once=True)
-    # Sums are taken in another order: a norm over all gradients shows that first.
+    # The order of sums differs, which a norm over all gradients shows first.
     assert_close(mine, _train(megatron, others, their_flags, once=True), norms=1e-5)
 
 
 @pytest.mark.parametrize("name", EQUAL)
 @pytest.mark.functional
-def test_what_changes_no_number_changes_no_bit(megatron: RankPools, name: str) -> None:
+def test_equivalent_flags_are_bitwise_identical(megatron: RankPools, name: str) -> None:
     mine, theirs = EQUAL[name]
     assert_equal(_train(megatron, 2, mine), _train(megatron, 2, theirs))
 
 
 @pytest.mark.functional
-def test_a_predicted_token_is_exchanged_between_parts_of_a_sequence(megatron: RankPools) -> None:
+def test_context_parallel_ranks_exchange_predicted_tokens(megatron: RankPools) -> None:
     flags = f"{GQA} --mtp-num-layers 1"
     mine, alone = _train(megatron, 2, f.CP2, flags), _train(megatron, 1, flags)
     assert distance(mine.losses[:1], alone.losses[:1]) < 1e-6
-    # Megatron divides by the tokens of a part, and the part with the sequence's end has fewer.
+    # Megatron divides by the tokens of a rank; the rank with the sequence's end has fewer.
     assert distance(mine.losses, alone.losses) < 1e-4
 
 
-def test_a_context_parallel_rank_has_an_early_and_a_late_chunk() -> None:
+def test_context_parallel_rank_has_an_early_and_a_late_chunk() -> None:
     assert [chunks_of_rank(rank, 2) for rank in range(2)] == [(0, 3), (1, 2)]
     held = [chunk for rank in range(3) for chunk in chunks_of_rank(rank, 3)]
     assert sorted(held) == list(range(6))
@@ -127,7 +125,7 @@ def _layers(model: list[Any], optimizer: Any) -> list[str]:
 
 
 @pytest.mark.functional
-def test_a_pattern_says_which_layers_a_pipeline_stage_has(megatron: RankPools) -> None:
+def test_hybrid_pattern_determines_the_layers_of_a_pipeline_stage(megatron: RankPools) -> None:
     experts = "--num-experts 2 --moe-router-topk 2 --disable-bias-linear"
     flags = f"{f.MAMBA} --hybrid-layer-pattern M*|-ME {f.PP2} {experts}"
     result = _train(megatron, 2, flags, probe=_layers)

@@ -1,4 +1,4 @@
-"""What cannot be done is rejected by name, before it begins: flags, fields and options."""
+"""Unsupported flags, fields and options are rejected by name, before a training starts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.ranks import RankFailure, RankPools
 
 
 def _table(text: str) -> list[Any]:
-    """Lines of flags and, after a colon between spaces, what is said of them."""
+    """Parse lines of flags and, after ` : `, the expected error."""
     pairs = [line.split(" : ") for line in text.strip().splitlines()]
     return [pytest.param(flags.strip(), said.strip(), id=flags.strip()) for flags, said in pairs]
 
@@ -50,7 +50,7 @@ VALUES = {
 @pytest.mark.parametrize(
     "rejected", [flag for flag in REJECTED if flag.flag != NO_FLAG], ids=lambda r: r.name
 )
-def test_a_flag_that_the_table_rejects_ends_the_start_with_its_name(
+def test_rejected_flag_of_the_table_is_named(
     parser: argparse.ArgumentParser, rejected: Flag
 ) -> None:
     flag = rejected.flag.split(" ")[0]
@@ -105,7 +105,7 @@ SELECTED = r"""
 
 
 @pytest.mark.parametrize(("flags", "said"), _table(SELECTED))
-def test_flags_that_do_not_go_together_are_named(
+def test_incompatible_flags_are_named(
     parser: argparse.ArgumentParser, flags: str, said: str
 ) -> None:
     with pytest.raises(FlagError, match=said):
@@ -123,7 +123,7 @@ def test_flags_that_do_not_go_together_are_named(
         "--fp8-param-gather --megatron-fsdp-main-params-dtype fp32",
     ],
 )
-def test_flags_that_go_together_pass(parser: argparse.ArgumentParser, flags: str) -> None:
+def test_compatible_flags_pass(parser: argparse.ArgumentParser, flags: str) -> None:
     check_before(parsed(parser, *fsdp(), *flags.split()))
 
 
@@ -150,7 +150,7 @@ def test_without_our_flag_nothing_is_checked(parser: argparse.ArgumentParser) ->
 
 
 @pytest.mark.parametrize("place", ["command line", "file"])
-def test_a_file_of_arguments_cannot_select_us_unchecked(place: str) -> None:
+def test_file_of_arguments_is_rejected_with_this_package(place: str) -> None:
     api = "--use-fsdp-fully-shard-api"
     argv = ["pretrain", "--yaml-cfg", "run.yaml", *([api] if place == "command line" else [])]
     args = argparse.Namespace(use_fsdp_fully_shard_api=place == "file")
@@ -168,7 +168,7 @@ def test_data_that_pretrain_gpt_does_not_build_is_rejected(flag: str) -> None:
         check_data(["--mock-data", flag])
 
 
-def test_an_adam_without_state_in_other_dtypes_is_named(
+def test_adam_without_state_in_other_dtypes_is_named(
     parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron.core import optimizer
@@ -179,9 +179,9 @@ def test_an_adam_without_state_in_other_dtypes_is_named(
     check_has_fused_adam(parsed(parser, *fsdp()))
 
 
-# -- what a user sees -----------------------------------------------------------------------------
+# -- command lines --------------------------------------------------------------------------------
 
-# Typed beside a small model and --cpu-rehearsal.
+# Added to the flags of a small model and --cpu-rehearsal.
 TYPED = f"""
 {" ".join(fsdp("optim_gradients"))} : invalid choice: 'optim_gradients'
 {" ".join(fsdp())} --qk-clip : --qk-clip cannot be used with
@@ -193,7 +193,7 @@ TYPED = f"""
 START = words(MODEL_FLAGS, "--train-iters 2 --cpu-rehearsal")
 
 
-def test_a_bad_command_line_ends_with_a_sentence() -> None:
+def test_invalid_command_line_prints_one_sentence() -> None:
     rows = [param.values for param in _table(TYPED)]
     runs = run_each(PRETRAIN, [words(START, str(flags)) for flags, _ in rows])
     for run, (_, said) in zip(runs, rows, strict=True):
@@ -215,7 +215,7 @@ FSDP --fp16 --megatron-fsdp-main-params-dtype fp16 --megatron-fsdp-main-grads-dt
 
 
 @pytest.mark.parametrize(("flags", "said"), _table(TRAINED))
-def test_what_a_training_would_fail_with_is_rejected_before_its_first_step(
+def test_flags_that_fail_in_training_are_rejected_before_the_first_step(
     megatron: RankPools, flags: str, said: str
 ) -> None:
     line = flags.replace("FSDP", " ".join(fsdp()))
@@ -223,7 +223,7 @@ def test_what_a_training_would_fail_with_is_rejected_before_its_first_step(
         trained(megatron, 2, "--global-batch-size 8 --train-iters 1", line)
 
 
-# -- of a rehearsal -------------------------------------------------------------------------------
+# -- rehearsals -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_a_flag_that_needs_a_gpu_is_rejected_by_name(flags: list[str]) -> None:
         with_cpu_flags(flags)
 
 
-def test_what_this_package_has_for_a_cpu_is_not_rejected() -> None:
+def test_flags_that_this_package_supports_on_a_cpu_are_accepted() -> None:
     flags = [*LOCAL, *fsdp("optim", "--use-precision-aware-optimizer --optimizer-cpu-offload")]
     with_cpu_flags(flags, supported_on_cpu(flags))
 
@@ -257,13 +257,15 @@ def test_what_this_package_has_for_a_cpu_is_not_rejected() -> None:
     ],
     ids=["MXFP8", "NVFP4"],
 )
-def test_activations_in_blocks_are_not_gathered_on_a_cpu(given: dict[str, Any], said: str) -> None:
+def test_gathers_of_block_scaled_activations_are_rejected_on_a_cpu(
+    given: dict[str, Any], said: str
+) -> None:
     args = SimpleNamespace(**given, num_experts=None, sequence_parallel=True)
     with pytest.raises(FlagError, match=f"^{said} with --sequence-parallel cannot be used"):
         check_combinations(args)
 
 
-# -- of a script without a command line -----------------------------------------------------------
+# -- scripts without a command line ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -283,7 +285,7 @@ def test_a_rejected_field_names_its_flag(rule: Any) -> None:
 
 OFFLOADS, AWARE = {"optimizer_cpu_offload": True}, {"use_precision_aware_optimizer": True}
 BF16 = torch.bfloat16
-# Fields of Megatron's `OptimizerConfig`, and what is said of them.
+# Fields of Megatron's `OptimizerConfig`, and the expected error.
 CONFIGS: tuple[tuple[dict[str, Any], str], ...] = (
     (
         {**OFFLOADS, "optimizer_offload_fraction": 2.0},
@@ -304,7 +306,7 @@ CONFIGS: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 @pytest.mark.parametrize(("options", "said"), CONFIGS)
-def test_what_a_script_asks_of_an_optimizer_in_vain_names_the_field(
+def test_unsupported_field_of_an_optimizer_configuration_is_named(
     options: dict[str, Any], said: str
 ) -> None:
     from megatron_fsdp_v2_mcore.optim.config import check_config
@@ -318,6 +320,6 @@ def test_what_a_script_asks_of_an_optimizer_in_vain_names_the_field(
         check_config(argparse.Namespace(**common | options), params)
 
 
-def test_an_option_that_means_nothing_is_rejected_by_name() -> None:
+def test_invalid_option_is_rejected_by_name() -> None:
     with pytest.raises(ValueError, match=r"expert_strategy is one of no_shard, .* got 'zero3'"):
         Options(expert_strategy="zero3")

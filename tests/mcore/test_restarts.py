@@ -1,4 +1,4 @@
-"""A job goes on: restarted by torchrun from its newest checkpoint, or started again by hand."""
+"""A job resumes: restarted by torchrun from its newest checkpoint, or started again manually."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATIENT = timedelta(seconds=20)
 
 
 def _start(store: dist.Store, world_size: int, last: int | None = None) -> list[str]:
-    """What the ranks of one start agree on, each in a thread; one of them may come last."""
+    """Return the prefix that each rank of one start, a thread, agrees on; `last` is delayed."""
     found = [""] * world_size
 
     def come(rank: int) -> None:
@@ -43,15 +43,15 @@ def _start(store: dist.Store, world_size: int, last: int | None = None) -> list[
     return found
 
 
-def test_every_start_agrees_on_a_prefix_of_its_own_whoever_comes_last() -> None:
+def test_every_start_agrees_on_a_unique_prefix() -> None:
     store = dist.HashStore()
-    # A rank that comes before the first one of its start finds what the start before left.
+    # A rank that arrives before rank 0 of its start finds the keys of the previous start.
     starts = [_start(store, 3, last) for last in (None, 0, 2, 0)]
     assert all(len(set(found)) == 1 and found[0] for found in starts)
     assert len({found[0] for found in starts}) == len(starts)
 
 
-def test_a_start_that_not_all_ranks_come_to_names_those_that_are_missing() -> None:
+def test_incomplete_start_names_the_missing_ranks() -> None:
     store = dist.HashStore()
     _start(store, 3)
     with pytest.raises(
@@ -64,7 +64,7 @@ def test_a_start_that_not_all_ranks_come_to_names_those_that_are_missing() -> No
         meet(dist.HashStore(), 3, 4, timedelta(seconds=0.2))
 
 
-def test_there_is_nothing_to_agree_on_without_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_no_separate_store_without_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     assert store_of_this_start(0, 2, PATIENT) is None
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
@@ -73,7 +73,7 @@ def test_there_is_nothing_to_agree_on_without_restarts(monkeypatch: pytest.Monke
 
 
 def _worker(launcher: int, rank: int) -> int | None:
-    """The process of a rank below torchrun."""
+    """Return the process of a rank that torchrun started, if there is one."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -89,8 +89,8 @@ def _worker(launcher: int, rank: int) -> int | None:
 
 @pytest.mark.functional
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
-def test_a_job_with_a_killed_rank_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
-    """Twice: the first rank is killed, and after the restart another one."""
+def test_job_with_a_killed_rank_resumes_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    """Rank 0 is killed, and rank 1 after the restart."""
     killed = [0, 1]
     log, folder = tmp_path / "log", str(tmp_path / "checkpoints")
     flags = words(MODEL_FLAGS, fsdp(), "--train-iters 60 --cpu-rehearsal")
@@ -105,7 +105,7 @@ def test_a_job_with_a_killed_rank_goes_on_from_its_newest_checkpoint(tmp_path: P
         )
     try:
         for count, rank in enumerate(killed):
-            # In a start of its own each, some iterations after a checkpoint.
+            # Each rank is killed in another start, some iterations after a checkpoint.
             _wait_until(15 + 15 * count, count, log, job)
             worker = _worker(job.pid, rank)
             assert worker is not None
@@ -114,7 +114,7 @@ def test_a_job_with_a_killed_rank_goes_on_from_its_newest_checkpoint(tmp_path: P
     finally:
         job.kill()
     seen = losses_in(log.read_text())
-    # What was trained twice came out alike, and everything was trained.
+    # Every iteration was trained.
     losses = dict(seen)
     assert list(losses) == sorted(losses) == list(range(1, 61))
     # Megatron prints a mean in the second line of every start.
@@ -123,18 +123,18 @@ def test_a_job_with_a_killed_rank_goes_on_from_its_newest_checkpoint(tmp_path: P
     for start in starts[1:]:
         iteration = seen[start][0]
         assert iteration > 1 and iteration % 10 == 1
-        # Where the rank was killed before it trained past the checkpoint, there is none.
+        # There is no earlier loss if the rank was killed before it trained past the checkpoint.
         assert seen[start][1] == dict(seen[:start]).get(iteration, seen[start][1])
 
 
 def _starts(seen: list[tuple[int, float]]) -> list[int]:
-    """Where in a log an iteration does not follow the one before."""
+    """Return the position of the first iteration of each start in a log."""
     numbers = [0, *(iteration for iteration, _ in seen)]
     return [i for i, (a, b) in enumerate(itertools.pairwise(numbers)) if b <= a or i == 0]
 
 
 def _wait_until(iteration: int, restarts: int, log: Path, job: subprocess.Popen[bytes]) -> None:
-    """Wait for an iteration of the start after so many restarts."""
+    """Wait for an iteration of the start after this number of restarts."""
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline:
         seen = losses_in(log.read_text())
@@ -173,7 +173,7 @@ def test_one_command_starts_stops_and_resumes_like_an_uninterrupted_run(
 
 @pytest.mark.functional
 @pytest.mark.parametrize("flag", ["--no-load-optim", "--finetune"])
-def test_weights_without_optimizer_state_go_on_as_under_megatrons_ddp(
+def test_resume_without_optimizer_state_matches_megatrons_ddp(
     megatron: RankPools, tmp_path: Path, flag: str
 ) -> None:
     losses = []

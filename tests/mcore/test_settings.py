@@ -48,7 +48,7 @@ def test_dtypes_and_overlap_reach_fully_shard() -> None:
     assert settings.policy.grad_comm_dtype == torch.bfloat16
 
 
-def test_half_of_the_suggested_communication_unit_is_gathered_ahead() -> None:
+def test_half_of_the_suggested_communication_unit_is_prefetched() -> None:
     def runtime(suggested: int | None, options: Options | None = None) -> RuntimeOptions:
         config = _config(overlap_param_gather=True, suggested_communication_unit_size=suggested)
         return _settings(config, options).runtime
@@ -84,7 +84,7 @@ def test_small_layers_are_grouped_by_default(
     assert _settings(config, options).unit_bytes == expected
 
 
-def test_a_unit_of_no_bytes_is_an_error() -> None:
+def test_unit_bytes_of_zero_is_an_error() -> None:
     with pytest.raises(ValueError, match="unit_bytes must be a whole number of at least 1, got 0"):
         Options(unit_bytes=0)
 
@@ -93,7 +93,7 @@ POOL = Options(runtime=RuntimeOptions(enable_trace_pool=True))
 FP8: dict[str, Any] = {"fp8": "e2m1"}
 FP4: dict[str, Any] = {"fp4": "e2m1"}
 UB = {"nccl_ub": True, "fsdp_manual_registration": True}
-# Fields and options of a run, and how what is said of them begins and ends; nothing: nothing is.
+# Fields and options of a run, and the beginning and end of the notice; empty without a notice.
 NOTICES: tuple[tuple[dict[str, Any], Options, str, str], ...] = (
     ({}, Options(), "", ""),
     (
@@ -103,7 +103,7 @@ NOTICES: tuple[tuple[dict[str, Any], Options, str, str], ...] = (
         "add --fsdp-trace-pool to keep their memory at fixed addresses between steps",
     ),
     ({"fsdp_double_buffer": True}, POOL, "--fsdp-double-buffer: ", "between steps"),
-    # Megatron's configuration turns the one on for the other.
+    # Megatron's configuration enables fsdp_double_buffer with this field.
     (
         {"megatron_fsdp_max_pool_double_buffer": True},
         Options(),
@@ -135,7 +135,7 @@ NOTICES: tuple[tuple[dict[str, Any], Options, str, str], ...] = (
 
 
 @pytest.mark.parametrize(("fields", "options", "begins", "ends"), NOTICES)
-def test_what_is_done_in_another_way_than_asked_is_said(
+def test_options_with_another_implementation_yield_a_notice(
     fields: dict[str, Any], options: Options, begins: str, ends: str
 ) -> None:
     quantized = {name: value for name, value in fields.items() if name.startswith("fp")}
@@ -161,7 +161,7 @@ def test_a_complete_checkpoint_passes(checkpoint: Path) -> None:
     check_checkpoint_folder(checkpoint, may_be_empty=False)
 
 
-def test_an_empty_folder_is_fine_only_where_it_is_also_saved_to(tmp_path: Path) -> None:
+def test_empty_folder_is_accepted_only_if_the_run_saves_to_it(tmp_path: Path) -> None:
     check_checkpoint_folder(tmp_path, may_be_empty=True)
     with pytest.raises(FlagError, match="has no checkpoints"):
         check_checkpoint_folder(tmp_path, may_be_empty=False)
@@ -184,11 +184,13 @@ DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes | None], str]] = {
         r"os\.system, which is not allowed",
     ),
 }
-"""By what is wrong: the file, what becomes of its content, and what is said."""
+"""By kind of damage: the file, a function that changes its content, and the expected error."""
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_is_rejected_by_what_is_wrong(checkpoint: Path, damage: str) -> None:
+def test_damaged_checkpoint_is_rejected_with_the_kind_of_damage(
+    checkpoint: Path, damage: str
+) -> None:
     name, changed, message = DAMAGE[damage]
     file = checkpoint / "iter_0000007" / name
     content = changed(file.read_bytes())
@@ -199,6 +201,6 @@ def test_a_damaged_checkpoint_is_rejected_by_what_is_wrong(checkpoint: Path, dam
         check_checkpoint_folder(checkpoint, may_be_empty=False)
 
 
-def test_an_iteration_that_was_not_saved_is_named(checkpoint: Path) -> None:
+def test_missing_iteration_is_named(checkpoint: Path) -> None:
     with pytest.raises(FlagError, match="no checkpoint of iteration 3"):
         check_checkpoint_folder(checkpoint, may_be_empty=False, iteration=3)

@@ -1,4 +1,4 @@
-"""`--moe-shared-expert-overlap`: the shared expert computes on a stream of its own."""
+"""`--moe-shared-expert-overlap`: the shared expert computes on a separate stream."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLAGS = (
 
 
 def recorded_step(model: Any, optimizer: Any) -> tuple[list[str], list[str]]:
-    """Violations of a step on recorded streams, and what the shared experts' stream writes."""
+    """Return violations on recorded streams, and buffers that the shared experts' stream writes."""
     from megatron.core.transformer.moe import shared_experts, token_dispatcher
 
     from megatron_cpu_rehearsal.patching import Patches
@@ -64,7 +64,9 @@ def _forward(chunk: Any) -> Any:
     return chunk(tokens, position, mask, labels=tokens)
 
 
-def test_its_gradients_are_reduced_after_they_arrived(megatron: RankPools) -> None:
+def test_gradients_of_the_shared_expert_are_reduced_after_they_are_written(
+    megatron: RankPools,
+) -> None:
     short = "--train-iters 1"
     result = trained(megatron, 2, FLAGS, fsdp(), OVERLAP, short, probe=recorded_step)
     for violations, written in result.extras:

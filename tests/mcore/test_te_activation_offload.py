@@ -23,11 +23,11 @@ SMALLEST = 512
 
 
 def _train_offloading(flags: Sequence[str]) -> Training:
-    """Train where host memory counts as the device's, and small tensors as large ones.
+    """Train with a patched selection of offloaded tensors, which accepts CPU and small tensors.
 
-    Nothing else of what chooses tensors is replaced. What was moved is overwritten on the device.
-    Extras are bytes that were to be moved and that were, how often the rest of the rule had to keep
-    a parameter, and how often it missed a gathered weight.
+    The other conditions of the selection are those of Transformer Engine. Moved tensors are
+    overwritten on the device. `extras` counts the selected and the overwritten bytes, the
+    parameters that the selection kept, and the gathered weights that it selected.
     """
     enter_rehearsal("transformer_engine")
     from transformer_engine.pytorch import cpu_offload
@@ -53,7 +53,7 @@ def _train_offloading(flags: Sequence[str]) -> Training:
         moved = list(state.fwd_gpu_tensor_group.tensor_list)
         release(state)
         for tensor in moved:
-            # Device memory that is given to others: who reads it after this reads no activation.
+            # This device memory is free: a later read does not find the activation.
             tensor.fill_(float("nan"))
             counts["spoiled"] += tensor.nbytes
 
@@ -82,7 +82,7 @@ def test_activations_are_moved_and_gathered_weights_are_not(
     moved = trained(megatron_te, 2, *common, OFFLOAD, by=_train_offloading)
     assert_equal(moved, trained(megatron_te, 2, *common))
     for counts in moved.extras:
-        # Of several uses of a tensor one is moved.
+        # A tensor with several uses is moved once.
         assert 0 < counts["spoiled"] <= counts["bytes"]
         assert counts["parameters"] > 0
         assert counts["gathered"] == 0

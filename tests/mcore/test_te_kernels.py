@@ -1,4 +1,4 @@
-"""Reference kernels compute what their formats and functions are defined as, in fp64 here."""
+"""Reference kernels match the definitions of their formats and functions, computed in fp64."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def check(mine: torch.Tensor, exact: torch.Tensor, tolerance: float = 1e-5) -> N
 
 
 def _every_value(exponents: int, mantissas: int, bias: int, largest: float) -> torch.Tensor:
-    """All finite values of a float that are not negative, from the definition, ascending.
+    """Return all finite nonnegative values of a float format, from its definition, ascending.
 
     Args:
         exponents: Bits of the exponent.
         mantissas: Bits of the mantissa.
-        bias: Of the exponent.
-        largest: Finite value.
+        bias: Bias of the exponent.
+        largest: Largest finite value.
     """
     found = []
     for exponent in range(2**exponents):
@@ -61,13 +61,13 @@ VALUES = {
 
 
 def nearest(values: torch.Tensor, kind: Any) -> torch.Tensor:
-    """The nearest value of a format in fp64, ties to the even mantissa, saturating."""
+    """Round to the nearest value of a format in fp64: ties to the even mantissa, saturating."""
     grid = VALUES[kind]
     size = values.double().abs().clamp(max=float(grid[-1]))
     above = torch.searchsorted(grid, size).clamp(max=len(grid) - 1)
     below = (above - 1).clamp(min=0)
     up, down = grid[above] - size, size - grid[below]
-    # Positions in the grid are the numbers themselves: an even one has an even mantissa.
+    # A position in the grid is the bit pattern of the value: even positions have even mantissas.
     takes_above = (up < down) | ((up == down) & (above % 2 == 0))
     return torch.where(takes_above, grid[above], grid[below]) * values.double().sign()
 
@@ -94,7 +94,7 @@ def test_a_format_rounds_to_nearest_even_and_saturates(kind: Any) -> None:
     assert of_nan.item() == 6.0 if kind == "E2M1" else of_nan.isnan().all()
 
 
-def test_a_scale_is_the_largest_value_over_the_amax() -> None:
+def test_scale_is_the_largest_value_over_the_amax() -> None:
     amax = torch.tensor([1.0, 3.0, 448.0, 1e-3])
     plain = numbers.scale_of_amax(amax, 448.0)
     assert torch.equal(plain, (448.0 / amax.double()).float())
@@ -110,10 +110,10 @@ def test_a_scale_is_the_largest_value_over_the_amax() -> None:
     assert numbers.scale_of_amax(overflowing, 448.0, power_of_two=True).item() == 2.0**127
 
 
-def test_e8m0_is_the_least_power_of_two_that_is_not_below() -> None:
+def test_e8m0_rounds_up_to_a_power_of_two() -> None:
     values = torch.cat([torch.rand(300) * 10.0 ** torch.randint(-30, 30, (300,)), torch.ones(1)])
     values = torch.cat([values, 2.0 ** torch.arange(-120, 120.0)])
-    # log2 of a power of two is exact in fp64, and no other value is that close to one.
+    # log2 is exact for powers of two in fp64, and not an integer for other fp32 values.
     expected = [math.ceil(math.log2(float(v))) + 127 for v in values.double()]
     assert numbers.e8m0_of(values).tolist() == expected
     ends = torch.tensor([0.0, 2.0**-127, 2.0**-126, 3e38, torch.inf, torch.nan])
@@ -143,7 +143,7 @@ def _gelu(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.gelu(x, approximate="tanh")
 
 
-def test_the_layouts_of_a_product_are_forward_gradient_and_weight_gradient() -> None:
+def test_layouts_of_a_product_are_forward_dgrad_and_wgrad() -> None:
     weight, x, grad = torch.randn(5, 7), torch.randn(2, 3, 7), torch.randn(2, 3, 5)
     wide = [tensor.double() for tensor in (weight, x, grad)]
     (forward, *nothing) = _gemm(weight, x, "TN")
@@ -156,7 +156,7 @@ def test_the_layouts_of_a_product_are_forward_gradient_and_weight_gradient() -> 
     check(bias_grad, wide[2].sum((0, 1)))
 
 
-def test_bias_and_gelu_come_before_the_one_rounding() -> None:
+def test_bias_and_gelu_are_applied_before_rounding() -> None:
     weight, x, bias = (torch.randn(*shape).bfloat16() for shape in ((5, 7), (6, 7), (5,)))
     y, _, before, _ = _gemm(weight, x, "TN", bias=bias, gelu=True)
     exact = x.double() @ weight.double().t() + bias.double()
@@ -166,7 +166,7 @@ def test_bias_and_gelu_come_before_the_one_rounding() -> None:
     grad = torch.randn(6, 5).bfloat16()
     leaf = before.double().requires_grad_()
     (slope,) = torch.autograd.grad(_gelu(leaf).sum(), leaf)
-    # A weight of ones hands the gradient through, so the slope is all that is left.
+    # An identity weight passes the gradient through, so that only the slope of GELU is left.
     options = {"grad": True, "gelu": True, "gelu_in": before, "bias": bias}
     result, bias_grad, *_ = _gemm(torch.eye(5, dtype=torch.bfloat16), grad, "NN", **options)
     check(result, grad.double() * slope, 1e-2)
@@ -174,7 +174,7 @@ def test_bias_and_gelu_come_before_the_one_rounding() -> None:
 
 
 @pytest.mark.parametrize("dtype", WITH_BF16)
-def test_a_weight_gradient_is_added_in_place_and_rounded_once(dtype: torch.dtype) -> None:
+def test_weight_gradient_is_added_in_place_and_rounded_once(dtype: torch.dtype) -> None:
     x, grad = torch.randn(64, 7).bfloat16(), torch.randn(64, 5).bfloat16()
     main_grad = torch.randn(5, 7).to(dtype)
     expected = main_grad.double() + grad.double().t() @ x.double()
@@ -188,12 +188,12 @@ def test_a_weight_gradient_is_added_in_place_and_rounded_once(dtype: torch.dtype
         check(result, expected)
 
 
-def test_grouped_products_are_one_product_per_expert_with_or_without_tokens() -> None:
+def test_grouped_product_equals_one_product_per_expert() -> None:
     splits = [3, 0, 4]
     weights, biases = [torch.randn(5, 7) for _ in splits], [torch.randn(5) for _ in splits]
     parts, grads = (list(torch.randn(7, width).split(splits)) for width in (7, 5))
     none, fp32 = torch.empty(0), DType.kFloat32
-    # Of one output or several, with gradients or not, adding to what is there or not.
+    # One output or several, a backward or not, accumulation or not.
     kinds = (True, [none] * 3, False, [none], 0, False, True, 1)
     output = torch.full((7, 5), torch.nan)
     operands = (weights, True, parts, False, [output])
@@ -218,10 +218,11 @@ class Kernel:
     """A differentiable function of tensors.
 
     Attributes:
-        shapes: Of its arguments.
-        define: Its definition.
-        forward: Its result, and what is kept for the backward.
-        backward: Gradients of the arguments, of the result's gradient, arguments and what is kept.
+        shapes: Shapes of the arguments.
+        define: The definition of the function.
+        forward: Returns the result and the tensors that are saved for the backward.
+        backward: Returns the gradients of the arguments, from the gradient of the result, the
+            arguments and the saved tensors.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -267,7 +268,7 @@ def _clamped_swiglu(x: torch.Tensor) -> torch.Tensor:
 
 
 def hadamard(size: int) -> torch.Tensor:
-    """Sylvester's matrix: an entry is -1 where row and column share an odd number of bits."""
+    """Return Sylvester's matrix: -1 where row and column share an odd number of bits, else 1."""
     signs = [[(-1) ** (row & col).bit_count() for col in range(size)] for row in range(size)]
     return torch.tensor(signs, dtype=torch.float64)
 
@@ -283,27 +284,27 @@ def rms_norm(one: int, x: torch.Tensor, weight: torch.Tensor) -> Any:
 
 
 def _norms(one: int) -> dict[str, Kernel]:
-    """Norms, whose weight is one more than it is stored or not."""
-    common, around_one = (None, None, DType.kFloat32, 0), bool(one)
+    """Return norms that add `one`, 0 or 1, to their stored weight."""
+    common, zero_centered = (None, None, DType.kFloat32, 0), bool(one)
     return {
-        f"layernorm around {one}": Kernel(
+        f"layernorm of weight + {one}": Kernel(
             ((2, 3, 16), (16,), (16,)),
             lambda *given: layer_norm(one, *given),
-            lambda x, w, b: TEX.layernorm_fwd(x, w, b, 1e-5, *common, around_one),
+            lambda x, w, b: TEX.layernorm_fwd(x, w, b, 1e-5, *common, zero_centered),
             lambda dz, x, w, b, mean, rsigma: TEX.layernorm_bwd(
-                dz, x, mean, rsigma, w, 0, around_one
+                dz, x, mean, rsigma, w, 0, zero_centered
             ),
         ),
-        f"rmsnorm around {one}": Kernel(
+        f"rmsnorm of weight + {one}": Kernel(
             ((2, 3, 16), (16,)),
             lambda *given: rms_norm(one, *given),
-            lambda x, w: TEX.rmsnorm_fwd(x, w, 1e-5, *common, around_one),
-            lambda dz, x, w, _, rsigma: TEX.rmsnorm_bwd(dz, x, rsigma, w, 0, around_one),
+            lambda x, w: TEX.rmsnorm_fwd(x, w, 1e-5, *common, zero_centered),
+            lambda dz, x, w, _, rsigma: TEX.rmsnorm_bwd(dz, x, rsigma, w, 0, zero_centered),
         ),
     }
 
 
-# The last query sees all keys; one query of the mask sees none.
+# One query of the mask sees no keys.
 _MASK = torch.arange(24).view(1, 1, 4, 6) % 5 == 0
 _MASK[0, 0, 1] = True
 
@@ -360,7 +361,7 @@ KERNELS: dict[str, Kernel] = {
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_kernel_and_its_gradient_are_their_definition(name: str) -> None:
+def test_kernel_and_its_gradient_match_their_definition(name: str) -> None:
     kernel = KERNELS[name]
     inputs = [torch.randn(shape) * 2 + 0.5 for shape in kernel.shapes]
     leaves = [tensor.double().requires_grad_() for tensor in inputs]
@@ -375,14 +376,14 @@ def test_a_kernel_and_its_gradient_are_their_definition(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_the_gradient_of_a_bias_before_an_activation_is_summed(name: str) -> None:
+def test_gradient_of_a_bias_before_an_activation_is_summed(name: str) -> None:
     x, grad = torch.randn(3, 4, 10), torch.randn(3, 4, 10)
     bias_grad, again = getattr(TEX, f"dbias_d{name}")(grad, x, None)
     assert torch.equal(again, getattr(TEX, f"d{name}")(grad, x, None))
     check(bias_grad, again.double().sum((0, 1)))
 
 
-def test_a_gradient_is_added_to_that_of_anrms_norm() -> None:
+def test_rms_norm_backward_adds_a_gradient() -> None:
     x, dz, weight = torch.randn(6, 16), torch.randn(6, 16), torch.randn(16)
     _, _, rsigma = TEX.rmsnorm_fwd(x, weight, 1e-5, None, None, DType.kFloat32, 0, False)
     mine = TEX.rmsnorm_bwd(dz, x, rsigma, weight, 0, False)
@@ -400,7 +401,7 @@ FLAG = torch.zeros(1, dtype=torch.int)
 def _adam(
     grads: list[torch.Tensor], p: torch.Tensor, mode: int, decay: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Several steps of Adam in fp64, from its definition."""
+    """Make several steps of Adam in fp64, from its definition."""
     p, m, v = p.double(), torch.zeros_like(p).double(), torch.zeros_like(p).double()
     for step, grad in enumerate(grads, start=1):
         g = grad.double() + (decay * p if mode == 0 else 0)
@@ -412,8 +413,8 @@ def _adam(
 
 
 @pytest.mark.parametrize("mode", [0, 1], ids=["l2", "decoupled"])
-def test_adam_steps_with_and_without_masters_whole_or_as_a_remainder(mode: int) -> None:
-    """A remainder: the lower half of a master, whose upper half is the bf16 parameter."""
+def test_adam_steps_without_and_with_main_weights_or_remainders(mode: int) -> None:
+    """A remainder is the lower half of a main weight, whose upper half is the bf16 parameter."""
     start, grads = torch.randn(300), [torch.randn(300) for _ in range(4)]
     exact = _adam(grads, start, mode, 0.1)
     bits = start.view(torch.int32)
@@ -438,7 +439,7 @@ def test_adam_steps_with_and_without_masters_whole_or_as_a_remainder(mode: int) 
     assert bool(((split.float() - plain).abs() <= plain.abs() * 2.0**-8).all())
 
 
-def test_adam_over_fp8_parameters_quantizes_its_master() -> None:
+def test_adam_of_fp8_parameters_quantizes_the_main_weight() -> None:
     start, grad = torch.randn(64), torch.randn(64)
     data, master = torch.zeros(64, dtype=torch.uint8), start.clone()
     scale, amax, scale_inv = torch.tensor([16.0]), torch.tensor([0.1]), torch.zeros(1)
@@ -451,7 +452,7 @@ def test_adam_over_fp8_parameters_quantizes_its_master() -> None:
     assert scale_inv.item() == 1 / 16
 
 
-def test_capturable_adam_unscales_gradients_and_heeds_its_flag() -> None:
+def test_capturable_adam_unscales_gradients_and_skips_if_flagged() -> None:
     start, grad = torch.randn(20), torch.randn(20)
     p, scaled = start.clone(), grad * 4
     lists = [[scaled], [p], [torch.zeros(20)], [torch.zeros(20)]]
@@ -463,7 +464,7 @@ def test_capturable_adam_unscales_gradients_and_heeds_its_flag() -> None:
     assert torch.equal(scaled, grad)
 
 
-def test_sgd_is_that_of_torch() -> None:
+def test_sgd_matches_torch() -> None:
     p, grads = torch.randn(20), [torch.randn(20) for _ in range(3)]
     leaf = p.double().requires_grad_()
     theirs = torch.optim.SGD([leaf], lr=0.1, momentum=0.9, weight_decay=0.2, nesterov=True)
@@ -476,7 +477,7 @@ def test_sgd_is_that_of_torch() -> None:
     check(p, leaf)
 
 
-def test_scaling_and_norms_of_lists() -> None:
+def test_scaling_and_norms_of_tensor_lists() -> None:
     tensors = [torch.randn(5), torch.randn(3, 4).bfloat16()]
     outputs = [torch.empty(5), torch.empty(3, 4)]
     flag = torch.zeros(1, dtype=torch.int)
@@ -495,7 +496,7 @@ def test_scaling_and_norms_of_lists() -> None:
 
 
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
-def test_delayed_scaling_shifts_its_history_and_makes_the_next_scale(algo: str) -> None:
+def test_delayed_scaling_shifts_its_history_and_computes_the_next_scale(algo: str) -> None:
     # Columns: an ordinary tensor, one that was not used, one whose reduced amax is larger.
     history = torch.tensor([[2.0, 0.0, 1.0], [8.0, 5.0, 3.0], [1.0, 6.0, 2.0]])
     scales, reduced = torch.tensor([7.0, 9.0, 5.0]), torch.tensor([2.0, 0.0, 4.0])
@@ -510,7 +511,7 @@ def test_delayed_scaling_shifts_its_history_and_makes_the_next_scale(algo: str) 
 # -- others ---------------------------------------------------------------------------------------
 
 
-def test_tensors_are_on_a_gpu_to_transformer_engine_alone() -> None:
+def test_is_cuda_is_true_only_in_transformer_engine() -> None:
     (patch,) = [each for each in BEFORE_IMPORT if each.target == "torch:Tensor.is_cuda"]
     ask = "answer = torch.zeros(1).is_cuda"
     theirs = {"__name__": "transformer_engine.pytorch.module.base", "torch": torch}
@@ -538,7 +539,7 @@ def test_rows_are_padded_and_unpadded() -> None:
     assert torch.equal(back, rows)
 
 
-def test_a_name_without_a_kernel_says_that_it_is_not_emulated() -> None:
+def test_name_without_a_kernel_raises_not_emulated() -> None:
     with pytest.raises(NotEmulatedError, match=r"transformer_engine_torch\.fused_attn_fwd is not"):
         _ = TEX.fused_attn_fwd
     with pytest.raises(NotEmulatedError, match="CommOverlapHelper is not emulated"):

@@ -31,7 +31,7 @@ from tests.distributed.plain_parallel_model import copied, summed
 from tests.distributed.wrapping import said
 from tests.mcore.checkpoint_values import digest
 from tests.mcore.flags import STRATEGIES
-from tests.mcore.session import enter_rehearsal, entered_te
+from tests.mcore.session import enter_rehearsal, enter_te
 from tests.mcore.trained import TIMEOUT_S, on_te
 from tests.ranks import RankPools
 
@@ -40,7 +40,7 @@ STEPS = 3
 
 
 class Stacked(nn.Module):
-    """Experts in one parameter, `(experts, out, in)`, whose outputs are cut; an absent bias."""
+    """Experts in one parameter, `(experts, out, in)`, sharded by outputs, with an absent bias."""
 
     def __init__(self, tp: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ RULES = (*TRANSFORMER_ENGINE_RULES, TensorParallelRule(Stacked, COLUMN))
 
 
 class _Gather(torch.autograd.Function):
-    """Put the outputs of tensor-parallel ranks one beside the other."""
+    """Concatenate the outputs of tensor-parallel ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -97,7 +97,7 @@ class Model(nn.Module):
             **same,
         )
         experts = len(EXPERTS), HIDDEN, HIDDEN
-        # With tensor parallelism it takes no bias.
+        # With tensor parallelism, GroupedLinear supports no bias.
         self.up = te.GroupedLinear(*experts, parallel_mode="column", bias=False, **same)
         self.down = te.GroupedLinear(*experts, parallel_mode="row", bias=False, **same)
         self.whole = te.Linear(HIDDEN, HIDDEN, device="cpu")
@@ -107,11 +107,11 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         splits = list(EXPERTS)
-        # A rank has its part of the one and of the other.
+        # A rank has a shard of the queries and a shard of the keys.
         query, key = self.projections(x).chunk(2, -1)
         x = x + self.out(torch.tanh(query) * key)
         x = x + self.mlp(x)
-        # Experts leave communication to who dispatches tokens.
+        # Experts leave communication to the token dispatcher.
         routed = self.down(self.up(copied(x, self.group), splits), splits)
         x = self.norm(x + summed(routed, self.group))
         x = x + _Gather.apply(self.stacked(copied(x, self.group)), self.group)
@@ -120,12 +120,12 @@ class Model(nn.Module):
 
 
 def mesh_of(dp: int, tp: int) -> DeviceMesh:
-    """A new one: trainings of Megatron end the groups of all there are."""
+    """Return a new mesh: trainings of Megatron destroy the groups of existing meshes."""
     return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
 
 
 def _part(name: str, whole: torch.Tensor, rank: int, tp: int) -> torch.Tensor:
-    """What one tensor-parallel rank holds of a whole weight, written out by name."""
+    """Return the shard of a full weight on one tensor-parallel rank, by parameter name."""
     if "layer_norm" in name or name.startswith(("norm", "last", "whole")) or name == "out.bias":
         return whole
     if name == "mlp.fc2_bias":
@@ -139,7 +139,7 @@ def _part(name: str, whole: torch.Tensor, rank: int, tp: int) -> torch.Tensor:
 
 
 def sharded(dp: int, tp: int, strategy: str = "optim_grads_params") -> tuple[Any, DeviceMesh]:
-    """The model at a size; its whole weights are the same at every size."""
+    """Return the sharded model; its full weights are the same at all parallel sizes."""
     enter_rehearsal("transformer_engine")
     mesh = mesh_of(dp, tp)
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
@@ -157,14 +157,14 @@ def sharded(dp: int, tp: int, strategy: str = "optim_grads_params") -> tuple[Any
 
 
 def optimizer_of(model: nn.Module, **options: Any) -> Any:
-    """Transformer Engine's own."""
+    """Return Transformer Engine's FusedAdam of the parameters."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     return FusedAdam(list(model.parameters()), lr=0.01, **options)
 
 
 def train(model: Any, mesh: DeviceMesh, optimizer: Any, steps: range) -> list[float]:
-    """Losses over the data of four data-parallel ranks, which fewer have several of each."""
+    """Train on the data of four ranks, split among the data-parallel ranks; return the losses."""
     losses = []
     dp = mesh.size(0)
     for step in steps:
@@ -185,7 +185,7 @@ def train(model: Any, mesh: DeviceMesh, optimizer: Any, steps: range) -> list[fl
 
 
 def digests(model: Any, optimizer: Any) -> dict[str, str]:
-    """Of every whole parameter and moment."""
+    """Return digests of all full parameters and moments."""
     found = {}
     state = optimizer.state_dict()["state"]
     for number, (name, param) in enumerate(model.named_parameters()):
@@ -200,10 +200,10 @@ def digests(model: Any, optimizer: Any) -> dict[str, str]:
 
 
 def save(folder: str, dp: int, tp: int) -> tuple[dict[str, str], list[float], bool]:
-    """Train, save, go on.
+    """Train, save, and continue the training.
 
     Returns:
-        Digests of what was saved, losses of all steps, whether absent biases stayed plain tensors.
+        Digests of saved values, losses of all steps, whether absent biases stayed plain tensors.
     """
     model, mesh = sharded(dp, tp)
     optimizer = optimizer_of(model)
@@ -217,10 +217,10 @@ def save(folder: str, dp: int, tp: int) -> tuple[dict[str, str], list[float], bo
 
 
 def load(folder: str, dp: int, tp: int, strategy: str) -> tuple[dict[str, str], list[float]]:
-    """Load over other weights and state.
+    """Load a checkpoint over other weights and state.
 
     Returns:
-        Digests of what was loaded, and losses of the steps that follow.
+        Digests of the loaded values, and losses of the following steps.
     """
     model, mesh = sharded(dp, tp, strategy)
     optimizer = optimizer_of(model)
@@ -234,8 +234,8 @@ def load(folder: str, dp: int, tp: int, strategy: str) -> tuple[dict[str, str], 
 
 
 def quantized(amax_history_len: int = 4) -> nn.Sequential:
-    """Modules with extra state of their own, after a step in FP8."""
-    te = entered_te()
+    """Return modules with extra state, after a forward and a backward in FP8."""
+    te = enter_te()
     from transformer_engine.common.recipe import DelayedScaling
 
     torch.manual_seed(0)
@@ -252,17 +252,17 @@ def quantized(amax_history_len: int = 4) -> nn.Sequential:
 
 
 def weights_of(model: nn.Module) -> dict[str, Any]:
-    """What torch's own checkpoint is given: no records of past scales."""
+    """Return the state for torch's own checkpoint: no extra state of FP8 modules."""
     found = get_model_state_dict(model)
     return {name: value for name, value in found.items() if not name.endswith("_extra_state")}
 
 
 def output_in_fp8(tp: int, *, names_mesh: bool) -> tuple[torch.Tensor, list[str]]:
-    """A column-parallel layer's outputs with current scaling, all columns, and what it warned of.
+    """Return all output columns of a column-parallel layer in FP8, and its warnings.
 
-    The one half of the weight is much smaller than the other.
+    The layer uses current scaling. One half of the weight is much smaller than the other.
     """
-    te = entered_te()
+    te = enter_te()
     from transformer_engine.common.recipe import Float8CurrentScaling
 
     mesh = mesh_of(dist.get_world_size() // tp, tp)
@@ -302,7 +302,7 @@ EXTRA = "_extra_state"
         longer((1, 1), (2, 2), "optim_grads_params"),
     ],
 )
-def test_every_module_comes_back_bit_for_bit_at_any_size_and_goes_on(
+def test_checkpoints_are_bitwise_identical_at_other_parallel_sizes(
     megatron_te: RankPools,
     tmp_path: Path,
     saved_at: tuple[int, int],
@@ -324,9 +324,7 @@ def test_every_module_comes_back_bit_for_bit_at_any_size_and_goes_on(
 
 
 @on_te(2, way=WAYS)
-def test_records_of_past_scales_are_in_no_checkpoint_and_in_the_way_of_none(
-    tmp_path: Path, way: str
-) -> None:
+def test_checkpoints_omit_extra_state_of_fp8_modules(tmp_path: Path, way: str) -> None:
     model, path = quantized(), tmp_path / "saved"
     lengths = [value.numel() for key, value in model.state_dict().items() if EXTRA in key]
     if way == "ours":
@@ -335,7 +333,7 @@ def test_records_of_past_scales_are_in_no_checkpoint_and_in_the_way_of_none(
         dcp.save(weights_of(model), checkpoint_id=str(path))
     names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     before = [param.detach().full_tensor() for param in model.parameters()]  # type: ignore[attr-defined]
-    # A longer record of past scales.
+    # A longer amax history.
     other = quantized(16)
     with torch.no_grad():
         for param in other.parameters():
@@ -353,13 +351,13 @@ def test_records_of_past_scales_are_in_no_checkpoint_and_in_the_way_of_none(
 
 
 @on_te(2)
-def test_with_a_mesh_named_every_part_has_the_scale_of_the_whole() -> None:
+def test_named_amax_mesh_gives_every_shard_the_scale_of_the_full_weight() -> None:
     results = [
         output_in_fp8(tp, names_mesh=names_mesh)
         for tp, names_mesh in ((1, False), (2, True), (2, False))
     ]
     whole, named, not_named = (found for found, _ in results)
-    # Neither naming one nor leaving it out.
+    # No warnings, neither with a named mesh nor without.
     assert not [line for _, said in results for line in said if "amax" in line or "mesh" in line]
     assert torch.equal(named, whole)
     assert not torch.equal(not_named, whole)
@@ -367,7 +365,7 @@ def test_with_a_mesh_named_every_part_has_the_scale_of_the_whole() -> None:
 
 @on_te(2)
 def test_experts_stacked_in_a_grouped_tensor_are_rejected_by_name() -> None:
-    te = entered_te()
+    te = enter_te()
     with mock.patch.dict(os.environ, NVTE_GROUPED_LINEAR_SINGLE_PARAM="1"):
         experts = te.GroupedLinear(2, 32, 32, bias=False, single_grouped_weight=True, device="cpu")
     assert type(experts.weight).__name__ == "GroupedTensor"
@@ -378,7 +376,7 @@ def test_experts_stacked_in_a_grouped_tensor_are_rejected_by_name() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, longer(torch.uint8)], ids=str)
 @on_te(2)
-def test_state_with_scales_is_not_saved_without_them(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_checkpoints_of_state_with_scales_are_rejected(tmp_path: Path, dtype: torch.dtype) -> None:
     model, mesh = sharded(2, 1)
     optimizer = optimizer_of(model)
     checkpoint.save(tmp_path / "saved", model, optimizer)
@@ -390,8 +388,8 @@ def test_state_with_scales_is_not_saved_without_them(tmp_path: Path, dtype: torc
 
 
 @on_te(2)
-def test_attention_beside_layers_has_no_weights_to_reduce_an_amax_of() -> None:
-    te = entered_te()
+def test_attention_without_weights_has_no_amax_mesh() -> None:
+    te = enter_te()
     from transformer_engine.common.recipe import Float8CurrentScaling
 
     layer = te.Linear(32, 32, bias=False, device="cpu")
@@ -404,6 +402,6 @@ def test_attention_beside_layers_has_no_weights_to_reduce_an_amax_of() -> None:
     assert len(hooks) == 1
 
 
-def test_a_mesh_for_amaxes_that_nothing_could_use_is_rejected() -> None:
+def test_invalid_amax_mesh_is_rejected() -> None:
     with pytest.raises(ValueError, match="the mesh for amaxes must have one axis"):
         name_amax_mesh(nn.Linear(2, 2), None)  # type: ignore[arg-type]

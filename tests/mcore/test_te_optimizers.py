@@ -1,6 +1,6 @@
-"""Transformer Engine's FusedAdam steps sharded main weights, whatever its state is kept in.
+"""Transformer Engine's FusedAdam steps sharded main weights, with state in several dtypes.
 
-The functional matrix has trainings with it, and their checkpoints.
+The functional matrix has trainings and checkpoints with FusedAdam.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LARGEST = {torch.float16: 32752.0, torch.uint8: 448.0}
 
 
 class Model(nn.Module):
-    """Uneven, and a vector that not every rank has an element of; `unused` has gradients of 0."""
+    """A model with uneven shards; `scalar` is on one rank only, and `unused` has zero gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Model(nn.Module):
 
 
 def make(policy: MixedPrecisionPolicy | None = None, **options: Any) -> tuple[nn.Module, Any]:
-    """A sharded model, equal on all ranks, and a FusedAdam of its parameters."""
+    """Return a sharded model, equal on all ranks, and a FusedAdam of its parameters."""
     enter_rehearsal("transformer_engine")
     from transformer_engine.pytorch.optimizers import FusedAdam
 
@@ -52,7 +52,7 @@ def make(policy: MixedPrecisionPolicy | None = None, **options: Any) -> tuple[nn
 
 
 def run(model: nn.Module, optimizer: Any, first: int, steps: int) -> Any:
-    """Steps of the model on inputs that depend on their number; yields the gradients of each."""
+    """Step the model on inputs that depend on the step number; yield the gradients of each step."""
     for number in range(first, first + steps):
         generator = torch.Generator().manual_seed(number)
         model(torch.randn(4, 5, generator=generator)).backward()
@@ -62,7 +62,7 @@ def run(model: nn.Module, optimizer: Any, first: int, steps: int) -> Any:
 
 
 def _stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What fp64 values are once they were kept in a dtype, with one scale for all."""
+    """Round fp64 values to a dtype in which they are stored, with one scale per tensor."""
     if dtype not in LARGEST:
         return values.to(dtype).double()
     scale = values.abs().max() / LARGEST[dtype]
@@ -76,7 +76,7 @@ def _stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def distance_from_fp64(
     first: torch.dtype, second: torch.dtype, policy: MixedPrecisionPolicy | None, decoupled: bool
 ) -> tuple[float, set[str], set[str]]:
-    """Train, and make the same steps in fp64 with moments rounded as they are kept.
+    """Train, and make the same steps in fp64 with moments rounded to their dtype.
 
     Returns:
         The largest difference of a parameter, names of state, dtypes of parameters and gradients.
@@ -118,12 +118,12 @@ MIXED = {
 
 @pytest.mark.parametrize("states", [(FP32, FP32), (BF16, BF16), (FP16, FP16), (FP8, FP8)], ids=str)
 @on_te(2)
-def test_steps_are_those_of_fp64_with_moments_rounded_as_they_are_kept(
+def test_steps_match_fp64_with_moments_rounded_to_their_dtype(
     states: tuple[torch.dtype, torch.dtype],
 ) -> None:
-    """With a parameter that one rank has nothing of, and one whose gradients are all zero."""
+    """One rank has no element of one parameter; another parameter has zero gradients."""
     difference, names, _ = distance_from_fp64(*states, None, True)
-    # A moment in fp32 may lie on the other side of the middle of two numbers that it is rounded to.
+    # A moment may round to another neighbor in fp32 than in fp64.
     kept = {FP32: 0.0, FP8: torch.finfo(torch.float8_e4m3fn).eps}
     step = max(kept[s] if s in kept else torch.finfo(s).eps for s in states)
     assert difference < 2e-6 + LR * step
@@ -131,11 +131,11 @@ def test_steps_are_those_of_fp64_with_moments_rounded_as_they_are_kept(
 
 
 @on_te(2, kind=MIXED, decoupled=[False, True])
-def test_gradients_of_another_dtype_are_stepped_under_either_name(
+def test_gradients_of_another_dtype_are_stepped_as_grad_or_decoupled_grad(
     kind: str, decoupled: bool
 ) -> None:
     policy = MIXED[kind]
     difference, _, dtypes = distance_from_fp64(FP32, FP32, policy, decoupled)
-    # A sum of fp32 may lie on the other side of the middle of two bf16 numbers.
+    # A sum may round to another bf16 neighbor in fp32 than in fp64.
     assert difference < (1e-2 if policy.main_params_dtype is BF16 else 2e-6)
     assert dtypes == {"torch.float32", "torch.bfloat16"}

@@ -1,8 +1,8 @@
-"""Transformer Engine's Python over the reference kernels: its formats, modules and optimizer.
+"""Transformer Engine's quantizers and products over the reference kernels.
 
-What is compared with is computed here in fp64 from each format's definition. Where a definition
-rounds in fp32, the exact number is made in fp64 and rounded once. Everything runs on ranks that
-have Transformer Engine.
+Expected values are computed in fp64 from each format's definition. Where a definition rounds in
+fp32, the exact number is computed in fp64 and rounded once. Tests that import Transformer Engine
+run on ranks that have it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_cpu_rehearsal.te import fp4, numbers
-from tests.mcore.session import entered_te
+from tests.mcore.session import enter_te
 from tests.mcore.test_te_kernels import E4M3, TEX, VALUES, hadamard, nearest
 from tests.mcore.trained import on_te
 
@@ -22,23 +22,23 @@ _GRID = VALUES["E2M1"]
 
 
 def _largest(values: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    """The amax of every block of so many rows and columns, in fp64."""
+    """Return the amax of every block of `rows` x `cols` elements, in fp64."""
     return values.double().unfold(0, rows, rows).unfold(1, cols, cols).abs().amax((2, 3))
 
 
 def _spread(scales: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    """One scale of a block for each of its elements."""
+    """Repeat the scale of each block for all of its elements."""
     return scales.repeat_interleave(rows, 0).repeat_interleave(cols, 1)
 
 
 def _bytes_of(exact: torch.Tensor) -> torch.Tensor:
-    """Bytes of values that an E4M3 has exactly."""
+    """Return the bytes of values that E4M3 represents exactly."""
     return exact.float().to(E4M3).view(torch.uint8)
 
 
 @on_te(2)
-def test_a_scale_for_a_tensor_delayed_or_current_and_common_to_ranks() -> None:
-    te = entered_te()
+def test_scale_of_a_tensor_is_delayed_or_current_and_common_to_ranks() -> None:
+    te = enter_te()
     rank = dist.get_rank()
     torch.manual_seed(rank)
     x = (torch.randn(6, 8) * (rank + 1)).bfloat16()
@@ -50,7 +50,7 @@ def test_a_scale_for_a_tensor_delayed_or_current_and_common_to_ranks() -> None:
     assert torch.equal(made._transpose, _bytes_of(exact).t())
     assert torch.equal(made.dequantize().double(), (exact * (1 / 20.0)).float().bfloat16().double())
     assert history.item() == x.abs().max().item()
-    # A smaller amax does not lower what was recorded.
+    # A smaller amax does not lower the recorded amax.
     delayed(x / 2)
     assert history.item() == x.abs().max().item()
 
@@ -67,7 +67,7 @@ def test_a_scale_for_a_tensor_delayed_or_current_and_common_to_ranks() -> None:
             scale = 2.0 ** scale.log2().floor()
         assert torch.equal(made._data, _bytes_of(nearest(x.float() * scale, E4M3)))
         assert made._scale_inv.item() == (1 / scale).item()
-    # Written in place: a payload that is a view of a flat buffer stays one.
+    # Quantization writes in place: a payload that is a view of a flat buffer stays one.
     address = made._data.data_ptr()
     current.with_amax_reduction = False
     made.quantize_(x * 3)
@@ -77,8 +77,8 @@ def test_a_scale_for_a_tensor_delayed_or_current_and_common_to_ranks() -> None:
 
 
 @on_te(2)
-def test_a_scale_for_a_block_is_a_power_of_two_of_its_largest() -> None:
-    te = entered_te()
+def test_scale_of_a_block_is_a_power_of_two_from_its_amax() -> None:
+    te = enter_te()
     torch.manual_seed(0)
     x = torch.randn(256, 384) * torch.rand(256, 1) * 10
     for dim in (1, 2):
@@ -100,8 +100,8 @@ def test_a_scale_for_a_block_is_a_power_of_two_of_its_largest() -> None:
 
 
 @on_te(2)
-def test_mxfp8_has_an_exponent_for_32_elements_each_way() -> None:
-    te = entered_te()
+def test_mxfp8_has_an_exponent_for_32_elements_in_both_directions() -> None:
+    te = enter_te()
     torch.manual_seed(0)
     x = (torch.randn(64, 96) * torch.rand(64, 1) * 10).bfloat16()
     made = te.MXFP8Quantizer(te.DType.kFloat8E4M3)(x)
@@ -123,7 +123,7 @@ def test_mxfp8_has_an_exponent_for_32_elements_each_way() -> None:
 
 
 def _quantizers(te: Any, *, of_weights: bool) -> dict[str, Any]:
-    """One of each format for weights, or for inputs and gradients."""
+    """Return a quantizer of each format, for weights or for inputs and gradients."""
     e4m3 = te.DType.kFloat8E4M3
     dim = 2 if of_weights else 1
     four_bits = {"with_2d_quantization": True}
@@ -140,7 +140,7 @@ def _quantizers(te: Any, *, of_weights: bool) -> dict[str, Any]:
 
 
 def _values(tensor: Any, way: str) -> torch.Tensor:
-    """What a payload stands for, in fp64: its elements times the scales of their blocks."""
+    """Return the values of a payload in fp64: its elements times the scales of their blocks."""
     if hasattr(tensor, "_scale_inv"):
         return numbers.from_fp8(tensor._data, E4M3).double() * tensor._scale_inv.double()
     data, scales = (getattr(tensor, f"_{way}_{what}") for what in ("data", "scale_inv"))
@@ -154,7 +154,7 @@ def _values(tensor: Any, way: str) -> torch.Tensor:
     scales, block = scales.double(), 32
     if hasattr(tensor, "_is_2D_scaled"):
         block = 128
-        # One scale for each block of a row or, of two dimensions, of a square.
+        # One scale for each block of a row or, in two dimensions, for each square block.
         if tensor._is_2D_scaled:
             scales = scales.repeat_interleave(block, 0)[: rows if way == "rowwise" else columns]
             scales = scales if way == "rowwise" else scales.t()
@@ -168,8 +168,8 @@ def _values(tensor: Any, way: str) -> torch.Tensor:
 
 
 @on_te(2, name=["current", "blockwise", "mxfp8", "nvfp4"])
-def test_products_are_those_of_the_values_that_are_stored(name: str) -> None:
-    te = entered_te()
+def test_products_multiply_the_stored_values(name: str) -> None:
+    te = enter_te()
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
     torch.manual_seed(0)
@@ -187,7 +187,7 @@ def test_products_are_those_of_the_values_that_are_stored(name: str) -> None:
     ]
     for mine, theirs in zip((y, dgrad, wgrad), wanted, strict=True):
         torch.testing.assert_close(mine.double(), theirs, atol=2e-4, rtol=1e-5)
-    # Near that of the gradient and the input themselves: NVFP4's transforms cancel.
+    # Close to the product of the original gradient and input: NVFP4's transforms cancel.
     exact = grad.double().t() @ x.double()
     assert float((wgrad.double() - exact).norm() / exact.norm()) < 0.25
     if name == "nvfp4":
@@ -198,7 +198,7 @@ def test_products_are_those_of_the_values_that_are_stored(name: str) -> None:
 # -- NVFP4 -----------------------------------------------------------------------------------------
 
 
-def test_stochastic_rounding_takes_a_neighbor_as_often_as_it_is_near() -> None:
+def test_stochastic_rounding_selects_neighbors_in_proportion_to_distance() -> None:
     values = torch.cat([torch.rand(200) * 6.5, _GRID.float(), torch.tensor([0.125, 2.75, 5.0])])
     values = torch.cat([values, -values])
     every = torch.arange(256).expand(len(values), 256)
@@ -215,7 +215,7 @@ def test_stochastic_rounding_takes_a_neighbor_as_often_as_it_is_near() -> None:
         assert bool((rounded.sign() * value >= 0).all())
 
 
-def test_two_numbers_share_a_byte_the_first_its_lower_half() -> None:
+def test_first_of_two_packed_numbers_is_the_lower_half_of_the_byte() -> None:
     numbers = torch.tensor([[1, 2, 15, 0], [7, 8, 3, 4]], dtype=torch.uint8)
     packed = fp4.pack(numbers)
     assert packed.tolist() == [[1 + 16 * 2, 15], [7 + 16 * 8, 3 + 16 * 4]]
@@ -226,7 +226,7 @@ def test_two_numbers_share_a_byte_the_first_its_lower_half() -> None:
 def _defined(
     source: torch.Tensor, rows: int, amax: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Elements, scales of blocks of `rows` x 16, and amax that a matrix has in NVFP4, in fp64."""
+    """Return a matrix's NVFP4 elements, scales of `rows` x 16 blocks, and amax, in fp64."""
     amax = source.abs().max().double() if amax is None else amax.double()
     to_all = (6 * 448 / amax).float().double()
     blocks = _largest(source, rows, 16)
@@ -241,7 +241,7 @@ def _defined(
 def _assert_payload(
     tensor: Any, way: str, wanted: tuple[torch.Tensor, torch.Tensor, torch.Tensor], rows: int
 ) -> None:
-    """Compare what is stored of one payload, as the matrix it lies in memory."""
+    """Compare a stored payload, as the matrix in memory, with its definition."""
     elements, scales, amax = wanted
     data = getattr(tensor, f"_{way}_data").reshape(elements.shape[0], -1)
     assert torch.equal(fp4.from_e2m1(fp4.unpack(data)).double(), elements), way
@@ -256,15 +256,15 @@ def _assert_payload(
 def _samples() -> torch.Tensor:
     torch.manual_seed(0)
     x = torch.randn(48, 80) * torch.logspace(-3, 2, 48)[:, None]
-    # A block of zeros, and one whose scale E4M3 has no number for.
+    # A block of zeros, and one whose scale is too small for E4M3.
     x[:16, :16] = 0.0
     x[:16, 16:32] *= 1e-9
     return x.bfloat16()
 
 
 @on_te(2)
-def test_payloads_scales_and_what_is_read_back_are_their_definition() -> None:
-    te, x = entered_te(), _samples()
+def test_payloads_scales_and_dequantized_values_match_their_definition() -> None:
+    te, x = enter_te(), _samples()
     for rows in (1, 16):
         quantizer = te.NVFP4Quantizer(with_2d_quantization=rows == 16)
         made = quantizer(x)
@@ -275,10 +275,10 @@ def test_payloads_scales_and_what_is_read_back_are_their_definition() -> None:
         torch.testing.assert_close(
             made.dequantize(dtype=torch.float32).double(), exact, rtol=1e-6, atol=0
         )
-        # Six times what E2M1 and E4M3 are off by together, of the largest of a block.
+        # Rounding to E2M1 and of the scale to E4M3 is off by less than 1/4 of a block's amax.
         bound = _spread(_largest(x, rows, 16), rows, 16) / 4 + amax / 6 / 448 / 448
         assert bool(((exact - x.double()).abs() <= bound).all())
-    # Made of the row-wise payload, the column-wise one is what both make together.
+    # A column-wise payload that is derived from the row-wise one equals the directly quantized one.
     alone = te.NVFP4Quantizer(columnwise=False, with_2d_quantization=True)(x)
     alone.update_usage(rowwise_usage=True, columnwise_usage=True)
     for field in ("_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise"):
@@ -291,9 +291,9 @@ def test_payloads_scales_and_what_is_read_back_are_their_definition() -> None:
 
 
 @on_te(2)
-def test_a_transformed_payload_is_that_of_tokens_times_a_hadamard_matrix() -> None:
-    """Blocks of 16 tokens are multiplied with a Hadamard matrix with signs, rounded to bf16."""
-    te, x = entered_te(), _samples()
+def test_transformed_payload_is_the_product_with_a_hadamard_matrix() -> None:
+    """Blocks of 16 tokens are multiplied by a signed Hadamard matrix and rounded to bf16."""
+    te, x = enter_te(), _samples()
     quantizer = te.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)
     made = quantizer(x)
     _assert_payload(made, "rowwise", _defined(x, 1), 1)
@@ -303,15 +303,15 @@ def test_a_transformed_payload_is_that_of_tokens_times_a_hadamard_matrix() -> No
     matrix = signs[:, None] * hadamard(16) / 4
     turned = (x.t().double().unflatten(1, (-1, 16)) @ matrix).flatten(1).bfloat16()
     _assert_payload(made, "columnwise", _defined(turned, 1), 1)
-    # Orthogonal: what two transforms are multiplied to is what the originals are.
+    # Orthogonal: the product of two transformed tensors equals the product of the originals.
     assert torch.equal(matrix @ matrix.t(), torch.eye(16, dtype=torch.float64))
     with pytest.raises(ValueError, match="transforms only bf16"):
         quantizer(x.float())
 
 
 @on_te(2)
-def test_stochastic_rounding_has_the_mean_of_what_is_rounded() -> None:
-    te, x = entered_te(), _samples()
+def test_stochastic_rounding_is_unbiased() -> None:
+    te, x = enter_te(), _samples()
     quantizer = te.NVFP4Quantizer(columnwise=False, stochastic_rounding=True)
     torch.manual_seed(1)
     made = [quantizer(x).dequantize(dtype=torch.float32).double() for _ in range(400)]
@@ -322,13 +322,13 @@ def test_stochastic_rounding_has_the_mean_of_what_is_rounded() -> None:
     mean = torch.stack(made).mean(0)
     representable = x.double().abs() <= 6 * steps / 2
     error = (mean - x.double()).abs()[representable]
-    # Five standard deviations of the mean, and the 256th that probabilities are rounded by.
+    # Five standard deviations of the mean, and the rounding of probabilities to 1/256.
     assert bool((error <= steps[representable] * (5 * 0.5 / 20 + 1 / 256)).all())
 
 
 @on_te(2)
 def test_ranks_share_the_amax_of_a_group() -> None:
-    te = entered_te()
+    te = enter_te()
     x = _samples() * (dist.get_rank() + 1)
     quantizer = te.NVFP4Quantizer()
     quantizer.with_amax_reduction, quantizer.amax_reduction_group = True, dist.group.WORLD

@@ -1,4 +1,4 @@
-"""Megatron's default layers, Transformer Engine's, in a rehearsal: when they are used, and how."""
+"""Transformer Engine's layers, Megatron's default, in a rehearsal: selection and trainings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.ranks import RankPools
 
 
 def _classes(model: Any, optimizer: Any) -> list[str]:
-    """Modules and optimizers that were used, by package."""
+    """Return the names of Transformer Engine's classes among modules and optimizers."""
     found = {type(module) for chunk in model for module in chunk.modules()}
     found |= {
         type(each.optimizer) for each in getattr(optimizer, "chained_optimizers", [optimizer])
@@ -33,10 +33,8 @@ def _classes(model: Any, optimizer: Any) -> list[str]:
 STEPS = "--global-batch-size 8 --train-iters 4"
 
 
-def test_the_default_layers_compute_what_megatrons_own_do(
-    megatron: RankPools, megatron_te: RankPools
-) -> None:
-    """Weights of equal shapes are drawn in the same order, so they start equal."""
+def test_default_layers_match_megatrons_own(megatron: RankPools, megatron_te: RankPools) -> None:
+    """Weights of equal shapes are drawn in the same order, so their initial values are equal."""
     theirs = trained(megatron_te, 2, TRANSFORMER_ENGINE, STEPS, probe=_classes)
     own = trained(megatron, 2, STEPS)
     assert distance(own.losses, theirs.losses) <= 1e-6
@@ -45,18 +43,18 @@ def test_the_default_layers_compute_what_megatrons_own_do(
 
 
 @pytest.mark.functional
-def test_in_bf16_fused_weight_gradients_differ_in_bits(megatron_te: RankPools) -> None:
-    """The matrix compares fused ones and others in fp32, where they are equal."""
+def test_fused_weight_gradients_are_not_bitwise_identical_in_bf16(megatron_te: RankPools) -> None:
+    """The functional matrix compares fused and unfused gradients in fp32, where they are equal."""
     flags = [TRANSFORMER_ENGINE, STEPS, "--bf16", fsdp()]
     apart = trained(megatron_te, 2, *flags, "--no-gradient-accumulation-fusion")
     assert trained(megatron_te, 2, *flags).losses != apart.losses
 
 
-# ------------------------------------------------------------------------------- how it is chosen
+# -------------------------------------------------------------------------------------- selection
 
 
 def _fake(monkeypatch: pytest.MonkeyPatch, folder: Path, version: str) -> None:
-    """Install a Transformer Engine, as far as one looks before it is imported."""
+    """Create the files of Transformer Engine that are read before it is imported."""
     monkeypatch.setattr(sys, "prefix", str(folder))
     # Other tests of this process may have imported Megatron, which decides for the process.
     monkeypatch.delitem(sys.modules, "megatron.core.extensions.transformer_engine", raising=False)
@@ -70,9 +68,7 @@ def _fake(monkeypatch: pytest.MonkeyPatch, folder: Path, version: str) -> None:
     )
 
 
-def test_an_untested_version_is_said_and_not_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_untested_version_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _fake(monkeypatch, tmp_path, "2.99.1")
     message = "kernels are those of Transformer Engine 2.20, and 2.99.1 is installed"
     with pytest.raises(RehearsalError, match=message):
@@ -93,7 +89,7 @@ def test_without_transformer_engine_megatrons_own_layers_are_the_default(
         with_cpu_flags(TRANSFORMER_ENGINE)
 
 
-def test_where_it_is_installed_it_is_the_default(
+def test_installed_transformer_engine_is_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _fake(monkeypatch, tmp_path, "2.20.7")
@@ -103,7 +99,7 @@ def test_where_it_is_installed_it_is_the_default(
     assert "--no-gradient-accumulation-fusion" in with_cpu_flags(LOCAL)
 
 
-def test_what_needs_fused_attention_has_megatrons_own_layers(
+def test_features_that_need_fused_attention_use_megatrons_own_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _fake(monkeypatch, tmp_path, "2.20.2")
@@ -116,7 +112,7 @@ def test_what_needs_fused_attention_has_megatrons_own_layers(
         with_cpu_flags([*context, *TRANSFORMER_ENGINE])
 
 
-def test_a_wheel_that_cannot_be_imported_alone_is_kept_from_megatron(
+def test_wheel_without_its_extension_is_hidden_from_megatron(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "transformer_engine"

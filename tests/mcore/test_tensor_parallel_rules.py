@@ -1,4 +1,4 @@
-"""How tensor parallelism splits parameters of modules that say so when they get memory."""
+"""Tensor-parallel shards of modules that mark their parameters in `reset_parameters`."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class ColumnLinear(nn.Module):
 
 
 @on_megatron(2)
-def test_a_weight_that_is_marked_when_it_gets_memory_is_a_part_of_a_whole() -> None:
-    # Imported where ranks rehearse: Megatron wants a GPU otherwise.
+def test_weight_marked_in_reset_parameters_is_a_tensor_parallel_shard() -> None:
+    # Imported in a rehearsal: without one, Megatron requires a GPU.
     from megatron_fsdp_v2_mcore.model.tensor_shards import tensor_shards
 
     both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))

@@ -1,4 +1,4 @@
-"""`torch_dist` checkpoints of Megatron's own: what is read, rejected and exported.
+"""`torch_dist` checkpoints of Megatron's own: loading, rejection and export.
 
 The functional matrix has runs that continue from them, and from exports.
 """
@@ -31,7 +31,7 @@ SHARDED = " ".join(f.fsdp())
 SAVED_AT, LAST = 3, 6
 STEPS = f"--global-batch-size 8 --train-iters {LAST}"
 
-# A rate that moves shows whether the schedule was loaded, as losses show weights and moments.
+# A changing learning rate shows whether the schedule was loaded; losses show weights and moments.
 SWIGLU = "--swiglu --lr-decay-style cosine --lr-warmup-iters 2 --clip-grad 0.5"
 ROUNDED = f"{f.ALLTOALL} --bf16 {f.DROPOUT}"
 
@@ -40,7 +40,7 @@ Curve = Callable[[str, int, str, str], tuple[Path, Training]]
 
 @pytest.fixture(scope="module")
 def saved(megatron: RankPools, tmp_path_factory: pytest.TempPathFactory) -> Curve:
-    """Trainings that saved after some iterations and went on, run once each."""
+    """Trainings that save after some iterations and continue; each of them runs once."""
 
     @functools.cache
     def save(name: str, world_size: int, kind: str, flags: str) -> tuple[Path, Training]:
@@ -57,7 +57,7 @@ def _resume(pools: RankPools, world_size: int, folder: Path, *flags: f.Flags) ->
 
 
 def _train_and_count(flags: list[str]) -> tuple[Training, int]:
-    """Train; also return how many elements were read. The probe counts those of the model."""
+    """Train; also return the number of elements read. The probe counts those of the model."""
     from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import MegatronFolder
 
     fill, wanted = MegatronFolder.fill, []
@@ -76,7 +76,7 @@ def _num_elements(model: Any, optimizer: Any) -> int:
 
 
 @pytest.mark.functional
-def test_a_sharded_run_goes_on_and_a_rank_reads_the_rows_it_holds_and_no_others(
+def test_ranks_of_a_resumed_sharded_run_read_only_their_own_rows(
     megatron: RankPools, saved: Curve
 ) -> None:
     folder, uninterrupted = saved("megatron", 2, MEGATRON, SWIGLU)
@@ -100,13 +100,13 @@ def test_state_in_buckets_is_rejected_and_weights_load_without_it(
         _resume(megatron, 2, folder, f.fsdp(), SWIGLU)
     fresh = "--no-load-optim --override-opt-param-scheduler"
     resumed = _resume(megatron, 2, folder, f.fsdp(), SWIGLU, fresh)
-    # Weights are the saved ones, steps start anew.
+    # Weights are loaded, and the optimizer state is new.
     assert distance(resumed.losses[:1], uninterrupted.losses[SAVED_AT : SAVED_AT + 1]) < 1e-6
     assert resumed.losses[1:] != uninterrupted.losses[SAVED_AT + 1 :]
 
 
 @pytest.mark.functional
-def test_weights_alone_are_a_start_for_another_training(megatron: RankPools, saved: Curve) -> None:
+def test_finetuning_starts_from_the_weights(megatron: RankPools, saved: Curve) -> None:
     folder, uninterrupted = saved("megatron", 2, MEGATRON, SWIGLU)
     flags = [STEPS, f.fsdp(), SWIGLU, "--finetune", f.loading(folder, SAVED_AT)]
     tuned = trained(megatron, 2, *flags)
@@ -146,7 +146,7 @@ def test_a_checkpoint_cannot_run_code(tmp_path: Path) -> None:
             common_state(MegatronFolder(tmp_path))
 
 
-def test_what_megatron_saves_besides_tensors_comes_back_and_nothing_else(tmp_path: Path) -> None:
+def test_only_objects_that_megatron_saves_are_loaded(tmp_path: Path) -> None:
     from megatron.core.enums import ModelType
     from megatron.core.optimizer import OptimizerConfig
 
@@ -171,7 +171,7 @@ def test_what_megatron_saves_besides_tensors_comes_back_and_nothing_else(tmp_pat
 
 
 @pytest.mark.functional
-def test_experts_get_an_optimizer_of_their_own_as_the_loading_run_has_it(
+def test_export_separates_optimizers_of_experts_as_in_the_loading_run(
     megatron: RankPools, saved: Curve, tmp_path: Path
 ) -> None:
     run = saved("sharded", 2, SHARDED, f"{f.ALLTOALL} {f.EP2}")
@@ -180,7 +180,9 @@ def test_experts_get_an_optimizer_of_their_own_as_the_loading_run_has_it(
     assert distance(resumed.losses, uninterrupted.losses[SAVED_AT:]) < 1e-6
 
 
-def test_there_and_back_changes_no_bit(megatron: RankPools, saved: Curve, tmp_path: Path) -> None:
+def test_resume_from_an_export_is_bitwise_identical(
+    megatron: RankPools, saved: Curve, tmp_path: Path
+) -> None:
     folder, uninterrupted = _exported(saved("sharded", 2, SHARDED, ROUNDED), tmp_path)
     resumed = _resume(megatron, 2, folder, SHARDED, ROUNDED)
     assert resumed.losses == uninterrupted.losses[SAVED_AT:]
@@ -189,7 +191,7 @@ def test_there_and_back_changes_no_bit(megatron: RankPools, saved: Curve, tmp_pa
 def _exported(
     run: tuple[Path, Training], folder: Path, expert_parallel: int | None = None
 ) -> tuple[Path, Training]:
-    """A training whose checkpoint was exported."""
+    """Export the checkpoint of a training; return the export and the training."""
     assert _export(run[0], folder / "exported", expert_parallel=expert_parallel) == 0
     return folder / "exported", run[1]
 
@@ -207,7 +209,7 @@ def _export(
     return to_torch_dist.run(source, target, parser.parse_args(words))
 
 
-def test_export_says_in_a_sentence_what_it_did_and_why_it_cannot(
+def test_export_prints_its_result_or_an_error_in_one_line(
     saved: Curve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, _ = saved("sharded", 2, SHARDED, ROUNDED)

@@ -1,4 +1,4 @@
-"""Features of Megatron's training loop do with this package what they do with Megatron's DDP."""
+"""Features of Megatron's training loop work as they do with Megatron's DDP."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIX = "--train-iters 6"
 
 
 def _scalars(pools: RankPools, world_size: int, folder: Path, *flags: f.Flags) -> Scalars:
-    """What a training writes for TensorBoard, by name and iteration."""
+    """Train; return the scalars written for TensorBoard, by name and iteration."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     trained(pools, world_size, *flags, f"--tensorboard-dir {folder}")
@@ -41,7 +41,7 @@ def _scalars(pools: RankPools, world_size: int, folder: Path, *flags: f.Flags) -
     return {(name, e.step): e.value for name in names for e in events.Scalars(name)}
 
 
-# -- what is logged -------------------------------------------------------------------------------
+# -- logging --------------------------------------------------------------------------------------
 
 LOGGED = """
 --log-params-norm --log-num-zeros-in-grad --log-validation-ppl-to-tensorboard
@@ -62,20 +62,20 @@ def logged_by_ddp(megatron: RankPools, tmp_path_factory: pytest.TempPathFactory)
     for name in ("params-norm", "num-zeros", "grad-norm", "lm loss", "learning-rate"):
         assert len(_series(scalars, name)) == 6, name
     assert len(_series(scalars, "lm loss validation")) == 2
-    # Tokens that do not occur have rows of zeros.
+    # Gradients of tokens that do not occur are rows of zeros.
     assert min(_series(scalars, "num-zeros")) > 10_000
     return scalars
 
 
 @pytest.mark.parametrize("strategy", f.STRATEGIES)
 @pytest.mark.functional
-def test_tensorboard_gets_the_scalars_it_gets_from_ddp(
+def test_tensorboard_scalars_match_ddp(
     megatron: RankPools, logged_by_ddp: Scalars, tmp_path: Path, strategy: str
 ) -> None:
     ours = _scalars(megatron, 2, tmp_path, SIX, LOGGED, f.fsdp(strategy))
     assert ours.keys() == logged_by_ddp.keys()
     for key, value in logged_by_ddp.items():
-        # Added up in another order, a few numbers come out as zero, or no longer do.
+        # In another order of sums, a few gradients become zero or nonzero.
         tolerance = {"abs": 3} if key[0].startswith("num-zeros") else {"rel": 1e-6}
         assert ours[key] == pytest.approx(value, **tolerance), key
 
@@ -89,7 +89,7 @@ def test_norms_of_parameters_are_logged_at_the_interval(
 
 
 def norms_of_ddp(model: Any, optimizer: Any) -> dict[str, tuple[float, float]]:
-    """Norms of weights and of gradients that were not clipped, by name without wrappers."""
+    """Return norms of weights and of unclipped gradients, by name without wrappers."""
     del optimizer
     return {
         re.sub(r"^(module\.)+", "", name): (float(param.norm()), float(param.main_grad.norm()))
@@ -98,7 +98,7 @@ def norms_of_ddp(model: Any, optimizer: Any) -> dict[str, tuple[float, float]]:
 
 
 PER_PARAMETER = "--log-per-param-norm --log-params-norm --clip-grad 0.5"
-# DDP's gradients are looked at after its step: they must not be clipped there.
+# The probe reads DDP's gradients after the step, which must not clip them.
 UNCLIPPED = "--train-iters 4 --clip-grad 1000"
 
 
@@ -111,7 +111,7 @@ def expected_norms(megatron: RankPools) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.parametrize("strategy", quick_only(f.STRATEGIES, f.NO_SHARD, f.ZERO3))
-def test_norms_of_every_parameter_are_those_of_ddp(
+def test_norms_of_every_parameter_match_ddp(
     megatron: RankPools,
     expected_norms: dict[str, tuple[float, float]],
     tmp_path: Path,
@@ -182,7 +182,7 @@ def train_with_infinite_gradients(*flags: f.Flags) -> None:
 
 
 @on_megatron(2)
-def test_a_gradient_that_is_not_finite_is_found_and_named() -> None:
+def test_gradient_that_is_not_finite_is_named() -> None:
     with pytest.raises(
         RuntimeError,
         match=r"gradient of decoder\.final_layernorm\.bias is not finite on rank \d "
@@ -192,7 +192,7 @@ def test_a_gradient_that_is_not_finite_is_found_and_named() -> None:
 
 
 @on_megatron(2)
-def test_without_the_check_the_training_goes_on() -> None:
+def test_training_continues_without_the_check() -> None:
     unchecked = "--train-iters 2 --no-check-for-nan-in-loss-and-grad"
     train_with_infinite_gradients(f.fsdp(), unchecked)
 
@@ -215,7 +215,7 @@ def test_a_chunk_without_parameters_is_rejected_with_advice() -> None:
         train(f.words(f.MODEL_FLAGS, SIX, f.fsdp()))
 
 
-# -- how a run ends, and what it begins with ------------------------------------------------------
+# -- exits and starts of a run --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_a_chunk_without_parameters_is_rejected_with_advice() -> None:
 def test_a_run_that_exits_early_saves_and_is_resumed(
     tmp_path: Path, flags: str, saved: str
 ) -> None:
-    """Of a training that began an hour ago."""
+    """The start time of the training is set back by an hour."""
     training = session.enter_rehearsal()["training"]
     loop = training.train
 
@@ -251,7 +251,7 @@ def test_a_run_that_exits_early_saves_and_is_resumed(
 
 @pytest.fixture(scope="module")
 def saved(megatron: RankPools, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """Checkpoints of iterations 3 and 6, and what evaluations after training found."""
+    """Checkpoints of iterations 3 and 6, and losses of evaluations after training."""
     folder = tmp_path_factory.mktemp("features")
     return folder, _evaluations(megatron, f.saving(folder, 3))
 
@@ -262,7 +262,7 @@ def _evaluations(pools: RankPools, *flags: f.Flags) -> list[float]:
 
 
 @pytest.mark.functional
-def test_evaluation_without_training_finds_what_training_ended_with(
+def test_evaluation_without_training_matches_evaluation_after_training(
     megatron: RankPools, saved: tuple[Path, Any]
 ) -> None:
     folder, losses = saved
@@ -280,7 +280,9 @@ def test_evaluation_without_training_finds_what_training_ended_with(
     ],
 )
 @pytest.mark.functional
-def test_flags_about_loading_load(megatron: RankPools, saved: tuple[Path, Any], flags: str) -> None:
+def test_flags_of_loading_do_not_change_the_resumed_run(
+    megatron: RankPools, saved: tuple[Path, Any], flags: str
+) -> None:
     model = list(f.MODEL_FLAGS)
     if flags == "--use-checkpoint-args":
         at = model.index("--num-layers")
@@ -314,7 +316,7 @@ def train_below(flags: Sequence[str], threshold: float) -> Training:
         (f.MUON, ""),
     ],
 )
-def test_iterations_with_a_larger_one_than_the_threshold_are_skipped(
+def test_iterations_with_a_norm_above_the_threshold_are_skipped(
     megatron: RankPools, named: str, ours: str
 ) -> None:
     common = ["--train-iters 6 --lr-warmup-iters 2", named]
@@ -332,7 +334,7 @@ STEPS = "--check-weight-hash-across-dp-replicas-interval 2 --train-iters 4 --glo
 
 
 def _probe(chunks: Any, optimizer: Any) -> list[str]:
-    """What is said of weights as they are, and of one that the last rank has changed."""
+    """Compare weights, then change one on the last rank; return the error of a comparison."""
     del optimizer
     compare(chunks)
     (unit,) = (unit for name, unit in named_units(chunks[0]) if name.endswith("decoder.layers.1"))
@@ -340,7 +342,7 @@ def _probe(chunks: Any, optimizer: Any) -> list[str]:
     is_last = rank() == torch.distributed.get_world_size() - 1
     wait, config = group._wait, chunks[0].ddp_config
 
-    def wait_for_wrong_ones() -> bool:
+    def wait_and_change_a_weight() -> bool:
         is_new = wait()
         group.gathered_weight.view(0).view(-1)[0] += 1.0
         return is_new
@@ -349,8 +351,8 @@ def _probe(chunks: Any, optimizer: Any) -> list[str]:
         index = next(i for i, _ in enumerate(group.names) if group.main_weight.view(i).numel())
         group.main_weight.view(index).view(-1)[0] += 1.0
     elif is_last:
-        # Nobody has a copy of main weights, so something goes wrong where they are gathered.
-        group._wait = wait_for_wrong_ones
+        # Main weights have no replicas, so a gathered weight is changed instead.
+        group._wait = wait_and_change_a_weight
     try:
         compare(chunks)
     except RuntimeError as error:
@@ -385,7 +387,7 @@ def test_weights_that_differ_are_found_with_every_strategy(
 
 
 @pytest.mark.functional
-def test_experts_and_stages_are_compared_among_those_who_share_them(megatron: RankPools) -> None:
+def test_experts_and_stages_are_compared_among_their_replicas(megatron: RankPools) -> None:
     trained(megatron, 4, STEPS, f.fsdp(), f.ALLTOALL, f.EP2, f.PP2, iterations=4)
 
 
@@ -416,9 +418,9 @@ def measured_run(flags: Sequence[str]) -> Training:
 
 @pytest.mark.functional
 def test_memory_of_a_long_run_does_not_grow(megatron: RankPools) -> None:
-    """Measured over 600 iterations: after the first 100, resident memory of a rank grows by 1 to 3
-    MiB in steps and not in every iteration, as the allocator's does; the number of tensors and of
-    threads is constant. Megatron's DDP grows by nothing.
+    """In a measurement of 600 iterations, resident memory of a rank grew by 1 to 3 MiB after the
+    first 100, in steps of the allocator and not in every iteration; the numbers of tensors and of
+    threads were constant. With Megatron's DDP, memory did not grow.
     """
     for early, late in trained(
         megatron, 2, LONG_RUN, f.fsdp(f.ZERO3, f.OVERLAP), by=measured_run

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from tests.distributed.on_ranks import on_ranks
 from tests.mcore.flags import MODEL_FLAGS, Flags, words
-from tests.mcore.session import Training, curves, distance, train
+from tests.mcore.session import Training, distance, merge_ranks, train
 from tests.ranks import RankPools
 
 # The first training of a pool imports Megatron on every rank, eight of which may share two cores.
@@ -69,7 +69,7 @@ def run_of_ranks(
     done = _DONE.setdefault(pools, {})
     key = (world_size, by, *command, *sorted(options.items()))
     if not once or key not in done:
-        done[key] = curves(pools(world_size).run(by, command, timeout_s=TIMEOUT_S, **options))
+        done[key] = merge_ranks(pools(world_size).run(by, command, timeout_s=TIMEOUT_S, **options))
     return done[key] if once else done.pop(key)
 
 

@@ -33,7 +33,7 @@ GROUPED = "--moe-grouped-gemm"
 EXPERT_TENSOR = f"{GROUPED} --global-batch-size 16 {f.TP2_SP} --expert-tensor-parallel-size"
 LATENT_EXPERTS = "--num-experts 2 --moe-router-topk 2 --moe-latent-size 32 --disable-bias-linear"
 # A zero-centered norm stores a factor of one as zero, which weight decay does not change.
-AROUND_ONE = f"{f.LATENT} --weight-decay 0 --apply-layernorm-1p"
+UNDECAYED = f"{f.LATENT} --weight-decay 0"
 FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy"
 
 # Ranks and flags of two runs with the same results.
@@ -63,7 +63,12 @@ ALIKE: dict[str, tuple[int, str, int, str]] = {
     "hybrid-context": (2, f"{f.MAMBA} {f.CP2}", 1, f.MAMBA),
     "latent-attention": (2, f"{SEQUENCE} {f.LOW_RANK_QUERIES}", 1, f"{WHOLE} {f.LOW_RANK_QUERIES}"),
     "sparse-attention": (2, f"{SEQUENCE} {f.SPARSE}", 1, f"{WHOLE} {f.SPARSE}"),
-    "zero-centered-norms": (2, f"{SEQUENCE} {AROUND_ONE}", 1, f"{WHOLE} {AROUND_ONE}"),
+    "zero-centered-norms": (
+        2,
+        f"{SEQUENCE} {UNDECAYED} --apply-layernorm-1p",
+        1,
+        f"{WHOLE} {UNDECAYED}",
+    ),
     "latent-experts": (2, f"{SEQUENCE} {LATENT_EXPERTS}", 1, f"{WHOLE} {LATENT_EXPERTS}"),
 }
 

@@ -120,11 +120,15 @@ def test_job_with_a_killed_rank_resumes_from_its_newest_checkpoint(tmp_path: Pat
     # Megatron prints a mean in the second line of every start.
     starts = _starts(seen)
     assert len(starts) == 1 + len(killed)
+    means = {start + 1 for start in starts}
     for start in starts[1:]:
         iteration = seen[start][0]
         assert iteration > 1 and iteration % 10 == 1
-        # There is no earlier loss if the rank was killed before it trained past the checkpoint.
-        assert seen[start][1] == dict(seen[:start]).get(iteration, seen[start][1])
+        # Empty if the rank was killed before it trained past the checkpoint.
+        earlier = dict(pair for line, pair in enumerate(seen[:start]) if line not in means)
+        for line, (repeated, loss) in enumerate(seen[start:], start):
+            if line not in means:
+                assert loss == earlier.get(repeated, loss), repeated
 
 
 def _starts(seen: list[tuple[int, float]]) -> list[int]:

@@ -1,7 +1,7 @@
 """Excludes the code around a unit's forward and backward from torch.compile.
 
 A compiled graph cannot contain gathers, changes of a module's registered parameters, or hooks of
-the autograd graph. This code runs between graphs; a module's own forward is one graph.
+the autograd graph. This code runs between graphs; a module's own forward may be one graph.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def uncompiled[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
 @functools.cache
 def _leave_rooms_as_written() -> None:
-    """Make the compiler skip the files of sharded tensors, which torch calls outside of hooks.
+    """Make the compiler skip the packages of sharded tensors, which torch calls outside of hooks.
 
     Also skips this file, which defines the wrapper of `uncompiled`.
     """
@@ -66,8 +66,8 @@ def leave_to_python(what: str) -> None:
     """Break the compiler's graph, if it is tracing, where it inspects a sharded tensor.
 
     Raises:
-        torch._dynamo.exc.Unsupported: The compiler is tracing. The exception breaks the graph, or
-            is the error if breaks are not allowed.
+        torch._dynamo.exc.Unsupported: The compiler is tracing. The compiler breaks the graph, or
+            propagates the exception if graph breaks are not allowed.
     """
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None and torch._guards.TracingContext.try_get() is not None:
@@ -83,7 +83,7 @@ class _Named(Protocol):
 
 
 def check_engine(unit: _Named) -> None:
-    """Check that the autograd engine runs a backward, since compiled autograd runs hooks too early.
+    """Raise if a backward runs in compiled autograd, which collects hooks before it runs them.
 
     Args:
         unit: The unit whose backward begins.

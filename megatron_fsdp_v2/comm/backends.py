@@ -71,7 +71,7 @@ class _BackendWork:
         collective, c10d_work, finish = self.collective, self.c10d_work, self.finish
         if collective is None:
             return
-        # Cleared first: whoever repairs after a failure waits again before memory is freed.
+        # Cleared first: the cleanup after a failure calls `wait` again before it frees memory.
         self.collective = self.c10d_work = self.finish = None
         try:
             c10d_work.wait()
@@ -175,7 +175,7 @@ _START: dict[CollectiveKind, Callable[[Collective], _Started]] = {
 
 
 def _move_to_end(pieces: Sequence[torch.Tensor], index: int) -> int:
-    """Move one piece to the nearer end, keep the order of the others, and return that end."""
+    """Move one piece to the nearer end in place, others stay in order; return the end's index."""
     end = 0 if index < len(pieces) / 2 else len(pieces) - 1
     if index == end:
         return end
@@ -190,8 +190,8 @@ def _move_to_end(pieces: Sequence[torch.Tensor], index: int) -> int:
 def _sum_into(c: Collective, pieces: list[torch.Tensor]) -> None:
     """Store or add a collective's sum of pieces, computed in their order in the output's dtype.
 
-    May overwrite the pieces. If a piece is the end of the output, each chunk of the sum is stored
-    over the same chunk of that piece, or before it.
+    May overwrite the pieces. If a piece aliases the end of the output, each chunk of the sum is
+    stored over the same chunk of that piece, or before it.
     """
     into, scale, accumulate = c.output, c.scale, c.accumulate
     dtype = torch.promote_types(into.dtype, torch.float32) if c.sums_in_fp32 else into.dtype
@@ -234,7 +234,7 @@ class CudaStreams:
 
 
 class NcclRegistrar:
-    """Allocates memory of a device and registers it with NCCL, on each rank by itself.
+    """Allocates memory of a device and registers it with NCCL, independently on each rank.
 
     Does not use windows (symmetric registration): all ranks would have to register together, and
     ranks may plan their gradients at different times.
@@ -334,8 +334,8 @@ def registrar_for(device: torch.device) -> NcclRegistrar | None:
 
 @functools.cache
 def _cuda_communicator(device: torch.device) -> StreamCommunicator:
-    # One for all units: torch takes streams from a pool of 32, so with three streams per unit, two
-    # units would share streams.
+    # One communicator for all units: torch takes streams from a pool of 32, so with three streams
+    # per unit, two units would share streams.
     with torch.cuda.device(device):
         return StreamCommunicator(CudaStreams(), NcclCollectives())
 

@@ -38,7 +38,7 @@ def all_gather_single(
     Args:
         output: `world size * shard.numel()` elements, contiguous.
         shard: This rank's part.
-        group: Ranks that take part.
+        group: Participating ranks.
         async_op: Return a handle to wait for, instead of waiting.
     """
     if output.dtype not in _KNOWN_DTYPES:
@@ -67,7 +67,7 @@ def broadcast_shards(
     Args:
         output: See `all_gather_single`.
         shard: This rank's part; copied into `output` unless it is a view of its place there.
-        group: Ranks that take part.
+        group: Participating ranks.
 
     Returns:
         A handle to wait for.
@@ -92,7 +92,7 @@ def broadcast_single(tensor: torch.Tensor, *, group: dist.ProcessGroup) -> None:
 
     Args:
         tensor: Tensor of the same shape on all ranks.
-        group: Ranks that take part.
+        group: Participating ranks.
     """
     flat = tensor.detach().contiguous()
     is_known = flat.dtype in _KNOWN_DTYPES
@@ -119,6 +119,6 @@ def reduce_scatter_single(
         output: `full.numel() / world size` elements.
         full: Slices for all ranks, in rank order.
         op: Reduction operator.
-        group: Ranks that take part.
+        group: Participating ranks.
     """
     getattr(dist, _REDUCE_SCATTER)(output, full, op=op, group=group)

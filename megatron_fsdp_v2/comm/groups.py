@@ -1,4 +1,4 @@
-"""Process groups made by their own ranks only, and separate process groups for gathers.
+"""Process groups that only their own ranks create, and separate process groups for gathers.
 
 An NCCL communicator runs one collective at a time, on any stream, and pairs collectives of
 different ranks by order. With a separate process group, gathers run and pair independently of
@@ -30,7 +30,7 @@ def new_local_group(ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
 
     If the default group is bound to a device (`init_process_group(device_id=...)`), torch splits
     NCCL's communicator of all ranks, which requires all ranks, also those outside the group. Here,
-    the default group appears unbound meanwhile, so that NCCL creates a new communicator at the
+    the default group is unbound temporarily, so that NCCL creates a new communicator at the
     first collective.
 
     Args:

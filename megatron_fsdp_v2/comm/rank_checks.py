@@ -1,4 +1,4 @@
-"""Checks that all ranks shard and run the same units, so that a difference is not a hang."""
+"""Checks that all ranks shard and run the same units: a difference raises instead of hanging."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["CheckRanks", "UnitRecord", "checksum", "compare_steps", "compare_uni
 
 
 class CheckRanks(enum.StrEnum):
-    """How often ranks compare what they shard and run."""
+    """How often ranks compare their sharded units and their collectives."""
 
     NEVER = "never"
     ONCE = "once"
@@ -99,10 +99,10 @@ def compare_steps(
     Args:
         what: Action of this rank, such as `gather`.
         name: Name of this rank's unit.
-        code: Number of unit and action; equal only if both are.
+        code: Number of the unit and action: different pairs have different codes.
         axis: Ranks to compare.
         device: Device that their process group communicates on.
-        names: Names of the codes, for the error message.
+        names: Action and unit by code, for the error message.
 
     Raises:
         RuntimeError: A rank is about to issue another collective.

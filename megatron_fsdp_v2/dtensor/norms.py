@@ -3,8 +3,8 @@
 `torch.nn.utils.clip_grad_norm_` computes a norm per gradient, stacks them and computes the norm of
 the stack. Ranks with empty shards may have fewer gradients, so all-reducing single norms, or the
 stack, would combine norms of different tensors or hang. A `ShardedNorm` stays local through the
-stack; the norm of the stack is one number per rank and is all-reduced. All ranks take part in
-`clip_grad_norm_`, which also sees the gradients of empty shards; elsewhere, only the ranks that
+stack; the norm of the stack is one number per rank and is all-reduced. In `clip_grad_norm_`, which
+reads placeholder gradients of empty shards, all ranks participate; elsewhere, only the ranks that
 hold rows of the model.
 """
 
@@ -32,8 +32,8 @@ __all__ = ["ShardedNorm", "check_meshes", "local_norms", "unscale_and_check"]
 class ShardedNorm(torch.Tensor):
     """Norms of this rank's parts of sharded tensors, not reduced over ranks yet.
 
-    `.to()`, `torch.stack` and the norm of the stack keep it local. Every other operation reduces it
-    first (a collective) and continues with the global value.
+    `.to()`, `detach()` and `torch.stack` keep it local. A norm of the same order is computed
+    locally, then reduced. Other computations reduce it first. A reduction is collective.
 
     Attributes:
         local: The same tensor without this class: 0-dim, or a stack of norms.
@@ -75,7 +75,7 @@ class ShardedNorm(torch.Tensor):
             range(self.mesh.size(axis)) if axis in self.axes else [here]
             for axis, here in enumerate(coordinate)
         ]
-        # Ranks along the tensor-parallel axis, which comes last, are empty together.
+        # `empty` has no tensor-parallel coordinate (the last): TP ranks have equal row ranges.
         ndim = len(next(iter(self.empty)))
         found = (each for each in itertools.product(*ranges) if each[:ndim] not in self.empty)
         return tuple(int(self.mesh.mesh[each]) for each in found)
@@ -89,7 +89,7 @@ class ShardedNorm(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Stay local for a stack and its norm; reduce first for everything else."""
+        """Stay local for `.to()` and a stack; reduce after the norm of a stack, else before."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         with torch._C.DisableTorchFunctionSubclass():
@@ -120,7 +120,7 @@ def _are_alike(norms: Any) -> bool:
 def _stacked(norms: Sequence[ShardedNorm]) -> ShardedNorm:
     """Stack norms of one mesh. The result is reduced along every axis that shards one of them.
 
-    A norm that is replicated along such an axis counts on the first rank of that axis only.
+    A norm that is replicated along such an axis is added by the first rank of that axis only.
     """
     mesh = norms[0].mesh
     check_meshes("norm", [norm.mesh for norm in norms])
@@ -181,7 +181,7 @@ def local_norms(tensors: Sequence[Any], order: float) -> list[ShardedNorm]:
         tensors: `UnevenDTensor`s.
         order: The p of the p-norm.
     """
-    # torch leaves the inf-norm of no elements undefined; here it is 0.
+    # torch does not define the inf-norm of an empty tensor; here it is 0.
     held = [tensor._local_tensor.detach() for tensor in tensors if tensor._local_tensor.numel()]
     norms = iter(torch._foreach_norm(held, order) if held else ())
     empty = [tensor.row_shards.info.empty_ranks for tensor in tensors]

@@ -1,6 +1,6 @@
 """Row ranges and blocks of a parameter on every rank, under data and tensor parallelism.
 
-Integers only. Every rank knows them for all ranks, without communication.
+Integers only. Every rank knows the row ranges of all ranks without communication.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class TensorShard:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A block of a parameter that is contiguous in row ranges of this rank and of the whole.
+    """A block of a parameter that is a slice of both the whole and this rank's local tensor.
 
     Attributes:
         offsets: Start of the block in the whole, per dimension.
@@ -113,8 +113,8 @@ class RowShards:
             whose ranks hold equal rows.
         tensor: Tensor-parallel split of the parameter, if there is one. Rows are then rows of this
             rank's tensor-parallel part.
-        saved: `held` of the rank that saved the tensor with `torch.save`; None for a tensor of this
-            job.
+        saved: Result of `held` on the rank that saved the tensor with `torch.save`; None for a
+            tensor of this job.
         info: Shared by all parameters of a group.
         name: Name of the parameter in its group, for errors.
     """

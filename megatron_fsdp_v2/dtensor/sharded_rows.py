@@ -70,7 +70,7 @@ __all__ = [
 # descriptor of `TensorBase` directly.
 
 without_torch_function: Callable[..., Any] = torch._C._disabled_torch_function_impl
-"""`(function, types, args, kwargs)`: call the function as for a DTensor, entirely in C."""
+"""Called with `(function, types, args, kwargs)`; runs the function as for a DTensor, in C."""
 
 _BASE: Any = torch._C.TensorBase
 raw_grad: Callable[[torch.Tensor], Any] = _BASE.grad.__get__
@@ -79,8 +79,8 @@ raw_post_hooks: Callable[[torch.Tensor], Any] = _BASE._post_accumulate_grad_hook
 raw_requires_grad: Callable[[torch.Tensor], bool] = _BASE.requires_grad.__get__
 raw_hooks: Callable[[torch.Tensor], Any] = _BASE._backward_hooks.__get__
 raw_version: Callable[[torch.Tensor], int] = _BASE._version.__get__
-"""Attributes of any tensor, in C. Call them inside `torch._C.DisableTorchFunctionSubclass()`;
-outside, they are much slower than the attributes themselves."""
+"""Getters and setters of attributes of any tensor, in C. Call them inside
+`torch._C.DisableTorchFunctionSubclass()`; outside, they are much slower than attribute access."""
 
 
 COMPUTED = ("H", "T", "data", "imag", "mH", "mT", "real")
@@ -149,8 +149,8 @@ class ShardedRows(FastAttributes):
         placeholder_grad: Empty gradient of a parameter without rows on this rank, whose `grad` is
             set on other ranks. Functions of torch that reduce over gradients, and optimizers that
             need all ranks, read it as `grad`. Setting `grad` removes it.
-        main_grad_slot: For a `param.grad` that a reduction published: the flat main gradient, which
-            it keeps allocated, and the index of the parameter in the group.
+        main_grad_slot: Set on a `param.grad` that a reduction published: the flat main gradient,
+            which this reference keeps allocated, and the index of the parameter in the group.
         decoupled_grad: Alias of `grad`, which may have another dtype than the parameter. Fused
             optimizers with Transformer Engine's `use_decoupled_grad` read gradients from this
             attribute, and skip parameters without it.
@@ -272,7 +272,7 @@ class ShardedRows(FastAttributes):
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle this rank's rows and which rows all ranks hold, without process groups."""
+        """Pickle this rank's rows and the row ranges of all ranks, without process groups."""
         del protocol
         held = self.row_shards.held(self.local_rows)
         shards = dataclasses.replace(self.row_shards, saved=held)
@@ -443,7 +443,7 @@ def rows_like[DTensorT: DTensor](local: torch.Tensor, like: DTensorT) -> DTensor
 local_of: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
 """The local tensor of a sharded tensor; `to_local()` makes a view of it.
 
-In C, since each step reads it several times per parameter.
+Implemented in C, since each step reads it several times per parameter.
 """
 
 

@@ -326,9 +326,9 @@ def on_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
 
 
 def _common_mesh(name: str, operands: Sequence[torch.Tensor]) -> DeviceMesh:
-    """Return the mesh of the sharded operands; an error if they cannot be combined."""
+    """Return the mesh of the sharded operands; raise if the operands cannot be combined."""
     plain = [o for o in operands if not isinstance(o, DTensor | ShardedNorm)]
-    # An optimizer that all ranks step computes the same plain tensors on every rank.
+    # In an optimizer that needs all ranks, plain tensors are equal on every rank.
     if any(operand.ndim for operand in plain) and stepped_by_all() is None:
         raise _mixed(name, operands, [tuple(operand.shape) for operand in plain])
     meshes = [operand.device_mesh for operand in operands if isinstance(operand, FastAttributes)]
@@ -399,7 +399,7 @@ class _Whole:
         return [self] if isinstance(self.tensor, ShardedRows) else ()
 
     def write_back(self, *, is_written: bool) -> None:
-        """Copy what the operation wrote back into the operand and into its bases.
+        """Copy values that the operation wrote back into the operand and its bases.
 
         Args:
             is_written: Whether the operation writes it without advancing its version counter.
@@ -440,7 +440,7 @@ class _Whole:
 
 
 def _run(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
-    """Run a function by its rule. An error in an optimizer's step names the optimizer."""
+    """Run a function by its rule. Add the optimizer's name to an error raised in its step."""
     try:
         return rule(func, args, kwargs or {})
     except Exception as error:
@@ -587,7 +587,7 @@ def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _set_item(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     target, index, value = args
     is_mask = isinstance(index, UnevenDTensor) and index.dtype == torch.bool
-    # A tensor of several values is assigned to masked elements counted over all ranks' rows.
+    # torch assigns several values to masked elements in their order in the whole tensor.
     if is_mask and not (isinstance(value, torch.Tensor) and value.ndim):
         target.masked_fill_(index, value)
     else:

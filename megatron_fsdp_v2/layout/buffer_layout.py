@@ -203,7 +203,7 @@ class BufferLayout:
         """Lay out parameters with the smallest slice the search finds.
 
         Parameters are placed by descending stride, so that matrices keep their natural alignment;
-        smaller ones fill the gaps before. The slice size starts at the lower bound
+        smaller parameters fill the gaps before them. The slice size starts at the lower bound
         `ceil(total / num_shards)` and grows through the multiples of the line at which every long
         parameter can be split between its granules, until everything fits.
 
@@ -249,7 +249,7 @@ class BufferLayout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A short hash that is equal on two ranks if and only if their layouts are equal."""
+        """A short hash of slots and slices, by which ranks compare layouts."""
         text = repr((self.num_shards, self.shard_numel, self.slots))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -313,10 +313,10 @@ class BufferLayout:
 
 
 def admissible_slice(items: Iterable[tuple[int, int]], at_least: int, line: int = 1) -> int:
-    """Smallest slice size from `at_least` on that no single parameter rules out.
+    """Smallest slice size, not below `at_least`, that no single parameter rules out.
 
     A parameter that always contains two slice boundaries needs a slice that is a multiple of its
-    stride. From a certain slice size on (`_free_from`) a placement with one boundary exists. The
+    stride. At slices of at least `_free_from` elements, a placement with one boundary exists. The
     size therefore grows to a common multiple of the strides of the constrained parameters, or to
     the size at which one of them is no longer constrained.
 
@@ -332,7 +332,7 @@ def admissible_slice(items: Iterable[tuple[int, int]], at_least: int, line: int 
     free_from = sorted(((_free_from(*item), item[1]) for item in set(items)), reverse=True)
     size = -(-at_least // line) * line
     while free_from:
-        # Ascending from the end of the list: parameters that are free at this size stay free.
+        # The list is descending; a parameter that is free at this size is free at larger sizes.
         while free_from and free_from[-1][0] <= size:
             free_from.pop()
         if not free_from:
@@ -467,7 +467,7 @@ def _fill_gap(
 
 
 _MAX_GAPS = 64
-"""Number of gaps that later items are tried in; more arise only for unsplittable tensors."""
+"""Maximum number of gaps to try for later items; only unsplittable tensors leave more."""
 
 
 def _orders(items: Sequence[tuple[int, int]]) -> list[list[int]]:
@@ -522,7 +522,7 @@ def smallest_slice(
                 if placed[1] <= num_shards * size:
                     return size, placed[0]
                 needed = min(needed, -(-placed[1] // num_shards))
-        # Steps grow with the number of attempts, which limits attempts; all small sizes are tried.
+        # Steps grow with the attempts, which bounds their number; all small sizes are tried.
         attempt += 1
         target = size + 1
         if size >= _SMALL_SLICE:

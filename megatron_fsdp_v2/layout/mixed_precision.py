@@ -17,7 +17,7 @@ class GroupDtypes:
 
     Attributes:
         model_weight: Compute and gather dtype.
-        main_weight: Dtype the optimizer steps.
+        main_weight: Dtype of the main weights, which the optimizer steps.
         main_grad: Dtype in which gradients are kept and accumulated.
         grad_comm: Communication dtype of a gradient reduction.
         sums_in_fp32: Whether a reduce-scatter sums 16-bit gradients in fp32.
@@ -45,7 +45,7 @@ class MixedPrecisionPolicy:
     dtype of the main gradient.
 
     Attributes:
-        param_dtype: Dtype the forward and backward compute with, and parameters are gathered in.
+        param_dtype: Dtype of gathered parameters, and of computation in the forward and backward.
         main_params_dtype: Dtype of the main (master) weights, which the optimizer steps.
         main_grads_dtype: Dtype of the reduced gradient (`param.grad`) and of its accumulation.
         grad_comm_dtype: Communication dtype of gradients.

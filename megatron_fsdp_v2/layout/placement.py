@@ -75,7 +75,7 @@ OUTER_STRATEGIES: dict[str, AxisPlacements] = {
 """Outer axis of a 2-D mesh. Its gradient is always reduced once a step."""
 
 OUTER_NAMES = {"no_shard": "HSDP", "optim": "HFSDP"}
-"""What the field calls a 2-D mesh with each of the outer strategies."""
+"""Common name of a 2-D mesh with each outer strategy."""
 
 
 def resolve_placements(

@@ -52,10 +52,10 @@ NEGLIGIBLE = 4096
 """Padding that is always accepted, in elements."""
 
 MAX_CLASSES = 6
-"""Row sizes that are searched exhaustively; with more, the closest row sizes are merged first."""
+"""Maximum number of row sizes for an exhaustive search; otherwise the closest ones are merged."""
 
 _PROMISING = 6
-"""Partitions per number of buffers that are laid out and improved."""
+"""Number of partitions that are laid out and improved, per number of buffers."""
 
 _FEW = 5
 """Maximum number of parameters for which every split is tried."""
@@ -64,7 +64,7 @@ _MAX_KINDS = 24
 """Maximum number of kinds for which partitions are improved by relocating parameters (slow)."""
 
 _STEPS = 3
-"""Slice sizes at which moving parameters to another buffer is considered."""
+"""Number of slice sizes at which a move of parameters to another buffer is considered."""
 
 
 def flat_buffers[ItemT, KeyT: Hashable](
@@ -104,7 +104,7 @@ def aligned_buffers(
 
     Buffers are those of `split_for_padding`: alignment adds no collective. All buffers are aligned
     to `Alignment.of(itemsize)`, 128 bytes. While their total padding exceeds both the tolerance and
-    the padding without alignment, the buffer with the largest alignment cost gets half the line,
+    the padding without alignment, the line of the buffer with the largest alignment cost is halved,
     down to 16 bytes. If the padding then also exceeds `NEGLIGIBLE` elements, buffers lose their
     alignment one by one, starting with the largest cost.
 
@@ -456,7 +456,7 @@ def _least_padded(search: _Search, splits: Sequence[_Split]) -> tuple[_Split, in
 
 
 def _merged_classes(search: _Search, counts: _Counts) -> list[list[_Counts]]:
-    """Return classes by granule, then lists with one class less each, down to `MAX_CLASSES`.
+    """Return classes by granule, then lists with one class fewer each, down to `MAX_CLASSES`.
 
     Each step merges the two classes whose common buffer costs least compared with two buffers.
     """

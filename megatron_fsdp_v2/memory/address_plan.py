@@ -19,7 +19,7 @@ CLOSE_ENOUGH = 0.002
 """Excess over the lower bound, as a fraction, at which the search for a better plan stops."""
 
 MAX_ROUNDS = 40
-"""Largest number of improvements of one placement order."""
+"""Maximum number of improvements of one placement order."""
 
 
 def keys_of(mask: int) -> Iterator[int]:
@@ -150,9 +150,9 @@ def plan_memory(
     """Assign addresses in one block, such that conflicting buffers do not overlap.
 
     Finding the smallest block is NP-hard. This function places buffers by first fit in several
-    orders, and improves each order by placing the highest buffers first. For buffers that live in
-    the order of layers, the result meets the lower bound. The plan is deterministic, so that equal
-    arguments give equal plans on all ranks.
+    orders, and improves each order by placing the buffers that end highest first. For buffers that
+    live in the order of layers, the result meets the lower bound. The plan is deterministic, so
+    that equal arguments give equal plans on all ranks.
 
     Args:
         sizes: Bytes per key.
@@ -193,7 +193,7 @@ def _orders(keys: list[int], sizes: Sequence[int], conflicts: Sequence[int]) -> 
 def _improved(
     order: list[int], sizes: Sequence[int], conflicts: Sequence[int], target: int
 ) -> dict[int, int]:
-    """Return the best of several rounds; each one first places the last one's highest buffers."""
+    """Return the best of several rounds; each places the last round's highest buffers first."""
     best = offsets = _first_fit(order, sizes, conflicts)
     for _ in range(MAX_ROUNDS):
         end = _end(offsets, sizes)

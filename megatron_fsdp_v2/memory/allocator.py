@@ -25,8 +25,8 @@ class OwnMemory:
     """A storage that is resized to 0 bytes and back; empty before its first use.
 
     On a GPU, the caching allocator serves the resizes from the free lists of the current stream; on
-    a CPU, malloc does. A model may be built on another stream than it trains on, and memory cached
-    for that stream is useless to the training; so nothing is allocated before the first use.
+    a CPU, malloc does. Nothing is allocated before the first use: a model may be built on another
+    stream than it trains on, and training cannot reuse memory that is cached for that stream.
 
     Attributes:
         storage: The storage, always the same object.
@@ -54,7 +54,7 @@ class TemporaryBuffer:
     Attributes:
         name: Name for reports, such as `layers.3/0/model_weight`.
         use: Use of the buffer.
-        own: Memory of its own.
+        own: The buffer's own memory.
         tensor: The flat tensor.
         followers: Weak references to its views, which move with it to other memory.
     """
@@ -83,7 +83,7 @@ class TemporaryBuffer:
         """Allocate uninitialized memory. Idempotent.
 
         Raises:
-            RuntimeError: The only memory it may use is taken by another buffer.
+            RuntimeError: Another buffer occupies the only memory that this buffer may use.
         """
         if not self._live:
             self._take()
@@ -118,7 +118,7 @@ class TemporaryBuffer:
         return view
 
     def follow(self, tensor: torch.Tensor) -> None:
-        """Make a tensor follow the buffer when it moves to other memory.
+        """Register a tensor that moves with the buffer to other memory.
 
         Args:
             tensor: A tensor on the buffer's storage, such as a parameter made from an alias.
@@ -127,7 +127,7 @@ class TemporaryBuffer:
 
 
 class Allocator:
-    """Makes temporary buffers. This one gives every buffer memory of its own."""
+    """Creates temporary buffers. This base class gives every buffer its own memory."""
 
     def buffer(
         self, name: str, use: BufferUse, numel: int, dtype: torch.dtype, device: torch.device

@@ -1,7 +1,7 @@
 """Registry of tensors that are offloaded to host memory.
 
-If the model itself is on the CPU, as in a rehearsal, a CPU tensor is not necessarily offloaded. So
-code that offloads a tensor registers it here, and code that counts memory reads the registry.
+If the model itself is on the CPU, as in tests, a CPU tensor is not necessarily offloaded. Code that
+offloads a tensor registers it here, and code that counts memory reads the registry.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Events of a step: phases of units, collectives, and memory of buffers and main gradients.
 
 The units of a root share one `Observer`, to which diagnostics subscribe. Without subscribers no
-event is made. This file is in the lowest package that emits events.
+event is made. This file is in `memory`, the lowest package that emits events.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PhaseBegan:
 
 @dataclass(frozen=True, slots=True)
 class PhaseEnded:
-    """The host ends a phase, also by an exception; see `PhaseBegan`."""
+    """The host ends a phase, normally or by an exception; see `PhaseBegan`."""
 
     owner: str
     phase: str

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 __all__ = ["PoolReport", "TracePoolAllocator", "TracedProgram"]
 
 MAX_PROGRAMS = 64
-"""Patterns kept to recognize and report them. Conflicts of all patterns are kept."""
+"""Maximum number of patterns kept. Conflicts of dropped patterns are kept."""
 
 MAX_EVENTS = 1 << 16
-"""Events after which a trace ends, since `unshard()` calls alone begin no passes."""
+"""Maximum number of events of a trace: `unshard()` calls by themselves begin no pass."""
 
 PATIENCE = 4
 """Passes after which a plan is made even if no pattern was seen twice."""
@@ -44,7 +44,7 @@ class ArenaKind:
     """Key of an arena: properties that the buffers of one block share.
 
     Weights and gradients have separate blocks. A prefetch is deferred if its planned memory is
-    taken, and all ranks must decide that alike; ranks gather in the same order but may receive
+    taken, and all ranks must make the same decision; ranks gather in the same order but may receive
     gradients in different orders. Separate blocks need no more memory, since weights and gradients
     have their peaks at the same time, in the backward.
 
@@ -107,8 +107,8 @@ class PoolReport:
         names: Names of the buffers, by key.
         plan: Address plan; None before the first one.
         programs: Traced patterns.
-        beside: Names of planned buffers whose memory is outside the block now: they are live there,
-            or saved views keep them there.
+        beside: Names of planned buffers that use memory outside the block now: they are live, or
+            saved views reference that memory.
     """
 
     kind: ArenaKind
@@ -217,7 +217,7 @@ class PooledBuffer(TemporaryBuffer):
         return self._live or not self.arena.rejects(self)
 
     def aliases(self) -> list[torch.Tensor]:
-        """Return the tensors that move with the buffer, its own first."""
+        """Return the tensors that move with the buffer, the flat tensor first."""
         return [self.tensor, *(t for ref in self.followers if (t := ref()) is not None)]
 
     def is_held(self) -> bool:
@@ -523,7 +523,7 @@ class TracePoolAllocator(Allocator):
         """End a pass through the model, and make a new plan if one is due.
 
         Args:
-            name: Name of the end, added to the name of the beginning; may be empty.
+            name: Kind of the end, appended to the name given to `begin_pass`; may be empty.
             no_pending_backward: See `begin_pass`.
         """
         for arena in self._arenas.values():

@@ -221,8 +221,8 @@ class Transfer:
         """Issue the all-to-alls one after the other, and yield while each one is under way."""
         for hop in hops:
             if not hop.is_needed:
-                # Yields anyway, to issue the next one in the same order as ranks that need this
-                # one: collectives pair by order.
+                # Yields anyway, so that all ranks issue the next all-to-all in the same order:
+                # collectives pair by order.
                 yield
                 continue
             outgoing = [self._pieces[key].reshape(-1) for part in hop.sends for key in part]

@@ -161,7 +161,7 @@ class MatrixLayout:
 
     @property
     def fingerprint(self) -> str:
-        """A short hash that is equal on two ranks if and only if their layouts are equal."""
+        """A short hash of the layout, by which ranks compare layouts."""
         ranges = self.row_shards.row_ranges
         rows: Any = tuple(ranges)
         if isinstance(ranges, RowRanges):

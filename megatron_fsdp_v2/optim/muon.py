@@ -38,8 +38,8 @@ class Muon(MatrixStep):
     about `1 / ranks` of the work, also for replicated parameters. A 3-D parameter is a stack of
     matrices, such as those of experts.
 
-    Groups with `use_muon=False` are stepped by AdamW, so that one optimizer serves a whole model.
-    Use them for embeddings, output layers, norms and biases.
+    AdamW steps groups with `use_muon=False`, so that one optimizer serves a whole model. Use such
+    groups for embeddings, output layers, norms and biases.
 
     Args:
         params: Parameters, named parameters or groups, as for any optimizer.

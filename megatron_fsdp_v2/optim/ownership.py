@@ -1,11 +1,11 @@
 """Assignment of matrices to owner ranks, from shapes and layouts alone, equal on every rank.
 
 A matrix function such as Newton-Schulz needs the whole matrix on one rank. Computing it on every
-rank would repeat the same work, so each matrix has one owner. Longest processing time first keeps
-the busiest rank within a third of a matrix's work of the optimum. A matrix that is whole on one
-rank stays there. With fewer matrices than ranks, some ranks own none: splitting one Newton-Schulz
-needs an all-reduce of its Gram matrix in every iteration, which takes longer than the iteration for
-small matrices, and models with large matrices have many.
+rank would repeat the same work, so each matrix has one owner. If all ranks may own all matrices,
+longest processing time first keeps the work of the busiest rank within 4/3 of the optimum. A matrix
+that is whole on one rank stays there. With fewer matrices than ranks, some ranks own none:
+splitting one Newton-Schulz needs an all-reduce of its Gram matrix in every iteration, which takes
+longer than the iteration for small matrices, and models with large matrices have many of them.
 """
 
 from __future__ import annotations

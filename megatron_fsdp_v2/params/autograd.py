@@ -122,7 +122,7 @@ class Inputs:
 
     @property
     def tell_nothing(self) -> bool:
-        """Whether no hook may mark the end of the unit's backward.
+        """Whether inputs require gradients, but no hook may mark the end of the unit's backward.
 
         An in-place op replaces the tensor's grad_fn, so the node with the hook is bypassed.
         """
@@ -177,8 +177,8 @@ def _node_ran(tell: Callable[[], None], grad_inputs: Any, grad_outputs: Any) -> 
 def watch_outputs(record: ForwardRecord, output: Any, since: int) -> None:
     """Register hooks that call `pre_backward` when the first gradient reaches an output.
 
-    Attributes of plain objects are searched too, unlike for inputs: the search rebuilds nothing,
-    and the backward of a missed tensor would run without gathered weights.
+    Attributes of plain objects are searched too, unlike for inputs: no object is rebuilt here, and
+    the backward of a missed tensor would run without gathered weights.
 
     Args:
         record: The forward, whose `pre_backward` is called.
@@ -282,7 +282,7 @@ _LEAVES = (
 def is_gathered_weight(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a gathered weight or a view of one, such as its transpose.
 
-    Hooks on saved tensors should leave such a tensor alone: it has no memory between forward and
+    Saved-tensor hooks should return such a tensor unchanged: it has no memory between forward and
     backward, and the backward gathers it again.
     """
     if hasattr(tensor, "_owner_slot"):

@@ -269,7 +269,7 @@ class DataParallelBuffer:
         return self.tensor.numel() * self.tensor.element_size()
 
     def rows(self, index: int) -> tuple[int, int]:
-        """Return the first and the end row of a parameter in this span."""
+        """Return the row range of a parameter in this span: first row, one past the last row."""
         return self.layout.local_rows(index, self.span.first, self.span.count)
 
     def view(self, index: int) -> torch.Tensor:
@@ -435,7 +435,7 @@ class DataParallelBuffer:
         if self.comm_copy is None:
             return self.tensor
         copied = self.comm_copy.take().copy_(self.tensor)
-        # Freed now, so that a unit in flight has one full buffer and not two.
+        # Freed now, so that a reduction under way holds one full buffer instead of two.
         self._release()
         return copied
 

@@ -162,7 +162,7 @@ class WeightFormat(Protocol):
     def bind(self, views: Sequence[torch.Tensor], index: int, like: torch.Tensor) -> torch.Tensor:
         """Return the tensor that modules compute with, over views of the gathered buffers.
 
-        Called once per parameter; the buffers are allocated and freed afterwards.
+        Called once per parameter; later, the buffers are repeatedly allocated and freed.
 
         Args:
             views: The parameter's payloads, of its shape; with packing, the last dimension is

@@ -92,8 +92,8 @@ class GroupGrads:
     adds to it.
 
     A gradient arrives on the stream that used its parameter in the forward, which may differ from
-    the compute stream. The engine synchronizes these streams only at the end of a backward, so
-    `_order_write` and `wait_for_writers` order the writes before.
+    the compute stream. The engine synchronizes these streams only at the end of a backward;
+    `_order_write` and `wait_for_writers` order the writes until then.
 
     Attributes:
         full: Buffer that gradients arrive in.
@@ -306,7 +306,8 @@ class GroupGrads:
         writer = aside.get(index)
         if side == writer:
             return
-        # A side stream waits for compute at its first write, and where compute may have written.
+        # A side stream waits for the compute stream before its first write, and before it adds to
+        # a gradient that the compute stream may have written.
         after_compute = side is not None and (side not in aside.values() or self._filled[index])
         comm.wait_for([] if writer is None else [writer], and_compute=after_compute)
         if side is None:
@@ -441,9 +442,9 @@ class GroupGrads:
     def _factors(self) -> tuple[float, float]:
         """Return the factors of the terms and of their sum; their product is `scale`.
 
-        The sum gets the whole factor, because it is a shard and the terms are full buffers. With
-        fp16, a sum may overflow its largest number, 65504, so the terms get the power of two of a
-        factor below 1, which is exact unless a gradient underflows.
+        The whole factor is applied to the sum, because the sum is a shard and the terms are full
+        buffers. A fp16 sum may exceed 65504 and overflow, so with fp16 the terms are multiplied by
+        the power of two in a factor below 1, which is exact unless a gradient underflows.
         """
         if torch.float16 not in (self._context.dtypes.grad_comm, self._context.dtypes.main_grad):
             return 1.0, self.scale
@@ -557,7 +558,7 @@ class GroupGrads:
         cast("UnevenDTensor", self._params[index]).placeholder_grad = self._empty_grad(index)
 
     def _hide_empty(self) -> None:
-        """Replace empty gradients that autograd set, for a loss of parameters, by placeholders."""
+        """Replace empty gradients that autograd set (for a loss of parameters) by placeholders."""
         for index, place in enumerate(self._places):
             if place is None and self._params[index].grad is not None:
                 self._params[index].grad = None

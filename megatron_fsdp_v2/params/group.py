@@ -49,7 +49,7 @@ class GroupSpec:
         dtypes: Dtypes of weights and gradients.
         requires_grad: Whether the parameters are trained.
         placements: Placements per mesh axis, outermost first.
-        granularity: What a shard boundary must not split.
+        granularity: The smallest block that a shard boundary never splits.
         scale: Factor of a gradient's sum over data-parallel ranks.
         errors_on_missing_grad: Whether a missing gradient is an error; otherwise it is zero.
         reduces: Whether gradients are summed over data-parallel ranks.
@@ -282,7 +282,7 @@ class ParameterGroup:
 
         Args:
             name: New name of the group, for its buffers and for errors of collectives.
-            allocator: Allocator of temporary buffers; it adopts the existing ones.
+            allocator: Allocator of temporary buffers; it replaces the existing buffers by its own.
             observer: Receives the events of the group's buffers.
         """
         self._context.name = self._label.name = name

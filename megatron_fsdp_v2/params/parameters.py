@@ -481,7 +481,7 @@ def num_stale() -> int:
 
 
 def find_owner_slot(param: torch.Tensor) -> OwnerSlot | None:
-    """Return the owner slot of a stale parameter; None if its group was deleted."""
+    """Return the owner slot of a stale parameter; None if not stale or if its group was deleted."""
     slot: OwnerSlot | None = _STALE.slots.get(param)  # type: ignore[no-untyped-call]
     return None if slot is None or slot.info.owner() is None else slot
 
@@ -489,8 +489,8 @@ def find_owner_slot(param: torch.Tensor) -> OwnerSlot | None:
 def _in_functional_call() -> bool:
     """Return whether the caller runs inside `torch.func.functional_call`.
 
-    It writes tensors to a module's parameter table for one call, which looks like an assignment;
-    only the stack shows the difference. Called only if a parameter was replaced.
+    `functional_call` writes tensors to a module's parameter table for one call; only the stack
+    distinguishes that from an assignment. Called only if a parameter was replaced.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -515,7 +515,7 @@ def propagate_attributes(
 
     Copies all names, since model code sets attributes (`sequence_parallel`, `allreduce`, ...) that
     optimizers read. Attributes of torch and of this package are skipped. A method bound to the
-    source is bound to the target; otherwise it would keep the source's memory.
+    source is bound to the target; otherwise it would keep the source alive.
 
     Args:
         source: Parameter to copy from.
@@ -551,7 +551,7 @@ def tensor_hook_rejection(name: str, param: torch.Tensor) -> str:
 
 
 class FusedGradient:
-    """Attributes of a parameter by which fused kernels write the full gradient buffer.
+    """Attributes of a parameter through which fused kernels write the full gradient buffer.
 
     A kernel that accumulates weight gradients itself (`gradient_accumulation_fusion` of Megatron
     and Transformer Engine) adds to `main_grad` in the backward, sets `grad_added_to_main_grad` and

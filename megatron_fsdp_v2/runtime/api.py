@@ -1,4 +1,4 @@
-"""The public entry: shard a module's own parameters and make it a unit."""
+"""The public function `fully_shard`: shard a module's own parameters and make it a unit."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
 ) -> ModuleT:
     """Shard the parameters a module owns over a data-parallel mesh, in place.
 
-    Call it bottom-up: on each unit that is gathered on its own, then on the root. A unit owns the
+    Call it bottom-up: on each module to gather separately, then on the root. A unit owns the
     parameters below it that no unit inside it owns. Its parameters become DTensors with their names
     and global shapes; build the optimizer from `module.parameters()` afterwards. A parameter tied
     to one of another unit stays tied: it belongs to the unit sharded first and is gathered for
@@ -157,8 +157,8 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     units are an error.
 
     An error, raised here or by a function passed as an argument, leaves this rank unchanged: the
-    module's class, parameters and hooks, the units inside, torch's random number generators. Of an
-    initialization, only effects beyond the parameters, buffers and attributes of its modules
+    module's class, parameters and hooks, the units inside, torch's random number generators. Side
+    effects of an initialization outside the parameters, buffers and attributes of its modules
     remain. Ranks do not notify each other: if only one rank fails, the other ranks finish, or wait
     for it in the broadcast of meta parameters.
 
@@ -178,14 +178,15 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
             its own weights, since its backward follows at once. None means True; as with FSDP2, 1
             means False, and the number of ranks of the (inner) axis means True.
         ignored_params: Parameters that are not sharded.
-        shard_granularity: What a shard boundary never splits: `row`, `block:<rows>` or `tensor`.
+        shard_granularity: The block that a shard boundary never splits: `row`, `block:<rows>` or
+            `tensor`.
         gradient_scaling_factor: Factor of the gradient sum; default `1 / dp_world_size`.
         on_missing_grad: `zero` or `error`: how a parameter without gradient is treated if others
             of its group have one.
         enable_unshard_prefetch: Gather the next unit while the current one computes; default True.
         enable_async_reduce_grad: Reduce the gradients of a unit while the next one computes;
             default True.
-        enable_trace_pool: Put temporary buffers at planned addresses of one block of memory
+        enable_trace_pool: Place temporary buffers at planned addresses in one block of memory
             (`TracePoolAllocator`); default False.
         shard_placement_fn: As with FSDP2; may return only None or `Shard(0)`.
         offload_policy: As with FSDP2. `CPUOffloadPolicy(pin_memory)`: main weights, gradients and

@@ -39,9 +39,9 @@ class Context:
     Attributes:
         communicator: Issues collectives.
         allocator: Makes temporary buffers.
-        options: How the units run.
+        options: Options of the root.
         observer: Receives events of the units.
-        gathers: Which units are gathered ahead of their use.
+        gathers: Prefetches units.
         reductions: Gradient reductions under way.
         ordered_reductions: Order in which a backward reduces units; None for a mesh of one rank.
         stepped: `id()`s of parameters that optimizers stepped since the latest pass began; filled
@@ -49,21 +49,22 @@ class Context:
         weight_version: Counts events after which main weights may have changed.
         root_pass: Counts the forwards of units in the root's latest forward with gradients (not a
             recomputation), and the forwards of units that ran outside of it.
-        backward_pass: The forward of the current or the latest backward.
+        backward_pass: The pass that the current or latest backward belongs to.
         synced_in_backward: The units that synchronized gradients when that backward began.
         has_gradient: Whether a gradient of a parameter arrived in that backward.
         has_unreduced: Whether a backward left gradients to be synchronized.
-        pass_has_grad: Whether the latest pass was made for a backward.
+        pass_has_grad: Whether gradients were enabled when the latest pass began.
         forward_failed: Whether a pass ended in an exception.
         is_checked: Whether ranks have compared their units.
         has_formats: Whether the weight format of any group communicates.
         num_scheduled: Micro-batches under way in a schedule that runs modules part by part; see
             `ScheduledUnits`.
         forward_numbers: Increasing numbers, one for each forward of a unit.
-        device: Where units compute.
+        device: Device of the units' buffers.
         is_captured: Whether the latest pass is captured in a CUDA graph.
         has_graph: Whether a pass or a step was captured: replays change weights and run no hook.
-        late_flags: Per group name, whether its weights changed after they were gathered.
+        late_flags: Flags that the host has not read yet: name of a group, and whether its weights
+            changed after they were gathered.
     """
 
     def __init__(
@@ -238,7 +239,7 @@ class Context:
         """Begin a backward.
 
         Args:
-            passed: The forward of the backward.
+            passed: The pass that the backward belongs to.
             end_of_backward: The callback at the end of the backward. Only the engine holds it.
         """
         self._end_of_backward = weakref.ref(end_of_backward)
@@ -250,14 +251,14 @@ class Context:
         self.begin_turns(passed)
 
     def begin_turns(self, passed: RootPass) -> None:
-        """Start a new round of reductions of the units of one forward."""
+        """Start the ordered reductions of a pass."""
         self.backward_pass = passed
         passed.is_over = True
         if self.ordered_reductions is not None:
             self.ordered_reductions.begin(passed)
 
     def defer_post_backward(self, record: ForwardRecord) -> None:
-        """Defer the end of a backward without a post-backward hook to the next backward's begin."""
+        """Defer the end of a unit's backward until the backward of an earlier forward begins."""
         self._deferred[record.number] = record
 
     def finish_later_than(self, number: int) -> None:
@@ -320,9 +321,9 @@ class Context:
     # -- recomputations -----------------------------------------------------------------------
 
     def recompute(self, unit: Unit) -> None:
-        """Make room for a unit that is about to be recomputed.
+        """Prepare to recompute a unit.
 
-        Reshards the oldest recomputed units that exceed the prefetch limit together with this one.
+        Reshards the oldest recomputed units if they and this unit exceed the prefetch limit.
         """
         self._recomputed.pop(weakref.ref(unit), None)
         waiting = list(self._recomputed)
@@ -418,7 +419,7 @@ class Context:
         Args:
             units: Some of the units, parents before children.
         """
-        # If every backward reduces (ZeRO-2), nothing is left, and units that some rank skipped were
+        # If every backward reduces (ZeRO-2), no gradient is left: units that some rank skipped were
         # reduced in their turn.
         is_pending = self.ranks_may_differ and self.has_unreduced
         for unit in reversed(units):

@@ -73,7 +73,7 @@ def _pre_forward(module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     if len(unit.modules) == 1 or in_backward():
         return unit.pre_forward(args, kwargs)
     if unit.pending_modules and id(module) not in unit.pending_modules:
-        # The module ran already: a new forward begins, and the last one skipped the pending
+        # The module ran already: a new forward begins, and the previous forward skipped the pending
         # modules.
         unit.end_forward()
     if unit.pending_modules:

@@ -46,10 +46,10 @@ def materialize(
     Collective if there are any; otherwise a no-op.
 
     Calls `reset_parameters()` of every module that has meta tensors, children before parents and
-    siblings in order of registration. Modules are constructed in this order, so they draw random
-    numbers as without the meta device; torch's default generators keep their state. The first rank
-    broadcasts its values, so that every rank shards the same full parameters, however ranks are
-    seeded. Memory: this unit unsharded, until the caller has sharded it.
+    siblings in order of registration. Modules are constructed in this order, so they draw the same
+    random numbers as without the meta device; torch's default generators keep their state. The
+    first rank broadcasts its values, so that every rank shards the same full parameters, however
+    ranks are seeded. Memory: the full parameters of this unit, until the caller has sharded them.
 
     Args:
         owned: Parameters of the unit; meta parameters are replaced by allocated ones, with the same
@@ -110,11 +110,11 @@ def materialize(
 
 @dataclass(frozen=True, slots=True)
 class _Draws:
-    """Generator states for initial values, separate from those that the program sees.
+    """Generator states for initial values, separate from those of the program.
 
     Attributes:
         outside: States of torch's default generators, left unchanged.
-        inside: States from which the values of the next unit are drawn.
+        inside: States after the latest unit, from which the next unit continues.
         latest: A module of the unit initialized last.
     """
 
@@ -206,7 +206,7 @@ def _initialize(module: Any, param_init_fn: Callable[[nn.Module], None] | None) 
 
 
 def _take_over(parameter: OwnedParameter) -> None:
-    """Copy values and attributes from a parameter that an initialization registered instead.
+    """Copy values and attributes from a parameter that an initialization registered in its place.
 
     Transformer Engine registers a new parameter over the same memory and sets attributes on it.
     """
@@ -243,7 +243,7 @@ def _share(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 # -- tensors without values -------------------------------------------------------------------
 
-# The smallest value of these dtypes (0, False) is a common value of buffers, so it marks nothing.
+# The smallest value of these dtypes (0, False) is a common value of buffers, not a marker.
 _WITHOUT_MARK = (torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
 

@@ -1,9 +1,8 @@
 """FSDPModule: the mixin class of sharded modules, a subclass of torch's `FSDPModule`.
 
 Libraries, torch's pipelining and `register_fsdp_forward_method` check `isinstance(module,
-torch.distributed.fsdp.FSDPModule)`. The base class brings its methods along. Methods that access
-FSDP2's own state are overridden here; methods without an equivalent raise an error that names the
-alternative.
+torch.distributed.fsdp.FSDPModule)`. Methods of the base class that access FSDP2's own state are
+overridden here; methods without an equivalent raise an error that names the alternative.
 """
 
 from __future__ import annotations
@@ -66,7 +65,8 @@ class FSDPModule(fsdp.FSDPModule):
     of `torch.distributed.fsdp.FSDPModule`. Methods that are not supported raise a RuntimeError.
     """
 
-    # Libraries resolve the annotations of their subclasses, so this one names no class of ours.
+    # Libraries resolve the annotations of subclasses, so this annotation names no class that is
+    # imported for type checking only.
     _fsdp_unit: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -142,7 +142,7 @@ class FSDPModule(fsdp.FSDPModule):
         """Accept either value: every unit is gathered in its backward.
 
         In FSDP2, `False` skips that gather. Here `False` only warns, since the unit cannot check
-        that skipping is safe. No result depends on it.
+        that skipping is safe. Results are the same.
         """
         if not unshard_in_backward:
             warnings.warn(
@@ -373,8 +373,8 @@ class FSDPModule(fsdp.FSDPModule):
     def reset_iter_state(self) -> None:
         """Reset the units after an exception in a pass, and drop unreduced gradients.
 
-        The root's next forward does so by itself. Call this method before other uses of the model,
-        such as saving a checkpoint.
+        The root's next forward resets them automatically. Call this method before other uses of the
+        model, such as saving a checkpoint.
 
         Raises:
             RuntimeError: The module is not the root.
@@ -410,7 +410,7 @@ class FSDPModule(fsdp.FSDPModule):
         return UnitState(self)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        """Reject.
+        """Reject deep copies.
 
         Raises:
             RuntimeError: Always.
@@ -422,7 +422,7 @@ class FSDPModule(fsdp.FSDPModule):
 
     @override
     def __reduce__(self) -> NoReturn:
-        """Reject.
+        """Reject pickling.
 
         Raises:
             RuntimeError: Always.

@@ -213,8 +213,8 @@ def _rows_of(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _is_zero(lr: Any) -> bool:
-    # A tensor on a device is not read: the host would wait for it in every step. Some optimizers
-    # have None, for a rate they choose themselves.
+    # A tensor on a device is not read: the host would wait for it in every step. An optimizer that
+    # computes its own learning rate may have None.
     is_known = lr.device.type == "cpu" if isinstance(lr, torch.Tensor) else lr is not None
     return is_known and float(lr) == 0
 

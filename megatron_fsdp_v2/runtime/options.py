@@ -21,32 +21,32 @@ __all__ = ["RuntimeOptions", "UnitOptions", "check_at_least_one", "given_options
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeOptions:
-    """How the units of one root run. No result depends on these options.
+    """Runtime options of the units of one root. They do not change results.
 
     Attributes:
         enable_unshard_prefetch: Gather the next unit while the current one computes.
         unshard_prefetch_depth: Number of units gathered ahead of the one that computes, at least 1.
-            Each one costs the gathered weights of a unit. More than one helps where a gather takes
-            longer than a unit computes. None: any number if `unshard_prefetch_bytes` is set, else
-            one.
+            Each one takes the memory of a unit's gathered weights. More than one helps if a gather
+            takes longer than the computation of a unit. None: any number if
+            `unshard_prefetch_bytes` is set, else one.
         unshard_prefetch_bytes: Bytes of gathered weights that all units gathered ahead may take
             together. The next unit is gathered whatever its size. With `unshard_prefetch_depth`,
             both limits apply. None: no limit in bytes.
         enable_unshard_after_step: Gather the weights that the next forward begins with at the end
             of an optimizer's step (ZeRO-3, except with HFSDP), so that host work until then
-            overlaps. These weights stay gathered meanwhile. Main weights that change in between are
-            gathered again where torch counts the change. Any other change (through `.data`, or by
-            functions for lists of tensors) is a RuntimeError in that forward: call `reshard()`
-            after it.
+            overlaps. These weights stay gathered meanwhile. If main weights change in between and
+            a version counter records the change, they are gathered again. Any other change (through
+            `.data`, or by functions for lists of tensors) raises a RuntimeError in that forward:
+            call `reshard()` after such a change.
         enable_async_reduce_grad: Reduce the gradients of a unit while the next one computes.
         max_live_grad_buffers: Number of units that have full gradient buffers at a time, at least
             1. With 1, the next unit's first gradient waits for the reduction under way.
-        enable_trace_pool: Put temporary buffers at planned addresses of one block of memory
+        enable_trace_pool: Place temporary buffers at planned addresses in one block of memory
             (`TracePoolAllocator`).
         check_ranks: `once`: at the first use, ranks compare their sharded units and check that
             replicated weights are equal (a few integers over the mesh). `always`: also before every
-            gather and reduction, so that a would-be hang is an error that names the unit. `never`:
-            no checks.
+            gather and reduction, so that a mismatch raises an error that names the unit instead of
+            hanging. `never`: no checks.
 
     Raises:
         ValueError: An option has a value outside its range.
@@ -73,7 +73,7 @@ class RuntimeOptions:
 
     @property
     def prefetch_limit(self) -> PrefetchLimit:
-        """How much is gathered ahead while a unit computes."""
+        """Limit of gathers ahead of the running unit."""
         units, nbytes = self.unshard_prefetch_depth, self.unshard_prefetch_bytes
         if not self.enable_unshard_prefetch:
             return PrefetchLimit(0)

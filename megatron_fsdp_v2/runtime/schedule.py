@@ -1,4 +1,4 @@
-"""Schedule of gathers and reductions in a step. Units and groups communicate themselves.
+"""Schedule of gathers and reductions in a step. Units and groups issue the collectives.
 
 * **Order**: units are expected in the order of the last pass, and backwards in the reverse order of
   forwards (`ExecutionOrder`). Units that gather nothing (below ZeRO-3) are not part of the order,
@@ -100,7 +100,7 @@ class ExecutionOrder:
     """
 
     MOST = 1 << 14
-    """Runs kept per pass. Units that run outside their root's forward make an endless pass."""
+    """Maximum number of runs kept. A pass of units outside the root's forward may never end."""
 
     def __init__(self) -> None:
         self._expected: list[weakref.ref[Unit]] = []
@@ -507,7 +507,7 @@ class ReductionQueue:
         """Reduce groups of one unit, after waiting until another unit may be in flight. Collective.
 
         Args:
-            due: What `due` returned.
+            due: Result of `due`.
         """
         if due:
             # Needed here too: buffers that accumulate micro-batches were allocated without a wait.

@@ -63,7 +63,7 @@ class Phase(enum.Enum):
 
 LEGAL_MOVES = {
     Phase.IDLE: {Phase.FORWARD, Phase.BACKWARD},
-    # Of several modules as one unit, one may run and be run backward before the last one runs.
+    # In a unit of several modules, a backward may begin before the last module has run.
     Phase.FORWARD: {Phase.IDLE, Phase.BACKWARD},
     Phase.BACKWARD: {Phase.IDLE},
 }
@@ -356,7 +356,7 @@ class Unit:
     # -- forward ------------------------------------------------------------------------------
 
     def pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Before the module's forward: gather, cast inputs, hook the end of the backward."""
+        """Before the module's forward: gather, cast inputs, add post-backward hooks."""
         context = self.context
         self.is_under_way = True
         with self.in_range("pre_forward"):
@@ -385,7 +385,7 @@ class Unit:
         return args, kwargs
 
     def post_forward(self, output: Any) -> Any:
-        """After the module's forward: reshard, hook the start of the backward."""
+        """After the module's forward: reshard, add pre-backward hooks."""
         check_outputs(self, output)
         self.end_forward()
         output = self.wrap_outputs(output)
@@ -422,7 +422,7 @@ class Unit:
         self._running = None
         self.is_under_way = False
         if in_backward():
-            # A recomputation may stop early by an exception, once all saved tensors are there.
+            # A recomputation may stop early by an exception, once all saved tensors are recomputed.
             self._end_recomputation()
             return
         if self.phase is Phase.FORWARD:
@@ -570,7 +570,7 @@ class Unit:
             context.repair()
         if not context.is_in_backward:
             check_captured_pass(context, f"the backward of {self.name}")
-            # Only the engine holds the callback, so it dies with its backward, finished or failed.
+            # Only the engine holds the callback, so it is freed when the backward ends or fails.
             end = functools.partial(uncompiled(Context.finish_backward), context)
             context.begin_backward(passed, end)
             torch.autograd.Variable._execution_engine.queue_callback(end)
@@ -663,7 +663,8 @@ class ForwardRecord:
     Attributes:
         passed: The forward of the root that it was part of.
         number: Sequence number; forwards that begin later have larger numbers.
-        has_post_backward_hook: Whether a hook marks the end of its backward.
+        has_post_backward_hook: False if inputs require gradients, but no hook may mark the end of
+            its backward.
     """
 
     __slots__ = ("_unit", "has_post_backward_hook", "number", "passed")

@@ -39,10 +39,10 @@ __all__ = [
 
 
 def check_capture(context: Context) -> None:
-    """Check that a pass or step in a CUDA graph capture does not depend on the host.
+    """Check that a pass or step can be captured in a CUDA graph.
 
     Raises:
-        RuntimeError: The host would decide something in every step, or wait for the device.
+        RuntimeError: The pass or step needs decisions of the host, or waits for the device.
     """
     options, groups = context.options, context.groups()
     reasons = {
@@ -105,7 +105,7 @@ def compare_after_step(context: Context, unit: Unit) -> None:
 
 
 def check_unchanged(context: Context, *, wait: bool = False) -> None:
-    """Check the results of `compare_after_step`: no undetected change of weights.
+    """Raise if `compare_after_step` found an undetected change of weights.
 
     Args:
         context: Context of the compared units.
@@ -131,7 +131,7 @@ def check_unchanged(context: Context, *, wait: bool = False) -> None:
 
 
 def check_units(context: Context) -> None:
-    """Check at the first use that all ranks sharded the model alike. Collective.
+    """Check at the first use that all ranks sharded the model identically. Collective.
 
     Raises:
         RuntimeError: Ranks differ, or a unit shares a parameter with a unit of another root.
@@ -214,7 +214,7 @@ def _record(unit: Unit) -> UnitRecord:
 
 
 def compare_unit(context: Context, unit: Unit, action: str, *, along_all: bool = False) -> None:
-    """Check before collectives of a unit that every rank issues the same ones. Collective.
+    """Check that every rank is about to issue the same collectives of a unit. Collective.
 
     Args:
         context: Context of the unit.
@@ -271,7 +271,7 @@ def check_outputs(unit: Unit, output: Any) -> None:
 
 
 def _is_held_around(group: ParameterGroup, unit: Unit) -> bool:
-    """Return whether an enclosing unit holds the same weights, and for longer."""
+    """Return whether an enclosing unit that is running holds the same weights."""
     return any(
         group in other.held_groups and other.is_unsharded and not other.is_idle
         for other in unit.context.units()

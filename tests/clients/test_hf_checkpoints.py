@@ -15,7 +15,7 @@ from megatron_fsdp_v2.checkpoint.exporting import convert
 from tests.clients.conftest import Measure, Record
 from tests.clients.hf_models import MODELS
 from tests.clients.test_hf_training import sharded, training_of
-from tests.distributed.checkpoint_trainings import WAYS, torch_loads, torch_saves
+from tests.distributed.checkpoint_trainings import WAYS, torch_load, torch_save
 from tests.distributed.wrapping import weight_error
 from tests.parity.patterns import Pattern
 from tests.ranks import RankPools
@@ -39,7 +39,7 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 
 SAVE, LOAD = WAYS["ours"]
-MIXED = {"ours to torch": (SAVE, torch_loads), "torch to ours": (torch_saves, LOAD)}
+MIXED = {"ours to torch": (SAVE, torch_load), "torch to ours": (torch_save, LOAD)}
 
 
 def train(training: Pattern, model: Any, optimizer: Any, first: int, end: int) -> Trace:

@@ -1,4 +1,4 @@
-"""What torch's own allocator hands out, seen by the profiler; and what outlives a model."""
+"""Memory that torch's allocator allocates, from the profiler; and buffers that outlive a model."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from megatron_fsdp_v2.runtime.module import named_units
 
 
 def steady_nbytes(group: ParameterGroup) -> int:
-    """Bytes of a group's main and model weights; where these are one storage, counted once."""
+    """Bytes of a group's main and model weights; a shared storage is counted once."""
     return group.main_weight.nbytes + (
         0 if group.shares_main else sum(payload.model.nbytes for payload in group.payloads)
     )
 
 
 def peak_nbytes(call: Callable[[], None]) -> int:
-    """Most bytes that are allocated at a time during a call, above what was there before."""
+    """Peak of the bytes allocated during a call, relative to its start."""
     level = peak = 0
-    for nbytes in changes(call):
+    for nbytes in allocation_sizes(call):
         level += nbytes
         peak = max(peak, level)
     return peak
 
 
-def changes(call: Callable[[], None]) -> list[int]:
-    """Bytes that are allocated during a call, and with a minus freed, in order."""
-    # Garbage of earlier models, freed in the middle, would be taken for memory of this call.
+def allocation_sizes(call: Callable[[], None]) -> list[int]:
+    """Bytes of each allocation during a call, in order; frees are negative."""
+    # A garbage collection during the call would free memory of earlier models.
     gc.collect()
     gc.disable()
     try:
@@ -45,14 +45,14 @@ def changes(call: Callable[[], None]) -> list[int]:
     return [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns())]
 
 
-def left_of(train: Callable[[], list[Any]]) -> tuple[int, Any]:
-    """How many flat buffers outlive a sharded model, without a garbage collection.
+def count_live_buffers(train: Callable[[], list[Any]]) -> tuple[int, Any]:
+    """Count the flat buffers that outlive a sharded model without a garbage collection.
 
     Args:
-        train: Returns the model and something that may keep it alive, and what is dropped as well.
+        train: Returns the model, an object that may keep it alive, and objects to drop with it.
 
     Returns:
-        The number, and what may keep the model alive.
+        The count, and the object that may keep the model alive.
     """
     gc.collect()
     gc.disable()

@@ -1,4 +1,4 @@
-"""A small model that is trained, saved and compared bit by bit; shared by tests of checkpoints."""
+"""A small model for checkpoint tests: training, saving, loading and bitwise comparison."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.distributed.wrapping import on_mesh, wrap
 
 
 class Net(nn.Module):
-    """Two linear layers and a buffer; the second layer's rows are too few for every rank."""
+    """Two linear layers and a buffer; the second layer has too few rows for every rank."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Net(nn.Module):
 
 
 def net(mesh_name: str = "", width: int = 8, **options: Any) -> Any:
-    """A sharded `Net`: ZeRO-3 over all ranks unless told otherwise."""
+    """A sharded `Net`; the default is ZeRO-3 over all ranks."""
     torch.manual_seed(0)
     model = Net(width)
     given = on_mesh(mesh_name) if mesh_name else {}
@@ -41,7 +41,7 @@ def net(mesh_name: str = "", width: int = 8, **options: Any) -> Any:
 
 
 def muon(model: nn.Module, lr: float = 0.1, **options: Any) -> Muon:
-    """Muon for matrices, its AdamW for the rest."""
+    """A `Muon` that steps matrices with Muon and other parameters with AdamW."""
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]
     groups = [{"params": matrices}, {"params": others, "use_muon": False}]
@@ -49,7 +49,7 @@ def muon(model: nn.Module, lr: float = 0.1, **options: Any) -> Muon:
 
 
 def block_muon(model: Any, **options: Any) -> Muon:
-    """Muon for matrices of a model's `blocks`, its AdamW for the rest."""
+    """A `Muon` that steps matrices of `model.blocks` with Muon and other parameters with AdamW."""
     matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
     known = set(map(id, matrices))
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
@@ -57,7 +57,7 @@ def block_muon(model: Any, **options: Any) -> Muon:
 
 
 def train(model: Any, optimizer: Any, steps: int, first: int = 0) -> list[float]:
-    """Losses of some steps on data that is the same on all ranks."""
+    """Train on data that is the same on all ranks; return the losses."""
     losses = []
     for number in range(first, first + steps):
         generator = torch.Generator().manual_seed(number)
@@ -70,13 +70,13 @@ def train(model: Any, optimizer: Any, steps: int, first: int = 0) -> list[float]
 
 
 def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Of every parameter and state, from who has rows of it. Collective."""
+    """Digests of every parameter and its optimizer state, by name. Collective."""
     found = {}
     for name, param in model.named_parameters():
         found[name] = _digest(param)
         states = optimizer.state.get(param, {})
         has_rows = not isinstance(param, UnevenDTensor) or param.to_local().numel() > 0
-        # Who has no rows may have no state, and takes part in putting the others' together.
+        # A rank without rows may have no state, and still takes part in the collectives.
         mine = {
             key: "" if isinstance(value, UnevenDTensor) else _digest(value)
             for key, value in states.items()
@@ -98,8 +98,8 @@ def _digest(tensor: Any) -> str:
     return hashlib.sha1(whole.detach().contiguous().numpy().tobytes()).hexdigest()
 
 
-def flip(file: Path, at: Callable[[int], int]) -> None:
-    """Rank 0 flips a bit of a file, in the byte that its length says. Collective."""
+def flip_bit(file: Path, at: Callable[[int], int]) -> None:
+    """Flip one bit of a file on rank 0, in the byte at `at(length of the file)`. Collective."""
     dist.barrier()
     if dist.get_rank() == 0:
         content = bytearray(file.read_bytes())
@@ -108,14 +108,14 @@ def flip(file: Path, at: Callable[[int], int]) -> None:
     dist.barrier()
 
 
-def torch_saves(path: str, model: Any, optimizer: Any) -> None:
-    """Save by torch's own calls."""
+def torch_save(path: str, model: Any, optimizer: Any) -> None:
+    """Save with `torch.distributed.checkpoint`."""
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
 
 
-def torch_loads(path: str, model: Any, optimizer: Any) -> None:
-    """Load by torch's own calls."""
+def torch_load(path: str, model: Any, optimizer: Any) -> None:
+    """Load with `torch.distributed.checkpoint`."""
     weights, state = get_state_dict(model, optimizer)
     loaded = {"model": weights, "optimizer": state}
     dcp.load(loaded, checkpoint_id=path)
@@ -124,5 +124,5 @@ def torch_loads(path: str, model: Any, optimizer: Any) -> None:
     )
 
 
-WAYS = {"torch": (torch_saves, torch_loads), "ours": (checkpoint.save, checkpoint.load)}
-"""Of saving and loading."""
+WAYS = {"torch": (torch_save, torch_load), "ours": (checkpoint.save, checkpoint.load)}
+"""Functions that save and load, by name."""

@@ -1,4 +1,4 @@
-"""Full tensors that every rank knows, and parameters of them, cut and sharded in many ways."""
+"""Full tensors that are identical across ranks, and parameters sharded from them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Spec:
     """A parameter.
 
     Attributes:
-        shape: Of the whole.
-        dim: Dimension that tensor parallelism cuts, where there is some.
-        num_pieces: Pieces along it that are cut one by one.
-        is_frozen: Whether it is not trained.
+        shape: Shape of the full parameter.
+        dim: Dimension that tensor parallelism shards, if any.
+        num_pieces: Number of fused sub-tensors along `dim`, each sharded separately.
+        is_frozen: Whether the parameter is not trained.
     """
 
     shape: tuple[int, ...]
@@ -38,9 +38,9 @@ class Place:
     """Where parameters are sharded.
 
     Attributes:
-        mesh: Sizes of the mesh: data-parallel axes, then the tensor-parallel one if there is one.
-        strategy: Along the innermost data-parallel axis.
-        outer: Along the outer one.
+        mesh: Sizes of the mesh: data-parallel axes, then the tensor-parallel axis, if any.
+        strategy: Sharding strategy along the inner data-parallel axis.
+        outer: Sharding strategy along the outer data-parallel axis.
         has_tensor_axis: Whether the last axis is tensor-parallel.
         granularity: See `fully_shard`.
     """
@@ -59,7 +59,7 @@ def full(seed: int, shape: Sequence[int], dtype: torch.dtype = torch.float32) ->
 
 
 def part(whole: torch.Tensor, spec: Spec, rank: int, size: int) -> torch.Tensor:
-    """What tensor parallelism leaves of a whole on a rank."""
+    """The TP-local shard of a full tensor on a rank."""
     if spec.dim is None or size == 1:
         return whole
     pieces = torch.chunk(whole, spec.num_pieces, spec.dim)
@@ -67,7 +67,7 @@ def part(whole: torch.Tensor, spec: Spec, rank: int, size: int) -> torch.Tensor:
 
 
 def tensor_shard(param: torch.Tensor, spec: Spec, mesh: DeviceMesh) -> TensorShard:
-    """How a part was cut, along the last axis of a mesh."""
+    """The `TensorShard` of a TP-local parameter along the last axis of a mesh."""
     if spec.num_pieces == 1 or spec.dim is None:
         return TensorShard(mesh, spec.dim)
     pieces = (param.shape[spec.dim] // spec.num_pieces,) * spec.num_pieces
@@ -75,7 +75,7 @@ def tensor_shard(param: torch.Tensor, spec: Spec, mesh: DeviceMesh) -> TensorSha
 
 
 class Bag(nn.Module):
-    """Parameters and nothing to do."""
+    """A module that holds parameters and returns its input."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], specs: Sequence[Spec]) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Bag(nn.Module):
 
 
 def initial(specs: Sequence[Spec], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Full values that training starts from: small, so that updates make most of the weights."""
+    """Full initial values, which are small, so that updates dominate the weights."""
     return [0.01 * full(50 + number, spec.shape, dtype) for number, spec in enumerate(specs)]
 
 
@@ -100,14 +100,14 @@ def gradients(
 
 
 def plain(specs: Sequence[Spec], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    """Plain parameters."""
+    """Unsharded parameters."""
     return list(Bag(initial(specs, dtype), specs).parameters())
 
 
 def sharded(
     specs: Sequence[Spec], place: Place, dtype: torch.dtype = torch.float32
 ) -> list[nn.Parameter]:
-    """Sharded parameters: every second one in a unit inside the other. Collective."""
+    """Sharded parameters, alternately in an outer and in a nested unit. Collective."""
     both = mesh_of(*place.mesh)
     data, size, rank = both, 1, 0
     if place.has_tensor_axis:
@@ -136,13 +136,13 @@ def sharded(
             options=UnitOptions(tensor_shards=shards),
         )
     found = [list(bag.parameters(recurse=False)) for bag in bags]
-    # Parameters know their unit weakly.
+    # Parameters hold weak references to their unit.
     found[0][0].keeps_alive = bags[0]
     return [found[number % 2][number // 2] for number in range(len(specs))]
 
 
-def give(params: Sequence[nn.Parameter], grads: Sequence[torch.Tensor]) -> None:
-    """Set gradients from full ones: none where frozen, or where there is no row here."""
+def set_gradients(params: Sequence[nn.Parameter], grads: Sequence[torch.Tensor]) -> None:
+    """Set gradients from full tensors, or to None for frozen parameters and empty shards."""
     for param, whole in zip(params, grads, strict=True):
         param.grad = None
         if not param.requires_grad:
@@ -156,13 +156,13 @@ def give(params: Sequence[nn.Parameter], grads: Sequence[torch.Tensor]) -> None:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor. Collective if it is sharded."""
+    """The full tensor. Collective if the tensor is sharded."""
     found = tensor.detach()
     return tensor.full_tensor().detach() if hasattr(tensor, "full_tensor") else found
 
 
-def error(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    """Largest relative error of a tensor: norm of the difference over norm."""
+def relative_error(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """Largest relative error over the tensors: norm of the difference over the norm."""
     return max(
         float((mine.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1e-30))
         for mine, theirs in zip(found, expected, strict=True)

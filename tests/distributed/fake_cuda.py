@@ -1,10 +1,10 @@
-"""CUDA without a device: what the host does in a step on `cuda`, with tensors that hold no values.
+"""CUDA without a device: run the host code of a step on `cuda`, with tensors without values.
 
-Tensors are torch's fake ones on `cuda`, collectives those of torch's `fake` process group, and
-streams write a schedule. Everything else is what runs on a GPU: `CudaStreams`, `NcclCollectives`,
+Tensors are torch's fake tensors on `cuda`, collectives run in torch's `fake` process group, and
+streams record a schedule. All other code is what a GPU runs: `CudaStreams`, `NcclCollectives`,
 the units' hooks, torch's optimizers, and the autograd engine with its thread for the device.
 
-`enter` changes torch for good: it is for a process of its own.
+`enter` patches torch permanently: call it in a dedicated process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ENGINE_DEVICE = torch.device("privateuseone", 0)
 
 _aten, _c10d = torch.ops.aten, torch.ops.c10d
 _WAITING_OPERATIONS = (_aten.nonzero, _aten.masked_select, _aten._unique2)
-# Positions of what a collective reads and writes, which its schema does not say.
+# Positions of the arguments that a collective reads and writes, which its schema does not declare.
 _COLLECTIVES = {
     _c10d._allgather_base_: ([1], [0]),
     _c10d._reduce_scatter_base_: ([1], [0]),
@@ -53,17 +53,17 @@ _COLLECTIVES |= _IN_ONE
 
 
 class FakeCuda:
-    """What the host did that it should not do in a step, and the schedule of its streams.
+    """The host's synchronizations with the device in a step, and the schedule of the streams.
 
     Attributes:
-        waits: Each place where the host waited for the device, or moved data between them.
+        waits: Each source line where the host waited for the device or copied to or from it.
         collectives: Name and stream of every collective.
-        recorder: Writes down what is queued where.
-        mode: Torch's mode of fake tensors.
+        recorder: Records the operations that are queued on each stream.
+        mode: The `FakeTensorMode` of all tensors.
         threads: Threads that queued work.
-        is_capturing: Whether what is queued is captured in a graph.
-        events_are_done: What an event says that the host asks.
-        flag: The value of what the host reads in its own memory.
+        is_capturing: Whether a CUDA graph captures the queued operations.
+        events_are_done: Return value of `Event.query`.
+        flag: Value that the host reads from pinned memory.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class FakeCuda:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was seen."""
+        """Clear all records."""
         self.waits: list[str] = []
         self.collectives: list[tuple[str, str]] = []
         self.recorder = _Recorder()
@@ -80,13 +80,13 @@ class FakeCuda:
         self.is_capturing = False
         self.events_are_done = True
         self.flag = False
-        # Held, or another storage could have the same address.
+        # Keeps the storages alive, so that their addresses are not reused.
         self.pinned: dict[int, torch.Tensor] = {}
         _Stream.recorder = self.recorder
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Watch the host while the context lasts."""
+        """Record the host's synchronizations within the context."""
         self._is_watching = True
         try:
             with _Watch(self):
@@ -96,10 +96,10 @@ class FakeCuda:
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[list[str]]:
-        """Capture what is queued; give a list of what CUDA would reject in it, filled at the end.
+        """Capture queued operations; yield a list that receives CUDA's errors at the end.
 
-        Work of every stream that takes part has to come before the end of the capturing stream,
-        and none may wait for what was queued before.
+        Every stream in the capture must join the capturing stream before the end, and no stream may
+        wait for an operation that was queued before the capture.
         """
         wrong: list[str] = []
         first, self.is_capturing = len(self.recorder.settled.records), True
@@ -107,10 +107,10 @@ class FakeCuda:
             yield wrong
         finally:
             self.is_capturing = False
-        wrong += _wrong_in_capture(self.recorder.settled.records[first:])
+        wrong += _capture_errors(self.recorder.settled.records[first:])
 
-    def follow(self, model: torch.nn.Module) -> None:
-        """Have the schedule tell when temporary buffers of a sharded model gain and lose memory."""
+    def record_memory(self, model: torch.nn.Module) -> None:
+        """Record when temporary buffers of a sharded model are allocated and freed."""
         for path, unit in named_units(model):
             for group in unit.groups:
                 for kind, buffer in group.temporaries().items():
@@ -119,11 +119,11 @@ class FakeCuda:
         unit_of(model).context.observer.subscribe(self.recorder.receive)
 
     def violations(self) -> list[str]:
-        """Operations on the same memory that no wait of a stream orders."""
+        """Accesses of the same memory that no stream wait orders."""
         return [str(violation) for violation in find_violations(self.recorder.settled)]
 
     def note(self, what: str) -> None:
-        """Write down that the host waits, and the place of ours where it does."""
+        """Record that the host waits, with the source line of this repository."""
         if not self._is_watching:
             return
         frames = [f for f in traceback.extract_stack() if str(ROOT) in f.filename]
@@ -133,7 +133,7 @@ class FakeCuda:
 
 
 class _Stream:
-    """In the place of `torch.cuda.Stream`: writes to the schedule."""
+    """Replaces `torch.cuda.Stream` and records into the schedule."""
 
     recorder: StreamRecorder
     host: FakeCuda
@@ -170,7 +170,7 @@ class _Stream:
 
 
 class _Event:
-    """In the place of `torch.cuda.Event`."""
+    """Replaces `torch.cuda.Event`."""
 
     host: FakeCuda
 
@@ -212,14 +212,14 @@ def _use(stream: _Stream | None) -> Iterator[None]:
 
 
 class _Recorder(StreamRecorder):
-    """What is queued goes to the thread's own current stream."""
+    """Records operations on the current stream of the calling thread."""
 
     def current_stream(self) -> RecordedStream:
         return _current_stream()._recorded
 
 
 class _Watch(TorchDispatchMode):
-    """Sees every operation, of the engine's thread too: torch hands modes over to it."""
+    """Sees every operation, also in the autograd engine's thread, to which torch passes modes."""
 
     def __init__(self, host: FakeCuda) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ class _Watch(TorchDispatchMode):
             host.pinned[made.untyped_storage()._cdata] = made
             return made
         if packet in (_aten._local_scalar_dense, _aten.equal):
-            # Any number: nothing may depend on it, and all reads are to be seen.
+            # Any number: no code may depend on it, and the step continues to the next read.
             if args[0].device.type == "cuda":
                 host.note("a device tensor's value")
             is_bool = packet is _aten.equal or args[0].dtype is torch.bool
@@ -249,7 +249,7 @@ class _Watch(TorchDispatchMode):
         if packet in _WAITING_OPERATIONS and args[0].device.type == "cuda":
             host.note(str(packet))
         host.threads.add(threading.get_ident())
-        # Fake tensors have no rule for these; there is nothing to fill in.
+        # Fake tensors have no rule for coalesced collectives, and no values to compute.
         result = FakeWork().boxed() if packet in _IN_ONE else func(*args, **kwargs)
         self._record(func, packet, args, kwargs, result)
         return result
@@ -275,21 +275,21 @@ class _Watch(TorchDispatchMode):
         )
 
     def _check_copies(self, packet: Any, read: Any, written: Any) -> None:
-        # An operation takes a number on the host along; a copy, and more than one, is moved.
+        # Operations other than copies take a 0-dim host tensor as an argument, without a transfer.
         takes_numbers = packet not in (_aten._to_copy, _aten.copy_)
         from_host = [t for t in read if not _is_on_cuda(t) and (t.dim() or not takes_numbers)]
         if from_host and any(_is_on_cuda(t) for t in written):
             self._host.note(f"{packet}: host to device")
-        # The device itself writes what is pinned.
+        # A copy to pinned memory is asynchronous.
         waits = any(not (_is_on_cuda(t) or self._is_pinned(t)) for t in written)
         if any(_is_on_cuda(t) for t in read) and waits:
             self._host.note(f"{packet}: device to host")
 
 
-def _wrong_in_capture(records: Sequence[schedule.Record]) -> list[str]:
-    """What CUDA would reject in a capture that begins on the compute stream."""
+def _capture_errors(records: Sequence[schedule.Record]) -> list[str]:
+    """Errors that CUDA would raise for a capture that begins on the compute stream."""
     wrong: list[str] = []
-    # How much of each stream's work comes before what is queued on a stream next.
+    # By stream: the number of operations on each stream that precede its next operation.
     seen: dict[str, dict[str, int]] = {"compute": {}}
     events: dict[int, dict[str, int]] = {}
     for record in records:
@@ -319,7 +319,7 @@ def _wrong_in_capture(records: Sequence[schedule.Record]) -> list[str]:
 
 
 def _plain_tensors(value: Any) -> list[torch.Tensor]:
-    """`accesses.plain_tensors` of our fake tensors; DTensor's own ones are left out."""
+    """`accesses.plain_tensors` of fake tensors of this mode, without those that DTensor creates."""
     if isinstance(value, FakeTensor):
         return [value] if value.fake_mode is _Stream.host.mode else []
     return _plain_tensors_of_others(value)
@@ -333,11 +333,11 @@ _plain_tensors_of_others = accesses.plain_tensors
 
 
 def enter(world_size: int, rank: int) -> FakeCuda:
-    """Give this process a fake CUDA device and process group, for good.
+    """Give this process a fake CUDA device and a fake process group, permanently.
 
     Args:
         world_size: Number of ranks.
-        rank: Which of them this is.
+        rank: Rank of this process.
     """
     host = FakeCuda()
     _Stream.host = _Event.host = host
@@ -345,8 +345,8 @@ def enter(world_size: int, rank: int) -> FakeCuda:
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     _replace_cuda(host)
-    _satisfy_the_engine()
-    # The storage of a fake tensor is on meta, and its address is 0.
+    _give_the_engine_a_device()
+    # The storage of a fake tensor is on meta and has the address 0.
     storage_device: Any = torch.UntypedStorage.device
     torch.UntypedStorage.device = property(
         lambda s: CUDA if storage_device.__get__(s).type == "meta" else storage_device.__get__(s)
@@ -356,7 +356,7 @@ def enter(world_size: int, rank: int) -> FakeCuda:
     )
     FakeTensor.as_subclass = _as_subclass
     FakeTensor.is_cuda = property(_is_on_cuda)
-    # It asks its local tensor where the engine does.
+    # A DTensor would return the engine's device, as `prim.device` does.
     for kind in (DTensor, FastAttributes):
         kind.device = property(lambda tensor: tensor._local_tensor.device)
     accesses.plain_tensors = _plain_tensors
@@ -364,7 +364,7 @@ def enter(world_size: int, rank: int) -> FakeCuda:
 
 
 def _as_subclass(tensor: FakeTensor, cls: type[torch.Tensor]) -> torch.Tensor:
-    """A fake tensor that is one of a subclass without storage of its own, too."""
+    """A fake tensor that is also an instance of a subclass, without its own storage."""
     with torch._C.DisableTorchFunctionSubclass():
         other: Any = tensor.detach()
     plain = cls is torch.Tensor
@@ -383,10 +383,10 @@ def _replace_cuda(host: FakeCuda) -> None:
     cuda.is_current_stream_capturing = lambda: host.is_capturing
     cuda.synchronize = lambda device=None: host.note("torch.cuda.synchronize")
     for name in ("barrier", "all_gather_object", "broadcast_object_list"):
-        setattr(dist, name, _noted(host, name, getattr(dist, name)))
+        setattr(dist, name, _recording_waits(host, name, getattr(dist, name)))
 
 
-def _noted(host: FakeCuda, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _recording_waits(host: FakeCuda, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def noted(*args: Any, **kwargs: Any) -> Any:
         host.note(name)
         return function(*args, **kwargs)
@@ -394,11 +394,11 @@ def _noted(host: FakeCuda, name: str, function: Callable[..., Any]) -> Callable[
     return noted
 
 
-def _satisfy_the_engine() -> None:
-    """Have the autograd engine take a thread for a device that CUDA does not know.
+def _give_the_engine_a_device() -> None:
+    """Make the autograd engine run a thread for the fake device.
 
-    It asks a fake tensor for its device, and its device for streams: for it alone that is torch's
-    place for other backends, which has one device and streams that do nothing.
+    The engine reads a tensor's device, and that device's streams. It alone gets torch's
+    `privateuseone` device, of which there is one and whose streams do nothing.
     """
     torch._C._ensureCUDADeviceGuardSet()
     _setup_privateuseone_for_python_backend("engine")
@@ -412,7 +412,7 @@ def _satisfy_the_engine() -> None:
             if tensor.fake_device.type == "cuda" and not tensor.fake_mode.in_kernel_invocation:
                 return ENGINE_DEVICE
         if kwargs and kwargs.get("device") == ENGINE_DEVICE:
-            # A backward that makes something where its input was.
+            # A backward allocates a tensor on the device of its input.
             kwargs = {**kwargs, "device": CUDA}
         return dispatch(mode, func, types, args, kwargs)
 

@@ -1,11 +1,11 @@
-"""A process group that answers as NCCL does, over gloo and on tensors of a CPU.
+"""A process group that behaves like NCCL, over gloo and on CPU tensors.
 
-* A synchronous call returns None, an asynchronous one a work handle.
-* Sums are made in the dtype of the tensors, in the order of a ring, and rounded at every step.
-* Dtypes that NCCL lacks are errors, and so are sums of 8-bit floats.
-* Ranks that issue different collectives are an error, where NCCL would hang.
+* A synchronous call returns None, an asynchronous call returns a work handle.
+* Reductions run in the dtype of the tensors, in the order of a ring, and round at every step.
+* Dtypes that NCCL does not support raise an error, and so do reductions of 8-bit floats.
+* Different collectives on different ranks raise an error, where NCCL would hang.
 
-`as_on_cuda` has models communicate in such groups by the code that runs on CUDA.
+`as_on_cuda` makes models communicate in such groups with the code that runs on CUDA.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.stream_safety.recorder import StreamRecorder
 BACKEND = "nccl_double"
 TIMEOUT = datetime.timedelta(seconds=30)
 TEXT = 160
-"""Bytes of a call's description, which ranks compare."""
+"""Bytes of a call's description, which is compared across ranks."""
 
 FLOAT8 = (
     torch.float8_e4m3fn,
@@ -45,7 +45,7 @@ DTYPES = (
     *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, *FLOAT8),
 )
-"""What ProcessGroupNCCL communicates. Complex tensors are viewed as real ones by torch."""
+"""Dtypes that ProcessGroupNCCL supports. Torch views complex tensors as real tensors."""
 
 _REDUCED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "SUM": torch.add,
@@ -56,12 +56,12 @@ _REDUCED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def ring_reduced(pieces: Sequence[torch.Tensor], last: int, op: str = "SUM") -> torch.Tensor:
-    """What a ring makes of one piece of every rank, in their dtype.
+    """Reduce one slice of every rank in the order of a ring, in the dtype of the slices.
 
     Args:
-        pieces: By rank.
+        pieces: The slices, by rank.
         last: The rank where the ring ends.
-        op: How elements are reduced.
+        op: Name of the reduction.
     """
     size = len(pieces)
     total = pieces[(last + 1) % size].clone()
@@ -71,12 +71,12 @@ def ring_reduced(pieces: Sequence[torch.Tensor], last: int, op: str = "SUM") -> 
 
 
 def _op_of(opts: Any) -> str:
-    """The name of a reduction; None of ours is an average, which switches cannot make."""
+    """The name of a reduction; this package uses no averages, which switches cannot compute."""
     return next(name for name in _REDUCED if opts.reduceOp == getattr(dist.ReduceOp, name))
 
 
 class _Done(Work):
-    """A collective that is over; on CUDA, one that is queued."""
+    """The work handle of a completed collective; on CUDA, of a queued one."""
 
     @override
     def wait(self, timeout: Any = None) -> bool:
@@ -89,10 +89,10 @@ class _Done(Work):
 
 
 class NcclDouble(PythonGroup):
-    """See the module.
+    """A process group that behaves like NCCL; see the module's docstring.
 
     Args:
-        options: As `torch.distributed` hands them to a backend.
+        options: Options that `torch.distributed` passes to a backend.
     """
 
     def __init__(self, options: Any) -> None:
@@ -102,7 +102,7 @@ class NcclDouble(PythonGroup):
         self._num_calls = 0
 
     def _gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors of all ranks, flat."""
+        """The flattened tensors of all ranks. Collective."""
         given = tensor.detach().clone().view(-1).view(torch.uint8)
         found = [torch.empty_like(given) for _ in range(self.size())]
         if given.numel():
@@ -110,7 +110,7 @@ class NcclDouble(PythonGroup):
         return [each.view(tensor.dtype) for each in found]
 
     def _check(self, kind: str, *given: torch.Tensor, op: str = "", compares: bool = True) -> None:
-        """See that NCCL knows dtypes, and that all ranks are here."""
+        """Check that NCCL supports the dtypes and that all ranks issue the same call."""
         for tensor in given:
             if tensor.dtype not in DTYPES:
                 raise TypeError(
@@ -133,15 +133,15 @@ class NcclDouble(PythonGroup):
 
     @staticmethod
     def _answer(opts: Any) -> Work | None:
-        """A work handle for an asynchronous call, which those without options are."""
+        """A work handle for an asynchronous call; a call without options is asynchronous."""
         return _Done() if getattr(opts, "asyncOp", True) else None
 
     def _reduced(self, tensor: torch.Tensor, op: str) -> list[torch.Tensor]:
-        """A slice for every rank, each reduced by the ring that ends there."""
+        """The reduced slice of every rank, each in the order of the ring that ends at that rank."""
         slices = [each.tensor_split(self.size()) for each in self._gathered(tensor)]
         return [ring_reduced(pieces, last, op) for last, pieces in enumerate(zip(*slices))]  # noqa: B905
 
-    # -- collectives, by the names that c10d calls them by ------------------------------------
+    # -- collectives, under the names that c10d calls -----------------------------------------
 
     @override
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
@@ -220,7 +220,7 @@ class NcclDouble(PythonGroup):
         self._check("barrier")
         return self._answer(opts)
 
-    # From torch 2.15 on c10d calls these by other names.
+    # c10d uses these names from torch 2.15 on.
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single = _reduce_scatter_base
@@ -236,18 +236,18 @@ def _register() -> None:
 
 
 def new_double(ranks: Sequence[int] | None = None) -> Any:
-    """A new group of the double's. Collective over all ranks."""
+    """A new group that behaves like NCCL. Collective over all ranks."""
     _register()
     return dist.new_group(ranks, backend=BACKEND)
 
 
 @functools.cache
 def mesh_of(*shape: int) -> DeviceMesh:
-    """As `wrapping.mesh_of`, of groups of the double's."""
+    """Like `wrapping.mesh_of`, with groups that behave like NCCL."""
     ranks = torch.arange(math.prod(shape)).view(shape)
     groups = []
     for axis in range(len(shape)):
-        # All ranks make all groups, and each is in one of an axis.
+        # Every rank creates all groups, and belongs to one group of each axis.
         for row in ranks.movedim(axis, -1).reshape(-1, shape[axis]).tolist():
             group = new_double(row)
             if dist.get_rank() in row:
@@ -259,9 +259,9 @@ def mesh_of(*shape: int) -> DeviceMesh:
 
 @contextlib.contextmanager
 def as_on_cuda() -> Iterator[StreamRecorder]:
-    """Have what is sharded in the context communicate as on CUDA, in groups of the double's.
+    """Make models sharded in the context communicate as on CUDA, in groups that behave like NCCL.
 
-    Gives the recorder whose streams the collectives are queued on.
+    Yields the recorder of the streams on which the collectives are queued.
     """
     recorder = StreamRecorder()
     communicator = StreamCommunicator(recorder, NcclCollectives())

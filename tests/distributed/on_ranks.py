@@ -16,7 +16,7 @@ from tests.distributed.wrapping import MESHES
 from tests.ranks import DEFAULT_TIMEOUT_S, RankPools
 
 MOST_CHARACTERS = 500
-"""Of a value that is shown where an assertion fails."""
+"""Maximum length of a value that is shown with a failed assertion."""
 
 
 def on_ranks(
@@ -26,17 +26,17 @@ def on_ranks(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     **cases: Iterable[Any],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Have a test's body run on every rank, with the arguments that pytest gives it.
+    """Run a test's body on every rank, with the arguments that pytest passes.
 
-    An assertion that fails on a rank fails the test, with the plain values of its function. An
-    assertion comes after all that ranks do together: one that fails does not keep others waiting.
+    An assertion that fails on a rank fails the test and shows the plain local values of its
+    function. Write assertions after the last collective, so that no rank waits for a failed one.
 
     Args:
-        ranks: How many; or which argument says so: a number, sizes of a mesh, or the name of one;
-            or a function of the arguments.
-        pools: The fixture that has them.
-        timeout_s: Time for all of it.
-        cases: Values of arguments by name, of which every combination is a case.
+        ranks: The number of ranks; or the name of an argument that is a number, sizes of a mesh or
+            the name of a mesh; or a function of the arguments.
+        pools: Name of the fixture of rank pools.
+        timeout_s: Timeout of the whole body.
+        cases: Values of arguments by name; every combination is a case.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -64,7 +64,7 @@ def on_ranks(
 def _number(size: Any) -> int:
     if isinstance(size, int):
         return size
-    # Cases of some tests have a mesh among other things.
+    # Cases of some tests are objects with a `mesh`.
     return math.prod(MESHES[size][0] if isinstance(size, str) else getattr(size, "mesh", size))
 
 
@@ -81,7 +81,7 @@ def _run_body(module: str, name: str, given: dict[str, Any]) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value can be shown without asking a tensor, which may ask other ranks."""
+    """Whether a value can be shown without reading a tensor, which may be collective."""
     if isinstance(value, dict):
         return all(_is_plain(part) for item in value.items() for part in item)
     if isinstance(value, list | tuple | set | frozenset):

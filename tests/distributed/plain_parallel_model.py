@@ -1,4 +1,4 @@
-"""A model whose tensor-parallel modules hold plain parts, with communication of their own."""
+"""A model whose tensor-parallel modules hold plain TP-local shards and communicate themselves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_fsdp_v2.tensor_parallel import (
 )
 
 WORDS, HIDDEN, FFN, EXPERTS = 8, 6, 8, 2
-# Dimension of the whole that is cut; the others are on every rank.
+# Dimension along which each full parameter is sharded; the other parameters are replicated.
 CUT = {
     "embedding.weight": 0,
     "up.weight": 0,
@@ -48,12 +48,12 @@ def copied(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def summed(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """Sum over the ranks of a group; its gradient is an identity."""
+    """Sum over the ranks of a group, whose gradient is the identity."""
     return x + (_total(x, group) - x).detach()
 
 
 class Part(nn.Module):
-    """A layer that holds this rank's part of a weight."""
+    """A layer that holds the TP-local shard of a weight."""
 
     group: Any = None
 
@@ -101,7 +101,7 @@ class GroupedColumn(Part):
         return torch.tanh(torch.einsum("ti,eoi->teo", self.copy(x), self.weight))
 
     def get_extra_state(self) -> torch.Tensor:
-        """As quantized modules have it: bytes, of another length on every rank."""
+        """Bytes whose length differs between ranks, as in quantized modules."""
         return torch.zeros(3 + dist.get_rank(), dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
@@ -122,7 +122,7 @@ class Vocabulary(Part):
 
 
 class PlainParts(nn.Module):
-    """All of them in a row."""
+    """A model of all these layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class PlainParts(nn.Module):
 RULES = (
     TensorParallelRule(Gated, {"weight": FusedShard(-2, 2)}),
     TensorParallelRule(Column, COLUMN),
-    # By its path, as a class is named that may not be installed.
+    # By import path, as for a class that may not be installed.
     TensorParallelRule(f"{__name__}.GroupedColumn", COLUMN),
     TensorParallelRule(Row, ROW),
     TensorParallelRule(GroupedRow, ROW),
@@ -155,13 +155,13 @@ RULES = (
 
 
 def whole(seed: int = 0) -> PlainParts:
-    """The model on one rank."""
+    """The unsharded model."""
     torch.manual_seed(seed)
     return PlainParts()
 
 
 def parts(mesh: DeviceMesh, seed: int = 0) -> PlainParts:
-    """This rank's parts of it, over the last axis."""
+    """The model with this rank's TP-local shards, over the last axis of a mesh."""
     model = whole(seed)
     rank, size = mesh.get_local_rank("tp"), mesh.size(mesh.ndim - 1)
     for layer in model.children():
@@ -170,7 +170,7 @@ def parts(mesh: DeviceMesh, seed: int = 0) -> PlainParts:
     for name, dim in CUT.items():
         layer, _, attribute = name.rpartition(".")
         full = model.get_parameter(name).detach()
-        # Both halves of the gated layer are cut.
+        # The two halves of the gated layer are sharded separately.
         halves = full.chunk(2, dim) if layer == "gated" else [full]
         cut = torch.cat([half.chunk(size, dim)[rank] for half in halves], dim)
         setattr(model.get_submodule(layer), attribute, nn.Parameter(cut.clone()))

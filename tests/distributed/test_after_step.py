@@ -1,4 +1,4 @@
-"""Gathers that an optimizer's step begins, and changes of weights between it and the forward."""
+"""All-gathers after an optimizer's step, and weight changes between the step and the forward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
 from megatron_fsdp_v2.runtime import context
 from megatron_fsdp_v2.runtime.module import unit_of
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import BF16, listen, said, shards_of, step_all, wrap
+from tests.distributed.wrapping import (
+    BF16,
+    error_message,
+    record_collectives,
+    shards_of,
+    step_all,
+    wrap,
+)
 from tests.reference.models import INPUT, Stack
 from tests.sharding import shard
 
@@ -42,25 +49,25 @@ def _gathered(model: Any) -> list[bool]:
 
 @pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
 @on_ranks(2)
-def test_a_step_gathers_what_the_next_forward_begins_with_and_nothing_twice(policy: Any) -> None:
+def test_step_gathers_the_first_units_of_the_next_forward_once(policy: Any) -> None:
     model, optimizer = _made(policy, **AHEAD)
-    wire = listen(model)
+    recorded = record_collectives(model)
     _step(model, optimizer)
-    # The root, and the unit that is gathered ahead of it.
+    # The root, and the unit that is prefetched with it.
     assert _gathered(model) == [True, True, False, False]
     assert all(type(param).__name__ == "UnevenDTensor" for param in model.parameters())
-    before = wire.count("all_gather")
+    before = recorded.count("all_gather")
     _step(model, optimizer)
     # Forward and backward of three blocks, and the root, once each.
-    assert wire.count("all_gather") == before + 2 * 3 + 1
+    assert recorded.count("all_gather") == before + 2 * 3 + 1
     assert not any(_gathered(_made(policy)[0]))
 
 
-def _unseen(model: Any, optimizer: Any) -> None:
+def _change_untracked(model: Any, optimizer: Any) -> None:
     del optimizer
     for module in (model, *model.blocks):
         for group in unit_of(module).held_groups:
-            # Or a gather that reads late finds the change on one rank, and nothing wrong there.
+            # Otherwise a late gather may read the changed weights of one rank without an error.
             for work in group._gathering or ():
                 work.wait()
     for param in model.parameters():
@@ -69,32 +76,32 @@ def _unseen(model: Any, optimizer: Any) -> None:
 
 @pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
 @on_ranks(2)
-def test_a_change_that_nothing_counts_is_an_error_by_name(policy: Any) -> None:
+def test_untracked_weight_change_after_a_step_raises(policy: Any) -> None:
     model, optimizer = _made(policy, **AHEAD)
     _step(model, optimizer)
-    _unseen(model, optimizer)
-    text = said(RuntimeError, lambda: model(torch.ones(2, INPUT)))
+    _change_untracked(model, optimizer)
+    text = error_message(RuntimeError, lambda: model(torch.ones(2, INPUT)))
     assert "were changed after the optimizer's step" in text
     assert "Call reshard() on the model after such a change" in text
-    # The forward that follows repairs, and gathers what is there; so does one that is told.
+    # The next forward gathers the current weights, and so does a forward after reshard().
     model(torch.ones(2, INPUT)).sum().backward()
     _step(model, optimizer)
-    _unseen(model, optimizer)
+    _change_untracked(model, optimizer)
     for module in (model, *model.blocks):
         module.reshard()
     model(torch.ones(2, INPUT)).sum().backward()
 
 
 @on_ranks(2)
-def test_whoever_gathers_by_hand_sees_changes_that_nothing_counts() -> None:
+def test_manual_unshard_gathers_untracked_changes() -> None:
     model, optimizer = _made(**AHEAD)
     _step(model, optimizer)
-    wire = listen(model)
-    _unseen(model, optimizer)
+    recorded = record_collectives(model)
+    _change_untracked(model, optimizer)
     half = model.input.weight.full_tensor()
     model.unshard()
     assert torch.equal(model.input.weight, half)
-    assert wire.count("all_gather") == 1
+    assert recorded.count("all_gather") == 1
 
 
 @on_ranks(2)
@@ -104,16 +111,16 @@ def test_a_unit_waits_for_all_optimizers_of_its_parameters() -> None:
     others = [param for param in model.parameters() if param.dim() == 1]
     optimizers = [torch.optim.SGD(params, lr=0.1) for params in (matrices, others)]
     _backward(model)
-    wire = listen(model)
+    recorded = record_collectives(model)
     optimizers[0].step()
     assert not any(_gathered(model))
     optimizers[1].step()
     assert _gathered(model) == [True, True, False, False]
-    assert wire.count("all_gather") == 2
+    assert recorded.count("all_gather") == 2
 
 
 @on_ranks(2)
-def test_what_one_optimizer_has_done_is_not_gathered_again_for_the_next_one() -> None:
+def test_second_optimizer_does_not_gather_units_of_the_first_again() -> None:
     model, _ = _made(**AHEAD)
     plain, _ = _made()
     optimizers = []
@@ -121,9 +128,9 @@ def test_what_one_optimizer_has_done_is_not_gathered_again_for_the_next_one() ->
         blocks = [*made.blocks.parameters()]
         others = [*made.input.parameters(), *made.output.parameters()]
         optimizers.append([torch.optim.SGD(params, lr=0.1) for params in (others, blocks)])
-    wire = listen(model)
+    recorded = record_collectives(model)
     for _ in range(2):
-        before = wire.count("all_gather")
+        before = recorded.count("all_gather")
         for made, both in zip((model, plain), optimizers, strict=True):
             _backward(made)
             both[0].step()
@@ -131,26 +138,26 @@ def test_what_one_optimizer_has_done_is_not_gathered_again_for_the_next_one() ->
             both[1].step()
             made.zero_grad()
     # Forward and backward of three blocks, and the root, once each.
-    assert wire.count("all_gather") == before + 2 * 3 + 1
+    assert recorded.count("all_gather") == before + 2 * 3 + 1
     assert all(map(torch.equal, shards_of(model), shards_of(plain)))
 
 
 @on_ranks(2)
-def test_what_is_held_between_steps_is_bounded_and_given_back() -> None:
+def test_weights_gathered_after_a_step_are_bounded_and_released() -> None:
     model, optimizer = _made(**AHEAD)
     _step(model, optimizer)
     with memory_tracker(model, optimizer) as memory:
         _step(model, optimizer)
     held = [unit_of(module).gathered_nbytes for module in (model, model.blocks[0])]
     assert memory.live[Role.GATHERED] == sum(held) > 0
-    # A unit that runs by itself drops what was gathered for another forward.
+    # A unit that runs alone drops the weights that were gathered for another forward.
     model.blocks[1](torch.ones(1, 7))
     assert not any(_gathered(model))
 
 
 @on_ranks(2)
-def test_what_a_step_gathered_and_a_load_dropped_is_gathered_once_more() -> None:
-    """In nested units, where what is dropped as mispredicted may be in use."""
+def test_weights_gathered_after_a_step_are_gathered_again_after_a_load() -> None:
+    """With nested units, where a mispredicted prefetch may be in use when it is dropped."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(
         nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), nn.Linear(4, 4)
@@ -168,8 +175,8 @@ def test_what_a_step_gathered_and_a_load_dropped_is_gathered_once_more() -> None
 
 
 @on_ranks(2, strategy=["optim", "optim_grads"])
-def test_a_forward_after_a_capture_uses_weights_that_a_replay_changed(strategy: str) -> None:
-    """A replay steps main weights without a hook or a version counter; `_unseen` does the same."""
+def test_forward_after_a_capture_uses_weights_changed_by_a_replay(strategy: str) -> None:
+    """This test changes main weights as a replay does: without hooks or version counters."""
     for is_captured in (False, True):
         model, optimizer = _made(sharding_strategy=strategy)
         _step(model, optimizer)
@@ -177,8 +184,8 @@ def test_a_forward_after_a_capture_uses_weights_that_a_replay_changed(strategy: 
             _step(model, optimizer)
         with torch.no_grad():
             model(torch.ones(2, INPUT))
-            _unseen(model, optimizer)
+            _change_untracked(model, optimizer)
             found, other = model(torch.ones(2, INPUT)), _made(sharding_strategy=strategy)[0]
             other.load_state_dict(model.state_dict())
-            # Without a capture, weights are gathered only after a change that is counted.
+            # Without a capture, weights are gathered only after a tracked change.
             assert torch.equal(found, other(torch.ones(2, INPUT))) is is_captured

@@ -1,4 +1,4 @@
-"""The benchmarks measure every contender, and the host time of a unit stays well under FSDP2's."""
+"""The benchmarks measure every engine, and the host time of a unit stays well below FSDP2's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _run(module: str, *words: str) -> str:
 
 
 def _measured(tmp_path: Path, module: str, file: str, width: int) -> tuple[Any, str]:
-    """What a small run of a benchmark records, and what it prints."""
+    """The record and the output of a small run of a benchmark."""
     sizes = ["--layers", "2", "--width", str(width), "--rounds", "1", "--out", str(tmp_path)]
     shown = _run(module, *sizes)
     return json.loads((tmp_path / file).read_text()), shown
@@ -45,7 +45,7 @@ FEW = ["DDP", "FSDP2", "ours, no_shard", "ours, optim_grads", "ours, optim_grads
 
 
 @pytest.mark.functional
-def test_every_engine_of_all_peers_trains_like_the_plain_loop(tmp_path: Path) -> None:
+def test_every_engine_trains_like_the_plain_loop(tmp_path: Path) -> None:
     words = ["--layers", "2", "--width", "64", "--rounds", "1", "--most", "1", "--seconds", "0"]
     shown = _run("benchmarks", "--full", *words, "--steps-only", "--out", str(tmp_path))
     (found,) = json.loads((tmp_path / "bench.json").read_text())["settings"]
@@ -64,7 +64,7 @@ def test_every_engine_of_all_peers_trains_like_the_plain_loop(tmp_path: Path) ->
         longer({"micro_batches": 2, "optimizer": "foreach"}),
     ],
 )
-def test_what_is_measured_side_by_side_trains_like_the_plain_loop(changed: dict[str, Any]) -> None:
+def test_engines_measured_together_train_like_the_plain_loop(changed: dict[str, Any]) -> None:
     setting = replace(Setting("tiny", TINY), **changed)
     engines = FEW if "shape" in changed else list(ENGINES)
     found = step.measure(setting, engines, init_device_mesh("cpu", (2,)), QUICK)
@@ -74,8 +74,8 @@ def test_what_is_measured_side_by_side_trains_like_the_plain_loop(changed: dict[
     assert all(len(engine["samples"]) == 1 for engine in found["engines"].values())
 
 
-def _local(model: Model, mesh: DeviceMesh, setting: Setting) -> Training:
-    """An engine that forgets to reduce gradients."""
+def _without_reduction(model: Model, mesh: DeviceMesh, setting: Setting) -> Training:
+    """An engine that does not reduce gradients."""
     del mesh
     return Training(model, adamw(model.parameters(), setting))
 
@@ -86,7 +86,10 @@ def _raises(model: Model, mesh: DeviceMesh, setting: Setting) -> Training:
 
 @on_ranks(2)
 def test_losses_that_differ_and_engines_that_fail_are_reported() -> None:
-    added = {"forgetful": Engine(_local, "no_shard"), "missing": Engine(_raises, "no_shard")}
+    added = {
+        "forgetful": Engine(_without_reduction, "no_shard"),
+        "missing": Engine(_raises, "no_shard"),
+    }
     ENGINES.update(added)
     try:
         mesh = init_device_mesh("cpu", (2,))
@@ -103,7 +106,7 @@ def test_losses_that_differ_and_engines_that_fail_are_reported() -> None:
 
 @pytest.mark.functional
 @pytest.mark.mcore
-def test_iterations_of_megatron_are_measured_and_losses_agree() -> None:
+def test_megatron_iterations_are_measured_and_losses_agree() -> None:
     words = ["--rounds", "1", "--iters", "12", "--rows", "DDP", "no_shard"]
     shown = _run("benchmarks.megatron", *words)
     assert shown.count("agree") == 2
@@ -111,7 +114,7 @@ def test_iterations_of_megatron_are_measured_and_losses_agree() -> None:
 
 
 @pytest.mark.functional
-def test_muon_is_measured_beside_adamw_and_beside_repeating_the_work(tmp_path: Path) -> None:
+def test_muon_benchmark_includes_adamw_and_repeated_work(tmp_path: Path) -> None:
     record, shown = _measured(tmp_path, "benchmarks.muon", "muon_2.json", 16)
     assert record["step_ratio"]["AdamW, ZeRO-3"] == 1.0
     assert record["optimizer_ratio"]["Muon, ZeRO-3"] == 1.0
@@ -119,7 +122,7 @@ def test_muon_is_measured_beside_adamw_and_beside_repeating_the_work(tmp_path: P
 
 
 @pytest.mark.functional
-def test_saves_are_measured_beside_a_step(tmp_path: Path) -> None:
+def test_saves_are_measured_relative_to_a_step(tmp_path: Path) -> None:
     record, shown = _measured(tmp_path, "benchmarks.checkpoint", "checkpoint.json", 32)
     assert record["over_step"].keys() == {"step", "save", "stall", "in_all"}
     assert record["state_bytes"] == 3 * 4 * 2 * (2 * 4 * 32 * 32 + 5 * 32)
@@ -127,11 +130,11 @@ def test_saves_are_measured_beside_a_step(tmp_path: Path) -> None:
 
 
 UNGROUPED = Case(layers=3, width=448, vocabulary=512, length=4)
-"""Layers that are large enough to be units of their own, as with FSDP2."""
+"""Layers that are large enough to be separate units, as with FSDP2."""
 
 
 @on_ranks(2, dtype=["fp32", longer("bf16")])
-def test_at_rest_zero_3_holds_what_fsdp2_does_and_builds_with_no_more(dtype: str) -> None:
+def test_zero_3_takes_no_more_steady_and_build_memory_than_fsdp2(dtype: str) -> None:
     setting = Setting("small", UNGROUPED, dtype)
     mesh = init_device_mesh("cpu", (2,))
     names = ("FSDP2", "ours, optim_grads_params")
@@ -141,7 +144,7 @@ def test_at_rest_zero_3_holds_what_fsdp2_does_and_builds_with_no_more(dtype: str
     assert ours["at rest"] < ours["peak"] < 1.2 * theirs["peak"]
 
 
-def test_live_bytes_are_of_memory_and_not_of_fake_tensors() -> None:
+def test_live_bytes_exclude_fake_tensors() -> None:
     with LiveBytes() as meter:
         made = torch.empty(16)
         with FakeTensorMode():
@@ -151,12 +154,12 @@ def test_live_bytes_are_of_memory_and_not_of_fake_tensors() -> None:
 
 
 @on_ranks(2)
-def test_a_traced_pool_is_counted_once_and_not_for_every_buffer_in_it() -> None:
+def test_live_bytes_count_a_trace_pool_once() -> None:
     setting = Setting("small", UNGROUPED)
     mesh = init_device_mesh("cpu", (2,))
     names = ("ours, optim_grads_params", "ours, optim_grads_params, pool")
     plain, pooled = (memory.measure(name, setting, mesh) for name in names)
-    # Weights of two layers and of the root are gathered at once, and so are gradients.
+    # The pool holds the weights of two layers and of the root, and as many gradients.
     model = Model(setting.shape)
     whole, layer = (sum(4 * p.numel() for p in m.parameters()) for m in (model, model.layers[0]))
     assert pooled["at rest"] - plain["at rest"] == pytest.approx(2 * (whole - layer), rel=0.01)
@@ -164,9 +167,9 @@ def test_a_traced_pool_is_counted_once_and_not_for_every_buffer_in_it() -> None:
 
 @pytest.mark.functional
 def test_host_time_of_a_unit_is_at_most_two_thirds_of_fsdp2s() -> None:
-    # What a step calls is counted in test_host_budget.py. The least of 15 rounds each, interleaved
-    # in one process: 0.27 to 0.40 on a quiet machine. Other programs can only make it look worse,
-    # so the best of a few tries counts.
+    # test_host_budget.py counts the calls of a step. The minimum of 15 rounds each, interleaved in
+    # one process, gives 0.27 to 0.40 on a quiet machine. Other programs only increase the ratio, so
+    # the best of a few tries counts.
     ratios = {}
     for _ in range(4):
         found = json.loads(_run("benchmarks.host_time", "--json"))
@@ -179,7 +182,7 @@ def test_host_time_of_a_unit_is_at_most_two_thirds_of_fsdp2s() -> None:
 
 
 @pytest.mark.functional
-def test_an_attribute_takes_at_most_two_and_a_half_times_what_it_takes_of_a_dtensor() -> None:
+def test_attributes_and_steps_take_at_most_a_fixed_multiple_of_fsdp2s_time() -> None:
     found = json.loads(_run("benchmarks.optimizer_time", "--json", "--params", "40"))
     for what, by_model in found.items():
         # A step and clipping: about 0.9 and 0.5 on a quiet machine.
@@ -209,7 +212,7 @@ TOOK = {
         ("optim_grads_params", 4, 100 + 4 * 5 + 4 * 1.5 * 10 + 2),
     ],
 )
-def test_a_limit_has_what_the_strategy_needs_and_nothing_else(
+def test_limit_adds_the_times_of_each_strategy(
     strategy: str, micro_batches: int, expected: float
 ) -> None:
     assert limit_seconds(TOOK, strategy, micro_batches, gathers=1.5) == expected

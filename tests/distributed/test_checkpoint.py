@@ -1,4 +1,4 @@
-"""`checkpoint.save` and `load`: any size to any size, and nothing half-written is ever loaded."""
+"""`checkpoint.save` and `load` at any world size; an incomplete checkpoint is never loaded."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from megatron_fsdp_v2.checkpoint.exporting import export
 from megatron_fsdp_v2.checkpoint.metadata import Manifest
 from megatron_fsdp_v2.checkpoint.verifying import verify
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, rows_of
-from tests.distributed.checkpoint_trainings import Net, digests, flip, net, train
+from tests.distributed.checkpoint_trainings import Net, digests, flip_bit, net, train
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import said, wrap
+from tests.distributed.wrapping import error_message, wrap
 from tests.ranks import RankFailure, RankPool, RankPools
 from tests.unit.checkpoints import no_file_longer_than
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "async"])
 @on_ranks("world_size", world_size=[1, 3])
-def test_training_goes_on_as_if_it_had_not_stopped(
+def test_resumed_training_equals_uninterrupted_training(
     tmp_path: Path, world_size: int, is_async: bool
 ) -> None:
     folder = str(tmp_path / "saved")
@@ -42,7 +42,7 @@ def test_training_goes_on_as_if_it_had_not_stopped(
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     train(model, optimizer, 3)
     future = checkpoint.save(folder, model, optimizer, async_save=is_async)
-    # Training changes what was copied, and must not change what is written.
+    # Training changes the weights that were copied, and must not change the written ones.
     uninterrupted = train(model, optimizer, 3, first=3)
     if future is not None:
         future.result()
@@ -56,7 +56,7 @@ def test_training_goes_on_as_if_it_had_not_stopped(
 
 
 def _saves(folder: str, mesh_name: str) -> tuple[dict[str, str], dict[str, Any]]:
-    """Digests of all, and full weights."""
+    """Train and save; return digests and full weights."""
     model = net(mesh_name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     train(model, optimizer, 2)
@@ -72,7 +72,7 @@ def _loads_plain(folder: str) -> dict[str, str]:
     return digests(model, optimizer)
 
 
-def test_replicas_write_once_and_an_unsharded_model_loads_it(
+def test_replicas_write_once_and_an_unsharded_model_loads_the_checkpoint(
     pools: RankPools, tmp_path: Path
 ) -> None:
     saved, _ = pools(4).run(_saves, str(tmp_path / "saved"), "HSDP 2x2")[0]
@@ -80,12 +80,12 @@ def test_replicas_write_once_and_an_unsharded_model_loads_it(
     manifest = Manifest.read(tmp_path / "saved")
     assert manifest is not None
     assert manifest.world_size == 4
-    # Replicas have nothing to write, and no file.
+    # Replicas write no file.
     assert verify(tmp_path / "saved").notes == []
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
-def test_an_export_of_a_sharded_run_is_the_plain_models_state_dict(
+def test_export_of_a_sharded_run_loads_into_the_plain_model(
     pools: RankPools, tmp_path: Path, suffix: str
 ) -> None:
     _, weights = pools(3).run(_saves, str(tmp_path / "saved"), "3")[0]
@@ -96,17 +96,17 @@ def test_an_export_of_a_sharded_run_is_the_plain_models_state_dict(
     assert {name: p.tolist() for name, p in plain.named_parameters()} == weights
 
 
-# -- what does not fit ---------------------------------------------------------------------------
+# -- mismatches ----------------------------------------------------------------------------------
 
 
 @on_ranks(2)
-def test_another_model_is_rejected_with_names_and_shapes(tmp_path: Path) -> None:
+def test_load_into_a_different_model_is_rejected_with_names_and_shapes(tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     checkpoint.save(folder, net(), extra=1)
     other = net(width=9)
-    shapes = said(CheckpointError, lambda: checkpoint.load(folder, other))
+    shapes = error_message(CheckpointError, lambda: checkpoint.load(folder, other))
     smaller = fully_shard(Net().up)
-    names = said(CheckpointError, lambda: checkpoint.load(folder, smaller))
+    names = error_message(CheckpointError, lambda: checkpoint.load(folder, smaller))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         checkpoint.load(folder, smaller, strict=False)
@@ -121,7 +121,7 @@ def test_another_model_is_rejected_with_names_and_shapes(tmp_path: Path) -> None
 @on_ranks(1)
 def test_an_optimizer_of_other_parameters_is_rejected(tmp_path: Path) -> None:
     stranger = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
-    strange = said(ValueError, lambda: checkpoint.save(f"{tmp_path}/b", net(), stranger))
+    strange = error_message(ValueError, lambda: checkpoint.save(f"{tmp_path}/b", net(), stranger))
     assert "is not one of the model" in strange
 
 
@@ -132,7 +132,7 @@ def test_two_saves_to_one_path_do_not_mix(tmp_path: Path) -> None:
     first = checkpoint.save(folder, model, extra=1, async_save=True)
     assert first is not None
     kind: Any = CheckpointError if dist.get_rank() else RuntimeError
-    second = said(kind, lambda: checkpoint.save(folder, model, extra=2))
+    second = error_message(kind, lambda: checkpoint.save(folder, model, extra=2))
     may_write.set()
     first.result()
     checkpoint.save(folder, model, extra=3)
@@ -142,11 +142,11 @@ def test_two_saves_to_one_path_do_not_mix(tmp_path: Path) -> None:
 
 
 @on_ranks(3)
-def test_what_one_rank_cannot_save_is_an_error_on_all(tmp_path: Path) -> None:
+def test_save_error_of_one_rank_raises_on_all_ranks(tmp_path: Path) -> None:
     """Only the last rank cannot save."""
     busy, model, last = tmp_path / "saved", net(), dist.get_rank() == 2
     extra = object() if last else 1
-    unkept = said(CheckpointError, lambda: checkpoint.save(str(busy), model, extra=extra))
+    unkept = error_message(CheckpointError, lambda: checkpoint.save(str(busy), model, extra=extra))
     checkpoint.save(f"{busy}/../{busy.name}", model, extra=2)
     assert checkpoint.load(str(busy), model) == 2
     if last:
@@ -155,14 +155,14 @@ def test_what_one_rank_cannot_save_is_an_error_on_all(tmp_path: Path) -> None:
         assert "rank 2 could not save to" in unkept and "does not keep" in unkept
 
 
-# -- what a save costs ----------------------------------------------------------------------------
+# -- cost of a save, concurrent saves and failures ------------------------------------------------
 
 MOST_BYTES = 1.02
-"""Bytes written over bytes of state."""
+"""Maximum ratio of written bytes to bytes of state."""
 
 
 @on_ranks(2)
-def test_little_more_is_written_than_there_is_state(tmp_path: Path) -> None:
+def test_save_writes_at_most_two_percent_more_than_the_state(tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     layers = [nn.Linear(512, 512, bias=False) for _ in range(4)]
     model = wrap(nn.Sequential(*layers), units=layers)
@@ -182,8 +182,8 @@ def test_little_more_is_written_than_there_is_state(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_training_waits_for_a_copy_and_for_no_writing(tmp_path: Path) -> None:
-    """A save whose writing may not begin before training has gone on."""
+def test_async_save_blocks_training_only_for_the_copy(tmp_path: Path) -> None:
+    """The save cannot start to write before training has continued."""
     folder = str(tmp_path / "saved")
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -205,7 +205,7 @@ def test_training_waits_for_a_copy_and_for_no_writing(tmp_path: Path) -> None:
 
 
 @on_ranks(3)
-def test_saves_that_run_at_once_do_not_meet(tmp_path: Path) -> None:
+def test_concurrent_saves_do_not_interfere(tmp_path: Path) -> None:
     model, futures = net(width=64), []
     for number in range(5):
         with torch.no_grad():
@@ -258,17 +258,17 @@ def _reads(folder: str) -> tuple[int, list[float]]:
 
 
 def _check_rejected(folder: str, text: str) -> None:
-    assert text in said(CheckpointError, lambda: checkpoint.load(folder, _model(0.0)))
+    assert text in error_message(CheckpointError, lambda: checkpoint.load(folder, _model(0.0)))
 
 
 @pytest.mark.functional
-def test_a_rank_killed_anywhere_in_a_save_leaves_a_whole_checkpoint(
+def test_rank_killed_during_a_save_leaves_a_complete_checkpoint(
     pools: RankPools, tmp_path: Path
 ) -> None:
     points = random.Random(0)
     outcomes, num_rejected = [], 0
     for number in range(MOST_POINTS):
-        # On a busy machine a kill may come late again and again.
+        # On a busy machine, repeated kills may come too late.
         if number >= POINTS and 1 in outcomes and num_rejected:
             break
         folder = tmp_path / str(number) / "saved"
@@ -283,7 +283,7 @@ def test_a_rank_killed_anywhere_in_a_save_leaves_a_whole_checkpoint(
         for incomplete in folder.parent.glob("saved.*.incomplete"):
             pools(1).run(_check_rejected, str(incomplete), "cut short")
             num_rejected += 1
-        # The next job takes over the lock, and removes what is left.
+        # The next job takes over the lock and removes incomplete folders.
         pools(1).run(_saves_often, str(folder), 3, 1)
         assert [path.name for path in folder.parent.iterdir()] == ["saved"], left
     # Some kills came while the new checkpoint was written.
@@ -293,7 +293,7 @@ def test_a_rank_killed_anywhere_in_a_save_leaves_a_whole_checkpoint(
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "async"])
 @on_ranks(2)
-def test_a_full_disk_is_said_on_every_rank_and_changes_nothing(
+def test_full_disk_raises_on_every_rank_and_keeps_the_checkpoint(
     tmp_path: Path, is_async: bool
 ) -> None:
     folder = str(tmp_path / "saved")
@@ -306,7 +306,7 @@ def test_a_full_disk_is_said_on_every_rank_and_changes_nothing(
     model = _model(1.0)
     checkpoint.save(folder, model, extra=1)
     with no_file_longer_than(100_000):
-        error = said(CheckpointError, save)
+        error = error_message(CheckpointError, save)
     first = checkpoint.load(folder, model)
     save()
     assert "failed, and nothing there has changed" in error
@@ -315,7 +315,7 @@ def test_a_full_disk_is_said_on_every_rank_and_changes_nothing(
 
 
 @on_ranks(1)
-def test_a_checkpoint_that_was_being_replaced_is_found(tmp_path: Path) -> None:
+def test_checkpoint_loads_after_an_interrupted_replacement(tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     checkpoint.save(folder, _model(1.0), extra=1)
     Path(folder).rename(f"{folder}.{uuid.uuid4().hex}.previous")
@@ -326,7 +326,7 @@ def test_a_checkpoint_that_was_being_replaced_is_found(tmp_path: Path) -> None:
 
 
 def _destroys_its_group(folder: str, destroyers: list[int], moment: str) -> None:
-    """End the process group of a save while it is written; see that it fails."""
+    """Destroy the process group of a save during the write; check that the save fails."""
     checkpoint.save(folder, _model(1.0), extra=1)
     model, is_destroyed = _model(2.0), threading.Event()
     place: Any = saving.Writer if moment == "write_data" else saving
@@ -355,12 +355,12 @@ def _destroys_its_group(folder: str, destroyers: list[int], moment: str) -> None
         ([0, 1], "write_data"),
         ([1], "write_data"),
         ([0], "write_data"),
-        # Torch begins to save as a rank alone then, on both ranks.
+        # Torch then starts a single-process save on both ranks.
         ([0, 1], "save_state_dict"),
     ],
     ids=["both", "second", "first", "both, before"],
 )
-def test_a_save_whose_process_group_ends_fails_says_so_and_leaves_what_was_there(
+def test_save_without_its_process_group_fails_and_keeps_the_checkpoint(
     pools: RankPools, tmp_path: Path, destroyers: list[int], moment: str
 ) -> None:
     pool = RankPool(2)
@@ -374,7 +374,7 @@ def test_a_save_whose_process_group_ends_fails_says_so_and_leaves_what_was_there
 
 
 def _saves_often(folder: str, first: int, num_saves: int) -> tuple[int, int]:
-    """Saves that came to their end, and those that were rejected."""
+    """Save repeatedly; return the numbers of completed and of rejected saves."""
     done, rejected = 0, 0
     for number in range(num_saves):
         value = first + 2 * number
@@ -382,13 +382,13 @@ def _saves_often(folder: str, first: int, num_saves: int) -> tuple[int, int]:
             checkpoint.save(folder, _model(float(value)), extra=value)
             done += 1
         except (RuntimeError, CheckpointError) as error:
-            # The owner is named once it has written its name into the lock file.
+            # The error names the owner after the owner has written its name into the lock file.
             assert "is under way, by " in str(error), error
             rejected += 1
     return done, rejected
 
 
-def test_two_jobs_that_save_to_one_path_and_one_that_reads_never_mix(
+def test_two_saving_jobs_and_a_reading_job_on_one_path_do_not_mix(
     pools: RankPools, tmp_path: Path
 ) -> None:
     folder, jobs = str(tmp_path / "saved"), (pools(2), pools(3))
@@ -413,7 +413,7 @@ def test_two_jobs_that_save_to_one_path_and_one_that_reads_never_mix(
 
 
 @on_ranks(2, rank=[0, 1])
-def test_damage_that_one_rank_reads_changes_nothing_on_any(tmp_path: Path, rank: int) -> None:
+def test_damage_read_by_one_rank_changes_nothing_on_all_ranks(tmp_path: Path, rank: int) -> None:
     folder, file = str(tmp_path / "saved"), tmp_path / "saved" / f"__{rank}_0.distcp"
     model = _model(1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -428,8 +428,8 @@ def test_damage_that_one_rank_reads_changes_nothing_on_any(tmp_path: Path, rank:
 
     optimizer.param_groups[0]["lr"] = 0.7
     before = bits()
-    flip(file, lambda length: length * 7 // 8)
-    error = said(CheckpointError, lambda: checkpoint.load(folder, model, optimizer))
+    flip_bit(file, lambda length: length * 7 // 8)
+    error = error_message(CheckpointError, lambda: checkpoint.load(folder, model, optimizer))
     assert file.name in error
     assert all(map(torch.equal, before, bits()))
     assert optimizer.param_groups[0]["lr"] == 0.7

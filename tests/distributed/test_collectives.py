@@ -1,4 +1,4 @@
-"""Collectives: broadcasts, sums, what NCCL is asked for, and a group of their own for gathers."""
+"""Collectives: broadcasts, reductions, and a separate process group for all-gathers."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from tests.distributed.wrapping import (
     BF16,
     STRATEGIES,
     batch,
-    listen,
+    error_message,
     mesh_of,
     on_mesh,
-    said,
+    record_collectives,
     strategies_on,
     train_own,
     wrap,
@@ -50,10 +50,10 @@ def _shard(rank: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(0, 2, (NUMEL,), generator=generator).to(dtype)
 
 
-@pytest.mark.parametrize("is_in_place", [False, True], ids=["elsewhere", "in_place"])
+@pytest.mark.parametrize("is_in_place", [False, True], ids=["out_of_place", "in_place"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @on_ranks("world_size", world_size=[1, 2, 3, 4])
-def test_broadcasts_gather_what_an_all_gather_does(
+def test_broadcast_shards_gathers_all_shards(
     world_size: int, dtype: torch.dtype, is_in_place: bool
 ) -> None:
     rank = dist.get_rank()
@@ -69,7 +69,7 @@ def test_broadcasts_gather_what_an_all_gather_does(
 
 
 @on_ranks(4)
-def test_ranks_of_a_part_of_the_world_broadcast_among_themselves() -> None:
+def test_broadcast_shards_runs_in_groups_of_some_ranks() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     for name in ("outer", "inner"):
         group = mesh.get_group(name)
@@ -81,13 +81,13 @@ def test_ranks_of_a_part_of_the_world_broadcast_among_themselves() -> None:
 
 
 @on_ranks(2)
-def test_only_groups_of_gloo_are_taken_for_it() -> None:
+def test_is_gloo_recognizes_only_gloo_groups() -> None:
     assert is_gloo(dist.group.WORLD)
     assert not is_gloo(dist.new_group(backend="fake"))
 
 
 PIECE = 5000
-"""Of a piece; with chunks of 1000 the last one is full, with 1536 it is not."""
+"""Elements of a rank's slice: the last chunk of 1000 elements is full, the last of 1536 is not."""
 
 
 def _reduced(
@@ -109,32 +109,30 @@ def _full(rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.3])
-@pytest.mark.parametrize("accumulate", [False, True], ids=["into", "added"])
-@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("accumulate", [False, True], ids=["overwrite", "accumulate"])
+@pytest.mark.parametrize("comm_dtype", [torch.float32, torch.bfloat16], ids=str)
 @on_ranks("world_size", world_size=[2, 3, 4], chunk=[1000, 1536])
-def test_the_sum_is_made_in_rank_order_in_the_dtype_of_the_result(
-    world_size: int, chunk: int, wire: torch.dtype, accumulate: bool, scale: float
+def test_reduce_scatter_sums_in_rank_order_in_the_dtype_of_the_result(
+    world_size: int, chunk: int, comm_dtype: torch.dtype, accumulate: bool, scale: float
 ) -> None:
     rank = dist.get_rank()
     total = torch.zeros(PIECE)
     for other in range(world_size):
-        piece = _full(other, wire).view(world_size, -1)[rank].float()
+        piece = _full(other, comm_dtype).view(world_size, -1)[rank].float()
         total = piece if other == 0 else total + piece
-    # What arrives there would be added as well.
+    # Ones, so that an unwanted accumulation changes the result.
     into = torch.ones(PIECE)
     expected = torch.add(into, total, alpha=scale) if accumulate else total * scale
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "SUM_CHUNK", chunk)
-        work = _reduced(into, _full(rank, wire), scale, accumulate)
+        work = _reduced(into, _full(rank, comm_dtype), scale, accumulate)
         work.wait()
         work.wait()
     assert torch.equal(into, expected)
 
 
 @on_ranks("mesh_name", mesh_name=["2", "HSDP 2x2", "HFSDP 2x2"], precision=["fp32", "bf16"])
-def test_a_step_multiplies_every_main_gradient_once_and_nothing_else(
-    mesh_name: str, precision: str
-) -> None:
+def test_step_multiplies_only_main_gradients_once(mesh_name: str, precision: str) -> None:
     policy = BF16 if precision == "bf16" else MixedPrecisionPolicy()
     for strategy in strategies_on(mesh_name):
         options = {"sharding_strategy": strategy, "gradient_scaling_factor": 0.3}
@@ -164,8 +162,8 @@ def _sharded(mesh_name: str = "2", **options: Any) -> Any:
     return wrap(Stack(), **on_mesh(mesh_name), **options)
 
 
-def _gathering() -> Iterator[Any]:
-    """Mesh, strategy and options."""
+def _gather_group_cases() -> Iterator[Any]:
+    """Cases: mesh, strategy and options."""
     most = STRATEGIES[-1]
     for mesh_name, strategy in itertools.product(("2", "4", "HSDP 2x2"), STRATEGIES):
         yield quick_if(mesh_name == "2" or strategy == most, mesh_name, strategy, {})
@@ -176,9 +174,9 @@ def _gathering() -> Iterator[Any]:
     yield longer("2", most, {"enable_async_reduce_grad": False})
 
 
-@pytest.mark.parametrize(("mesh_name", "strategy", "options"), list(_gathering()))
+@pytest.mark.parametrize(("mesh_name", "strategy", "options"), list(_gather_group_cases()))
 @on_ranks("mesh_name")
-def test_a_group_for_gathers_changes_where_they_are_and_no_bit(
+def test_gather_group_moves_gathers_and_keeps_results_bitwise_identical(
     mesh_name: str, strategy: str, options: dict[str, Any]
 ) -> None:
     groups, gathers = on_mesh(mesh_name)["mesh"].get_all_groups(), _gather_group(mesh_name)
@@ -187,9 +185,9 @@ def test_a_group_for_gathers_changes_where_they_are_and_no_bit(
     weights, counts = [], []
     for group in (None, gathers):
         model = _sharded(mesh_name, sharding_strategy=strategy, gather_group=group, **options)
-        wire = listen(model)
+        recorded = record_collectives(model)
         weights.append(train_own(model, num_micro=2))
-        counts.append(Counter((sent.kind, called[sent.group]) for sent in wire.sent))
+        counts.append(Counter((sent.kind, called[sent.group]) for sent in recorded.sent))
     assert all(map(torch.equal, *weights))
     (without, apart), inner = counts, ("all_gather", f"axis {len(groups) - 1}")
     moved = {(kind, "gathers" if (kind, at) == inner else at) for kind, at in without}
@@ -200,7 +198,7 @@ def test_a_group_for_gathers_changes_where_they_are_and_no_bit(
 
 
 @on_ranks(2)
-def test_fsdp2s_method_gives_all_units_one_group_and_takes_it_back() -> None:
+def test_set_separate_reduce_scatter_group_sets_and_resets_the_group_of_all_units() -> None:
     plain = train_own(_sharded(), num_micro=2)
     model = _sharded()
     units = unit_of(model).context.units()
@@ -220,17 +218,17 @@ def test_fsdp2s_method_gives_all_units_one_group_and_takes_it_back() -> None:
         numbers.append(len(gathers()))
         shared.append(mine in gathers())
     model.set_separate_reduce_scatter_group()
-    wire = listen(model)
+    recorded = record_collectives(model)
     is_equal = all(map(torch.equal, plain, train_own(model, num_micro=2)))
     (apart,) = gathers()
-    assert {s.group for s in wire.sent if s.kind == "all_gather"} == {apart.group_name}
+    assert {s.group for s in recorded.sent if s.kind == "all_gather"} == {apart.group_name}
     assert is_equal
     assert numbers == [1, 2, 1, 2, 1]
     assert shared == [True, True, False, True, True]
 
 
 @on_ranks(4)
-def test_a_group_that_does_not_fit_is_rejected() -> None:
+def test_mismatched_gather_group_is_rejected() -> None:
     rank, mesh = dist.get_rank(), mesh_of(2, 2)
     inner = [0, 1] if rank < 2 else [2, 3]
     for group, text in (
@@ -242,18 +240,18 @@ def test_a_group_that_does_not_fit_is_rejected() -> None:
     ):
         options = {"mesh": mesh, "gather_group": group}
         linear = functools.partial(shard, torch.nn.Linear(4, 4), **options)
-        assert text in said(ValueError, linear)
+        assert text in error_message(ValueError, linear)
     model = _sharded("4")
-    method = said(ValueError, lambda: model.set_separate_reduce_scatter_group("yes"))
+    method = error_message(ValueError, lambda: model.set_separate_reduce_scatter_group("yes"))
     group = _gather_group("4")
     some = _sharded("4", gather_group=None if rank == 2 else group)
-    ranks = said(RuntimeError, lambda: some(batch(0)))
+    ranks = error_message(RuntimeError, lambda: some(batch(0)))
     assert method == "enable must be True or False, got 'yes'"
     assert re.search("ranks differ at unit .* gathered in a group of its own", ranks)
 
 
 @on_ranks(2)
-def test_streams_and_registered_memory_know_the_group() -> None:
+def test_streams_and_registered_memory_use_the_gather_group() -> None:
     model = _sharded(gather_group=_gather_group("2"), enable_trace_pool=True)
     registrar = Recorder()
     register_pool(model, registrar)
@@ -262,20 +260,20 @@ def test_streams_and_registered_memory_know_the_group() -> None:
     count = sum(op.name == "all_gather" for op in recording.schedule.operations("gather"))
     assert [str(v) for v in recording.violations()] == []
     assert count > 10
-    assert len({g for _, g in registrar.told("register")}) == 2
+    assert len({g for _, g in registrar.calls_of("register")}) == 2
 
 
 @on_ranks(4, timeout_s=20)
-def test_ranks_that_made_different_numbers_of_groups_make_one_together() -> None:
+def test_ranks_with_different_numbers_of_groups_create_a_common_group() -> None:
     if dist.get_rank() == 2:
         dist.new_group([2], use_local_synchronization=True)
     of_all = group_of_same_ranks(mesh_of(4).get_group())
     if dist.get_rank() != 2:
-        # torch 2.15 names groups of all ranks by this count, also those of later tests.
+        # torch 2.15 names groups of all ranks by this count, also in later tests.
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
     total = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(total, group=of_all)
-    # Ranks 0 to 2 hold a row each and the last one none.
+    # Ranks 0 to 2 hold one row each, and rank 3 holds none.
     model = wrap(torch.nn.Linear(4, 3, bias=False))
     torch.nn.init.ones_(model.weight)
     has_rows = model.weight.to_local().numel() > 0
@@ -288,7 +286,7 @@ def test_ranks_that_made_different_numbers_of_groups_make_one_together() -> None
 
 
 @on_ranks(4, timeout_s=20)
-def test_ranks_of_two_stages_make_different_numbers_of_groups_on_a_bound_device() -> None:
+def test_ranks_of_two_stages_create_different_numbers_of_groups_on_a_bound_device() -> None:
     from torch.distributed import distributed_c10d
 
     core: Any = distributed_c10d
@@ -298,14 +296,14 @@ def test_ranks_of_two_stages_make_different_numbers_of_groups_on_a_bound_device(
     mine = stages[rank // 2]
 
     def source(*args: Any) -> None:
-        # `ncclCommSplit` of what torch finds here returns when every rank has called it.
+        # `ncclCommSplit` of the returned group blocks until every rank has called it.
         nonlocal num_splits
         num_splits += 1
 
     before, core._get_split_source = core._get_split_source, source
     world.bound_device_id = torch.device("cuda", 0)
     try:
-        # As torch makes groups: every rank takes part, in those of others too.
+        # In torch, every rank takes part in creating every group, also groups of other ranks.
         for ranks in stages:
             dist.new_group(ranks, backend="gloo")
         of_torch = num_splits
@@ -319,7 +317,7 @@ def test_ranks_of_two_stages_make_different_numbers_of_groups_on_a_bound_device(
     total = torch.ones(1)
     dist.all_reduce(total, group=made[-1])
     assert of_torch >= len(stages)
-    # No rank waits for another one to split.
+    # No rank waits for a split by another rank.
     assert [int(count) for count in splits] == [0, 0, 0, 0]
     assert is_bound
     assert total.item() == 2

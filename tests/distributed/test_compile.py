@@ -1,4 +1,4 @@
-"""torch.compile and sharding, in either order: what is computed, and what is compiled how often."""
+"""torch.compile and sharding, in either order: results, graph breaks and recompilations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_fsdp_v2 import checkpoint, fully_shard, register_fsdp_forward_meth
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from tests.cases import quick_only, quick_strategies
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import BF16, STRATEGIES, batch, own_loss, said, wrap
+from tests.distributed.wrapping import BF16, STRATEGIES, batch, error_message, own_loss, wrap
 from tests.parity.patterns import Pattern
 from tests.parity.patterns import batch as inputs
 from tests.parity.test_parity import ALL
@@ -29,10 +29,10 @@ from tests.reference.training import Trace, error_of_params, same_bits, train_sh
 
 
 class Compiler:
-    """A backend of torch.compile that counts the graphs it is given.
+    """A backend of torch.compile that counts the graphs that it compiles.
 
     Args:
-        name: The backend that does the work.
+        name: Name of the backend that compiles the graphs.
     """
 
     def __init__(self, name: str = "eager") -> None:
@@ -45,7 +45,7 @@ class Compiler:
 
 @contextlib.contextmanager
 def compiler(name: str = "eager") -> Iterator[Compiler]:
-    """A counting backend, with nothing compiled before or left after."""
+    """Yield a counting backend; reset dynamo before and after."""
     torch._dynamo.reset()
     counters.clear()
     try:
@@ -55,7 +55,7 @@ def compiler(name: str = "eager") -> Iterator[Compiler]:
 
 
 def built(make: Callable[[], Any] = models.Stack) -> Any:
-    """A model with the same values in every training."""
+    """A model with the same initial values in every training."""
     torch.manual_seed(0)
     return make()
 
@@ -72,11 +72,11 @@ def _trained(
     """Train a pattern.
 
     Args:
-        pattern: What is trained.
+        pattern: The pattern to train.
         of_unit: Compiles a unit other than the root.
         of_root: Compiles the root.
         first: Whether modules are compiled before they are sharded.
-        settled: The first step in which nothing may be compiled any more.
+        settled: The first step in which a recompilation is an error.
         options: For `fully_shard`.
     """
     roots: list[Any] = []
@@ -105,14 +105,14 @@ def _trained(
 
 
 def compare(name: str, pattern: Pattern, **how: Any) -> int:
-    """See that compiled units train as uncompiled ones, without breaks; the number of graphs."""
+    """Check that compiled units train as uncompiled ones without graph breaks; count graphs."""
     options = {key: value for key, value in how.items() if key not in ("first", "settled")}
     plain = _trained(pattern, **options)
     with compiler(name) as backend:
         of_unit = functools.partial(nn.Module.compile, backend=backend, fullgraph=True)
         found = _trained(pattern, of_unit, **{"settled": 1, **how})
     if name == "inductor":
-        # Of both, the rows of this rank.
+        # Compare the rows of this rank.
         found.rows = {name: (0, len(rows)) for name, rows in found.params.items()}
         assert error_of_params(found, plain) < 1e-6
     else:
@@ -128,17 +128,17 @@ BETWEEN = ALL["evaluation between"]
 def test_compiled_blocks_train_as_they_do_uncompiled(strategy: str, order: str) -> None:
     name = "aot_eager" if strategy == "optim_grads_params" else "eager"
     graphs = compare(name, BETWEEN, first=order == "compiled first", sharding_strategy=strategy)
-    # One for training and one for evaluation, whatever the number of blocks.
+    # One graph for training and one for evaluation, for any number of blocks.
     assert graphs == 2
 
 
 @pytest.mark.functional
 @on_ranks(2, timeout_s=300.0)
-def test_blocks_compiled_to_machine_code_train_as_they_do_uncompiled() -> None:
+def test_blocks_compiled_by_inductor_train_as_they_do_uncompiled() -> None:
     compare("inductor", BETWEEN)
 
 
-# Patterns, and further options, of which compiled blocks have to take no notice.
+# Patterns, and further options, that must not affect compiled blocks.
 VARIANTS: dict[str, dict[str, Any]] = {
     "checkpointing, non-reentrant": {},
     "checkpointing, reentrant": {},
@@ -152,7 +152,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"mp_policy": BF16},
     "accumulation, every backward synchronized": {"reshard_after_forward": False},
     "accumulation under no_sync": {"enable_trace_pool": True},
-    # Another size is compiled for once more, for any size.
+    # A second size recompiles once, for dynamic shapes.
     "batches of several sizes": {"settled": 2},
 }
 QUICK = ("checkpointing, non-reentrant", "tied parameters in one unit", "batches of several sizes")
@@ -168,7 +168,7 @@ def _loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _same_numbers(first: Trace, second: Trace) -> bool:
-    """Whatever the names of parameters are."""
+    """Whether losses and parameters are equal, regardless of parameter names."""
     pairs = zip(first.params.values(), second.params.values(), strict=True)
     return first.losses == second.losses and all(torch.equal(a, b) for a, b in pairs)
 
@@ -178,7 +178,7 @@ def _replace_blocks(model: Any, backend: Compiler) -> None:
         model.blocks[index] = torch.compile(block, backend=backend, fullgraph=True)
 
 
-# How a loss is computed with a backend; and what is done with the sharded model before.
+# Ways to compute a loss with a backend, and ways to compile the sharded model before.
 LOSSES: dict[str, Callable[[Any, Any, torch.Tensor], torch.Tensor]] = {
     "torch.compile(model)": lambda b, m, x: _loss_of(torch.compile(m, backend=b), x),
     "the loss": lambda b, m, x: torch.compile(
@@ -193,7 +193,7 @@ ON_ROOT: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @on_ranks(2, way=[*LOSSES, *ON_ROOT])
-def test_graphs_of_models_and_losses_end_where_units_begin_only(way: str) -> None:
+def test_compiled_graphs_break_only_at_units(way: str) -> None:
     pattern, on_root, expected = ALL["plain"], ON_ROOT.get(way), _trained(ALL["plain"])
     with compiler() as backend:
         if way in LOSSES:
@@ -209,32 +209,32 @@ def test_graphs_of_models_and_losses_end_where_units_begin_only(way: str) -> Non
 
 
 @on_ranks(2)
-def test_a_model_of_units_as_one_graph_is_rejected_with_what_to_do() -> None:
+def test_fullgraph_compile_of_a_sharded_model_is_rejected_with_advice() -> None:
     with compiler() as backend:
         model = wrap(built())
         compiled = torch.compile(_loss_of, backend=backend, fullgraph=True)
         error = torch._dynamo.exc.Unsupported
-        message = said(error, lambda: compiled(model, batch(dist.get_rank())))
+        message = error_message(error, lambda: compiled(model, batch(dist.get_rank())))
     assert "megatron_fsdp_v2 gathers weights" in message
     assert "module.compile(fullgraph=True)" in message
 
 
-class AsksForParameters(models.Block):
-    """What a layer of a model library computes in follows from its parameters."""
+class ReadsParameters(models.Block):
+    """Computes in the dtype of its parameters, as layers of model libraries do."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.to(next(self.parameters()).dtype)) * len(list(self.modules()))
 
 
 @on_ranks(2)
-def test_a_compiled_forward_may_ask_for_its_parameters() -> None:
-    build = functools.partial(models.Stack, 2, block=AsksForParameters)
+def test_compiled_forward_can_read_its_parameters() -> None:
+    build = functools.partial(models.Stack, 2, block=ReadsParameters)
     assert compare("eager", Pattern(build)) > 0
 
 
 @on_ranks(2)
-def test_what_the_compiler_made_of_a_module_is_sharded_like_it_and_once() -> None:
-    """Train with wrapped blocks sharded inside of a wrapped model."""
+def test_compiled_module_is_sharded_like_its_original_and_only_once() -> None:
+    """Shard compiled blocks inside a compiled model, and train it."""
     expected = _trained(ALL["plain"])
     with compiler() as backend:
 
@@ -248,13 +248,13 @@ def test_what_the_compiler_made_of_a_module_is_sharded_like_it_and_once() -> Non
         )
         assert _same_numbers(expected, _trained(pattern))
         again = torch.compile(wrap(built()), backend=backend)
-        message = said(ValueError, lambda: fully_shard(again))
+        message = error_message(ValueError, lambda: fully_shard(again))
     assert "fully_shard was already called" in message
 
 
 @on_ranks(2)
-def test_a_compiled_step_of_everything_trains_as_it_does_uncompiled() -> None:
-    """Compile all of a step: forward, backward, clipping, the optimizer."""
+def test_compiled_training_step_trains_as_it_does_uncompiled() -> None:
+    """Compile a whole step: forward, backward, clipping and the optimizer."""
 
     def trained(compile_it: Callable[[Any], Any]) -> list[torch.Tensor]:
         model = wrap(built())
@@ -280,7 +280,7 @@ def test_a_compiled_step_of_everything_trains_as_it_does_uncompiled() -> None:
 
 @on_ranks(2)
 def test_sharded_parameters_keep_their_rows_in_compiled_functions() -> None:
-    """Compute with sharded parameters in a compiled function, and in one graph."""
+    """Compute with sharded parameters in a compiled function, with and without `fullgraph`."""
     weight = wrap(built()).blocks[0].up.weight.detach()
     with compiler("aot_eager") as backend:
         double = torch.compile(lambda tensor: tensor + tensor, backend=backend)
@@ -288,19 +288,19 @@ def test_sharded_parameters_keep_their_rows_in_compiled_functions() -> None:
         assert type(doubled) is UnevenDTensor
         assert torch.equal(doubled.full_tensor(), 2 * weight.full_tensor())
         graph: Any = torch.compile(lambda tensor: tensor + tensor, backend=backend, fullgraph=True)
-        message = said(torch._dynamo.exc.Unsupported, lambda: graph(weight))
+        message = error_message(torch._dynamo.exc.Unsupported, lambda: graph(weight))
     assert "a sharded tensor of shape (15, 7) is not traced" in message
 
 
 class Doubling(models.Block):
-    """A block with another method that runs as its forward."""
+    """A block with a second forward method."""
 
     def doubled(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * self(x)
 
 
 @on_ranks(2)
-def test_methods_that_run_as_forwards_may_be_called_in_compiled_functions() -> None:
+def test_registered_forward_methods_run_in_compiled_functions() -> None:
     """Train through a registered method in a compiled function."""
 
     def call(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -329,13 +329,13 @@ def test_compiled_autograd_is_rejected() -> None:
         model = wrap(built())
         with torch._dynamo.config.patch(compiled_autograd=True):
             step = torch.compile(lambda m, x: _loss_of(m, x).backward(), backend=backend)
-            message = said(RuntimeError, lambda: step(model, batch(dist.get_rank())))
+            message = error_message(RuntimeError, lambda: step(model, batch(dist.get_rank())))
     assert "the root (Stack) runs in compiled autograd" in message
 
 
 @on_ranks(2)
-def test_a_checkpoint_of_a_compiled_model_is_one_of_the_model(tmp_path: Path) -> None:
-    """Save a compiled model and its optimizer, load them into one that is not."""
+def test_checkpoint_of_a_compiled_model_loads_into_the_uncompiled_model(tmp_path: Path) -> None:
+    """Save a compiled model and its optimizer; load them into an uncompiled model."""
     folder = str(tmp_path / "k")
     with compiler() as backend:
         model = built()

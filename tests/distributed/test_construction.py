@@ -1,4 +1,4 @@
-"""Models from the meta device; and where fully_shard fails, everything is as it was."""
+"""Models on the meta device; and a failing fully_shard changes nothing."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     backward_both,
     batch,
+    error_message,
     mesh_of,
     of_all_ranks,
-    said,
     step_all,
     weight_error,
     wrap,
@@ -44,7 +44,7 @@ MOST: list[int] = [0]
 
 
 class Layer(nn.Module):
-    """A unit that notes how many bytes of full parameters are alive when it is initialized."""
+    """A unit that counts the live full weights when it is initialized."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,12 +81,12 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
 @on_ranks("sizes", sizes=[(1,), (2,), (3,), (2, 2)])
-def test_a_meta_model_is_the_same_on_every_rank_and_peaks_at_one_unit(
+def test_meta_model_is_identical_across_ranks_and_peaks_at_one_unit(
     sizes: tuple[int, ...], strategy: str
 ) -> None:
     LIVE.clear()
     MOST[0] = 0
-    # Every rank has a seed of its own: weights must be the same all the same.
+    # Seeds differ between ranks, and weights must still be identical.
     torch.manual_seed(dist.get_rank())
     with torch.device("meta"):
         model: Any = Model()
@@ -110,26 +110,26 @@ def test_a_meta_model_is_the_same_on_every_rank_and_peaks_at_one_unit(
 
 
 class Forgetful(Layer):
-    """A module that leaves a buffer out."""
+    """A module whose initialization omits a buffer."""
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
 
 @on_ranks(1)
-def test_a_buffer_that_gets_no_values_is_named() -> None:
+def test_uninitialized_buffer_is_named_in_the_error() -> None:
     with torch.device("meta"):
         module: Any = Forgetful()
     fully_shard(module)
     x = torch.ones(1, *module.weight.shape[1:])
-    text = said(RuntimeError, lambda: module(x))
+    text = error_message(RuntimeError, lambda: module(x))
     module.scale.fill_(2.0)
     assert "scale of unit the root (Forgetful) had no values on the meta device" in text
     assert module(x).isfinite().all()
 
 
 class Bare(nn.Module):
-    """A module that cannot initialize itself, as most of model libraries."""
+    """A module without `reset_parameters`, as most modules of model libraries."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Bare(nn.Module):
 
 
 @on_ranks(2, strategy=["optim", "optim_grads_params"])
-def test_modules_that_cannot_initialize_themselves_take_a_state_dict(strategy: str) -> None:
+def test_modules_without_reset_parameters_load_a_state_dict(strategy: str) -> None:
     mesh = mesh_of(dist.get_world_size())
     torch.manual_seed(0)
     real = nn.Sequential(Bare(), nn.Linear(1, 2))
@@ -151,7 +151,7 @@ def test_modules_that_cannot_initialize_themselves_take_a_state_dict(strategy: s
         with torch.device("meta"):
             model: Any = nn.Sequential(Bare(), nn.Linear(1, 2))
             wrap(model, [model[0]], sharding_strategy=strategy)
-        errors.append(said(RuntimeError, lambda model=model: model(torch.ones(2, 5))))
+        errors.append(error_message(RuntimeError, lambda model=model: model(torch.ones(2, 5))))
         model.to_empty(device="cpu")
         state: Any = real.state_dict()
         if how == "distributed":
@@ -163,7 +163,7 @@ def test_modules_that_cannot_initialize_themselves_take_a_state_dict(strategy: s
             state = other.state_dict()
         model.load_state_dict(state, assign=how != "full")
         plain = copy.deepcopy(real)
-        # With parameters that were assigned, the sharded ones are there after the first use.
+        # Assigned parameters are replaced by sharded parameters at the first use.
         model(batch(0))
         model.reshard()
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
@@ -181,7 +181,7 @@ def test_modules_that_cannot_initialize_themselves_take_a_state_dict(strategy: s
 
 
 class Rewrapping(nn.Module):
-    """Registers parameters of its own and marks those, as Transformer Engine's modules do."""
+    """Registers new parameters and sets attributes on them, as Transformer Engine's modules do."""
 
     def __init__(self, *, copies: bool = False) -> None:
         super().__init__()
@@ -201,7 +201,9 @@ class Rewrapping(nn.Module):
 
 
 @on_ranks(2, copies=[False, True])
-def test_what_an_initialization_registered_anew_keeps_its_marks_and_values(copies: bool) -> None:
+def test_parameters_registered_by_an_initialization_keep_attributes_and_values(
+    copies: bool,
+) -> None:
     with torch.device("meta"):
         module: Any = Rewrapping(copies=copies)
     fully_shard(module)
@@ -213,7 +215,7 @@ def test_what_an_initialization_registered_anew_keeps_its_marks_and_values(copie
 
 
 class LeftAsItIs(nn.Module):
-    """A module that its initialization gives other memory, which is full of NaN on one rank."""
+    """A module whose initialization replaces the weight's data, with NaN on one rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +240,7 @@ def test_ranks_agree_on_whether_weights_have_values() -> None:
 
 
 class Tables(nn.Module):
-    """Buffers of dtypes that no backend sums, one of them transposed."""
+    """Transposed buffers of dtypes that not every backend can reduce."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +257,7 @@ TABLE_DTYPES = (torch.int16, torch.uint16, torch.bool, torch.complex64, torch.fl
 
 
 @on_ranks(2, answers_as_nccl=[False, True])
-def test_buffers_of_any_dtype_are_given_the_first_ranks_values(answers_as_nccl: bool) -> None:
+def test_buffers_of_any_dtype_are_broadcast_from_rank_0(answers_as_nccl: bool) -> None:
     with torch.device("meta"):
         model = Tables()
     with as_on_cuda() if answers_as_nccl else contextlib.nullcontext():
@@ -272,7 +274,7 @@ def _drawn() -> nn.Module:
 
 
 @on_ranks(2, unit_by_unit=[False, True])
-def test_weights_and_later_random_numbers_are_those_of_a_program_without_sharding(
+def test_weights_and_random_state_equal_those_of_an_unsharded_program(
     unit_by_unit: bool,
 ) -> None:
     real = _drawn()
@@ -293,7 +295,7 @@ PACKAGE = str(Path(megatron_fsdp_v2.__file__).parent)
 
 
 class Late(nn.Module):
-    """On the meta device but for a buffer, which its initialization changes too."""
+    """A module on the meta device except for one buffer, which its initialization changes too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -313,7 +315,7 @@ class Late(nn.Module):
 
 
 class Mixed(nn.Module):
-    """A unit that ran on its own, and beside it all kinds of parameters for the root."""
+    """A unit that has run before, and parameters of all kinds for the root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -335,7 +337,7 @@ def _options() -> dict[str, Any]:
 
 
 def _built() -> Any:
-    """The model, whose first unit has a plan for its memory."""
+    """The model, whose first unit has a memory plan."""
     torch.manual_seed(0)
     model: Any = Mixed()
     model.calls = []
@@ -350,7 +352,7 @@ def _built() -> Any:
 
 
 class _Same:
-    """Equal to what is the same object; keeps it alive, so that no other one can take its place."""
+    """Compares an object by identity, and keeps it alive so that its address is not reused."""
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -423,10 +425,10 @@ class Injected(Exception):
 
 
 def fail_at(number: int, call: Callable[[], Any], events: tuple[str, ...]) -> bool:
-    """Make a call fail at the n-th time that a function of the package is entered, or left.
+    """Make a call fail at the n-th of some trace events in functions of the package.
 
     Returns:
-        Whether it did; there may be fewer.
+        Whether the call failed; it may have fewer events.
     """
     left = number
 
@@ -434,11 +436,11 @@ def fail_at(number: int, call: Callable[[], Any], events: tuple[str, ...]) -> bo
         nonlocal left
         del arg
         code = frame.f_code
-        # A generator may be entered to be closed, and nobody hears of an error there.
+        # A generator may be entered to be closed, where Python ignores errors.
         if not code.co_filename.startswith(PACKAGE) or code.co_flags & inspect.CO_GENERATOR:
             return None
         frame.f_trace_lines = "line" in events
-        # Everything is done when these are left: no code of theirs can fail after that.
+        # These functions are complete when they return: no later statement of theirs can fail.
         is_over = event == "return" and code.co_name in ("make_unit", "fully_shard", "checked")
         if event in events and not is_over:
             left -= 1
@@ -458,7 +460,7 @@ def fail_at(number: int, call: Callable[[], Any], events: tuple[str, ...]) -> bo
 
 
 def _train(model: Any) -> list[bytes]:
-    """Losses and own rows of the weights in some steps, of a model that is sharded by now."""
+    """Shard the root if it is not sharded, and train; return losses and this rank's rows."""
     if not isinstance(model, FSDPModule):
         fully_shard(model, **_options())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -475,7 +477,7 @@ def _train(model: Any) -> list[bytes]:
 def check_failures(
     of: str, least: int, events: tuple[str, ...] = ("call",), every: int = 1
 ) -> None:
-    """See that failures, of which there are some, change nothing, and that the next call trains."""
+    """Check that `least` failures or more change nothing, and that the next call trains."""
     call: Callable[[Any], Any] = functools.partial(_SHARDED[of], **_options())
     expected, model = _built(), _built()
     torch.manual_seed(1)
@@ -499,13 +501,13 @@ _SHARDED: dict[str, Callable[..., Any]] = {
 
 
 @on_ranks(2)
-def test_a_failure_at_any_step_changes_nothing_and_the_next_call_trains() -> None:
+def test_failure_in_any_function_changes_nothing_and_the_next_call_trains() -> None:
     check_failures("root", 50, every=11)
 
 
 @pytest.mark.functional
 @on_ranks(2, timeout_s=600, of=["root", "some"])
-def test_a_failure_where_any_function_begins_or_ends_changes_nothing(of: str) -> None:
+def test_failure_at_any_function_entry_or_exit_changes_nothing(of: str) -> None:
     check_failures(of, 500, ("call", "return"))
 
 
@@ -536,7 +538,7 @@ def test_real_errors_change_nothing_and_the_next_call_trains() -> None:
     for text, call in calls.items():
         originals = [*model.parameters(), *model.buffers()]
         before = _snapshot(model, originals)
-        assert text in said(Exception, call)
+        assert text in error_message(Exception, call)
         assert _changes(before, _snapshot(model, originals)) == [], text
         model.first.reshard()
     assert _train(model) == expected_bits
@@ -560,7 +562,7 @@ def test_annotations_of_a_sharded_class_can_be_resolved() -> None:
     assert "weight" in ReadsAnnotations.seen
 
 
-def test_a_sharded_class_prints_as_the_class_it_was_and_its_module_as_sharded() -> None:
+def test_sharded_class_prints_its_original_name_and_its_module_a_sharded_name() -> None:
     module = nn.Sequential(nn.Linear(2, 3))
     swap_class(module[0])
     assert str(type(module[0])) == str(nn.Linear)

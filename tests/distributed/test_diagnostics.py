@@ -1,4 +1,4 @@
-"""Diagnostics tell the truth about a sharded model, on every rank, and name what is wrong."""
+"""Diagnostics of a sharded model are correct on every rank and name the parameters at fault."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from tests.distributed.wrapping import (
     Dispatched,
     Operations,
     batch,
+    error_message,
     of_all_ranks,
     on_mesh,
     own_loss,
     plain_loss,
-    said,
     strategies_on,
     wrap,
 )
@@ -67,7 +67,7 @@ def _sharded(
 
 
 def _norms(reference: nn.Module, order: float) -> dict[str, list[float | None]]:
-    """By name: the norm of a plain parameter, and of its gradient."""
+    """Norms of plain parameters and of their gradients, by name."""
     return {
         name: [
             None if t is None else float(torch.linalg.vector_norm(t.detach().double(), order))
@@ -78,7 +78,7 @@ def _norms(reference: nn.Module, order: float) -> dict[str, list[float | None]]:
 
 
 @on_ranks("mesh_name", mesh_name=MESH_NAMES, model_name=MODELS)
-def test_norms_are_those_of_the_unsharded_model(mesh_name: str, model_name: str) -> None:
+def test_norms_equal_those_of_the_unsharded_model(mesh_name: str, model_name: str) -> None:
     torch.manual_seed(0)
     reference = MODELS[model_name]()
     plain_loss(reference).backward()
@@ -94,7 +94,7 @@ def test_norms_are_those_of_the_unsharded_model(mesh_name: str, model_name: str)
         for name, (param, grad) in expected.items():
             assert norms[name].param == pytest.approx(param, rel=1e-6), name
             if "unused" in name:
-                # No gradient there, zero here: others of its unit have one.
+                # The sharded gradient is zero, since other parameters of the unit have gradients.
                 assert (grad, norms[name].grad) == (None, 0.0)
             elif grad is None:
                 assert norms[name].grad is None, name
@@ -104,7 +104,7 @@ def test_norms_are_those_of_the_unsharded_model(mesh_name: str, model_name: str)
 
 
 @on_ranks(2)
-def test_norms_are_the_same_while_units_are_gathered_and_by_relative_name() -> None:
+def test_norms_do_not_depend_on_gathered_units_or_relative_names() -> None:
     model = _sharded()
     before = parameter_norms(model)
     assert all(norm.grad is None for norm in before.values())
@@ -114,13 +114,13 @@ def test_norms_are_the_same_while_units_are_gathered_and_by_relative_name() -> N
     model.reshard()
     model.blocks[0].reshard()
     assert gathered == before
-    # Relative to what is asked about, which need not be a unit itself.
+    # Names are relative to the given module, which need not be a unit.
     assert parameter_norms(model.blocks)["1.up.bias"] == before["blocks.1.up.bias"]
     assert parameter_norms(model.blocks[1])["up.bias"] == before["blocks.1.up.bias"]
 
 
 @on_ranks(2)
-def test_a_rank_without_gradient_adds_nothing_and_gets_the_norm() -> None:
+def test_rank_without_gradient_gets_the_norm_of_the_other_ranks() -> None:
     model = _sharded()
     own_loss(model).backward()
     param = model.blocks[0].up.weight
@@ -140,7 +140,7 @@ def _with_ignored() -> tuple[Any, nn.Parameter]:
 
 
 @on_ranks(2)
-def test_an_ignored_parameter_is_taken_as_it_is() -> None:
+def test_norms_of_an_ignored_parameter_are_those_of_its_local_value() -> None:
     model, ignored = _with_ignored()
     model(batch(dist.get_rank())).square().mean().backward()
     norm = parameter_norms(model)["output.weight"]
@@ -160,7 +160,7 @@ def test_norms_neither_lose_a_nan_nor_overflow(value: float, order: float) -> No
 
 
 @on_ranks("mesh_name", mesh_name=MESH_NAMES)
-def test_one_collective_for_each_mesh_axis_and_none_for_what_layouts_tell(mesh_name: str) -> None:
+def test_diagnostics_issue_at_most_one_collective_per_mesh_axis(mesh_name: str) -> None:
     shape, outer = MESHES[mesh_name]
     axes = sum(size > 1 for size in shape)
     for strategy in strategies_on(mesh_name):
@@ -182,7 +182,7 @@ def test_one_collective_for_each_mesh_axis_and_none_for_what_layouts_tell(mesh_n
 def nonfinite_planted(
     mesh_name: str, strategy: str, dtype: torch.dtype, every_replica: bool
 ) -> tuple[list[Any], str]:
-    """Plant three NaN in a parameter and two Inf in a gradient, where one rank alone holds them."""
+    """Plant three NaN in a parameter and two Inf in a gradient; return findings and error."""
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, main_params_dtype=torch.float32, main_grads_dtype=dtype
     )
@@ -195,7 +195,7 @@ def nonfinite_planted(
             param.to_local().detach()[0, :3] = math.nan
         if other.local_rows[0] < other.local_rows[1] == other.shape[0]:
             other.grad.to_local()[-1, :2] = torch.tensor([math.inf, -math.inf])
-    message = said(RuntimeError, lambda: check_finite(model))
+    message = error_message(RuntimeError, lambda: check_finite(model))
     return [dataclasses.astuple(item) for item in find_nonfinite(model)], message
 
 
@@ -218,7 +218,9 @@ def test_nonfinite_numbers_are_named_and_counted_once_on_all_ranks(
     ("mesh_name", "strategy"), [("2", "no_shard"), ("HSDP 2x2", "optim_grads_params")]
 )
 @on_ranks("mesh_name")
-def test_what_is_wrong_on_one_replica_is_found_on_all_ranks(mesh_name: str, strategy: str) -> None:
+def test_nonfinite_numbers_of_one_replica_are_found_on_all_ranks(
+    mesh_name: str, strategy: str
+) -> None:
     found = nonfinite_planted(mesh_name, strategy, torch.float32, False)
     assert found[0], "nothing was planted on rank 0"
     assert of_all_ranks(found) == [found] * dist.get_world_size()
@@ -234,7 +236,7 @@ def test_a_nan_in_an_ignored_parameter_of_one_rank_is_found_on_all_ranks() -> No
 
 
 @on_ranks(2, strategy=["no_shard", "optim_grads_params"])
-def test_gradients_are_checked_in_one_pass_and_named(strategy: str) -> None:
+def test_nonfinite_gradients_are_found_in_one_pass_and_named(strategy: str) -> None:
     name, counts, sound = "blocks.1.up.weight", set(), []
     for num_blocks in (5, 2):
         model: Any = wrap(models.Stack(num_blocks), [], sharding_strategy=strategy)
@@ -245,9 +247,9 @@ def test_gradients_are_checked_in_one_pass_and_named(strategy: str) -> None:
     grad = model.get_parameter(name).grad
     some_rank_has_rows = any(of_all_ranks(grad is not None))
     assert some_rank_has_rows and not sound
-    # As many for two blocks as for five.
+    # The number of operations does not depend on the number of blocks.
     assert len(counts) == 1 and max(counts) < 10
-    # The squares of large elements add up to infinity; they are finite themselves.
+    # The squares of large elements overflow; the elements are finite.
     for value, found in (("1e30", []), ("nan", [name]), ("-inf", [name])):
         if grad is not None:
             grad.to_local()[-1, -1] = float(value)
@@ -258,7 +260,7 @@ def test_gradients_are_checked_in_one_pass_and_named(strategy: str) -> None:
 
 
 def _overlap_message(model: nn.Module) -> str:
-    return said(RuntimeError, lambda: check_no_overlap(model))
+    return error_message(RuntimeError, lambda: check_no_overlap(model))
 
 
 SOUND = [("Stack", BF16), ("TiedInside", BF16), ("PartlyFrozen", None), ("MixedDtypes", None)]
@@ -279,7 +281,7 @@ def test_a_planted_overlap_is_found_and_named() -> None:
     up, down = "blocks.1.up.weight", "blocks.1.down.weight"
     model = _sharded()
     group = unit_of(model.blocks[1]).groups[0]
-    # Units that are alike share a layout.
+    # Equal units share a layout.
     group.layout = copy.copy(group.layout)
     slots = list(group.layout.slots)
     first, second = group.names.index("up.weight"), group.names.index("down.weight")
@@ -336,7 +338,7 @@ def _main_grad(group: Any) -> int:
         return 0
     if group.main_grad is not None:
         return _storage(group.main_grad.tensor)
-    # Nothing but padding is here, and so no gradient that would need it.
+    # This rank holds only padding, and no gradient needs the buffer.
     assert not any(param.to_local().numel() for param in group.sharded_params)
     return int(group.main_weight.tensor.numel() * group.spec.dtypes.main_grad.itemsize)
 
@@ -344,7 +346,7 @@ def _main_grad(group: Any) -> int:
 @pytest.mark.parametrize("mesh_name", MESH_NAMES)
 @pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
 @on_ranks("mesh_name")
-def test_bytes_of_the_summary_are_those_of_real_storages(
+def test_summary_bytes_equal_storage_bytes(
     mesh_name: str, policy: MixedPrecisionPolicy | None
 ) -> None:
     numels = [p.numel() for p in models.PartlyFrozen().parameters()]
@@ -373,7 +375,7 @@ def test_bytes_of_the_summary_are_those_of_real_storages(
 
 
 @on_ranks(4)
-def test_rows_say_dtypes_and_placements_of_each_axis() -> None:
+def test_summary_rows_contain_dtypes_and_placements_of_each_axis() -> None:
     summary = group_summary(_sharded("HFSDP 2x2", mp_policy=BF16))
     assert [row.unit for row in summary.rows] == ["", "blocks.0", "blocks.1", "blocks.2"]
     row = summary.rows[1]
@@ -391,7 +393,7 @@ def _row(unit: str, **changes: Any) -> GroupRow:
     return dataclasses.replace(row, **changes)
 
 
-def test_the_table_of_a_large_model_folds_equal_units_and_fits_its_columns() -> None:
+def test_summary_table_of_a_large_model_merges_equal_units_and_fits_its_columns() -> None:
     names = ["", *(f"module.module.decoder.layers.{i}" for i in range(126))]
     text = str(GroupSummary(tuple(_row(name) for name in names)))
     assert "layers.0-125 (126 units)" in text
@@ -437,7 +439,7 @@ PHASES = (
 
 
 @on_ranks(2, is_async=[True, False])
-def test_ranges_of_every_phase_and_unit_are_in_a_trace_when_on_and_none_when_off(
+def test_profile_ranges_are_in_a_trace_only_when_enabled(
     is_async: bool,
 ) -> None:
     model = _sharded(enable_async_reduce_grad=is_async, enable_unshard_prefetch=is_async)
@@ -466,7 +468,7 @@ def test_a_module_without_units_is_rejected_by_name() -> None:
 
 
 @on_ranks(1)
-def test_an_order_that_is_no_norm_is_rejected() -> None:
+def test_invalid_norm_order_is_rejected() -> None:
     model = _sharded("1")
     for order in (0.0, -math.inf, math.nan):
         with pytest.raises(ValueError, match="must be above 0"):

@@ -1,4 +1,4 @@
-"""What a PyTorch user has around a model works on a sharded one, unmodified."""
+"""Optimizers, gradient clipping and other PyTorch utilities work on sharded models unmodified."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tests.distributed.wrapping import (
     STRATEGIES,
     backward_both,
     batch,
+    error_message,
     fp64_pair,
     gradient_error,
     of_all_ranks,
@@ -29,7 +30,6 @@ from tests.distributed.wrapping import (
     own_loss,
     pair,
     plain_loss,
-    said,
     train_both,
     weight_error,
     wrap,
@@ -38,7 +38,7 @@ from tests.reference.models import Formula, Stack
 
 RANKS = 3
 EXACT = 1e-12
-"""Tolerance in fp64: far above its rounding, far below any mistake."""
+"""Tolerance in fp64: far above rounding errors, far below the error of any mistake."""
 
 
 # -- optimizers -----------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @on_ranks(RANKS, name=OPTIMIZERS)
-def test_an_optimizer_with_a_schedule_steps_shards_like_the_whole(name: str) -> None:
+def test_optimizer_with_a_schedule_steps_like_the_unsharded_one(name: str) -> None:
     cls, options = OPTIMIZERS[name]
     plain, sharded = fp64_pair()
     extra = {"momentum": 0.9, "weight_decay": 0.1} if cls is optim.SGD else {}
@@ -76,7 +76,7 @@ def test_an_optimizer_with_a_schedule_steps_shards_like_the_whole(name: str) -> 
         for schedule in schedules:
             schedule.step()
 
-    # From its sixth step on RAdam divides by something else.
+    # RAdam switches to the rectified update at its sixth step.
     train_both(plain, sharded, (first, second), range(7 if cls is optim.RAdam else 3), advance)
     assert first.param_groups[0]["lr"] == second.param_groups[0]["lr"] < 0.01
     empty = of_all_ranks([not param.to_local().numel() for param in sharded.parameters()])
@@ -107,7 +107,7 @@ def test_total_norm_value_clipping_and_counting_are_global() -> None:
 
 
 class OneRow(nn.Module):
-    """A parameter of one row: one rank alone holds it, and its gradient; another of six rows."""
+    """A parameter of one row, held by one rank with its gradient, and a parameter of six rows."""
 
     def __init__(self, *dtypes: torch.dtype) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class OneRow(nn.Module):
 
 @on_ranks(2)
 def test_clip_grad_norm_works_where_ranks_hold_gradients_of_different_dtypes() -> None:
-    # Collectives fail after 20 seconds, where others would hang for minutes.
+    # Collectives fail after 20 seconds instead of the default timeout of minutes.
     group = dist.new_group(timeout=datetime.timedelta(seconds=20))
     model = OneRow(torch.float64, torch.float32)
     model = wrap(model, [], mesh=DeviceMesh.from_group(group, "cpu"))
@@ -147,7 +147,7 @@ class WithBuffers(Stack):
 
 
 @on_ranks(2)
-def test_a_sharded_module_is_still_a_module() -> None:
+def test_sharded_module_keeps_the_behavior_of_a_module() -> None:
     torch.manual_seed(0)
     model = WithBuffers()
     buffers = dict(model.named_buffers())
@@ -177,12 +177,12 @@ def test_a_sharded_module_is_still_a_module() -> None:
     assert shapes[0] == shapes[1]
 
 
-# -- what is communicated to clip gradients -------------------------------------------------------
+# -- collectives of gradient clipping, gradient scaling, optimizers with norms --------------------
 
 
 @pytest.mark.parametrize(("mesh_name", "num_holders"), [("4", 3), ("HFSDP 2x2", 1)])
 @on_ranks("mesh_name")
-def test_clipping_where_a_rank_is_empty_is_one_all_reduce_per_axis_on_every_rank(
+def test_clipping_with_empty_ranks_issues_one_all_reduce_per_axis(
     mesh_name: str, num_holders: int
 ) -> None:
     _, model = pair(lambda: nn.Linear(4, num_holders, bias=False), **on_mesh(mesh_name))
@@ -209,7 +209,7 @@ X = torch.arange(16.0).view(2, 8)
 
 
 def two_layers() -> Formula:
-    """Over four ranks, `few` is on two of them and `many` on three."""
+    """Two layers: of four ranks, two hold rows of `few` and three hold rows of `many`."""
     return Formula(
         lambda model, x: model.few(x[:, :4]).square().sum() + model.many(x).square().sum(),
         few=nn.Linear(4, 2, bias=False),
@@ -217,8 +217,8 @@ def two_layers() -> Formula:
     )
 
 
-def _two(strategy: str = STRATEGIES[-1]) -> tuple[Any, Any]:
-    """The model with gradients twice: plain, and sharded over all ranks."""
+def _with_gradients(strategy: str = STRATEGIES[-1]) -> tuple[Any, Any]:
+    """The model with gradients, plain and sharded over all ranks."""
     plain, model = pair(two_layers, lambda m: [m.few], sharding_strategy=strategy)
     for either in (plain, model):
         either(X).backward()
@@ -229,10 +229,10 @@ def _two(strategy: str = STRATEGIES[-1]) -> tuple[Any, Any]:
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize(("name", "num_holders"), [("few", 2), ("many", 3)])
 @on_ranks(4, timeout_s=20)
-def test_a_subset_that_some_rank_holds_no_row_of_is_clipped_to_the_unsharded_norm_on_all(
+def test_subset_without_rows_on_a_rank_is_clipped_to_the_unsharded_norm(
     name: str, num_holders: int, foreach: bool, order: float
 ) -> None:
-    part, whole = (getattr(model, name) for model in reversed(_two()))
+    part, whole = (getattr(model, name) for model in reversed(_with_gradients()))
     options: dict[str, Any] = {"norm_type": order, "foreach": foreach}
     for _ in range(2):
         expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.5, **options)
@@ -247,7 +247,7 @@ def test_a_subset_that_some_rank_holds_no_row_of_is_clipped_to_the_unsharded_nor
 
 
 class _ReadsGradients(torch.optim.Optimizer):
-    """Not known to be elementwise, so every rank finds every gradient."""
+    """An optimizer not known to be elementwise, so that every rank finds every gradient."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -270,8 +270,8 @@ def test_gradients_without_rows_can_be_hidden_from_every_caller() -> None:
 
 
 @on_ranks(4, timeout_s=20)
-def test_ranks_without_rows_come_to_clip_exactly_where_others_have_gradients() -> None:
-    _, model = _two()
+def test_ranks_without_rows_take_part_in_clipping_if_other_ranks_have_gradients() -> None:
+    _, model = _with_gradients()
 
     def norm() -> bool:
         return bool(nn.utils.clip_grad_norm_(model.few.parameters(), 1.0).item())
@@ -289,7 +289,7 @@ def test_ranks_without_rows_come_to_clip_exactly_where_others_have_gradients() -
     assert [*found, norm()] == [True, False, True, False, False]
 
 
-# Where gradients are replicated, an overflow that only one rank's gradient has cannot be.
+# Replicated gradients cannot overflow on one rank only.
 OVERFLOWS = [(s, where) for s in STRATEGIES for where in ("", "loss", "shard")]
 OVERFLOWS.remove(("no_shard", "shard"))
 
@@ -299,8 +299,8 @@ OVERFLOWS.remove(("no_shard", "shard"))
 def test_an_overflow_on_one_rank_makes_all_ranks_skip_the_step(
     strategy: str, where: str, name: str, fused: bool
 ) -> None:
-    """Those that hold no row of what is stepped, too."""
-    plain, model = _two(strategy)
+    """Ranks that hold no row of the stepped parameters skip the step too."""
+    plain, model = _with_gradients(strategy)
     holders, rank = of_all_ranks(model.few.weight.grad is not None), dist.get_rank()
     optimizers = []
     for either in (plain, model):
@@ -324,7 +324,7 @@ def test_an_overflow_on_one_rank_makes_all_ranks_skip_the_step(
 
 
 class _Optimizer(optim.Optimizer):
-    """Steps one parameter after the other, as most published optimizers do."""
+    """An optimizer that steps parameters one by one, as most published optimizers do."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
@@ -360,7 +360,7 @@ class Lamb(_Optimizer):
 
 
 class Lars(_Optimizer):
-    """Gradient descent at a rate of norms that are looked at on the host."""
+    """Gradient descent with a rate computed from norms that are read on the host."""
 
     def _update(self, param: Any, state: Any, lr: float) -> None:
         del state
@@ -370,7 +370,7 @@ class Lars(_Optimizer):
 
 
 class Sam(_Optimizer):
-    """Two steps with a backward between them, of which torch's hooks know nothing."""
+    """Two steps with a backward between them; torch's hooks do not see the first step."""
 
     @torch.no_grad()
     def first_step(self) -> None:
@@ -389,8 +389,8 @@ class Sam(_Optimizer):
 CLASSES_NORMS: list[Any] = [Lamb, Lars, optim.Adafactor]
 
 
-def _two_layers() -> Formula:
-    """A layer, and another one that is not used and has no gradient on any rank."""
+def _with_unused_layer() -> Formula:
+    """A layer, and an unused layer without a gradient on any rank."""
     layers = {name: nn.Linear(5, 5) for name in ("used", "other")}
     return Formula(lambda self, x: self.used(x), **layers)
 
@@ -404,12 +404,12 @@ CASES: dict[str, tuple[Any, Callable[[], nn.Module], Any, str]] = {
     ),
     "rows are replicated": (Lamb, Stack, None, "HSDP 2x2"),
     "rows are replicated, on the host": (Lars, Stack, None, "HSDP 2x2"),
-    "a parameter that is not used": (Lamb, _two_layers, lambda m: [m.used, m.other], "3"),
+    "a parameter that is not used": (Lamb, _with_unused_layer, lambda m: [m.used, m.other], "3"),
 }
 
 
 @on_ranks(lambda name: 4 if "HSDP" in CASES[name][-1] else 3, name=CASES)
-def test_an_optimizer_that_takes_a_norm_of_each_parameter_steps_like_the_whole(name: str) -> None:
+def test_optimizer_with_parameter_norms_steps_like_the_unsharded_one(name: str) -> None:
     kind, build, units, mesh = CASES[name]
     plain, sharded = pair(lambda: build().double(), units, **on_mesh(mesh))
     train_both(plain, sharded, (kind(plain.parameters()), kind(sharded.parameters())), range(3))
@@ -417,7 +417,7 @@ def test_an_optimizer_that_takes_a_norm_of_each_parameter_steps_like_the_whole(n
 
 
 @on_ranks(3)
-def test_a_gradient_that_comes_within_the_step_counts_and_one_that_is_dropped_does_not() -> None:
+def test_step_uses_gradients_of_its_closure_and_ignores_dropped_gradients() -> None:
     plain, sharded = fp64_pair()
     for model, loss_of in ((plain, plain_loss), (sharded, own_loss)):
         optimizer = Lamb(model.parameters())
@@ -436,7 +436,7 @@ def test_a_gradient_that_comes_within_the_step_counts_and_one_that_is_dropped_do
 
 
 @on_ranks(3)
-def test_methods_beside_step_find_what_step_does() -> None:
+def test_other_optimizer_methods_find_the_gradients_that_step_finds() -> None:
     plain, sharded = fp64_pair()
     optimizers = Sam(plain.parameters()), Sam(sharded.parameters())
     for step in range(3):
@@ -459,12 +459,12 @@ class _Unknown(_Optimizer):
 
 
 @on_ranks(2)
-def test_what_cannot_step_shards_is_rejected_by_name() -> None:
+def test_optimizer_that_cannot_step_shards_is_rejected_by_name() -> None:
     for kind, why in ((_Random, "draws random numbers"), (_Unknown, "layout")):
         model = wrap(Stack())
         optimizer = kind(model.parameters())
         own_loss(model, 0).backward()
-        text = said(RuntimeError, optimizer.step)
+        text = error_message(RuntimeError, optimizer.step)
         assert f"{kind.__name__} cannot step sharded parameters" in text and why in text, text
 
 

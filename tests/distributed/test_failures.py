@@ -1,4 +1,4 @@
-"""Wrong numbers that others shipped, each with a direct test; and what follows an exception."""
+"""Regression tests of wrong results known from other packages, and training after an exception."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from tests.distributed.wrapping import (
     STRATEGIES,
     backward_both,
     batch,
+    error_message,
     fp64_pair,
     gradient_error,
-    listen,
     loss_of,
     mesh_of,
     own_loss,
     pair,
     plain_loss,
-    said,
+    record_collectives,
     step_all,
     train_both,
     weight_error,
@@ -54,7 +54,7 @@ def test_gradients_do_not_double_along_an_axis_of_one_rank(
         assert gradient_error(sharded, plain) < 1e-6, micro
 
 
-# -- weights that were written --------------------------------------------------------------------
+# -- weights changed outside the optimizer --------------------------------------------------------
 
 
 def _write(model: nn.Module, weights: dict[str, torch.Tensor], how: str) -> None:
@@ -103,7 +103,7 @@ WRITTEN = [
 
 @pytest.mark.parametrize(("how", "before"), WRITTEN, ids=" after ".join)
 @on_ranks(2, strategy=[*quick_strategies(STRATEGIES), "gathered after a step"])
-def test_weights_that_were_written_are_used_by_the_next_forward(
+def test_next_forward_uses_weights_changed_outside_the_optimizer(
     strategy: str, how: str, before: str
 ) -> None:
     torch.manual_seed(1)
@@ -126,7 +126,7 @@ def test_weights_that_were_written_are_used_by_the_next_forward(
             assert float((model(batch(0)) - expected).norm() / expected.norm()) < 1e-6
 
 
-# -- evaluations of some ranks --------------------------------------------------------------------
+# -- different numbers of evaluations -------------------------------------------------------------
 
 
 @on_ranks(2, strategy=STRATEGIES[:3], trains_first=[False, True])
@@ -138,7 +138,7 @@ def test_ranks_may_evaluate_different_numbers_of_batches_below_zero_3(
     if trains_first:
         own_loss(model).backward()
         optimizer.step()
-    wire = listen(model)
+    recorded = record_collectives(model)
 
     def evaluate(times: int) -> None:
         for _ in range(times):
@@ -146,9 +146,9 @@ def test_ranks_may_evaluate_different_numbers_of_batches_below_zero_3(
                 model(batch(0))
 
     evaluate(1)
-    wire.sent.clear()
+    recorded.sent.clear()
     evaluate(3 * dist.get_rank())
-    collectives = len(wire.sent)
+    collectives = len(recorded.sent)
     optimizer.zero_grad()
     own_loss(model).backward()
     optimizer.step()
@@ -160,7 +160,7 @@ def test_ranks_may_evaluate_different_numbers_of_batches_below_zero_3(
 
 
 class Recomputing(Checkpointed):
-    """Notes the dtype that its blocks compute in."""
+    """Records the compute dtype of its blocks."""
 
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__(use_reentrant=use_reentrant)
@@ -170,7 +170,7 @@ class Recomputing(Checkpointed):
 
 
 @on_ranks(2, use_reentrant=[False, True])
-def test_autocast_holds_in_a_recomputation(use_reentrant: bool) -> None:
+def test_autocast_applies_in_a_recomputation(use_reentrant: bool) -> None:
     plain, sharded = pair(lambda: Recomputing(use_reentrant))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         losses = [plain_loss(plain), own_loss(sharded)]
@@ -182,7 +182,7 @@ def test_autocast_holds_in_a_recomputation(use_reentrant: bool) -> None:
 
 
 class DetachedInside(nn.Module):
-    """Regions that are recomputed twice, with a unit whose input is detached."""
+    """Two recomputed regions with a unit whose input is detached."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class DetachedInside(nn.Module):
 
 
 @on_ranks(2)
-def test_a_recomputation_that_stops_early_may_have_no_backward() -> None:
+def test_recomputation_that_stops_early_needs_no_backward() -> None:
     plain, sharded = pair(DetachedInside)
     found = []
     for model in (plain, sharded):
@@ -227,14 +227,14 @@ def _fail_in_backward(model: Any, block: int = 1) -> None:
         own_loss(model, 7).backward()
 
 
-def _leave_a_forward(model: Any) -> None:
+def _forward_without_backward(model: Any) -> None:
     own_loss(model, 7)
 
 
 INTERRUPTIONS = {
     "exception in a forward": _fail_in_forward,
     "exception in a backward": _fail_in_backward,
-    "forward without backward": _leave_a_forward,
+    "forward without backward": _forward_without_backward,
 }
 
 
@@ -251,7 +251,7 @@ def _trained(strategy: str) -> tuple[Any, Any, list[Any]]:
 
 
 @on_ranks(2, strategy=quick_strategies(STRATEGIES), kind=INTERRUPTIONS)
-def test_saves_and_loads_hold_weights_and_optimizer_whatever_was_interrupted(
+def test_saves_and_loads_are_correct_after_an_interruption(
     tmp_path: Path, strategy: str, kind: str
 ) -> None:
     folder = str(tmp_path / "saved")
@@ -274,11 +274,11 @@ def test_saves_and_loads_hold_weights_and_optimizer_whatever_was_interrupted(
 
 
 @on_ranks(2, strategy=STRATEGIES)
-def test_an_optimizer_of_gathered_weights_says_so_at_its_first_step(strategy: str) -> None:
+def test_optimizer_of_gathered_weights_raises_at_its_first_step(strategy: str) -> None:
     plain, model = fp64_pair(strategy)
-    _leave_a_forward(model)
+    _forward_without_backward(model)
     early = torch.optim.SGD(model.parameters(), lr=0.1)
-    message = said(RuntimeError, early.step)
+    message = error_message(RuntimeError, early.step)
     model.reshard()
     optimizers = _adamw(plain, model)
     train_both(plain, model, optimizers, range(2))
@@ -289,7 +289,7 @@ def test_an_optimizer_of_gathered_weights_says_so_at_its_first_step(strategy: st
 
 @pytest.mark.parametrize("as_parameters", [False, True], ids=["tensors", "parameters"])
 @on_ranks(2, strategy=STRATEGIES[::3], before_it=["", "gathered", *INTERRUPTIONS])
-def test_weights_for_one_call_are_rejected_and_replace_nothing(
+def test_functional_call_is_rejected_and_replaces_nothing(
     strategy: str, before_it: str, as_parameters: bool
 ) -> None:
     plain, model, optimizers = _trained(strategy)
@@ -303,7 +303,7 @@ def test_weights_for_one_call_are_rejected_and_replace_nothing(
         other = {name: torch.nn.Parameter(value) for name, value in other.items()}
     before = dict(other)
     x = torch.ones(2, 5).double()
-    message = said(ValueError, lambda: torch.func.functional_call(model, other, (x,)))
+    message = error_message(ValueError, lambda: torch.func.functional_call(model, other, (x,)))
     untouched = all(other[name] is before[name] and not other[name].any() for name in other)
     train_both(plain, model, optimizers, range(2, 4))
     assert message.startswith("parameter ")
@@ -313,13 +313,13 @@ def test_weights_for_one_call_are_rejected_and_replace_nothing(
 
 
 @on_ranks(2, strategy=STRATEGIES)
-def test_freezing_counts_also_while_weights_are_gathered(strategy: str) -> None:
+def test_freezing_takes_effect_while_weights_are_gathered(strategy: str) -> None:
     _, model = fp64_pair(strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     weight = dict(model.named_parameters())["output.weight"]
     changes = []
     for trained in (True, False, True):
-        _leave_a_forward(model)
+        _forward_without_backward(model)
         model.output.requires_grad_(trained)
         assert model.output.weight.requires_grad is trained
         before = weight.full_tensor().clone()
@@ -335,9 +335,7 @@ class _Lost:
 
 
 @on_ranks(2, is_async=[False, True], at_issue=[False, True])
-def test_weights_whose_gather_failed_are_gathered_by_the_next_forward(
-    is_async: bool, at_issue: bool
-) -> None:
+def test_next_forward_gathers_weights_after_a_failed_gather(is_async: bool, at_issue: bool) -> None:
     plain, model = pair(enable_unshard_prefetch=is_async)
     with torch.no_grad():
         own_loss(model, 0)
@@ -361,7 +359,7 @@ def test_weights_whose_gather_failed_are_gathered_by_the_next_forward(
 
 
 class _OneUnused(nn.Module):
-    """Parameters of two groups; one of the second group is not used."""
+    """Parameters of two groups; one parameter of the second group is unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -374,7 +372,7 @@ class _OneUnused(nn.Module):
 
 
 @on_ranks(2, strategy=STRATEGIES)
-def test_a_reduction_before_one_that_fails_is_dropped_with_its_backward(strategy: str) -> None:
+def test_reductions_of_a_failed_backward_are_dropped(strategy: str) -> None:
     model = fully_shard(
         _OneUnused(), mesh=mesh_of(2), sharding_strategy=strategy, on_missing_grad="error"
     )
@@ -389,7 +387,7 @@ def test_a_reduction_before_one_that_fails_is_dropped_with_its_backward(strategy
 def test_a_failed_backward_leaves_no_rank_ahead_of_the_others(
     strategy: str, evaluates: bool
 ) -> None:
-    """A backward fails on all ranks, of which one had left out a unit; then comes a step."""
+    """A backward fails on all ranks, after one rank has skipped a unit; a step follows."""
     options = {"sharding_strategy": strategy, "check_ranks": "always"}
     plain, model = pair(lambda: Skipping().double(), **options)
     model.skip = 1 if dist.get_rank() == 1 else None

@@ -1,7 +1,7 @@
-"""On CUDA the host never waits inside of a step: checked without a GPU, on fake tensors.
+"""On CUDA the host never waits inside a step: checked on fake tensors without a GPU.
 
-`CudaStreams` and `NcclCollectives` run as they are. What has no values cannot show numbers: those
-are the parity matrix's, on a CPU and by `make test-gpu`.
+`CudaStreams` and `NcclCollectives` run unmodified. Fake tensors have no values: the parity matrix
+checks numerical results, on a CPU and by `make test-gpu`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _skipping(model: Skipping) -> Skipping:
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[RankPool]:
-    """A process that has a fake CUDA device, for good: no other test may use it."""
+    """A process with a permanent fake CUDA device, which no other test may use."""
     with rank_pools() as pools:
         yield pools(1)
 
@@ -69,18 +69,18 @@ def _host() -> fake_cuda.FakeCuda:
     for name in ON_MESHES:
         _mesh(MESHES[name][0])
     host.mode.__enter__()
-    # Ranks compare values at the first use, and there are none here.
+    # Ranks compare values at the first use, and fake tensors have none.
     engine.compare_units = lambda records, axes, device: None
     return host
 
 
 @functools.cache
 def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
-    # Made outside of the mode: a mesh compares its ranks by value.
+    # Created outside the `FakeTensorMode`: a mesh compares its ranks by value.
     return init_device_mesh("cuda", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
 
 
-def walk(
+def run_steps(
     mesh_name: str,
     strategy: str,
     precision: str = "bf16",
@@ -90,10 +90,10 @@ def walk(
     plant: str = "",
     **options: Any,
 ) -> dict[str, Any]:
-    """Two steps of two micro-batches with evaluations between; what the host did."""
+    """Run two steps of two micro-batches with evaluations between; return the host's records."""
     policy, make = POLICIES[precision], OPTIMIZERS[optimizer]
     host, built, stepped = _built(mesh_name, strategy, model, make, mp_policy=policy, **options)
-    host.follow(built)
+    host.record_memory(built)
     with _PLANTS[plant](built), host.step():
         for step in range(2):
             _train(built, stepped, last_only=step == 1)
@@ -140,7 +140,7 @@ def _evaluate(model: Any) -> None:
 
 
 def captured(mesh_name: str, strategy: str) -> dict[str, Any]:
-    """A step, an evaluation, a captured step, two evaluations: what was gathered in each."""
+    """Run a step, two evaluations, a captured step, two evaluations; count the gathers of each."""
     host, model, optimizer = _built(mesh_name, strategy)
     gathers, wrong = [], []
 
@@ -164,7 +164,7 @@ def captured(mesh_name: str, strategy: str) -> dict[str, Any]:
 
 
 def changed_after_step(*, flag: bool) -> dict[str, Any]:
-    """Steps that gather ahead, where the device finds weights changed, or not, and tells late."""
+    """Run steps with gathers after a step; the device reports changed weights late, by `flag`."""
     host, model, optimizer = _built("4", STRATEGIES[-1], enable_unshard_after_step=True)
     said: list[str] = []
     with host.step():
@@ -179,7 +179,7 @@ def changed_after_step(*, flag: bool) -> dict[str, Any]:
 
 
 def sanitized(mesh_name: str, strategy: str) -> dict[str, Any]:
-    """The steps that a GPU runs under torch's sanitizer; what the host did."""
+    """Run the steps that a GPU runs under torch's sanitizer; return the host's records."""
     host = _host()
     host.reset()
     shape, outer = MESHES[mesh_name]
@@ -188,13 +188,13 @@ def sanitized(mesh_name: str, strategy: str) -> dict[str, Any]:
     return {"violations": host.violations(), "collectives": Counter(host.collectives)}
 
 
-# -- what the host should not do, on purpose ---------------------------------------------------
+# -- planted host waits ------------------------------------------------------------------------
 
 
 def _in_forward(act: Callable[[torch.Tensor], Any]) -> Any:
     @contextlib.contextmanager
     def planted(model: Any) -> Iterator[None]:
-        # A hook that returns something replaces the output.
+        # A hook that returns a value replaces the output.
         handle = model.blocks[1].up.register_forward_hook(
             lambda module, args, output: _then_nothing(act(output))
         )
@@ -236,7 +236,7 @@ _PLANTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
 }
 
 
-# -- claims ------------------------------------------------------------------------------------
+# -- tests -------------------------------------------------------------------------------------
 
 
 def _cells() -> Iterator[Any]:
@@ -252,10 +252,10 @@ def _cells() -> Iterator[Any]:
 def test_no_step_waits_for_the_device_and_streams_are_ordered(
     process: RankPool, mesh_name: str, strategy: str, precision: str
 ) -> None:
-    (seen,) = process.run(walk, mesh_name, strategy, precision)
+    (seen,) = process.run(run_steps, mesh_name, strategy, precision)
     assert seen["waits"] == []
     assert seen["violations"] == []
-    # The engine has a thread of its own for a device's backward, which a CPU's has not.
+    # The engine runs a device's backward in a separate thread, unlike a CPU's.
     assert seen["num_threads"] == 2
     streams = {stream for _, stream in seen["collectives"]}
     assert len(streams - {"compute"}) >= (1 if strategy == "no_shard" else 2), seen["collectives"]
@@ -288,20 +288,20 @@ def test_no_step_waits_for_the_device_and_streams_are_ordered(
 def test_no_step_of_an_optimizer_or_a_model_waits_for_the_device(
     process: RankPool, strategy: str, options: dict[str, Any]
 ) -> None:
-    (seen,) = process.run(walk, "4", strategy, **options)
+    (seen,) = process.run(run_steps, "4", strategy, **options)
     assert seen["waits"] == []
     assert seen["violations"] == []
 
 
 def _on_every_mesh(is_quick: Callable[[str, str], bool]) -> Any:
-    """Every strategy on every mesh, of which some are left to the longer suites."""
+    """Parametrize every strategy on every mesh; cases that are not quick run in longer suites."""
     cells = ((name, strategy) for name in ON_MESHES for strategy in strategies_on(name))
     cases = [quick_if(is_quick(*cell), *cell) for cell in cells]
     return pytest.mark.parametrize(("mesh_name", "strategy"), cases)
 
 
 @_on_every_mesh(lambda name, strategy: strategy == STRATEGIES[-1])
-def test_what_a_gpu_runs_under_the_sanitizer_runs_here(
+def test_steps_of_the_gpu_sanitizer_run_on_fake_cuda(
     process: RankPool, mesh_name: str, strategy: str
 ) -> None:
     (seen,) = process.run(sanitized, mesh_name, strategy)
@@ -310,17 +310,17 @@ def test_what_a_gpu_runs_under_the_sanitizer_runs_here(
 
 
 @_on_every_mesh(lambda name, strategy: name == "4" or strategy == "optim_grads")
-def test_a_captured_step_refreshes_weights_itself_and_leaves_them_stale(
+def test_captured_step_gathers_weights_and_marks_them_stale(
     process: RankPool, mesh_name: str, strategy: str
 ) -> None:
     (seen,) = process.run(captured, mesh_name, strategy)
     assert seen["wrong"] == []
     assert seen["waits"] == []
     step, first, second, in_graph, third, fourth = seen["gathers"]
-    # Nothing tells when the graph is replayed, which steps weights.
+    # A replay of the graph changes weights without notice, so every forward gathers them.
     if strategy != "no_shard":
         assert third == fourth == first > 0 and in_graph > step - first
-    # Without one, what is up to date is not gathered again below ZeRO-3.
+    # Without a captured step, up-to-date weights are not gathered again below ZeRO-3.
     if strategy not in ("no_shard", STRATEGIES[-1]):
         assert second < first
     elif len(mesh_name) == 1:
@@ -333,14 +333,14 @@ def test_weights_gathered_after_a_step_are_compared_on_the_device(process: RankP
     assert same == {"waits": [], "violations": [], "said": []}
     assert changed["waits"] == []
     (said,) = changed["said"]
-    # The event was not done before.
+    # The event was not complete before step 3.
     assert said.startswith("3: weights of ") and "were changed after the optimizer's step" in said
 
 
 @pytest.mark.functional
-def test_only_a_unit_that_nothing_used_is_asked_for_its_gradient(process: RankPool) -> None:
-    (seen,) = process.run(walk, "4", "optim_grads", model="unused unit")
-    # Whether another rank used it; once for each of four backwards, which all reduce at ZeRO-2.
+def test_only_an_unused_unit_reads_its_gradient_on_the_host(process: RankPool) -> None:
+    (seen,) = process.run(run_steps, "4", "optim_grads", model="unused unit")
+    # The host reads whether another rank used the unit, once per backward: all reduce at ZeRO-2.
     assert len(seen["waits"]) == 4
     assert all("a device tensor's value at gradients.py" in wait for wait in seen["waits"])
 
@@ -355,17 +355,17 @@ def test_only_a_unit_that_nothing_used_is_asked_for_its_gradient(process: RankPo
         longer("from the host", "host to device"),
     ],
 )
-def test_a_wait_is_found(process: RankPool, plant: str, named: str) -> None:
-    (seen,) = process.run(walk, "4", "optim_grads_params", plant=plant)
+def test_host_wait_is_detected(process: RankPool, plant: str, named: str) -> None:
+    (seen,) = process.run(run_steps, "4", "optim_grads_params", plant=plant)
     assert any(named in wait and "test_fake_cuda.py" in wait for wait in seen["waits"])
 
 
-def test_a_mix_of_devices_is_found(process: RankPool) -> None:
+def test_mix_of_devices_is_detected(process: RankPool) -> None:
     with pytest.raises(AssertionError, match=r"found (two different|at least two) devices"):
-        process.run(walk, "4", "optim_grads_params", plant="mix of devices")
+        process.run(run_steps, "4", "optim_grads_params", plant="mix of devices")
 
 
-def test_a_stream_that_does_not_wait_is_found(process: RankPool) -> None:
-    (seen,) = process.run(walk, "4", "optim_grads_params", plant="no wait for work")
+def test_missing_stream_wait_is_detected(process: RankPool) -> None:
+    (seen,) = process.run(run_steps, "4", "optim_grads_params", plant="no wait for work")
     assert any("reduce_scatter" in violation for violation in seen["violations"])
     assert any("allgather" in violation for violation in seen["violations"])

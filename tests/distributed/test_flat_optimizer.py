@@ -1,4 +1,4 @@
-"""Optimizers on flat tensors: bit by bit those on sharded parameters, to all who look."""
+"""Optimizers on flat tensors are bitwise identical to optimizers on sharded parameters."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ from tests.distributed.wrapping import (
     BF16,
     Operations,
     batch,
+    error_message,
     on_mesh,
     own_loss,
-    said,
     step_all,
     wrap,
 )
 from tests.reference.models import INPUT, Stack
 
 ALIGNED = 32
-"""A width whose parameters have nothing between them."""
+"""A width at which parameters have no padding between them."""
 
 
 def _num_flat(optimizer: Any) -> tuple[int, int]:
-    """Flat tensors of the last step, and parameters that are in them."""
+    """Number of flat tensors in the last step, and of the parameters in them."""
     runs = [run for _, runs in optimizer._plan._runs for run in runs]
     return len(runs), sum(len(run.members) for run in runs)
 
 
 def _bits(value: Any) -> Any:
-    """What is equal where every bit is, also where numbers are none."""
+    """A value that compares bitwise, so that equal NaN compare equal."""
     if not isinstance(value, torch.Tensor):
         return value
     rows, local = None, value.detach()
@@ -61,7 +61,7 @@ def _bits(value: Any) -> Any:
 
 
 def _differences(plain: Any, flat: Any) -> list[str]:
-    """Where the state dict of one optimizer is not that of the other."""
+    """Names of entries in which two state dicts of optimizers differ."""
     found: list[dict[str, Any]] = []
     for each in (plain, flat):
         found.append({"groups": each["param_groups"], "keys": list(each["state"])})
@@ -73,7 +73,7 @@ def _differences(plain: Any, flat: Any) -> list[str]:
 
 
 def _unequal(plain: tuple[Any, Any], flat: tuple[Any, Any]) -> list[str]:
-    """Names of weights and state of a model and its optimizer that differ from those of others."""
+    """Names of weights and state that differ between two models with their optimizers."""
     pairs = zip(plain[0].named_parameters(), flat[0].parameters(), strict=True)
     found = [name for (name, mine), other in pairs if _bits(mine) != _bits(other)]
     return found + _differences(plain[1].state_dict(), flat[1].state_dict())
@@ -87,7 +87,7 @@ def _made(
     how: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """A model, and an optimizer of it with options `how`, as it is or flat."""
+    """A model and its optimizer with options `how`, plain or flat."""
     torch.manual_seed(0)
     model = wrap(build(), **options)
     kind = flat_optimizer(kind) if is_flat else kind
@@ -101,14 +101,14 @@ def _train(model: Any, optimizer: Any, steps: range = range(2)) -> None:
 
 
 def _trained_pair(steps: int = 2, **options: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """Model and optimizer, as they are and flat."""
+    """A trained model and its optimizer, with a plain and with a flat optimizer."""
     plain, flat = _made(is_flat=False, **options), _made(is_flat=True, **options)
     for model, optimizer in (plain, flat):
         _train(model, optimizer, range(steps))
     return plain, flat
 
 
-# -- the same bits --------------------------------------------------------------------------------
+# -- bitwise identity -----------------------------------------------------------------------------
 
 _OPTIONS: dict[Any, dict[str, Any]] = {
     optim.SGD: {"momentum": 0.9, "nesterov": True},
@@ -119,8 +119,10 @@ _OPTIONS: dict[Any, dict[str, Any]] = {
 }
 
 
-def _disturbed(kind: Any, width: int, how: dict[str, Any], **options: Any) -> tuple[Any, Any]:
-    """A model and its optimizer after six steps, most of them after a change of something."""
+def _trained_with_changes(
+    kind: Any, width: int, how: dict[str, Any], **options: Any
+) -> tuple[Any, Any]:
+    """A model and its optimizer after six steps, with changes of gradients, state and options."""
     torch.manual_seed(0)
     whole = Stack(2, width)
     whole.blocks[0].unused = nn.Parameter(torch.randn(4, 3))
@@ -145,7 +147,7 @@ def _disturbed(kind: Any, width: int, how: dict[str, Any], **options: Any) -> tu
         optimizer.step()
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         if step > 2:
-            # What is not trained any more, and trained again.
+            # Freeze a parameter, and unfreeze it again.
             param.requires_grad_(step == 4)
     return model, optimizer
 
@@ -160,21 +162,24 @@ def _disturbed(kind: Any, width: int, how: dict[str, Any], **options: Any) -> tu
     ],
 )
 @on_ranks("mesh")
-def test_no_bit_of_weights_or_state_depends_on_flat_tensors(
+def test_flat_optimizers_are_bitwise_identical_for_every_class(
     mesh: str, strategy: str, width: int, foreach: bool
 ) -> None:
     options = {**on_mesh(mesh), "sharding_strategy": strategy}
     unequal = {}
     for cls in CLASSES:
         how = {"foreach": foreach, **_OPTIONS.get(cls, {})}
-        made = [_disturbed(kind, width, how, **options) for kind in (cls, flat_optimizer(cls))]
+        made = [
+            _trained_with_changes(kind, width, how, **options)
+            for kind in (cls, flat_optimizer(cls))
+        ]
         unequal[cls.__name__] = _unequal(*made)
     assert unequal == {cls.__name__: [] for cls in CLASSES}
 
 
 SHARDINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "bf16": (optim.AdamW, {"mp_policy": BF16, "sharding_strategy": "optim"}),
-    # Torch's Adam takes no gradients of another dtype than the weights'.
+    # Torch's Adam does not support gradients whose dtype differs from the weights'.
     "bf16 gradients": (
         optim.SGD,
         {"mp_policy": dataclasses.replace(BF16, main_grads_dtype=torch.bfloat16)},
@@ -185,7 +190,7 @@ SHARDINGS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @on_ranks(2, name=SHARDINGS)
-def test_no_bit_depends_on_flat_tensors_however_weights_are_sharded(name: str) -> None:
+def test_flat_optimizers_are_bitwise_identical_for_every_kind_of_sharding(name: str) -> None:
     kind, options = SHARDINGS[name]
     made = [_made(kind, is_flat=is_flat, **options) for is_flat in (False, True)]
     for each in made:
@@ -201,7 +206,7 @@ def test_no_bit_depends_on_flat_tensors_however_weights_are_sharded(name: str) -
 
 
 @on_ranks(2)
-def test_a_group_of_aligned_parameters_is_one_tensor_and_takes_no_more_operations() -> None:
+def test_aligned_parameter_group_is_stepped_as_one_tensor() -> None:
     plain, flat = _trained_pair()
     names = []
     for model, optimizer in (plain, flat):
@@ -209,7 +214,7 @@ def test_a_group_of_aligned_parameters_is_one_tensor_and_takes_no_more_operation
         with Operations() as seen:
             optimizer.step()
         names.append(seen.names)
-    # Two blocks and the root; what has no rows here is left alone.
+    # Two blocks and the root; parameters without rows on this rank are skipped.
     num_runs, num_params = _num_flat(flat[1])
     assert num_runs == 3
     assert num_params == sum(local_of(p).numel() > 0 for p in flat[0].parameters())
@@ -228,14 +233,14 @@ def _by_state_dict(source: Any, target: Any) -> None:
     target[1].load_state_dict(torch.load(file, weights_only=False))
 
 
-def _by_torchs_calls(source: Any, target: Any) -> None:
-    # A fresh optimizer makes state by a step with gradients of zeros.
+def _by_distributed_state_dict(source: Any, target: Any) -> None:
+    # A new optimizer initializes its state by a step with zero gradients.
     get_optimizer_state_dict(*target)
     set_optimizer_state_dict(*target, copy.deepcopy(get_optimizer_state_dict(*source)))
 
 
-@on_ranks(2, move=[_by_state_dict, _by_torchs_calls])
-def test_state_dicts_go_from_one_kind_to_the_other_and_back(move: Callable[..., None]) -> None:
+@on_ranks(2, move=[_by_state_dict, _by_distributed_state_dict])
+def test_state_dicts_load_between_plain_and_flat_optimizers(move: Callable[..., None]) -> None:
     plain, flat = _trained_pair()
     fresh = [_made(is_flat=is_flat) for is_flat in (False, True)]
     for pair in ((plain, flat), fresh):
@@ -250,12 +255,12 @@ def test_state_dicts_go_from_one_kind_to_the_other_and_back(move: Callable[..., 
 
 
 @on_ranks(2)
-def test_what_is_done_to_state_counts_in_the_next_step_also_by_who_kept_it() -> None:
+def test_changes_of_kept_state_take_effect_in_the_next_step() -> None:
     plain, flat = _trained_pair()
     kept = [optimizer.state[model.blocks[0].up.weight] for model, optimizer in (plain, flat)]
     for (model, optimizer), state in zip((plain, flat), kept, strict=True):
         _train(model, optimizer, range(2, 3))
-        # Its count of steps is that of now.
+        # A kept state has the current step count.
         assert state["step"].item() == 3
         state["exp_avg"].zero_()
         state["step"].zero_()
@@ -263,7 +268,7 @@ def test_what_is_done_to_state_counts_in_the_next_step_also_by_who_kept_it() -> 
         optimizer.state[model.blocks[1].up.weight].clear()
         _train(model, optimizer, range(5, 6))
     assert _unequal(plain, flat) == []
-    # And who lets go of it has one tensor for each group again but for what differs.
+    # Without the references, each group is one tensor again, except for parameters that differ.
     del kept, state
     _train(*plain, range(6, 8))
     _train(*flat, range(6, 8))
@@ -284,7 +289,7 @@ def test_a_deep_copy_has_the_state_of_parameters() -> None:
 
 
 @on_ranks(4)
-def test_a_checkpoint_is_the_same_and_loads_into_the_other_kind_elsewhere(tmp_path: Path) -> None:
+def test_checkpoint_loads_into_the_other_optimizer_kind_on_another_mesh(tmp_path: Path) -> None:
     two = on_mesh("HSDP 2x2")
     for source, target in ((False, True), (True, False)):
         folder = tmp_path / f"{source}"
@@ -302,11 +307,11 @@ def test_a_checkpoint_is_the_same_and_loads_into_the_other_kind_elsewhere(tmp_pa
         assert unequal == []
 
 
-# -- what optimizers are used with ----------------------------------------------------------------
+# -- schedulers, closures, hooks and scalers ------------------------------------------------------
 
 
 @on_ranks(2)
-def test_schedulers_closures_hooks_clipping_and_new_groups_work_as_ever() -> None:
+def test_schedulers_closures_hooks_clipping_and_new_groups_work() -> None:
     made = []
     for is_flat in (False, True):
         torch.manual_seed(0)
@@ -341,7 +346,7 @@ def test_schedulers_closures_hooks_clipping_and_new_groups_work_as_ever() -> Non
 @on_ranks(2, how=["for-loop", "fused"])
 def test_steps_with_a_gradient_that_is_not_finite_are_skipped(how: str) -> None:
     def build() -> nn.Module:
-        # Widths of which no vector of a fused kernel is filled in part.
+        # Widths that fill every vector of a fused kernel.
         model = nn.Sequential(nn.Linear(INPUT, 64), nn.Linear(64, 64))
         model[0].weight.requires_grad_(False)
         return model
@@ -366,12 +371,12 @@ def test_state_takes_no_more_memory_than_alignment_needs() -> None:
         with memory_tracker(model, optimizer) as memory:
             _train(model, optimizer, range(3))
         found.append(memory.live[Role.OPTIMIZER])
-    # Alignment leaves something between parameters.
+    # Alignment adds padding between parameters.
     assert 0 < found[0] <= found[1] < 1.05 * found[0]
 
 
 @on_ranks(2)
-def test_an_optimizer_that_others_made_is_flat_from_then_on() -> None:
+def test_step_flat_converts_an_optimizer_in_use() -> None:
     plain, flat = _made(is_flat=False), _made(is_flat=False)
     _train(*plain, range(1))
     _train(*flat, range(1))
@@ -384,19 +389,19 @@ def test_an_optimizer_that_others_made_is_flat_from_then_on() -> None:
 
 
 @on_ranks(2)
-def test_an_optimizer_that_has_not_stepped_yet_is_flat_with_frozen_integers() -> None:
+def test_step_flat_converts_a_new_optimizer_with_frozen_integers() -> None:
     def made(*groups: Any, **how: Any) -> Any:
         return step_flat(optim.AdamW(*groups, **how))
 
-    trained = [_disturbed(kind, ALIGNED, {}) for kind in (optim.AdamW, made)]
+    trained = [_trained_with_changes(kind, ALIGNED, {}) for kind in (optim.AdamW, made)]
     assert _unequal(*trained) == []
 
 
-# -- what is refused ------------------------------------------------------------------------------
+# -- rejected optimizers --------------------------------------------------------------------------
 
 
 class _Own(optim.SGD):
-    """Elementwise, which only its author knows."""
+    """An elementwise optimizer that this package does not know."""
 
 
 class _Lamb(optim.SGD):
@@ -407,23 +412,23 @@ _Lamb.__name__ = "LAMB"
 
 
 @on_ranks(2)
-def test_what_is_not_elementwise_is_refused_by_name_and_the_unknown_has_to_be_asserted() -> None:
+def test_non_elementwise_optimizers_are_rejected_and_unknown_ones_need_an_assertion() -> None:
     for kind in (optim.LBFGS, optim.Adafactor, optim.SparseAdam, Muon, _Lamb):
         for elementwise in (False, True):
-            text = said(
+            text = error_message(
                 ValueError,
                 lambda kind=kind, known=elementwise: flat_optimizer(kind, elementwise=known),
             )
             assert f"{kind.__name__} cannot step flat tensors" in text
-    assert "elementwise=True" in said(ValueError, lambda: flat_optimizer(_Own))
+    assert "elementwise=True" in error_message(ValueError, lambda: flat_optimizer(_Own))
     kind = flat_optimizer(_Own, elementwise=True)
     assert flat_optimizer(kind) is kind
     model = wrap(Stack(2, ALIGNED))
-    text = said(
+    text = error_message(
         ValueError, lambda: flat_optimizer(optim.Adam)(model.parameters(), differentiable=True)
     )
     assert "leave differentiable=True out" in text
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     optim.lr_scheduler.StepLR(optimizer, 1)
-    assert "call step_flat first" in said(RuntimeError, lambda: step_flat(optimizer))
+    assert "call step_flat first" in error_message(RuntimeError, lambda: step_flat(optimizer))
     _train(model, kind(model.parameters(), lr=0.1))

@@ -24,10 +24,10 @@ from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     Operations,
     batch,
+    error_message,
     mesh_of,
     own_loss,
     plain_loss,
-    said,
     step_all,
     weight_error,
     wrap,
@@ -37,7 +37,7 @@ from tests.reference.models import Stack
 
 @contextmanager
 def _foreach_on_cpu() -> Iterator[None]:
-    """Have PyTorch choose on CPU as on a GPU."""
+    """Make PyTorch choose foreach implementations on CPU as on a GPU."""
     name = "_get_foreach_kernels_supported_devices"
     original = getattr(optimizers, name)
     setattr(optimizers, name, lambda: [*original(), "cpu"])
@@ -47,11 +47,11 @@ def _foreach_on_cpu() -> Iterator[None]:
         setattr(optimizers, name, original)
 
 
-# -- what PyTorch chooses --------------------------------------------------------------------------
+# -- default implementations -----------------------------------------------------------------------
 
 
 @on_ranks(2)
-def test_a_step_and_clipping_take_as_many_operations_for_more_parameters() -> None:
+def test_operations_of_step_and_clipping_do_not_grow_with_parameters() -> None:
     found = []
     for num_blocks in (2, 5):
         model = wrap(Stack(num_blocks), sharding_strategy="no_shard")
@@ -74,7 +74,7 @@ def test_a_step_and_clipping_take_as_many_operations_for_more_parameters() -> No
 
 
 @on_ranks(2, how=["foreach", "fused"])
-def test_one_optimizer_steps_ours_and_fsdp2s_and_plain_parameters(how: str) -> None:
+def test_one_optimizer_steps_sharded_fsdp2_and_plain_parameters(how: str) -> None:
     wholes = [Stack().double() for _ in range(3)]
     others: list[Any] = [copy.deepcopy(model) for model in wholes]
     their_fully_shard(others[1], mesh=mesh_of(2))
@@ -117,8 +117,8 @@ def _values(seed: int) -> list[torch.Tensor]:
     ]
 
 
-def _described(values: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The same as: uneven rows, rows over a 2-D mesh, a tensor-parallel part, a plain tensor."""
+def _as_shards(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The same values as uneven rows, rows over a 2-D mesh, a TP-local shard and a plain tensor."""
     flat, both = mesh_of(4), mesh_of(2, 2)
     rank, (row, column) = dist.get_rank(), (both.get_local_rank(0), both.get_local_rank(1))
     spread, halves = ((0, 0), (0, 3), (3, 3), (3, 5)), ((0, 2), (2, 2))
@@ -137,7 +137,7 @@ def _described(values: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Functions, and arguments after the first, of which numbers stand for lists of tensors."""
+    """Functions, and arguments after the first; an `_Operand` stands for a list of tensors."""
     for name in sorted(UNARY):
         yield name, ()
     for name in BINARY:
@@ -172,7 +172,7 @@ def test_every_foreach_operation_runs_on_uneven_empty_and_mixed_shards() -> None
             continue
         count += 1
         expected = _applied(function, rest, lambda values: values)
-        found = _applied(function, rest, _described)
+        found = _applied(function, rest, _as_shards)
         kinds = [type(tensor) for tensor in found]
         whole = [t.full_tensor() if isinstance(t, DTensor) else t for t in found]
         assert kinds == [UnevenDTensor] * 3 + [torch.Tensor], function.__name__
@@ -181,7 +181,7 @@ def test_every_foreach_operation_runs_on_uneven_empty_and_mixed_shards() -> None
 
 
 @on_ranks(2)
-def test_operands_of_different_rows_are_gathered_and_leaves_in_training_are_rejected() -> None:
+def test_operands_of_different_rows_are_gathered_and_writes_to_leaves_are_rejected() -> None:
     mesh = mesh_of(2)
 
     def uneven(*ranges: tuple[int, int]) -> UnevenDTensor:
@@ -195,7 +195,7 @@ def test_operands_of_different_rows_are_gathered_and_leaves_in_training_are_reje
     torch._foreach_mul_([mine, theirs], scale)
     assert float(mine.to_local().sum()) == float(theirs.to_local().sum()) == 12.0
     torch._foreach_add_([mine], [other])
-    of_leaf = said(RuntimeError, lambda: torch._foreach_mul_([leaf], 2.0))
+    of_leaf = error_message(RuntimeError, lambda: torch._foreach_mul_([leaf], 2.0))
     assert torch.equal(mine.full_tensor(), torch.full((4, 2), 4.0))
     assert "_foreach_mul_ writes, recorded by autograd" in of_leaf
 
@@ -206,7 +206,7 @@ READ = ("grad", "requires_grad", "dtype", "device", "shape", "is_leaf", "grad_fn
 
 
 @on_ranks(2)
-def test_reading_an_attribute_is_one_python_call_and_walks_no_frames() -> None:
+def test_reading_an_attribute_is_one_python_call() -> None:
     model: Any = wrap(Stack())
     model(batch(0)).sum().backward()
     for param in model.parameters():
@@ -217,7 +217,7 @@ def test_reading_an_attribute_is_one_python_call_and_walks_no_frames() -> None:
                 found = getattr(param, name)
             finally:
                 sys.setprofile(None)
-            # Of a gradient without rows, the answer depends on the caller.
+            # The value of a gradient without rows depends on the caller.
             most = 3 if name == "grad" and found is None else 1
             assert calls.count("call") <= most, (name, calls)
 
@@ -229,9 +229,9 @@ def _num_cached() -> int:
 
 @pytest.mark.parametrize("foreach", [False, True])
 @on_ranks(2)
-def test_steps_with_other_learning_rates_fill_no_cache(foreach: bool) -> None:
-    """DTensor's dispatcher keeps an entry for every number that an operation is given."""
-    # Rows that are cut evenly, so that a plain DTensor would do.
+def test_learning_rate_changes_add_no_cache_entries(foreach: bool) -> None:
+    """DTensor's dispatcher caches an entry for every scalar argument of an operation."""
+    # Evenly sharded rows, which a plain DTensor could represent.
     model = wrap(Stack(width=8, ends=(8, 8)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=foreach)
     counts = []

@@ -1,4 +1,4 @@
-"""What a user of FSDP2 has typed: the same calls beside PyTorch's, its methods, its instances."""
+"""Calls, methods and `isinstance` checks written for FSDP2, compared with PyTorch's FSDP2."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from tests.distributed.wrapping import (
     STRATEGIES,
     backward_both,
     batch,
-    listen,
+    error_message,
     mesh_of,
     own_loss,
     pair,
-    said,
+    record_collectives,
     step_all,
     weight_error,
     wrap,
@@ -68,9 +68,6 @@ def _distance(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in pairs) / largest
 
 
-# -- training -------------------------------------------------------------------------------------
-
-
 # -- methods --------------------------------------------------------------------------------------
 
 
@@ -79,8 +76,8 @@ def _kinds(module: nn.Module) -> set[bool]:
     return {isinstance(param, DTensor) for param in module.parameters()}
 
 
-def methods(make: Callable[..., Any]) -> dict[str, Any]:
-    """What each method visibly does."""
+def effects_of_methods(make: Callable[..., Any]) -> dict[str, Any]:
+    """The visible effects of each method."""
     found: dict[str, Any] = {}
     model = make()
     first, second, third = model.blocks
@@ -125,8 +122,8 @@ def methods(make: Callable[..., Any]) -> dict[str, Any]:
 
 
 @on_ranks(2)
-def test_methods_do_what_fsdp2s_do() -> None:
-    assert methods(_ours) == methods(_theirs)
+def test_methods_behave_like_fsdp2s() -> None:
+    assert effects_of_methods(_ours) == effects_of_methods(_theirs)
 
 
 # -- documentation --------------------------------------------------------------------------------
@@ -147,18 +144,18 @@ def test_the_documented_code_runs_and_trains_as_before() -> None:
     assert _distance(*weights) < 1e-6
 
 
-def test_the_page_has_every_public_method_of_ours() -> None:
+def test_documentation_lists_every_public_method() -> None:
     page, names = PAGE.read_text(), [name for name in vars(FSDPModule) if name[0] != "_"]
     assert len(names) > 5
     assert [name for name in names if name not in page] == []
 
 
-def test_policies_of_other_libraries_mean_what_they_do_there() -> None:
+def test_policies_of_fsdp_and_fsdp2_keep_their_meaning() -> None:
     bf16, fp32 = torch.bfloat16, torch.float32
     theirs = fsdp.MixedPrecisionPolicy
     assert MixedPrecisionPolicy.of(None) == MixedPrecisionPolicy()
     assert MixedPrecisionPolicy.of(theirs()) == MixedPrecisionPolicy()
-    # Torch 2.15 changed what it means to leave `reduce_dtype` out, for its newer class alone.
+    # Torch 2.15 changed the default of `reduce_dtype`, in its newer class only.
     follows = fp32 if torch.__version__ >= (2, 15) else bf16
     assert MixedPrecisionPolicy.of(theirs(param_dtype=bf16)).resolve(fp32).grad_comm == follows
     assert MixedPrecisionPolicy.of(fsdp.MixedPrecision(bf16)).resolve(fp32).grad_comm == bf16
@@ -173,10 +170,8 @@ def test_policies_of_other_libraries_mean_what_they_do_there() -> None:
     [("SGD", torch.float32), ("AdamW", torch.float32), ("SGD", torch.bfloat16)],
 )
 @on_ranks("world_size", world_size=[2, 3])
-def test_a_call_typed_for_fsdp2_trains_as_it_does_there(
-    world_size: int, optimizer: str, dtype: torch.dtype
-) -> None:
-    """Five steps."""
+def test_fsdp2_call_trains_like_fsdp2(world_size: int, optimizer: str, dtype: torch.dtype) -> None:
+    """Train for five steps with this package and with FSDP2."""
     options: dict[str, Any] = {
         "mesh": None,
         "mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
@@ -195,7 +190,7 @@ def test_a_call_typed_for_fsdp2_trains_as_it_does_there(
         shard(model.blocks[1], **options, reshard_after_forward=world_size)
         shard(model, **options, reshard_after_forward=None)
         if shard is fully_shard:
-            wire = listen(model)
+            recorded = record_collectives(model)
             units = [unit_of(module) for module in (model, model.blocks[0], model.blocks[1])]
         made = kinds[optimizer](model.parameters())
         for step in range(5):
@@ -203,24 +198,24 @@ def test_a_call_typed_for_fsdp2_trains_as_it_does_there(
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             step_all(made)
         weights.append([param.full_tensor().detach() for param in model.parameters()])
-    assert wire.dtypes(gathers=True) == {dtype}
-    assert wire.dtypes(gathers=False) == {torch.float32}
+    assert recorded.dtypes(gathers=True) == {dtype}
+    assert recorded.dtypes(gathers=False) == {torch.float32}
     assert _distance(*weights) < 1e-6
     assert [unit.reshard_after_forward for unit in units] == [True, False, True]
     assert units[0].groups[0].mesh is units[1].groups[0].mesh
 
 
 @on_ranks(2)
-def test_several_modules_are_one_unit_from_the_first_to_the_last() -> None:
+def test_several_modules_are_one_unit_from_the_first_to_the_last_module() -> None:
     model: Any = Stack()
     outer = [model.input, model.output]
     assert fully_shard(outer) is outer
     wrap(model)
-    wire, unit = listen(model), unit_of(model.output)
+    recorded, unit = record_collectives(model), unit_of(model.output)
     with torch.no_grad():
         model(batch(0))
-        whole = wire.count("all_gather")
-        # A forward that leaves the last one out.
+        whole = recorded.count("all_gather")
+        # A forward that does not run the last module of the unit.
         model.run_blocks(model.input(batch(0)))
     assert unit is unit_of(model.input) and unit.name == "input, output (Linear, Linear)"
     assert set(unit.groups[0].names) == {"0.weight", "0.bias", "1.weight", "1.bias"}
@@ -228,14 +223,14 @@ def test_several_modules_are_one_unit_from_the_first_to_the_last() -> None:
 
 
 @on_ranks(1)
-def test_modules_inside_others_of_a_list_are_part_of_those() -> None:
+def test_nested_modules_of_a_list_are_part_of_the_outer_module() -> None:
     inner = nn.Linear(2, 2)
     around = nn.Sequential(inner)
     fully_shard([around, inner, around])
     assert not isinstance(inner, FSDPModule)
 
 
-def test_consecutive_modules_share_a_unit_up_to_the_bytes_given() -> None:
+def test_group_modules_groups_consecutive_modules_up_to_max_bytes() -> None:
     small, large, none = nn.Linear(2, 2, bias=False), nn.Linear(8, 8, bias=False), nn.ReLU()
     other, tied = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     tied.weight = other.weight
@@ -244,10 +239,12 @@ def test_consecutive_modules_share_a_unit_up_to_the_bytes_given() -> None:
     assert group_modules([nn.Sequential(other, tied), small], 32)[0][1] is small
     assert group_modules([none]) == [[none]]
     assert group_modules([]) == []
-    assert "max_bytes must be a whole number" in said(ValueError, lambda: group_modules([], 0))
+    assert "max_bytes must be a whole number" in error_message(
+        ValueError, lambda: group_modules([], 0)
+    )
 
 
-def test_no_method_of_any_version_of_fsdp2_reaches_into_its_own_state() -> None:
+def test_every_fsdp2_method_is_overridden() -> None:
     names = [name for name in vars(TheirModule) if not name.startswith("__")]
     functions = [name for name in names if callable(getattr(TheirModule, name))]
     assert len(functions) > 15
@@ -255,11 +252,11 @@ def test_no_method_of_any_version_of_fsdp2_reaches_into_its_own_state() -> None:
 
 
 @on_ranks(2)
-def test_units_are_instances_and_refuse_by_name_what_they_do_not_have() -> None:
+def test_units_are_fsdpmodule_instances_and_reject_unsupported_methods_by_name() -> None:
     model = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 2))
     wrap(model, model)
     for name in REJECTED_METHODS:
-        assert f"has no {name}: " in said(
+        assert f"has no {name}: " in error_message(
             RuntimeError, lambda name=name: getattr(model, name)(None)
         )
     with pytest.raises(AttributeError, match="has no '_lazy_init' of FSDP2's internals"):
@@ -279,7 +276,7 @@ def test_units_are_instances_and_refuse_by_name_what_they_do_not_have() -> None:
 
 
 @on_ranks(2)
-def test_a_registered_method_keeps_no_model_alive_and_a_plain_model_is_left_alone() -> None:
+def test_registered_method_keeps_no_model_alive_and_plain_models_are_unchanged() -> None:
     plain, model = pair(Generating)
     for either in (plain, model):
         register_fsdp_forward_method(either, "generate")
@@ -318,20 +315,20 @@ def test_torchs_pipelining_trains_as_the_unsharded_loop_does(strategy: str) -> N
 
 
 @on_ranks(2)
-def test_a_reset_after_an_exception_brings_sharded_parameters_back() -> None:
+def test_reset_iter_state_after_an_exception_restores_sharded_parameters() -> None:
     model = wrap(Stack())
     with failing(model.output.register_forward_pre_hook(fail)):
         model(torch.randn(2, INPUT))
     model.reset_iter_state()
     is_sharded = all(hasattr(param, "full_tensor") for param in model.parameters())
-    text = said(RuntimeError, model.blocks[0].reset_iter_state)
+    text = error_message(RuntimeError, model.blocks[0].reset_iter_state)
     model(torch.randn(2, INPUT)).sum().backward()
     assert is_sharded
     assert "blocks.0 (Block) is not the root" in text
 
 
 def _gradients(model: nn.Module) -> list[torch.Tensor]:
-    """Full gradients, which are taken away."""
+    """Full gradients; sets the gradients of all parameters to None."""
     found = []
     for param in model.parameters():
         grad: Any = param.grad
@@ -348,7 +345,7 @@ def _gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 @on_ranks(2, sums_only=[False, True])
-def test_a_divide_factor_is_of_one_unit_and_changes_between_steps(sums_only: bool) -> None:
+def test_divide_factor_applies_to_one_unit_and_can_change_between_steps(sums_only: bool) -> None:
     model: Any = wrap(Stack().double())
     model.set_force_sum_reduction_for_comms(sums_only)
     model.blocks[0].set_force_sum_reduction_for_comms(sums_only)
@@ -356,28 +353,28 @@ def test_a_divide_factor_is_of_one_unit_and_changes_between_steps(sums_only: boo
     block, output = names.index("blocks.0.up.weight"), names.index("output.weight")
     own_loss(model).backward()
     mean = _gradients(model)
-    wire = listen(model)
+    recorded = record_collectives(model)
     ratios = []
     for factor in (1.0, 4, 2.0):
-        # One of a unit, and of no unit inside it.
+        # The factor of a unit does not apply to units inside the unit.
         model.blocks[0].set_gradient_divide_factor(factor)
         own_loss(model).backward()
         found = _gradients(model)
         ratios += [float((found[i] / mean[i]).nanmean()) for i in (block, output)]
-    assert wire.count("reduce_scatter")
+    assert recorded.count("reduce_scatter")
     model.set_reduce_scatter_divide_factor(2.0)
-    bad = said(ValueError, lambda: model.set_gradient_divide_factor(0))
+    bad = error_message(ValueError, lambda: model.set_gradient_divide_factor(0))
     other: Any = wrap(Stack(), sharding_strategy="no_shard")
     with other.no_sync():
         other(batch(0)).sum().backward()
-    late = said(RuntimeError, lambda: other.set_gradient_divide_factor(2.0))
+    late = error_message(RuntimeError, lambda: other.set_gradient_divide_factor(2.0))
     assert ratios == pytest.approx([2.0, 1.0, 0.5, 1.0, 1.0, 1.0])
     assert "must be a positive number, got 0" in bad
     assert "call set_gradient_divide_factor between steps" in late
 
 
 @on_ranks(2)
-def test_a_divide_factor_holds_for_parameters_unfrozen_later() -> None:
+def test_divide_factor_applies_to_parameters_unfrozen_later() -> None:
     model: Any = nn.Linear(4, 2, bias=False).requires_grad_(False)
     fully_shard(model)
     model.set_gradient_divide_factor(1.0)
@@ -388,10 +385,12 @@ def test_a_divide_factor_holds_for_parameters_unfrozen_later() -> None:
 
 
 @on_ranks(4, strategy=STRATEGIES)
-def test_a_backward_that_is_finalized_by_a_call_synchronizes_there(strategy: str) -> None:
+def test_finalize_backward_synchronizes_gradients(strategy: str) -> None:
     model: Any = wrap(Stack(), sharding_strategy=strategy, mesh=mesh_of(2, 2))
-    on_a_unit = said(RuntimeError, lambda: model.blocks[0].set_manual_backward_finalization(True))
-    without = said(RuntimeError, model.finalize_backward)
+    on_a_unit = error_message(
+        RuntimeError, lambda: model.blocks[0].set_manual_backward_finalization(True)
+    )
+    without = error_message(RuntimeError, model.finalize_backward)
     model.set_manual_backward_finalization(True)
     model.finalize_backward()  # nothing ran
     model.set_is_last_backward(True)  # the call takes precedence
@@ -418,24 +417,24 @@ def test_a_backward_that_is_finalized_by_a_call_synchronizes_there(strategy: str
 
 
 @on_ranks(4, strategy=STRATEGIES)
-def test_backwards_without_the_outer_axis_send_nothing_along_it(strategy: str) -> None:
+def test_backwards_without_all_reduce_issue_no_outer_collectives(strategy: str) -> None:
     model: Any = wrap(Stack(), sharding_strategy=strategy, mesh=mesh_of(2, 2))
     flat: Any = wrap(Stack(), sharding_strategy=strategy, mesh=mesh_of(4))
     model.set_requires_all_reduce(False)
     flat.set_requires_all_reduce(False)
-    wire = listen(model)
+    recorded = record_collectives(model)
     for sharded in (model, flat):
         own_loss(sharded).backward()
-    sent = [one for one in wire.sent if one.kind != "all_gather"]
+    sent = [one for one in recorded.sent if one.kind != "all_gather"]
     weight = flat.output.weight
     # The inner axis only: one collective for each unit.
     assert not unit_of(model).groups[0].grads.has_partial or len(sent) == 4
-    # A 1-D mesh has no all-reduce to leave out.
+    # A 1-D mesh has no all-reduce to skip.
     assert weight.grad is not None or not weight.to_local().numel()
 
 
 @on_ranks(2)
-def test_values_without_a_meaning_are_rejected() -> None:
+def test_values_without_effect_warn_or_raise() -> None:
     model: Any = wrap(Stack())
     model.set_unshard_in_backward(True)
     model.set_post_optim_event(None)
@@ -444,8 +443,8 @@ def test_values_without_a_meaning_are_rejected() -> None:
     with pytest.warns(UserWarning) as warned:
         model.set_unshard_in_backward(False)
     model(batch(0)).sum().backward()
-    buffers = said(ValueError, lambda: model.set_reduce_scatter_max_input_buffers(0))
-    hook = said(RuntimeError, lambda: model.set_all_reduce_hook(print))
+    buffers = error_message(ValueError, lambda: model.set_reduce_scatter_max_input_buffers(0))
+    hook = error_message(RuntimeError, lambda: model.set_all_reduce_hook(print))
     assert "the root (Stack) is gathered in its backward all the same" in str(warned[0].message)
     assert "max_input_buffers must be a whole number of at least 1, got 0" in buffers
     assert "give fully_shard a 2-D mesh" in hook
@@ -459,7 +458,7 @@ def test_a_module_without_parameters_runs() -> None:
 
 
 class Chunked(nn.Module):
-    """A language model whose norm and head may be run apart from the rest, by chunks."""
+    """A language model whose norm and head can run separately, on chunks."""
 
     def __init__(self, ties: bool) -> None:
         super().__init__()
@@ -475,12 +474,12 @@ class Chunked(nn.Module):
 
 
 def _run_chunked(model: Any, x: torch.Tensor, share: float) -> None:
-    """A forward and backward whose head runs both by itself, chunk by chunk.
+    """Run a forward and backward whose head runs forward and backward chunk by chunk.
 
     Args:
         model: A `Chunked`.
         x: Inputs.
-        share: Of the whole batch's loss.
+        share: Share of this batch in the loss.
     """
     hidden = model(x, skip_head=True)
     cut = hidden.detach().requires_grad_()
@@ -491,13 +490,13 @@ def _run_chunked(model: Any, x: torch.Tensor, share: float) -> None:
 
 
 def _set_kept(head: Any, flag: bool) -> None:
-    """Keep the head gathered from chunk to chunk, or not, as training loops do."""
+    """Set whether the head stays gathered from chunk to chunk, as training loops do."""
     head.set_reshard_after_forward(not flag)
     head.set_reshard_after_backward(not flag)
 
 
 @on_ranks(2, mode=["chunks", "tied", "kept", "accumulated", "failed"])
-def test_a_head_of_a_unit_of_several_modules_runs_by_chunks(mode: str) -> None:
+def test_head_in_a_unit_of_several_modules_runs_in_chunks(mode: str) -> None:
     plain = Chunked(ties=mode == "tied")
     model: Any = copy.deepcopy(plain)
     fully_shard([model.norm, model.head])
@@ -525,7 +524,7 @@ def test_a_head_of_a_unit_of_several_modules_runs_by_chunks(mode: str) -> None:
 
 
 def _in_ddp(model: Any) -> nn.Module:
-    """DDP replicates parameters around a sharded unit, and some of those inside it."""
+    """Wrap in DDP, which replicates parameters outside the unit and those the unit ignores."""
     ignored = set(model.sharded[2].parameters())
     fully_shard(model.sharded, ignored_params=ignored)
     names = [n for n, p in model.named_parameters() if p not in ignored and n != "addend"]
@@ -540,7 +539,7 @@ def _in_replicate(model: Any) -> nn.Module:
 
 
 @on_ranks(2, wrapped=[_in_ddp, _in_replicate])
-def test_data_parallelism_around_a_sharded_unit_leaves_the_unit_alone(wrapped: Any) -> None:
+def test_ddp_and_replicate_around_a_sharded_unit_train_like_the_plain_model(wrapped: Any) -> None:
     layers = nn.Sequential(nn.Linear(INPUT, 8), nn.ReLU(), nn.Linear(8, INPUT))
     addend = nn.Parameter(torch.randn(INPUT))
     plain = Formula(lambda m, x: m.sharded(x) + m.addend, sharded=layers, addend=addend)

@@ -1,4 +1,4 @@
-"""Kernels that write weight gradients straight into the flat buffer, and gradients left alone."""
+"""Kernels that write weight gradients into the flat buffer, and gradients without reduction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_fsdp_v2 import fully_shard
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import STRATEGIES, gradient_error, mesh_of, said, wrap
+from tests.distributed.wrapping import STRATEGIES, error_message, gradient_error, mesh_of, wrap
 from tests.reference.late_product import LateProduct
 from tests.reference.models import Formula
 
@@ -21,7 +21,9 @@ def test_main_grad_exists_in_a_backward_only() -> None:
     model = fully_shard(nn.Linear(3, 3))
     model.unshard()
     assert not hasattr(model.weight, "main_grad")
-    text = said(AttributeError, lambda: setattr(model.weight, "main_grad", torch.ones(3, 3)))
+    text = error_message(
+        AttributeError, lambda: setattr(model.weight, "main_grad", torch.ones(3, 3))
+    )
     assert "main_grad exists in the backward of a trained parameter only" in text
 
 
@@ -29,7 +31,7 @@ def test_main_grad_exists_in_a_backward_only() -> None:
 def test_parameters_and_modules_opt_out_of_gradient_reduction(
     sizes: tuple[int, ...], strategy: str
 ) -> None:
-    """Those that opt out have this rank's own gradient, and the others the mean."""
+    """Parameters that opt out keep this rank's gradient; the others get the mean."""
     plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     model: Any = copy.deepcopy(plain)
     model[0].bias.requires_gradient_reduction = False
@@ -46,7 +48,7 @@ def test_parameters_and_modules_opt_out_of_gradient_reduction(
 
 
 @on_ranks(2, strategy=["no_shard", "optim_grads_params"])
-def test_a_weight_gradient_that_is_made_after_the_backward_is_an_error(strategy: str) -> None:
+def test_weight_gradient_computed_after_the_backward_raises(strategy: str) -> None:
     later: list[Any] = []
 
     def leave(weight: Any, grad: torch.Tensor, x: torch.Tensor) -> None:
@@ -62,6 +64,6 @@ def test_a_weight_gradient_that_is_made_after_the_backward_is_an_error(strategy:
     model(torch.randn(3, 6, requires_grad=True)).sum().backward()
     for weight, grad in later:
         weight.grad = grad
-    message = said(RuntimeError, optimizer.step)
+    message = error_message(RuntimeError, optimizer.step)
     assert message.startswith("a gradient was assigned to the gathered weight of weight of 0/0")
     assert "delay_wgrad_compute" in message and "ScheduledUnits" in message

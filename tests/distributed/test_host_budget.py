@@ -1,4 +1,4 @@
-"""What a step does on the host for one more unit, counted: nothing may creep in unseen."""
+"""The host work of a step per additional unit, counted and limited by a budget."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _calls(model: nn.Module, x: torch.Tensor) -> int:
         nonlocal found
         found += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
 
-    # Collected garbage may call finalizers.
+    # A garbage collection may call finalizers.
     gc.collect()
     gc.disable()
     sys.setprofile(count)
@@ -48,7 +48,7 @@ def _calls(model: nn.Module, x: torch.Tensor) -> int:
 
 
 def _nodes(model: nn.Module, x: torch.Tensor) -> int:
-    """Nodes of the graph that a forward leaves."""
+    """Number of nodes in the autograd graph of a forward."""
     left, seen = [model(x).sum().grad_fn], set()
     while left:
         node = left.pop()
@@ -76,12 +76,12 @@ def _per_unit(wrap: Any) -> dict[str, float]:
     return {name: (many[name] - few[name]) / (MANY - FEW) for name in many}
 
 
-# Of a unit of four parameters, beside what the module itself does. A change that needs more says
-# here what for; one that needs less lowers the number.
-# Every unit asks whether its pass is captured in a CUDA graph (2 calls) and how users end backwards
-# (3), compares versions (1), and asks the observer at every phase and buffer (14 to 18). A gather
-# that failed leaves no memory behind (6 at ZeRO-3). Main gradients are made for each reduction: one
-# allocation, and two operations for every parameter.
+# Per unit of four parameters, without the work of the module itself. A change that needs more
+# states the reason here; a change that needs less lowers the number.
+# Every unit checks whether its pass is captured in a CUDA graph (2 calls) and how users end
+# backwards (3), compares versions (1), and calls the observer at every phase and buffer (14 to 18).
+# The memory of a failed gather is freed (6 at ZeRO-3). Main gradients are allocated for each
+# reduction: one allocation, and two operations for every parameter.
 BUDGETS = {
     "no_shard": {"calls": 304, "operations": 18, "nodes": 1},
     "optim_grads": {"calls": 328, "operations": 25, "nodes": 1},
@@ -90,9 +90,9 @@ BUDGETS = {
 
 
 @pytest.mark.parametrize("strategy", BUDGETS)
-def test_a_unit_costs_the_host_no_more_than_its_budget(strategy: str) -> None:
+def test_host_work_of_a_unit_is_within_its_budget(strategy: str) -> None:
     plain = _per_unit(lambda model, mesh: model)
     found = _per_unit(ours(strategy, options=RuntimeOptions(check_ranks="never")))
     for name, most in BUDGETS[strategy].items():
-        # Counts are exact; what is far below its budget has a budget that says nothing.
+        # Counts are exact; a budget far above its count would detect nothing.
         assert 0.9 * most <= found[name] - plain[name] <= most, (name, found[name] - plain[name])

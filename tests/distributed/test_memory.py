@@ -1,4 +1,4 @@
-"""What is communicated, what lives when, and who frees it."""
+"""Collectives of a step, and allocation and release of memory."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from megatron_fsdp_v2.runtime import unit_checks
 from megatron_fsdp_v2.runtime.module import named_units, unit_of
 from megatron_fsdp_v2.runtime.schedule import ReductionQueue
 from tests.cases import quick_if
-from tests.distributed.allocations import changes, left_of, steady_nbytes
+from tests.distributed.allocations import allocation_sizes, count_live_buffers, steady_nbytes
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     BF16,
     MESHES,
     STRATEGIES,
     batch,
-    listen,
+    count_collectives,
     on_mesh,
     own_loss,
-    sends,
+    record_collectives,
     strategies_on,
     wrap,
 )
@@ -55,12 +55,13 @@ none, with `reduce_grad` after them."""
 
 
 def expected(mesh_name: str, strategy: str, syncs: str, num_micro: int) -> Counter[Any]:
-    """Collectives of a step: kind and axis, and how often.
+    """Expected number of collectives of a step, by kind and axis.
 
-    ZeRO-2 and ZeRO-3 reduce in every backward along the inner axis, to keep whole gradients out of
-    memory. All else is reduced once a synchronization. Weights that are whole between uses are
-    gathered after a synchronization, when they may have been stepped; with ZeRO-3 for each forward
-    and backward, those of the root, whose backward follows its forward, once for both.
+    ZeRO-2 and ZeRO-3 reduce along the inner axis in every backward, so that no full gradient stays
+    in memory. All other reductions run once per synchronization. Weights that stay gathered between
+    uses are gathered after a synchronization, since a step may have changed them. ZeRO-3 gathers
+    them for each forward and each backward, and in the root once for both, since its backward
+    follows its forward.
     """
     is_2d, has_outer_shards = len(MESHES[mesh_name][0]) == 2, MESHES[mesh_name][1] == "optim"
     num_syncs = num_micro if syncs == "every" else 1
@@ -77,8 +78,8 @@ def expected(mesh_name: str, strategy: str, syncs: str, num_micro: int) -> Count
 
 
 def counted(model: Any, axes: Any, syncs: str, num_micro: int) -> Counter[Any]:
-    """The same, of a step that is made."""
-    with sends(axes) as sent:
+    """Measured number of collectives of a step, by kind and axis."""
+    with count_collectives(axes) as sent:
         for number in range(num_micro):
             synchronizes = syncs == "every" or (syncs == "last" and number == num_micro - 1)
             with contextlib.nullcontext() if synchronizes else model.no_sync():
@@ -92,7 +93,7 @@ def counted(model: Any, axes: Any, syncs: str, num_micro: int) -> Counter[Any]:
 
 
 @on_ranks("mesh_name", mesh_name=["2", "HSDP 2x2", "HFSDP 2x2"])
-def test_a_step_takes_the_collectives_of_the_formula(mesh_name: str) -> None:
+def test_step_issues_the_expected_collectives(mesh_name: str) -> None:
     wrong = {}
     for strategy in strategies_on(mesh_name):
         for overlaps in (False, True):
@@ -117,7 +118,7 @@ def test_a_step_takes_the_collectives_of_the_formula(mesh_name: str) -> None:
 
 
 def _in_place(model: Any, x: torch.Tensor) -> torch.Tensor:
-    """A unit whose input is changed in place, which bypasses the node that ends its backward."""
+    """Change a unit's input in place, which bypasses the node that ends the unit's backward."""
     return torch.sin(model.layer(x.mul_(0.5)))
 
 
@@ -126,26 +127,28 @@ def test_units_whose_inputs_are_changed_in_place_are_resharded_in_the_backward()
     units = [Formula(_in_place, layer=nn.Linear(5, 5)) for _ in range(6)]
     model = wrap(nn.Sequential(nn.Linear(5, 5), *units), units)
     most = []
-    listen(model, lambda: most.append(sum(unit_of(unit).is_unsharded for unit in units)))
+    record_collectives(
+        model, lambda: most.append(sum(unit_of(unit).is_unsharded for unit in units))
+    )
     for _ in range(2):
         model(torch.randn(4, 5)).square().mean().backward()
-    # When the next one is gathered; none waits for the end of the backward.
+    # A unit is resharded when the next unit is gathered, not at the end of the backward.
     assert 1 <= max(most) <= 2
 
 
 @on_ranks(2)
-def test_a_unit_that_runs_alone_leaves_the_order_of_the_root_and_nothing_gathered() -> None:
+def test_unit_that_runs_alone_keeps_the_order_of_the_root_and_is_resharded() -> None:
     counts = []
     for evaluates in (False, True):
         model = wrap(Stack(NUM_BLOCKS))
-        wire = listen(model)
+        recorded = record_collectives(model)
         for _ in range(3):
             if evaluates:
                 with torch.no_grad():
                     model.blocks[1](torch.randn(2, WIDTH))
-            before = wire.count("all_gather")
+            before = recorded.count("all_gather")
             model(torch.randn(4, 5)).square().mean().backward()
-        counts.append(wire.count("all_gather") - before)
+        counts.append(recorded.count("all_gather") - before)
         assert all(hasattr(param, "local_rows") for param in model.parameters())
     assert counts[0] == counts[1]
 
@@ -163,13 +166,13 @@ def test_sharding_a_model_allocates_nothing_but_its_shards(
         layers = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 128))
         made.append(wrap(layers, layers, enable_trace_pool=trace_pool, **on_mesh(mesh_name)))
 
-    found = changes(build)
+    found = allocation_sizes(build)
     units = [unit_of(layer) for layer in made[0]]
     originals = 4 * sum(unit.groups[0].layout.numel for unit in units)
     shards = [steady_nbytes(unit.groups[0]) for unit in units]
     in_all = sum(nbytes for nbytes in found if nbytes > 0)
     assert in_all == pytest.approx(originals + sum(shards), rel=0.03)
-    # The second layer's shard comes when the first layer's original is gone.
+    # The second layer's shard is allocated after the first layer's original is freed.
     peak = max(itertools.accumulate(found))
     assert peak == pytest.approx(originals + shards[0], rel=0.03)
 
@@ -207,7 +210,7 @@ def test_parameters_and_gradients_are_views_of_the_flat_buffers(
 
 
 @on_ranks(2)
-def test_deleting_the_model_frees_its_storages_at_once() -> None:
+def test_deleting_the_model_frees_its_storages_immediately() -> None:
     def train() -> list[Any]:
         model = wrap(Stack(NUM_BLOCKS))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -215,7 +218,7 @@ def test_deleting_the_model_frees_its_storages_at_once() -> None:
         optimizer.step()
         return [model, None, optimizer]
 
-    assert left_of(train) == (0, None)
+    assert count_live_buffers(train) == (0, None)
 
 
 def _groups(model: Any) -> list[Any]:
@@ -243,9 +246,7 @@ WAYS: dict[str, Any] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks("mesh_name", mesh_name=["2", "HSDP 2x2"])
-def test_whoever_sets_gradients_to_none_frees_their_memory_at_once(
-    mesh_name: str, way: str
-) -> None:
+def test_setting_gradients_to_none_frees_their_memory_immediately(mesh_name: str, way: str) -> None:
     for strategy in STRATEGIES if mesh_name == "2" else STRATEGIES[2:]:
         model = wrap(Stack(), sharding_strategy=strategy, **on_mesh(mesh_name))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -264,7 +265,7 @@ def test_whoever_sets_gradients_to_none_frees_their_memory_at_once(
 
 
 @on_ranks(2)
-def test_zeros_keep_their_memory_and_are_added_to() -> None:
+def test_zeroed_gradients_keep_their_memory_and_accumulate() -> None:
     model = wrap(Stack())
     own_loss(model).backward()
     places = [group.main_grad.tensor.data_ptr() for group in _groups(model)]
@@ -277,13 +278,13 @@ def test_zeros_keep_their_memory_and_are_added_to() -> None:
 
 
 def _saved(grad: Any) -> Any:
-    """Saved for a backward alone: nothing in Python refers to it."""
+    """Keep a gradient as a tensor saved for backward, without a reference in Python."""
     factor = torch.ones_like(grad._local_tensor, requires_grad=True)
     product = factor * grad._local_tensor
     return lambda: torch.autograd.grad(product.sum(), factor, retain_graph=True)[0]
 
 
-# How somebody keeps a gradient, and looks at it later.
+# Ways to keep a gradient, and functions that read the gradient later.
 KEPT: dict[str, Any] = {
     "gradient": lambda grad: lambda: grad._local_tensor,
     "view": lambda grad: partial(
@@ -294,9 +295,7 @@ KEPT: dict[str, Any] = {
 
 
 @on_ranks(2, form=KEPT, offloaded=[False, True])
-def test_a_gradient_that_somebody_keeps_is_not_written_by_later_steps(
-    form: str, offloaded: bool
-) -> None:
+def test_kept_gradient_is_not_written_by_later_steps(form: str, offloaded: bool) -> None:
     policy = CPUOffloadPolicy(pin_memory=False) if offloaded else None
     torch.manual_seed(7)
     model = wrap(Stack(), offload_policy=policy)
@@ -313,7 +312,7 @@ def test_a_gradient_that_somebody_keeps_is_not_written_by_later_steps(
         for name, look in kept.items():
             assert torch.equal(look(), values[name]), name
     assert len(kept) > 5
-    # And what came meanwhile is what comes without anybody keeping anything.
+    # The new gradients are those of a run in which no gradient is kept.
     torch.manual_seed(7)
     fresh = wrap(Stack(), offload_policy=policy)
     own_loss(fresh, 2).backward()
@@ -322,7 +321,7 @@ def test_a_gradient_that_somebody_keeps_is_not_written_by_later_steps(
 
 
 @on_ranks(2, form=["gradient", "local"])
-def test_of_some_gradients_set_to_none_a_kept_one_is_not_written(form: str) -> None:
+def test_kept_gradient_is_not_written_after_some_are_set_to_none(form: str) -> None:
     model = wrap(Stack())
     own_loss(model).backward()
     chosen = {n: p for n, p in model.named_parameters() if "weight" in n and p.grad is not None}
@@ -339,7 +338,7 @@ def test_of_some_gradients_set_to_none_a_kept_one_is_not_written(form: str) -> N
 
 
 @on_ranks(2)
-def test_a_large_root_is_named_once_with_what_to_make_units_of() -> None:
+def test_large_root_warns_once_and_suggests_units() -> None:
     before, unit_checks.NOTABLE_NBYTES = unit_checks.NOTABLE_NBYTES, 100
     try:
         model = wrap(Large())
@@ -358,7 +357,7 @@ def test_a_large_root_is_named_once_with_what_to_make_units_of() -> None:
 
 
 class Large(Stack):
-    """Most of it is before the blocks."""
+    """A model with most parameters before the blocks."""
 
     def __init__(self) -> None:
         super().__init__(2)
@@ -373,7 +372,7 @@ def _expect_no_warning(call: Any) -> None:
 
 
 def _tied() -> Any:
-    """An output layer without a weight, that is handed the weight of the embedding."""
+    """A model whose output layer has no weight and is passed the weight of the embedding."""
     torch.manual_seed(0)
 
     def forward(model: Any, x: torch.Tensor) -> Any:
@@ -386,7 +385,7 @@ def _tied() -> Any:
 
 
 @on_ranks(2, strategy=STRATEGIES)
-def test_a_unit_may_use_parameters_that_it_has_not(strategy: str) -> None:
+def test_unit_can_use_parameters_of_other_units(strategy: str) -> None:
     tokens = torch.arange(INPUT).view(1, -1)
     plain, model = _tied(), _tied()
     for unit in (model.embedding, model.block):
@@ -429,16 +428,16 @@ _CALLS += ("all_to_all_single", "all_reduce")
 
 
 class InUse(AssertionError):
-    """Memory of a collective under way was given back, or moved."""
+    """Memory of a collective in flight was freed or moved."""
 
 
 class _Watched:
-    """Work of torch's that tells when it was waited for."""
+    """Wraps a work handle of torch and records the wait."""
 
     def __init__(self, work: Any, operands: Sequence[torch.Tensor], used: Counter[int]) -> None:
         self._work = work
         self._used = used
-        # gloo has the addresses; nothing is held here, or who counts references would see it.
+        # Holds the tensors without further references to their storages, which memory checks count.
         self._tensors = [(tensor, tensor.data_ptr()) for tensor in operands]
         self._keys = [tensor.untyped_storage()._cdata for tensor in operands]
         used.update(self._keys)
@@ -457,10 +456,10 @@ class _Watched:
 
 @contextlib.contextmanager
 def watched() -> Iterator[Counter[str]]:
-    """Have memory stay where it is while a collective uses it; count what is issued and freed.
+    """Check that memory stays in place while a collective uses it; count collectives and frees.
 
     Raises:
-        InUse: It does not stay.
+        InUse: Memory of a collective in flight was freed or moved.
     """
     used: Counter[int] = Counter()
     seen: Counter[str] = Counter()
@@ -494,14 +493,16 @@ def watched() -> Iterator[Counter[str]]:
 def _watched_trainings() -> Iterator[Any]:
     for name, mesh in itertools.product(TRAININGS, ("2", "HSDP 2x2", "HFSDP 2x2")):
         is_quick = mesh == "2" and name in ("pool", "ahead", "broadcasts", "failed")
-        # On more axes, what has more of its own there.
+        # On two axes, only the cases whose communication differs there.
         if mesh == "2" or name in ("alone", "pool", "micro-batches"):
             yield quick_if(is_quick, name, mesh)
 
 
 @pytest.mark.parametrize(("name", "mesh_name"), list(_watched_trainings()))
 @on_ranks("mesh_name")
-def test_memory_stays_where_it_is_while_a_collective_uses_it(name: str, mesh_name: str) -> None:
+def test_memory_is_neither_freed_nor_moved_while_a_collective_uses_it(
+    name: str, mesh_name: str
+) -> None:
     pattern, options = TRAININGS[name]
     least = 1 if name == "broadcasts" else backends.BROADCAST_BYTES
     for strategy in strategies_on(mesh_name):
@@ -529,8 +530,8 @@ MISTAKES: dict[str, Any] = {
 
 
 @on_ranks(2, kind=MISTAKES)
-def test_memory_given_back_too_early_is_found(kind: str) -> None:
+def test_memory_freed_too_early_is_detected(kind: str) -> None:
     model = wrap(Stack())
-    # The forward that ends in the mistake, and a backward.
+    # The mistake is found in the forward or in the backward.
     with mock.patch.object(*MISTAKES[kind]), pytest.raises(InUse), watched():
         model(batch(0)).sum().backward()

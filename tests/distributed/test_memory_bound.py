@@ -1,4 +1,4 @@
-"""Bytes alive in a step are those of its plan; what each knob costs; what a tracker books where."""
+"""Memory of a step equals its plan; memory cost of each option; attribution of tracked memory."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from megatron_fsdp_v2.plan import MeshDescription, Strategy, TrainingDescription
 from megatron_fsdp_v2.plan.run import run_training
 from megatron_fsdp_v2.runtime.module import unit_of
 from tests.cases import quick_if
-from tests.distributed.allocations import left_of, peak_nbytes
+from tests.distributed.allocations import count_live_buffers, peak_nbytes
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     BF16,
     MESHES,
     STRATEGIES,
-    listen,
+    error_message,
     on_mesh,
     own_loss,
-    said,
+    record_collectives,
     shards_of,
     step_all,
     strategies_on,
@@ -46,14 +46,14 @@ TEMPORARY = (Role.GATHERED, Role.GRAD_BUFFER, Role.COMMUNICATION)
 
 
 def _layers(width: int) -> nn.Module:
-    """A unit of several layers, so that the gradient autograd hands over is a small part of it."""
+    """A unit of several layers, so that one gradient from autograd is a small part of the unit."""
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(6)))
 
 
 def deep(
     num_blocks: int = NUM_BLOCKS, width: int = WIDTH, *, kind: Any = Stack, **options: Any
 ) -> Any:
-    """Units inside a root that has parameters of its own, first and last."""
+    """Units inside a root whose first and last layers are its own."""
     return kind(num_blocks, width, ends=(width, width), **{"block": _layers, **options})
 
 
@@ -70,7 +70,7 @@ def _step(model: Any, optimizer: Any, num_microbatches: int = 1) -> None:
 
 
 def tracked(model: Any, num_microbatches: int = 1) -> Any:
-    """The memory of a second step."""
+    """The tracked memory of a second step."""
     optimizer = _optimizer(model)
     _step(model, optimizer, num_microbatches)
     with memory_tracker(model, optimizer) as memory:
@@ -79,7 +79,7 @@ def tracked(model: Any, num_microbatches: int = 1) -> Any:
 
 
 def peaks(mesh_name: str, policy: str, num_microbatches: int) -> dict[str, int]:
-    """By strategy: bytes at the peak, without activations and what the optimizer has."""
+    """Peak bytes by strategy, without activations and optimizer state."""
     found = {}
     for strategy in strategies_on(mesh_name):
         options = {"sharding_strategy": strategy, **on_mesh(mesh_name)}
@@ -99,10 +99,10 @@ PEAKS = [
 
 
 @pytest.mark.parametrize(("mesh_name", "policy", "num_microbatches"), PEAKS)
-def test_a_step_peaks_where_its_plan_does_within_two_percent(
+def test_peak_memory_of_a_step_is_within_two_percent_of_its_plan(
     mesh_name: str, policy: str, num_microbatches: int, pools: RankPools
 ) -> None:
-    """Activations aside, which are others in a plan and move the moment of the peak."""
+    """Excludes activations, which differ in a plan and shift the moment of the peak."""
     sizes, outer = MESHES[mesh_name]
     num_ranks = torch.Size(sizes).numel()
     with torch.device("meta"):
@@ -122,12 +122,12 @@ def test_a_step_peaks_where_its_plan_does_within_two_percent(
         assert peak == pytest.approx(planned, rel=0.02), strategy
 
 
-# With a set of knobs: how many blocks are gathered, and have a gradient buffer, beside the root.
+# Options, and the numbers of gathered blocks and of gradient buffers, besides the root's.
 COSTS: list[tuple[dict[str, Any], int, int]] = [
     ({}, 2, 2),
     ({"enable_unshard_prefetch": False}, 1, 2),
     *(({"unshard_prefetch_depth": depth}, 1 + depth, 2) for depth in (1, 2, 3)),
-    # Less than one block takes, and as much as two and a half do.
+    # Fewer bytes than one block, and the bytes of two and a half blocks.
     ({"unshard_prefetch_bytes": 1}, 2, 2),
     ({"unshard_prefetch_bytes": 4 * 5 * BLOCK_NUMEL // 2}, 3, 2),
     ({"enable_async_reduce_grad": False}, 2, 1),
@@ -154,7 +154,7 @@ def test_temporary_memory_is_the_same_for_four_and_for_ten_blocks(
         tracked(wrap(deep(count), sharding_strategy=strategy), num_microbatches).role_peaks
         for count in (4, 10)
     )
-    # Gradients that are not sharded between micro-batches wait in the buffers of all units.
+    # Gradients that are not sharded between micro-batches stay in the buffers of all units.
     accumulates = num_microbatches > 1 and strategy in ("no_shard", "optim")
     for role in (Role.COMMUNICATION,) if accumulates else TEMPORARY:
         assert four[role] == ten[role], role
@@ -174,7 +174,7 @@ def test_a_recomputed_region_of_units_keeps_two_of_them_gathered() -> None:
 
 
 @on_ranks(2, strategy=["no_shard", "optim_grads_params"], policy=POLICIES)
-def test_the_tracked_peak_is_what_the_allocator_hands_out(strategy: str, policy: str) -> None:
+def test_tracked_peak_equals_the_allocated_peak(strategy: str, policy: str) -> None:
     model = wrap(deep(), sharding_strategy=strategy, mp_policy=POLICIES[policy])
     optimizer = _optimizer(model)
 
@@ -188,7 +188,7 @@ def test_the_tracked_peak_is_what_the_allocator_hands_out(strategy: str, policy:
     resting = (Role.MAIN_WEIGHT, Role.MODEL_WEIGHT, Role.OPTIMIZER)
     seen = memory.peak.total - sum(memory.live[role] for role in resting)
     allocated = peak_nbytes(backward)
-    # Gloo gathers into buffers of its own first; its threads free them when they next run.
+    # Gloo first gathers into its own buffers; its threads free these when they next run.
     itemsize = 4 if policy == "fp32" else 2
     own = 0 if strategy == "no_shard" else 2 * BLOCK_NUMEL * itemsize
     assert seen <= allocated <= seen + own
@@ -199,13 +199,13 @@ def test_a_deeper_prefetch_gathers_nothing_twice(depth: int) -> None:
     model = wrap(deep(), unshard_prefetch_depth=depth)
     optimizer = _optimizer(model)
     _step(model, optimizer)
-    wire = listen(model)
+    recorded = record_collectives(model)
     _step(model, optimizer)
-    assert wire.count("all_gather") == 2 * NUM_BLOCKS + 1
+    assert recorded.count("all_gather") == 2 * NUM_BLOCKS + 1
 
 
 @on_ranks(2)
-def test_prefetch_lists_of_several_units_are_gathered_ahead_and_nothing_twice() -> None:
+def test_explicit_prefetch_lists_gather_every_unit_once() -> None:
     model = wrap(Stack(4))
     own_loss(model).backward()
     first, second, third, fourth = model.blocks
@@ -219,9 +219,9 @@ def test_prefetch_lists_of_several_units_are_gathered_ahead_and_nothing_twice() 
     for forward, backward in (([], []), ([second, third], []), ([], [third, second])):
         first.set_modules_to_forward_prefetch(forward)
         fourth.set_modules_to_backward_prefetch(backward)
-        wire = listen(model)
+        recorded = record_collectives(model)
         own_loss(model).backward()
-        counts.append(wire.count("all_gather"))
+        counts.append(recorded.count("all_gather"))
     assert ahead == [[True, True, number == 1, False] for number in range(3)]
     assert counts == [2 * 4 + 1] * 3
 
@@ -233,8 +233,8 @@ def test_prefetch_lists_of_several_units_are_gathered_ahead_and_nothing_twice() 
     ],
     value=[0, 1.5, True],
 )
-def test_a_knob_below_one_is_rejected_by_name(knob: str, value: Any) -> None:
-    text = said(ValueError, lambda: wrap(deep(1), **{knob: value}))
+def test_option_below_one_is_rejected_by_name(knob: str, value: Any) -> None:
+    text = error_message(ValueError, lambda: wrap(deep(1), **{knob: value}))
     assert f"{knob} must be a whole number of at least 1, got {value}" in text
 
 
@@ -252,7 +252,7 @@ def _made(build: Any = Stack, **options: Any) -> tuple[Any, torch.optim.Optimize
 
 
 @on_ranks(2, strategy=STRATEGIES)
-def test_between_steps_only_resting_roles_live_with_the_bytes_they_have(strategy: str) -> None:
+def test_only_weights_and_optimizer_state_are_live_between_steps(strategy: str) -> None:
     model, optimizer = _made(sharding_strategy=strategy, mp_policy=BF16)
     for _ in range(2):
         with memory_tracker(model, optimizer) as memory:
@@ -273,7 +273,7 @@ def test_between_steps_only_resting_roles_live_with_the_bytes_they_have(strategy
 
 
 class Tagged(Stack):
-    """The second block keeps a large tensor for the backward, and a buffer rests."""
+    """A model whose second block saves a large tensor for the backward, with a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ def test_activations_belong_to_the_unit_that_made_them() -> None:
 
 
 @on_ranks(2)
-def test_tracking_changes_no_bit_and_leaves_nothing_in_the_units() -> None:
+def test_tracking_changes_no_results_and_leaves_no_subscribers() -> None:
     results = []
     for tracks in (False, True):
         torch.manual_seed(0)
@@ -325,7 +325,7 @@ def test_an_exception_inside_leaves_a_model_that_can_be_tracked_again() -> None:
             model(torch.ones(4, INPUT))
             raise KeyError("in the middle")
 
-    said(KeyError, fail)
+    error_message(KeyError, fail)
     num_left = len(unit_of(model).context.observer.subscribers)
     with memory_tracker(model, optimizer) as memory:
         _small_step(model, optimizer)
@@ -334,14 +334,14 @@ def test_an_exception_inside_leaves_a_model_that_can_be_tracked_again() -> None:
 
 
 @on_ranks(2)
-def test_what_was_tracked_keeps_no_model_alive() -> None:
+def test_memory_record_keeps_no_model_alive() -> None:
     def train() -> list[Any]:
         model, optimizer = _made()
         with memory_tracker(model, optimizer) as memory:
             _small_step(model, optimizer)
         return [model, memory, optimizer]
 
-    num_alive, memory = left_of(train)
+    num_alive, memory = count_live_buffers(train)
     assert memory.peak.total > 0
     assert num_alive == 0
 
@@ -364,7 +364,7 @@ def printed_report(path: str) -> str:
 
 
 def _without_temporaries(report: str) -> str:
-    """A report without what torch's optimizer takes for a moment, which differs by version."""
+    """A report without the temporary memory of torch's optimizer, which depends on the version."""
     return re.sub(r"(?m)^(optimizer +\S+ MiB) +\S+ MiB", r"\1", report)
 
 
@@ -376,7 +376,7 @@ def test_the_printed_report_in_the_docs_is_real(pools: RankPools, tmp_path: Path
 
 
 @on_ranks(1)
-def test_a_module_that_is_no_root_is_rejected() -> None:
+def test_memory_tracker_rejects_a_module_that_is_not_a_root() -> None:
     model = wrap(Stack())
     outer = nn.Sequential(model)
 
@@ -384,20 +384,20 @@ def test_a_module_that_is_no_root_is_rejected() -> None:
         with memory_tracker(module):
             pass
 
-    assert "Stack contains no sharded module" in said(ValueError, lambda: track(Stack()))
-    assert "Sequential is not sharded itself" in said(ValueError, lambda: track(outer))
+    assert "Stack contains no sharded module" in error_message(ValueError, lambda: track(Stack()))
+    assert "Sequential is not sharded itself" in error_message(ValueError, lambda: track(outer))
 
 
 @on_ranks(2)
-def test_a_pool_is_booked_once_whoever_uses_it() -> None:
+def test_trace_pool_memory_is_counted_once() -> None:
     peaks: list[dict[Role, int]] = []
     for enable_trace_pool in (False, True):
         model, optimizer = _made(enable_trace_pool=enable_trace_pool)
-        # Not planned yet, planned while it is looked at, and planned before.
+        # Steps before the plan, with the creation of the plan, and after it.
         for _ in range(6):
             with memory_tracker(model, optimizer) as memory:
                 _small_step(model, optimizer)
-        # With a pool, all of it peaks in the optimizer's step, which takes memory for a moment.
+        # With a pool, the total peaks in the optimizer's step, whose temporary memory is excluded.
         peaks.append(memory.role_peaks | {Role.OPTIMIZER: memory.live[Role.OPTIMIZER]})
     pool = model.trace_pool()
     block = sum(memory.nbytes for memory in pool.blocks())

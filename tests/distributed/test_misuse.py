@@ -1,4 +1,4 @@
-"""Bad arguments and misuse of state are errors that say what to do, and what follows works."""
+"""Invalid arguments and misuse raise errors with advice, and later calls work."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from tests.distributed.on_ranks import on_ranks
 from tests.distributed.test_parameters import rebuild, step
 from tests.distributed.wrapping import (
     batch,
-    check_said,
+    check_error_messages,
+    error_message,
     gradient_error,
     loss_of,
     mesh_of,
     own_loss,
     pair,
-    said,
     wrap,
 )
 from tests.parity.unusual import ClosureBlock, Regularized, Unpacking, gradient_penalty
@@ -64,15 +64,15 @@ def _zero_dim() -> None:
     fully_shard(module)
 
 
-def _made_of_others() -> None:
+def _wrapper_subclass_parameter() -> None:
     module = nn.Linear(2, 2)
     module.weight = nn.Parameter(TwoTensor(torch.ones(2, 2), torch.zeros(2, 2)))
     fully_shard(module)
 
 
-def _with_a_gather_of_its_own() -> None:
+def _parameter_with_fsdp2_hook() -> None:
     module = nn.Linear(2, 2)
-    # What FSDP2 calls before it gathers a parameter.
+    # The hook that FSDP2 calls before it gathers a parameter.
     module.bias.fsdp_pre_all_gather = lambda *args: (args, None)  # type: ignore[attr-defined]
     fully_shard(module)
 
@@ -85,7 +85,7 @@ def _tied_but_different() -> None:
 
 
 class _Bare(nn.Module):
-    """A module that cannot initialize itself."""
+    """A module without `reset_parameters`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class _Bare(nn.Module):
 
 
 class _Reshaping(_Bare):
-    """Registers something of another shape."""
+    """A module whose initialization registers a parameter of another shape."""
 
     def reset_parameters(self) -> None:
         self.weight = nn.Parameter(torch.zeros(3, 2))
@@ -114,7 +114,7 @@ def _quantized_and_offloaded() -> None:
 
 @dataclasses.dataclass
 class _Elsewhere:
-    """A policy of some library, with more to say than there is here."""
+    """A policy of another library, with fields that this package does not support."""
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
@@ -123,7 +123,7 @@ class _Elsewhere:
 
 @dataclasses.dataclass
 class _OfTorch215:
-    """The field that torch's policy has from 2.15 on."""
+    """A policy with the field that torch's policy has from 2.15 on."""
 
     param_dtype: torch.dtype | None = None
     param_dtype_override_fn: Any = None
@@ -131,7 +131,7 @@ class _OfTorch215:
 
 @dataclasses.dataclass
 class _OnAnotherMesh:
-    """As torch 2.15's `ShardPlacementResult`."""
+    """Like torch 2.15's `ShardPlacementResult`."""
 
     placement: Shard
     mesh_info: Any = None
@@ -183,7 +183,7 @@ def _while_unsharded() -> None:
     fully_shard(model)
 
 
-def _in_the_middle_of_a_step() -> None:
+def _during_a_step() -> None:
     model = Stack()
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=False)
@@ -210,7 +210,7 @@ def _tied_to_a_gathered_unit() -> None:
 
 def _non_leaf() -> None:
     module = nn.Linear(3, 3)
-    # What code that computes weights from others leaves behind.
+    # As left by code that computes weights from other tensors.
     module._parameters["weight"] = module.weight * 2.0
     fully_shard(module)
 
@@ -261,7 +261,7 @@ def _optimizer_before_rebuilding() -> None:
 
 
 def _changed(path: str, value: Callable[[Any], Any]) -> Callable[[], None]:
-    """A use of a model in which something was set to a value."""
+    """A function that sets an attribute of a sharded model and runs the model."""
     owner, _, name = path.rpartition(".")
 
     def call() -> None:
@@ -305,9 +305,9 @@ VALUE: dict[str, Callable[[], Any]] = {
     "fully_shard was already called on this": lambda: fully_shard(_linear()),
     "is sharded already, by a unit that contains it": _parent_before_child,
     "parameter scale is 0-dim": _zero_dim,
-    "parameter weight is a TwoTensor, which is made of other tensors": _made_of_others,
+    "parameter weight is a TwoTensor, which is made of other tensors": _wrapper_subclass_parameter,
     "parameter bias is a Parameter, which is made of other tensors or defines": (
-        _with_a_gather_of_its_own
+        _parameter_with_fsdp2_hook
     ),
     "parameter weight is tied to weight of Linear/0, which was sharded with another mesh": (
         _tied_but_different
@@ -346,7 +346,7 @@ VALUE: dict[str, Callable[[], Any]] = {
     "cannot take data of shape (4, 7)": _changed("output.weight.data", lambda _: torch.ones(4, 7)),
 }
 if not torch.cuda.is_available():
-    # On a machine with a GPU that is a mesh like any other.
+    # On a machine with a GPU, a CUDA mesh is valid.
     VALUE["mesh is of device type 'cuda', and there is no CUDA device here"] = _cuda_mesh
 TYPE: dict[str, Callable[[], Any]] = {
     "give it as options=RuntimeOptions(check_ranks=...)": lambda: _linear(check_ranks=None),
@@ -355,7 +355,7 @@ TYPE: dict[str, Callable[[], Any]] = {
 }
 RUNTIME: dict[str, Callable[[], Any]] = {
     "call reshard() on it, or wrap its parent before the first step": _while_unsharded,
-    "is gathered or has a reduction under way": _in_the_middle_of_a_step,
+    "is gathered or has a reduction under way": _during_a_step,
     "which belongs to another root; call fully_shard on a module that": _shared_with_another_root,
     "which is gathered; call reshard() on its module first": _tied_to_a_gathered_unit,
     "a module must not be run inside its own forward": _within_itself,
@@ -376,18 +376,18 @@ RUNTIME: dict[str, Callable[[], Any]] = {
 
 
 @on_ranks(2)
-def test_every_bad_call_says_what_is_wrong() -> None:
-    check_said(ValueError, VALUE)
-    check_said(TypeError, TYPE)
-    check_said(RuntimeError, RUNTIME)
+def test_every_invalid_call_raises_an_error_with_its_cause() -> None:
+    check_error_messages(ValueError, VALUE)
+    check_error_messages(TypeError, TYPE)
+    check_error_messages(RuntimeError, RUNTIME)
 
 
 @on_ranks(2, pool=[False, True])
-def test_what_zero_3_cannot_run_is_an_error_that_names_the_unit(pool: bool) -> None:
+def test_modules_that_zero_3_cannot_run_raise_errors_that_name_the_unit(pool: bool) -> None:
     def trained(build: Callable[[], Any], frozen: bool = False) -> str:
         model = wrap(build(), enable_trace_pool=pool)
         model.blocks.requires_grad_(not frozen)
-        return said(RuntimeError, lambda: [own_loss(model).backward() for _ in range(3)])
+        return error_message(RuntimeError, lambda: [own_loss(model).backward() for _ in range(3)])
 
     for frozen in (False, True):
         hidden = trained(lambda: Unpacking(block=ClosureBlock), frozen)
@@ -397,9 +397,9 @@ def test_what_zero_3_cannot_run_is_an_error_that_names_the_unit(pool: bool) -> N
         leaking = trained(lambda what=what: Regularized(what))
         assert "the forward of blocks.0 (Leaking) returns its weight up.weight" in leaking
     plain, model = pair(enable_trace_pool=pool)
-    twice = said(RuntimeError, lambda: gradient_penalty(model, 0, 0, dist.get_rank()))
+    twice = error_message(RuntimeError, lambda: gradient_penalty(model, 0, 0, dist.get_rank()))
     assert twice.startswith("the root (Stack) is in a backward with create_graph=True")
-    # And it goes on.
+    # Training continues.
     for rank in range(2):
         (loss_of(plain, rank) / 2).backward()
     own_loss(model).backward()
@@ -407,13 +407,13 @@ def test_what_zero_3_cannot_run_is_an_error_that_names_the_unit(pool: bool) -> N
 
 
 @on_ranks(2, strategy=["no_shard", "optim_grads", "optim_grads_params"])
-def test_a_second_backward_on_one_graph_is_torchs_error_or_adds(strategy: str) -> None:
+def test_second_backward_on_one_graph_raises_or_accumulates(strategy: str) -> None:
     x = torch.linspace(-1, 1, 10).view(2, 5)
     plain, model = pair(sharding_strategy=strategy)
     plain(x).square().mean().backward()
     loss = model(x).square().mean()
     loss.backward()
-    text = said(RuntimeError, loss.backward)
+    text = error_message(RuntimeError, loss.backward)
     model.zero_grad()
     model(x).square().mean().backward()
     errors = [gradient_error(model, plain)]
@@ -428,8 +428,8 @@ def test_a_second_backward_on_one_graph_is_torchs_error_or_adds(strategy: str) -
 
 
 @on_ranks(2)
-def test_ignored_parameters_are_left_alone() -> None:
-    """An ignored parameter stays the object it is, and gets its own plain gradient."""
+def test_ignored_parameters_are_unchanged() -> None:
+    """An ignored parameter stays the same object and gets a plain gradient."""
     model = Stack()
     kept = model.blocks[0].up.weight
     wrap(model, ignored_params={kept})
@@ -440,7 +440,7 @@ def test_ignored_parameters_are_left_alone() -> None:
 
 
 @on_ranks(2)
-def test_other_wrappers_around_are_rejected_and_inside_are_named() -> None:
+def test_other_data_parallel_wrappers_around_and_inside_are_rejected() -> None:
     def around() -> nn.Module:
         return nn.Sequential(wrap(Stack()), nn.Linear(3, 3))
 
@@ -449,7 +449,7 @@ def test_other_wrappers_around_are_rejected_and_inside_are_named() -> None:
 
     ddp, inner = DistributedDataParallel, nn.Sequential(nn.Linear(3, 3))
     their_fully_shard(inner[0], mesh=mesh_of(2))
-    # Torch rejects what it finds, in words of its own, before a value moves.
+    # Torch's wrappers raise their own errors before any value moves.
     for module in (wrap(Stack()), around()):
         for wrapper in (ddp, fsdp1, partial(their_fully_shard, mesh=mesh_of(2))):
             with pytest.raises((RuntimeError, NotImplementedError, TypeError, AssertionError)):
@@ -461,13 +461,13 @@ def test_other_wrappers_around_are_rejected_and_inside_are_named() -> None:
     }
     for text, module in reduces.items():
         outer = nn.Sequential(module)
-        assert text in said(ValueError, lambda outer=outer: fully_shard(outer))
-    itself = said(ValueError, lambda: fully_shard(ddp(nn.Linear(3, 3))))
+        assert text in error_message(ValueError, lambda outer=outer: fully_shard(outer))
+    itself = error_message(ValueError, lambda: fully_shard(ddp(nn.Linear(3, 3))))
     assert "the module (DistributedDataParallel) reduces its gradients" in itself
 
 
 @on_ranks(2)
-def test_a_module_run_outside_of_its_units_forward_is_named() -> None:
+def test_module_run_outside_its_units_forward_raises_by_name() -> None:
     model: Any = wrap(Stack())
     block, x = model.blocks[1], torch.randn(2, WIDTH)
     embedding: Any = fully_shard(nn.Sequential(nn.Embedding(9, WIDTH)))
@@ -479,12 +479,12 @@ def test_a_module_run_outside_of_its_units_forward_is_named() -> None:
         ("0.weight of Sequential", lambda: embedding[0](torch.tensor([1, 2]))),
         ("up.weight of blocks.1", lambda: torch.matmul(torch.randn(2, INPUT), block.up.weight)),
     ):
-        text = said(RuntimeError, call)
+        text = error_message(RuntimeError, call)
         assert "which is sharded: this rank holds some of its rows" in text, name
         assert "unshard()" in text and "register_fsdp_forward_method" in text
         assert f"computes with {name}" in text
-    # What has another reason keeps its message.
-    shape = said(RuntimeError, lambda: model.input.weight.view(-1, 11))
+    # Errors of other causes keep their message.
+    shape = error_message(RuntimeError, lambda: model.input.weight.view(-1, 11))
     assert "which is sharded" not in shape and shape != "no error"
     block.unshard()
     assert block.up(x).shape == (2, 2 * WIDTH + 1)
@@ -493,8 +493,8 @@ def test_a_module_run_outside_of_its_units_forward_is_named() -> None:
 
 # -- steps that cannot be captured in a CUDA graph ------------------------------------------------
 #
-# What a captured step queues is checked on fake CUDA (`test_fake_cuda.py`), and its replays on a
-# GPU (`make test-gpu`).
+# `test_fake_cuda.py` checks the operations of a captured step, and `make test-gpu` its replays on
+# a GPU.
 
 UNCAPTURABLE: dict[str, dict[str, Any]] = {
     "check_ranks='always' compares on the host": {"check_ranks": "always"},
@@ -524,7 +524,10 @@ def test_an_option_that_cannot_be_captured_is_rejected_by_name(reason: str) -> N
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     own_loss(model).backward()
     with _capturing():
-        texts = [said(RuntimeError, optimizer.step), said(RuntimeError, lambda: own_loss(model))]
+        texts = [
+            error_message(RuntimeError, optimizer.step),
+            error_message(RuntimeError, lambda: own_loss(model)),
+        ]
     for text in texts:
         assert "the root (Stack) cannot be captured in a CUDA graph: " in text and reason in text
     optimizer.step()
@@ -532,18 +535,18 @@ def test_an_option_that_cannot_be_captured_is_rejected_by_name(reason: str) -> N
 
 
 @on_ranks(2)
-def test_a_capture_of_a_part_of_a_pass_is_rejected_by_name() -> None:
+def test_partial_capture_of_a_pass_is_rejected_by_name() -> None:
     model: Any = wrap(Stack())
     with _capturing():
-        first = said(RuntimeError, lambda: own_loss(model))
+        first = error_message(RuntimeError, lambda: own_loss(model))
     loss = own_loss(model)
     with _capturing():
-        backward = said(RuntimeError, loss.backward)
+        backward = error_message(RuntimeError, loss.backward)
     with contextlib.ExitStack() as capture:
         handle = model.blocks[0].register_forward_hook(
             lambda *_: capture.enter_context(_capturing())
         )
-        forward = said(RuntimeError, lambda: own_loss(model))
+        forward = error_message(RuntimeError, lambda: own_loss(model))
     handle.remove()
     own_loss(model).backward()
     assert "ranks compare what they sharded at the first use: run a step before" in first
@@ -553,12 +556,12 @@ def test_a_capture_of_a_part_of_a_pass_is_rejected_by_name() -> None:
 
 
 @on_ranks(2)
-def test_a_captured_step_that_leaves_a_parameter_out_is_rejected_by_name() -> None:
+def test_captured_step_with_an_unused_parameter_is_rejected_by_name() -> None:
     model: Any = wrap(Skipping(), sharding_strategy="optim_grads")
     model.skip = 1
     own_loss(model).backward()
     with _capturing():
-        text = said(RuntimeError, lambda: own_loss(model).backward())
+        text = error_message(RuntimeError, lambda: own_loss(model).backward())
     assert "had no gradient in a backward captured in a CUDA graph" in text
     model.zero_grad()
     own_loss(model).backward()

@@ -1,4 +1,4 @@
-"""Muon's update of sharded parameters is that of whole matrices; what a step costs; bad input."""
+"""Muon's update of sharded parameters equals that of full matrices; step cost; bad input."""
 
 from __future__ import annotations
 
@@ -22,25 +22,31 @@ from tests.distributed.cut_parameters import (
     Bag,
     Place,
     Spec,
-    error,
-    give,
     gradients,
     initial,
     part,
     plain,
+    relative_error,
+    set_gradients,
     sharded,
     whole,
 )
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import STRATEGIES, check_said, mesh_of, of_all_ranks, said
+from tests.distributed.wrapping import (
+    STRATEGIES,
+    check_error_messages,
+    error_message,
+    mesh_of,
+    of_all_ranks,
+)
 from tests.reference.muon import ReferenceMuon
 
 EXACT = 1e-12
-"""Tolerance in fp64: far above its rounding, far below any mistake."""
+"""Tolerance in fp64: far above rounding errors, far below the error of any mistake."""
 FP32 = 1e-6
 CUBIC = {"ns_coefficients": (1.5, -0.5, 0.0)}
-"""Newton's own coefficients. The default ones stretch small singular values, and their rounding
-errors, by up to `3.4445 ** 5`: there even two orders of the same fp32 products differ by more."""
+"""Newton's coefficients. The default coefficients amplify small singular values and their rounding
+errors by up to `3.4445 ** 5`, so that even the same fp32 products in another order differ more."""
 STRETCHED = 5 * FP32
 
 # Odd rows, fewer rows than ranks, one row, one column, stacks, and a frozen matrix.
@@ -79,7 +85,7 @@ def _train(
     specs: Sequence[Spec], params: Sequence[nn.Parameter], optimizer: Any, dtype: torch.dtype
 ) -> None:
     for step in range(3):
-        give(params, gradients(specs, step, dtype))
+        set_gradients(params, gradients(specs, step, dtype))
         optimizer.step()
 
 
@@ -90,8 +96,8 @@ def check_updates(
     tolerance: float = EXACT,
     **options: Any,
 ) -> None:
-    """See that weights and momenta after three steps are those of whole matrices, at places."""
-    # A rate at which weights are made of updates, so that an error of those is seen.
+    """Check that weights and momenta after three steps equal those of full matrices."""
+    # A rate at which updates dominate the weights, so that their errors are detected.
     options = {"lr": 0.5, **options}
     reference = ReferenceMuon(plain(specs, dtype), dtype=dtype, **options)
     _train(specs, reference.matrices, reference, dtype)
@@ -101,14 +107,16 @@ def check_updates(
         optimizer = Muon(params, ns_dtype=dtype, **options)
         _train(specs, params, optimizer, dtype)
         momenta = [whole(optimizer.state[params[i]]["momentum_buffer"]) for i in trained]
-        weights = error([whole(p) for p in params], [p.detach() for p in reference.matrices])
+        weights = relative_error(
+            [whole(p) for p in params], [p.detach() for p in reference.matrices]
+        )
         assert weights < tolerance, f"weights of {place}"
-        assert error(momenta, [reference.momenta[i] for i in trained]) < tolerance, place
+        assert relative_error(momenta, [reference.momenta[i] for i in trained]) < tolerance, place
         assert not [p for p in params if not p.requires_grad and p in optimizer.state]
 
 
 @on_ranks("world_size", world_size=[1, 2, 3, 4])
-def test_the_update_is_that_of_whole_matrices_at_every_strategy(world_size: int) -> None:
+def test_update_equals_full_matrices_at_every_strategy(world_size: int) -> None:
     places = [Place((world_size,), strategy) for strategy in STRATEGIES]
     check_updates(SPECS, *places, Place((world_size,), granularity="block:2"))
     check_updates(SPECS, places[-1], dtype=torch.float32, tolerance=FP32, **CUBIC)
@@ -117,13 +125,13 @@ def test_the_update_is_that_of_whole_matrices_at_every_strategy(world_size: int)
 
 
 @on_ranks(4, outer=["no_shard", "optim"])
-def test_hsdp_and_hfsdp(outer: str) -> None:
+def test_update_equals_full_matrices_on_hsdp_and_hfsdp(outer: str) -> None:
     strategies = STRATEGIES if outer == "no_shard" else STRATEGIES[1:]
     check_updates(SPECS, *(Place((2, 2), strategy, outer) for strategy in strategies))
 
 
 @on_ranks(4)
-def test_matrices_that_tensor_parallelism_cut_are_put_together() -> None:
+def test_tensor_parallel_matrices_are_joined_for_the_update() -> None:
     wide, tall = Place((1, 4), has_tensor_axis=True), Place((4, 1), has_tensor_axis=True)
     specs = [spec for spec in TENSOR_SPECS if spec.dim is None or spec.shape[spec.dim] % 4 == 0]
     assert len(specs) > 6
@@ -134,7 +142,7 @@ def test_matrices_that_tensor_parallelism_cut_are_put_together() -> None:
 @pytest.mark.slow
 @pytest.mark.functional
 @on_ranks(8)
-def test_eight_ranks_of_one_and_of_three_axes() -> None:
+def test_update_equals_full_matrices_on_eight_ranks() -> None:
     check_updates(SPECS, Place((8,)))
     for outer in ("optim", "no_shard"):
         check_updates(TENSOR_SPECS, Place((2, 2, 2), outer=outer, has_tensor_axis=True))
@@ -151,13 +159,13 @@ def test_eight_ranks_of_one_and_of_three_axes() -> None:
     ],
 )
 @on_ranks(2)
-def test_options_mean_what_they_do_for_whole_matrices(options: dict[str, Any]) -> None:
+def test_options_equal_those_of_full_matrices(options: dict[str, Any]) -> None:
     check_updates(SPECS, Place((2,)), **options)
 
 
-# -- beside torch's own ---------------------------------------------------------------------------
+# -- comparison with torch.optim.Muon -------------------------------------------------------------
 
-# All different, so that a batch is one matrix and its products are those of torch's optimizer.
+# Distinct shapes, so that a batch is one matrix and its products are those of torch's optimizer.
 ONE_EACH = tuple(Spec(shape) for shape in ((7, 5), (5, 7), (1, 6), (33, 20), (20, 33), (16, 4)))
 
 
@@ -168,8 +176,10 @@ BIT_FOR_BIT: list[dict[str, Any]] = [
 ]
 
 
-def beside_torch(place: Place | None, dtype: torch.dtype, **options: Any) -> tuple[list[Any], ...]:
-    """Weights here, and torch's; momenta are bitwise torch's."""
+def compare_with_torch(
+    place: Place | None, dtype: torch.dtype, **options: Any
+) -> tuple[list[Any], ...]:
+    """Weights of this package and of torch; check that momenta are bitwise identical."""
     theirs = plain(ONE_EACH, dtype)
     reference = torch.optim.Muon(theirs, **options)
     mine = plain(ONE_EACH, dtype) if place is None else sharded(ONE_EACH, place, dtype)
@@ -185,24 +195,22 @@ def beside_torch(place: Place | None, dtype: torch.dtype, **options: Any) -> tup
 @pytest.mark.parametrize("place", BESIDE_TORCH, ids=str)
 @pytest.mark.parametrize("options", BIT_FOR_BIT, ids=str)
 @on_ranks(3)
-def test_the_update_is_that_of_torch_to_the_bit(
-    options: dict[str, Any], place: Place | None
-) -> None:
-    assert all(map(torch.equal, *beside_torch(place, torch.float32, **options)))
+def test_update_is_bitwise_identical_to_torch(options: dict[str, Any], place: Place | None) -> None:
+    assert all(map(torch.equal, *compare_with_torch(place, torch.float32, **options)))
 
 
 @pytest.mark.parametrize("place", BESIDE_TORCH, ids=str)
 @on_ranks(3)
-def test_bf16_parameters_are_torchs_within_rounding(place: Place | None) -> None:
+def test_update_of_bf16_parameters_equals_torch_within_rounding(place: Place | None) -> None:
     # Torch rounds `w + alpha * u` in bf16 once or twice, depending on strides and on lengths.
-    assert error(*beside_torch(place, torch.bfloat16)) < 2**-8
+    assert relative_error(*compare_with_torch(place, torch.bfloat16)) < 2**-8
 
 
 # -- mixtures -------------------------------------------------------------------------------------
 
 
 @on_ranks(4)
-def test_one_group_may_have_parameters_of_several_meshes_and_plain_ones() -> None:
+def test_one_group_mixes_parameters_of_several_meshes_and_plain_parameters() -> None:
     specs = [*SPECS, *SPECS, *SPECS]
     dtype = torch.float64
     reference = ReferenceMuon(plain(specs, dtype), lr=0.5, dtype=dtype)
@@ -214,7 +222,9 @@ def test_one_group_may_have_parameters_of_several_meshes_and_plain_ones() -> Non
     optimizer = Muon(params, lr=0.5, ns_dtype=dtype)
     for who in (reference, optimizer):
         _train(specs, who.matrices if who is reference else params, who, dtype)
-    assert error([whole(p) for p in params], [p.detach() for p in reference.matrices]) < EXACT
+    assert (
+        relative_error([whole(p) for p in params], [p.detach() for p in reference.matrices]) < EXACT
+    )
 
 
 OTHERS = (Spec((7,)), Spec((9, 4)), Spec((1,)), Spec((5, 2), is_frozen=True), Spec((2, 3, 4)))
@@ -232,9 +242,9 @@ def test_groups_without_muon_are_stepped_by_adamw(strategy: str, lr: Any) -> Non
     optimizer = Muon(groups, lr=lr, ns_dtype=dtype)
     for params, who in ((theirs, reference), (mine, optimizer)):
         for step in range(3):
-            give(params, gradients(specs, step, dtype))
+            set_gradients(params, gradients(specs, step, dtype))
             if step == 1:
-                # AdamW leaves alone what has no gradient.
+                # AdamW skips parameters without a gradient.
                 params[count].grad = None
             who.step()
     assert reference.adamw is not None
@@ -244,13 +254,13 @@ def test_groups_without_muon_are_stepped_by_adamw(strategy: str, lr: Any) -> Non
             continue
         state = reference.adamw.state[b]
         for key in ("exp_avg", "exp_avg_sq"):
-            assert error([whole(optimizer.state[a][key])], [state[key]]) < EXACT
+            assert relative_error([whole(optimizer.state[a][key])], [state[key]]) < EXACT
         if not hasattr(a, "row_shards") or local_of(a).numel():
             assert float(optimizer.state[a]["step"]) == float(state["step"])
-    assert error([whole(p) for p in mine], [p.detach() for p in theirs]) < EXACT
+    assert relative_error([whole(p) for p in mine], [p.detach() for p in theirs]) < EXACT
 
 
-# -- the engine by itself -------------------------------------------------------------------------
+# -- the matrix engine ----------------------------------------------------------------------------
 
 
 def _engine(params: Sequence[nn.Parameter], apply: Any, **options: Any) -> MatrixEngine:
@@ -258,31 +268,31 @@ def _engine(params: Sequence[nn.Parameter], apply: Any, **options: Any) -> Matri
     return MatrixEngine(params, [function] * len(params), **options)
 
 
-def _ranked(stack: torch.Tensor) -> torch.Tensor:
-    """Something that depends on all of a matrix and its shape, and not on the batch."""
+def _scaled_by_sum(stack: torch.Tensor) -> torch.Tensor:
+    """A function of the whole matrix and its shape that does not depend on the batch."""
     return stack * stack.sum((-2, -1), keepdim=True) + stack.shape[-2]
 
 
 @on_ranks(4, strategy=("optim_grads_params", "no_shard"))
-def test_tensor_parallel_parts_can_be_matrices_of_their_own(strategy: str) -> None:
+def test_tensor_parallel_shards_can_be_separate_matrices(strategy: str) -> None:
     place = Place((2, 2), strategy, has_tensor_axis=True)
     params = sharded(TENSOR_SPECS, place, torch.float64)
-    engine = _engine(params, _ranked, joins_tensor_parallel=False)
+    engine = _engine(params, _scaled_by_sum, joins_tensor_parallel=False)
     results = engine.run([local_of(p).detach() for p in params])
     values = zip(TENSOR_SPECS, initial(TENSOR_SPECS, torch.float64), params, results, strict=True)
     for spec, value, param, result in values:
         rank = param.device_mesh.get_local_rank(1)  # type: ignore[attr-defined]
         mine = part(value, spec, rank, 2)
-        expected = _ranked(mine if mine.ndim == 3 else mine[None]).view(mine.shape)
+        expected = _scaled_by_sum(mine if mine.ndim == 3 else mine[None]).view(mine.shape)
         start, end = param.local_rows  # type: ignore[attr-defined]
         assert torch.allclose(result, expected[start:end], rtol=1e-13)
 
 
 @on_ranks(4)
-def test_ranks_with_whole_parameters_can_each_do_all_of_the_work() -> None:
+def test_ranks_with_replicated_parameters_can_each_compute_every_matrix() -> None:
     params = sharded((Spec((8, 6)), Spec((3, 4, 5))), Place((2, 2), "no_shard"), torch.float64)
     values = [local_of(p).detach() for p in params]
-    shared, alone = (_engine(params, _ranked, spreads_replicated=s) for s in (True, False))
+    shared, alone = (_engine(params, _scaled_by_sum, spreads_replicated=s) for s in (True, False))
     assert all(map(torch.equal, shared.run(values), alone.run(values)))
     assert sum(work.sent_numel for work in alone.works) == 0
     assert sum(work.sent_numel for work in shared.works) > 0
@@ -293,7 +303,7 @@ def test_ranks_with_whole_parameters_can_each_do_all_of_the_work() -> None:
     [
         Place((4,)),
         Place((4,), "no_shard"),
-        # Here some ranks have nothing to do along an axis in some buckets, and others have.
+        # Along an axis, some ranks have no work in some buckets, and other ranks have.
         Place((2, 2), outer="optim"),
         Place((2, 2), outer="no_shard"),
         Place((2, 2), has_tensor_axis=True),
@@ -301,13 +311,13 @@ def test_ranks_with_whole_parameters_can_each_do_all_of_the_work() -> None:
     ids=str,
 )
 @on_ranks(4)
-def test_small_buckets_change_no_bit(place: Place) -> None:
-    # One owner is busy with the first; what the others own leaves them idle in some buckets.
+def test_bucket_sizes_do_not_change_results(place: Place) -> None:
+    # One owner has the large first matrix; other owners have no work in some buckets.
     specs = [Spec((40, 7)), Spec((6, 6)), *(Spec((5, 6 + n)) for n in range(14)), Spec((3, 4, 5))]
     params = sharded(specs, place)
     values = [local_of(p).detach() for p in params]
     options = {"spreads_replicated": True}
-    few, many = (_engine(params, _ranked, bucket_numel=n, **options) for n in (2**30, 36))
+    few, many = (_engine(params, _scaled_by_sum, bucket_numel=n, **options) for n in (2**30, 36))
     assert few.works[0].ownership.num_buckets == 1
     for _ in range(2):
         assert all(map(torch.equal, few.run(values), many.run(values)))
@@ -315,7 +325,7 @@ def test_small_buckets_change_no_bit(place: Place) -> None:
 
 
 @on_ranks(2)
-def test_functions_of_several_kinds_may_be_mixed() -> None:
+def test_engine_mixes_functions_of_several_kinds() -> None:
     specs = [Spec((6, 6))] * 4
     params = sharded(specs, Place((2,)), torch.float64)
     kinds = [
@@ -343,7 +353,7 @@ def _stepped(specs: Sequence[Spec], place: Place, **options: Any) -> tuple[list[
     params = sharded(specs, place)
     optimizer = Muon(params, **options)
     for step in range(2):
-        give(params, gradients(specs, step))
+        set_gradients(params, gradients(specs, step))
         if step == 0:
             optimizer.step()
     return params, optimizer
@@ -354,7 +364,7 @@ def _engine_work(optimizer: Muon) -> MatrixEngine:
     return optimizer._engine[1]
 
 
-# -- counted --------------------------------------------------------------------------------------
+# -- collectives and FLOPs ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -369,7 +379,7 @@ def _engine_work(optimizer: Muon) -> MatrixEngine:
     ids=str,
 )
 @on_ranks("place")
-def test_a_step_of_one_bucket_is_a_pair_of_all_to_alls_at_most(place: Place, number: int) -> None:
+def test_step_of_one_bucket_issues_at_most_two_all_to_alls(place: Place, number: int) -> None:
     _, optimizer = _stepped(SPECS_WORK, place)
     with torch.profiler.profile() as profile:
         optimizer.step()
@@ -385,7 +395,7 @@ def test_a_step_of_one_bucket_is_a_pair_of_all_to_alls_at_most(place: Place, num
     ids=str,
 )
 @on_ranks(4)
-def test_every_matrix_is_worked_on_once_where_it_was_planned(place: Place) -> None:
+def test_every_matrix_is_computed_once_by_its_owner(place: Place) -> None:
     _, optimizer = _stepped(SPECS_WORK, place)
     with FlopCounterMode(display=False) as counter:
         optimizer.step()
@@ -393,7 +403,7 @@ def test_every_matrix_is_worked_on_once_where_it_was_planned(place: Place) -> No
     everywhere = of_all_ranks(measured)
     assert measured == sum(work.flops for work in _engine_work(optimizer).works)
     assert sum(everywhere) == TOTAL_FLOPS
-    # Seven matrices, the three of the stack where they are: nobody does more than half.
+    # Eight matrices, three of them in one stack: no rank does more than half of the work.
     assert measured < TOTAL_FLOPS / 2
 
 
@@ -403,12 +413,12 @@ def test_every_matrix_is_worked_on_once_where_it_was_planned(place: Place) -> No
 def test_a_copied_optimizer_steps_like_the_original() -> None:
     params = plain(SPECS_WORK)
     optimizer = Muon(params, ns_dtype=torch.float32)
-    give(params, gradients(SPECS_WORK, 0))
+    set_gradients(params, gradients(SPECS_WORK, 0))
     optimizer.step()
     other = copy.deepcopy(optimizer)
     copies = other.param_groups[0]["params"]
     for who, those in ((optimizer, params), (other, copies)):
-        give(those, gradients(SPECS_WORK, 1))
+        set_gradients(those, gradients(SPECS_WORK, 1))
         who.step()
     assert all(torch.equal(a, b) for a, b in zip(params, copies, strict=True))
 
@@ -431,9 +441,9 @@ def test_options_may_change_between_steps() -> None:
             mine[1].requires_grad_(False)
             theirs[1].requires_grad_(False)
         for params, who in ((theirs, reference), (mine, optimizer)):
-            give(params, gradients(SPECS_WORK, step, dtype))
+            set_gradients(params, gradients(SPECS_WORK, step, dtype))
             who.step()  # type: ignore[attr-defined]
-    assert error([whole(p) for p in mine], [p.detach() for p in theirs]) < 1e-12
+    assert relative_error([whole(p) for p in mine], [p.detach() for p in theirs]) < 1e-12
 
 
 def test_a_closure_computes_the_loss_with_gradients() -> None:
@@ -473,22 +483,22 @@ MATRIX = nn.Parameter(torch.ones(2, 2))
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_an_option_out_of_range_is_rejected_by_name(options: dict[str, Any], words: str) -> None:
-    assert words in said(ValueError, lambda: Muon([MATRIX], **options))
+    assert words in error_message(ValueError, lambda: Muon([MATRIX], **options))
 
 
-def test_a_parameter_that_is_no_matrix_is_rejected_by_name() -> None:
+def test_parameter_that_is_not_a_matrix_is_rejected_by_name() -> None:
     model, optimizer = nn.Sequential(nn.Linear(3, 2)), Muon([MATRIX])
     odd = [nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))]
     four = [nn.Parameter(torch.ones(2, 2, 2, 2))]
     group = {"params": [nn.Parameter(torch.ones(2))]}
-    text = said(ValueError, lambda: Muon(model.named_parameters()))
+    text = error_message(ValueError, lambda: Muon(model.named_parameters()))
     assert "0.bias is 1-D" in text and "use_muon=False" in text
     rejected: dict[str, Callable[[], Any]] = {
         "parameter 0 of shape (2, 2) is complex": lambda: Muon(odd),
         "is 4-D": lambda: Muon(four),
         "1-D": lambda: optimizer.add_param_group(group),
     }
-    check_said(ValueError, rejected)
+    check_error_messages(ValueError, rejected)
     assert len(optimizer.param_groups) == 1
     # AdamW takes them all.
     Muon(model.parameters(), use_muon=False)
@@ -499,7 +509,7 @@ def test_a_missing_gradient_is_named_and_a_frozen_parameter_needs_none() -> None
     optimizer = Muon(model.named_parameters())
     model[5].requires_grad_(False)
     model[0].weight.grad = torch.ones(3, 3)
-    text = said(RuntimeError, optimizer.step)
+    text = error_message(RuntimeError, optimizer.step)
     assert "no gradient for 1.weight, 2.weight, 3.weight and 1 more" in text
     for layer in model[1:5]:
         layer.weight.grad = torch.ones(3, 3)
@@ -509,12 +519,12 @@ def test_a_missing_gradient_is_named_and_a_frozen_parameter_needs_none() -> None
 
 
 @on_ranks(2)
-def test_misuse_of_sharded_parameters_is_named() -> None:
+def test_misuse_of_sharded_parameters_is_rejected_by_name() -> None:
     specs = [Spec((4, 3)), Spec((6, 2)), Spec((4, 3))]
     params = sharded(specs, Place((2,)))
-    give(params, gradients(specs, 0))
+    set_gradients(params, gradients(specs, 0))
     params[1].grad = None
-    assert "no gradient for p0 of inner/0" in said(RuntimeError, Muon(params).step)
+    assert "no gradient for p0 of inner/0" in error_message(RuntimeError, Muon(params).step)
     vector = sharded([Spec((4, 3)), Spec((4,))], Place((2,)))
     foreign = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh_of(2), [Shard(0)]))
     function = MatrixFunction(lambda stack: stack, lambda m, n: 1)
@@ -529,18 +539,18 @@ def test_misuse_of_sharded_parameters_is_named() -> None:
         ),
         "expected 3 updates, got 0": lambda: engine.run([]),
     }
-    check_said(ValueError, rejected)
+    check_error_messages(ValueError, rejected)
 
 
 def _ranks_differ(arrange: Callable[[list[Any], int], list[Any]]) -> str:
     specs = [Spec((4, 3)), Spec((4, 3)), Spec((6, 2))]
     params = sharded(specs, Place((2,)))
-    give(params, gradients(specs, 0))
-    return said(RuntimeError, Muon(arrange(params, dist.get_rank())).step)
+    set_gradients(params, gradients(specs, 0))
+    return error_message(RuntimeError, Muon(arrange(params, dist.get_rank())).step)
 
 
 @on_ranks(2)
-def test_ranks_that_give_other_parameters_say_so_on_every_rank() -> None:
+def test_different_parameters_across_ranks_raise_on_every_rank() -> None:
     order = _ranks_differ(lambda p, rank: p if rank else [p[2], p[1], p[0]])
     alike = _ranks_differ(lambda p, rank: p if rank else [p[1], p[0], p[2]])
     fewer = _ranks_differ(lambda p, rank: p[: 2 + rank])

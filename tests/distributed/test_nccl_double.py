@@ -1,4 +1,4 @@
-"""What answers as NCCL does: calls, dtypes, sums, and the order of calls."""
+"""The process group that behaves like NCCL: return values, dtypes, reductions, order of calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.cases import quick_rows
 from tests.distributed import wrapping
 from tests.distributed.nccl_double import FLOAT8, as_on_cuda, mesh_of, ring_reduced
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import STRATEGIES, listen, said, wrap
+from tests.distributed.wrapping import STRATEGIES, error_message, record_collectives, wrap
 
 MAIN_GRADS = (torch.float32, torch.bfloat16)
 
@@ -29,15 +29,17 @@ def _group(*shape: int) -> Any:
 
 
 @on_ranks(2)
-def test_dtypes_that_nccl_lacks_are_errors() -> None:
+def test_dtypes_that_nccl_does_not_support_raise() -> None:
     group = _group(2)
     for dtype in (torch.int16, torch.uint16, torch.uint32):
         tensor = torch.zeros(2, dtype=dtype)
-        text = said(TypeError, lambda t=tensor: dist.broadcast(t, group=group, group_src=0))  # type: ignore[misc]
+        text = error_message(
+            TypeError, lambda t=tensor: dist.broadcast(t, group=group, group_src=0)
+        )  # type: ignore[misc]
         assert f"not supported for NCCL process group: {dtype}" in text
     for dtype in FLOAT8:
         tensor = torch.zeros(2).to(dtype)
-        text = said(RuntimeError, lambda t=tensor: dist.all_reduce(t, group=group))  # type: ignore[misc]
+        text = error_message(RuntimeError, lambda t=tensor: dist.all_reduce(t, group=group))  # type: ignore[misc]
         assert "Unsupported Float8 type for NCCL reduction" in text
 
 
@@ -65,10 +67,10 @@ def test_a_synchronous_call_returns_none_and_an_asynchronous_call_a_work_handle(
 
 
 @on_ranks(2)
-def test_ranks_that_issue_different_calls_are_an_error() -> None:
+def test_different_calls_across_ranks_raise() -> None:
     group = _group(2)
     tensor = torch.zeros(2 + dist.get_rank())
-    text = said(RuntimeError, lambda: dist.all_reduce(tensor, group=group))
+    text = error_message(RuntimeError, lambda: dist.all_reduce(tensor, group=group))
     assert "issue different calls" in text
     assert "all_reduce SUM of [(2, torch.float32)]" in text
     assert "all_reduce SUM of [(3, torch.float32)]" in text
@@ -77,7 +79,7 @@ def test_ranks_that_issue_different_calls_are_an_error() -> None:
 def _error_of_sum(num_ranks: int, *, in_ring: bool) -> float:
     """Relative error of a sum of bf16 gradients, one of every rank."""
     generator = torch.Generator().manual_seed(0)
-    # Gradients of one sign in part, as those of ranks that see alike data.
+    # Gradients with a nonzero mean, like those of ranks with similar data.
     terms = [(torch.randn(4096, generator=generator) + 0.5).bfloat16() for _ in range(num_ranks)]
     exact = torch.stack(terms).double().sum(0)
     found = ring_reduced(terms, 0) if in_ring else torch.stack(terms).float().sum(0)
@@ -85,16 +87,16 @@ def _error_of_sum(num_ranks: int, *, in_ring: bool) -> float:
 
 
 @pytest.mark.parametrize(("num_ranks", "low", "high"), [(64, 4e-3, 1e-2), (1024, 1e-2, 6e-2)])
-def test_a_ring_of_bf16_sums_loses_what_a_sum_in_fp32_keeps(
+def test_bf16_ring_sum_loses_precision_that_an_fp32_sum_keeps(
     num_ranks: int, low: float, high: float
 ) -> None:
-    """A bf16 number has 8 bits: every step of the ring rounds by up to 2**-9 of the partial sum."""
+    """bf16 has 8 significant bits: each ring step rounds by up to 2**-9 of the partial sum."""
     assert low < _error_of_sum(num_ranks, in_ring=True) < high
     assert _error_of_sum(num_ranks, in_ring=False) < 1e-6
 
 
 class Square(torch.nn.Linear):
-    """Gradients of every element are what a rank is given, whatever the weights."""
+    """A module whose weight gradient is the input, for any weight."""
 
     def __init__(self) -> None:
         super().__init__(32, 48, bias=False)
@@ -111,10 +113,10 @@ class Square(torch.nn.Linear):
     ),
 )
 @on_ranks("mesh_name", answers_as_nccl=[True, False])
-def test_gradients_in_bf16_are_added_up_in_fp32_where_that_is_asked_for(
+def test_reduce_scatter_with_fp32_accumulation_adds_bf16_gradients_in_fp32(
     mesh_name: str, strategy: str, main_grads: torch.dtype, answers_as_nccl: bool
 ) -> None:
-    """With as many bytes; twice, as the second gradient is added to the first one."""
+    """The number of bytes does not change. The second of two gradients is accumulated."""
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16,
         main_params_dtype=torch.float32,
@@ -123,7 +125,7 @@ def test_gradients_in_bf16_are_added_up_in_fp32_where_that_is_asked_for(
     )
     size, rank = dist.get_world_size(), dist.get_rank()
     generator = torch.Generator().manual_seed(0)
-    # One of 1 among smaller ones than half of its last bit, of which a ring in bf16 loses most.
+    # Rank 0 has 1, the others less than half of its last bit, of which a ring in bf16 loses most.
     given = torch.rand(size, 48, 32, generator=generator).mul_(2**-9)
     given[0] = 1.0
     given = given.bfloat16().float()
@@ -133,20 +135,20 @@ def test_gradients_in_bf16_are_added_up_in_fp32_where_that_is_asked_for(
         options = {"sharding_strategy": strategy, "gradient_scaling_factor": 1.0}
         with as_on_cuda() if answers_as_nccl else contextlib.nullcontext():
             model = wrap(Square(), mp_policy=asked, **wrapping.on_mesh(mesh_name), **options)
-        wire = listen(model)
+        recorded = record_collectives(model)
         for _ in range(2):
             model(given[rank]).backward()
         found = model.weight.grad.full_tensor().double()
         exact = 2 * given.double().sum(0)
         errors.append(float((found - exact).abs().max()))
-        nbytes.append(wire.nbytes("reduce_scatter"))
+        nbytes.append(recorded.nbytes("reduce_scatter"))
     assert nbytes[0] == nbytes[1] > 0
     if main_grads is torch.float32 and mesh_name in ("3", "4"):
         assert errors[0] < 1e-6
-        # On a CPU sums are made in the main gradient's dtype in any case.
+        # On a CPU, reductions always run in the main gradient's dtype.
         assert not answers_as_nccl or errors[1] > 1e-3
-    # Rounded to bf16, whose last bit is 2**-7 here and 2**-6 beyond 2: along the outer axis, and
-    # where main gradients have it.
+    # Rounding to bf16, whose last bit is 2**-7 here and 2**-6 above 2: along the outer axis, and in
+    # bf16 main gradients.
     assert errors[0] <= (2**-6 if main_grads is torch.float32 else 2**-5)
 
 
@@ -156,7 +158,7 @@ def test_a_group_over_two_axes_reduces_over_all_of_their_ranks(answers_as_nccl: 
         mesh = wrapping.mesh_of(2, 2)
         axes = [Axis(mesh.get_group(a), mesh.size(a), mesh.get_local_rank(a)) for a in range(2)]
         group, rank = group_over(axes), dist.get_rank()
-    # The largest of each column is another rank's.
+    # Each rank holds the largest value of one column.
     values, later = torch.eye(4)[rank] * (rank + 1), torch.tensor([float(rank)])
     dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
     work = dist.all_reduce(later, dist.ReduceOp.MAX, group=group, async_op=True)

@@ -1,4 +1,4 @@
-"""Main weights, gradients and states in host memory, and saved activations."""
+"""Main weights, gradients, optimizer states and saved activations in host memory."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def _made(offloads: bool = True, **options: Any) -> tuple[Any, torch.optim.Optim
 
 
 def _train(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[torch.Tensor]:
-    """Losses, norms and in the end weights: two micro-batches a step, clipped, evaluated once."""
+    """Train with two micro-batches a step; return losses, norms, evaluations and final weights."""
     found = []
     for step in steps:
-        # Both ways of forgetting, and one step that adds to what is there.
+        # Both modes of zero_grad, and one step that accumulates.
         if step != 1:
             optimizer.zero_grad(set_to_none=step % 2 == 0)
         for micro in range(2):
@@ -55,7 +55,7 @@ def _train(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[t
 
 
 @on_ranks(4, name=["bf16", "optim", "hfsdp"])
-def test_the_device_has_none_of_it_and_never_more_than_the_bound(name: str) -> None:
+def test_offloaded_tensors_take_no_device_memory(name: str) -> None:
     options = {"bf16": {"mp_policy": BF16}, "optim": {"sharding_strategy": "optim"}}
     model, optimizer = _made(**options.get(name) or on_mesh("HFSDP 2x2"))
     _train(model, optimizer, range(1))
@@ -68,7 +68,7 @@ def test_the_device_has_none_of_it_and_never_more_than_the_bound(name: str) -> N
     for role in (Role.MAIN_WEIGHT, Role.MAIN_GRAD):
         assert here[role] == 0
         assert there[role] >= main
-    # That was made before, as the state of a run that is under way is.
+    # The state existed before tracking, as in a run in progress.
     assert here[Role.OPTIMIZER] == 0
     assert there[Role.OPTIMIZER] >= 2 * main
     assert (here[Role.MODEL_WEIGHT] == 0) == (name == "bf16")
@@ -78,7 +78,7 @@ def _recorded_steps() -> Recording:
     model, optimizer = _made()
     with record_streams(model) as recording:
         for step in range(2):
-            # Gradients are added to, so that they are copied to the device and back.
+            # Gradients accumulate, so that they are copied to the device and back.
             optimizer.zero_grad(set_to_none=False)
             for _ in range(2):
                 model(batch(dist.get_rank(), step)).square().mean().backward()
@@ -87,14 +87,14 @@ def _recorded_steps() -> Recording:
 
 
 @on_ranks(2)
-def test_a_step_on_the_host_that_does_not_wait_for_gradients_is_found() -> None:
+def test_host_step_that_does_not_wait_for_gradients_is_detected() -> None:
     with mock.patch.object(StreamCommunicator, "synchronize", lambda self: None):
         found = _recorded_steps().violations()
     assert any("main" in v.buffer.name and "on 'host'" in str(v) for v in found)
 
 
 @on_ranks(2)
-def test_copies_from_and_to_host_memory_run_beside_the_computation_and_race_with_nothing() -> None:
+def test_host_memory_copies_run_on_communication_streams_without_races() -> None:
     recording = _recorded_steps()
     assert recording.violations() == []
     copies = {
@@ -108,7 +108,7 @@ def test_copies_from_and_to_host_memory_run_beside_the_computation_and_race_with
 
 
 @on_ranks(2)
-def test_a_checkpoint_goes_on_with_and_without_it(tmp_path: Path) -> None:
+def test_checkpoint_resumes_with_and_without_offload(tmp_path: Path) -> None:
     model, optimizer = _made()
     _train(model, optimizer, range(2))
     checkpoint.save(tmp_path / "k", model, optimizer)

@@ -1,4 +1,4 @@
-"""Operators of torch's OpInfo database on sharded parameters: right, or a clear error."""
+"""Operators of torch's OpInfo database on sharded parameters: a correct result or a clear error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ resize_ roll round.decimals_3 scatter_add select slice softmax sort split squeez
 take_along_dim tensordot tile to_sparse topk transpose tril unbind unfold unique unsqueeze var_mean
 view vsplit where zeros_like
 """
-"""Of every kind one or two."""
+"""One or two operators of every kind."""
 
 OF_ONE_TENSOR = """
 abs acos alias_copy amax amin angle asin asinh atan atanh atleast_1d atleast_2d atleast_3d ceil
@@ -51,27 +51,27 @@ sort special.erfcx special.i0e special.i1 special.i1e special.log_ndtr special.n
 std_mean sum t t_copy tan tanh trace trapezoid trapz tril triu trunc var var_mean
 """
 """Functions and methods of a single tensor. Random cases compute losses of parameters with them, so
-they are right on sharded tensors, do not draw random numbers and do not cast to fewer bits."""
+they must be correct on sharded tensors, draw no random numbers and keep the precision."""
 
 FEWEST, FEWEST_MIXED = 0.9, 0.6
-"""Shares of the operators that are right: all tensors sharded, and with plain ones. The others are
-errors by name."""
+"""Minimum shares of correct operators: with all tensors sharded, and with plain tensors too. The
+other operators raise named errors."""
 
 
 ROWS = ("even", "uneven", "empty")
-"""How rows are spread: as equally as can be; most of them on rank 0; none on rank 0."""
+"""Distributions of rows: as even as possible, most rows on rank 0, no rows on rank 0."""
 
 RIGHT, WRONG, REFUSED, SKIPPED = "right", "wrong", "refused", "skipped"
 NOT_COMPARED = (
     *("empty", "rand", "dropout", "bernoulli", "uniform", "normal", "cauchy", "exponential"),
     "geometric",
 )
-"""In names: what returns memory as it is, or random numbers."""
+"""Parts of names of operators that return uninitialized memory or random numbers."""
 
 
 @functools.cache
 def operators() -> dict[str, Any]:
-    """Those with a floating-point tensor as their first input, by name."""
+    """OpInfo entries that support fp32, by name."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     return {
@@ -95,7 +95,7 @@ def sharded_at(length: int, ranks: int, rows: str) -> list[tuple[int, int]]:
 
 
 def sharded(whole: torch.Tensor, rows: str) -> torch.Tensor:
-    """A tensor as this package shards it."""
+    """A tensor, sharded as in this package."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     ranges = sharded_at(whole.shape[0], ranks, rows)
     start, end = ranges[rank]
@@ -106,7 +106,7 @@ def sharded(whole: torch.Tensor, rows: str) -> torch.Tensor:
 
 
 def samples(name: str, most: int) -> Iterator[Any]:
-    """Inputs, equal on all ranks, of which the first is a parameter of 1 to 3 dimensions."""
+    """Inputs, identical across ranks, of which the first is a parameter of 1 to 3 dimensions."""
     op, found = operators()[name], set()
     torch.manual_seed(0)
     for sample in op.sample_inputs("cpu", torch.float32, requires_grad=False):
@@ -133,7 +133,7 @@ def _whole(value: Any) -> Any:
 
 
 def _outcome(func: Callable[..., Any], param: torch.Tensor, rest: Any, trains: bool) -> Any:
-    """Results and the gradient, as whole plain tensors."""
+    """Results and the gradient, as full plain tensors."""
     args, kwargs = rest
     torch.manual_seed(0)
     found = [leaf for leaf in tree_flatten(func(param, *args, **kwargs))[0] if leaf is not None]
@@ -167,13 +167,13 @@ def _same(mine: Any, expected: Any) -> bool:
 
 
 def verdict(name: str, rows: str, *, mixed: bool = False, most: int = 3) -> list[tuple[str, str]]:
-    """What an operator does, forward and backward, for some samples.
+    """Outcomes of an operator's forward and backward for some samples.
 
     Args:
         name: One of `operators`.
         rows: One of `ROWS`.
-        mixed: Whether other tensors stay plain, or are sharded as well.
-        most: Samples.
+        mixed: Whether other tensors stay plain instead of being sharded.
+        most: Maximum number of samples.
     """
     op = operators()[name]
     trains = op.supports_autograd
@@ -219,7 +219,7 @@ def verdict(name: str, rows: str, *, mixed: bool = False, most: int = 3) -> list
 
 
 def verdicts(names: Sequence[str], rows: str, **options: Any) -> dict[str, Any]:
-    """`verdict` of several."""
+    """`verdict` of several operators."""
     return {name: verdict(name, rows, **options) for name in names}
 
 
@@ -245,7 +245,7 @@ def _check(pools: RankPools, names: list[str], rows: str, ranks: int, mixed: boo
 
 
 @pytest.mark.parametrize(("rows", "ranks"), [("uneven", 2), ("empty", 3)])
-def test_some_operators_are_those_of_the_whole_forward_and_backward(
+def test_selected_operators_equal_the_unsharded_ones_forward_and_backward(
     pools: RankPools, rows: str, ranks: int
 ) -> None:
     _check(pools, SOME.split(), rows, ranks, mixed=False)
@@ -255,7 +255,7 @@ def test_some_operators_are_those_of_the_whole_forward_and_backward(
     ("rows", "ranks", "mixed"),
     [longer(rows, ranks, m) for rows in ROWS for ranks in (2, 3) for m in (False, True)],
 )
-def test_every_operator_is_that_of_the_whole_or_an_error_on_all_ranks(
+def test_every_operator_equals_the_unsharded_one_or_raises_on_all_ranks(
     pools: RankPools, rows: str, ranks: int, mixed: bool
 ) -> None:
     _check(pools, sorted(operators()), rows, ranks, mixed)

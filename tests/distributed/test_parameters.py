@@ -1,4 +1,4 @@
-"""Attributes and hooks of parameters, and parameters that are replaced after they were sharded."""
+"""Attributes and hooks of parameters, and parameters that are replaced after sharding."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.distributed.wrapping import (
     STRATEGIES,
     backward_both,
     batch,
+    error_message,
     fp64_pair,
     mesh_of,
     own_loss,
     pair,
     plain_loss,
-    said,
     weight_error,
     wrap,
 )
@@ -33,7 +33,7 @@ from tests.reference.models import Checkpointed, Stack, TiedInside, UsedTwice
 
 
 class Marker:
-    """An object that code may hang on a parameter."""
+    """An object that code may set as an attribute of a parameter."""
 
 
 MARKER = Marker()
@@ -93,7 +93,7 @@ def test_attributes_are_on_sharded_and_on_gathered_parameters(
 
 
 @on_ranks(2)
-def test_a_tied_parameter_stays_one_and_keeps_its_attributes() -> None:
+def test_tied_parameter_stays_tied_and_keeps_its_attributes() -> None:
     model: Any = TiedInside()
     model.embedding.weight.shared_embedding = True
     wrap(model)
@@ -109,7 +109,7 @@ def test_a_tied_parameter_stays_one_and_keeps_its_attributes() -> None:
 
 
 @on_ranks(2)
-def test_a_method_hung_on_a_parameter_is_carried_and_keeps_no_original_alive() -> None:
+def test_bound_method_of_a_parameter_is_rebound_and_keeps_no_original_alive() -> None:
     linear: Any = nn.Linear(4, 6, bias=False)
     linear.weight.base = 4
     linear.weight.compute = types.MethodType(lambda self, x: self.base + x, linear.weight)
@@ -129,7 +129,7 @@ KINDS: dict[str, Any] = {
 
 
 def _step_in_backward(model: nn.Module, kind: str, *, to_none: bool = True) -> dict[Any, Any]:
-    """An optimizer for every parameter, stepped by a hook."""
+    """Create an optimizer for every parameter, stepped by a hook."""
     optimizers = {param: KINDS[kind]([param]) for param in model.parameters()}
 
     def step(param: torch.Tensor) -> None:
@@ -154,8 +154,10 @@ CASES: dict[str, tuple[Any, str, bool, dict[str, Any]]] = {
 
 
 @on_ranks(2, strategy=quick_strategies(STRATEGIES), case=CASES)
-def test_an_optimizer_in_the_backward_trains_as_after_it(strategy: str, case: str) -> None:
-    """In backwards of one and of two micro-batches."""
+def test_optimizer_in_backward_trains_like_an_optimizer_after_backward(
+    strategy: str, case: str
+) -> None:
+    """Steps have one and two micro-batches in turn."""
     build, kind, to_none, options = CASES[case]
     plain, model = pair(lambda: build().double(), sharding_strategy=strategy, **options)
     _step_in_backward(model, kind, to_none=to_none)
@@ -183,7 +185,7 @@ def test_hooks_are_called_on_every_rank_with_the_reduced_gradient(
     called: list[bool] = []
 
     def note(param: Any) -> None:
-        # Collective: every rank is called, also one without rows.
+        # Collective: the hook runs on every rank, also without rows.
         is_final = torch.allclose(param.grad.full_tensor(), expected[param].grad)
         called.append(is_final and not torch.is_grad_enabled())
 
@@ -197,7 +199,7 @@ def test_hooks_are_called_on_every_rank_with_the_reduced_gradient(
         counts.append(len(called))
     model.reduce_grad()
     counts.append(len(called))
-    # A backward that no parameter is part of.
+    # A backward without gradients of parameters.
     x = batch(0, dtype=torch.float64).requires_grad_()
     torch.autograd.grad(model(x).sum(), x)
     counts.append(len(called))
@@ -207,7 +209,7 @@ def test_hooks_are_called_on_every_rank_with_the_reduced_gradient(
 
 
 @on_ranks(2, strategy=STRATEGIES)
-def test_hooks_of_what_no_gradient_reached_are_not_called(strategy: str) -> None:
+def test_hooks_of_parameters_without_gradients_are_not_called(strategy: str) -> None:
     model = wrap(Stack().double(), sharding_strategy=strategy)
     called: set[str] = set()
     for name, param in model.named_parameters():
@@ -222,7 +224,7 @@ def test_hooks_of_what_no_gradient_reached_are_not_called(strategy: str) -> None
 
 
 @on_ranks(2, meta=[False, True])
-def test_hooks_from_before_sharding_are_carried_over_or_rejected(meta: bool) -> None:
+def test_hooks_registered_before_sharding_are_kept_or_rejected(meta: bool) -> None:
     torch.manual_seed(0)
     with torch.device("meta" if meta else "cpu"):
         layer = nn.Linear(4, 4)
@@ -235,7 +237,7 @@ def test_hooks_from_before_sharding_are_carried_over_or_rejected(meta: bool) -> 
         counts.append(len(called))
         handle.remove()
     model.weight.register_hook(lambda grad: 2 * grad)
-    late = said(RuntimeError, lambda: model(torch.ones(2, 4)))
+    late = error_message(RuntimeError, lambda: model(torch.ones(2, 4)))
     with torch.no_grad():
         model(torch.ones(2, 4))
     hooked = nn.Linear(4, 4)
@@ -243,7 +245,7 @@ def test_hooks_from_before_sharding_are_carried_over_or_rejected(meta: bool) -> 
     assert counts == [1, 1]
     assert called[0] is model.weight
     assert "weight of Linear/0 has a hook of register_hook()" in late
-    assert "parameter bias has a hook of register_hook()" in said(
+    assert "parameter bias has a hook of register_hook()" in error_message(
         ValueError, lambda: wrap(hooked, [])
     )
 
@@ -262,7 +264,7 @@ def _losses(model: Any, steps: int = 3) -> list[float]:
 
 
 def rebuild(model: Any) -> None:
-    """Every parameter becomes another object, as code that rebuilds parameters does."""
+    """Replace every parameter by a new object, as some code does."""
     for module in model.modules():
         for name, param in list(module._parameters.items()):
             if param is not None:
@@ -277,7 +279,7 @@ def _assign_sharded(model: Any) -> None:
 def _assign_full(model: Any) -> None:
     state = {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
-    # An optimizer needs the sharded ones; the next use of the model puts them back.
+    # An optimizer needs sharded parameters; the next use of the model restores them.
     with torch.no_grad():
         model(torch.ones(1, 5))
 
@@ -296,13 +298,15 @@ CHANGES = {
     "rebuilt": rebuild,
     "assigned, sharded": _assign_sharded,
     "assigned, full": _assign_full,
-    "moved to where it is": _move,
+    "moved to the same device": _move,
     "data set": _set_data,
 }
 
 
 @on_ranks(2, strategy=("optim_grads_params", "optim_grads", "no_shard"), change=CHANGES)
-def test_replaced_parameters_keep_their_values_and_train_on(change: str, strategy: str) -> None:
+def test_replaced_parameters_keep_their_values_and_continue_to_train(
+    change: str, strategy: str
+) -> None:
     torch.manual_seed(0)
     expected = _losses(wrap(Stack(), sharding_strategy=strategy))
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Plans against trainings that run: bytes by role, and what a step does, in order."""
+"""Plans compared with real trainings: bytes by role, and the events of a step in order."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from megatron_fsdp_v2.runtime.module import named_units
 from megatron_fsdp_v2.runtime.options import RuntimeOptions
 from tests.distributed.checkpoint_trainings import block_muon
 from tests.distributed.test_weight_formats import Layers
-from tests.distributed.wrapping import BF16, Dispatched, batch, mesh_of, sends, wrap
+from tests.distributed.wrapping import BF16, Dispatched, batch, count_collectives, mesh_of, wrap
 from tests.ranks import RankPools
 from tests.reference.models import Checkpointed, Formula, Stack, UsedTwice
 from tests.reference.two_way import TwoWayFormat
@@ -53,17 +53,17 @@ class Case:
     """A training.
 
     Attributes:
-        strategy: Along the inner axis.
+        strategy: Sharding strategy along the inner axis.
         mesh: Ranks along each axis.
-        outer: Strategy along the outer axis.
-        policy: Dtypes.
-        optimizer: As a plan calls it.
-        num_microbatches: Of a step; all but the last in `no_sync()`.
-        num_in_flight: One more than forwards that run before the first backward.
+        outer: Sharding strategy along the outer axis.
+        policy: Mixed precision policy.
+        optimizer: Name of the optimizer in plans.
+        num_microbatches: Number of micro-batches of a step.
+        num_in_flight: Number of forwards that run before the first backward.
         is_offloaded: Whether `CPUOffloadPolicy` is given.
         syncs: When gradients are synchronized: in the last backward, in each, or after all.
-        options: Others of `fully_shard`.
-        model: Which.
+        options: Other options of `fully_shard`.
+        model: Name of the model.
     """
 
     strategy: str
@@ -80,7 +80,7 @@ class Case:
 
     @property
     def num_ranks(self) -> int:
-        """All ranks."""
+        """Number of all ranks."""
         return torch.Size(self.mesh).numel()
 
 
@@ -101,7 +101,7 @@ CASES = {
         ZERO3, policy=BF16, num_microbatches=4, shard_granularity="block:2"
     ),
     "optim_grads_params, kept gathered": case(ZERO3, reshard_after_forward=False),
-    "optim_grads_params, in turn": case(
+    "optim_grads_params, synchronous": case(
         ZERO3, num_microbatches=2, enable_unshard_prefetch=False, enable_async_reduce_grad=False
     ),
     "optim_grads_params, deep": case(ZERO3, unshard_prefetch_depth=3, max_live_grad_buffers=1),
@@ -139,8 +139,8 @@ CASES = {
         ZERO3, model="special", unshard_prefetch_bytes=2200
     ),
     "nested, tied and frozen, in a fixed order": case("optim_grads", model="special", policy=BF16),
-    "owners run after those who share": case(ZERO3, model="tied"),
-    "owners run after those who share, in a fixed order": case(
+    "owners run after sharing units": case(ZERO3, model="tied"),
+    "owners run after sharing units, in a fixed order": case(
         "optim_grads", model="tied", num_microbatches=2, syncs="each"
     ),
     "used twice": case(ZERO3, model="used twice", num_microbatches=2),
@@ -152,20 +152,18 @@ CASES = {
     "recomputed, ahead by bytes": case(
         ZERO3, model="recomputed", unshard_prefetch_bytes=1 << 20, unshard_prefetch_depth=3
     ),
-    "recomputed, told to keep gathered": case(
-        ZERO3, model="recomputed", reshard_after_forward=False
-    ),
+    "recomputed, kept gathered": case(ZERO3, model="recomputed", reshard_after_forward=False),
     "muon": case(ZERO3, optimizer="muon"),
     "muon, replicated": case("optim", mesh=(4,), optimizer="muon"),
     "HSDP": case(ZERO3, (2, 2), policy=BF16, num_microbatches=2),
     "HSDP, deep": case(
         ZERO3, (2, 2), num_microbatches=2, unshard_prefetch_depth=2, max_live_grad_buffers=1
     ),
-    "HSDP, in turn": case(
+    "HSDP, synchronous": case(
         "optim_grads", (2, 2), enable_async_reduce_grad=False, num_microbatches=2
     ),
     "HSDP, nested, tied and frozen": case(ZERO3, (2, 2), model="special"),
-    "HSDP, owners run after those who share": case(
+    "HSDP, owners run after sharing units": case(
         ZERO3, (2, 2), model="tied", max_live_grad_buffers=1
     ),
     "HSDP, recomputed": case(ZERO3, (2, 2), model="recomputed"),
@@ -215,9 +213,10 @@ def build(case: Case) -> tuple[Any, list[nn.Module]]:
 
 
 class Tied(Stack):
-    """The last block, and one before it, have parameters that others use before them.
+    """The last two blocks have parameters that earlier modules use first.
 
-    Units are made from last to first, so these own them. Of the last block nothing else is trained.
+    Units are created from last to first, so the last two blocks own these parameters. The last
+    block has no other trained parameter.
     """
 
     def __init__(self) -> None:
@@ -278,9 +277,9 @@ class Measured:
 
     Attributes:
         nbytes: Bytes by role.
-        peaks: The most bytes of each role, at any moment of a step.
-        step: What a step does.
-        sent: Collectives of a step, with those of the optimizer.
+        peaks: Peak bytes of each role in a step.
+        step: The events of a step.
+        sent: Collectives of a step, including the optimizer's.
     """
 
     nbytes: dict[str, int]
@@ -290,7 +289,7 @@ class Measured:
 
 
 def measure(case: Case) -> Measured:
-    """What a step in the steady state does and takes."""
+    """Measure the events, collectives and memory of a step in the steady state."""
     model, units = build(case)
     options: dict[str, Any] = dict(case.options)
     if len(case.mesh) > 1:
@@ -309,7 +308,7 @@ def measure(case: Case) -> Measured:
     for _ in range(2):
         step(case, model, optimizer)
     axes = next(group.axes for _, unit in named_units(model) for group in unit.groups)
-    with sends(axes) as sent, StepRecorder(model) as recorder:
+    with count_collectives(axes) as sent, StepRecorder(model) as recorder:
         step(case, model, optimizer)
     found = state_bytes(optimizer)
     if case.is_offloaded:
@@ -321,11 +320,11 @@ def measure(case: Case) -> Measured:
 
 
 def offloaded_bytes(case: Case, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """What a step has in host memory and copies from and to there."""
+    """Bytes of a step in host memory, and bytes copied from and to host memory."""
     copied: Counter[str] = Counter()
 
     def look(func: Any, args: Any, _: Any) -> None:
-        """Count bytes that are copied from and to host memory, as they are in there."""
+        """Count bytes copied from and to host memory, in the dtype of the host tensor."""
         if func.overloadpacket is torch.ops.aten.copy_:
             to, source = map(is_in_host_memory, args[:2])
             if to is not source:
@@ -341,7 +340,6 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> Counter[str]:
     """Bytes of an optimizer's state on the device, and of its step counters."""
 
     def nbytes(tensor: torch.Tensor) -> int:
-        # Its storage is there, or is made of what is.
         return tensor.numel() * tensor.element_size()
 
     found: Counter[str] = Counter()
@@ -355,7 +353,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> Counter[str]:
 
 
 def planned(case: Case) -> tuple[TrainingDescription, Plan, Run]:
-    """The same training, described, planned, and what was planned as it ran."""
+    """The description, the plan and the simulated run of the same training."""
     with torch.device("meta"):
         model, units = build(case)
     options = dict(case.options)
@@ -387,7 +385,7 @@ def planned(case: Case) -> tuple[TrainingDescription, Plan, Run]:
 
 
 def planned_bytes(training: TrainingDescription, plan: Plan) -> dict[str, int]:
-    """What a plan says of the optimizer's state, and of host memory."""
+    """Planned bytes of the optimizer's state and of host memory."""
     found = {"optimizer": plan.peak[Role.OPTIMIZER]}
     if training.cpu_offload:
         found["host"] = plan.host_nbytes - step_counter_nbytes(training)
@@ -400,36 +398,34 @@ PLANNED_PEAKS = (
     *(Role.MAIN_WEIGHT, Role.MODEL_WEIGHT, Role.MAIN_GRAD),
     *(Role.GATHERED, Role.GRAD_BUFFER, Role.COMMUNICATION),
 )
-"""What of a step's memory does not depend on what modules compute."""
+"""Roles whose memory does not depend on the computation of modules."""
 
 RUNS = {"used twice": ("blocks.0", "blocks.1", "blocks.2", "blocks.0")}
-"""By model, the order in which units run where that is not the order they are listed in."""
+"""Order in which units run, by model, if it differs from the order in which they are listed."""
 
 
 def in_order(events: Sequence[StepEvent]) -> list[StepEvent]:
-    """What a plan says is done, with all micro-batches that one stands for."""
+    """The events of a plan, with repeated micro-batches expanded."""
     runs = itertools.groupby(events, key=lambda each: each.times)
     every = itertools.chain.from_iterable(list(run) * times for times, run in runs)
     return [replace(each, times=1) for each in every]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_plan_has_the_bytes_of_the_training_and_does_what_it_does_in_order(
-    name: str, pools: RankPools
-) -> None:
+def test_plan_matches_bytes_and_event_order_of_the_training(name: str, pools: RankPools) -> None:
     case = CASES[name]
     results: list[Measured] = pools(case.num_ranks).run(measure, case)
     training, plan, run = planned(case)
     for role, nbytes in planned_bytes(training, plan).items():
         measured = max(found.nbytes.get(role, 0) for found in results)
-        # An optimizer may leave out what it could keep of empty shards.
+        # An optimizer may omit state of empty shards.
         assert nbytes == pytest.approx(measured, rel=0.01 if role == "optimizer" else 0), role
-    # An optimizer may leave out the counters of empty shards.
+    # An optimizer may omit step counters of empty shards.
     counters = max(found.nbytes.get("counters", 0) for found in results)
     most = step_counter_nbytes(training)
     assert counters <= most <= 4 * sum(len(unit.params) for unit in training.units)
     assert case.is_offloaded or plan.host_nbytes == most
-    # What a format allocates while it writes is not planned.
+    # A plan excludes temporary memory of a format's writes.
     has_temporaries = case.model.startswith("two ways")
     for role in PLANNED_PEAKS[: -1 if has_temporaries else None]:
         measured = max(found.peaks[role] for found in results)
@@ -443,7 +439,7 @@ def test_a_plan_has_the_bytes_of_the_training_and_does_what_it_does_in_order(
         counts[key] += count
     measured_counts = [found.sent for found in results]
     if case.optimizer == "muon":
-        # Ranks send other parts of matrices; the plan is of the one that sends most.
+        # Ranks send different parts of matrices; a plan describes the rank that sends the most.
         assert counts in measured_counts
         most = max(sum(key[-1] * n for key, n in sent.items()) for sent in measured_counts)
         assert sum(key[-1] * count for key, count in counts.items()) == most

@@ -1,4 +1,4 @@
-"""Dtypes are where a policy says; gradients are scaled as documented; unusual parameters."""
+"""Dtypes of a policy, scaling of gradients, and parameters of unusual dtypes and shapes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.distributed.wrapping import (
     STRATEGIES,
     batch,
     held_error,
-    listen,
     mesh_of,
     of_all_ranks,
     on_mesh,
     own_loss,
     pair,
+    record_collectives,
     shards_of,
     step_all,
     strategies_on,
@@ -40,23 +40,23 @@ from tests.reference.models import Elementless, Formula, MixedDtypes, Stack
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
-# -- where each dtype is seen ---------------------------------------------------------------------
+# -- dtypes of a policy ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Dtypes seen in a step; `given` is what the model is built in."""
+    """Dtypes in a step; `given` is the dtype in which the model is built."""
 
     given: torch.dtype
     compute: torch.dtype
     optimizer: torch.dtype
     grad: torch.dtype
-    wire: torch.dtype
+    comm: torch.dtype
     output: torch.dtype
 
 
 POLICIES: dict[str, tuple[dict[str, Any], Dtypes]] = {
-    "as the parameters are": ({}, Dtypes(FP32, FP32, FP32, FP32, FP32, FP32)),
+    "parameters' dtype": ({}, Dtypes(FP32, FP32, FP32, FP32, FP32, FP32)),
     "compute": ({"param_dtype": BF16}, Dtypes(FP32, BF16, FP32, FP32, FP32, BF16)),
     "main weights": ({"main_params_dtype": FP64}, Dtypes(FP32, FP32, FP64, FP64, FP64, FP32)),
     "main weights of a bf16 model": (
@@ -67,7 +67,7 @@ POLICIES: dict[str, tuple[dict[str, Any], Dtypes]] = {
         {"param_dtype": BF16, "main_grads_dtype": BF16},
         Dtypes(FP32, BF16, FP32, BF16, BF16, BF16),
     ),
-    "wire": ({"grad_comm_dtype": BF16}, Dtypes(FP32, FP32, FP32, FP32, BF16, FP32)),
+    "communication": ({"grad_comm_dtype": BF16}, Dtypes(FP32, FP32, FP32, FP32, BF16, FP32)),
     "all": (
         {
             "param_dtype": FP16,
@@ -82,17 +82,17 @@ POLICIES: dict[str, tuple[dict[str, Any], Dtypes]] = {
 
 
 @on_ranks(2, strategy=quick_strategies(STRATEGIES), name=POLICIES)
-def test_each_dtype_of_a_policy_is_seen_where_it_says(strategy: str, name: str) -> None:
+def test_each_dtype_of_a_policy_is_applied(strategy: str, name: str) -> None:
     options, expected = POLICIES[name]
     policy = MixedPrecisionPolicy(**options)
     model = Stack(2).to(expected.given)
-    # Every unit casts its own outputs: the root's layers want them in the compute dtype.
+    # Every unit casts its own outputs: the root's layers need them in the compute dtype.
     inside = dataclasses.replace(policy, output_dtype=None)
     for block in model.blocks:
         wrap(block, sharding_strategy=strategy, mp_policy=inside)
     wrap(model, (), sharding_strategy=strategy, mp_policy=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    wire = listen(model)
+    recorded = record_collectives(model)
     seen: set[torch.dtype] = set()
 
     def look(module: nn.Module, args: Any) -> None:
@@ -105,10 +105,12 @@ def test_each_dtype_of_a_policy_is_seen_where_it_says(strategy: str, name: str) 
     output.float().square().mean().backward()
     grads = {param.grad.dtype for param in model.parameters() if param.grad is not None}
     optimizer.step()
-    (compute,), (grad,), (sent,) = seen, grads, wire.dtypes(gathers=False)
+    (compute,), (grad,), (sent,) = seen, grads, recorded.dtypes(gathers=False)
     (held,) = {param.dtype for param in model.parameters()}
     assert Dtypes(expected.given, compute, held, grad, sent, output.dtype) == expected
-    assert wire.dtypes(gathers=True) == (set() if strategy == "no_shard" else {expected.compute})
+    assert recorded.dtypes(gathers=True) == (
+        set() if strategy == "no_shard" else {expected.compute}
+    )
     moved = zip(before, shards_of(model), strict=True)
     assert not any(torch.equal(a, b) for a, b in moved if a.numel()), "a weight stayed as it was"
 
@@ -125,7 +127,7 @@ class Features:
 
 
 class Noting(nn.Module):
-    """Notes the dtypes of its inputs; takes anything."""
+    """Records the dtypes of its nested inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +146,7 @@ class Noting(nn.Module):
 
 
 def _dtypes_of_inputs(**options: Any) -> dict[str, Any]:
-    """Dtypes seen of nested inputs and outputs in bf16."""
+    """Dtypes of nested inputs and outputs with a bf16 policy."""
     model = wrap(Noting(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16, **options))
     ids = torch.arange(3)
     nested = {"list": [torch.ones(2, 5), ids], "flag": torch.tensor([True]), "text": "as it is"}
@@ -154,16 +156,16 @@ def _dtypes_of_inputs(**options: Any) -> dict[str, Any]:
     return {**model.seen, **kinds, "dataclass": output["dataclass"].values.dtype}
 
 
-# By options: dtypes of inputs, of those in a dataclass, of outputs; others are what they were.
+# Options, and dtypes of inputs, of inputs in a dataclass, and of outputs.
 CASTS: list[tuple[dict[str, Any], torch.dtype, torch.dtype, torch.dtype]] = [
     ({"cast_forward_inputs": True, "output_dtype": FP64}, BF16, BF16, FP64),
     ({"cast_forward_inputs": False}, FP32, FP64, BF16),
 ]
 
 
-@pytest.mark.parametrize(("options", "x", "values", "output"), CASTS, ids=["cast", "as they are"])
+@pytest.mark.parametrize(("options", "x", "values", "output"), CASTS, ids=["cast", "not cast"])
 @on_ranks(2)
-def test_floating_inputs_and_outputs_are_cast_if_asked_to_and_others_untouched(
+def test_only_floating_point_inputs_and_outputs_are_cast_as_configured(
     options: dict[str, Any], x: torch.dtype, values: torch.dtype, output: torch.dtype
 ) -> None:
     assert _dtypes_of_inputs(**options) == {
@@ -176,14 +178,11 @@ def test_floating_inputs_and_outputs_are_cast_if_asked_to_and_others_untouched(
     }
 
 
-# -- mixed dtypes and requires_grad ---------------------------------------------------------------
-
-
 # -- gradient scaling -----------------------------------------------------------------------------
 
 
 def _dot() -> Any:
-    """A loss whose gradient is its input, whatever the dtype."""
+    """A loss whose gradient is its input, in any dtype."""
     return Formula(lambda m, x: (m.weight * x).sum(), weight=nn.Parameter(torch.zeros(7, 3)))
 
 
@@ -192,14 +191,14 @@ def _small_integers(rank: int) -> torch.Tensor:
     return ((torch.arange(21) * (rank + 2)) % 7 - 2).float().view(7, 3)
 
 
-@pytest.mark.parametrize("wire", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("comm_dtype", [FP32, BF16, FP16], ids=str)
 @on_ranks("mesh_name", mesh_name=["1", "2", "3", "HSDP 2x2", "HFSDP 2x2"])
 def test_a_gradient_is_the_factor_times_the_sum_over_ranks_of_both_axes(
-    mesh_name: str, wire: torch.dtype
+    mesh_name: str, comm_dtype: torch.dtype
 ) -> None:
     size, own = dist.get_world_size(), _small_integers(dist.get_rank())
     total = sum((_small_integers(rank) for rank in range(size)), torch.zeros(7, 3))
-    policy = MixedPrecisionPolicy(grad_comm_dtype=wire)
+    policy = MixedPrecisionPolicy(grad_comm_dtype=comm_dtype)
     for strategy, factor in itertools.product(strategies_on(mesh_name), (None, 1.0, 0.25)):
         options = {"sharding_strategy": strategy, "gradient_scaling_factor": factor}
         model = wrap(_dot(), mp_policy=policy, **on_mesh(mesh_name), **options)
@@ -217,7 +216,7 @@ def test_a_gradient_is_the_factor_times_the_sum_over_ranks_of_both_axes(
 
 
 FP16_POLICIES = {
-    "wire": MixedPrecisionPolicy(grad_comm_dtype=FP16),
+    "communication": MixedPrecisionPolicy(grad_comm_dtype=FP16),
     "main": MixedPrecisionPolicy(main_grads_dtype=FP16, grad_comm_dtype=FP32),
     "both": MixedPrecisionPolicy(main_grads_dtype=FP16),
 }
@@ -242,7 +241,7 @@ STEPS, LEARNING_RATE = 3, 0.05
 
 
 def _emulate(build: Any, policy: MixedPrecisionPolicy, world_size: int) -> list[torch.Tensor]:
-    """Main weights after a training in one process, every cast written out."""
+    """Main weights after a training in one process with explicit casts."""
     torch.manual_seed(0)
     model = build()
     dtypes = [policy.resolve(param.dtype) for param in model.parameters()]
@@ -277,7 +276,7 @@ TRAININGS: dict[str, tuple[Any, MixedPrecisionPolicy, float]] = {
         MixedPrecisionPolicy(param_dtype=BF16, main_params_dtype=FP32),
         1e-6,
     ),
-    # Without sharding the sum itself is made in the communication dtype.
+    # Without sharding, the reduction runs in the communication dtype.
     "bf16 communicated": (
         Stack,
         MixedPrecisionPolicy(param_dtype=BF16, grad_comm_dtype=BF16),
@@ -305,7 +304,7 @@ def test_mixed_precision_trainings_equal_an_unsharded_emulation(world_size: int,
         assert error / largest < tolerance, strategy
 
 
-# -- neither dense nor of a dtype that every backend knows ----------------------------------------
+# -- unusual dtypes and empty parameters ----------------------------------------------------------
 
 
 class Quantized(nn.Module):
@@ -323,7 +322,7 @@ class Quantized(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         weight = self.weight.abs() if self.weight.is_complex() else self.weight
         self.seen = self.weight.dtype
-        # Only as wide as what it is multiplied with.
+        # Cast to the dtype of the other operand.
         return self.layer(x @ weight.to(x.dtype).t() * self.scale.to(x.dtype))
 
 
@@ -340,7 +339,7 @@ FROZEN = [
 @pytest.mark.parametrize("strategy", quick_strategies(STRATEGIES))
 @pytest.mark.parametrize(("dtype", "casts", "shape"), FROZEN)
 @on_ranks("shape")
-def test_a_frozen_weight_of_any_dtype_is_gathered_bit_by_bit(
+def test_frozen_weight_of_any_dtype_is_gathered_bitwise(
     dtype: torch.dtype, casts: bool, shape: tuple[int, ...], strategy: str
 ) -> None:
     options: dict[str, Any] = {"sharding_strategy": strategy, "mesh": mesh_of(*shape)}

@@ -1,4 +1,4 @@
-"""Ranks that do different things, die or stay away: found and named, or without a difference."""
+"""Ranks that issue different collectives, die or hang raise named errors, or change no result."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.comm import interface
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import mesh_of, on_mesh, said, wrap
+from tests.distributed.wrapping import error_message, mesh_of, on_mesh, wrap
 from tests.ranks import RankFailure, RankPool, RankPools
 from tests.reference.models import Skipping, Stack
 
 
 @on_ranks(2)
-def test_ranks_that_shard_different_things_say_so_at_the_first_use() -> None:
+def test_different_sharding_across_ranks_raises_at_the_first_use() -> None:
     rank, model = dist.get_rank(), Stack()
 
-    def told(model: Any) -> str:
-        return said(RuntimeError, lambda: model(torch.ones(2, 5)))
+    def error_at_first_use(model: Any) -> str:
+        return error_message(RuntimeError, lambda: model(torch.ones(2, 5)))
 
-    fewer = told(wrap(model, list(model.blocks)[: 2 + rank]))
-    options = told(wrap(Stack(), shard_granularity="row" if rank else "tensor"))
+    fewer = error_at_first_use(wrap(model, list(model.blocks)[: 2 + rank]))
+    options = error_at_first_use(wrap(Stack(), shard_granularity="row" if rank else "tensor"))
     torch.manual_seed(rank)
-    weights = told(wrap(Stack(), sharding_strategy="no_shard"))
+    weights = error_at_first_use(wrap(Stack(), sharding_strategy="no_shard"))
     torch.manual_seed(rank)
-    never = told(wrap(Stack(), sharding_strategy="no_shard", check_ranks="never"))
+    never = error_at_first_use(wrap(Stack(), sharding_strategy="no_shard", check_ranks="never"))
     assert "ranks differ" in fewer and "blocks.2" in fewer
     assert "ranks differ at unit" in options
     assert "copies of one weight must be identical across ranks" in weights
@@ -44,7 +44,7 @@ def test_ranks_that_shard_different_things_say_so_at_the_first_use() -> None:
 
 
 @on_ranks(2)
-def test_the_comparison_is_one_small_collective_once() -> None:
+def test_rank_comparison_is_one_collective_at_the_first_use() -> None:
     model = wrap(Stack(), sharding_strategy="no_shard")
     counts = []
     for _ in range(2):
@@ -59,7 +59,7 @@ def test_the_comparison_is_one_small_collective_once() -> None:
 def test_a_unit_skipped_on_one_rank_at_zero_3_is_named() -> None:
     rank, model = dist.get_rank(), wrap(Skipping(), check_ranks="always")
     model.skip = 1 if rank == 1 else None
-    text = said(RuntimeError, lambda: model(torch.ones(2, 5)))
+    text = error_message(RuntimeError, lambda: model(torch.ones(2, 5)))
     does = [
         f"rank {r} is about to gather {unit}" for r, unit in enumerate(("blocks.1", "blocks.2"))
     ]
@@ -76,11 +76,11 @@ def test_a_unit_skipped_on_one_half_of_an_outer_axis_is_named(mesh: str) -> None
     def step() -> None:
         model(torch.ones(2, 5)).square().mean().backward()
 
-    assert "must run on every rank" in said(RuntimeError, step)
+    assert "must run on every rank" in error_message(RuntimeError, step)
 
 
 @on_ranks(4, mesh=["HSDP 2x2", "HFSDP 2x2"], strategy=["optim", "optim_grads"])
-def test_below_zero_3_a_comparison_lets_ranks_skip_units(mesh: str, strategy: str) -> None:
+def test_rank_comparison_allows_skipped_units_below_zero_3(mesh: str, strategy: str) -> None:
     outer, _ = mesh_of(2, 2).get_coordinate() or (0, 0)
     found = []
     for check_ranks in ("never", "always"):
@@ -97,7 +97,7 @@ def test_below_zero_3_a_comparison_lets_ranks_skip_units(mesh: str, strategy: st
 
 
 @on_ranks(2, strategy=["no_shard", "optim", "optim_grads"])
-def test_a_unit_left_out_everywhere_has_no_gradient_and_one_left_out_somewhere_has(
+def test_only_a_unit_skipped_on_all_ranks_has_no_gradient(
     strategy: str,
 ) -> None:
     model = wrap(Skipping(), sharding_strategy=strategy)
@@ -119,7 +119,7 @@ WIDTH = 8
 
 
 class Block(nn.Module):
-    """A layer that can do something before it computes, or before its backward is over."""
+    """A layer with callbacks before its forward and at the end of its backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Block(nn.Module):
         x = x * 1
         act = self.in_backward
         if act is not None:
-            # Its gradient is one of the last of this block, right before the block is reduced.
+            # The gradient of `x` is one of this block's last, right before the block's reduction.
             x.register_hook(lambda grad: act())
         return x @ self.weight
 
@@ -146,9 +146,9 @@ def _mesh_of_its_own(timeout_s: float) -> DeviceMesh:
 
 
 def _model(timeout_s: float, strategy: str) -> tuple[nn.Module, list[Block]]:
-    """A model of three units over a process group of its own, after one whole step."""
+    """A model of three units over a dedicated process group, after one complete step."""
     blocks = [Block(), Block(), Block()]
-    # One collective at a time, so that the first one that misses a rank is the one reported.
+    # One collective at a time, so that the error reports the first one that lacks a rank.
     options: dict[str, Any] = {"enable_unshard_prefetch": False, "enable_async_reduce_grad": False}
     options |= {"mesh": _mesh_of_its_own(timeout_s), "sharding_strategy": strategy}
     model = wrap(nn.Sequential(*blocks), blocks, **options)
@@ -162,23 +162,23 @@ def _step(model: nn.Module) -> torch.Tensor:
     return loss.detach()
 
 
-class _StayedAwayError(Exception):
+class _StoppedError(Exception):
     pass
 
 
-def _stay_away() -> None:
-    raise _StayedAwayError
+def _stop_responding() -> None:
+    raise _StoppedError
 
 
-def _misses_a_rank(strategy: str, *, in_backward: bool) -> str:
-    """Have rank 1 stop at the middle unit; return what the other one raises."""
+def _error_without_rank_1(strategy: str, *, in_backward: bool) -> str:
+    """Stop rank 1 at the middle unit; return the error message of rank 0."""
     model, blocks = _model(TIMEOUT_S, strategy)
     if dist.get_rank() == 1:
-        setattr(blocks[1], "in_backward" if in_backward else "before", _stay_away)
+        setattr(blocks[1], "in_backward" if in_backward else "before", _stop_responding)
     try:
         _step(model)
-    except _StayedAwayError:
-        # As a rank that hangs: it is there, and answers nothing.
+    except _StoppedError:
+        # Like a rank that hangs: its process exists and issues no collective.
         time.sleep(TIMEOUT_S + 0.3)
         return ""
     except RuntimeError as error:
@@ -195,21 +195,21 @@ def _misses_a_rank(strategy: str, *, in_backward: bool) -> str:
         ("no_shard", True, "all-reduce of 1/0"),
     ],
 )
-def test_a_rank_that_stays_away_is_an_error_that_names_unit_and_collective(
+def test_unresponsive_rank_raises_an_error_that_names_unit_and_collective(
     pools: RankPools, strategy: str, in_backward: bool, collective: str
 ) -> None:
-    message, _ = pools(2).run(_misses_a_rank, strategy, in_backward=in_backward)
+    message, _ = pools(2).run(_error_without_rank_1, strategy, in_backward=in_backward)
     assert message.startswith(f"{collective} failed on rank 0: rank 1 did not take part within 1.5")
     assert "The first error in the logs of rank 1 is the cause" in message
 
 
 @on_ranks(2)
-def test_the_comparison_at_the_first_use_says_that_it_missed_a_rank() -> None:
+def test_rank_comparison_at_the_first_use_reports_a_missing_rank() -> None:
     model: Any = fully_shard(Block(), mesh=_mesh_of_its_own(TIMEOUT_S))
     if dist.get_rank() == 1:
         time.sleep(TIMEOUT_S + 0.3)
         return
-    text = said(RuntimeError, lambda: model(torch.ones(2, WIDTH)))
+    text = error_message(RuntimeError, lambda: model(torch.ones(2, WIDTH)))
     assert text.startswith("comparison of what ranks sharded, at the first use failed on rank 0")
 
 
@@ -220,17 +220,17 @@ def own_pool() -> Iterator[RankPool]:
     pool.close()
 
 
-def _die_in_the_middle() -> Any:
+def _die_during_a_step() -> Any:
     model, blocks = _model(30.0, "optim_grads_params")
     if dist.get_rank() == 1:
         blocks[1].before = lambda: os._exit(9)
     _step(model)
 
 
-def test_a_rank_that_dies_is_an_error_that_names_unit_and_collective(own_pool: RankPool) -> None:
+def test_rank_that_dies_raises_an_error_that_names_unit_and_collective(own_pool: RankPool) -> None:
     started = time.monotonic()
     with pytest.raises(RankFailure) as raised:
-        own_pool.run(_die_in_the_middle)
+        own_pool.run(_die_during_a_step)
     message = str(raised.value)
     assert "rank 1: the process died" in message
     assert "all-gather of 2/0 failed on rank 0: the connection to rank 1 was lost" in message
@@ -239,7 +239,7 @@ def test_a_rank_that_dies_is_an_error_that_names_unit_and_collective(own_pool: R
 
 
 @pytest.mark.parametrize(
-    ("others", "raised", "said"),
+    ("others", "raised", "explanation"),
     [
         (
             [1],
@@ -251,16 +251,16 @@ def test_a_rank_that_dies_is_an_error_that_names_unit_and_collective(own_pool: R
         ([], "Timed out", "one of the others did not take part within 5 s"),
     ],
 )
-def test_what_a_failure_means_is_said_before_what_the_backend_says(
-    monkeypatch: pytest.MonkeyPatch, others: list[int], raised: str, said: str
+def test_failure_message_explains_the_backend_error_before_quoting_it(
+    monkeypatch: pytest.MonkeyPatch, others: list[int], raised: str, explanation: str
 ) -> None:
     members = ([0, *others], timedelta(seconds=5))
     monkeypatch.setattr(interface, "_members", lambda group: members)
     message = str(interface.collective_failure("gather", None, RuntimeError(raised)))
-    assert message.startswith("gather failed on rank 0: ") and said in message
+    assert message.startswith("gather failed on rank 0: ") and explanation in message
     assert raised in message
 
 
-def test_an_error_that_is_neither_late_nor_lost_is_quoted() -> None:
+def test_other_backend_errors_are_quoted() -> None:
     error = interface.collective_failure("gather", None, RuntimeError("bad sizes\nand a trace"))
     assert str(error) == "gather failed on rank 0: bad sizes"

@@ -1,4 +1,4 @@
-"""A checkpoint loads at any size, with any strategy, whatever saved it."""
+"""A checkpoint loads at any world size and strategy, regardless of those of the save."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Arrangement:
     Attributes:
         dp: Data-parallel ranks.
         tp: Tensor-parallel ranks.
-        strategy: Sharding strategy, along the inner axis where there are two.
-        hybrid: `HSDP` or `HFSDP`, over two axes of two ranks; or nothing.
+        strategy: Sharding strategy; along the inner axis of two axes.
+        hybrid: `HSDP` or `HFSDP`, over two axes of two ranks; or empty.
     """
 
     dp: int
@@ -76,7 +76,7 @@ Pair = tuple[Arrangement, Arrangement]
 
 
 def covering_pairs() -> list[Pair]:
-    """Few pairs that together have every pair of sizes and every pair of strategies."""
+    """A small set of pairs that covers every pair of sizes and every pair of strategies."""
     pairs = list(itertools.product(ARRANGEMENTS, repeat=2))
     missing = {fact for pair in pairs for fact in _facts(pair)}
     found = []
@@ -96,7 +96,7 @@ def _facts(pair: Pair) -> set[tuple[str, str]]:
 
 
 def saved(folder: str, saves: Arrangement, optimizers: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Train and save with every optimizer; digests by optimizer."""
+    """Train and save with every optimizer; return digests by optimizer."""
     found = {}
     for name in optimizers:
         model, optimizer = _made(saves, name)
@@ -112,7 +112,7 @@ def saved(folder: str, saves: Arrangement, optimizers: Iterable[str]) -> dict[st
 def loaded(
     folder: str, loads: Arrangement, sources: Iterable[tuple[Arrangement, str]]
 ) -> dict[tuple[Arrangement, str], dict[str, str]]:
-    """Load into fresh models; digests by who saved and optimizer."""
+    """Load into new models; return digests by saving arrangement and optimizer."""
     found = {}
     for saves, name in sources:
         model, optimizer = _made(loads, name)
@@ -130,7 +130,7 @@ def _made(arrangement: Arrangement, name: str) -> tuple[Any, torch.optim.Optimiz
     return model, OPTIMIZERS[name](model)
 
 
-# Pair by pair another optimizer.
+# Optimizers alternate from pair to pair.
 QUICK = list(zip(covering_pairs(), itertools.cycle(NAMES), strict=False))
 
 
@@ -160,7 +160,7 @@ def _grouped[K, V](items: Iterator[tuple[K, V]]) -> dict[K, list[V]]:
 
 @pytest.mark.functional
 @pytest.mark.parametrize("saves", ARRANGEMENTS, ids=lambda saves: saves.name.replace(" ", "-"))
-def test_a_checkpoint_loads_bit_equal_in_every_other_way(
+def test_a_checkpoint_loads_bit_equal_in_every_arrangement(
     pools: RankPools, tmp_path: Path, saves: Arrangement
 ) -> None:
     original = pools(saves.ranks).run(saved, str(tmp_path), saves, NAMES)[0]

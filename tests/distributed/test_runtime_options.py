@@ -1,4 +1,4 @@
-"""Options of a root: given once, followed by its units, and never silently overruled."""
+"""Options of a root: given once, applied to all its units; conflicting options raise errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from megatron_fsdp_v2 import RuntimeOptions, UnitOptions, fully_shard
 from megatron_fsdp_v2.runtime.module import unit_of
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import said, train_own
+from tests.distributed.wrapping import error_message, train_own
 from tests.reference.models import WIDTH, Stack
 from tests.sharding import shard
 
@@ -26,14 +26,14 @@ OTHERS: dict[str, tuple[Any, Any]] = {
 
 
 def _shard(model: Any, root: dict[str, Any], *units: dict[str, Any]) -> Any:
-    """Shard a model with options for the root and its blocks; missing ones are not given."""
+    """Shard the root with options, and as many blocks as there are options of units."""
     for block, options in zip(model.blocks, units, strict=False):
         shard(block, **options)
     return shard(model, **root)
 
 
 @on_ranks(1, option=OTHERS)
-def test_units_follow_whoever_was_given_an_option(option: str) -> None:
+def test_option_of_the_root_or_a_unit_applies_to_all_units(option: str) -> None:
     value, _ = OTHERS[option]
     expected = RuntimeOptions(**{option: value})
     given = {option: value}
@@ -46,11 +46,11 @@ def test_units_follow_whoever_was_given_an_option(option: str) -> None:
 
 
 @on_ranks(1, option=OTHERS)
-def test_contradicting_units_are_named_with_option_and_values(option: str) -> None:
+def test_conflicting_units_are_named_with_option_and_values(option: str) -> None:
     one, other = OTHERS[option]
     a, b = {option: one}, {option: other}
-    root = said(ValueError, lambda: _shard(Stack(), a, b))
-    units = said(ValueError, lambda: _shard(Stack(), {}, a, b))
+    root = error_message(ValueError, lambda: _shard(Stack(), a, b))
+    units = error_message(ValueError, lambda: _shard(Stack(), {}, a, b))
     first, second = f"{option}={one!r} for ", f" and {option}={other!r} for "
     assert root.startswith(f"{first}Stack{second}blocks.0 (Block): units of one root")
     assert units.startswith(f"{first}blocks.0 (Block){second}blocks.1 (Block): units of")
@@ -58,16 +58,16 @@ def test_contradicting_units_are_named_with_option_and_values(option: str) -> No
 
 
 @on_ranks(2)
-def test_a_pool_given_to_the_root_alone_takes_in_the_buffers_of_all_units() -> None:
+def test_trace_pool_of_the_root_contains_the_buffers_of_all_units() -> None:
     bits, pools = [], []
     given: dict[str, Any] = {"enable_trace_pool": True}
     for options in ((given, given, given), (given, {}, {}), ({}, {}, {})):
         torch.manual_seed(0)
         model: Any = Stack()
-        # One that is frozen gets gradient buffers later.
+        # A frozen unit gets gradient buffers later.
         model.blocks[0].requires_grad_(False)
         fully_shard(model.blocks[1], **options[1])
-        # It runs before its root is known.
+        # The unit runs before its root exists.
         with torch.no_grad():
             model.blocks[1](torch.ones(2, WIDTH))
         fully_shard(model.blocks[0], **options[2])
@@ -87,11 +87,11 @@ def test_a_pool_given_to_the_root_alone_takes_in_the_buffers_of_all_units() -> N
 
 
 @on_ranks(1)
-def test_an_argument_takes_precedence_and_options_given_elsewhere_must_agree_with_it() -> None:
+def test_argument_takes_precedence_and_conflicting_options_are_rejected() -> None:
     model: Any = Stack()
     options = RuntimeOptions(enable_trace_pool=True, max_live_grad_buffers=3)
     fully_shard(model.blocks[0], options=UnitOptions(runtime=options), enable_trace_pool=False)
-    text = said(ValueError, lambda: fully_shard(model, options=options))
+    text = error_message(ValueError, lambda: fully_shard(model, options=options))
     fully_shard(model, options=UnitOptions())
     found = unit_of(model).context.options
     assert "enable_trace_pool=True for Stack and enable_trace_pool=False for blocks.0" in text

@@ -1,4 +1,4 @@
-"""Modules that a schedule runs part by part, forwards between backwards of another micro-batch."""
+"""Modules that a schedule runs in parts, forwards interleaved with backwards."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     STRATEGIES,
     batch,
-    check_said,
+    check_error_messages,
+    error_message,
     gradient_error,
     on_mesh,
     pair,
-    said,
     step_all,
     weight_error,
 )
@@ -34,7 +34,7 @@ BLOCKS = 3
 
 
 class LateLinear(nn.Linear):
-    """Keeps gradients of its weight for `backward_dw`, as Transformer Engine's modules do."""
+    """Defers its weight gradients to `backward_dw`, as Transformer Engine's modules do."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width)
@@ -51,7 +51,7 @@ class LateLinear(nn.Linear):
     def _leave(self, weight: Any, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
         main_grad = placeholder = None
         if self.fuses:
-            # A kernel that adds to the gradient by itself asks where in the backward.
+            # A kernel that accumulates into the gradient reads its address in the backward.
             main_grad, placeholder = weight.main_grad, torch.empty_like(weight)
             weight.grad_added_to_main_grad = True
         assert self.later is not None
@@ -69,7 +69,7 @@ class LateLinear(nn.Linear):
 
 
 class Layer(nn.Module):
-    """A layer with experts in the middle, which are a unit of their own."""
+    """A layer with experts in the middle, which are a separate unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Model(nn.Module):
 
 
 class Node:
-    """One part that runs: its own piece of a graph, as Megatron's plans have it."""
+    """One scheduled part with a separate autograd graph, as in Megatron's schedule plans."""
 
     def __init__(self, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
         self.input = x.detach().requires_grad_()
@@ -111,7 +111,7 @@ class Node:
 
 
 class MicroBatch:
-    """Forward and backward of a micro-batch, that stop after every node."""
+    """Forward and backward of a micro-batch, as generators that yield after every node."""
 
     def __init__(self, model: Any, units: ScheduledUnits, x: torch.Tensor) -> None:
         self.model, self.units, self.x = model, units, x
@@ -192,18 +192,18 @@ class Trained:
         self.most_gathered = 0
 
     def set_late(self, *, is_late: bool) -> None:
-        """Have gradients of weights made in calls of their own, or not; drop those to come."""
+        """Set whether weight gradients are deferred; drop the pending ones."""
         for module in self.late:
             module.later = [] if is_late else None
 
     def _watch(self, *passes: Iterator[None]) -> None:
-        """Run forwards and backwards in turn, node by node."""
+        """Run forwards and backwards alternately, node by node."""
         for _ in itertools.zip_longest(*passes):
             gathered = [unit for _, unit in named_units(self.model) if unit.is_unsharded]
             self.most_gathered = max(self.most_gathered, len(gathered))
 
     def run(self, step: int, *, fails: bool = False) -> None:
-        """Gradients of a step, one forward ahead of the backwards."""
+        """Compute the gradients of a step, with one forward ahead of the backwards."""
         batches = [MicroBatch(self.model, self.units, x) for x in data(step, dist.get_rank())]
         self._watch(batches[0].forward())
         with self.model.no_sync():
@@ -214,7 +214,7 @@ class Trained:
         self._watch(batches[-1].backward())
 
     def step(self, step: int) -> float:
-        """A step of both; return how far weights and gradients are apart."""
+        """Step both models; return the largest difference of weights and gradients."""
         self.run(step)
         for rank in range(dist.get_world_size()):
             for x in data(step, rank):
@@ -224,7 +224,7 @@ class Trained:
         return max(worst, weight_error(self.model, self.plain))
 
     def evaluate(self) -> float:
-        """Difference of an evaluation, which calls the model."""
+        """Difference of the losses in an evaluation, which calls the model."""
         x = data(99, dist.get_rank())[0]
         self.set_late(is_late=False)
         with torch.no_grad():
@@ -234,7 +234,7 @@ class Trained:
 
 
 def _train(*how: str, **options: Any) -> int:
-    """Train both for three steps; return the most units that were gathered."""
+    """Train both models for three steps; return the most units gathered at once."""
     trained, errors = Trained(*how, **options), []
     for step in range(3):
         errors += [trained.step(step), trained.evaluate()]
@@ -247,33 +247,33 @@ def _train(*how: str, **options: Any) -> int:
 PLAIN = {"enable_unshard_prefetch": False, "enable_async_reduce_grad": False}
 OPTIONS: dict[str, dict[str, Any]] = {
     "": {},
-    "in turn": PLAIN,
+    "synchronous": PLAIN,
     "pool": {"enable_trace_pool": True},
     "fused": {"fuses": True},
 }
 
 
 @on_ranks(2, strategy=quick_strategies(STRATEGIES), options=OPTIONS)
-def test_a_schedule_of_parts_and_late_gradients_trains_like_a_plain_loop(
+def test_schedule_with_deferred_weight_gradients_trains_like_a_plain_loop(
     strategy: str, options: str
 ) -> None:
     _train(strategy, **OPTIONS[options])
 
 
 @on_ranks("mesh_name", mesh_name=["HSDP 2x2", "HFSDP 2x2"])
-def test_a_schedule_of_parts_trains_with_an_outer_axis(mesh_name: str) -> None:
+def test_schedule_trains_with_an_outer_axis(mesh_name: str) -> None:
     _train("optim_grads_params", mesh_name, check_ranks="always")
 
 
 @on_ranks(2)
 def test_units_are_gathered_for_the_parts_that_use_them() -> None:
-    # The root; a layer in its forward, one in its backward; the experts of one. And one ahead.
+    # The root, a layer in its forward, one in its backward and the experts of one; one prefetched.
     assert _train("optim_grads_params", **PLAIN) == 4
     assert _train("optim_grads_params") == 5
 
 
 @on_ranks(2, how=["abandon", "evaluate"], strategy=["optim", "optim_grads_params"])
-def test_what_an_exception_leaves_of_a_schedule_is_cleared_away(strategy: str, how: str) -> None:
+def test_schedule_is_reset_after_an_exception(strategy: str, how: str) -> None:
     trained = Trained(strategy)
     worst = trained.step(0)
     with contextlib.suppress(KeyError):
@@ -290,23 +290,23 @@ def test_what_an_exception_leaves_of_a_schedule_is_cleared_away(strategy: str, h
 
 
 @on_ranks(2)
-def test_uses_that_a_schedule_does_not_tell_are_errors_that_name_the_unit() -> None:
+def test_undeclared_uses_in_a_schedule_raise_errors_that_name_the_unit() -> None:
     trained = Trained("optim_grads_params")
     model, units = trained.model, trained.units
     layer = model.layers[0]
     x = torch.randn(3, WIDTH, dtype=torch.float64)
-    not_begun = said(RuntimeError, lambda: units.begin_forward(layer))
+    not_begun = error_message(RuntimeError, lambda: units.begin_forward(layer))
     with torch.no_grad():
-        no_gradients = said(RuntimeError, units.begin)
+        no_gradients = error_message(RuntimeError, units.begin)
     units.begin()
-    not_used = said(RuntimeError, lambda: layer.experts(x))
-    never_begun = said(RuntimeError, lambda: units.end_forward(layer))
+    not_used = error_message(RuntimeError, lambda: layer.experts(x))
+    never_begun = error_message(RuntimeError, lambda: units.end_forward(layer))
     units.begin_forward(layer.experts)
     output = layer.experts(x)
     units.end_forward(layer.experts)
-    gradient = said(RuntimeError, lambda: output.sum().backward())
+    gradient = error_message(RuntimeError, lambda: output.sum().backward())
     units.abandon()
-    assert "end was called with no micro-batch under way" in said(RuntimeError, units.end)
+    assert "end was called with no micro-batch under way" in error_message(RuntimeError, units.end)
     assert "begin_forward was called with no micro-batch under way" in not_begun
     assert "gradients disabled" in no_gradients
     assert not_used.startswith("layers.0.experts (Sequential) runs outside the uses")
@@ -316,4 +316,4 @@ def test_uses_that_a_schedule_does_not_tell_are_errors_that_name_the_unit() -> N
         "layers.0 (Layer) is inside another unit": lambda: ScheduledUnits(layer, []),
         "Linear is not sharded": lambda: ScheduledUnits(model, [model.input]),
     }
-    check_said(ValueError, no_root)
+    check_error_messages(ValueError, no_root)

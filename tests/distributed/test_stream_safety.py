@@ -1,6 +1,6 @@
-"""Steps on the pool, of every pattern and with side streams have no race; planted ones are found.
+"""Steps on the pool, of every pattern and with side streams have no race; planted races are found.
 
-Steps of every strategy, precision and mesh are those of `test_fake_cuda.py`.
+`test_fake_cuda.py` covers steps of every strategy, precision and mesh.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def _recomputed(*how: str, **options: Any) -> Any:
 
 
 def _recorded(model: Any) -> Recording:
-    """Two steps of two micro-batches, evaluations between."""
+    """Record two steps of two micro-batches, with evaluations between."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     with record_streams(model) as recording:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
         for step in range(2):
             optimizer.zero_grad()
             for micro in range(2):
-                # Once each way: gradients synchronized in every backward, and in the last one.
+                # The first step synchronizes every backward, the second only the last one.
                 unsynced = model.no_sync() if step == 1 and micro == 0 else None
                 with unsynced or contextlib.nullcontext():
                     batch = torch.randn(4, 5, generator=generator)
@@ -67,7 +67,7 @@ def _recorded(model: Any) -> Recording:
 
 
 @on_ranks(2)
-def test_a_recording_sees_forward_backward_optimizer_and_memory() -> None:
+def test_recording_contains_forward_backward_optimizer_and_memory() -> None:
     model = _sharded(Checkpointed(use_reentrant=True))
     recording = _recorded(model)
     operations = recording.schedule.operations("compute")
@@ -102,12 +102,12 @@ def test_steps_on_the_trace_pool_have_no_race(mesh_name: str, precision: str) ->
 
 
 def _recorded_pattern(pattern: Pattern, strategy: str) -> Recording:
-    """The training of a pattern of the parity matrix, recorded from its optimizer's making on."""
+    """Record the training of a parity pattern, from the creation of its optimizer on."""
     roots: list[Any] = []
     recordings: list[Recording] = []
 
     def shard(module: Any) -> None:
-        # The root is the last one.
+        # The root is sharded last.
         roots.append(fully_shard(module, sharding_strategy=strategy, **pattern.options))
 
     with contextlib.ExitStack() as stack:
@@ -123,7 +123,7 @@ def _recorded_pattern(pattern: Pattern, strategy: str) -> Recording:
 def _strategies_of_patterns(gathers: bool) -> dict[str, str]:
     """A strategy for every pattern: ZeRO-3, or one of the others in turn."""
     others = itertools.cycle(STRATEGIES[:3])
-    # A unit that some ranks skip cannot be gathered for use.
+    # ZeRO-3 does not support a unit that only some ranks skip.
     return {
         name: "optim_grads_params" if gathers else next(others)
         for name, pattern in PATTERNS.items()
@@ -149,12 +149,12 @@ def test_no_pattern_of_the_parity_matrix_has_a_race(gathers: bool) -> None:
 
 
 class Tampering:
-    """A communicator around another one that spoils the work of some collectives.
+    """Wraps a communicator and replaces the work handles of some collectives.
 
     Args:
-        inner: The communicator.
-        kinds: Of the spoiled collectives.
-        spoil: Returns what is returned in place of their work.
+        inner: The wrapped communicator.
+        kinds: Kinds of the collectives with replaced work handles.
+        spoil: Returns the replacement of a work handle.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Tampering:
 
 
 class NoWait:
-    """A work handle that orders nothing, and keeps memory as long as the real one would."""
+    """A work handle whose wait does nothing; it keeps memory alive as long as the real handle."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -180,15 +180,15 @@ class NoWait:
         return None
 
 
-class DeafStream(RecordedStream):
+class NonWaitingStream(RecordedStream):
     """A stream that does not wait for others."""
 
     def wait_stream(self, stream: Any, /) -> None:
         return None
 
 
-class DeafStreams:
-    """A device whose new streams wait for nobody."""
+class NonWaitingStreams:
+    """A device whose new streams do not wait for others."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -197,13 +197,13 @@ class DeafStreams:
         return getattr(self.inner, name)
 
     def new_stream(self, name: str) -> Any:
-        return DeafStream(self.inner.new_stream(name).name, self.inner)
+        return NonWaitingStream(self.inner.new_stream(name).name, self.inner)
 
 
 def _plant(fault: str, model: Any, recording: Recording) -> None:
     """Put a fault between the units and the recorded communicator."""
     inner = recording.communicator
-    deaf = StreamCommunicator(DeafStreams(recording), recording.collectives)
+    non_waiting = StreamCommunicator(NonWaitingStreams(recording), recording.collectives)
     for module in [*model.blocks, model]:
         group = unit_of(module).groups[0]
 
@@ -216,19 +216,19 @@ def _plant(fault: str, model: Any, recording: Recording) -> None:
             "gather not waited for": Tampering(inner, [CollectiveKind.ALL_GATHER], NoWait),
             "reduction not waited for": Tampering(inner, SUMS, NoWait),
             "gradients freed early": Tampering(inner, SUMS, freed_early),
-            "comm_stream does not wait": deaf,
+            "comm_stream does not wait": non_waiting,
         }
         group.replace_communicator(faults[fault])
 
 
 def faults_found(fault: str) -> list[tuple[str, str, str]]:
-    """What the checker says of two steps with a fault: fault, buffer, explanation."""
+    """Violations in two steps with a planted fault: kind, buffer and explanation."""
     model = _sharded(Skipping())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with record_streams(model) as recording:
         _plant(fault, model, recording)
         for _ in range(2):
-            # Gradients are added to: what comes off the wire goes through a temporary.
+            # Gradients accumulate: received gradients pass through a temporary buffer.
             optimizer.zero_grad(set_to_none=False)
             model(torch.randn(4, 5)).square().mean().backward()
             optimizer.step()
@@ -239,7 +239,7 @@ def faults_found(fault: str) -> list[tuple[str, str, str]]:
     "fault", ["gather not waited for", "reduction not waited for", "comm_stream does not wait"]
 )
 @on_ranks(2)
-def test_a_place_in_the_trace_pool_used_again_too_early_is_found(fault: str) -> None:
+def test_premature_reuse_of_trace_pool_memory_is_detected(fault: str) -> None:
     model = _sharded(Stack(5), enable_trace_pool=True)
     for _ in range(4):
         model(torch.randn(4, 5)).square().mean().backward()
@@ -275,7 +275,7 @@ PLANTED: dict[str, list[tuple[Fault, str, str, str]]] = {
 
 @pytest.mark.parametrize("fault", PLANTED)
 @on_ranks(2)
-def test_a_planted_fault_is_found_and_named_and_without_one_steps_are_clean(fault: str) -> None:
+def test_planted_fault_is_detected_and_steps_without_faults_are_clean(fault: str) -> None:
     found = faults_found(fault)
     assert bool(found) == bool(PLANTED[fault]), found
     for kind, buffer, first, second in PLANTED[fault]:
@@ -285,8 +285,8 @@ def test_a_planted_fault_is_found_and_named_and_without_one_steps_are_clean(faul
 
 
 @on_ranks(2)
-def test_a_unit_gathered_in_vain_is_not_read_while_weights_are_stepped() -> None:
-    """An evaluation leaves out the last unit, which was gathered ahead; then the weights move."""
+def test_mispredicted_prefetch_does_not_race_with_the_optimizer_step() -> None:
+    """An evaluation skips the last unit, which was prefetched; then an optimizer steps weights."""
     model = _sharded(Skipping())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with record_streams(model) as recording:
@@ -305,11 +305,11 @@ COPY = "aten.copy_.default"
 
 
 class Overlapping(nn.Module):
-    """Two branches of one unit, the second one on a stream of its own.
+    """Two branches of one unit, the second branch on a separate stream.
 
     Attributes:
         streams: A recording, or None for one stream.
-        side: Its stream for the second branch.
+        side: The stream of the second branch.
     """
 
     def __init__(self, *, tied: bool) -> None:
@@ -319,7 +319,7 @@ class Overlapping(nn.Module):
         self.routed = nn.Linear(WIDTH, WIDTH)
         self.up = nn.Linear(WIDTH, 2 * WIDTH + 1)
         self.down = nn.Linear(2 * WIDTH + 1, WIDTH)
-        # One weight with a gradient from either stream.
+        # A weight with gradients from both streams.
         self.gate = self.routed if tied else nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -345,7 +345,7 @@ class Overlapped(Stack):
 
     Attributes:
         recomputed: Whether blocks are recomputed in the backward.
-        whole: Whether the second block is on the other stream altogether.
+        whole: Whether the whole second block runs on the other stream.
     """
 
     def __init__(
@@ -378,19 +378,19 @@ CASES: dict[str, tuple[dict[str, bool], dict[str, Any]]] = {
     "bf16": ({}, {"mp_policy": BF16}),
     "HSDP 2x2": ({}, {"mp_policy": BF16}),
     "tied": ({"tied": True}, {}),
-    "tied, collected": ({"tied": True}, {"sharding_strategy": "optim"}),
+    "tied, accumulated": ({"tied": True}, {"sharding_strategy": "optim"}),
     "recomputed": ({"recomputed": True}, {}),
     "whole unit": ({"whole": True}, {}),
     "trace pool": ({}, {"enable_trace_pool": True}),
-    "waiting": ({}, {"enable_async_reduce_grad": False}),
+    "synchronous": ({}, {"enable_async_reduce_grad": False}),
 }
-LONGER = ("optim", "optim_grads", "HSDP 2x2", "tied, collected", "waiting")
+LONGER = ("optim", "optim_grads", "HSDP 2x2", "tied, accumulated", "synchronous")
 
 
 @pytest.mark.parametrize("name", [quick_if(name not in LONGER, name) for name in CASES])
 @on_ranks(lambda name: 4 if name in MESHES else 2)
 def test_gradients_of_a_side_stream_are_reduced_after_they_arrived(name: str) -> None:
-    """Nothing is out of order, and gradients are on the side."""
+    """There is no violation, and the side stream writes gradients."""
     own, options = CASES[name]
     model = wrap(Overlapped(**own), **on_mesh(name if name in MESHES else "2"), **options)
     with record_streams(model) as recording:

@@ -1,4 +1,4 @@
-"""Modules that tensor parallelism cut: DTensors of torch, plain parts with rules, tensor shards."""
+"""Tensor-parallel modules: DTensors of torch, plain TP-local shards with rules, tensor shards."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from tests.distributed.checkpoint_trainings import digests, muon
 from tests.distributed.cut_parameters import Spec, full, part, tensor_shard
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.plain_parallel_model import CUT, RULES, WORDS, Column, parts, whole
-from tests.distributed.wrapping import STRATEGIES, mesh_of, of_all_ranks, said
+from tests.distributed.wrapping import STRATEGIES, error_message, mesh_of, of_all_ranks
 from tests.ranks import RankPools
 from tests.reference.models import Block
 from tests.reference.wrapping_adam import WrappingAdam
@@ -76,23 +76,23 @@ class Language(nn.Module):
 
 @functools.cache
 def mesh_with_tp(*shape: int) -> DeviceMesh:
-    """`(dp, tp)` or `(dp_outer, dp, tp)`; once in a process, since its groups are never ended."""
+    """`(dp, tp)` or `(dp_outer, dp, tp)`; created once, since its groups are never destroyed."""
     return init_device_mesh("cpu", shape, mesh_dim_names=("dp_outer", "dp", "tp")[-len(shape) :])
 
 
 def data_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """All axes of such a mesh but the last."""
+    """All axes of a mesh except the tensor-parallel axis."""
     return mesh[("dp_outer", "dp")[-(mesh.ndim - 1) :]]
 
 
 def plain(seed: int = 0) -> Any:
-    """The model on one rank."""
+    """The unsharded model."""
     torch.manual_seed(seed)
     return Language()
 
 
 def parallelized(mesh: DeviceMesh, model: Any = None) -> Any:
-    """The model with its sequence, vocabulary, columns and rows over the last axis."""
+    """The model with its sequence, vocabulary, columns and rows sharded over the last axis."""
     model = plain() if model is None else model
     plan: dict[str, Any] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -107,7 +107,7 @@ def parallelized(mesh: DeviceMesh, model: Any = None) -> Any:
 
 
 def sharded(*shape: int, model: Any = None, **options: Any) -> Any:
-    """The same, sharded over the other axes, block by block."""
+    """The parallelized model, sharded over the data-parallel axes block by block."""
     mesh = mesh_with_tp(*shape)
     model = parallelized(mesh, model)
     for unit in (*model.blocks, model):
@@ -116,20 +116,20 @@ def sharded(*shape: int, model: Any = None, **options: Any) -> Any:
 
 
 def tokens_of(data_rank: int, step: int) -> torch.Tensor:
-    """What one data-parallel rank sees in a step: `(BATCH, SEQUENCE)`."""
+    """Tokens of one data-parallel rank in a step: `(BATCH, SEQUENCE)`."""
     generator = torch.Generator().manual_seed(100 * step + data_rank)
     return torch.randint(VOCAB, (BATCH, SEQUENCE), generator=generator)
 
 
 def loss_of(model: nn.Module, data_rank: int, step: int) -> torch.Tensor:
-    """Cross entropy of predicting the next token of a ring."""
+    """Cross entropy of predicting the next token, cyclically."""
     tokens = tokens_of(data_rank, step)
     logits = model(tokens)
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
 
 
 def data_rank_of(mesh: DeviceMesh) -> int:
-    """Number of a rank among those that see different data."""
+    """Data-parallel rank of this process."""
     return dist.get_rank() // mesh.size(mesh.ndim - 1)
 
 
@@ -141,7 +141,7 @@ def train(
     clips: float = math.inf,
     loss: Callable[[Any, int, int], torch.Tensor] = loss_of,
 ) -> list[float]:
-    """Train on the mean loss of some data-parallel ranks; norms of gradients before clipping."""
+    """Train on the mean loss of data-parallel ranks; return gradient norms before clipping."""
     norms = []
     for step in steps:
         optimizer.zero_grad()
@@ -152,7 +152,7 @@ def train(
 
 
 def full_error(model: nn.Module, reference: nn.Module) -> float:
-    """Largest difference of weights to those of a model on one rank. Collective."""
+    """Largest difference of weights from those of an unsharded model. Collective."""
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
     return max(float((p.full_tensor() - q).abs().max()) for p, q in pairs)  # type: ignore[attr-defined]
 
@@ -165,8 +165,8 @@ def _optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
 
 
-def _described(*shape: int, seed: int = 0, **options: Any) -> Any:
-    """Plain parts, sharded as rules say."""
+def _sharded_by_rules(*shape: int, seed: int = 0, **options: Any) -> Any:
+    """Plain TP-local shards, sharded by rules."""
     mesh = mesh_with_tp(*shape)
     model = parts(mesh, seed)
     for unit in (model.experts_up, model):
@@ -187,20 +187,20 @@ def _loss_of_words(model: Any, rank: int, step: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Way:
-    """A model on one rank, the same over a mesh, and the loss of one data-parallel rank."""
+    """An unsharded model, the same model over a mesh, and the loss of one data-parallel rank."""
 
     whole: Callable[[], Any]
     sharded: Callable[..., Any]
     loss: Callable[[Any, int, int], torch.Tensor]
 
     def train(self, model: Any, optimizer: Any, data_ranks: list[int], steps: int) -> list[float]:
-        """Norms of gradients before clipping."""
+        """Train; return gradient norms before clipping."""
         return train(model, optimizer, data_ranks, range(steps), clips=0.5, loss=self.loss)
 
 
 WAYS = {
     "parallelize_module": Way(plain, _parallelized, loss_of),
-    "rules": Way(whole, _described, _loss_of_words),
+    "rules": Way(whole, _sharded_by_rules, _loss_of_words),
 }
 KINDS = [(strategy, "sgd") for strategy in STRATEGIES]
 KINDS += [(STRATEGIES[-1], "adamw"), (STRATEGIES[-1], "muon")]
@@ -231,7 +231,7 @@ def test_training_equals_the_unsharded_loop(
 
 
 @on_ranks(2)
-def test_every_parameter_is_described_and_stacked_weights_are_cut_one_dimension_on() -> None:
+def test_rules_describe_every_parameter_and_shift_dimensions_of_stacked_weights() -> None:
     mesh = mesh_with_tp(1, 2)
     model = parts(mesh)
     shards = tensor_shards(model, mesh=mesh, rules=RULES)
@@ -247,7 +247,7 @@ def test_every_parameter_is_described_and_stacked_weights_are_cut_one_dimension_
 
 
 def _states(model: Any, optimizer: Any) -> tuple[Any, Any]:
-    """Torch's state dicts, and apart from them bytes that differ between ranks."""
+    """Torch's state dicts, and separately the extra state, which differs between ranks."""
     weights, states = get_state_dict(model, optimizer)
     extra = {name: weights.pop(name) for name in list(weights) if "_extra_state" in name}
     return {"model": weights, "optimizer": states}, extra
@@ -270,7 +270,7 @@ def _saved(folder: str, way: str) -> dict[str, str]:
 
 
 def _loaded(folder: str, way: str, shape: tuple[int, ...], strategy: str) -> list[dict[str, str]]:
-    """Digests of what this package and torch load."""
+    """Digests of the states that this package and torch load."""
     found = []
     for kind in ("ours", "torch"):
         model = WAYS[way].sharded(*shape, seed=1, sharding_strategy=strategy)
@@ -304,7 +304,7 @@ def test_a_checkpoint_loads_bit_equal_at_other_data_and_tensor_parallel_sizes(
             assert found == [saved, saved], shape
 
 
-# -- other ways through a step -------------------------------------------------------------------
+# -- recomputation, pool, outer axes and frozen layers -------------------------------------------
 
 
 class _Recomputed(Language):
@@ -341,7 +341,7 @@ VARIANTS: dict[str, Callable[[], Any]] = {
 
 
 @on_ranks(4, name=VARIANTS)
-def test_recomputation_the_pool_outer_axes_and_frozen_layers_change_nothing(name: str) -> None:
+def test_variants_of_a_step_train_like_the_unsharded_model(name: str) -> None:
     model, reference = VARIANTS[name](), _frozen() if name == "frozen" else plain()
     train(model, _optimizer("sgd", model), [data_rank_of(mesh_with_tp(2, 2))], range(5))
     train(reference, _optimizer("sgd", reference), [0, 1], range(5))
@@ -366,7 +366,7 @@ def test_gathered_parameters_are_dtensors_over_the_tensor_parallel_mesh() -> Non
 
 
 @on_ranks(2)
-def test_a_state_dict_of_the_parallelized_model_loads_also_into_one_from_meta() -> None:
+def test_state_dict_of_a_parallelized_model_loads_into_a_model_from_meta() -> None:
     with torch.device("meta"):
         skeleton = Language()
     model = sharded(1, 2, model=skeleton)
@@ -390,11 +390,11 @@ def test_replicated_parameters_from_meta_are_the_same_on_all_tensor_parallel_ran
     assert torch.equal(*of_all_ranks(bias)) and bool(bias.any())
 
 
-# -- what cannot be sharded ----------------------------------------------------------------------
+# -- rejected DTensors ---------------------------------------------------------------------------
 
 
 @on_ranks(4)
-def test_norms_over_two_meshes_are_rejected_and_the_advice_works() -> None:
+def test_norms_over_two_meshes_are_rejected_with_advice_that_works() -> None:
     mesh = mesh_with_tp(2, 2)
 
     def trained(*, described: bool | None) -> Any:
@@ -405,7 +405,7 @@ def test_norms_over_two_meshes_are_rejected_and_the_advice_works() -> None:
             parallelize_module(model, mesh["tp"], plan)
             rules = [TensorParallelRule(nn.Module, REPLICATED)]
             shards = tensor_shards(model, mesh=mesh, rules=rules) if described else {}
-            # Units of their own, so that every rank has rows of both.
+            # Separate units, so that every rank has rows of both.
             for unit in (*model, model):
                 fully_shard(unit, mesh=mesh["dp"], options=UnitOptions(tensor_shards=shards))
         model(torch.arange(16.0).view(2, 8)).square().sum().backward()
@@ -414,7 +414,7 @@ def test_norms_over_two_meshes_are_rejected_and_the_advice_works() -> None:
     def norm(*, described: bool | None) -> float:
         return float(nn.utils.clip_grad_norm_(trained(described=described), 1.0).item())
 
-    rejected = said(ValueError, lambda: norm(described=False))
+    rejected = error_message(ValueError, lambda: norm(described=False))
     ratio = norm(described=True) / norm(described=None)
     assert "tensors over two meshes" in rejected and "REPLICATED" in rejected
     assert ratio == pytest.approx(1.0, rel=1e-5)
@@ -429,7 +429,7 @@ def test_dtensors_that_cannot_be_sharded_are_rejected_by_name() -> None:
         module.weight = nn.Parameter(param)
         shards = {module.weight: TensorShard(mesh, 0)} if options else {}
         of_unit = UnitOptions(tensor_shards=shards)
-        return said(
+        return error_message(
             ValueError, lambda: fully_shard(module, mesh=data or mesh["dp"], options=of_unit)
         )
 
@@ -453,15 +453,15 @@ def test_dtensors_that_cannot_be_sharded_are_rejected_by_name() -> None:
     assert "not an axis of the same mesh" in same and "not an axis of the same mesh" in other
 
 
-# -- tables that do not fit ----------------------------------------------------------------------
+# -- rejected rules and tensor shards ------------------------------------------------------------
 
 
 @on_ranks(2)
-def test_a_table_that_does_not_fit_is_rejected_by_name() -> None:
+def test_invalid_rules_are_rejected_by_name() -> None:
     mesh = mesh_with_tp(1, 2)
 
     def described(module: nn.Module, *rules: TensorParallelRule, over: Any = mesh) -> str:
-        return said(ValueError, lambda: tensor_shards(module, mesh=over, rules=rules))
+        return error_message(ValueError, lambda: tensor_shards(module, mesh=over, rules=rules))
 
     tied = nn.ModuleDict({"column": Column(4, 4), "linear": nn.Linear(4, 4, bias=False)})
     tied["linear"].weight = tied["column"].weight
@@ -479,7 +479,9 @@ def test_a_table_that_does_not_fit_is_rejected_by_name() -> None:
     one_axis = described(nn.LayerNorm(4), *NORM_RULES, over=mesh["tp"])
     assert "then the tensor-parallel axis" in one_axis
     for cls in ("Linear", torch.Tensor):
-        assert "import path" in said(ValueError, lambda cls=cls: TensorParallelRule(cls, COLUMN))
+        assert "import path" in error_message(
+            ValueError, lambda cls=cls: TensorParallelRule(cls, COLUMN)
+        )
 
 
 WEIGHTS = {
@@ -495,7 +497,7 @@ def _whole(name: str) -> torch.Tensor:
 
 
 class _Parts(nn.Module):
-    """A tensor-parallel rank's parts; its gradients are a function of the whole weights."""
+    """TP-local shards of a rank; gradients are a function of the full weights."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__()
@@ -516,10 +518,10 @@ def _sharded(dp: int, tp: int, strategy: str) -> Any:
 
 
 @on_ranks(2, sizes=[(1, 2), (2, 1)], strategy=STRATEGIES)
-def test_state_that_an_optimizer_wraps_itself_is_of_the_same_rows(
+def test_state_wrapped_by_an_optimizer_has_the_rows_of_its_parameter(
     sizes: tuple[int, int], strategy: str
 ) -> None:
-    """Though it is made as plain DTensors."""
+    """The optimizer creates the state as plain DTensors."""
     model = _sharded(*sizes, strategy)
     optimizer = WrappingAdam(model.parameters(), lr=0.1)
     model(torch.ones(3)).backward()
@@ -530,7 +532,7 @@ def test_state_that_an_optimizer_wraps_itself_is_of_the_same_rows(
 
 
 @on_ranks(4)
-def test_pieces_of_a_gated_layer_are_whole_halves() -> None:
+def test_pieces_of_a_gated_layer_are_its_full_halves() -> None:
     model = _sharded(2, 2, "optim_grads_params")
     gate, up = model.gated.pieces()
     whole = _whole("gated")
@@ -541,7 +543,7 @@ def test_pieces_of_a_gated_layer_are_whole_halves() -> None:
 
 
 @on_ranks(4)
-def test_weights_spread_from_rank_0_are_right_or_rejected_where_sub_tensors_are_fused() -> None:
+def test_broadcast_from_rank_0_loads_weights_and_rejects_fused_sub_tensors() -> None:
     model = _sharded(2, 2, "optim_grads_params")
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     spread = partial(set_model_state_dict, model, options=options)
@@ -553,11 +555,13 @@ def test_weights_spread_from_rank_0_are_right_or_rejected_where_sub_tensors_are_
     spread(given(*plain))
     for name in plain:
         assert torch.equal(getattr(model, name).full_tensor(), _whole(name) + 1), name
-    assert "each sub-tensor of a fused" in said(RuntimeError, lambda: spread(given(*WEIGHTS)))
+    assert "each sub-tensor of a fused" in error_message(
+        RuntimeError, lambda: spread(given(*WEIGHTS))
+    )
 
 
 @on_ranks(4)
-def test_bad_shards_are_rejected_by_name() -> None:
+def test_invalid_tensor_shards_are_rejected_by_name() -> None:
     data, both = mesh_of(2, 2)["outer"], mesh_of(2, 2)
 
     def shard(**kwargs: Any) -> Any:
@@ -569,15 +573,15 @@ def test_bad_shards_are_rejected_by_name() -> None:
     swapped = DeviceMesh.from_group(
         [both.get_group(1), both.get_group(0)], "cpu", mesh=both.mesh.T, mesh_dim_names=("a", "b")
     )
-    one = said(ValueError, lambda: shard(mesh=data))
+    one = error_message(ValueError, lambda: shard(mesh=data))
     assert "parameter weight" in one and "one more" in one
-    assert "one more" in said(ValueError, lambda: shard(mesh=swapped))
-    assert "no dimension 2" in said(ValueError, lambda: shard(dim=2))
-    assert "add up to the 4" in said(ValueError, lambda: shard(pieces=(1, 2)))
+    assert "one more" in error_message(ValueError, lambda: shard(mesh=swapped))
+    assert "no dimension 2" in error_message(ValueError, lambda: shard(dim=2))
+    assert "add up to the 4" in error_message(ValueError, lambda: shard(pieces=(1, 2)))
 
 
 @on_ranks(3)
-def test_a_separate_parameter_is_cut_alike_beside_any_others() -> None:
+def test_separate_parameter_is_sharded_independently_of_other_parameters() -> None:
     def cuts(rows: int) -> Any:
         model = nn.ModuleDict({"shared": nn.Linear(4, 5), "other": nn.Linear(3, rows)})
         model.__class__ = type("Both", (nn.ModuleDict,), {"forward": lambda self, x: x})

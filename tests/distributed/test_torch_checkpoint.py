@@ -1,4 +1,4 @@
-"""Torch's own `torch.distributed.checkpoint`, state-dict calls and files of sharded models."""
+"""`torch.distributed.checkpoint`, its state-dict functions and `torch.save` of sharded models."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from tests.distributed.checkpoint_trainings import (
     digests,
     muon,
     net,
-    torch_loads,
-    torch_saves,
+    torch_load,
+    torch_save,
     train,
 )
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     MESHES,
+    error_message,
     mesh_of,
     of_all_ranks,
     own_loss,
     pair,
-    said,
     shards_of,
     step_all,
     weight_error,
@@ -88,7 +88,7 @@ Digests = dict[str, dict[str, str]]
 def _saved(
     folder: str, way: str, names: list[str], mesh_name: str, strategy: str
 ) -> tuple[Digests, bool]:
-    """Digests by optimizer, and whether some parameter has no rows here."""
+    """Digests by optimizer, and whether a parameter has no rows on this rank."""
     found, is_empty = {}, False
     for name in names:
         model = net(mesh_name, sharding_strategy=strategy)
@@ -130,11 +130,11 @@ def test_every_optimizer_loads_bit_equal_at_other_sizes_and_strategies(
     assert any(is_empty for _, is_empty in results)
 
 
-@pytest.mark.parametrize("rows", [4, 1], ids=["ranks hold others", "a rank holds nothing"])
+@pytest.mark.parametrize("rows", [4, 1], ids=["ranks hold other rows", "a rank holds no rows"])
 @on_ranks(2)
-def test_state_of_a_parameter_of_no_rows_is_saved_and_loaded(tmp_path: Path, rows: int) -> None:
+def test_state_of_a_parameter_without_rows_is_saved_and_loaded(tmp_path: Path, rows: int) -> None:
     def made() -> tuple[Any, optim.Optimizer]:
-        # Rows of 16 bytes, so that ranks can hold single ones.
+        # Rows of 16 bytes, so that a rank can hold a single row.
         parts = {"none": torch.zeros(0, 4), "some": torch.ones(rows, 4)}
         params = {name: nn.Parameter(part) for name, part in parts.items()}
         model = fully_shard(Formula(lambda m: torch.cat([m.none, m.some]).square().sum(), **params))
@@ -144,15 +144,15 @@ def test_state_of_a_parameter_of_no_rows_is_saved_and_loaded(tmp_path: Path, row
     for _ in range(2):
         model().backward()
         step_all(optimizer)
-    torch_saves(str(tmp_path), model, optimizer)
+    torch_save(str(tmp_path), model, optimizer)
     model, optimizer = made()
-    torch_loads(str(tmp_path), model, optimizer)
+    torch_load(str(tmp_path), model, optimizer)
     state = get_optimizer_state_dict(model, optimizer)["state"]
     assert [float(of_one["step"]) for of_one in state.values()] == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(("saves", "loads"), [("ours", "torch"), ("torch", "ours")])
-def test_folders_of_torch_and_of_this_package_are_the_same(
+def test_checkpoints_of_torch_and_this_package_are_interchangeable(
     pools: RankPools, tmp_path: Path, saves: str, loads: str
 ) -> None:
     names = ["AdamW", "SGD, momentum", "Adagrad", "Muon"]
@@ -165,9 +165,7 @@ def test_folders_of_torch_and_of_this_package_are_the_same(
 
 
 @on_ranks(3, name=["AdamW", "Adagrad", "NAdam", "Muon"], way=WAYS)
-def test_a_run_that_went_on_saves_the_count_of_all_its_steps(
-    tmp_path: Path, name: str, way: str
-) -> None:
+def test_resumed_run_saves_the_total_step_count(tmp_path: Path, name: str, way: str) -> None:
     save, load = WAYS[way]
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     for loads, saves, steps in ((None, first, 2), (first, second, 3)):
@@ -183,16 +181,16 @@ def test_a_run_that_went_on_saves_the_count_of_all_its_steps(
 
 
 @on_ranks(3, name=["SGD, momentum", "AdamW", "Adagrad", "ASGD", "Muon"])
-def test_a_training_in_progress_goes_back_to_a_checkpoint(tmp_path: Path, name: str) -> None:
+def test_load_resets_a_training_in_progress(tmp_path: Path, name: str) -> None:
     model = net()
     optimizer = OPTIMIZERS[name](model)
     train(model, optimizer, 2)
-    torch_saves(str(tmp_path), model, optimizer)
+    torch_save(str(tmp_path), model, optimizer)
     saved = digests(model, optimizer)
     train(model, optimizer, 2, first=2)
     moved = digests(model, optimizer)
     optimizer.zero_grad()
-    torch_loads(str(tmp_path), model, optimizer)
+    torch_load(str(tmp_path), model, optimizer)
     assert moved != saved
     assert digests(model, optimizer) == saved
 
@@ -221,7 +219,7 @@ def test_full_state_dicts_are_plain_and_load_at_another_strategy(name: str) -> N
 
 
 def losses_around_a_save(folder: str, way: str, strategy: str, *, saves: bool) -> list[float]:
-    """Losses of steps 3 to 5, with a save before them here, or on other ranks."""
+    """Losses of steps 3 to 5, after a save here or a load of a save by other ranks."""
     model = net(sharding_strategy=strategy if saves else "optim_grads_params")
     optimizer = WrappingAdam(model.parameters(), lr=0.05)
     save, load = WAYS[way]
@@ -233,7 +231,7 @@ def losses_around_a_save(folder: str, way: str, strategy: str, *, saves: bool) -
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
 @pytest.mark.parametrize("way", ["ours", "torch"])
-def test_training_with_state_of_plain_dtensors_goes_on_at_another_size(
+def test_training_with_state_of_plain_dtensors_resumes_at_another_size(
     pools: RankPools, tmp_path: Path, way: str, strategy: str
 ) -> None:
     folder = str(tmp_path / "saved")
@@ -246,10 +244,10 @@ def test_training_with_state_of_plain_dtensors_goes_on_at_another_size(
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "AdamW, fused"])
 @on_ranks(2)
-def test_a_rank_without_rows_makes_state_by_itself_and_the_others_need_not_know(
+def test_rank_without_rows_initializes_state_without_collectives(
     optimizer: str, strategy: str
 ) -> None:
-    """Torch steps an optimizer to make state; what follows from other steps is collective."""
+    """Torch initializes state by an optimizer step, which must not issue collectives."""
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(8, 1, bias=False), sharding_strategy=strategy)
     made = OPTIMIZERS[optimizer](model)
@@ -267,7 +265,7 @@ def test_a_rank_without_rows_makes_state_by_itself_and_the_others_need_not_know(
     assert torch.allclose(found, model.weight.full_tensor().sum())
 
 
-# -- schedulers and state -------------------------------------------------------------------------
+# -- full state dicts and files -------------------------------------------------------------------
 
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -279,10 +277,8 @@ def _two_rows() -> nn.Module:
 
 
 @on_ranks(2, timeout_s=15, from_rank_0=[False, True], build=[Stack, _two_rows])
-def test_weights_are_gathered_in_full_and_loaded_from_full_ones(
-    build: Any, from_rank_0: bool
-) -> None:
-    """They are given on every rank, or on rank 0 and spread from there."""
+def test_full_weights_are_gathered_and_loaded(build: Any, from_rank_0: bool) -> None:
+    """Weights are given on every rank, or on rank 0, which broadcasts them."""
     plain, model = pair(build)
     weights = get_model_state_dict(model, options=FULL)
     are_plain = all(type(value) is torch.Tensor for value in weights.values())
@@ -309,11 +305,11 @@ def _step(model: Any, optimizer: Any, step: int) -> list[torch.Tensor]:
 
 
 @on_ranks(2, strategy=["no_shard", "optim_grads", "optim_grads_params"])
-def test_a_training_goes_on_from_each_ranks_own_file(tmp_path: Path, strategy: str) -> None:
+def test_training_resumes_from_one_file_per_rank(tmp_path: Path, strategy: str) -> None:
     path = tmp_path / f"{strategy}-{dist.get_rank()}.pt"
     model, optimizer = _model(strategy)
     _step(model, optimizer, 0)
-    # Between a forward and its backward, the state dict is of sharded parameters too.
+    # Between a forward and its backward, the state dict contains sharded parameters too.
     loss = own_loss(model, 1)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
     loss.backward()
@@ -336,8 +332,8 @@ def _file_of(state: Any) -> Any:
 
 
 @on_ranks(2, strategy=["no_shard", "optim_grads_params"])
-def test_a_state_dict_has_sharded_parameters_alone_while_some_are_gathered(strategy: str) -> None:
-    """Also under the second name of one that a unit shares with its root, which is gathered."""
+def test_state_dict_has_only_sharded_parameters_while_some_are_gathered(strategy: str) -> None:
+    """Also under the second name of a parameter that a unit shares with its gathered root."""
     model = TiedInside().double()
     wrap(model, [model.embedding, *model.blocks], sharding_strategy=strategy)
     model.unshard()
@@ -348,14 +344,14 @@ def test_a_state_dict_has_sharded_parameters_alone_while_some_are_gathered(strat
     states.append(model.state_dict())
     found = {type(value).__name__ for state in states for value in state.values()}
     assert found == {"UnevenDTensor"}
-    # The gathered ones are back where the backward looks for them.
+    # The gathered parameters are installed again for the backward.
     assert not isinstance(model.head.weight, DTensor)
     loss.backward()
     assert model.head.weight.grad is not None
 
 
 @on_ranks(2)
-def test_what_one_ranks_file_cannot_be_used_for_is_said() -> None:
+def test_unsupported_uses_of_one_ranks_file_raise() -> None:
     model = wrap(Stack())
     state = model.state_dict()
     loaded = torch.load(_file_of(state), weights_only=True)
@@ -368,12 +364,14 @@ def test_what_one_ranks_file_cannot_be_used_for_is_said() -> None:
     parameter = pickle.loads(pickle.dumps(model.output.weight))
     with torch.no_grad():
         model.output.weight.zero_()
-    rows = said(RuntimeError, lambda: other.load_state_dict(loaded))
-    another_rank = said(RuntimeError, lambda: model.load_state_dict(theirs))
+    rows = error_message(RuntimeError, lambda: other.load_state_dict(loaded))
+    another_rank = error_message(RuntimeError, lambda: model.load_state_dict(theirs))
     assert "holds other rows than this rank has of the parameter" in rows
     assert "load the file of this rank" in another_rank
-    assert "loaded from a file has one rank's rows" in said(RuntimeError, weight.full_tensor)
-    flat = said(RuntimeError, lambda: safetensors.torch.save(state))
+    assert "loaded from a file has one rank's rows" in error_message(
+        RuntimeError, weight.full_tensor
+    )
+    flat = error_message(RuntimeError, lambda: safetensors.torch.save(state))
     assert "Write a gathered state dict" in flat
     assert torch.equal(weight.to_local(), copied["output.weight"].to_local())
     assert bool((copied["output.weight"].to_local() != 0).all())

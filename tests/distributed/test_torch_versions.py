@@ -1,4 +1,4 @@
-"""Every torch that is supported runs the core, and warns of nothing that the core calls."""
+"""Every supported version of torch runs the core without deprecation warnings."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.stream_safety import record_streams
 
 
 @on_ranks(2, strategy=quick_only(STRATEGIES, "optim", "optim_grads_params"))
-def test_a_training_warns_of_nothing_that_will_change(strategy: str, tmp_path: Path) -> None:
-    """Warnings about what will change, in a training with everything around it."""
+def test_training_emits_no_deprecation_warnings(strategy: str, tmp_path: Path) -> None:
+    """A training with diagnostics, clipping and checkpoints."""
     folder = str(tmp_path)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

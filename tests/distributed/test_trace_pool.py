@@ -1,4 +1,4 @@
-"""The traced pool: close to the lower bound, no allocations, stable addresses, registered once."""
+"""The trace pool: size close to the bound, no allocations, stable addresses, registration."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from megatron_fsdp_v2.runtime.registered_pool import register_pool
 from tests.cases import longer
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
+    error_message,
     mesh_of,
     on_mesh,
     own_loss,
-    said,
     shards_of,
     step_all,
     train_own,
@@ -41,7 +41,7 @@ WIDTH = 48
 
 
 class Deep(nn.Module):
-    """A transformer's shape: an embedding, many equal layers, an output."""
+    """The shape of a transformer: an input layer and many equal blocks."""
 
     def __init__(self, num_blocks: int, *, recomputes: bool = False) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ BOUNDED = ("training", "training with evaluations between", "recomputation", "4 
 
 
 def _places(model: Any, steps: dict[str, Any]) -> dict[str, set[int]]:
-    """By buffer, the addresses it had in a step."""
+    """Addresses of each buffer in a step."""
     seen: dict[str, set[int]] = {}
 
     def look(*_: Any) -> None:
@@ -109,8 +109,10 @@ def _places(model: Any, steps: dict[str, Any]) -> dict[str, set[int]]:
 
 
 @on_ranks(lambda name: 4 if "mesh_name" in CASES[name][1] else 2, name=CASES)
-def test_plans_are_within_5_percent_and_nothing_is_allocated_after_warm_up(name: str) -> None:
-    """And buffers lie where they lay in the step before."""
+def test_plans_are_within_5_percent_of_the_bound_without_allocations_after_warm_up(
+    name: str,
+) -> None:
+    """Buffers keep their addresses from step to step."""
     build, options, steps = CASES[name]
     model = _sharded(build(), **options)
     for _ in range(4):
@@ -121,7 +123,7 @@ def test_plans_are_within_5_percent_and_nothing_is_allocated_after_warm_up(name:
     reports = pool.reports()
     planned = sum(report.plan.nbytes for report in reports)
     assert max(report.plan.excess for report in reports) <= 0.05, pool.report()
-    # Of everything at once: weights and gradients in one block could not be smaller either.
+    # Weights and gradients together: a single block for both could not be smaller.
     assert pool.peak_nbytes <= planned <= 1.05 * pool.peak_nbytes
     if name in BOUNDED:
         root, block = (unit_of(m).groups[0].layout.numel for m in (model, model.blocks[0]))
@@ -135,17 +137,17 @@ def test_plans_are_within_5_percent_and_nothing_is_allocated_after_warm_up(name:
     assert {name: len(at) for name, at in first.items() if len(at) > 1} == {}
 
 
-# -- memory given back ----------------------------------------------------------------------------
+# -- released memory ------------------------------------------------------------------------------
 
 
-# What is done after a step, and between the forward and the backward of the next one.
+# The pool's method to call after a step, and between the next step's forward and backward.
 GIVEN_BACK = [("", "")] * 4
 GIVEN_BACK += [("release", ""), ("release", "release"), ("", "reset")]
 GIVEN_BACK += [("", "")] * 4
 
 
 @on_ranks(2)
-def test_memory_goes_back_unless_a_backward_needs_it_and_no_bit_depends_on_it() -> None:
+def test_pool_releases_memory_unless_a_backward_needs_it_and_results_are_unchanged() -> None:
     bits, given_back = [], []
     for pooled in (False, True):
         torch.manual_seed(0)
@@ -175,7 +177,7 @@ PAIRS = list(itertools.combinations(range(5), 2))
 
 
 @on_ranks(2)
-def test_two_units_that_need_the_same_bytes_are_both_named() -> None:
+def test_units_with_conflicting_addresses_are_both_named() -> None:
     model = _sharded(Stack(5))
     for _ in range(4):
         _step(model)
@@ -187,7 +189,7 @@ def test_two_units_that_need_the_same_bytes_are_both_named() -> None:
     )
     loss = model(torch.randn(2, 5)).square().mean()
     model.blocks[second].unshard()
-    text = said(RuntimeError, model.blocks[first].unshard)
+    text = error_message(RuntimeError, model.blocks[first].unshard)
     del loss
     model.blocks[second].reshard()
     for _ in range(3):
@@ -202,9 +204,11 @@ def test_a_plan_is_reported_as_text_and_as_a_picture(tmp_path: Path) -> None:
     path = tmp_path / f"{dist.get_rank()}.svg"
     plain, model = _sharded(Stack(2), enable_trace_pool=False), _sharded(Stack(5))
     early = model.trace_pool().report()
-    assert "no plan yet" in said(RuntimeError, lambda: pool_picture(model, path))
-    assert "Stack has no trace pool" in said(RuntimeError, plain.trace_pool)
-    assert "Stack has no trace pool" in said(RuntimeError, lambda: pool_picture(plain, path))
+    assert "no plan yet" in error_message(RuntimeError, lambda: pool_picture(model, path))
+    assert "Stack has no trace pool" in error_message(RuntimeError, plain.trace_pool)
+    assert "Stack has no trace pool" in error_message(
+        RuntimeError, lambda: pool_picture(plain, path)
+    )
     for _ in range(4):
         _step(model)
     pool_picture(model, path)
@@ -223,7 +227,7 @@ def test_a_plan_is_reported_as_text_and_as_a_picture(tmp_path: Path) -> None:
 
 
 class Recorder:
-    """Stands where NCCL stands, and notes what it is told."""
+    """Replaces NCCL's registrar and records its calls."""
 
     def __init__(self, rejects: bool = False) -> None:
         self.calls: list[tuple[str, int, str]] = []
@@ -236,7 +240,7 @@ class Recorder:
 
     def allocate(self, pool: int, nbytes: int, device: torch.device) -> torch.Tensor:
         block = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        # Only its address is kept: the block is to be freed when nobody uses it.
+        # Keeps only the address, so that an unused block is freed.
         self.blocks[pool] = torch.tensor([block.data_ptr(), nbytes])
         return block
 
@@ -252,18 +256,18 @@ class Recorder:
         self.calls.append(("deregister", pool, group.group_name))
 
     def always_waited(self) -> bool:
-        """Whether the device was waited for before each block was deregistered."""
+        """Whether the device was synchronized before each block was deregistered."""
         before = {"wait", "deregister"}
         calls = [kind for kind, _, _ in self.calls]
         pairs = zip(["", *calls], calls, strict=False)
         return all(first in before for first, second in pairs if second == "deregister")
 
-    def told(self, what: str) -> list[tuple[int, str]]:
+    def calls_of(self, what: str) -> list[tuple[int, str]]:
         return [(pool, group) for kind, pool, group in self.calls if kind == what]
 
 
 @on_ranks("shape", shape=[(2,), longer((2, 2))])
-def test_blocks_are_registered_once_with_every_group_and_taken_back(shape: tuple[int, ...]) -> None:
+def test_blocks_are_registered_once_per_group_and_deregistered(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     plain = train_own(wrap(Stack(), mesh=mesh_of(*shape), enable_trace_pool=True), 6)
     torch.manual_seed(0)
@@ -272,30 +276,30 @@ def test_blocks_are_registered_once_with_every_group_and_taken_back(shape: tuple
     assert register_pool(model, recorder)
     assert not recorder.calls
     assert all(map(torch.equal, train_own(model, 6), plain))
-    first = recorder.told("register")
+    first = recorder.calls_of("register")
     used = {b.data_ptr() for b in model.trace_pool().blocks()}
     assert used <= {int(block[0]) for block in recorder.blocks.values()}
     assert len({group for _, group in first}) == len(shape)
     train_own(model, 3)
-    assert recorder.told("register") == first and len(set(first)) == len(first)
-    assert not recorder.told("deregister")
-    # Another plan is another block; what was there is given up.
+    assert recorder.calls_of("register") == first and len(set(first)) == len(first)
+    assert not recorder.calls_of("deregister")
+    # A new plan allocates a new block, and the old block is released.
     model.trace_pool().reset()
     gc.collect()
-    assert sorted(recorder.told("deregister")) == sorted(first)
+    assert sorted(recorder.calls_of("deregister")) == sorted(first)
     assert recorder.always_waited()
     train_own(model, 6)
     deregister_all()
-    assert sorted(recorder.told("deregister")) == sorted(recorder.told("register"))
+    assert sorted(recorder.calls_of("deregister")) == sorted(recorder.calls_of("register"))
     deregister_all()
     del model
     gc.collect()
-    assert len(recorder.told("deregister")) == len(recorder.told("register")) > 2
+    assert len(recorder.calls_of("deregister")) == len(recorder.calls_of("register")) > 2
     assert recorder.always_waited()
 
 
 @on_ranks(2)
-def test_memory_that_cannot_be_registered_is_used_all_the_same() -> None:
+def test_memory_is_used_even_if_its_registration_fails() -> None:
     model = wrap(Stack(), mesh=mesh_of(2), enable_trace_pool=True)
     recorder = Recorder(rejects=True)
     register_pool(model, recorder)
@@ -307,22 +311,22 @@ def test_memory_that_cannot_be_registered_is_used_all_the_same() -> None:
     assert messages
     assert all("could not be registered with process group" in text for text in messages)
     assert all(text.endswith("no such driver") for text in messages)
-    # What NCCL's allocator gave goes back to it, registered or not.
+    # Memory of NCCL's allocator is returned, registered or not.
     model.trace_pool().reset()
     gc.collect()
-    assert len(recorder.told("wait")) == len(recorder.told("pool")) > 0
+    assert len(recorder.calls_of("wait")) == len(recorder.calls_of("pool")) > 0
 
 
 @on_ranks(2)
-def test_there_is_nothing_to_register_on_a_cpu_or_without_a_pool() -> None:
+def test_register_pool_returns_false_on_a_cpu_and_raises_without_a_pool() -> None:
     on_a_cpu = register_pool(wrap(Stack(), mesh=mesh_of(2), enable_trace_pool=True))
     plain = wrap(Stack(), mesh=mesh_of(2))
     assert on_a_cpu is False
-    assert "has no trace pool" in said(RuntimeError, lambda: register_pool(plain))
-    assert "Stack is not sharded" in said(ValueError, lambda: register_pool(Stack()))
+    assert "has no trace pool" in error_message(RuntimeError, lambda: register_pool(plain))
+    assert "Stack is not sharded" in error_message(ValueError, lambda: register_pool(Stack()))
 
 
-def test_nccl_is_given_pools_of_its_own_allocator() -> None:
+def test_nccl_registrar_uses_pools_of_nccls_allocator() -> None:
     device, group = torch.device("cuda", 3), mock.Mock()
     backend, default = group._get_backend.return_value, mock.DEFAULT
     cuda = mock.patch.multiple(
@@ -349,7 +353,7 @@ def test_nccl_is_given_pools_of_its_own_allocator() -> None:
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="torch is built without NCCL")
-def test_torch_has_what_nccl_is_called_by() -> None:
+def test_torch_has_the_apis_of_the_nccl_registrar() -> None:
     from torch.distributed import ProcessGroupNCCL
 
     for name in ("register_mem_pool", "deregister_mem_pool", "mem_allocator"):

@@ -1,4 +1,4 @@
-"""Uneven DTensors answer for all ranks' rows, and hand that on."""
+"""Operations on uneven DTensors, and on their results, compute over the rows of all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     MESHES,
     Operations,
-    check_said,
+    check_error_messages,
     fp64_pair,
     gradient_error,
     mesh_of,
@@ -48,14 +48,14 @@ def _uneven(full: torch.Tensor, ranges: tuple[tuple[int, int], ...]) -> UnevenDT
 
 LOSSES: dict[str, Callable[[Any], Any]] = {
     "largest magnitude": lambda p: p.norm(p=float("inf")),
-    "two of them": lambda p: 0.1 * p.square().sum() + torch.sum(p),
+    "sum of two": lambda p: 0.1 * p.square().sum() + torch.sum(p),
     "added up in place": lambda p: sum_in_place(p),
-    "one number of all": lambda p: (p / p.norm()).square().mean(1).max(),
+    "composite": lambda p: (p / p.norm()).square().mean(1).max(),
     "norms of a list": lambda p: torch.stack(torch._foreach_norm([p, 3 * p])).sum(),
     "as a vector": lambda p: nn.utils.parameters_to_vector([p]).square().mean(),
     "changed in place": lambda p: changed_in_place(2 * p).square().mean(),
-    "whole": lambda p: whole(p).norm(dim=1).mean(),
-    "whole of what was computed": lambda p: whole(p.abs()).norm(dim=1).mean(),
+    "full tensor": lambda p: whole(p).norm(dim=1).mean(),
+    "full tensor of a result": lambda p: whole(p.abs()).norm(dim=1).mean(),
     "replicated": lambda p: whole(replicate(p).abs()).norm(dim=1).mean(),
     "gradient of a gradient": lambda p: penalty(p),
     "zeros without memory": lambda p: torch.sgn(p).sum() + torch.sgn(p.sum(1)).sum(),
@@ -97,7 +97,7 @@ def penalty(p: Any) -> Any:
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(("granularity", "num_holders"), [("row", 2), ("tensor", 1)])
 @on_ranks(2, timeout_s=30)
-def test_a_loss_of_a_sharded_parameter_and_its_gradient_are_those_of_the_whole(
+def test_loss_of_a_sharded_parameter_and_its_gradient_equal_those_of_the_full_parameter(
     granularity: str, num_holders: int, name: str
 ) -> None:
     options = {"shard_granularity": granularity}
@@ -114,7 +114,7 @@ def test_a_loss_of_a_sharded_parameter_and_its_gradient_are_those_of_the_whole(
 
 
 @on_ranks(2)
-def test_a_backward_of_sharded_tensors_communicates_nothing_and_honors_its_arguments() -> None:
+def test_backward_of_sharded_tensors_honors_its_arguments_without_communication() -> None:
     plain, model = pair(lambda: nn.Linear(3, 5))
     for either in (plain, model):
         either(torch.ones(2, 3)).square().sum().backward()
@@ -127,17 +127,17 @@ def test_a_backward_of_sharded_tensors_communicates_nothing_and_honors_its_argum
         loss.backward(inputs=[either.bias])
         assert not any("all" in name or "reduce" in name for name in seen.names), seen.names
     assert gradient_error(model, plain) < 1e-5
-    check_said(
+    check_error_messages(
         RuntimeError,
         {"only for scalar outputs": lambda: (2 * model.weight).backward()},
     )
 
 
-# -- gradients of such losses beside those of forwards ---------------------------------------------
+# -- gradients of such losses in addition to those of forwards -------------------------------------
 
 
 _WHEN = ("before", "after", "alone")
-"""Where a loss has the term: made before the forward, after it, or with a backward of its own."""
+"""When the term of a loss is computed: before the forward, after it, or in a separate backward."""
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ _WHEN = ("before", "after", "alone")
     ],
 )
 @on_ranks("mesh", timeout_s=120)
-def test_a_gradient_of_a_sharded_parameter_is_added_once_to_what_its_unit_reduces(
+def test_direct_gradient_of_a_sharded_parameter_is_added_once_to_the_reduced_gradient(
     mesh: str, strategy: str, is_async: bool
 ) -> None:
     terms: list[Callable[[Any], Any]] = [
@@ -179,12 +179,12 @@ def test_a_gradient_of_a_sharded_parameter_is_added_once_to_what_its_unit_reduce
         ), "a gradient without rows"
 
 
-# -- what is written -------------------------------------------------------------------------------
+# -- writes, and gradients of full tensors ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("granularity", ["row", "tensor"])
 @on_ranks(3)
-def test_what_is_written_into_any_view_is_written_to_rows(granularity: str) -> None:
+def test_writes_into_views_change_the_sharded_rows(granularity: str) -> None:
     plain, model = pair(lambda: nn.Conv1d(4, 6, 3), shard_granularity=granularity)
     weights = plain.weight, model.weight
 
@@ -229,7 +229,7 @@ def test_what_is_written_into_any_view_is_written_to_rows(granularity: str) -> N
 
 
 @on_ranks(2)
-def test_a_write_into_a_dtensor_of_torch_beside_sharded_rows_reaches_its_shards() -> None:
+def test_write_into_a_torch_dtensor_with_a_sharded_operand_changes_its_shards() -> None:
     weight: Any = wrap(nn.Linear(3, 5, bias=False)).weight
     full = weight.full_tensor().detach()
     theirs = distribute_tensor(full.clone(), weight.device_mesh, [Shard(0)])
@@ -238,13 +238,13 @@ def test_a_write_into_a_dtensor_of_torch_beside_sharded_rows_reaches_its_shards(
 
 
 @on_ranks(2)
-def test_what_cannot_be_done_with_rows_is_an_error_that_names_it() -> None:
+def test_unsupported_operations_raise_by_name() -> None:
     model: Any = wrap(nn.Linear(3, 5, bias=False))
     weight = model.weight
     view, kept = weight.detach()[1], 2 * weight
     with torch.no_grad():
         weight.mul_(2.0)
-    check_said(
+    check_error_messages(
         RuntimeError,
         {
             "sum reads a view that was made before a change": view.sum,
@@ -257,7 +257,7 @@ def test_what_cannot_be_done_with_rows_is_an_error_that_names_it() -> None:
             "to_sparse of a sharded tensor": weight.to_sparse,
         },
     )
-    check_said(
+    check_error_messages(
         ValueError,
         {
             "grad_placements takes": lambda: weight.full_tensor(grad_placements=[Shard(0)]),
@@ -267,7 +267,7 @@ def test_what_cannot_be_done_with_rows_is_an_error_that_names_it() -> None:
 
 
 @on_ranks(3)
-def test_gradients_of_the_whole_are_summed_where_placements_say_so() -> None:
+def test_gradients_of_the_full_tensor_are_summed_for_partial_placements() -> None:
     full = torch.arange(20.0).view(5, 4)
     for placements, factor in ((None, 1), ([Replicate()], 1), ([Partial()], 1 + 2 + 3)):
         param = nn.Parameter(_uneven(full, ((0, 0), (0, 4), (4, 5))))

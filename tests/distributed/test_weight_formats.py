@@ -1,4 +1,4 @@
-"""Weights in other formats than plain numbers: one with scales, one with two payloads."""
+"""Weight formats other than the dense one: a format with scales and one with two payloads."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.distributed.wrapping import (
     STRATEGIES,
     batch,
     held_error,
-    listen,
     mesh_of,
     own_loss,
+    record_collectives,
     step_all,
     weight_error,
     wrap,
@@ -37,7 +37,7 @@ STEPS = 3
 
 
 def _pair(shape: tuple[int, ...], **options: Any) -> tuple[Any, Any]:
-    """The plain fp32 model, and the same with weights in 8 bits, sharded."""
+    """The plain fp32 model, and the same model with 8-bit weights, sharded."""
     register_format(ScaledFloat8Format)
     torch.manual_seed(0)
     plain = Stack()
@@ -45,7 +45,7 @@ def _pair(shape: tuple[int, ...], **options: Any) -> tuple[Any, Any]:
     eight.load_state_dict(plain.state_dict())
     quantize_linears(eight)
     with torch.no_grad():
-        # Both begin with numbers that 8 bits can hold.
+        # Both models begin with values that 8 bits can represent.
         for name, param in eight.named_parameters():
             if isinstance(param, ScaledFloat8):
                 plain.get_parameter(name).copy_(param.numbers())
@@ -53,7 +53,7 @@ def _pair(shape: tuple[int, ...], **options: Any) -> tuple[Any, Any]:
 
 
 def _with_quantized(plain: nn.Module, step: int) -> torch.Tensor:
-    """The mean loss of all ranks, computed with whole weights that were quantized and back."""
+    """The mean loss of all ranks, computed with full weights that are quantized and dequantized."""
     weights = {
         name: param + (quantized(param).numbers() - param).detach()
         for name, param in plain.named_parameters()
@@ -67,7 +67,7 @@ def _with_quantized(plain: nn.Module, step: int) -> torch.Tensor:
 
 
 def largest_errors(shape: tuple[int, ...], options: dict[str, Any]) -> list[float]:
-    """Over some steps: of the losses summed over ranks, and of the main weights."""
+    """Largest errors over some steps: of the mean loss over ranks, and of the main weights."""
     plain, model = _pair(shape, **options)
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.05) for m in (plain, model)]
     worst = [0.0, 0.0]
@@ -82,7 +82,7 @@ def largest_errors(shape: tuple[int, ...], options: dict[str, Any]) -> list[floa
         worst[0] = max(worst[0], float((total / dist.get_world_size() - expected).abs()))
         worst[1] = max(worst[1], weight_error(model, plain))
         if step == 0:
-            # Without gradients the same weights are written and gathered.
+            # A forward without gradients writes and gathers the same weights.
             with torch.no_grad():
                 model(batch(0, step))
     return worst
@@ -101,7 +101,7 @@ CASES += [
 
 @pytest.mark.parametrize(("shape", "strategy", "more"), CASES, ids=str)
 @on_ranks("shape")
-def test_training_in_8_bits_is_that_of_whole_quantized_weights(
+def test_training_in_8_bits_equals_that_of_full_quantized_weights(
     shape: tuple[int, ...], strategy: str, more: dict[str, Any]
 ) -> None:
     errors = largest_errors(shape, {"sharding_strategy": strategy, **more})
@@ -109,7 +109,7 @@ def test_training_in_8_bits_is_that_of_whole_quantized_weights(
 
 
 @on_ranks(2, strategy=STRATEGIES)
-def test_all_weights_that_a_step_changed_are_written_in_one_call(strategy: str) -> None:
+def test_all_weights_changed_by_a_step_are_written_in_one_call(strategy: str) -> None:
     _, model = _pair((2,), sharding_strategy=strategy)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     calls = []
@@ -122,11 +122,11 @@ def test_all_weights_that_a_step_changed_are_written_in_one_call(strategy: str) 
                 model(batch(0, step))
         calls.append(written.call_count)
         step_all(optimizer)
-    # Once after a step, and once after a backward: an optimizer that nobody sees may have stepped.
+    # Once after a step, and once after a backward, since an untracked optimizer may have stepped.
     assert calls == [2] * STEPS
 
 
-def test_a_format_is_found_by_what_the_parameter_is() -> None:
+def test_format_is_found_by_parameter_type() -> None:
     register_format(ScaledFloat8Format)
     register_format(ScaledFloat8Format)
     assert format_of(nn.Parameter(torch.ones(2, 2))) is DenseFormat
@@ -138,7 +138,7 @@ NUMBERS = INPUT * WIDTH + 2 * WIDTH * WIDTH
 
 
 class Layers(nn.Module):
-    """Three layers with weights in two forms; the last one's input is an output twice over."""
+    """Three layers in a row with two-payload weights."""
 
     def __init__(self, *, recompute: str = "") -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Layers(nn.Module):
 
 
 def _gradients(model: Layers, mains: list[torch.Tensor], step: int) -> list[torch.Tensor]:
-    """Of the mean loss of all ranks, with whole weights in two forms, made of main weights."""
+    """Gradients of all ranks' mean loss, with full two-payload weights made from main weights."""
     total = [torch.zeros_like(main) for main in mains]
     for rank in range(dist.get_world_size()):
         x = batch(rank, step).requires_grad_()
@@ -175,21 +175,21 @@ def _gradients(model: Layers, mains: list[torch.Tensor], step: int) -> list[torc
 
 
 def train(strategy: str, shape: tuple[int, ...], recompute: str, options: dict[str, Any]) -> Any:
-    """Errors of gradients and weights over three steps; 16-bit bytes of the last one's gathers."""
+    """Error of gradients and weights over three steps; 16-bit elements gathered in the last."""
     register_format(TwoWayFormat)
     plain, model = Layers(), Layers(recompute=recompute)
     mains = [block.weight.numbers(0) for block in plain.blocks]
     wrap(model, mesh=mesh_of(*shape), sharding_strategy=strategy, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    wire = listen(model)
+    recorded = record_collectives(model)
     errors, gathered = [], []
     for step in range(3):
-        wire.sent.clear()
+        recorded.sent.clear()
         x = batch(dist.get_rank(), step).requires_grad_()
         loss = model(x).square().mean()
-        forward = [sent.numel for sent in wire.sent if sent.dtype == torch.int16]
+        forward = [sent.numel for sent in recorded.sent if sent.dtype == torch.int16]
         loss.backward()
-        both = [sent.numel for sent in wire.sent if sent.dtype == torch.int16]
+        both = [sent.numel for sent in recorded.sent if sent.dtype == torch.int16]
         gathered = [sum(forward), sum(both) - sum(forward)]
         for param, grad in zip(model.parameters(), _gradients(plain, mains, step), strict=True):
             if param.grad is not None:
@@ -223,7 +223,7 @@ CASES_PAYLOAD: list[tuple[str, tuple[int, ...], str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("strategy", "shape", "recompute", "options"), CASES_PAYLOAD, ids=str)
 @on_ranks("shape")
-def test_each_form_is_there_for_its_use(
+def test_each_payload_is_gathered_for_its_use(
     strategy: str, shape: tuple[int, ...], recompute: str, options: dict[str, Any]
 ) -> None:
     error, _ = train(strategy, shape, recompute, options)
@@ -231,7 +231,7 @@ def test_each_form_is_there_for_its_use(
 
 
 @on_ranks(2, recompute=["", "reentrant", "not reentrant"])
-def test_a_use_gathers_its_own_form_and_no_other(recompute: str) -> None:
+def test_use_gathers_only_its_own_payload(recompute: str) -> None:
     _, (forward, backward) = train("optim_grads_params", (2,), recompute, {})
     # Padding is at most one line of 128 bytes for each weight and rank.
     padding = 3 * 2 * 64
@@ -246,7 +246,7 @@ def _sharded(**options: Any) -> Any:
 
 
 @on_ranks(1)
-def test_the_same_object_is_computed_with_all_the_time() -> None:
+def test_gathered_parameter_stays_the_same_object() -> None:
     model = _sharded()
     seen: list[Any] = []
     model.blocks[0].register_forward_pre_hook(lambda module, _args: seen.append(module.weight))

@@ -1,4 +1,4 @@
-"""Sharding the small models, and listening to what is communicated; shared by tests here."""
+"""Helpers: sharding small models, recording collectives, and comparing with plain models."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ MESHES: dict[str, tuple[tuple[int, ...], str]] = {
     "HSDP 2x2": ((2, 2), "no_shard"),
     "HFSDP 2x2": ((2, 2), "optim"),
 }
-"""By name: sizes of the axes, and the strategy along the outer one."""
+"""Sizes of the axes, and the strategy along the outer axis, by name."""
 
 
 @functools.cache
 def mesh_of(*shape: int) -> DeviceMesh:
-    """The mesh of a shape; once in a process, since its groups are never ended."""
+    """The mesh of a shape, created once in a process since its groups are never destroyed."""
     names = ("outermost", "outer", "inner")[-len(shape) :]
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
@@ -56,7 +56,7 @@ def on_mesh(name: str) -> dict[str, Any]:
 
 
 def strategies_on(name: str) -> tuple[str, ...]:
-    """Strategies that one of `MESHES` takes: a replicated optimizer is sharded along no axis."""
+    """Strategies for one of `MESHES`: `no_shard` excludes sharding along the outer axis."""
     return STRATEGIES if MESHES[name][1] == "no_shard" else STRATEGIES[1:]
 
 
@@ -69,8 +69,8 @@ def wrap(model: Any, units: Iterable[nn.Module] | None = None, **options: Any) -
     return shard(model, **options)
 
 
-def said(kind: type[Exception], call: Callable[[], Any]) -> str:
-    """What the error says that a call raises."""
+def error_message(kind: type[Exception], call: Callable[[], Any]) -> str:
+    """The message of the error that a call raises."""
     try:
         call()
     except kind as error:
@@ -78,10 +78,10 @@ def said(kind: type[Exception], call: Callable[[], Any]) -> str:
     return "no error"
 
 
-def check_said(kind: type[Exception], calls: Mapping[str, Callable[[], Any]]) -> None:
-    """See that every call is an error with the text it is listed by."""
+def check_error_messages(kind: type[Exception], calls: Mapping[str, Callable[[], Any]]) -> None:
+    """Check that every call raises an error whose message contains its key."""
     for text, call in calls.items():
-        assert text in said(kind, call), text
+        assert text in error_message(kind, call), text
 
 
 def batch(rank: int, step: int = 0, rows: int = 4, dtype: torch.dtype = torch.float32) -> Any:
@@ -98,7 +98,7 @@ class Sent:
         kind: `all_gather`, `reduce_scatter`, `all_reduce` or `all_to_all`.
         dtype: Communication dtype.
         numel: Elements of the full buffer.
-        axis_size: Ranks that take part.
+        axis_size: Number of ranks that take part.
         group: Name of their process group.
     """
 
@@ -114,11 +114,11 @@ class Sent:
 
 
 NOT_LAUNCHED = ("detach", "alias", "_local_scalar_dense")
-"""Another look at the same memory; and the value of a step counter, which is in host memory."""
+"""Views, and reads of a step counter, which is in host memory."""
 
 
 class Dispatched(TorchDispatchMode):
-    """Shows every operation that comes to the dispatcher's Python key, when it is done.
+    """Calls a function after every operation that reaches the dispatcher's Python key.
 
     Args:
         look: Called with the operation, its arguments and its result.
@@ -136,7 +136,7 @@ class Dispatched(TorchDispatchMode):
 
 
 class Operations(Dispatched):
-    """Notes operations that a device has work with."""
+    """Records the operations that launch work on a device."""
 
     def __init__(self) -> None:
         super().__init__(self._note)
@@ -148,8 +148,8 @@ class Operations(Dispatched):
             self.names.append(name)
 
 
-class Wire:
-    """A communicator that notes every collective, around the real one; `look` runs before each."""
+class CollectiveRecorder:
+    """Wraps a communicator and records every collective; calls `look` before each."""
 
     def __init__(self, inner: Any, look: Callable[[], Any] = lambda: None) -> None:
         self._inner, self._look = inner, look
@@ -179,8 +179,8 @@ class Wire:
 
 
 @contextlib.contextmanager
-def sends(axes: Any) -> Iterator[Counter[Any]]:
-    """Counts what is sent: kind, axis, ranks that take part, bytes of the full buffer."""
+def count_collectives(axes: Any) -> Iterator[Counter[Any]]:
+    """Count collectives by kind, axis, number of ranks and bytes of the full buffer."""
     found: Counter[Any] = Counter()
     issue = CpuCommunicator.issue
 
@@ -194,30 +194,32 @@ def sends(axes: Any) -> Iterator[Counter[Any]]:
         yield found
 
 
-def listen(model: nn.Module, look: Callable[[], Any] = lambda: None) -> Wire:
-    """Note the collectives of a sharded model from now on; `look` runs before each."""
+def record_collectives(
+    model: nn.Module, look: Callable[[], Any] = lambda: None
+) -> CollectiveRecorder:
+    """Record the collectives of a sharded model from now on; call `look` before each."""
     units = [unit_of(module) for module in model.modules() if isinstance(module, FSDPModule)]
-    wire = Wire(units[-1].context.communicator, look)
+    recorded = CollectiveRecorder(units[-1].context.communicator, look)
     for unit in units:
         for group in unit.groups:
-            group.replace_communicator(wire)  # type: ignore[arg-type]
-    return wire
+            group.replace_communicator(recorded)  # type: ignore[arg-type]
+    return recorded
 
 
 def of_all_ranks(value: Any) -> list[Any]:
-    """What every rank gives. Collective."""
+    """The values of all ranks. Collective."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
 
 
 def shards_of(model: nn.Module) -> list[torch.Tensor]:
-    """Copies of the rows of all parameters that are held here."""
+    """Copies of this rank's rows of all parameters."""
     return [param.to_local().detach().clone() for param in model.parameters()]  # type: ignore[attr-defined]
 
 
 def train_own(model: Any, steps: int = 2, num_micro: int = 1) -> list[torch.Tensor]:
-    """Train a sharded model on this rank's data; return `shards_of` it.
+    """Train a sharded model on this rank's data; return its `shards_of`.
 
     Gradients of all but the last micro-batch of a step are not synchronized.
     """
@@ -231,7 +233,7 @@ def train_own(model: Any, steps: int = 2, num_micro: int = 1) -> list[torch.Tens
     return shards_of(model)
 
 
-# -- beside a plain model -------------------------------------------------------------------------
+# -- comparison with a plain model ----------------------------------------------------------------
 
 
 def pair(
@@ -242,8 +244,8 @@ def pair(
     """The same model twice: plain, and sharded.
 
     Args:
-        build: Makes it.
-        units: Finds what is sharded first; the model's `blocks` if not given.
+        build: Creates the model.
+        units: Returns the units to shard first; the model's `blocks` if None.
         options: For `wrap`.
     """
     torch.manual_seed(0)
@@ -259,7 +261,7 @@ def fp64_pair(strategy: str = "optim_grads_params", **options: Any) -> tuple[Any
 
 
 def held_error(param: Any, full: torch.Tensor) -> float:
-    """Largest difference of the rows held here to those of a full tensor; infinite for a NaN."""
+    """Largest difference of this rank's rows from those of a full tensor; infinite for a NaN."""
     start, end = param.local_rows
     difference = param.to_local().detach().double() - full[start:end].detach().double()
     # Python's `max` of a number and a NaN is the number.
@@ -267,13 +269,13 @@ def held_error(param: Any, full: torch.Tensor) -> float:
 
 
 def weight_error(sharded: nn.Module, plain: nn.Module) -> float:
-    """Largest difference of the weights held here to those of the plain model."""
+    """Largest difference of this rank's weights from those of the plain model."""
     pairs = zip(sharded.parameters(), plain.parameters(), strict=True)
     return max(held_error(mine, theirs) for mine, theirs in pairs)
 
 
 def gradient_error(sharded: nn.Module, plain: nn.Module) -> float:
-    """Largest difference of the gradients held here; one that is missing is zero."""
+    """Largest difference of this rank's gradients; a missing gradient is zero."""
     worst = 0.0
     for mine, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
         wanted = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
@@ -290,12 +292,12 @@ def loss_of(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
 
 
 def plain_loss(model: nn.Module, step: int = 0) -> torch.Tensor:
-    """Mean over all ranks' data."""
+    """Mean loss over all ranks' data."""
     return torch.stack([loss_of(model, r, step) for r in range(dist.get_world_size())]).mean()
 
 
 def own_loss(model: nn.Module, step: int = 0) -> torch.Tensor:
-    """Of this rank's data."""
+    """Loss of this rank's data."""
     return loss_of(model, dist.get_rank(), step)
 
 
@@ -305,7 +307,7 @@ def backward_both(
     step: int = 0,
     loss: Callable[[Any, int, int], torch.Tensor] = loss_of,
 ) -> None:
-    """Backwards of a plain model with all ranks' data, and of a sharded one with this rank's."""
+    """Run backwards of a plain model on all ranks' data and of a sharded model on this rank's."""
     size = dist.get_world_size()
     for rank in range(size):
         (loss(plain, rank, step) / size).backward()

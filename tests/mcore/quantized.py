@@ -15,7 +15,7 @@ from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp_v2.runtime import unit
 from megatron_fsdp_v2_mcore.formats import register_formats
 from tests.distributed import wrapping
-from tests.distributed.wrapping import listen, step_all
+from tests.distributed.wrapping import record_collectives, step_all
 from tests.mcore.session import enter_rehearsal
 
 POLICY = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
@@ -202,7 +202,7 @@ def gathered_bytes(recipe: str, *, recomputes: bool = False) -> list[tuple[int, 
     for quantized in (True, False):
         model = sharded(layers(te, recipe, quantized=quantized), "optim_grads_params")
         step(te, model, recipe)
-        wire = listen(model)
+        wire = record_collectives(model)
         inputs = torch.randn(32, SIZES[0]).bfloat16()
         with te.autocast(enabled=True, recipe=recipe_of(recipe)):
             x = inputs

@@ -15,7 +15,7 @@ from megatron_fsdp_v2.runtime.module import unit_of
 from tests.cases import longer, quick_rows
 from tests.distributed.nccl_double import as_on_cuda
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import said, step_all
+from tests.distributed.wrapping import error_message, step_all
 from tests.mcore import quantized
 from tests.mcore.te_pools import BLACKWELL_RECIPES, RECIPES
 from tests.mcore.trained import TIMEOUT_S
@@ -109,7 +109,7 @@ def test_weights_that_cannot_be_gathered_as_nvfp4_are_rejected(
 
     with te.quantized_model_init(recipe=NVFP4BlockScaling(**options)):
         layer = te.Linear(width, 64, params_dtype=torch.bfloat16, device="cpu")
-    assert text in said(ValueError, lambda: fully_shard(layer, mp_policy=quantized.POLICY))
+    assert text in error_message(ValueError, lambda: fully_shard(layer, mp_policy=quantized.POLICY))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_unsupported_policies_of_quantized_weights_are_rejected_by_name(
 ) -> None:
     te = quantized.enter(recipe)
     model = quantized.layers(te, recipe)
-    assert text in said(ValueError, lambda: fully_shard(model[0], **options))
+    assert text in error_message(ValueError, lambda: fully_shard(model[0], **options))
     # The rejected call leaves the model unchanged: a valid call shards it.
     quantized.sharded(model, "optim_grads_params")
     quantized.step(te, model, recipe)

@@ -28,7 +28,7 @@ from megatron_fsdp_v2_mcore.model.tensor_parallel_rules import TRANSFORMER_ENGIN
 from tests.cases import longer
 from tests.distributed.checkpoint_trainings import WAYS
 from tests.distributed.plain_parallel_model import copied, summed
-from tests.distributed.wrapping import said
+from tests.distributed.wrapping import error_message
 from tests.mcore.checkpoint_values import digest
 from tests.mcore.flags import STRATEGIES
 from tests.mcore.session import enter_rehearsal, enter_te
@@ -369,7 +369,7 @@ def test_experts_stacked_in_a_grouped_tensor_are_rejected_by_name() -> None:
     with mock.patch.dict(os.environ, NVTE_GROUPED_LINEAR_SINGLE_PARAM="1"):
         experts = te.GroupedLinear(2, 32, 32, bias=False, single_grouped_weight=True, device="cpu")
     assert type(experts.weight).__name__ == "GroupedTensor"
-    text = said(ValueError, lambda: fully_shard(experts))
+    text = error_message(ValueError, lambda: fully_shard(experts))
     assert text.startswith("parameter weight is a GroupedTensor, which is made of other tensor")
     assert type(experts) is te.GroupedLinear
 

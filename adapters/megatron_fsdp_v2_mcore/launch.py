@@ -16,7 +16,7 @@ from megatron_fsdp_v2.memory.registered_memory import deregister_all
 from megatron_fsdp_v2_mcore import FlagError, install
 from megatron_fsdp_v2_mcore.flags.arguments import supported_on_cpu
 
-_PATIENCE_S = 10.0
+_EXIT_DELAY_S = 10.0
 
 
 @contextlib.contextmanager
@@ -49,13 +49,13 @@ def launch(argv: Sequence[str], *, own_parser: bool = False) -> Iterator[list[st
                     )
                 )
             install()
-            stack.enter_context(_leaving_no_process_group())
+            stack.enter_context(_process_group_cleanup())
             yield flags
     except FlagError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             # Every rank raises this error, and only local rank 0 should print it. torchrun kills
             # all ranks when the first one exits, so the other ranks wait for rank 0 to print.
-            time.sleep(_PATIENCE_S)
+            time.sleep(_EXIT_DELAY_S)
         if VERBOSE_FLAG in argv:
             traceback.print_exception(error)
         sys.stderr.write(f"{error}\n")
@@ -63,7 +63,7 @@ def launch(argv: Sequence[str], *, own_parser: bool = False) -> Iterator[list[st
 
 
 @contextlib.contextmanager
-def _leaving_no_process_group() -> Iterator[None]:
+def _process_group_cleanup() -> Iterator[None]:
     try:
         yield
     except SystemExit as leaving:

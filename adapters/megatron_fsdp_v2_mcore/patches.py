@@ -25,8 +25,8 @@ from typing import Any
 from megatron_cpu_rehearsal.patching import Patch, Patches
 from megatron_fsdp_v2_mcore.flags.arguments import (
     accepted_by_megatron,
-    check_after,
-    check_before,
+    check_arguments,
+    check_validated_arguments,
     is_enabled,
 )
 from megatron_fsdp_v2_mcore.flags.options import Options, is_active, set_active
@@ -47,17 +47,17 @@ SUPPORTED = "0.19"
 
 def _with_our_checks(original: Callable[..., Any]) -> Callable[..., Any]:
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        check_before(args)
+        check_arguments(args)
         if not is_enabled(args):
             return original(args, *rest, **kwargs)
         options = Options.from_args(args)
         # Megatron's validation changes some of the options that the notices depend on.
-        said = list(notices(args, options))
+        messages = list(notices(args, options))
         with accepted_by_megatron(args):
             result = original(args, *rest, **kwargs)
-        check_after(args)
+        check_validated_arguments(args)
         if args.rank == 0:
-            sys.stdout.write("".join(f"{notice}\n" for notice in said))
+            sys.stdout.write("".join(f"{notice}\n" for notice in messages))
         _apply(selected=True, options=options)
         return result
 
@@ -167,7 +167,7 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.core.distributed.finalize_model_grads:_allreduce_embedding_grad",
         "Megatron sums a tied embedding's gradient over pipeline stages and then assigns a plain "
         "tensor to the gradient of a DTensor",
-        wrap="megatron_fsdp_v2_mcore.model.units:add_up_embedding_grads",
+        wrap="megatron_fsdp_v2_mcore.model.units:all_reduce_embedding_grads",
         parameters=("model", "embd_group", "pp_group", "weight_getter"),
     ),
     _selected(
@@ -189,7 +189,7 @@ PATCHES: tuple[Patch, ...] = (
         "Megatron names saved values by the layer and stage numbers local to a rank, and splits "
         "fused layers by attributes of its own buffers: other parallel sizes would load the wrong "
         "layers",
-        wrap="megatron_fsdp_v2_mcore.checkpoint.state_dict:save_by_model",
+        wrap="megatron_fsdp_v2_mcore.checkpoint.state_dict:save_by_global_names",
         parameters=("args", "raw_state_dict", "model"),
     ),
     _selected(
@@ -217,13 +217,13 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.training.checkpointing:get_async_strategy",
         "Megatron's worker processes write into the final checkpoint folder, and save fsdp_dtensor "
         "checkpoints only with NVIDIA's resiliency extension",
-        wrap="megatron_fsdp_v2_mcore.checkpoint.async_saving:by_threads",
+        wrap="megatron_fsdp_v2_mcore.checkpoint.async_saving:with_threaded_saves",
         parameters=("async_strategy", "module"),
     ),
     _selected(
         "megatron.training.async_utils:get_async_strategy",
         "the strategy that creates the queue of saves to finalize",
-        wrap="megatron_fsdp_v2_mcore.checkpoint.async_saving:by_threads",
+        wrap="megatron_fsdp_v2_mcore.checkpoint.async_saving:with_threaded_saves",
         name="async-save-queue",
         parameters=("async_strategy", "module"),
     ),

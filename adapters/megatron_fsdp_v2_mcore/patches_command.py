@@ -52,7 +52,7 @@ class _PatchesCommand:
                 + [_paragraph(row) for row in (*rows, *rehearsal)]
             )
         sys.stdout.write(f"{text}\n")
-        fits = all(row["check"] in ("fits", "not there") for row in (*rows, *rehearsal))
+        fits = all(row["check"] in ("fits", "target missing") for row in (*rows, *rehearsal))
         return 0 if fits else 1
 
 
@@ -63,7 +63,7 @@ def _paragraph(row: dict[str, str]) -> str:
 
 def _describe(patch: Patch, when: str, undone_by: str) -> dict[str, str]:
     try:
-        result = "fits" if check_patch(patch) else "not there"
+        result = "fits" if check_patch(patch) else "target missing"
     except RuntimeError as error:
         result = str(error)
     return {

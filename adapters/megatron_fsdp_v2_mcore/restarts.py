@@ -21,13 +21,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2_mcore.flags.options import training_globals
 
-__all__ = ["in_fresh_store", "meet", "store_of_this_start"]
+__all__ = ["agree_on_prefix", "in_fresh_store", "store_of_this_start"]
 
-_PATIENCE = timedelta(seconds=2)
+_REPLY_TIMEOUT = timedelta(seconds=2)
 """Time a rank waits for a reply to one announcement before it reads the announcement again."""
 
-_MOMENT = timedelta(milliseconds=10)
-_PAUSE_S = 0.1
+_MIN_TIMEOUT = timedelta(milliseconds=10)
+_RETRY_DELAY_S = 0.1
 
 
 def in_fresh_store(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,10 +71,10 @@ def store_of_this_start(rank: int, world_size: int, timeout: timedelta) -> Store
     store = dist.TCPStore(  # type: ignore[attr-defined]
         address, port, world_size, is_master=False, timeout=timeout
     )
-    return PrefixStore(meet(store, rank, world_size, timeout), store)
+    return PrefixStore(agree_on_prefix(store, rank, world_size, timeout), store)
 
 
-def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
+def agree_on_prefix(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
     """Agree on a key prefix that no earlier start used. Collective.
 
     Rank 0 generates a prefix and announces it. Every other rank answers with a random token and
@@ -91,23 +91,23 @@ def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
     """
     if rank == 0:
         return _announce(store, world_size, timeout)
-    word, answered = uuid.uuid4().hex, ""
+    token, answered = uuid.uuid4().hex, ""
     deadline = time.monotonic() + timeout.total_seconds()
-    while (left := deadline - time.monotonic()) > 0:
+    while (remaining := deadline - time.monotonic()) > 0:
         # A store treats a timeout below one millisecond as no timeout.
-        patience = max(_MOMENT, min(_PATIENCE, timedelta(seconds=left)))
-        if not _comes(store, "start", patience):
+        reply_timeout = max(_MIN_TIMEOUT, min(_REPLY_TIMEOUT, timedelta(seconds=remaining)))
+        if not _is_set_within(store, "start", reply_timeout):
             continue
         prefix: str = store.get("start").decode()
         echo = f"{prefix}/echo/{rank}"
         if prefix != answered:
-            store.set(f"{prefix}/answer/{rank}", word)
+            store.set(f"{prefix}/answer/{rank}", token)
             answered = prefix
-        if _comes(store, echo, patience):
-            if store.get(echo).decode() == word:
+        if _is_set_within(store, echo, reply_timeout):
+            if store.get(echo).decode() == token:
                 return prefix
             # The echo is from an earlier start: rank 0 has not announced this start yet.
-            time.sleep(_PAUSE_S)
+            time.sleep(_RETRY_DELAY_S)
     raise RuntimeError(
         f"rank {rank} did not reach the other ranks of this start within "
         f"{timeout.total_seconds():g} s; see the logs of rank 0"
@@ -128,14 +128,14 @@ def _announce(store: Store, world_size: int, timeout: timedelta) -> str:
             f"ranks {listed(missing, 8)} did not answer at this start within "
             f"{timeout.total_seconds():g} s; see their logs"
         ) from error
-    for other, word in zip(others, store.multi_get(answers) if answers else (), strict=True):
-        store.set(f"{prefix}/echo/{other}", word.decode())
+    for other, token in zip(others, store.multi_get(answers) if answers else (), strict=True):
+        store.set(f"{prefix}/echo/{other}", token.decode())
     return prefix
 
 
-def _comes(store: Store, key: str, within: timedelta) -> bool:
+def _is_set_within(store: Store, key: str, timeout: timedelta) -> bool:
     try:
-        store.wait([key], within)
+        store.wait([key], timeout)
     except dist.DistStoreError:
         return False
     return True

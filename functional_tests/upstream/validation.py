@@ -59,13 +59,13 @@ def _rejection(typed: Sequence[str], on_cpu: Sequence[str], world_size: int) -> 
     from megatron_cpu_rehearsal.flags import with_cpu_flags
     from megatron_cpu_rehearsal.patching import environment
     from megatron_fsdp_v2.plan.sources import FlagsError
-    from megatron_fsdp_v2_mcore.plan.source import parsed, rejections_as_errors
+    from megatron_fsdp_v2_mcore.plan.source import parse_flags, rejections_as_errors
 
     said = io.StringIO()
     first_rank = {"WORLD_SIZE": str(world_size), "RANK": "0", "LOCAL_RANK": "0"}
     try:
         with environment(first_rank), contextlib.redirect_stderr(said):
-            args, _ = parsed(with_cpu_flags(on_cpu), typed)
+            args, _ = parse_flags(with_cpu_flags(on_cpu), typed)
             with rejections_as_errors():
                 pretrain_cfg_container_from_args(args)
     except FlagsError as error:

@@ -98,7 +98,7 @@ def check_flags(flags: Sequence[str]) -> None:
         AssertionError: A flag or value is unknown, or this package rejects it.
     """
     from megatron_fsdp_v2_mcore import FlagError
-    from megatron_fsdp_v2_mcore.flags.arguments import check_before, is_enabled
+    from megatron_fsdp_v2_mcore.flags.arguments import check_arguments, is_enabled
 
     # The program removes --cpu-rehearsal before Megatron parses; the checkpoint may not exist.
     words = [word for word in flags if word not in (_ELLIPSIS, "--cpu-rehearsal")]
@@ -106,7 +106,7 @@ def check_flags(flags: Sequence[str]) -> None:
     args.world_size, args.load = 4, None
     if is_enabled(args):
         try:
-            check_before(args)
+            check_arguments(args)
         except FlagError as error:
             raise AssertionError(str(error)) from None
 

@@ -15,8 +15,8 @@ from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.verifying import verify
 from megatron_fsdp_v2.checkpoint.writing import pickled, write_folder
 from megatron_fsdp_v2_mcore.checkpoint.layout import model_tensors
-from megatron_fsdp_v2_mcore.checkpoint.name_table import ORDERS
-from megatron_fsdp_v2_mcore.model.tensor_shards import GATED, STATE_SPACE
+from megatron_fsdp_v2_mcore.checkpoint.name_table import SUBTENSOR_SUFFIXES
+from megatron_fsdp_v2_mcore.model.tensor_shards import GATED_SUFFIXES, STATE_SPACE_SUFFIXES
 from tests.mcore import flags as f
 from tests.mcore.checkpoint_values import digest, digests, merged_digests
 from tests.mcore.command_line import run_code
@@ -73,7 +73,7 @@ def test_converted_torch_dist_export_has_the_same_model(saved: Saved, tmp_path: 
 
 
 def test_name_table_has_the_order_of_every_fused_tensor() -> None:
-    assert {GATED, *STATE_SPACE.values()} == set(ORDERS)
+    assert {GATED_SUFFIXES, *STATE_SPACE_SUFFIXES.values()} == set(SUBTENSOR_SUFFIXES)
 
 
 def megatron_folder(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
@@ -88,11 +88,11 @@ def test_parts_of_fused_tensors_are_joined_in_order(tmp_path: Path) -> None:
     """Names have prefixes of wrappers, which Megatron's own version of the format keeps."""
     saved, expected = {}, {}
     for name, order in (
-        ("module.module.decoder.layers.0.mlp.linear_fc1.weight", GATED),
-        ("module.module.decoder.layers.0.mlp.experts.linear_fc1.weight12", GATED),
-        ("module.module.decoder.layers.0.mixer.in_proj.weight", STATE_SPACE[5]),
-        ("module.module.decoder.layers.0.mixer.conv1d_weight", STATE_SPACE[3]),
-        ("module.module.decoder.layers.0.mixer.conv1d_bias", STATE_SPACE[3]),
+        ("module.module.decoder.layers.0.mlp.linear_fc1.weight", GATED_SUFFIXES),
+        ("module.module.decoder.layers.0.mlp.experts.linear_fc1.weight12", GATED_SUFFIXES),
+        ("module.module.decoder.layers.0.mixer.in_proj.weight", STATE_SPACE_SUFFIXES[5]),
+        ("module.module.decoder.layers.0.mixer.conv1d_weight", STATE_SPACE_SUFFIXES[3]),
+        ("module.module.decoder.layers.0.mixer.conv1d_bias", STATE_SPACE_SUFFIXES[3]),
     ):
         pieces = [torch.randn(2 + i, 3) for i, _ in enumerate(order)]
         for ending, piece in reversed(list(zip(order, pieces, strict=True))):
@@ -120,7 +120,7 @@ def test_checkpoint_without_megatron_arguments_keeps_its_names(tmp_path: Path) -
 def test_export_does_not_import_megatron(tmp_path: Path) -> None:
     path = megatron_folder(
         tmp_path / "c",
-        {f"linear_fc1.weight{e}": torch.ones(2, 2) for e in GATED},
+        {f"linear_fc1.weight{e}": torch.ones(2, 2) for e in GATED_SUFFIXES},
     )
     script = (
         "import sys; sys.modules['megatron'] = None\n"
@@ -160,5 +160,5 @@ def test_stacked_layers_and_experts_are_split(key: str, is_grouped: bool, last: 
     for name, front in found:
         place = rules.place(name)
         assert place.key == stored
-        assert tuple(position for position, _ in place.front) == front
+        assert tuple(position for position, _ in place.leading) == front
     assert len(found) == (8 if "experts" in key else 2)

@@ -102,8 +102,8 @@ def test_matching_gather_group_of_a_collection_is_used() -> None:
     found: list[Any] = []
     for group, are_made in ((None, False), (None, True), (given, False), (alone, False)):
         collection = SimpleNamespace(dp_cp_ag=group)
-        made = gather_groups(collection, Meshes(mesh, None), None, are_made=are_made).get(mesh)
-        again = gather_groups(collection, Meshes(mesh, None), None, are_made=are_made).get(mesh)
+        made = gather_groups(collection, Meshes(mesh, None), None, creates=are_made).get(mesh)
+        again = gather_groups(collection, Meshes(mesh, None), None, creates=are_made).get(mesh)
         assert made is again
         found.append(None if made is None else (made is given, made.size()))
     assert found == [None, (False, 2), (True, 2), (False, 2)]

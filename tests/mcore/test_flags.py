@@ -9,7 +9,7 @@ import pytest
 
 from megatron_fsdp_v2_mcore.flags.arguments import (
     accepted_by_megatron,
-    check_before,
+    check_arguments,
 )
 from megatron_fsdp_v2_mcore.flags.table import NO_FLAG, REJECTED
 from tests.mcore.flags import fsdp
@@ -32,12 +32,12 @@ def test_precision_aware_has_no_effect_with_offload(
     parser: argparse.ArgumentParser,
 ) -> None:
     args = parsed(parser, *fsdp(), "--use-precision-aware-optimizer", "--optimizer-cpu-offload")
-    check_before(args)
+    check_arguments(args)
     with accepted_by_megatron(args):
         assert args.use_precision_aware_optimizer
     assert not args.use_precision_aware_optimizer
     args = parsed(parser, *fsdp(), "--optimizer-cpu-offload")
-    check_before(args)
+    check_arguments(args)
     with accepted_by_megatron(args):
         # Megatron's own check of offload requires this value.
         assert args.use_precision_aware_optimizer
@@ -49,10 +49,10 @@ def test_either_flag_sets_the_dtype_of_main_gradients(
 ) -> None:
     aware = ("--use-precision-aware-optimizer", "--main-grads-dtype", "bf16")
     args = parsed(parser, *fsdp(), *aware)
-    check_before(args)
+    check_arguments(args)
     with accepted_by_megatron(args):
         assert args.megatron_fsdp_main_grads_dtype == "bf16"
-    check_before(parsed(parser, *fsdp(), *aware, "--megatron-fsdp-main-grads-dtype", "bf16"))
+    check_arguments(parsed(parser, *fsdp(), *aware, "--megatron-fsdp-main-grads-dtype", "bf16"))
     assert parsed(parser, *fsdp()).megatron_fsdp_main_grads_dtype == "auto"
 
 

@@ -246,7 +246,7 @@ def test_damaged_scale_is_an_error_and_keeps_the_state() -> None:
     with torch.no_grad(), te.autocast(enabled=True, recipe=DelayedScaling(amax_history_len=7)):
         delayed_scaling.allocate(layer)
     before = {name: value.clone() for name, value in delayed_scaling.live_state(layer).items()}
-    good = {name: value + 1 for name, value in fp8_state.wanted_tensors([layer]).items()}
+    good = {name: value + 1 for name, value in fp8_state.tensors_to_load([layer]).items()}
     for value in good.values():
         value.fill_(2.0)
     for name, number in [

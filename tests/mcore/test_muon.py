@@ -191,7 +191,7 @@ def test_weights_are_exported_without_optimizer_state(
     from megatron_fsdp_v2_mcore.checkpoint.torch_dist.export import export
 
     folder, uninterrupted = saved
-    assert export(folder, tmp_path, 4).left_out == "muon"
+    assert export(folder, tmp_path, 4).omitted_optimizer == "muon"
     flags = f"{MUON} --ckpt-format torch_dist --no-load-optim --train-iters 5"
     losses = _train(megatron, flags, f.loading(tmp_path)).losses
     assert distance(losses[:1], uninterrupted[4:5]) < 1e-6

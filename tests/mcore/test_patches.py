@@ -27,7 +27,7 @@ REHEARSAL_PATCHES = (*ALWAYS, *WITHOUT_TRANSFORMER_ENGINE, *BEFORE_IMPORT)
 
 def _expected(target: str) -> str:
     # Only a rehearsal finds Transformer Engine.
-    return "not there" if target.startswith("transformer_engine.") else "fits"
+    return "target missing" if target.startswith("transformer_engine.") else "fits"
 
 
 @pytest.fixture(autouse=True)

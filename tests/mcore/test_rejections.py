@@ -15,7 +15,7 @@ from megatron_cpu_rehearsal.combinations import check_combinations
 from megatron_cpu_rehearsal.flags import GPU_FLAGS, with_cpu_flags
 from megatron_fsdp_v2_mcore import FlagError, Options
 from megatron_fsdp_v2_mcore.flags.arguments import (
-    check_before,
+    check_arguments,
     check_no_yaml,
     supported_on_cpu,
 )
@@ -58,7 +58,7 @@ def test_rejected_flag_of_the_table_is_named(
     value = [] if action.nargs == 0 else [VALUES.get(flag, "2")]
     said = f"^{flag} .*cannot be used with --use-fsdp-fully-shard-api"
     with pytest.raises(FlagError, match=said):
-        check_before(parsed(parser, *fsdp(), flag, *value))
+        check_arguments(parsed(parser, *fsdp(), flag, *value))
 
 
 SELECTED = r"""
@@ -109,7 +109,7 @@ def test_incompatible_flags_are_named(
     parser: argparse.ArgumentParser, flags: str, said: str
 ) -> None:
     with pytest.raises(FlagError, match=said):
-        check_before(parsed(parser, *fsdp(), *flags.split()))
+        check_arguments(parsed(parser, *fsdp(), *flags.split()))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_incompatible_flags_are_named(
     ],
 )
 def test_compatible_flags_pass(parser: argparse.ArgumentParser, flags: str) -> None:
-    check_before(parsed(parser, *fsdp(), *flags.split()))
+    check_arguments(parsed(parser, *fsdp(), *flags.split()))
 
 
 UNSELECTED = """
@@ -142,11 +142,11 @@ def test_flags_of_this_package_need_it_to_be_selected(
     parser: argparse.ArgumentParser, flags: str, said: str
 ) -> None:
     with pytest.raises(FlagError, match=said):
-        check_before(parsed(parser, *flags.split()))
+        check_arguments(parsed(parser, *flags.split()))
 
 
 def test_without_our_flag_nothing_is_checked(parser: argparse.ArgumentParser) -> None:
-    check_before(parsed(parser, "--qk-clip", "--use-torch-fsdp2"))
+    check_arguments(parsed(parser, "--qk-clip", "--use-torch-fsdp2"))
 
 
 @pytest.mark.parametrize("place", ["command line", "file"])

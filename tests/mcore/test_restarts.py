@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_fsdp_v2_mcore.restarts import meet, store_of_this_start
+from megatron_fsdp_v2_mcore.restarts import agree_on_prefix, store_of_this_start
 from tests.cases import longer
 from tests.mcore import flags as f
 from tests.mcore.command_line import PRETRAIN, ROOT, environment_of, launcher, losses_in
@@ -33,7 +33,7 @@ def _start(store: dist.Store, world_size: int, last: int | None = None) -> list[
     def come(rank: int) -> None:
         if rank == last:
             time.sleep(0.3)
-        found[rank] = meet(store, rank, world_size, PATIENT)
+        found[rank] = agree_on_prefix(store, rank, world_size, PATIENT)
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in range(world_size)]
     for thread in threads:
@@ -57,11 +57,11 @@ def test_incomplete_start_names_the_missing_ranks() -> None:
     with pytest.raises(
         RuntimeError, match=r"ranks 1, 2 did not answer at this start within 0\.2 s"
     ):
-        meet(store, 0, 3, timedelta(seconds=0.2))
+        agree_on_prefix(store, 0, 3, timedelta(seconds=0.2))
     with pytest.raises(
         RuntimeError, match=r"rank 3 did not reach the other ranks .* logs of rank 0"
     ):
-        meet(dist.HashStore(), 3, 4, timedelta(seconds=0.2))
+        agree_on_prefix(dist.HashStore(), 3, 4, timedelta(seconds=0.2))
 
 
 def test_there_is_no_separate_store_without_restarts(monkeypatch: pytest.MonkeyPatch) -> None:

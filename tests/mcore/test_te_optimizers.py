@@ -40,14 +40,14 @@ def make(policy: MixedPrecisionPolicy | None = None, **options: Any) -> tuple[nn
     enter_rehearsal("transformer_engine")
     from transformer_engine.pytorch.optimizers import FusedAdam
 
-    from megatron_fsdp_v2_mcore.optim.optimizer_state import watch_scales
+    from megatron_fsdp_v2_mcore.optim.optimizer_state import reset_zero_scales_after_steps
 
     torch.manual_seed(0)
     model = fully_shard(Model(), mp_policy=policy or MixedPrecisionPolicy())
     optimizer = FusedAdam(
         list(model.parameters()), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, **options
     )
-    watch_scales(optimizer)
+    reset_zero_scales_after_steps(optimizer)
     return model, optimizer
 
 

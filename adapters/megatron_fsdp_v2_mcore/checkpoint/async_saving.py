@@ -20,13 +20,13 @@ from megatron.core.dist_checkpointing.strategies.async_utils import (
 
 from megatron_fsdp_v2.checkpoint.saving import save_nested
 
-__all__ = ["AsyncWriter", "SavesQueue", "ThreadCaller", "by_threads"]
+__all__ = ["AsyncWriter", "SavesQueue", "ThreadCaller", "with_threaded_saves"]
 
-_WAITING = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megatron-async-save")
+_EXECUTOR = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megatron-async-save")
 """Runs requests in the order in which they are scheduled, as Megatron's worker does."""
 
 
-def by_threads(original: Callable[..., Any]) -> Callable[..., Any]:
+def with_threaded_saves(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace the classes and functions that Megatron's `get_async_strategy` returns."""
 
     def get_async_strategy(async_strategy: str = "mcore", module: str | None = None) -> Any:
@@ -36,8 +36,8 @@ def by_threads(original: Callable[..., Any]) -> Callable[..., Any]:
             "AsyncCallsQueue": SavesQueue,
             "AsyncRequest": AsyncRequest,
             "FileSystemWriterAsync": AsyncWriter,
-            "save_state_dict_async_plan": _begin,
-            "save_state_dict_async_finalize": _finish,
+            "save_state_dict_async_plan": _start_save,
+            "save_state_dict_async_finalize": _wait_for_save,
         }
         return name, modules if module is None else modules[module]
 
@@ -87,7 +87,7 @@ class AsyncWriter:
         return self.result, None, []
 
 
-def _begin(
+def _start_save(
     state_dict: dict[str, Any], writer: AsyncWriter, *rest: Any, **unused: Any
 ) -> tuple[AsyncWriter]:
     """Copy the state dict to host memory and start writing it. Collective."""
@@ -95,7 +95,7 @@ def _begin(
     return (writer,)
 
 
-def _finish(writer: AsyncWriter) -> None:
+def _wait_for_save(writer: AsyncWriter) -> None:
     """Wait for a save on all ranks, before Megatron reports the checkpoint as complete."""
     writer.result()
 
@@ -114,7 +114,7 @@ class ThreadCaller(AsyncCaller):
         arguments = list(async_req.async_fn_args)
         if async_req.preload_fn is not None:
             arguments[1] = async_req.preload_fn()
-        self._call = _WAITING.submit(async_req.async_fn, *arguments, **async_req.async_fn_kwargs)
+        self._call = _EXECUTOR.submit(async_req.async_fn, *arguments, **async_req.async_fn_kwargs)
 
     @override
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:

@@ -27,7 +27,7 @@ __all__ = ["Compatibility", "check_request", "compare_with_file"]
 Shape = tuple[int, ...] | None
 """Shape of a tensor; None for other entries."""
 
-_SHOWN = 6
+_MAX_LISTED = 6
 
 _MODEL = "model"
 _STATE = "optimizer.state."
@@ -43,7 +43,7 @@ _OPTIONAL = {
 }
 
 # Arguments that an error about a checkpoint of another model lists if they differ between the runs.
-_OF_THE_MODEL = (
+_MODEL_ARGS = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
     *("kv_channels", "max_position_embeddings", "position_embedding_type", "num_experts"),
     *("moe_ffn_hidden_size", "moe_grouped_gemm", "mtp_num_layers", "hybrid_layer_pattern"),
@@ -85,15 +85,15 @@ def compare_with_file(
             Raised on all ranks with the same message.
     """
     flat, _ = flatten_state_dict(request)
-    asked = {
+    requested = {
         key: tuple(value.shape) if hasattr(value, "shape") else None for key, value in flat.items()
     }
     gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(asked, gathered)
+    dist.gather_object(requested, gathered)
     answer: list[Any] = [None]
     if gathered is not None:
-        everything = {key: shape for rank in gathered for key, shape in rank.items()}
-        answer[0] = check_request(path, everything, saved_args, args)
+        merged = {key: shape for rank in gathered for key, shape in rank.items()}
+        answer[0] = check_request(path, merged, saved_args, args)
     dist.broadcast_object_list(answer)
     result: Compatibility = answer[0]
     if result.problem:
@@ -101,92 +101,94 @@ def compare_with_file(
     return result
 
 
-def check_request(path: str, asked: dict[str, Shape], saved_args: Any, args: Any) -> Compatibility:
+def check_request(
+    path: str, requested: dict[str, Shape], saved_args: Any, args: Any
+) -> Compatibility:
     """Compare the merged request of all ranks with the entries of a checkpoint.
 
     Args:
         path: The folder of the checkpoint.
-        asked: The requested entries of all ranks, with the shapes of tensors.
+        requested: The requested entries of all ranks, with the shapes of tensors.
         saved_args: Megatron's arguments of the run that saved.
         args: Megatron's arguments of this run.
     """
     metadata = read_metadata(Path(path)).state_dict_metadata
     result = Compatibility()
-    scales = {key: shape for key, shape in asked.items() if is_fp8_state(key)}
-    other_scales, notes = _scales(path, scales, metadata)
+    scales = {key: shape for key, shape in requested.items() if is_fp8_state(key)}
+    other_scales, notes = _unusable_scales(path, scales, metadata)
     result.notes += notes
     result.absent |= {(_MODEL, key.removeprefix(f"{_MODEL}.")) for key in other_scales}
-    asked = {key: shape for key, shape in asked.items() if key not in other_scales}
+    requested = {key: shape for key, shape in requested.items() if key not in other_scales}
     # FP8 state does not decide whether the checkpoint is of the same model.
-    metadata = {k: v for k, v in metadata.items() if not is_fp8_state(k) or k in asked}
-    there: dict[str, Shape] = {
+    metadata = {k: v for k, v in metadata.items() if not is_fp8_state(k) or k in requested}
+    stored: dict[str, Shape] = {
         key: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
         for key, entry in metadata.items()
     }
-    if not any(key.startswith("optimizer.") for key in there) and any(
-        key.startswith("optimizer.") for key in asked
+    if not any(key.startswith("optimizer.") for key in stored) and any(
+        key.startswith("optimizer.") for key in requested
     ):
         result.problem = (
             f"{path} has no optimizer state; add --no-load-optim to start with a new optimizer"
         )
         return result
-    missing = _missing(asked, there, result.absent)
+    missing = _missing_entries(requested, stored, result.absent)
     result.notes += [f"{path} {note}" for keys, note in _OPTIONAL.items() if keys in result.absent]
-    result.problem = _gaps(path, asked, metadata) or _problem(
-        path, asked, there, missing, saved_args, args
+    result.problem = _coverage_problem(path, requested, metadata) or _model_problem(
+        path, requested, stored, missing, saved_args, args
     )
     return result
 
 
-def _scales(
-    path: str, asked: dict[str, Shape], metadata: dict[str, Any]
+def _unusable_scales(
+    path: str, requested: dict[str, Shape], metadata: dict[str, Any]
 ) -> tuple[set[str], list[str]]:
     """Return the delayed-scaling entries that cannot be loaded from a file, and notes on them."""
-    left_out: set[str] = set()
-    missing, shorter, other = [], [], []
-    for key, shape in asked.items():
+    unusable: set[str] = set()
+    missing, resized, mismatched = [], [], []
+    for key, shape in requested.items():
         entry = metadata.get(key)
         if not isinstance(entry, TensorStorageMetadata):
             missing.append(key)
         elif (tuple(entry.size), entry.properties.dtype) != (shape, torch.float32):
             saved, dtype = tuple(entry.size), entry.properties.dtype
-            is_right = dtype == torch.float32 and len(saved) == 2 and is_history(key)
-            if is_right and shape is not None and saved[1:] == shape[1:]:
-                shorter.append(f"{saved[0]} steps, {shape[0]} in this run")
+            is_fp32_history = dtype == torch.float32 and len(saved) == 2 and is_history(key)
+            if is_fp32_history and shape is not None and saved[1:] == shape[1:]:
+                resized.append(f"{saved[0]} steps, {shape[0]} in this run")
             else:
-                other.append(f"{key} {saved} of {dtype}, in this run {shape}")
+                mismatched.append(f"{key} {saved} of {dtype}, in this run {shape}")
         else:
             continue
-        left_out.add(key)
-    anew = "its FP8 state is reinitialized"
-    if missing and len(missing) == len(asked):
-        return left_out, [f"{path} has no scales of delayed scaling: {anew}"]
+        unusable.add(key)
+    reinitialized = "its FP8 state is reinitialized"
+    if missing and len(missing) == len(requested):
+        return unusable, [f"{path} has no scales of delayed scaling: {reinitialized}"]
     notes = []
     if missing:
-        notes.append(f"{path} has no {listed(sorted(missing), _SHOWN)}: {anew}")
-    if shorter:
+        notes.append(f"{path} has no {listed(sorted(missing), _MAX_LISTED)}: {reinitialized}")
+    if resized:
         notes.append(
-            f"amax histories in {path} have {listed(sorted(set(shorter)), _SHOWN)} "
+            f"amax histories in {path} have {listed(sorted(set(resized)), _MAX_LISTED)} "
             "(--fp8-amax-history-len): they are reinitialized, and the saved scales are loaded"
         )
-    if other:
-        shown = listed(sorted(other), _SHOWN)
-        notes.append(f"{path} has FP8 state of another shape: {shown}: {anew}")
-    return left_out, notes
+    if mismatched:
+        shown = listed(sorted(mismatched), _MAX_LISTED)
+        notes.append(f"{path} has FP8 state of another shape: {shown}: {reinitialized}")
+    return unusable, notes
 
 
-def _missing(
-    asked: Collection[str], there: Collection[str], absent: set[tuple[str, ...]]
+def _missing_entries(
+    requested: Collection[str], stored: Collection[str], absent: set[tuple[str, ...]]
 ) -> list[str]:
     """Return the required entries that a file lacks; add missing optional entries to `absent`."""
-    stepped = {_parameter(key) for key in there if key.startswith(_STATE)}
+    stepped = {_parameter_of_state(key) for key in stored if key.startswith(_STATE)}
     needed = []
-    for key in asked:
-        if key in there:
+    for key in requested:
+        if key in stored:
             continue
         keys = next((keys for keys in _OPTIONAL if key.startswith(f"{'.'.join(keys)}.")), None)
-        name = _parameter(key) if key.startswith(_STATE) else None
-        if name is not None and name not in stepped and f"{_MODEL}.{name}" in there:
+        name = _parameter_of_state(key) if key.startswith(_STATE) else None
+        if name is not None and name not in stepped and f"{_MODEL}.{name}" in stored:
             keys = ("optimizer", "state", name)
         if keys is None:
             needed.append(key)
@@ -195,50 +197,50 @@ def _missing(
     return needed
 
 
-def _parameter(key: str) -> str:
+def _parameter_of_state(key: str) -> str:
     """Return the parameter in the key of optimizer state, whose last component names the state."""
     return key.removeprefix(_STATE).rpartition(".")[0]
 
 
-def _gaps(path: str, asked: Collection[str], metadata: dict[str, Any]) -> str:
+def _coverage_problem(path: str, requested: Collection[str], metadata: dict[str, Any]) -> str:
     """Name tensors with missing elements in the file, which torch would load without an error."""
     problems = [
         problem
         for key, entry in metadata.items()
-        if key in asked and isinstance(entry, TensorStorageMetadata)
+        if key in requested and isinstance(entry, TensorStorageMetadata)
         for problem in coverage_problems(key, entry)
     ]
-    return f"{path} is incomplete: {listed(sorted(problems), _SHOWN)}" if problems else ""
+    return f"{path} is incomplete: {listed(sorted(problems), _MAX_LISTED)}" if problems else ""
 
 
-def _problem(
+def _model_problem(
     path: str,
-    asked: dict[str, Shape],
-    there: dict[str, Shape],
+    requested: dict[str, Shape],
+    stored: dict[str, Shape],
     missing: list[str],
     saved_args: Any,
     args: Any,
 ) -> str:
     """Return the reason why the file is of another model; empty if it is of this model."""
-    unknown = [key for key in there if key.startswith(f"{_MODEL}.") and key not in asked]
+    unknown = [key for key in stored if key.startswith(f"{_MODEL}.") and key not in requested]
     reshaped = {
-        key: f"{key} {there[key]}, in this run {shape}"
-        for key, shape in asked.items()
-        if key in there and shape is not None and shape != there[key] and _is_shared(key)
+        key: f"{key} {stored[key]}, in this run {shape}"
+        for key, shape in requested.items()
+        if key in stored and shape is not None and shape != stored[key] and _is_shared(key)
     }
     found = []
     if missing:
-        found.append(f"it does not contain {listed(sorted(missing), _SHOWN)}")
+        found.append(f"it does not contain {listed(sorted(missing), _MAX_LISTED)}")
     if unknown:
-        found.append(f"this model does not have its {listed(sorted(unknown), _SHOWN)}")
+        found.append(f"this model does not have its {listed(sorted(unknown), _MAX_LISTED)}")
     if reshaped:
-        found.append(f"shapes differ: {listed(sorted(reshaped.values()), _SHOWN)}")
+        found.append(f"shapes differ: {listed(sorted(reshaped.values()), _MAX_LISTED)}")
     if not found:
         return ""
     hints = [
-        *_optimizer(missing, saved_args, args),
-        *_vocabulary(reshaped, saved_args, args),
-        *_other_flags(saved_args, args),
+        *_optimizer_advice(missing, saved_args, args),
+        *_vocabulary_advice(reshaped, saved_args, args),
+        *_flag_differences(saved_args, args),
     ]
     return ". ".join([f"{path} is a checkpoint of another model: {'; '.join(found)}", *hints])
 
@@ -248,7 +250,7 @@ def _is_shared(key: str) -> bool:
     return key.startswith((f"{_MODEL}.", _STATE))
 
 
-def _optimizer(missing: Collection[str], saved: Any, args: Any) -> list[str]:
+def _optimizer_advice(missing: Collection[str], saved: Any, args: Any) -> list[str]:
     """Return advice if the state of another optimizer was saved."""
     mine, theirs = (getattr(a, "optimizer", None) for a in (args, saved))
     if mine == theirs or theirs is None or not any(key.startswith(_STATE) for key in missing):
@@ -259,13 +261,13 @@ def _optimizer(missing: Collection[str], saved: Any, args: Any) -> list[str]:
     ]
 
 
-def _vocabulary(reshaped: Collection[str], saved: Any, args: Any) -> list[str]:
+def _vocabulary_advice(reshaped: Collection[str], saved: Any, args: Any) -> list[str]:
     """Return advice on padding if the padded size of the vocabulary differs."""
     mine, theirs = (getattr(a, "padded_vocab_size", None) for a in (args, saved))
-    embeds = any(
+    has_vocabulary = any(
         key.endswith(("word_embeddings.weight", "output_layer.weight")) for key in reshaped
     )
-    if not embeds or mine == theirs or theirs is None:
+    if not has_vocabulary or mine == theirs or theirs is None:
         return []
     size, was = args.tensor_model_parallel_size, saved.tensor_model_parallel_size
     divisor, rest = divmod(theirs, size)
@@ -276,12 +278,12 @@ def _vocabulary(reshaped: Collection[str], saved: Any, args: Any) -> list[str]:
     ]
 
 
-def _other_flags(saved: Any, args: Any) -> list[str]:
+def _flag_differences(saved: Any, args: Any) -> list[str]:
     """Return the model flags that differ between the runs."""
-    other = []
-    for name in _OF_THE_MODEL:
+    differences = []
+    for name in _MODEL_ARGS:
         was, now = getattr(saved, name, _ABSENT), getattr(args, name, _ABSENT)
         if was != now and _ABSENT not in (was, now):
             flag = name.replace("add_bias", "disable_bias").replace("_", "-")
-            other.append(f"--{flag} ({name}) was {was} and is {now}")
-    return [f"Flags that differ: {', '.join(other)}"] if other else []
+            differences.append(f"--{flag} ({name}) was {was} and is {now}")
+    return [f"Flags that differ: {', '.join(differences)}"] if differences else []

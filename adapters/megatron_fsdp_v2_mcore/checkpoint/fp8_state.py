@@ -23,11 +23,11 @@ from megatron_fsdp_v2_mcore.checkpoint.names import canonical_modules
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 from megatron_fsdp_v2_mcore.formats import delayed_scaling
 
-__all__ = ["allocate", "restore", "saved_tensors", "wanted_tensors"]
+__all__ = ["allocate", "restore", "tensors_to_load", "tensors_to_save"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
+class _StateTensor:
     """A tensor in the state of a module, or of one of its experts.
 
     Attributes:
@@ -43,23 +43,23 @@ class _Tensor:
     group: Any
 
 
-def saved_tensors(
-    chunks: Sequence[nn.Module], is_first: Callable[[nn.Parameter], bool]
+def tensors_to_save(
+    chunks: Sequence[nn.Module], writes_replicated: Callable[[nn.Parameter], bool]
 ) -> dict[str, torch.Tensor]:
     """Return copies of the tensors that this rank writes. Collective.
 
     Args:
         chunks: All model chunks of this rank.
-        is_first: Whether this rank writes the replicated values of a parameter.
+        writes_replicated: Whether this rank writes the replicated values of a parameter.
     """
     tensors = list(_tensors(chunks))
     histories = [t for t in tensors if is_history(t.name)]
     # Amaxes since the last reduction, such as those of an evaluation or of updated weights, differ
     # between ranks. The next reduction would take their maximum.
-    pending = _reduced(histories)
+    pending = _reduce_newest_amaxes(histories)
     copies = {}
     for tensor in tensors:
-        if tensor.owner is not None and not is_first(tensor.owner):
+        if tensor.owner is not None and not writes_replicated(tensor.owner):
             continue
         copies[tensor.name] = copy = tensor.live.detach().clone(
             memory_format=torch.contiguous_format
@@ -81,7 +81,7 @@ def allocate(chunks: Sequence[nn.Module]) -> None:
                 delayed_scaling.allocate(module)
 
 
-def wanted_tensors(chunks: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+def tensors_to_load(chunks: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
     """Return empty tensors for the state that this rank reads, by name."""
     return {t.name: torch.empty_like(t.live).contiguous() for t in _tensors(chunks)}
 
@@ -127,18 +127,18 @@ def _is_delayed(config: Any) -> bool:
     )
 
 
-def _tensors(chunks: Sequence[nn.Module]) -> Iterator[_Tensor]:
+def _tensors(chunks: Sequence[nn.Module]) -> Iterator[_StateTensor]:
     """Yield the state tensors of all modules of this rank."""
-    for module, renamed in canonical_modules(chunks):
+    for module, to_global in canonical_modules(chunks):
         if not delayed_scaling.has_fp8_state(module):
             continue
         group = delayed_scaling.amax_group(module)
-        number = delayed_scaling.num_grouped(module)
+        number = delayed_scaling.num_grouped_gemms(module)
         for what, tensor in delayed_scaling.live_state(module).items():
             parts = [(None, tensor)] if number is None else enumerate(tensor.chunk(number, dim=-1))
             for expert, live in parts:
-                name = renamed(state_name(what, expert))
-                yield _Tensor(name, live, _owner(module, expert), group)
+                name = to_global(state_name(what, expert))
+                yield _StateTensor(name, live, _owner(module, expert), group)
 
 
 def _owner(module: nn.Module, expert: int | None) -> nn.Parameter | None:
@@ -147,7 +147,7 @@ def _owner(module: nn.Module, expert: int | None) -> nn.Parameter | None:
     return weight if weight is not None else next((p for p in own.values() if p is not None), None)
 
 
-def _reduced(histories: Sequence[_Tensor]) -> dict[str, torch.Tensor]:
+def _reduce_newest_amaxes(histories: Sequence[_StateTensor]) -> dict[str, torch.Tensor]:
     """Return the newest row of each history, reduced by maximum over ranks. Collective."""
     result: dict[str, torch.Tensor] = {}
     for group in dict.fromkeys(t.group for t in histories if t.group is not None):

@@ -16,15 +16,15 @@ from megatron_fsdp_v2.checkpoint.exporting import MODEL, ModelTensor, Piece
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.plain_files import PlainTensor
 from megatron_fsdp_v2_mcore.checkpoint.name_table import (
-    ORDERS,
+    SUBTENSOR_SUFFIXES,
     StoredNames,
     is_fp8_state,
-    split_piece,
+    split_subtensor_suffix,
 )
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import is_torch_dist
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
-__all__ = ["joined", "model_tensors"]
+__all__ = ["join_subtensors", "model_tensors"]
 
 _WRAPPERS = re.compile(r"(?:module\.)*")
 
@@ -39,7 +39,7 @@ def model_tensors(folder: CheckpointFolder) -> Sequence[ModelTensor] | None:
         CheckpointError: The checkpoint is incomplete, or the names of its model are unknown.
     """
     if is_torch_dist(folder.path):
-        return joined(_in_stacks(folder), str(folder.path))
+        return join_subtensors(_torch_dist_tensors(folder), str(folder.path))
     if not (folder.has("args") and folder.has("checkpoint_version")):
         return None
     whole = []
@@ -51,13 +51,13 @@ def model_tensors(folder: CheckpointFolder) -> Sequence[ModelTensor] | None:
             piece = Piece(key, (0,) * len(shape), shape)
             tensor = PlainTensor(name, shape, entry.properties.dtype)
             whole.append(ModelTensor(tensor, (piece,)))
-    return joined(whole, str(folder.path))
+    return join_subtensors(whole, str(folder.path))
 
 
-_OTHERS = ("optimizer.", "rng_state/", "rerun_state_machine_state/", "common_state/")
+_OTHER_PREFIXES = ("optimizer.", "rng_state/", "rerun_state_machine_state/", "common_state/")
 
 
-def _in_stacks(folder: CheckpointFolder) -> Iterator[ModelTensor]:
+def _torch_dist_tensors(folder: CheckpointFolder) -> Iterator[ModelTensor]:
     """Yield the model's tensors in a `torch_dist` checkpoint, with fused layers in sub-tensors."""
     try:
         # The arguments in such a checkpoint contain instances of Megatron's classes.
@@ -73,20 +73,22 @@ def _in_stacks(folder: CheckpointFolder) -> Iterator[ModelTensor]:
         raise CheckpointError(str(error)) from error
     for key, entry in folder.tensors():
         shape = tuple(entry.size)
-        for name, front in () if key.startswith(_OTHERS) else rules.names(key, shape):
+        for name, leading in () if key.startswith(_OTHER_PREFIXES) else rules.names(key, shape):
             place = rules.place(name)
             # `place` must be the inverse of `names`.
-            if (place.key, tuple(position for position, _ in place.front)) != (key, front):
+            if (place.key, tuple(position for position, _ in place.leading)) != (key, leading):
                 raise CheckpointError(
                     f"{folder.path}: the name of {key} in the model is unknown; load the "
                     "checkpoint into a sharded run and export the checkpoint that the run saves"
                 )
-            own = shape[len(front) :]
-            piece = Piece(key, (*front, *(0 for _ in own)), (*(1 for _ in front), *own))
-            yield ModelTensor(PlainTensor(name, own, entry.properties.dtype), (piece,))
+            tensor_shape = shape[len(leading) :]
+            piece = Piece(
+                key, (*leading, *(0 for _ in tensor_shape)), (*(1 for _ in leading), *tensor_shape)
+            )
+            yield ModelTensor(PlainTensor(name, tensor_shape, entry.properties.dtype), (piece,))
 
 
-def joined(found: Iterable[ModelTensor], where: str) -> list[ModelTensor]:
+def join_subtensors(found: Iterable[ModelTensor], where: str) -> list[ModelTensor]:
     """Join the sub-tensors of fused layers.
 
     Args:
@@ -99,21 +101,21 @@ def joined(found: Iterable[ModelTensor], where: str) -> list[ModelTensor]:
     result = []
     pieces: dict[str, dict[str, ModelTensor]] = {}
     for model_tensor in found:
-        name, ending = split_piece(model_tensor.tensor.name)
+        name, ending = split_subtensor_suffix(model_tensor.tensor.name)
         if ending:
             pieces.setdefault(name, {})[ending] = model_tensor
         else:
             result.append(model_tensor)
     for name, parts in pieces.items():
-        order = next((order for order in ORDERS if set(order) == set(parts)), None)
+        order = next((order for order in SUBTENSOR_SUFFIXES if set(order) == set(parts)), None)
         if order is None:
             endings = ", ".join(sorted(parts))
             raise CheckpointError(f"{where} is incomplete: it has only {endings} of {name}")
-        result.append(_join(name, [parts[ending] for ending in order], where))
+        result.append(_concatenate(name, [parts[ending] for ending in order], where))
     return result
 
 
-def _join(name: str, parts: Sequence[ModelTensor], where: str) -> ModelTensor:
+def _concatenate(name: str, parts: Sequence[ModelTensor], where: str) -> ModelTensor:
     first = parts[0].tensor
     for part in parts:
         if part.tensor.shape[1:] != first.shape[1:] or part.tensor.dtype != first.dtype:

@@ -16,35 +16,35 @@ from typing import Any
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
 __all__ = [
-    "OF_ONE_EXPERT",
-    "ORDERS",
+    "EXPERT_TENSOR_NAME",
+    "SUBTENSOR_SUFFIXES",
     "Place",
     "StoredNames",
     "is_fp8_state",
     "is_history",
-    "split_piece",
+    "split_subtensor_suffix",
     "state_name",
 ]
 
-_PREFIX = "fp8_state."
-_TENSORS = r"fp8_state\.(?:scale|amax_history)_(?:fwd|bwd)"
-_STATE = re.compile(rf"(?:.*\.)?{_TENSORS}\d*")
+_FP8_PREFIX = "fp8_state."
+_FP8_TENSORS = r"fp8_state\.(?:scale|amax_history)_(?:fwd|bwd)"
+_FP8_STATE = re.compile(rf"(?:.*\.)?{_FP8_TENSORS}\d*")
 
-OF_ONE_EXPERT = re.compile(rf"(weight|bias|{_TENSORS})(\d+)")
+EXPERT_TENSOR_NAME = re.compile(rf"(weight|bias|{_FP8_TENSORS})(\d+)")
 """Matches names below a grouped layer that end in an expert's number: the stem, the number."""
 
-ORDERS = (("_w", "_v"), (".z", ".x", ".B", ".C", ".dt"), (".x", ".B", ".C"))
+SUBTENSOR_SUFFIXES = (("_w", "_v"), (".z", ".x", ".B", ".C", ".dt"), (".x", ".B", ".C"))
 """Suffixes of sub-tensors, in order: of gated layers, and of two kinds of state-space layers."""
-_PIECE = re.compile(r"(.*[._](?:weight|bias)\d*)(_[wv]|\.(?:z|x|B|C|dt))")
+_SUBTENSOR = re.compile(r"(.*[._](?:weight|bias)\d*)(_[wv]|\.(?:z|x|B|C|dt))")
 
 
-def split_piece(name: str) -> tuple[str, str]:
+def split_subtensor_suffix(name: str) -> tuple[str, str]:
     """Split a name into the parameter's name and the suffix of a sub-tensor, which may be empty.
 
     Args:
         name: A global name.
     """
-    match = _PIECE.fullmatch(name)
+    match = _SUBTENSOR.fullmatch(name)
     return (name, "") if match is None else (match[1], match[2])
 
 
@@ -58,17 +58,17 @@ def state_name(tensor: str, expert: int | None) -> str:
         tensor: `scale_fwd`, `amax_history_fwd`, `scale_bwd` or `amax_history_bwd`.
         expert: Number of the expert in a grouped layer; None for other modules.
     """
-    return f"{_PREFIX}{tensor}{'' if expert is None else expert}"
+    return f"{_FP8_PREFIX}{tensor}{'' if expert is None else expert}"
 
 
 def is_fp8_state(key: str) -> bool:
     """Whether an entry of a checkpoint is FP8 state, with any prefix."""
-    return _STATE.fullmatch(key) is not None
+    return _FP8_STATE.fullmatch(key) is not None
 
 
 def is_history(key: str) -> bool:
     """Whether FP8 state is an amax history, whose first dimension counts steps."""
-    return ".amax_history_" in f".{key.rpartition(_PREFIX)[2]}"
+    return ".amax_history_" in f".{key.rpartition(_FP8_PREFIX)[2]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +77,18 @@ class Place:
 
     Attributes:
         key: Name of the stored tensor.
-        front: Position and length of each leading dimension: layer, expert.
-        half: Index of the half of the first dimension after `front` that the tensor fills; None if
-            the tensor fills the whole dimension.
+        leading: Position and length of each leading dimension: layer, expert.
+        half: Index of the half of the first dimension after `leading` that the tensor fills; None
+            if the tensor fills the whole dimension.
     """
 
     key: str
-    front: tuple[tuple[int, int], ...] = ()
+    leading: tuple[tuple[int, int], ...] = ()
     half: int | None = None
 
     def shape(self, own: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the stored tensor from the shape of the tensor placed in it."""
-        lengths = [length for _, length in self.front]
+        lengths = [length for _, length in self.leading]
         return (*lengths, *own) if self.half is None else (*lengths, 2 * own[0], *own[1:])
 
     def offset(self, own: Sequence[int], start: Sequence[int] | None = None) -> tuple[int, ...]:
@@ -96,7 +96,7 @@ class Place:
         first = [*(start or (0,) * len(own))]
         if self.half:
             first[0] += own[0]
-        return (*(index for index, _ in self.front), *first)
+        return (*(index for index, _ in self.leading), *first)
 
 
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.(.+)")
@@ -109,14 +109,14 @@ _ANY_LAYER = r"((?:decoder|mtp)\.layers\.\d+\.(?:transformer_layer\.)?)"
 # Prefix, name in the model, name in a checkpoint, suffix, and the field of `StoredNames` that
 # enables the renaming. Norms of layers with Megatron's own modules are stored as if they were fused
 # into the following linear layer, as Transformer Engine's are.
-_RENAMED = (
+_RENAMINGS = (
     (r"(.*\bmixer\.conv1d)", "_", ".", r"((?:weight|bias)\b.*)", None),
     (
         r"(mtp\.layers\.\d+\.)",
         "mtp_model_layer",
         "transformer_layer",
         r"(\..+)",
-        "mtp_under_old_name",
+        "has_legacy_mtp_names",
     ),
     *(
         (_ANY_LAYER, norm, f"{linear}.layer_norm_", r"(\w+)", "has_fused_norms")
@@ -138,7 +138,7 @@ class StoredNames:
         is_stacked: Whether the layers of the decoder are identical and stacked into one tensor.
         is_grouped: Whether the experts of a layer are one module.
         has_fused_norms: Whether norms are named as if fused into the following linear layer.
-        mtp_under_old_name: Whether MTP layers have the name of Megatron's older GPT-only format.
+        has_legacy_mtp_names: Whether MTP layers have the name of Megatron's older GPT-only format.
     """
 
     num_layers: int
@@ -146,7 +146,7 @@ class StoredNames:
     is_stacked: bool = True
     is_grouped: bool = False
     has_fused_norms: bool = False
-    mtp_under_old_name: bool = True
+    has_legacy_mtp_names: bool = True
 
     @staticmethod
     def of(args: Any) -> StoredNames:
@@ -176,7 +176,7 @@ class StoredNames:
             has_fused_norms=is_local
             and not is_hybrid
             and not getattr(args, "multi_latent_attention", False),
-            mtp_under_old_name=not is_hybrid,
+            has_legacy_mtp_names=not is_hybrid,
         )
 
     def place(self, name: str) -> Place:
@@ -185,21 +185,21 @@ class StoredNames:
         Args:
             name: Global name of the tensor, or of a sub-tensor.
         """
-        whole, piece = split_piece(name)
-        half = ORDERS[0].index(piece) if piece in ORDERS[0] else None
+        whole, piece = split_subtensor_suffix(name)
+        half = SUBTENSOR_SUFFIXES[0].index(piece) if piece in SUBTENSOR_SUFFIXES[0] else None
         name = whole if half is not None else name
-        front: list[tuple[int, int]] = []
+        leading: list[tuple[int, int]] = []
         if match := _SEQUENTIAL.fullmatch(name):
             name = f"{match[1]}.experts.{match[3]}"
-            front = [(int(match[2]), self.num_experts)]
+            leading = [(int(match[2]), self.num_experts)]
         elif match := _GROUPED.fullmatch(name):
             name = f"{match[1]}.experts.{match[2]}"
-            front = [(int(match[3]), self.num_experts)]
-        name = self._renamed(name, is_stored=False)
+            leading = [(int(match[3]), self.num_experts)]
+        name = self._translate(name, is_stored=False)
         if self.is_stacked and (match := _LAYER.fullmatch(name)):
             name = match[1] + match[3]
-            front.insert(0, (int(match[2]), self.num_layers))
-        return Place(name, tuple(front), half)
+            leading.insert(0, (int(match[2]), self.num_layers))
+        return Place(name, tuple(leading), half)
 
     def names(self, key: str, shape: Sequence[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the names in the model of the tensors in a stored tensor.
@@ -214,21 +214,23 @@ class StoredNames:
         layers: list[tuple[str, tuple[int, ...]]] = [(key, ())]
         if self.is_stacked and (match := _STACKED.fullmatch(key)):
             layers = [(f"{match[1]}{i}.{match[2]}", (i,)) for i in range(shape[0])]
-        for name, front in layers:
+        for name, leading in layers:
             match = _EXPERTS.fullmatch(name)
             if match is None:
-                yield self._renamed(name, is_stored=True), front
+                yield self._translate(name, is_stored=True), leading
                 continue
-            for i in range(shape[len(front)]):
-                one = f"{match[2]}{i}" if self.is_grouped else f"local_experts.{i}.{match[2]}"
-                yield f"{match[1]}.{one}", (*front, i)
+            for i in range(shape[len(leading)]):
+                suffix = f"{match[2]}{i}" if self.is_grouped else f"local_experts.{i}.{match[2]}"
+                yield f"{match[1]}.{suffix}", (*leading, i)
 
-    def _renamed(self, name: str, *, is_stored: bool) -> str:
-        for before, mine, stored, behind, condition in _RENAMED[:: -1 if is_stored else 1]:
-            here, there = (stored, mine) if is_stored else (mine, stored)
-            match = re.fullmatch(before + re.escape(here) + behind, name)
+    def _translate(self, name: str, *, is_stored: bool) -> str:
+        for prefix, model_name, stored_name, suffix, condition in _RENAMINGS[
+            :: -1 if is_stored else 1
+        ]:
+            source, target = (stored_name, model_name) if is_stored else (model_name, stored_name)
+            match = re.fullmatch(prefix + re.escape(source) + suffix, name)
             if match and (condition is None or getattr(self, condition)):
-                name = match[1] + there + match[2]
+                name = match[1] + target + match[2]
         return name
 
 

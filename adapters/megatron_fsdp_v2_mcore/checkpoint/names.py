@@ -15,7 +15,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor, nn
 
-from megatron_fsdp_v2_mcore.checkpoint.name_table import OF_ONE_EXPERT
+from megatron_fsdp_v2_mcore.checkpoint.name_table import EXPERT_TENSOR_NAME
 from megatron_fsdp_v2_mcore.model.tensor_shards import PIECES_ATTRIBUTE
 
 __all__ = [
@@ -76,9 +76,11 @@ def canonical_names(chunks: Sequence[nn.Module]) -> list[dict[str, CanonicalName
     for chunk in chunks:
         named: dict[str, CanonicalName] = {}
         seen: dict[int, CanonicalName] = {}
-        unused = _unused(chunk)
+        unused = _unused_output_weights(chunk)
         for local, fqn, tensor in _tensors(chunk):
-            name = seen.setdefault(id(tensor), _name(fqn, tensor, is_unused=id(tensor) in unused))
+            name = seen.setdefault(
+                id(tensor), _canonical_name(fqn, tensor, is_unused=id(tensor) in unused)
+            )
             if owners.setdefault(name.fqn, id(tensor)) != id(tensor):
                 raise RuntimeError(
                     f"{local} and another parameter of this rank would both have the name "
@@ -110,10 +112,10 @@ def canonical_modules(chunks: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, 
     """
     seen: set[int] = set()
     for chunk in chunks:
-        for _, module, renamed in _walk(chunk, "", lambda rest: rest):
+        for _, module, to_global in _walk(chunk, "", lambda rest: rest):
             if id(module) not in seen:
                 seen.add(id(module))
-                yield module, renamed
+                yield module, to_global
 
 
 def unwrapped(name: str) -> str:
@@ -123,7 +125,7 @@ def unwrapped(name: str) -> str:
     return name
 
 
-def _unused(chunk: nn.Module) -> set[int]:
+def _unused_output_weights(chunk: nn.Module) -> set[int]:
     """Return the ids of unused output weights: their stages use a replica of the embedding."""
     return {
         id(module.output_layer.weight)
@@ -135,7 +137,7 @@ def _unused(chunk: nn.Module) -> set[int]:
     }
 
 
-def _name(fqn: str, tensor: Tensor, *, is_unused: bool) -> CanonicalName:
+def _canonical_name(fqn: str, tensor: Tensor, *, is_unused: bool) -> CanonicalName:
     pieces = tuple(getattr(tensor, PIECES_ATTRIBUTE, ()))
     name = CanonicalName(fqn, pieces, is_unused=is_unused)
     if not getattr(tensor, "shared", False):
@@ -146,45 +148,49 @@ def _name(fqn: str, tensor: Tensor, *, is_unused: bool) -> CanonicalName:
 
 def _tensors(chunk: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
     """Yield local names, global names and tensors below a chunk, in the order of a state dict."""
-    for local, module, renamed in _walk(chunk, "", lambda rest: rest):
+    for local, module, to_global in _walk(chunk, "", lambda rest: rest):
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and name not in module._non_persistent_buffers_set:
-                yield local + name, renamed(name), tensor
+                yield local + name, to_global(name), tensor
 
 
 def _walk(
-    module: nn.Module, local: str, canonical: Renaming
+    module: nn.Module, local: str, to_global: Renaming
 ) -> Iterator[tuple[str, nn.Module, Renaming]]:
     """Yield prefixes of local names, modules, and functions to global names, parents first."""
-    yield local, module, canonical
+    yield local, module, to_global
     for name, child in module._modules.items():
         if child is not None:
-            below = canonical if name == "module" else _within(canonical, module, name, child)
-            yield from _walk(child, f"{local}{name}.", below)
+            child_to_global = (
+                to_global if name == "module" else _compose(to_global, module, name, child)
+            )
+            yield from _walk(child, f"{local}{name}.", child_to_global)
 
 
-def _within(canonical: Renaming, module: nn.Module, name: str, child: nn.Module) -> Renaming:
-    renamed = _renamed(module, name, child)
-    return lambda rest: canonical(renamed(rest))
+def _compose(to_global: Renaming, module: nn.Module, name: str, child: nn.Module) -> Renaming:
+    to_parent = _renaming_to_parent(module, name, child)
+    return lambda rest: to_global(to_parent(rest))
 
 
-def _renamed(module: nn.Module, name: str, child: nn.Module) -> Renaming:
+def _renaming_to_parent(module: nn.Module, name: str, child: nn.Module) -> Renaming:
     """Return the function from names below a child to names below its parent."""
     if name == "layers" and isinstance(child, nn.ModuleList):
         numbers = [getattr(layer, "layer_number", None) for layer in child]
-        return lambda rest: f"layers.{_renumbered(rest, numbers, first=1)}"
+        return lambda rest: f"layers.{_renumber(rest, numbers, first=1)}"
     if isinstance(module, SequentialMLP) and name == "local_experts":
         first = _first_expert(module)
         experts: list[int | None] = [first + n for n in range(module.num_local_experts)]
-        return lambda rest: f"local_experts.{_renumbered(rest, experts, first=0)}"
+        return lambda rest: f"local_experts.{_renumber(rest, experts, first=0)}"
     if isinstance(module, TEGroupedMLP) and name in ("linear_fc1", "linear_fc2"):
         first = _first_expert(module)
-        several = module.ep_group.size() > 1
-        return lambda rest: f"{name}.{_of_expert(rest, first, several=several)}"
+        is_expert_parallel = module.ep_group.size() > 1
+        return lambda rest: (
+            f"{name}.{_global_expert_name(rest, first, is_expert_parallel=is_expert_parallel)}"
+        )
     return lambda rest: f"{name}.{rest}"
 
 
-def _renumbered(rest: str, numbers: Sequence[int | None], first: int) -> str:
+def _renumber(rest: str, numbers: Sequence[int | None], first: int) -> str:
     index, _, below = rest.partition(".")
     number = numbers[int(index)]
     return rest if number is None else f"{number - first}.{below}"
@@ -194,11 +200,11 @@ def _first_expert(experts: Any) -> int:
     return int(experts.ep_group.rank() * experts.num_local_experts)
 
 
-def _of_expert(name: str, first: int, *, several: bool) -> str:
-    match = OF_ONE_EXPERT.fullmatch(name)
+def _global_expert_name(name: str, first: int, *, is_expert_parallel: bool) -> str:
+    match = EXPERT_TENSOR_NAME.fullmatch(name)
     if match is not None:
         return f"{match[1]}{first + int(match[2])}"
-    if several and name in ("weight", "bias"):
+    if is_expert_parallel and name in ("weight", "bias"):
         raise RuntimeError(
             "a checkpoint needs one parameter for each expert: experts in one stacked parameter "
             "cannot be saved with expert parallelism; set moe_single_grouped_weight and "

@@ -31,9 +31,9 @@ __all__ = [
     "CHUNKS",
     "META",
     "Translation",
-    "load_by_model",
-    "pieces_of",
-    "save_by_model",
+    "checkpoint_entries",
+    "load_by_global_names",
+    "save_by_global_names",
     "with_chunks",
 ]
 
@@ -44,7 +44,7 @@ META = "param_to_group_meta"
 
 
 def with_chunks(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Add the model chunks to the result of `generate_state_dict`, for use in `save_by_model`."""
+    """Add the model chunks to the result of `generate_state_dict`, for `save_by_global_names`."""
 
     def generate(args: Any, model: Any, *rest: Any, **kwargs: Any) -> dict[str, Any]:
         state_dict = original(args, model, *rest, **kwargs)
@@ -56,7 +56,7 @@ def with_chunks(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[s
     return generate
 
 
-def save_by_model(original: Callable[..., Any]) -> Callable[..., Any]:
+def save_by_global_names(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace Megatron's preparation of a state dict for torch's distributed checkpoint."""
 
     def preprocess(args: Any, raw_state_dict: dict[str, Any], model: Any) -> Any:
@@ -65,14 +65,14 @@ def save_by_model(original: Callable[..., Any]) -> Callable[..., Any]:
         if chunks is not None:
             return Translation(chunks, state_dict).for_saving()
         if any(isinstance(value, UnevenDTensor) for value in state_dict["model"].values()):
-            # The request of `load_by_model` is already translated.
+            # The request of `load_by_global_names` is already translated.
             return state_dict
         return original(args, raw_state_dict, model)
 
     return preprocess
 
 
-def load_by_model(
+def load_by_global_names(
     original: Callable[..., Any],
     load_dir: Any,
     args: Any,
@@ -102,9 +102,9 @@ def load_by_model(
         return original(load_dir, args, rank0, sharded_state_dict, **kwargs)
     translation = Translation(chunks, sharded_state_dict)
     request = translation.for_loading()
-    _restrict(request, path, saved.get("args"), args)
+    _remove_missing(request, path, saved.get("args"), args)
     loaded, *rest = original(load_dir, args, rank0, request, **kwargs)
-    return (_restored(translation, request, loaded), *rest)
+    return (_to_local_names(translation, request, loaded), *rest)
 
 
 class Translation:
@@ -118,9 +118,11 @@ class Translation:
         )
         self._names = canonical_names(chunks)
         by_param = canonical_parameter_names(chunks)
-        self.of_param = {name.fqn: name for name in by_param.values()}
+        self.names_by_fqn = {name.fqn: name for name in by_param.values()}
         self.scales: dict[str, torch.Tensor] = {}
-        self._written_here = {name.fqn for param, name in by_param.items() if _is_first(param)}
+        self._written_fqns = {
+            name.fqn for param, name in by_param.items() if _writes_replicated(param)
+        }
 
     def name(self, chunk: int, local: str) -> CanonicalName:
         """Return the global name of an entry of a chunk's state dict."""
@@ -135,13 +137,15 @@ class Translation:
 
     def for_saving(self) -> dict[str, Any]:
         """Return the entries that this rank saves, without copies and unused parameters."""
-        scales = fp8_state.saved_tensors(self.chunks, _is_first)
-        return self._entries(scales, lambda name: not (name.is_copy or name.is_unused), self._saves)
+        scales = fp8_state.tensors_to_save(self.chunks, _writes_replicated)
+        return self._entries(
+            scales, lambda name: not (name.is_copy or name.is_unused), self._writes_state
+        )
 
     def for_loading(self) -> dict[str, Any]:
         """Return the entries that this rank loads: all entries that it uses."""
         fp8_state.allocate(self.chunks)
-        self.scales = fp8_state.wanted_tensors(self.chunks)
+        self.scales = fp8_state.tensors_to_load(self.chunks)
         return self._entries(
             self.scales, lambda name: not name.is_unused, lambda name, _: not name.is_unused
         )
@@ -158,7 +162,7 @@ class Translation:
             key: piece
             for name, value in self.model_entries()
             if keeps(name)
-            for key, piece in pieces_of(name, value)
+            for key, piece in checkpoint_entries(name, value)
         } | scales
         if "optimizer" in result:
             result["optimizer"] = self.optimizer_entries(keeps_state)
@@ -173,24 +177,24 @@ class Translation:
         merged: dict[str, Any] = {"state": {}, META: {}}
         for part in self.optimizers():
             for fqn, entry in part["state"].items():
-                name = self.of_param[fqn]
+                name = self.names_by_fqn[fqn]
                 for option, value in entry.items():
                     if keeps(name, value):
-                        for key, piece in pieces_of(name, value):
+                        for key, piece in checkpoint_entries(name, value):
                             merged["state"].setdefault(key, {})[option] = piece
             for fqn, meta in part[META].items():
-                if keeps(self.of_param[fqn], meta):
+                if keeps(self.names_by_fqn[fqn], meta):
                     merged[META][fqn] = dict(meta)
             for key, value in part.items():
                 if key not in ("state", META):
                     merged.setdefault(key, value)
         return merged
 
-    def _saves(self, name: CanonicalName, value: Any) -> bool:
+    def _writes_state(self, name: CanonicalName, value: Any) -> bool:
         if name.is_copy or name.is_unused:
             return False
         # Every rank writes its own rows. Only one rank writes a replicated value.
-        return isinstance(value, UnevenDTensor) or name.fqn in self._written_here
+        return isinstance(value, UnevenDTensor) or name.fqn in self._written_fqns
 
     def model_entries(self) -> Iterator[tuple[CanonicalName, Any]]:
         """Yield the global names and values of the chunks' parameters and buffers."""
@@ -202,7 +206,7 @@ class Translation:
                     yield self.name(chunk, local), value
 
 
-def _restrict(request: dict[str, Any], path: str, saved_args: Any, args: Any) -> None:
+def _remove_missing(request: dict[str, Any], path: str, saved_args: Any, args: Any) -> None:
     """Check a request against the file and remove the values that the file lacks. Collective.
 
     Raises:
@@ -219,7 +223,7 @@ def _restrict(request: dict[str, Any], path: str, saved_args: Any, args: Any) ->
         values.pop(key, None)
 
 
-def _restored(
+def _to_local_names(
     translation: Translation, request: dict[str, Any], loaded: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the loaded values in Megatron's state dict, under its local names."""
@@ -232,12 +236,14 @@ def _restored(
         result.setdefault("rng_state", raw["rng_state"])
     if "optimizer" in raw:
         for part in translation.optimizers():
-            _fill(part, request["optimizer"], translation.of_param)
+            _copy_plain_values(part, request["optimizer"], translation.names_by_fqn)
         result["optimizer"] = raw["optimizer"]
     return result
 
 
-def _fill(part: dict[str, Any], read: dict[str, Any], names: dict[str, CanonicalName]) -> None:
+def _copy_plain_values(
+    part: dict[str, Any], read: dict[str, Any], names: dict[str, CanonicalName]
+) -> None:
     """Copy non-tensor values to an optimizer's state dict; tensors were read in place."""
     for fqn in list(part["state"]):
         if names[fqn].is_unused:
@@ -254,7 +260,7 @@ def _fill(part: dict[str, Any], read: dict[str, Any], names: dict[str, Canonical
         part["grad_scaler"] = read["grad_scaler"]
 
 
-def pieces_of(name: CanonicalName, value: Any) -> list[tuple[str, Any]]:
+def checkpoint_entries(name: CanonicalName, value: Any) -> list[tuple[str, Any]]:
     """Return the checkpoint entries of one value: a fused tensor has one per sub-tensor."""
     if not name.pieces:
         return [(name.fqn, value)]
@@ -269,7 +275,7 @@ def pieces_of(name: CanonicalName, value: Any) -> list[tuple[str, Any]]:
     return list(zip(name.keys, pieces, strict=True))
 
 
-def _is_first(param: nn.Parameter) -> bool:
+def _writes_replicated(param: nn.Parameter) -> bool:
     if not isinstance(param, UnevenDTensor):
         return True
     first, last = param.local_rows

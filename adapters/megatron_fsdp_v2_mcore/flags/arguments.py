@@ -23,9 +23,9 @@ from megatron_fsdp_v2_mcore.flags.table import EMERGING, OWN_FLAGS, size
 __all__ = [
     "accepted_by_megatron",
     "add_arguments",
-    "check_after",
-    "check_before",
+    "check_arguments",
     "check_no_yaml",
+    "check_validated_arguments",
     "is_enabled",
     "reject_model_options",
     "supported_on_cpu",
@@ -61,7 +61,7 @@ def is_enabled(args: Any) -> bool:
     return bool(getattr(args, "use_fsdp_fully_shard_api", False))
 
 
-def check_before(args: Any) -> None:
+def check_arguments(args: Any) -> None:
     """Check the command line before Megatron validates and changes it.
 
     Raises:
@@ -120,7 +120,7 @@ def _check_overlapping_experts(source: Any, *, is_config: bool = False) -> None:
         FlagError: A combination is not supported. The message names the flags.
     """
 
-    def shown(name: str) -> str:
+    def describe(name: str) -> str:
         flag = flag_of(name)
         value = getattr(source, name)
         return f"{type(source).__name__}.{name} = {value} ({flag})" if is_config else flag
@@ -128,13 +128,13 @@ def _check_overlapping_experts(source: Any, *, is_config: bool = False) -> None:
     overlaps = getattr(source, "overlap_moe_expert_parallel_comm", False)
     if not overlaps and getattr(source, "delay_wgrad_compute", False):
         raise FlagError(
-            f"{shown('delay_wgrad_compute')} needs "
+            f"{describe('delay_wgrad_compute')} needs "
             "--overlap-moe-expert-parallel-comm: only its schedule signals when all weight "
             "gradients of a layer are computed"
         )
     if overlaps and getattr(source, "moe_latent_size", None):
         raise FlagError(
-            f"{shown('moe_latent_size')} cannot be used with "
+            f"{describe('moe_latent_size')} cannot be used with "
             "--overlap-moe-expert-parallel-comm: Megatron projects from the latent space back on "
             "the stream of the all-to-all, which does not wait for the weights of the layer; leave "
             "one of them out"
@@ -161,8 +161,8 @@ def _check_parallel_sizes(args: Any) -> None:
     for names in (dense, experts) if expert > 1 else (dense,):
         if args.world_size % math.prod(sizes[name] for name in names):
             raise FlagError(f"{args.world_size} ranks cannot be divided by {flags(*names)}")
-    apart = tensor * context != expert * expert_tensor
-    if args.use_tp_pp_dp_mapping and pipeline > 1 and apart:
+    differ = tensor * context != expert * expert_tensor
+    if args.use_tp_pp_dp_mapping and pipeline > 1 and differ:
         raise FlagError(
             f"--use-tp-pp-dp-mapping cannot be used with {flags(dense[1])} and "
             f"{flags(dense[0], dense[2])} beside {flags(*experts[:2])}: Megatron requires equal "
@@ -185,7 +185,7 @@ def _check_parallel_sizes(args: Any) -> None:
         )
 
 
-_FILLED_IN = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards")
+_SET_BY_MEGATRON = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards")
 """Model options that Megatron sets itself if they are not given."""
 
 
@@ -199,7 +199,7 @@ def reject_model_options(config: Any) -> None:
         FlagError: The value of a field is not supported.
     """
     _check_overlapping_experts(config, is_config=True)
-    reject(config, ignored=_FILLED_IN)
+    reject(config, ignored=_SET_BY_MEGATRON)
 
 
 @contextlib.contextmanager
@@ -208,38 +208,38 @@ def accepted_by_megatron(args: Any) -> Iterator[None]:
     if not is_enabled(args):
         yield
         return
-    # `shown` has temporary values for the validation, `changed` values that remain afterwards.
-    shown: dict[str, Any] = {"check_weight_hash_across_dp_replicas_interval": None}
-    changed: dict[str, Any] = {}
+    # `temporary` has values for the validation only, `lasting` values that remain afterwards.
+    temporary: dict[str, Any] = {"check_weight_hash_across_dp_replicas_interval": None}
+    lasting: dict[str, Any] = {}
     optimizer = getattr(args, "optimizer", None)
     if optimizer in EMERGING:
         # Megatron's own wrapper does not support these optimizers, and Megatron disables its
         # distributed optimizer for them. The options it derives must be those of Adam.
-        shown["optimizer"] = "adam"
+        temporary["optimizer"] = "adam"
     if args.async_save:
         # Megatron disables asynchronous saves without a worker process. Here a thread writes, which
         # needs neither a worker nor a strategy.
-        shown["use_persistent_ckpt_worker"] = True
-        changed |= {"use_persistent_ckpt_worker": False, "async_strategy": "mcore"}
+        temporary["use_persistent_ckpt_worker"] = True
+        lasting |= {"use_persistent_ckpt_worker": False, "async_strategy": "mcore"}
     if offloads(args):
         # Megatron's validation requires this flag with offload. Afterwards the flag must be off, or
         # Megatron's optimizer would not read the gradients of sharded parameters, `param.grad`.
-        shown["use_precision_aware_optimizer"] = True
-        changed["use_precision_aware_optimizer"] = False
-    given = {name: getattr(args, name) for name in shown}
+        temporary["use_precision_aware_optimizer"] = True
+        lasting["use_precision_aware_optimizer"] = False
+    original = {name: getattr(args, name) for name in temporary}
     apply_main_grads_dtype(args)
-    vars(args).update(shown)
+    vars(args).update(temporary)
     try:
         yield
     finally:
-        vars(args).update(given | changed)
-    if "optimizer" in shown and args.rank == 0:
+        vars(args).update(original | lasting)
+    if "optimizer" in temporary and args.rank == 0:
         sys.stdout.write(
             f"optimizer: {optimizer}; Megatron's list of arguments shows adam for it\n"
         )
 
 
-def check_after(args: Any) -> None:
+def check_validated_arguments(args: Any) -> None:
     """Check the arguments after Megatron's validation.
 
     Raises:

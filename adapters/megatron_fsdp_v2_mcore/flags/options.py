@@ -38,7 +38,7 @@ class Options:
             --suggested-communication-unit-size, or 16 MiB without it.
         runtime: Options of the units, apart from those that Megatron's configuration sets.
         steps_each_parameter: Whether Adam steps each parameter even if it could step flat tensors.
-        gathers_apart: Whether weights are gathered in dedicated process groups.
+        uses_gather_groups: Whether weights are gathered in dedicated process groups.
 
     Raises:
         ValueError: A strategy is unknown, or `unit_bytes` is less than 1.
@@ -50,7 +50,7 @@ class Options:
     unit_bytes: int | None = None
     runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
     steps_each_parameter: bool = False
-    gathers_apart: bool = False
+    uses_gather_groups: bool = False
 
     def __post_init__(self) -> None:
         if self.expert_strategy not in (None, *STRATEGIES):
@@ -69,7 +69,7 @@ class Options:
         return cls(
             runtime=RuntimeOptions(**{name: given.pop(name) for name in names}),
             broadcasts_parameters=bool(getattr(args, "data_parallel_random_init", False)),
-            gathers_apart=bool(getattr(args, "create_all_gather_group", False)),
+            uses_gather_groups=bool(getattr(args, "create_all_gather_group", False)),
             **given,
         )
 

@@ -18,24 +18,24 @@ __all__ = [
     "apply_main_grads_dtype",
     "check_has_fused_adam",
     "check_optimizer_flags",
+    "dtype_name",
     "dtype_of",
     "is_precision_aware",
     "offload_problem",
     "offloads",
     "precision_problem",
     "state_dtypes",
-    "word_of",
 ]
 
 DTYPES = ("main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 """Options of `--use-precision-aware-optimizer`."""
 
-SWITCH = "use_precision_aware_optimizer"
-FULL = ("fp32", torch.float32)
+PRECISION_AWARE = "use_precision_aware_optimizer"
+FP32 = ("fp32", torch.float32)
 _MAIN_PARAMS = "main_params_dtype"
 _MAIN_GRADS = "main_grads_dtype"
 _OUR_MAIN_GRADS = "megatron_fsdp_main_grads_dtype"
-_OUR_AUTO = ("auto", None)
+_OUR_DEFAULTS = ("auto", None)
 
 
 def offloads(args: Any) -> bool:
@@ -53,103 +53,113 @@ def check_optimizer_flags(args: Any) -> None:
         FlagError: A combination is not supported. The message names the flags.
     """
 
-    def said(name: str, value: Any) -> str:
-        return flag_of(name) if value is True else f"{flag_of(name)} {word_of(value)}"
+    def describe(name: str, value: Any) -> str:
+        return flag_of(name) if value is True else f"{flag_of(name)} {dtype_name(value)}"
 
-    problem = offload_problem(args, said) or precision_problem(
-        args, said, "--megatron-fsdp-main-params-dtype"
+    problem = offload_problem(args, describe) or precision_problem(
+        args, describe, "--megatron-fsdp-main-params-dtype"
     )
-    ours, asked = getattr(args, _OUR_MAIN_GRADS), getattr(args, _MAIN_GRADS)
-    if not problem and asked not in FULL and ours not in (asked, *_OUR_AUTO):
+    ours, requested = getattr(args, _OUR_MAIN_GRADS), getattr(args, _MAIN_GRADS)
+    if not problem and requested not in FP32 and ours not in (requested, *_OUR_DEFAULTS):
         problem = (
-            f"{said(_MAIN_GRADS, asked)} and {said(_OUR_MAIN_GRADS, ours)} set different dtypes of "
-            "the same gradients; leave one of them out"
+            f"{describe(_MAIN_GRADS, requested)} and {describe(_OUR_MAIN_GRADS, ours)} set "
+            "different dtypes of the same gradients; leave one of them out"
         )
     if problem:
         raise FlagError(problem)
 
 
-def offload_problem(source: Any, said: Callable[[str, Any], str]) -> str | None:
+def offload_problem(source: Any, describe: Callable[[str, Any], str]) -> str | None:
     """Return the reason why an optimizer cannot be offloaded with its options, or None.
 
     Args:
         source: Megatron's arguments, or its `OptimizerConfig`.
-        said: Function that formats a field and its value for a message.
+        describe: Function that formats a field and its value for a message.
     """
     fraction = source.optimizer_offload_fraction
     if not 0.0 <= fraction <= 1.0:
         return (
-            f"{said('optimizer_offload_fraction', fraction)} is out of range; pass a number from 0 "
-            "(no state is offloaded) to 1 (all state is offloaded)"
+            f"{describe('optimizer_offload_fraction', fraction)} is out of range; pass a number "
+            "from 0 (no state is offloaded) to 1 (all state is offloaded)"
         )
     if not offloads(source):
         return None
-    switch = said("optimizer_cpu_offload", True)
+    switch = describe("optimizer_cpu_offload", True)
     is_muon = source.optimizer in ("muon", "adaptive_muon")
     name = "muon_scalar_optimizer" if is_muon else "optimizer"
     chosen = getattr(source, name)
     if chosen == "lion":
         return (
-            f"{said(name, chosen)} cannot be used with {switch}: no optimizer on the CPU "
+            f"{describe(name, chosen)} cannot be used with {switch}: no optimizer on the CPU "
             "computes the same step; use adam, or leave it out"
         )
     for name in DTYPES:
         value = getattr(source, name, torch.float32)
-        if value not in FULL:
+        if value not in FP32:
             return (
-                f"{said(name, value)} cannot be used with {switch}: Adam on the CPU keeps its "
+                f"{describe(name, value)} cannot be used with {switch}: Adam on the CPU keeps its "
                 "state in the dtype of the main weights, which --megatron-fsdp-main-params-dtype "
                 "sets; leave it out"
             )
     return None
 
 
-def precision_problem(source: Any, said: Callable[[str, Any], str], of_ours: str) -> str | None:
+def precision_problem(
+    source: Any, describe: Callable[[str, Any], str], our_option: str
+) -> str | None:
     """Return the reason why Adam's state cannot have the requested dtypes, or None.
 
     Args:
         source: Megatron's arguments, or its `OptimizerConfig`.
-        said: Function that formats a field and its value for a message.
-        of_ours: Name of the option that sets the dtype of main weights.
+        describe: Function that formats a field and its value for a message.
+        our_option: Name of the option that sets the dtype of main weights.
     """
     if offloads(source):
         # With offload the flag only satisfies Megatron's validation; `offload_problem` checks
         # dtypes.
         return None
-    if not getattr(source, SWITCH, False):
+    if not getattr(source, PRECISION_AWARE, False):
         for name in DTYPES:
             value = getattr(source, name, torch.float32)
-            if value not in FULL:
-                return f"{said(name, value)} needs {said(SWITCH, True)}; add it, or leave both out"
+            if value not in FP32:
+                return (
+                    f"{describe(name, value)} needs {describe(PRECISION_AWARE, True)}; add it, or "
+                    "leave both out"
+                )
         return None
     if source.optimizer != "adam":
         return (
-            f"{said(SWITCH, True)} cannot be used with {said('optimizer', source.optimizer)}: only "
-            "Transformer Engine's FusedAdam keeps its state in other dtypes; use adam, or leave it "
-            "out"
+            f"{describe(PRECISION_AWARE, True)} cannot be used with "
+            f"{describe('optimizer', source.optimizer)}: only Transformer Engine's FusedAdam keeps "
+            "its state in other dtypes; use adam, or leave it out"
         )
     main_params = getattr(source, _MAIN_PARAMS)
-    if main_params not in FULL:
+    if main_params not in FP32:
         return (
-            f"{said(_MAIN_PARAMS, main_params)} requests separate main weights in the optimizer, "
-            f"but the sharded parameters are the main weights; leave it out ({of_ours} sets their "
-            "dtype)"
+            f"{describe(_MAIN_PARAMS, main_params)} requests separate main weights in the "
+            "optimizer, but the sharded parameters are the main weights; leave it out "
+            f"({our_option} sets their dtype)"
         )
     return None
 
 
 def is_precision_aware(args: Any) -> bool:
     """Whether Adam's state has its own dtypes. With offload the flag has no effect."""
-    return bool(getattr(args, SWITCH, False)) and not offloads(args)
+    return bool(getattr(args, PRECISION_AWARE, False)) and not offloads(args)
 
 
-_WORDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
+_DTYPE_NAMES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.uint8,
+}
 """Names of dtypes on the command line."""
 
 
-def dtype_of(word: Any) -> torch.dtype | None:
+def dtype_of(name: Any) -> torch.dtype | None:
     """Return the dtype of a name on the command line; `torch.uint8` for fp8."""
-    return word if isinstance(word, torch.dtype) else _WORDS.get(word)
+    return name if isinstance(name, torch.dtype) else _DTYPE_NAMES.get(name)
 
 
 def state_dtypes(args: Any) -> tuple[torch.dtype, ...]:
@@ -164,13 +174,13 @@ def check_has_fused_adam(args: Any) -> None:
     Raises:
         FlagError: Megatron uses the Adam of torch or apex.
     """
-    if not getattr(args, SWITCH, False):
+    if not getattr(args, PRECISION_AWARE, False):
         return
     from megatron.core.optimizer import Adam
 
     if "exp_avg_dtype" not in inspect.signature(Adam).parameters:
         raise FlagError(
-            f"{flag_of(SWITCH)} needs Transformer Engine's FusedAdam, and Megatron uses "
+            f"{flag_of(PRECISION_AWARE)} needs Transformer Engine's FusedAdam, and Megatron uses "
             f"{Adam.__module__}.{Adam.__qualname__}; install Transformer Engine, or leave it out"
         )
 
@@ -180,11 +190,11 @@ def apply_main_grads_dtype(args: Any) -> None:
 
     Megatron's own wrapper reads another flag for this dtype and ignores `--main-grads-dtype`.
     """
-    asked = getattr(args, _MAIN_GRADS, torch.float32)
-    if asked not in FULL and getattr(args, _OUR_MAIN_GRADS) in _OUR_AUTO:
-        setattr(args, _OUR_MAIN_GRADS, asked)
+    requested = getattr(args, _MAIN_GRADS, torch.float32)
+    if requested not in FP32 and getattr(args, _OUR_MAIN_GRADS) in _OUR_DEFAULTS:
+        setattr(args, _OUR_MAIN_GRADS, requested)
 
 
-def word_of(value: Any) -> str:
+def dtype_name(value: Any) -> str:
     """Return the name of a dtype on the command line."""
-    return next((word for word, dtype in _WORDS.items() if dtype is value), str(value))
+    return next((name for name, dtype in _DTYPE_NAMES.items() if dtype is value), str(value))

@@ -65,15 +65,15 @@ def notices(source: Any, options: Options) -> Iterator[str]:
     """
     has_pool = options.runtime.enable_trace_pool
     fields = ("fsdp_double_buffer", "megatron_fsdp_max_pool_double_buffer")
-    asked = [flag_of(name) for name in fields if getattr(source, name, False)]
-    if asked:
+    flags = [flag_of(name) for name in fields if getattr(source, name, False)]
+    if flags:
         how = "--fsdp-trace-pool keeps" if has_pool else "add --fsdp-trace-pool to keep"
         suggested = getattr(source, "suggested_communication_unit_size", None)
         runtime = options.runtime
         if suggested is not None:
             runtime = dataclasses.replace(runtime, unshard_prefetch_bytes=max(1, suggested))
         yield (
-            f"{' and '.join(asked)}: without the flag, {runtime.live_units}; {how} their memory at "
+            f"{' and '.join(flags)}: without the flag, {runtime.live_units}; {how} their memory at "
             "fixed addresses between steps"
         )
     if getattr(source, "nccl_ub", False) and not has_pool:
@@ -82,7 +82,7 @@ def notices(source: Any, options: Options) -> Iterator[str]:
             "gradients change; add --fsdp-trace-pool for fixed addresses"
         )
     is_sharded = source.data_parallel_sharding_strategy == "optim_grads_params"
-    if not is_sharded or _quantized_gathers(source) or source.keep_fp8_transpose_cache:
+    if not is_sharded or _quantized_gather_flag(source) or source.keep_fp8_transpose_cache:
         return
     for kind, share in (("fp8", "half"), ("fp4", "a quarter of")):
         if getattr(source, kind, None):
@@ -126,7 +126,9 @@ def check_sharding(
             f"and {replicated[0]} is no_shard; use optim, optim_grads or optim_grads_params"
         )
     accumulates = "reduce_scatter_with_fp32_accumulation"
-    if replicated and any(getattr(source, f"{at}{accumulates}", False) for at in ("", "ddp_")):
+    if replicated and any(
+        getattr(source, f"{prefix}{accumulates}", False) for prefix in ("", "ddp_")
+    ):
         raise FlagError(
             f"{replicated[0]} no_shard all-reduces gradients, and "
             "--ddp-reduce-scatter-with-fp32-accumulation applies to reduce-scatters; use optim, "
@@ -137,7 +139,7 @@ def check_sharding(
             "--suggested-communication-unit-size and --fsdp-unshard-prefetch-bytes both limit the "
             "prefetch; leave one of them out"
         )
-    flag = _quantized_gathers(source)
+    flag = _quantized_gather_flag(source)
     if flag is None:
         return
     if getattr(source, "use_cpu_initialization", False):
@@ -154,7 +156,7 @@ def check_sharding(
         )
 
 
-def _quantized_gathers(source: Any) -> str | None:
+def _quantized_gather_flag(source: Any) -> str | None:
     """Return the flag that enables all-gathers of quantized weights, if one is given."""
     for name in ("fp8_param_gather", "fp4_param_gather"):
         if getattr(source, name):
@@ -182,9 +184,9 @@ def sharding_settings(
     check_sharding(ddp_config, options.expert_strategy, runtime.unshard_prefetch_bytes)
     unit_bytes, prefetches = options.unit_bytes, ddp_config.overlap_param_gather
     if suggested is not None:
-        ahead = max(0, suggested // 2)
-        prefetches = prefetches and ahead != 0
-        prefetch_bytes = max(1, ahead * gathered_dtype.itemsize)
+        prefetch_numel = max(0, suggested // 2)
+        prefetches = prefetches and prefetch_numel != 0
+        prefetch_bytes = max(1, prefetch_numel * gathered_dtype.itemsize)
         runtime = dataclasses.replace(runtime, unshard_prefetch_bytes=prefetch_bytes)
         unit_bytes = unit_bytes or max(1, suggested * params_dtype.itemsize)
     main_grads = ddp_config.megatron_fsdp_main_grads_dtype

@@ -21,7 +21,7 @@ __all__ = ["EMERGING", "NO_FLAG", "OWN_FLAGS", "REJECTED", "Flag", "rejected_by"
 EMERGING = ("muon", "adaptive_muon", "lion")
 """Optimizers of Megatron's registry, apart from Adam, that support sharded parameters."""
 
-NO_FLAG = "no flag of its own"
+NO_FLAG = "no command-line flag"
 """Used in place of a flag for fields that only a script can set."""
 
 

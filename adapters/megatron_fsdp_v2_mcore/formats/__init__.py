@@ -34,12 +34,12 @@ def register_formats() -> bool:
         RuntimeError: The installed version lacks the classes of quantized tensors.
     """
     if _PACKAGE in sys.modules:
-        is_there = sys.modules[_PACKAGE] is not None
+        is_installed = sys.modules[_PACKAGE] is not None
     else:
-        is_there = importlib.util.find_spec(_PACKAGE) is not None
-    if is_there:
+        is_installed = importlib.util.find_spec(_PACKAGE) is not None
+    if is_installed:
         _register()
-    return is_there
+    return is_installed
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["allocate", "amax_group", "has_fp8_state", "live_state", "num_grouped"]
+__all__ = ["allocate", "amax_group", "has_fp8_state", "live_state", "num_grouped_gemms"]
 
 
 def has_fp8_state(module: nn.Module) -> bool:
@@ -25,7 +25,7 @@ def allocate(module: Any) -> None:
 
     Call it inside `autocast`, whose recipe determines the state.
     """
-    module.init_fp8_metadata(num_gemms=_num_products(module))
+    module.init_fp8_metadata(num_gemms=_num_gemms(module))
 
 
 def live_state(module: Any) -> dict[str, torch.Tensor]:
@@ -57,7 +57,7 @@ def amax_group(module: Any) -> Any:
     return module.fp8_meta.get("fp8_group")
 
 
-def num_grouped(module: nn.Module) -> int | None:
+def num_grouped_gemms(module: nn.Module) -> int | None:
     """Return the number of GEMMs with separate weights of a grouped layer; None for other modules.
 
     In the state of a grouped layer, the columns of each GEMM are consecutive.
@@ -66,9 +66,9 @@ def num_grouped(module: nn.Module) -> int | None:
     return number
 
 
-def _num_products(module: nn.Module) -> int:
+def _num_gemms(module: nn.Module) -> int:
     """Return the number of GEMMs in a forward: two for an MLP, three for attention, else one."""
-    number = num_grouped(module)
+    number = num_grouped_gemms(module)
     if number is not None:
         return number
     if _is_attention(module):

@@ -68,7 +68,7 @@ class QuantizedFormat:
         self._params: Sequence[Any] = []
         self._views: list[Sequence[torch.Tensor]] = []
         # Per parameter and payload: arguments of the tensor class and their tensors.
-        self._forms: list[list[dict[str, torch.Tensor]]] = []
+        self._payload_arguments: list[list[dict[str, torch.Tensor]]] = []
 
     @classmethod
     def takes(cls, param: torch.Tensor) -> bool:
@@ -107,19 +107,19 @@ class QuantizedFormat:
         """Return a quantized tensor over the gathered bytes, with newly allocated scales."""
         assert index == len(self._views)
         metadata = self._metadata(like)
-        forms = [
+        payload_arguments = [
             {data: view} | {scale: metadata[scale].clone() for scale in scales}
             for data, view, scales in zip(self.data, views, self.scales, strict=True)
         ]
         self._views.append(views)
-        self._forms.append(forms)
+        self._payload_arguments.append(payload_arguments)
         arguments = metadata | dict.fromkeys(self.derived)
-        for form in forms:
-            arguments |= form
-        made: torch.Tensor = self.tensor_class(
+        for payload in payload_arguments:
+            arguments |= payload
+        quantized: torch.Tensor = self.tensor_class(
             shape=like.shape, dtype=like.dtype, device=views[0].device, **arguments
         )
-        return made
+        return quantized
 
     def adopt(self, params: Sequence[torch.Tensor]) -> None:
         """See `WeightFormat.adopt`."""
@@ -158,20 +158,20 @@ class QuantizedFormat:
         ]
         for index, param in enumerate(self._params):
             # Modules may have removed attributes that they did not need.
-            self._present(index, param, WeightUse.BOTH)
+            self._set_payloads(index, param, WeightUse.BOTH)
             first, last = main.rows(index)
             if first == last:
                 yield param, None, None, None
                 continue
             start = first * main.layout.slots[index].row_numel
-            pieces = [buffer.view(index).reshape(-1) for buffer in written]
-            bytes_of = pieces if len(pieces) > 1 else pieces[0]
-            yield param, main.view(index).reshape(-1), start, bytes_of
+            destinations = [buffer.view(index).reshape(-1) for buffer in written]
+            destination = destinations if len(destinations) > 1 else destinations[0]
+            yield param, main.view(index).reshape(-1), start, destination
 
     def prepare(self, uses: WeightUse) -> None:
         """Restore the gathered bytes and scales that modules have removed, for these uses."""
         for index, param in enumerate(self._params):
-            self._present(index, param, uses)
+            self._set_payloads(index, param, uses)
 
     def forget(self) -> None:
         """Drop transposes, unless they are kept until the weights change."""
@@ -179,14 +179,14 @@ class QuantizedFormat:
             for param in self._params:
                 self._drop_derived(param)
 
-    def _present(self, index: int, param: Any, uses: WeightUse) -> None:
+    def _set_payloads(self, index: int, param: Any, uses: WeightUse) -> None:
         """Set a parameter's bytes and scales for these uses and remove those of other uses."""
-        wanted = [bool(uses & use) for use in self.payloads.values()]
-        for form, is_there in zip(self._forms[index], wanted, strict=True):
-            for name, tensor in form.items():
-                setattr(param, f"_{name}", tensor if is_there else None)
+        needed = [bool(uses & use) for use in self.payloads.values()]
+        for payload, is_needed in zip(self._payload_arguments[index], needed, strict=True):
+            for name, tensor in payload.items():
+                setattr(param, f"_{name}", tensor if is_needed else None)
         # Prevents the forward from computing transposes that only the backward needs.
-        param._quantizer.set_usage(rowwise=wanted[0], columnwise=wanted[1:] == [True])
+        param._quantizer.set_usage(rowwise=needed[0], columnwise=needed[1:] == [True])
 
     @classmethod
     def _drop_derived(cls, param: Any) -> None:
@@ -260,7 +260,7 @@ class MXFP8Format(QuantizedFormat):
         return metadata
 
 
-_WIDTH = 64
+_COLUMN_DIVISOR = 64
 """Divisor of a weight's number of columns: Transformer Engine pads scales to a multiple of it."""
 
 
@@ -280,11 +280,11 @@ class NVFP4Format(QuantizedFormat):
                 "transpose has different scales; use blocks of 16 x 16 for weights (leave "
                 "NVTE_NVFP4_DISABLE_2D_QUANTIZATION unset)"
             )
-        if like.dim() != 2 or like.shape[1] % _WIDTH:
+        if like.dim() != 2 or like.shape[1] % _COLUMN_DIVISOR:
             raise ValueError(
                 f"a weight of shape {tuple(like.shape)} cannot be gathered as NVFP4: Transformer "
                 "Engine's cast of sharded weights supports only matrices whose number of columns "
-                f"is a multiple of {_WIDTH}"
+                f"is a multiple of {_COLUMN_DIVISOR}"
             )
         return super()._metadata(like)
 

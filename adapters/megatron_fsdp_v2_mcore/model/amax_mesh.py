@@ -20,7 +20,7 @@ from megatron_fsdp_v2_mcore.formats.delayed_scaling import allocate
 
 __all__ = ["name_amax_mesh"]
 
-_MARKS = ("_get_weight_quantizers", "init_fp8_metadata")
+_QUANTIZER_ATTRIBUTES = ("_get_weight_quantizers", "init_fp8_metadata")
 
 
 def name_amax_mesh(module: nn.Module, mesh: DeviceMesh) -> list[RemovableHandle]:
@@ -57,7 +57,7 @@ def name_amax_mesh(module: nn.Module, mesh: DeviceMesh) -> list[RemovableHandle]
 def _quantizes_weights(module: nn.Module) -> bool:
     """Whether a module is of Transformer Engine and has weights; attention modules have none."""
     has_weights = next(module.parameters(recurse=False), None) is not None
-    return has_weights and all(hasattr(module, mark) for mark in _MARKS)
+    return has_weights and all(hasattr(module, name) for name in _QUANTIZER_ATTRIBUTES)
 
 
 def _reduce_over(group: Any, module: Any, inputs: Any) -> None:

@@ -10,10 +10,10 @@ from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.params.formats import DenseFormat
 from megatron_fsdp_v2.params.group import ParameterGroup
 
-__all__ = ["limit_copies"]
+__all__ = ["limit_weight_caches"]
 
 
-def limit_copies(module: nn.Module, *, keeps_weights: bool, keeps_transposes: bool) -> None:
+def limit_weight_caches(module: nn.Module, *, keeps_weights: bool, keeps_transposes: bool) -> None:
     """Disable the caching of full weight copies in modules whose unit is gathered for every use.
 
     A module with bf16 weights would cache their quantized values from the first micro-batch to the
@@ -36,8 +36,8 @@ def limit_copies(module: nn.Module, *, keeps_weights: bool, keeps_transposes: bo
             elif isinstance(weight_format, DenseFormat) and hasattr(type(part), "is_fsdp2"):
                 keeps = keeps_weights or getattr(part, "fuse_wgrad_accumulation", False)
                 # Transformer Engine reads this attribute to quantize again in the backward.
-                marked: Any = part
-                marked._is_fsdp2 = group.gathers_for_use and not keeps
+                te_module: Any = part
+                te_module._is_fsdp2 = group.gathers_for_use and not keeps
 
 
 def _group_of(param: nn.Parameter) -> ParameterGroup | None:

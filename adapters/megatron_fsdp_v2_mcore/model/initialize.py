@@ -35,9 +35,9 @@ from torch import nn
 
 from megatron_fsdp_v2_mcore.model.tensor_shards import is_expert
 
-__all__ = ["OTHER_VALUES", "initializer"]
+__all__ = ["INITIAL_VALUES_WARNING", "initializer"]
 
-OTHER_VALUES = (
+INITIAL_VALUES_WARNING = (
     "--init-model-with-meta-device: weights of Transformer Engine's layers are initialized after "
     "those of an output layer; on pipeline stages with an output layer, their initial values "
     "differ from those without the flag and have the same distribution"
@@ -57,12 +57,12 @@ def initializer(config: Any, chunk: nn.Module) -> Callable[[nn.Module], None]:
         config: The transformer configuration.
         chunk: The model chunk, on the meta device or with memory.
     """
-    waiting = _drawn_on_host(config, chunk)
-    if any(_is_drawn_after_others(module) for module in chunk.modules()):
-        log_single_rank(_logger, logging.WARNING, OTHER_VALUES)
+    host_values = _initialize_on_host(config, chunk)
+    if any(_is_initialized_after_output_layer(module) for module in chunk.modules()):
+        log_single_rank(_logger, logging.WARNING, INITIAL_VALUES_WARNING)
 
     def initialize(module: nn.Module) -> None:
-        values = waiting.pop(module, None)
+        values = host_values.pop(module, None)
         if values is not None:
             for name, value in values.items():
                 module.get_parameter(name).copy_(value)
@@ -88,29 +88,33 @@ def initializer(config: Any, chunk: nn.Module) -> Callable[[nn.Module], None]:
     return initialize
 
 
-def _drawn_on_host(config: Any, chunk: nn.Module) -> dict[nn.Module, dict[str, torch.Tensor]]:
+def _initialize_on_host(config: Any, chunk: nn.Module) -> dict[nn.Module, dict[str, torch.Tensor]]:
     """Initialize the parameters that Megatron builds on the host, in the order of construction."""
-    drawn = {}
+    initialized = {}
     for module in chunk.modules():
         if not isinstance(module, nn.Embedding | Router | SharedExpertMLP):
             continue
-        absent = {name: p for name, p in module._parameters.items() if p is not None and p.is_meta}
-        if not absent:
+        meta_params = {
+            name: p for name, p in module._parameters.items() if p is not None and p.is_meta
+        }
+        if not meta_params:
             continue
         # A build with memory initializes them in fp32, for every compute dtype.
-        for name, param in absent.items():
+        for name, param in meta_params.items():
             empty = torch.empty(param.shape, dtype=torch.float32, device="cpu")
             module._parameters[name] = nn.Parameter(empty)
         try:
             with torch.no_grad():
-                _draw(config, module)
-            drawn[module] = {name: module.get_parameter(name).detach() for name in absent}
+                _initialize_module(config, module)
+            initialized[module] = {
+                name: module.get_parameter(name).detach() for name in meta_params
+            }
         finally:
-            module._parameters.update(absent)
-    return drawn
+            module._parameters.update(meta_params)
+    return initialized
 
 
-def _draw(config: Any, module: Any) -> None:
+def _initialize_module(config: Any, module: Any) -> None:
     if isinstance(module, SharedExpertMLP):
         # The gate is the only parameter of the module itself, which has no `reset_parameters()`.
         if config.perform_initialization:
@@ -122,7 +126,7 @@ def _draw(config: Any, module: Any) -> None:
         config.embedding_init_method(module.weight)
 
 
-def _is_drawn_after_others(module: nn.Module) -> bool:
+def _is_initialized_after_output_layer(module: nn.Module) -> bool:
     """Whether a Transformer Engine layer has a non-expert matrix on the meta device."""
     packages = {kind.__module__.partition(".")[0] for kind in type(module).__mro__}
     if "transformer_engine" not in packages:

@@ -9,30 +9,30 @@ import torch
 from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
-__all__ = ["follow_parameters"]
+__all__ = ["use_registered_parameters"]
 
-HELD = ("conv1d_weight", "conv1d_bias", "dt_bias", "A_log", "D")
+HELPER_PARAMETERS = ("conv1d_weight", "conv1d_bias", "dt_bias", "A_log", "D")
 """Parameters of a mixer that its helper also references, under the same name with `_cp1`."""
 
 
-def _of_mixer(name: str) -> property:
-    def look_up(helper: Any) -> Any:
+def _mixer_attribute(name: str) -> property:
+    def read(helper: Any) -> Any:
         return getattr(helper.mixer(), name)
 
-    return property(look_up)
+    return property(read)
 
 
-class _FollowingParameters(MambaContextParallel):
+class _RegisteredParametersHelper(MambaContextParallel):
     """A context-parallel helper that reads the parameters currently registered on its mixer."""
 
     mixer: weakref.ref[Any]
 
 
-for _name in HELD:
-    setattr(_FollowingParameters, f"{_name}_cp1", _of_mixer(_name))
+for _name in HELPER_PARAMETERS:
+    setattr(_RegisteredParametersHelper, f"{_name}_cp1", _mixer_attribute(_name))
 
 
-def follow_parameters(module: torch.nn.Module) -> None:
+def use_registered_parameters(module: torch.nn.Module) -> None:
     """Make every Mamba mixer compute with the parameters that are registered on it.
 
     Megatron passes the parameters to a helper when it builds a mixer, and the mixer computes with
@@ -45,7 +45,7 @@ def follow_parameters(module: torch.nn.Module) -> None:
     """
     for mixer in module.modules():
         if isinstance(mixer, MambaMixer) and type(mixer.cp) is MambaContextParallel:
-            for name in HELD:
+            for name in HELPER_PARAMETERS:
                 del vars(mixer.cp)[f"{name}_cp1"]
-            mixer.cp.__class__ = _FollowingParameters
+            mixer.cp.__class__ = _RegisteredParametersHelper
             mixer.cp.mixer = weakref.ref(mixer)

@@ -22,12 +22,12 @@ class Meshes:
 
     Attributes:
         data: Data-parallel axes: `(dp,)`, or `(dp_outer, dp)` for hybrid sharding.
-        both: The data-parallel axes and the tensor-parallel axis; None if the size of the latter
-            is 1.
+        data_and_tensor: The data-parallel axes and the tensor-parallel axis; None if the size of
+            the latter is 1.
     """
 
     data: DeviceMesh
-    both: DeviceMesh | None
+    data_and_tensor: DeviceMesh | None
 
 
 def dense_meshes(groups: Any, device_type: str, *, is_hybrid: bool) -> Meshes:
@@ -59,7 +59,7 @@ def expert_meshes(groups: Any, device_type: str, *, is_hybrid: bool) -> Meshes:
 
 
 def gather_groups(
-    groups: Any, dense: Meshes, expert: Meshes | None, *, are_made: bool
+    groups: Any, dense: Meshes, expert: Meshes | None, *, creates: bool
 ) -> dict[DeviceMesh, Any]:
     """Return the dedicated process group for all-gathers of weights on each mesh. Collective.
 
@@ -72,21 +72,21 @@ def gather_groups(
         groups: A `ProcessGroupCollection`.
         dense: Meshes of dense parameters.
         expert: Meshes of expert parameters, if the model has experts.
-        are_made: Whether to create groups if the collection has none.
+        creates: Whether to create groups if the collection has none.
     """
-    if not are_made and getattr(groups, "dp_cp_ag", None) is None:
+    if not creates and getattr(groups, "dp_cp_ag", None) is None:
         return {}
     found = {}
     for meshes, name in ((dense, "dp_cp_ag"), (expert, "expt_dp_ag")):
         if meshes is None or meshes.data in found:
             continue
-        given, inner = getattr(groups, name, None), meshes.data.get_group(meshes.data.ndim - 1)
+        group, inner = getattr(groups, name, None), meshes.data.get_group(meshes.data.ndim - 1)
         ranks = dist.get_process_group_ranks(inner)
-        if given is None or dist.get_process_group_ranks(given) != ranks:
-            given = group_of_same_ranks(inner)
+        if group is None or dist.get_process_group_ranks(group) != ranks:
+            group = group_of_same_ranks(inner)
             # Stored for the other chunks of this rank, which use the same group.
-            setattr(groups, name, given)
-        found[meshes.data] = given
+            setattr(groups, name, group)
+        found[meshes.data] = group
     return found
 
 
@@ -102,8 +102,8 @@ def _meshes(groups: Any, data_names: Sequence[str], tensor_name: str, device_typ
     # torch treats None as the group of all ranks; here None means no tensor parallelism.
     if tensor is None or dist.get_world_size(tensor) == 1:
         return Meshes(_mesh(data, names, device_type), None)
-    both = _mesh([*data, tensor], (*names, "tp"), device_type)
-    return Meshes(both[names], both)
+    data_and_tensor = _mesh([*data, tensor], (*names, "tp"), device_type)
+    return Meshes(data_and_tensor[names], data_and_tensor)
 
 
 def _mesh(groups: Sequence[Any], names: tuple[str, ...], device_type: str) -> DeviceMesh:

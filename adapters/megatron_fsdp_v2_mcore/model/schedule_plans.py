@@ -18,10 +18,10 @@ from torch import nn
 from megatron_fsdp_v2 import FSDPModule
 from megatron_fsdp_v2.runtime.scheduled import ScheduledUnits
 
-__all__ = ["follow_plan", "scheduled_parts"]
+__all__ = ["attach_to_plan", "scheduled_modules"]
 
 
-def scheduled_parts(chunk: nn.Module) -> list[nn.Module]:
+def scheduled_modules(chunk: nn.Module) -> list[nn.Module]:
     """Return the units of a sharded chunk that a plan has nodes for: layers and separate experts.
 
     Args:
@@ -43,34 +43,36 @@ def _experts_of(layer: nn.Module) -> nn.Module | None:
     return experts if experts is not None and _is_unit(experts) else None
 
 
-def follow_plan(plan: Any, units: ScheduledUnits) -> None:
+def attach_to_plan(plan: Any, units: ScheduledUnits) -> None:
     """Gather and reduce units when the nodes of a plan run.
 
     Args:
         plan: A plan that Megatron built for one micro-batch.
         units: The units of the plan's chunk.
     """
-    _around(plan.pre_process, "forward_func", before=units.begin)
-    _around(plan.pre_process, "backward_func", after=units.end)
+    _wrap_node_function(plan.pre_process, "forward_func", before=units.begin)
+    _wrap_node_function(plan.pre_process, "backward_func", after=units.end)
     if plan.post_process is not None:
         # The final norm runs with the last combine node, on the stream of the all-to-all.
-        _around(plan.post_process, "backward_func", before=units.expect_gradients)
+        _wrap_node_function(plan.post_process, "backward_func", before=units.expect_gradients)
     for index in range(plan.num_layers()):
-        _follow_layer(plan.get_layer(index), units)
+        _attach_layer(plan.get_layer(index), units)
 
 
-def _follow_layer(nodes: Any, units: ScheduledUnits) -> None:
+def _attach_layer(nodes: Any, units: ScheduledUnits) -> None:
     """Gather and reduce a layer's units. All other parameters stay gathered for the whole plan.
 
     Dispatch and combine run on another stream and use no parameters of a layer. A layer's weights
     are therefore allocated and freed on the stream of all other nodes.
     """
 
-    def use(part: nn.Module, last_forward: Any, first_backward: Any, first: Any) -> None:
+    def attach(part: nn.Module, last_forward: Any, first_backward: Any, first: Any) -> None:
         """Gather a unit before the forward of `first`; reduce it after the backward of `first`."""
-        _around(first, "forward_func", before=partial(units.begin_forward, part))
+        _wrap_node_function(first, "forward_func", before=partial(units.begin_forward, part))
         last_forward.set_post_forward_hook(partial(units.end_forward, part))
-        _around(first_backward, "backward_func", before=partial(units.begin_backward, part))
+        _wrap_node_function(
+            first_backward, "backward_func", before=partial(units.begin_backward, part)
+        )
         # Megatron calls this hook after delayed weight gradients are computed.
         first.set_post_backward_hook(partial(units.end_backward, part))
 
@@ -78,17 +80,17 @@ def _follow_layer(nodes: Any, units: ScheduledUnits) -> None:
     before, mlp = nodes.pre_dispatch_computation, nodes.mlp
     experts = _experts_of(layer)
     if experts is not None:
-        use(experts, mlp, mlp, mlp)
+        attach(experts, mlp, mlp, mlp)
     if not _is_unit(layer):
         return
     if experts is None:
-        use(layer, mlp, mlp, before)
+        attach(layer, mlp, mlp, before)
     else:
         # A recomputation starts when a gradient reaches the output of the experts.
-        use(layer, before, mlp if layer.recompute_pre_mlp_layernorm else before, before)
+        attach(layer, before, mlp if layer.recompute_pre_mlp_layernorm else before, before)
 
 
-def _around(
+def _wrap_node_function(
     node: Any,
     name: str,
     *,
@@ -98,7 +100,7 @@ def _around(
     """Call functions before and after the function that a node of a plan runs."""
     run = getattr(node, name)
 
-    def run_and_tell(*args: Any) -> Any:
+    def run_with_callbacks(*args: Any) -> Any:
         if before is not None:
             before()
         result = run(*args)
@@ -106,4 +108,4 @@ def _around(
             after()
         return result
 
-    setattr(node, name, run_and_tell)
+    setattr(node, name, run_with_callbacks)

@@ -14,7 +14,7 @@ from megatron_fsdp_v2.tensor_parallel import COLUMN, ROW, Cuts, FusedShard, Tens
 __all__ = ["MEGATRON_RULES", "TRANSFORMER_ENGINE_RULES"]
 
 
-def _marked(module: nn.Module) -> Cuts:
+def _cuts_of_attributes(module: nn.Module) -> Cuts:
     """Return the sharding that Megatron's attributes describe; other parameters are replicated."""
     cuts: dict[str, Replicate | Shard] = {}
     for name, param in module.named_parameters(recurse=False):
@@ -27,13 +27,13 @@ def _marked(module: nn.Module) -> Cuts:
     return cuts
 
 
-MEGATRON_RULES = (TensorParallelRule(nn.Module, _marked),)
+MEGATRON_RULES = (TensorParallelRule(nn.Module, _cuts_of_attributes),)
 """The rule for all modules of Megatron. Megatron's layers set attributes on their parameters and on
 those of Transformer Engine layers in them; the attributes reflect options that a class name does
 not. The attributes do not describe fused sub-tensors, which the adapter's `tensor_shards` adds."""
 
 
-def _linear(module: nn.Module) -> Cuts:
+def _linear_cuts(module: nn.Module) -> Cuts:
     mode = getattr(module, "parallel_mode", None)
     by_mode: Cuts = {"column": COLUMN, "row": ROW}.get(str(mode), {"*": Replicate()})
     # With `parameters_split` a module has several weights, such as query_weight and key_weight.
@@ -41,13 +41,13 @@ def _linear(module: nn.Module) -> Cuts:
     return {"layer_norm_*": Replicate(), **by_mode, **split}
 
 
-def _mlp(module: nn.Module) -> Cuts:
-    both: Cuts = {"layer_norm_*": Replicate()}
+def _mlp_cuts(module: nn.Module) -> Cuts:
+    common: Cuts = {"layer_norm_*": Replicate()}
     if not getattr(module, "set_parallel_mode", False):
         return {"*": Replicate()}
     is_gated = str(getattr(module, "activation", "")).endswith("glu")
     return {
-        **both,
+        **common,
         "fc1_weight": FusedShard(-2, 2) if is_gated else Shard(-2),
         "fc1_bias": FusedShard(-1, 2) if is_gated else Shard(-1),
         "fc2_weight": Shard(-1),
@@ -56,10 +56,10 @@ def _mlp(module: nn.Module) -> Cuts:
 
 
 TRANSFORMER_ENGINE_RULES = (
-    TensorParallelRule("transformer_engine.pytorch.Linear", _linear),
-    TensorParallelRule("transformer_engine.pytorch.LayerNormLinear", _linear),
-    TensorParallelRule("transformer_engine.pytorch.GroupedLinear", _linear),
-    TensorParallelRule("transformer_engine.pytorch.LayerNormMLP", _mlp),
+    TensorParallelRule("transformer_engine.pytorch.Linear", _linear_cuts),
+    TensorParallelRule("transformer_engine.pytorch.LayerNormLinear", _linear_cuts),
+    TensorParallelRule("transformer_engine.pytorch.GroupedLinear", _linear_cuts),
+    TensorParallelRule("transformer_engine.pytorch.LayerNormMLP", _mlp_cuts),
     TensorParallelRule("transformer_engine.pytorch.LayerNorm", {"*": Replicate()}),
     TensorParallelRule("transformer_engine.pytorch.RMSNorm", {"*": Replicate()}),
 )

@@ -25,11 +25,11 @@ __all__ = ["PIECES_ATTRIBUTE", "is_expert", "tensor_shards"]
 PIECES_ATTRIBUTE = "checkpoint_piece_names"
 """Attribute of fused parameters: the suffix of each sub-tensor's name in a checkpoint."""
 
-GATED = ("_w", "_v")
+GATED_SUFFIXES = ("_w", "_v")
 """Suffixes of gate and up projection, as in Megatron's own `fsdp_dtensor` checkpoints."""
 
 # Suffixes of state-space layers by the number of sub-tensors: input projection, convolution.
-STATE_SPACE = {5: (".z", ".x", ".B", ".C", ".dt"), 3: (".x", ".B", ".C")}
+STATE_SPACE_SUFFIXES = {5: (".z", ".x", ".B", ".C", ".dt"), 3: (".x", ".B", ".C")}
 
 
 def is_expert(param: nn.Parameter) -> bool:
@@ -37,7 +37,7 @@ def is_expert(param: nn.Parameter) -> bool:
     return not getattr(param, "allreduce", True)
 
 
-class _Shards(Mapping[nn.Parameter, TensorShard]):
+class _MegatronShards(Mapping[nn.Parameter, TensorShard]):
     """The sharding of parameters, read from the attributes of the parameters at each lookup.
 
     Layers of Transformer Engine set these attributes when they initialize a parameter. A parameter
@@ -46,32 +46,32 @@ class _Shards(Mapping[nn.Parameter, TensorShard]):
 
     def __init__(self, module: nn.Module, dense: Meshes, expert: Meshes | None) -> None:
         self._dense, self._expert = dense, expert
-        self._pieces = _gated(module)
-        self._sites: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+        self._pieces = _gated_halves(module)
+        self._locations: dict[nn.Parameter, tuple[nn.Module, str]] = {}
         for layer in module.modules():
             for attribute, param in layer.named_parameters(recurse=False):
-                self._sites[param] = (layer, attribute)
+                self._locations[param] = (layer, attribute)
                 sizes = getattr(param, "partition_sizes", None)
                 if sizes is not None:
-                    self._pieces[param] = (tuple(sizes), STATE_SPACE[len(sizes)])
+                    self._pieces[param] = (tuple(sizes), STATE_SPACE_SUFFIXES[len(sizes)])
                 if param in self._pieces:
                     setattr(param, PIECES_ATTRIBUTE, self._pieces[param][1])
 
     @override
     def __getitem__(self, param: nn.Parameter) -> TensorShard:
-        layer, attribute = self._sites[param]
+        layer, attribute = self._locations[param]
         meshes = self._dense if self._expert is None or not is_expert(param) else self._expert
         lengths, _ = self._pieces.get(param, ((), ()))
-        if meshes.both is not None:
-            cut = cut_of(layer, attribute, param, MEGATRON_RULES, meshes.both)
-            return replace(cut, pieces=lengths)
+        if meshes.data_and_tensor is not None:
+            shard = cut_of(layer, attribute, param, MEGATRON_RULES, meshes.data_and_tensor)
+            return replace(shard, pieces=lengths)
         if lengths:
             return TensorShard(None, 0, lengths)
         raise KeyError(attribute)
 
     @override
     def __iter__(self) -> Iterator[nn.Parameter]:
-        return (param for param in self._sites if self.get(param) is not None)
+        return (param for param in self._locations if self.get(param) is not None)
 
     @override
     def __len__(self) -> int:
@@ -91,10 +91,10 @@ def tensor_shards(
         dense: Meshes of dense parameters.
         expert: Meshes of expert parameters, if the model has experts.
     """
-    return _Shards(module, dense, expert)
+    return _MegatronShards(module, dense, expert)
 
 
-def _gated(module: nn.Module) -> dict[nn.Parameter, tuple[tuple[int, ...], tuple[str, ...]]]:
+def _gated_halves(module: nn.Module) -> dict[nn.Parameter, tuple[tuple[int, ...], tuple[str, ...]]]:
     """Return row counts and suffixes of the two halves of gated MLPs' fused first layers."""
     found: dict[nn.Parameter, tuple[tuple[int, ...], tuple[str, ...]]] = {}
     for layer in module.modules():
@@ -105,5 +105,5 @@ def _gated(module: nn.Module) -> dict[nn.Parameter, tuple[tuple[int, ...], tuple
             # Transformer Engine's layer may include the preceding norm, which is not gated.
             if name.startswith(("weight", "bias")):
                 half = param.shape[0] // 2
-                found[param] = ((half, half), GATED)
+                found[param] = ((half, half), GATED_SUFFIXES)
     return found

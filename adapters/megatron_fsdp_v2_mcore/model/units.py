@@ -27,12 +27,12 @@ from megatron_fsdp_v2_mcore.model.tensor_shards import is_expert
 __all__ = [
     "UNIT_CLASSES",
     "PlannedUnit",
-    "add_up_embedding_grads",
+    "all_reduce_embedding_grads",
     "broadcast_parameters",
-    "hand_gathered_weights",
+    "pass_gathered_weights",
     "plan_units",
-    "share_late_embeddings",
     "shared_by_stages",
+    "synchronize_embeddings",
 ]
 
 UNIT_CLASSES: tuple[type, ...] = (TransformerLayer, MambaLayer)
@@ -50,18 +50,20 @@ class PlannedUnit:
         modules: The modules, in the order of execution.
         meshes: The meshes over which the unit is sharded.
         strategy: Sharding strategy along the inner axis.
-        uses: The tied embedding whose `weight` the unit receives as an argument, if any.
+        tied_embedding: The tied embedding whose `weight` the unit receives as an argument, if any.
     """
 
     modules: Sequence[nn.Module]
     meshes: Meshes
     strategy: str
-    uses: nn.Module | None = None
+    tied_embedding: nn.Module | None = None
 
     @property
     def used_params(self) -> set[nn.Parameter]:
         """Parameters owned by other units that this unit's forward reads."""
-        return set() if self.uses is None else {self.uses.get_parameter("weight")}
+        return (
+            set() if self.tied_embedding is None else {self.tied_embedding.get_parameter("weight")}
+        )
 
 
 def plan_units(
@@ -98,22 +100,26 @@ def plan_units(
     """
     planned = []
     for experts in _experts(chunk):
-        is_apart = expert is not None and any(is_expert(param) for param in experts.parameters())
-        if is_apart or expert_strategy != strategy:
-            meshes = expert if is_apart and expert is not None else dense
+        has_expert_mesh = expert is not None and any(
+            is_expert(param) for param in experts.parameters()
+        )
+        if has_expert_mesh or expert_strategy != strategy:
+            meshes = expert if has_expert_mesh and expert is not None else dense
             planned.append(PlannedUnit([experts], meshes, expert_strategy))
     # Layers with a nested unit, and layers that a schedule runs in parts, are not grouped.
-    joins_layers = runs_whole and not planned
+    groups_layers = runs_whole and not planned
     for layers in _layers(chunk, unit_classes):
-        groups = group_modules(layers, max_bytes) if joins_layers else [[one] for one in layers]
+        groups = group_modules(layers, max_bytes) if groups_layers else [[one] for one in layers]
         planned += [PlannedUnit(group, dense, strategy) for group in groups]
-    inside = {id(below) for unit in planned for part in unit.modules for below in part.modules()}
+    ids_in_units = {
+        id(below) for unit in planned for part in unit.modules for below in part.modules()
+    }
     for model in chunk.modules() if runs_whole else ():
         config: Any = getattr(model, "config", None)
         if isinstance(model, LANGUAGE_MODELS) and not config.mtp_num_layers:
-            for part, uses in _ends(model):
-                if id(part) not in inside:
-                    planned.append(PlannedUnit([part], dense, strategy, uses))
+            for part, tied_embedding in _embedding_and_output(model):
+                if id(part) not in ids_in_units:
+                    planned.append(PlannedUnit([part], dense, strategy, tied_embedding))
     return [*planned, PlannedUnit([chunk], dense, strategy)]
 
 
@@ -121,18 +127,18 @@ def _language_models(chunk: nn.Module) -> Iterator[Any]:
     return (module for module in chunk.modules() if isinstance(module, LANGUAGE_MODELS))
 
 
-def _ends(model: Any) -> Iterator[tuple[nn.Module, nn.Module | None]]:
+def _embedding_and_output(model: Any) -> Iterator[tuple[nn.Module, nn.Module | None]]:
     """Yield embedding and output layer, each with the module whose weight it receives, or None."""
     embedding, output = (getattr(model, name, None) for name in ("embedding", "output_layer"))
     if isinstance(embedding, nn.Module):
         yield embedding, None
     if isinstance(output, nn.Module):
         # A tied output layer receives the embedding's weight, or has a copy on another stage.
-        handed: Any = embedding if model.share_embeddings_and_output_weights else None
-        yield output, None if handed is None else handed.word_embeddings
+        tied: Any = embedding if model.share_embeddings_and_output_weights else None
+        yield output, None if tied is None else tied.word_embeddings
 
 
-def hand_gathered_weights(chunk: nn.Module) -> None:
+def pass_gathered_weights(chunk: nn.Module) -> None:
     """Make output layers compute with gathered weights if Megatron passes sharded ones.
 
     Megatron reads the weight of a tied output layer before it calls the layer, when the unit that
@@ -145,12 +151,14 @@ def hand_gathered_weights(chunk: nn.Module) -> None:
     for model in _language_models(chunk):
         output = getattr(model, "output_layer", None)
         if isinstance(output, nn.Module):
-            hand = functools.partial(_hand_gathered_weight, weakref.ref(model))
-            output.register_forward_pre_hook(_put_weight_aside, prepend=True, with_kwargs=True)
-            output.register_forward_pre_hook(hand, with_kwargs=True)
+            pass_weight = functools.partial(_pass_gathered_weight, weakref.ref(model))
+            output.register_forward_pre_hook(
+                _replace_sharded_weight, prepend=True, with_kwargs=True
+            )
+            output.register_forward_pre_hook(pass_weight, with_kwargs=True)
 
 
-class _PutAside:
+class _WeightPlaceholder:
     """Placeholder of a sharded weight.
 
     Attributes:
@@ -164,23 +172,25 @@ class _PutAside:
 type _Arguments = tuple[Any, dict[str, Any]]
 
 
-def _put_weight_aside(output: nn.Module, args: Any, kwargs: dict[str, Any]) -> _Arguments | None:
+def _replace_sharded_weight(
+    output: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> _Arguments | None:
     del output
     weight = kwargs.get("weight")
     if not isinstance(weight, UnevenDTensor):
         return None
-    return args, {**kwargs, "weight": _PutAside(is_trained=weight.requires_grad)}
+    return args, {**kwargs, "weight": _WeightPlaceholder(is_trained=weight.requires_grad)}
 
 
-def _hand_gathered_weight(
+def _pass_gathered_weight(
     model_ref: weakref.ref[Any], output: Any, args: Any, kwargs: dict[str, Any]
 ) -> _Arguments | None:
-    aside, model = kwargs.get("weight"), model_ref()
-    if model is None or not isinstance(aside, _PutAside):
+    placeholder, model = kwargs.get("weight"), model_ref()
+    if model is None or not isinstance(placeholder, _WeightPlaceholder):
         return None
     is_tied = model.share_embeddings_and_output_weights
     gathered = model.shared_embedding_or_output_weight() if is_tied else output.weight
-    return args, {**kwargs, "weight": gathered if aside.is_trained else gathered.detach()}
+    return args, {**kwargs, "weight": gathered if placeholder.is_trained else gathered.detach()}
 
 
 def _experts(chunk: nn.Module) -> Iterator[nn.Module]:
@@ -208,14 +218,14 @@ def shared_by_stages(chunk: nn.Module) -> set[nn.Parameter]:
     return {param for param in chunk.parameters() if getattr(param, "shared_embedding", False)}
 
 
-def add_up_embedding_grads(original: Callable[..., None]) -> Callable[..., None]:
+def all_reduce_embedding_grads(original: Callable[..., None]) -> Callable[..., None]:
     """Replace Megatron's reduction, which assigns a plain tensor to the gradient of a DTensor.
 
     Both stages shard the embedding identically (see `shared_by_stages`), so that the sum of
     their local shards is the shard of the summed gradient.
     """
 
-    def add_up(
+    def reduce_grad(
         model: list[Any],
         embd_group: Any,
         pp_group: Any,
@@ -235,7 +245,7 @@ def add_up_embedding_grads(original: Callable[..., None]) -> Callable[..., None]
         if weight is not None and weight.grad is not None:
             dist.all_reduce(local_of(weight.grad), group=embd_group)
 
-    return add_up
+    return reduce_grad
 
 
 def broadcast_parameters(modules: Iterable[nn.Module], data: Sequence[Any]) -> None:
@@ -262,7 +272,7 @@ def broadcast_parameters(modules: Iterable[nn.Module], data: Sequence[Any]) -> N
             values.copy_(sent)
 
 
-def share_late_embeddings(chunk: nn.Module, groups: Any) -> None:
+def synchronize_embeddings(chunk: nn.Module, groups: Any) -> None:
     """Synchronize a tied embedding between stages after meta-device initialization. Collective.
 
     Megatron synchronizes the embedding during construction, when it has no values yet.

@@ -28,19 +28,19 @@ from megatron_fsdp_v2_mcore.flags.errors import FlagError
 from megatron_fsdp_v2_mcore.flags.options import Options, active_options, require_active
 from megatron_fsdp_v2_mcore.flags.settings import notices, sharding_settings
 from megatron_fsdp_v2_mcore.formats import register_formats
-from megatron_fsdp_v2_mcore.model.fp8_weights import limit_copies
+from megatron_fsdp_v2_mcore.model.fp8_weights import limit_weight_caches
 from megatron_fsdp_v2_mcore.model.initialize import initializer
-from megatron_fsdp_v2_mcore.model.mamba_parameters import follow_parameters
+from megatron_fsdp_v2_mcore.model.mamba_parameters import use_registered_parameters
 from megatron_fsdp_v2_mcore.model.meshes import Meshes, dense_meshes, expert_meshes, gather_groups
-from megatron_fsdp_v2_mcore.model.schedule_plans import follow_plan, scheduled_parts
+from megatron_fsdp_v2_mcore.model.schedule_plans import attach_to_plan, scheduled_modules
 from megatron_fsdp_v2_mcore.model.tensor_shards import is_expert, tensor_shards
 from megatron_fsdp_v2_mcore.model.units import (
     UNIT_CLASSES,
     broadcast_parameters,
-    hand_gathered_weights,
+    pass_gathered_weights,
     plan_units,
-    share_late_embeddings,
     shared_by_stages,
+    synchronize_embeddings,
 )
 
 __all__ = ["FullyShardedDataParallel", "with_active_options"]
@@ -112,7 +112,7 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
         if not self._has_command_line:
             # The validation of a command line has already printed the notices.
             for notice in notices(ddp_config, self.options):
-                self._say(notice)
+                self._notify(notice)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         device_type = _device_type(module)
         _check_tensor_groups(groups, config)
@@ -121,16 +121,16 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
         self._expert: Meshes | None = None
         if any(is_expert(param) for param in module.parameters()):
             self._expert = expert_meshes(groups, device_type, is_hybrid=hybrid)
-        follow_parameters(module)
+        use_registered_parameters(module)
         is_quantized = any(getattr(config, kind, None) for kind in ("fp8", "fp4"))
         is_quantized = is_quantized and register_formats()
-        apart = self.options.gathers_apart
-        self._gather_groups = gather_groups(groups, self._dense, self._expert, are_made=apart)
+        creates = self.options.uses_gather_groups
+        self._gather_groups = gather_groups(groups, self._dense, self._expert, creates=creates)
         self._shard_units(tuple(fsdp_unit_modules or UNIT_CLASSES))
         if is_quantized:
             # Delayed scales change in every forward, so weights quantized again would differ.
             is_delayed = bool(config.fp8) and config.fp8_recipe == "delayed"
-            limit_copies(
+            limit_weight_caches(
                 module,
                 keeps_weights=ddp_config.keep_fp8_transpose_cache or is_delayed,
                 keeps_transposes=ddp_config.keep_fp8_transpose_cache,
@@ -139,15 +139,15 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
             # Megatron's norms, clipping and checkpoints recognize a DTensor by this attribute.
             param.__fsdp_param__ = True  # type: ignore[attr-defined]
         if config.init_model_with_meta_device:
-            share_late_embeddings(module, groups)
-        self._scheduled = ScheduledUnits(module, scheduled_parts(module))
+            synchronize_embeddings(module, groups)
+        self._scheduled = ScheduledUnits(module, scheduled_modules(module))
         self.param_and_grad_buffer = _ParamAndGradBuffer()
         if (
             ddp_config.nccl_ub
             and self.options.runtime.enable_trace_pool
             and not register_pool(module)
         ):
-            self._say(
+            self._notify(
                 "--use-nccl-ub: no memory is registered, since gradients and weights are not "
                 "communicated over NCCL"
             )
@@ -194,9 +194,9 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
                     gather_group=self._gather_groups.get(data),
                 ),
             )
-        hand_gathered_weights(self.module)
+        pass_gathered_weights(self.module)
 
-    def _say(self, notice: str) -> None:
+    def _notify(self, notice: str) -> None:
         if not self._has_command_line:
             warnings.warn(notice, stacklevel=3)
         elif torch.distributed.get_rank() == 0:
@@ -218,7 +218,7 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
             kwargs: Keyword arguments of the chunk's forward.
         """
         plan = get_attr_wrapped_model(self.module, "build_schedule_plan")(*args, **kwargs)
-        follow_plan(plan, self._scheduled)
+        attach_to_plan(plan, self._scheduled)
         return plan
 
     # -- gradients ----------------------------------------------------------------------------

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from megatron_fsdp_v2_mcore.flags.errors import optimizer_field
-from megatron_fsdp_v2_mcore.flags.precision import offload_problem, precision_problem, word_of
-from megatron_fsdp_v2_mcore.optim.optimizer_state import reads_any_gradient
+from megatron_fsdp_v2_mcore.flags.precision import dtype_name, offload_problem, precision_problem
+from megatron_fsdp_v2_mcore.optim.optimizer_state import supports_any_grad_dtype
 
-__all__ = ["check_config", "check_gradients", "clipping_any", "factory_config"]
+__all__ = ["check_config", "check_gradients", "clipping_config", "factory_config"]
 
 
 def check_config(config: Any, params: Iterable[torch.Tensor]) -> None:
@@ -54,14 +54,14 @@ def factory_config(config: Any) -> Any:
     template of `ShardedHybridOptimizer`; the copy then disables offload and the precision-aware
     optimizer too.
     """
-    own = copy.copy(config)
-    own.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = False
+    adjusted = copy.copy(config)
+    adjusted.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = False
     if config.optimizer_cpu_offload:
-        own.optimizer_cpu_offload = own.use_precision_aware_optimizer = False
-    return own
+        adjusted.optimizer_cpu_offload = adjusted.use_precision_aware_optimizer = False
+    return adjusted
 
 
-def clipping_any(config: Any, params: Iterable[torch.Tensor]) -> Any:
+def clipping_config(config: Any, params: Iterable[torch.Tensor]) -> Any:
     """Return a configuration with which Megatron clips gradients in their dtype.
 
     Megatron clips `param.grad` only in fp32, but clips `param.decoupled_grad` in bf16 too. For
@@ -80,12 +80,12 @@ def clipping_any(config: Any, params: Iterable[torch.Tensor]) -> Any:
     if config.clip_grad > 0 and not dtypes <= {torch.bfloat16}:
         raise ValueError(
             f"--clip-grad {config.clip_grad} cannot be used with gradients in "
-            f"{', '.join(sorted(map(word_of, dtypes)))}: Megatron clips fp32 and bf16; give "
+            f"{', '.join(sorted(map(dtype_name, dtypes)))}: Megatron clips fp32 and bf16; give "
             "--clip-grad 0, or --megatron-fsdp-main-grads-dtype fp32 or bf16"
         )
-    own = copy.copy(config)
-    own.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
-    return own
+    adjusted = copy.copy(config)
+    adjusted.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    return adjusted
 
 
 def check_gradients(optimizer: torch.optim.Optimizer, params: Iterable[torch.Tensor]) -> None:
@@ -94,15 +94,15 @@ def check_gradients(optimizer: torch.optim.Optimizer, params: Iterable[torch.Ten
     Raises:
         ValueError: The optimizer does not support a dtype. The message names the flags.
     """
-    if reads_any_gradient(optimizer):
+    if supports_any_grad_dtype(optimizer):
         return
     for param in params:
         if param.grad_dtype != param.dtype:
             cls = type(optimizer)
             raise ValueError(
                 f"{cls.__module__}.{cls.__qualname__} cannot step main weights in "
-                f"{word_of(param.dtype)} with gradients in {word_of(param.grad_dtype)}: only "
+                f"{dtype_name(param.dtype)} with gradients in {dtype_name(param.grad_dtype)}: only "
                 "Transformer Engine's FusedAdam can; add --megatron-fsdp-main-grads-dtype "
-                f"{word_of(param.dtype)}, or --megatron-fsdp-main-params-dtype "
-                f"{word_of(param.grad_dtype)}"
+                f"{dtype_name(param.dtype)}, or --megatron-fsdp-main-params-dtype "
+                f"{dtype_name(param.grad_dtype)}"
             )

@@ -152,10 +152,12 @@ class ShardedMatrixStep(MatrixStep, OrthogonalizedOptimizer):
         has_pre, has_post = (_overrides(type(self), name) for name in HOOKS)
         if has_pre:
             for param, change in zip(params, results, strict=True):
-                self.pre_weight_update_fn_inplace(param, _like(param, change))
-        here = [(p, change) for p, change in zip(params, results, strict=True) if change.numel()]
-        if here:
-            changed, changes = zip(*here, strict=True)
+                self.pre_weight_update_fn_inplace(param, _as_sharded(param, change))
+        nonempty = [
+            (p, change) for p, change in zip(params, results, strict=True) if change.numel()
+        ]
+        if nonempty:
+            changed, changes = zip(*nonempty, strict=True)
             add_to_rows(changed, changes, alpha=-group["lr"])
         if has_post:
             for param in params:
@@ -169,7 +171,7 @@ def _overrides(cls: type, name: str) -> bool:
     return inspect.unwrap(getattr(cls, name)) is not original
 
 
-def _like(param: torch.nn.Parameter, rows: torch.Tensor) -> torch.Tensor:
+def _as_sharded(param: torch.nn.Parameter, rows: torch.Tensor) -> torch.Tensor:
     if not isinstance(param, UnevenDTensor):
         return rows
     return UnevenDTensor.from_rows(rows, param.device_mesh, param.row_shards, param.shape)
@@ -275,8 +277,8 @@ class _ShardedMuon(ShardedMatrixStep):
             scale = None
             if self.scales_functions:
                 scale = functools.partial(_scale, self.scale_mode, self.extra_scale_factor)
-            rule = _NewtonSchulz(self._steps, self._coefficients, scale, split)
-            self._functions[split] = MatrixFunction(rule, rule.flops)
+            newton_schulz_step = _NewtonSchulz(self._steps, self._coefficients, scale, split)
+            self._functions[split] = MatrixFunction(newton_schulz_step, newton_schulz_step.flops)
         return self._functions[split]
 
     def matrix_shape(self, param: torch.Tensor) -> tuple[int, int]:
@@ -361,20 +363,20 @@ class FSDPZeROTensorParallelAdaptiveMuon(_ShardedMuon, TensorParallelAdaptiveMuo
         results: Sequence[torch.Tensor],
     ) -> None:
         """Divide results by the root of their second moment, scale them, and apply them."""
-        here = [index for index, result in enumerate(results) if result.numel()]
+        nonempty = [index for index, result in enumerate(results) if result.numel()]
         changes = list(results)
-        if here:
-            rows = [results[index] for index in here]
-            moments = [rows_of(self.state[params[index]]["moment2_buffer"]) for index in here]
+        if nonempty:
+            rows = [results[index] for index in nonempty]
+            moments = [rows_of(self.state[params[index]]["moment2_buffer"]) for index in nonempty]
             torch._foreach_lerp_(moments, torch._foreach_mul(rows, rows), 1 - group["beta2"])
             roots = torch._foreach_sqrt(moments)
             torch._foreach_add_(roots, group["eps"])
             scaled = torch._foreach_div(rows, roots)
-            shapes = [self.matrix_shape(params[index]) for index in here]
+            shapes = [self.matrix_shape(params[index]) for index in nonempty]
             factors = [_scale(self.scale_mode, self.extra_scale_factor, *s) for s in shapes]
             for factor in zip(*factors, strict=True):
                 torch._foreach_mul_(scaled, list(factor))
-            for index, change in zip(here, scaled, strict=True):
+            for index, change in zip(nonempty, scaled, strict=True):
                 changes[index] = change
         super().apply_results(group, params, changes)
 
@@ -383,7 +385,7 @@ def _scale(mode: str, extra: float, m: int, n: int) -> tuple[float, ...]:
     return get_muon_scale_factor(m, n, mode=mode), extra
 
 
-_KNOWN: dict[type, type[ShardedMatrixStep]] = {
+_SHARDED_CLASSES: dict[type, type[ShardedMatrixStep]] = {
     TensorParallelMuon: FSDPZeROTensorParallelMuon,
     TensorParallelAdaptiveMuon: FSDPZeROTensorParallelAdaptiveMuon,
 }
@@ -401,8 +403,8 @@ def sharded_class(cls: type) -> type[ShardedMatrixStep]:
         ValueError: The class is not an `OrthogonalizedOptimizer`, or overrides another part of the
             step, which may need whole matrices.
     """
-    if cls in _KNOWN:
-        return _KNOWN[cls]
+    if cls in _SHARDED_CLASSES:
+        return _SHARDED_CLASSES[cls]
     if issubclass(cls, ShardedMatrixStep):
         return cls
     problem = ""
@@ -411,9 +413,13 @@ def sharded_class(cls: type) -> type[ShardedMatrixStep]:
     elif issubclass(cls, TensorParallelMuon):
         problem = "derive it from FSDPZeROTensorParallelMuon or FSDPZeROTensorParallelAdaptiveMuon"
     else:
-        own = [n for n in ("step", "_apply_weight_decay_inplace", *HOOKS) if _overrides(cls, n)]
-        if own:
-            problem = f"it has a {' and a '.join(own)} of its own, which may need whole matrices"
+        overridden = [
+            n for n in ("step", "_apply_weight_decay_inplace", *HOOKS) if _overrides(cls, n)
+        ]
+        if overridden:
+            problem = (
+                f"it has a {' and a '.join(overridden)} of its own, which may need whole matrices"
+            )
     if problem:
         raise ValueError(f"{cls.__name__} cannot step sharded parameters: {problem}")
     return type(f"FSDPZeRO{cls.__name__}", (ShardedMatrixStep, cls), {})

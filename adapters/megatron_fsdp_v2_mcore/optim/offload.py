@@ -41,22 +41,22 @@ def choose_offloaded(numels: Sequence[int], fraction: float) -> set[int]:
     Returns:
         The indices of the chosen parameters, none of which is empty.
     """
-    wanted = fraction * sum(numels)
+    target = fraction * sum(numels)
     chosen: set[int] = set()
     num_offloaded = 0
     for index in sorted(range(len(numels)), key=lambda i: (-numels[i], i)):
-        if numels[index] and num_offloaded + numels[index] <= wanted:
+        if numels[index] and num_offloaded + numels[index] <= target:
             chosen.add(index)
             num_offloaded += numels[index]
-    left = [index for index, numel in enumerate(numels) if numel and index not in chosen]
-    if num_offloaded < wanted and left:
-        makes_up = min(left, key=lambda i: (numels[i], i))
-        num_offloaded += numels[makes_up]
+    remaining = [index for index, numel in enumerate(numels) if numel and index not in chosen]
+    if num_offloaded < target and remaining:
+        completing = min(remaining, key=lambda i: (numels[i], i))
+        num_offloaded += numels[completing]
         for index in sorted(chosen, key=lambda i: (-numels[i], i)):
-            if num_offloaded - numels[index] >= wanted:
+            if num_offloaded - numels[index] >= target:
                 chosen.remove(index)
                 num_offloaded -= numels[index]
-        chosen.add(makes_up)
+        chosen.add(completing)
     return chosen
 
 
@@ -89,7 +89,7 @@ class _Slot:
         return self.stepped is not self.rows
 
 
-class _Part(NamedTuple):
+class _InnerOptimizer(NamedTuple):
     """An inner optimizer, which steps plain tensors.
 
     Attributes:
@@ -135,9 +135,9 @@ class ShardedHybridOptimizer(torch.optim.Optimizer):
         overlaps: bool = False,
         uses_torch_on_device: bool = False,
     ) -> None:
-        self._on_host = _twin_on_cpu(template, template.param_groups)
+        self._on_host = _cpu_equivalent(template, template.param_groups)
         self._on_device = self._on_host if uses_torch_on_device else template
-        self._counts_in_groups = not isinstance(template, torch.optim.Adam)
+        self._counts_steps_per_group = not isinstance(template, torch.optim.Adam)
         self._pins_grads = pin_grads
         groups = [
             {**copy.deepcopy(_without_params(group)), "params": list(group["params"])}
@@ -160,9 +160,14 @@ class ShardedHybridOptimizer(torch.optim.Optimizer):
         self._is_fused_on_host = any(slot.rows.device.type != "cpu" for slot in self._slots)
         on_host = [slot for slot in self._slots if slot.is_on_host]
         batches = [[slot] for slot in on_host] if overlaps else [on_host]
-        self._host_parts = [_part(self._on_host, slots) for slots in batches if slots]
+        self._host_optimizers = [
+            _inner_optimizer(self._on_host, slots) for slots in batches if slots
+        ]
         on_device = [slot for slot in self._slots if not slot.is_on_host]
-        self._parts = [*self._host_parts, *([_part(self._on_device, on_device)] * bool(on_device))]
+        self._inner_optimizers = [
+            *self._host_optimizers,
+            *([_inner_optimizer(self._on_device, on_device)] * bool(on_device)),
+        ]
         stream: Any = torch.cuda.Stream
         # One stream for copies to the host, one for copies to the device.
         self._streams = (stream(), stream()) if overlaps else None
@@ -207,34 +212,34 @@ class ShardedHybridOptimizer(torch.optim.Optimizer):
             # A gradient must have the tensor's dtype. The cast runs on the current stream.
             grad = slot.param.grad
             slot.rows.grad = None if grad is None else local_of(grad).to(slot.rows.dtype)
-        for part in self._parts:
+        for part in self._inner_optimizers:
             for number, group in zip(part.groups, part.optimizer.param_groups, strict=True):
                 group.update(self._options(number, on_host=part.slots[0].is_on_host))
-        if self._counts_in_groups:
+        if self._counts_steps_per_group:
             self._align_steps()
-        here = torch.cuda.current_stream()
-        to_host, to_device = self._streams or (here, here)
-        to_host.wait_stream(here)
+        current = torch.cuda.current_stream()
+        to_host, to_device = self._streams or (current, current)
+        to_host.wait_stream(current)
         copied = []
         with torch.cuda.stream(to_host):
-            for part in self._host_parts:
+            for part in self._host_optimizers:
                 for slot in part.slots:
                     self._copy_to_host(slot)
                 copied.append(to_host.record_event())
-        for part in self._parts[len(self._host_parts) :]:
+        for part in self._inner_optimizers[len(self._host_optimizers) :]:
             part.optimizer.step()
-        for part, event in zip(self._host_parts, copied, strict=True):
+        for part, event in zip(self._host_optimizers, copied, strict=True):
             event.synchronize()
             part.optimizer.step()
-            to_device.wait_stream(here)
+            to_device.wait_stream(current)
             with torch.cuda.stream(to_device):
                 for slot in part.slots:
                     slot.rows.copy_(slot.stepped, non_blocking=True)
-        here.wait_stream(to_device)
+        current.wait_stream(to_device)
         for slot in self._slots:
             slot.rows.grad = None
             slot.version = _version(slot.param)
-        if self._counts_in_groups:
+        if self._counts_steps_per_group:
             for number in {slot.group for slot in self._slots}:
                 self.param_groups[number][STEP] = self.param_groups[number].get(STEP, 0) + 1
         self._publish()
@@ -256,7 +261,7 @@ class ShardedHybridOptimizer(torch.optim.Optimizer):
 
     def _align_steps(self) -> None:
         """Set the per-parameter step counts of torch's Adam to the counts of the groups."""
-        for part in self._parts:
+        for part in self._inner_optimizers:
             if not isinstance(part.optimizer, torch.optim.Adam):
                 continue
             state: dict[Any, Any] = part.optimizer.state
@@ -265,29 +270,31 @@ class ShardedHybridOptimizer(torch.optim.Optimizer):
                 if slot.param.grad is None or not count:
                     continue
                 if not state.get(slot.stepped):
-                    mold = torch.zeros_like(slot.stepped)
-                    state[slot.stepped] = self._state_of_zeros(slot, mold)
+                    zero_param = torch.zeros_like(slot.stepped)
+                    state[slot.stepped] = self._zero_state(slot, zero_param)
                 state[slot.stepped][STEP].fill_(count)
 
     def _publish(self) -> None:
         """Publish the inner optimizers' state as the state of the sharded parameters."""
-        for part in self._parts:
+        for part in self._inner_optimizers:
             for slot in part.slots:
                 values = part.optimizer.state.get(slot.stepped, {})
-                known = slot.state
-                if known.keys() == values.keys() and all(known[k] is values[k] for k in known):
+                published = slot.state
+                if published.keys() == values.keys() and all(
+                    published[k] is values[k] for k in published
+                ):
                     continue
                 slot.state = dict(values)
-                self.state[slot.param] = self._told(slot.param, values)
+                self.state[slot.param] = self._public_state(slot.param, values)
                 if slot.is_on_host:
                     _keep_on_host(values)
 
-    def _told(self, param: torch.Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _public_state(self, param: torch.Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return a parameter's state as an optimizer without offload would have it."""
         return {
             name: value if name == STEP else _as_rows(value, param)
             for name, value in values.items()
-            if name != STEP or not self._counts_in_groups
+            if name != STEP or not self._counts_steps_per_group
         }
 
     # -- state dicts ------------------------------------------------------------------------------
@@ -296,15 +303,15 @@ class ShardedHybridOptimizer(torch.optim.Optimizer):
         """Return zeros for the state that a step creates, and groups with the options it adds."""
         state: dict[Any, Any] = {}
         for slot in self._slots:
-            made = self._state_of_zeros(slot, torch.zeros_like(slot.stepped))
-            state[slot.param] = self._told(slot.param, made)
-        added = {STEP: 0} if self._counts_in_groups else {}
+            made = self._zero_state(slot, torch.zeros_like(slot.stepped))
+            state[slot.param] = self._public_state(slot.param, made)
+        added = {STEP: 0} if self._counts_steps_per_group else {}
         return state, [{**added, **group} for group in self.param_groups]
 
-    def _state_of_zeros(self, slot: _Slot, mold: torch.Tensor) -> dict[str, Any]:
+    def _zero_state(self, slot: _Slot, zero_param: torch.Tensor) -> dict[str, Any]:
         on_host = slot.is_on_host
         source = self._on_host if on_host else self._on_device
-        made, _ = state_after_a_step(source, self._options(slot.group, on_host=on_host), mold)
+        made, _ = state_after_a_step(source, self._options(slot.group, on_host=on_host), zero_param)
         if on_host:
             _keep_on_host(made or {})
         return made or {}
@@ -327,7 +334,7 @@ class ShardedHybridOptimizer(torch.optim.Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         saved = {p: state_dict["state"].get(key) for key, p in zip(keys, params, strict=True)}
         self.state = defaultdict(dict)
-        for part in self._parts:
+        for part in self._inner_optimizers:
             part.optimizer.state = defaultdict(dict)
             for slot in part.slots:
                 slot.state = {}
@@ -335,15 +342,15 @@ class ShardedHybridOptimizer(torch.optim.Optimizer):
                 slot.version = None
                 values = saved.get(slot.param)
                 if values:
-                    part.optimizer.state[slot.stepped] = self._placed(slot, values)
+                    part.optimizer.state[slot.stepped] = self._to_step_device(slot, values)
         self._publish()
 
-    def _placed(self, slot: _Slot, saved: Mapping[str, Any]) -> dict[str, Any]:
+    def _to_step_device(self, slot: _Slot, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return a parameter's saved state on the device where the parameter is stepped."""
         options = self.param_groups[slot.group]
-        needed = self._state_of_zeros(slot, torch.zeros_like(slot.stepped.flatten()[:1]))
+        needed = self._zero_state(slot, torch.zeros_like(slot.stepped.flatten()[:1]))
         found = dict(saved)
-        if self._counts_in_groups and STEP in needed and STEP in options:
+        if self._counts_steps_per_group and STEP in needed and STEP in options:
             found[STEP] = torch.tensor(float(options[STEP]))
         missing = sorted(needed.keys() - found.keys())
         if missing:
@@ -365,10 +372,10 @@ class ShardedHybridOptimizer(torch.optim.Optimizer):
         return placed
 
 
-def _part(template: Any, slots: Sequence[_Slot]) -> _Part:
+def _inner_optimizer(template: Any, slots: Sequence[_Slot]) -> _InnerOptimizer:
     numbers = sorted({slot.group for slot in slots})
     groups = [{"params": [s.stepped for s in slots if s.group == number]} for number in numbers]
-    return _Part(optimizer_like(template, groups), slots, numbers)
+    return _InnerOptimizer(optimizer_like(template, groups), slots, numbers)
 
 
 def _keep_on_host(values: Mapping[str, Any]) -> None:
@@ -393,7 +400,7 @@ def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def _twin_on_cpu(template: Any, groups: Sequence[dict[str, Any]]) -> Any:
+def _cpu_equivalent(template: Any, groups: Sequence[dict[str, Any]]) -> Any:
     """Return a torch optimizer that computes the same step on the CPU."""
     if isinstance(template, torch.optim.Adam):
         return template

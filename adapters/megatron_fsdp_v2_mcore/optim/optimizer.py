@@ -32,17 +32,17 @@ from megatron_fsdp_v2_mcore.flags.settings import reject
 from megatron_fsdp_v2_mcore.optim.config import (
     check_config,
     check_gradients,
-    clipping_any,
+    clipping_config,
     factory_config,
 )
 from megatron_fsdp_v2_mcore.optim.offload import ShardedHybridOptimizer, offloaded
 from megatron_fsdp_v2_mcore.optim.optimizer_state import (
     load_scaled,
+    reset_zero_scales_after_steps,
     scaled_names,
     state_after_a_step,
     unscaled,
     unscaled_zeros,
-    watch_scales,
 )
 
 __all__ = [
@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 STATE, META = "state", "param_to_group_meta"
-_OF_THIS_RUN = ("is_expert_parallel",)
+_RUN_OPTIONS = ("is_expert_parallel",)
 """Options of a parameter group that a checkpoint does not set: this run's parallelism."""
 
 
@@ -92,7 +92,9 @@ class ShardedOptimizer(DistributedOptimizer):
         kept = [p for p in params if param_filter is None or param_filter(p)]
         groups = getattr(self, "tp_group", None), getattr(self, "expert_tp_group", None)
         return [
-            local_of(param.grad) for param in counted_here(kept, *groups) if param.grad is not None
+            local_of(param.grad)
+            for param in params_counted_on_rank(kept, *groups)
+            if param.grad is not None
         ]
 
     @override
@@ -170,8 +172,8 @@ class ShardedOptimizer(DistributedOptimizer):
             stepped = options
             # One parameter at a time, to limit the additional memory to one parameter.
             for param in group["params"]:
-                mold = torch.zeros_like(param, requires_grad=False)
-                made, stepped = state_after_a_step(self.optimizer, options, mold)
+                zero_param = torch.zeros_like(param, requires_grad=False)
+                made, stepped = state_after_a_step(self.optimizer, options, zero_param)
                 if made is not None:
                     state[param] = made | unscaled_zeros(param, scaled)
             groups.append({**stepped, "params": group["params"]})
@@ -215,9 +217,11 @@ class ShardedOptimizer(DistributedOptimizer):
         found = []
         for group in param_groups:
             names = [self._param_name(param) for param in group["params"]]
-            mine = {key: group[key] for key in _OF_THIS_RUN if key in group}
+            run_options = {key: group[key] for key in _RUN_OPTIONS if key in group}
             # Parameters that Megatron creates and does not use are not in a checkpoint.
-            metas = {n: param_to_group_meta[n] | mine for n in names if n in param_to_group_meta}
+            metas = {
+                n: param_to_group_meta[n] | run_options for n in names if n in param_to_group_meta
+            }
             first = next(iter(metas), None)
             meta = {k: v for k, v in group.items() if k != "params"}
             meta = meta if first is None else metas[first]
@@ -355,13 +359,13 @@ def with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         built = original(factory_config(config), model_chunks, param_groups, *args, **kwargs)
         if built.optimizer is not None:
             check_gradients(built.optimizer, sharded)
-            watch_scales(built.optimizer)
+            reset_zero_scales_after_steps(built.optimizer)
             if config.optimizer_cpu_offload:
                 built.optimizer = offloaded(built.optimizer, config)
             elif _can_be_flat(config, model_chunks):
                 # Adam is that of torch, Transformer Engine or apex; all are elementwise.
                 step_flat(built.optimizer, elementwise=True)
-        built.config = clipping_any(built.config, sharded)
+        built.config = clipping_config(built.config, sharded)
         return built
 
     return build
@@ -379,7 +383,7 @@ def _can_be_flat(config: Any, model_chunks: Iterable[Any]) -> bool:
     return config.optimizer == "adam" and not config.use_precision_aware_optimizer
 
 
-def counted_here(
+def params_counted_on_rank(
     params: Iterable[Any], tp_group: Any = None, expert_tp_group: Any = None
 ) -> Iterator[Any]:
     """Yield the parameters that this rank adds to a sum over ranks, to count each element once.
@@ -415,7 +419,7 @@ def params_l2_norm(original: Callable[..., float]) -> Callable[..., float]:
         if not any(isinstance(param, UnevenDTensor) for param in params):
             return original(model, *args, **kwargs)
         total = torch.zeros(1, dtype=torch.float64, device=local_of(params[0]).device)
-        for param in counted_here(params):
+        for param in params_counted_on_rank(params):
             total += torch.linalg.vector_norm(local_of(param).detach(), dtype=torch.float64) ** 2
         dist.all_reduce(total)
         return math.sqrt(float(total.item()))

@@ -21,7 +21,7 @@ from torch import nn
 
 from megatron_fsdp_v2.dtensor.sharded_rows import add_to_rows
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
-from megatron_fsdp_v2_mcore.optim.config import check_config, check_gradients, clipping_any
+from megatron_fsdp_v2_mcore.optim.config import check_config, check_gradients, clipping_config
 from megatron_fsdp_v2_mcore.optim.muon import sharded_class
 from megatron_fsdp_v2_mcore.optim.optimizer import (
     FSDPMuonChainedOptimizer,
@@ -93,8 +93,8 @@ def build_emerging_optimizer(
     Raises:
         ValueError: The optimizer cannot step sharded parameters.
     """
-    every = (param for chunk in model_chunks for param in chunk.parameters())
-    params = [param for param in every if isinstance(param, UnevenDTensor)]
+    all_params = (param for chunk in model_chunks for param in chunk.parameters())
+    params = [param for param in all_params if isinstance(param, UnevenDTensor)]
     if not params:
         return original(config, model_chunks, config_overrides, pg_collection)
     name = config.optimizer
@@ -109,7 +109,7 @@ def build_emerging_optimizer(
             "use_layer_wise_distributed_optimizer cannot be used with sharded parameters; disable "
             "it: matrices are distributed over ranks without it"
         )
-    config = clipping_any(config, params)
+    config = clipping_config(config, params)
     _tag_fused_projections(model_chunks)
     if config_overrides is None:
         config_overrides = megatron_optimizers.get_standard_config_overrides(config)
@@ -120,7 +120,7 @@ def build_emerging_optimizer(
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     return FSDPMuonChainedOptimizer(
         [
-            _build_part(config, model_chunks, chosen, param_groups, groups)
+            _build_optimizer(config, model_chunks, chosen, param_groups, groups)
             for chosen, param_groups in by_optimizer.items()
         ]
     )
@@ -152,7 +152,7 @@ def _default_overrides(config: Any) -> dict[Any, Any]:
     return overrides
 
 
-def _build_part(
+def _build_optimizer(
     config: Any,
     model_chunks: Sequence[nn.Module],
     name: str,
@@ -161,7 +161,7 @@ def _build_part(
 ) -> Any:
     """Build one optimizer of the chain for its parameter groups."""
     if name == config.optimizer:
-        optimizer = _primary(config, param_groups, model_chunks, groups)
+        optimizer = _build_named_optimizer(config, param_groups, model_chunks, groups)
     elif name == "lion":
         betas = (config.lion_beta1, config.lion_beta2)
         optimizer = ShardedLion(param_groups, config.lr, betas, config.weight_decay)
@@ -197,7 +197,7 @@ def _build_part(
     return part
 
 
-def _primary(
+def _build_named_optimizer(
     config: Any, param_groups: list[dict[str, Any]], model_chunks: Sequence[nn.Module], groups: Any
 ) -> Any:
     """Build the optimizer that `config.optimizer` names."""

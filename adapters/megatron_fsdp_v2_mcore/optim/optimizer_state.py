@@ -24,18 +24,18 @@ from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 __all__ = [
     "load_scaled",
     "optimizer_like",
-    "reads_any_gradient",
+    "reset_zero_scales_after_steps",
     "scaled_names",
     "state_after_a_step",
+    "supports_any_grad_dtype",
     "unscaled",
     "unscaled_zeros",
-    "watch_scales",
 ]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALED = (torch.float16, torch.uint8)
 _FP8 = torch.uint8
-_MOST_STEPS = 4
+_MAX_NEIGHBOR_DISTANCE = 4
 """Number of fp32 values above and below a scale that the search for a saved scale tries."""
 
 
@@ -61,28 +61,28 @@ def optimizer_like(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, 
 
 
 def state_after_a_step(
-    optimizer: torch.optim.Optimizer, options: dict[str, Any], mold: torch.Tensor
+    optimizer: torch.optim.Optimizer, options: dict[str, Any], zero_param: torch.Tensor
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """Return the state that a step creates for a zero parameter with a zero gradient.
 
     Args:
         optimizer: The optimizer whose class and options are used. It is not changed.
         options: Options of the parameter's group. Steps of some optimizers change them.
-        mold: The parameter: zeros of the required shape and type.
+        zero_param: The parameter: zeros of the required shape and type.
 
     Returns:
         The state, or None if the step created none, and the options after the step.
     """
-    if _rows(mold).numel():
+    if _rows(zero_param).numel():
         # Fused optimizers fail on empty tensors.
-        mold.grad = torch.zeros_like(mold)
-    probe = optimizer_like(optimizer, [{**copy.deepcopy(options), "params": [mold]}])
+        zero_param.grad = torch.zeros_like(zero_param)
+    probe = optimizer_like(optimizer, [{**copy.deepcopy(options), "params": [zero_param]}])
     probe.step()
     stepped = {key: value for key, value in probe.param_groups[0].items() if key != "params"}
-    return probe.state.get(mold), stepped
+    return probe.state.get(zero_param), stepped
 
 
-def reads_any_gradient(optimizer: torch.optim.Optimizer) -> bool:
+def supports_any_grad_dtype(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer supports gradients of another dtype than the parameter's."""
     return hasattr(optimizer, "name_to_dtype_map")
 
@@ -142,18 +142,20 @@ def load_scaled(optimizer: Any, state_dict: dict[str, Any]) -> None:
             # `set_scaled_state` overwrites its argument.
             optimizer.set_scaled_state(param, name, values.clone())
             if name in scaled:
-                _settle_zeros(optimizer, param, name)
-                _keep_values(optimizer, param, name, values)
+                _reset_zero_scale(optimizer, param, name)
+                _store_with_saved_scale(optimizer, param, name, values)
 
 
-def _keep_values(optimizer: Any, param: torch.Tensor, name: str, wanted: torch.Tensor) -> None:
+def _store_with_saved_scale(
+    optimizer: Any, param: torch.Tensor, name: str, wanted: torch.Tensor
+) -> None:
     """Store values with the scale from which they were unscaled, if the search finds it.
 
     The values are products of stored elements and the scale, rounded to fp32. The optimizer
     computes a scale from the largest value, which may give a neighbor of the original scale.
     """
     stored = _rows(optimizer.state[param][name])
-    scale = _factor(optimizer, param, name)
+    scale = _scale_of(optimizer, param, name)
     first = scale.clone()
     for candidate in _neighbors(first):
         _store(stored, wanted, scale, candidate)
@@ -175,14 +177,14 @@ def _store(stored: Any, values: torch.Tensor, scale: torch.Tensor, candidate: to
 def _neighbors(scale: torch.Tensor) -> Iterator[torch.Tensor]:
     yield scale
     below = above = scale
-    for _ in range(_MOST_STEPS):
+    for _ in range(_MAX_NEIGHBOR_DISTANCE):
         below = torch.nextafter(below, torch.zeros_like(scale))
         above = torch.nextafter(above, torch.full_like(scale, torch.inf))
         yield below
         yield above
 
 
-def watch_scales(optimizer: torch.optim.Optimizer) -> None:
+def reset_zero_scales_after_steps(optimizer: torch.optim.Optimizer) -> None:
     """Reset fp8 state with a zero scale to zeros after every step.
 
     If all values are zero, so is their scale: `FusedAdam` divides by it and stores NaN. For
@@ -194,17 +196,17 @@ def watch_scales(optimizer: torch.optim.Optimizer) -> None:
         if cast("Any", optimizer).name_to_dtype_map[name] is _FP8
     ]
     if names:
-        optimizer.register_step_post_hook(lambda stepped, *_: _settle_all(stepped, names))
+        optimizer.register_step_post_hook(lambda stepped, *_: _reset_zero_scales(stepped, names))
 
 
-def _settle_all(optimizer: Any, names: list[str]) -> None:
+def _reset_zero_scales(optimizer: Any, names: list[str]) -> None:
     for param, entry in optimizer.state.items():
         for name in names:
             if name in entry and not has_no_rows(param):
-                _settle_zeros(optimizer, param, name)
+                _reset_zero_scale(optimizer, param, name)
 
 
-def _settle_zeros(optimizer: Any, param: torch.Tensor, name: str) -> None:
+def _reset_zero_scale(optimizer: Any, param: torch.Tensor, name: str) -> None:
     stored = _rows(optimizer.state[param][name])
     if not _is_fp8(stored):
         return
@@ -216,7 +218,7 @@ def _settle_zeros(optimizer: Any, param: torch.Tensor, name: str) -> None:
     stored._data.masked_fill_(is_zero, 0)
 
 
-def _factor(optimizer: Any, param: torch.Tensor, name: str) -> torch.Tensor:
+def _scale_of(optimizer: Any, param: torch.Tensor, name: str) -> torch.Tensor:
     """Return the factor of stored elements, of shape `(1,)` or `()`."""
     stored = _rows(optimizer.state[param][name])
     scale = stored._scale_inv if _is_fp8(stored) else optimizer._scales[param][name]

@@ -22,7 +22,7 @@ from megatron_fsdp_v2.checkpoint.errors import everyones
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
 from megatron_fsdp_v2_mcore.checkpoint.names import canonical_parameter_names
 from megatron_fsdp_v2_mcore.flags.options import active_options, training_globals
-from megatron_fsdp_v2_mcore.optim.optimizer import counted_here
+from megatron_fsdp_v2_mcore.optim.optimizer import params_counted_on_rank
 
 __all__ = ["log_grads", "log_norms", "norms_of_all"]
 
@@ -87,14 +87,16 @@ def norms_of_all(
         2-norms of the whole tensors by the parameters' global names (layers and experts numbered
         over all ranks), equal on all ranks. Parameters without the tensor are omitted.
     """
-    mine = {param: name.fqn for param, name in canonical_parameter_names(chunks).items()}
+    names_by_param = {param: name.fqn for param, name in canonical_parameter_names(chunks).items()}
     norms = {
-        mine[param]: torch.linalg.vector_norm(local_of(tensor).detach(), dtype=torch.float64)
-        for param in counted_here(mine)
+        names_by_param[param]: torch.linalg.vector_norm(
+            local_of(tensor).detach(), dtype=torch.float64
+        )
+        for param in params_counted_on_rank(names_by_param)
         if (tensor := tensor_of(param)) is not None
     }
     squares = (torch.stack(list(norms.values())) ** 2).tolist() if norms else []
-    parts = everyones((list(mine.values()), dict(zip(norms, squares, strict=True))))
+    parts = everyones((list(names_by_param.values()), dict(zip(norms, squares, strict=True))))
     # The order is the same on all ranks.
     names = dict.fromkeys(name for names_of_rank, _ in parts for name in names_of_rank)
     found = {name: [part[name] for _, part in parts if name in part] for name in names}

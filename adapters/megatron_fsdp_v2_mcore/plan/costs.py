@@ -92,18 +92,18 @@ class Costs:
         groups = args.num_query_groups if args.group_query_attention else heads
         hidden_mask = 1 if args.hidden_dropout else 0
         # Inputs of two norms, of the queries and of the first layer of the MLP; two dropout masks.
-        whole = (4 + 2 + 2) * width + 2 * hidden_mask * width
+        unsharded = (4 + 2 + 2) * width + 2 * hidden_mask * width
         if args.multi_latent_attention:
             # Latents before and after their norms, and the part of the keys that all heads share.
             latents = (args.q_lora_rank or 0) + args.kv_lora_rank
-            whole += 2 * (2 * latents + args.qk_pos_emb_head_dim)
+            unsharded += 2 * (2 * latents + args.qk_pos_emb_head_dim)
         # Queries, keys and values; the input of the output projection.
-        cut = 2 * (heads * keys + groups * (keys + values)) + 2 * heads * values
-        cut += self._mlp_activations(has_experts=has_experts)
+        sharded = 2 * (heads * keys + groups * (keys + values)) + 2 * heads * values
+        sharded += self._mlp_activations(has_experts=has_experts)
         if self.keeps_attention and args.recompute_granularity is None:
             dropout = 3 if args.attention_dropout else 0
-            cut += (2 + dropout) * heads * args.seq_length
-        return int(self.tokens * self._scale * (whole / parts + cut / tensor))
+            sharded += (2 + dropout) * heads * args.seq_length
+        return int(self.tokens * self._scale * (unsharded / parts + sharded / tensor))
 
     def _mlp_activations(self, *, has_experts: bool) -> float:
         """Return the bytes per token of the inputs of both layers of an MLP, or of its experts."""
@@ -113,9 +113,9 @@ class Costs:
             return float(2 * (gate + 1) * args.ffn_hidden_size)
         # Each copy of a token is also kept as the input of its expert.
         expert = args.moe_ffn_hidden_size or args.ffn_hidden_size
-        each = 2 * (args.moe_latent_size or args.hidden_size) + 2 * (gate + 1) * expert
+        per_expert = 2 * (args.moe_latent_size or args.hidden_size) + 2 * (gate + 1) * expert
         shared = args.moe_shared_expert_intermediate_size or 0
-        return float(args.moe_router_topk * each + 2 * (gate + 1) * shared)
+        return float(args.moe_router_topk * per_expert + 2 * (gate + 1) * shared)
 
     @property
     def _scale(self) -> float:
@@ -150,12 +150,12 @@ class Costs:
         """
         args = self.args
         found = []
-        each = [self.layer_activations(has_experts=kind) for kind in layers]
-        now = num_in_flight * (sum(each) + self.root_activations())
+        per_layer = [self.layer_activations(has_experts=kind) for kind in layers]
+        current = num_in_flight * (sum(per_layer) + self.root_activations())
         if not self.recomputes_all:
-            least = self.layer_activations(recomputes=True)
-            kept = num_in_flight * len(layers) * least
-            recomputed = kept + max(each, default=0) + self.root_activations()
+            layer_input = self.layer_activations(recomputes=True)
+            inputs = num_in_flight * len(layers) * layer_input
+            recomputed = inputs + max(per_layer, default=0) + self.root_activations()
             found.append(
                 MemoryOption(
                     "--recompute-granularity full --recompute-method uniform "
@@ -166,6 +166,6 @@ class Costs:
         if args.micro_batch_size > 1:
             half = args.micro_batch_size // 2
             found.append(
-                MemoryOption(f"--micro-batch-size {half}", now * half // args.micro_batch_size)
+                MemoryOption(f"--micro-batch-size {half}", current * half // args.micro_batch_size)
             )
         return tuple(found)

@@ -33,7 +33,7 @@ from megatron_fsdp_v2.plan.sources import SourceResult
 from megatron_fsdp_v2_mcore.flags.options import Options
 from megatron_fsdp_v2_mcore.flags.precision import state_dtypes
 from megatron_fsdp_v2_mcore.flags.settings import sharding_settings
-from megatron_fsdp_v2_mcore.model.mamba_parameters import follow_parameters
+from megatron_fsdp_v2_mcore.model.mamba_parameters import use_registered_parameters
 from megatron_fsdp_v2_mcore.model.meshes import Meshes
 from megatron_fsdp_v2_mcore.model.tensor_shards import is_expert
 from megatron_fsdp_v2_mcore.model.units import UNIT_CLASSES, plan_units, shared_by_stages
@@ -117,7 +117,7 @@ def _stage(
     plain_nbytes = 0
     for number, chunk in enumerate(chunks):
         found, buffers = chunk.describe()
-        units += _renamed(found, number) if len(chunks) > 1 else found
+        units += _prefix_names(found, number) if len(chunks) > 1 else found
         plain_nbytes += buffers
     if len(chunks) > 1:
         # Each chunk has a root. A description has one root, which has no parameters here.
@@ -180,7 +180,7 @@ class _Chunk:
     def describe(self) -> tuple[list[UnitDescription], int]:
         """Return the units, and the bytes of the chunk's buffers."""
         args, chunk, inner = self._args, self._chunk, self._strategy.inner
-        follow_parameters(chunk)
+        use_registered_parameters(chunk)
         # Only the identity of the meshes matters here.
         dense, expert = (Meshes(cast("Any", None), None) for _ in range(2))
         planned = plan_units(
@@ -220,7 +220,7 @@ class _Chunk:
             first, *others = [names[module] for module in unit.modules]
             if others:
                 parts = [described[first], *(described.pop(name) for name in others)]
-                described[first] = _joined(parts)
+                described[first] = _merge_units(parts)
         return list(described.values()), plain_nbytes
 
     def _with_activations(self, unit: UnitDescription) -> UnitDescription:
@@ -237,13 +237,13 @@ class _Chunk:
             if number is not None and is_first_last_bf16_layer(self._args, number - 1):
                 continue
             for part in layer.modules():
-                is_product = isinstance(part, ColumnParallelLinear | RowParallelLinear)
+                is_linear = isinstance(part, ColumnParallelLinear | RowParallelLinear)
                 for param in part.parameters(recurse=False):
-                    if param.dim() > 1 and (is_product or is_expert(param)):
+                    if param.dim() > 1 and (is_linear or is_expert(param)):
                         yield param
 
 
-def _joined(units: Sequence[UnitDescription]) -> UnitDescription:
+def _merge_units(units: Sequence[UnitDescription]) -> UnitDescription:
     """Describe a unit of several layers, under the name of the first."""
     return replace(
         units[0],
@@ -257,18 +257,18 @@ def _joined(units: Sequence[UnitDescription]) -> UnitDescription:
     )
 
 
-def _renamed(units: Sequence[UnitDescription], chunk: int) -> list[UnitDescription]:
+def _prefix_names(units: Sequence[UnitDescription], chunk: int) -> list[UnitDescription]:
     """Return units with the number of their chunk as a prefix of their names."""
     prefix = f"chunk{chunk}"
 
-    def under(name: str) -> str:
+    def prefixed(name: str) -> str:
         return f"{prefix}.{name}" if name else prefix
 
     return [
         replace(
             unit,
-            name=under(unit.name),
-            tied=tuple((under(owner), param) for owner, param in unit.tied),
+            name=prefixed(unit.name),
+            tied=tuple((prefixed(owner), param) for owner, param in unit.tied),
             keeps_gathered=not unit.name,
         )
         for unit in units
@@ -299,7 +299,7 @@ class _MetaDevices(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def fewest_ranks(args: Any) -> int:
+def ranks_per_replica(args: Any) -> int:
     """Return the number of ranks of one data-parallel replica of the model.
 
     The model on a rank does not depend on the number of replicas, and the groups of thousands of
@@ -331,7 +331,7 @@ def build_stage(args: Any, stage: int) -> list[nn.Module]:
 @contextlib.contextmanager
 def _first_rank_of(args: Any, stage: int) -> Iterator[None]:
     """Create fake process groups of the smallest job with the same model parallelism."""
-    num_ranks = fewest_ranks(args)
+    num_ranks = ranks_per_replica(args)
     rank = stage * (num_ranks // args.pipeline_model_parallel_size)
     dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
     try:

@@ -19,7 +19,7 @@ from megatron_cpu_rehearsal import FLAG, VERBOSE_FLAG, rehearse
 from megatron_cpu_rehearsal.flags import CPU_FLAGS, GPU_FLAGS, IMPL_FLAG, LOCAL
 from megatron_cpu_rehearsal.patching import environment
 from megatron_fsdp_v2.plan.sources import FlagsError, SourceResult
-from megatron_fsdp_v2_mcore.flags.arguments import API_FLAG, check_before, is_enabled
+from megatron_fsdp_v2_mcore.flags.arguments import API_FLAG, check_arguments, is_enabled
 from megatron_fsdp_v2_mcore.flags.errors import FlagError, flag_of, rejections_as_flag_errors
 from megatron_fsdp_v2_mcore.flags.precision import (
     DTYPES,
@@ -29,7 +29,7 @@ from megatron_fsdp_v2_mcore.flags.precision import (
     state_dtypes,
 )
 
-__all__ = ["describe", "parsed", "rejections_as_errors", "without_gpu_flags"]
+__all__ = ["describe", "parse_flags", "rejections_as_errors", "without_gpu_flags"]
 
 
 def describe(flags: Sequence[str], num_ranks: int) -> SourceResult:
@@ -72,7 +72,7 @@ def describe(flags: Sequence[str], num_ranks: int) -> SourceResult:
 
 def _arguments(argv: Sequence[str], flags: Sequence[str]) -> tuple[Any, bool]:
     """Return Megatron's arguments, and whether the user's flags keep the attention matrix."""
-    args, asked = parsed(argv, flags)
+    args, user_args = parse_flags(argv, flags)
     args.init_model_with_meta_device = True
     if args.vocab_size is None and args.padded_vocab_size is None:
         from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
@@ -85,19 +85,19 @@ def _arguments(argv: Sequence[str], flags: Sequence[str]) -> tuple[Any, bool]:
                 f"({error}); add --vocab-size"
             ) from None
     # `without_gpu_flags` has removed these flags.
-    args.optimizer_cpu_offload = asked.optimizer_cpu_offload
-    args.use_precision_aware_optimizer = is_precision_aware(asked)
+    args.optimizer_cpu_offload = user_args.optimizer_cpu_offload
+    args.use_precision_aware_optimizer = is_precision_aware(user_args)
     if args.use_precision_aware_optimizer:
-        args.exp_avg_dtype, args.exp_avg_sq_dtype = state_dtypes(asked)
-        apply_main_grads_dtype(asked)
-        args.megatron_fsdp_main_grads_dtype = dtype_of(asked.megatron_fsdp_main_grads_dtype)
+        args.exp_avg_dtype, args.exp_avg_sq_dtype = state_dtypes(user_args)
+        apply_main_grads_dtype(user_args)
+        args.megatron_fsdp_main_grads_dtype = dtype_of(user_args.megatron_fsdp_main_grads_dtype)
     # The plan builds the model from Megatron's own layers, which have no quantized parameters.
-    args.plans_fp4 = bool(asked.fp4 and asked.fp4_param_gather)
-    args.plans_quantized = bool(asked.fp8 and asked.fp8_param_gather) or args.plans_fp4
+    args.plans_fp4 = bool(user_args.fp4 and user_args.fp4_param_gather)
+    args.plans_quantized = bool(user_args.fp8 and user_args.fp8_param_gather) or args.plans_fp4
     args.fp8_param_gather = False
     for name in ("fp8_recipe", "first_last_layers_bf16"):
-        setattr(args, name, getattr(asked, name))
-    return args, getattr(asked.attention_backend, "name", "") in ("unfused", "local")
+        setattr(args, name, getattr(user_args, name))
+    return args, getattr(user_args.attention_backend, "name", "") in ("unfused", "local")
 
 
 @contextlib.contextmanager
@@ -147,15 +147,15 @@ def without_gpu_flags(argv: Sequence[str]) -> list[str]:
     return kept
 
 
-def parsed(argv: Sequence[str], asked: Sequence[str]) -> tuple[Any, Any]:
+def parse_flags(argv: Sequence[str], user_flags: Sequence[str]) -> tuple[Any, Any]:
     """Parse flags with Megatron, after `install()`.
 
     Args:
         argv: Flags that a CPU supports. Megatron validates them.
-        asked: The user's own flags. This package checks them.
+        user_flags: The user's own flags. This package checks them.
 
     Returns:
-        The validated arguments of `argv`, and the parsed arguments of `asked`.
+        The validated arguments of `argv`, and the parsed arguments of `user_flags`.
 
     Raises:
         FlagsError: Megatron or this package rejects the flags.
@@ -163,22 +163,22 @@ def parsed(argv: Sequence[str], asked: Sequence[str]) -> tuple[Any, Any]:
     """
     from megatron.training import arguments
 
-    before = sys.argv
+    original_argv = sys.argv
     try:
         with rejections_as_errors():
-            sys.argv = ["plan", *(word for word in asked if word not in (FLAG, VERBOSE_FLAG))]
-            as_asked = arguments.parse_args()
-            if not (is_enabled(as_asked) and as_asked.use_megatron_fsdp):
+            sys.argv = ["plan", *(word for word in user_flags if word not in (FLAG, VERBOSE_FLAG))]
+            user_args = arguments.parse_args()
+            if not (is_enabled(user_args) and user_args.use_megatron_fsdp):
                 raise FlagsError(
                     f"these flags train without this package; add --use-megatron-fsdp {API_FLAG}"
                 )
             # A plan does not depend on the checkpoint to load.
-            as_asked.load = None
-            check_before(as_asked)
+            user_args.load = None
+            check_arguments(user_args)
             sys.argv = ["plan", *argv]
             args = arguments.parse_args()
             args.load = None
             arguments.validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
     finally:
-        sys.argv = before
-    return args, as_asked
+        sys.argv = original_argv
+    return args, user_args

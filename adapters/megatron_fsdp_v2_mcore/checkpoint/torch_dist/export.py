@@ -26,7 +26,7 @@ from megatron_fsdp_v2_mcore.checkpoint.name_table import (
     Place,
     StoredNames,
     is_fp8_state,
-    split_piece,
+    split_subtensor_suffix,
 )
 from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import (
     COMMON,
@@ -110,14 +110,14 @@ class Export:
     def __init__(self, folder: MegatronFolder, target: Path, expert_parallel: int | None) -> None:
         self._folder = folder
         self.num_tensors = self.num_bytes = 0
-        self._plain = self._objects()
-        if not isinstance(self._plain.get("args"), argparse.Namespace):
+        self._non_tensors = self._read_non_tensors()
+        if not isinstance(self._non_tensors.get("args"), argparse.Namespace):
             raise FlagError(f"{folder.path} has no arguments of a Megatron run")
-        self._args = self._plain["args"]
+        self._args = self._non_tensors["args"]
         self._names = StoredNames.of(self._args)
         self._expert_parallel = expert_parallel or self._args.expert_model_parallel_size
         # Optimizers other than Adam have other wrappers in Megatron, with other checkpoint entries.
-        self._has_optimizer = bool(self._options()) and self.left_out is None
+        self._has_optimizer = bool(self._options_by_param()) and self.omitted_optimizer is None
         self.path = target
         self._tensors: dict[str, Blocks] = {}
         self._written: dict[str, bytes] = {}
@@ -125,15 +125,18 @@ class Export:
     def write(self) -> None:
         """Write the checkpoint."""
         # The steps that may fail run before the long ones.
-        has_rng = all(str(rank) in self._plain.get("rng_state", {}) for rank in self._ranks())
-        common = self._common(has_rng=has_rng)
+        has_rng = all(
+            str(rank) in self._non_tensors.get("rng_state", {})
+            for rank in self._model_parallel_ranks()
+        )
+        common = self._common_state(has_rng=has_rng)
         modules: dict[str, Place] = {}
         for key in self._names_of_tensors(MODEL):
             name = key.removeprefix(MODEL)
             place = self._names.place(name)
             self._write_weight(name, place)
-            module = _module(self._names.place(split_piece(name)[0]))
-            modules[f"{module.key}/{module.front}"] = module
+            module = _module_place(self._names.place(split_subtensor_suffix(name)[0]))
+            modules[f"{module.key}/{module.leading}"] = module
         if getattr(self._args, "hybrid_layer_pattern", None):
             # A hybrid model requests the extra state of its output layer even if it has no weight.
             modules.setdefault("output_layer/()", Place("output_layer", ()))
@@ -145,31 +148,33 @@ class Export:
         write_folder(self.path, {**self._tensors, **self._written}, has_manifest=False)
 
     def _write_weight(self, name: str, place: Place) -> None:
-        options = self._options().get(split_piece(name)[0])
+        options = self._options_by_param().get(split_subtensor_suffix(name)[0])
         dtype = None if options is None else self._args.params_dtype
-        self._put(place.key, place, MODEL + name, dtype)
+        self._add_tensor(place.key, place, MODEL + name, dtype)
         has_state = options is not None and self._folder.has(f"{STATE}{name}.{MOMENTS[0]}")
         if has_state and self._has_optimizer:
-            self._put(f"{STATE}param.{place.key}", place, MODEL + name, torch.float32)
+            self._add_tensor(f"{STATE}param.{place.key}", place, MODEL + name, torch.float32)
             for moment in MOMENTS:
-                self._put(f"{STATE}{moment}.{place.key}", place, f"{STATE}{name}.{moment}")
+                self._add_tensor(f"{STATE}{moment}.{place.key}", place, f"{STATE}{name}.{moment}")
 
-    def _put(self, key: str, place: Place, source: str, dtype: torch.dtype | None = None) -> None:
+    def _add_tensor(
+        self, key: str, place: Place, source: str, dtype: torch.dtype | None = None
+    ) -> None:
         """Add a tensor to the blocks to write, at its place and converted to a dtype."""
         entry = self._folder.metadata.state_dict_metadata[source]
         assert isinstance(entry, TensorStorageMetadata)
-        own, dtype = tuple(entry.size), dtype or entry.properties.dtype
-        sizes = (*(1 for _ in place.front), *own)
+        shape, dtype = tuple(entry.size), dtype or entry.properties.dtype
+        sizes = (*(1 for _ in place.leading), *shape)
 
         def read() -> torch.Tensor:
             data: torch.Tensor = self._folder.read_tensor(source)
             return data.to(dtype).view(sizes)
 
-        whole = Blocks(place.shape(own), dtype)
+        whole = Blocks(place.shape(shape), dtype)
         blocks = self._tensors.setdefault(key, whole)
         if (blocks.shape, blocks.dtype) != (whole.shape, whole.dtype):
             raise FlagError(f"{source} and other tensors of {key} differ in shape or dtype")
-        blocks.add(place.offset(own), sizes, read)
+        blocks.add(place.offset(shape), sizes, read)
         self.num_tensors += 1
         self.num_bytes += entry.size.numel() * dtype.itemsize
 
@@ -185,7 +190,7 @@ class Export:
             ):
                 yield key
 
-    def _objects(self) -> dict[str, Any]:
+    def _read_non_tensors(self) -> dict[str, Any]:
         """Read all entries that are not tensors of the model or optimizer, as nested as saved."""
         paths = self._folder.metadata.planner_data or {}
         flat = {
@@ -204,20 +209,20 @@ class Export:
         return nested
 
     @property
-    def left_out(self) -> str | None:
+    def omitted_optimizer(self) -> str | None:
         """Name of the optimizer if its state is not exported."""
         name = getattr(self._args, "optimizer", "adam")
-        return None if name == "adam" or not self._options() else str(name)
+        return None if name == "adam" or not self._options_by_param() else str(name)
 
-    def _options(self) -> dict[str, dict[str, Any]]:
-        options: dict[str, dict[str, Any]] = self._plain.get("optimizer", {}).get(META, {})
+    def _options_by_param(self) -> dict[str, dict[str, Any]]:
+        options: dict[str, dict[str, Any]] = self._non_tensors.get("optimizer", {}).get(META, {})
         return options
 
     def _write_extra_state(self, module: Place) -> None:
         """Write the empty extra state that all of Megatron's layers request."""
-        front = module.front or ((0, 1),)
-        index = ".".join(str(position) for position, _ in front)
-        shape = ".".join(str(length) for _, length in front)
+        leading = module.leading or ((0, 1),)
+        index = ".".join(str(position) for position, _ in leading)
+        shape = ".".join(str(length) for _, length in leading)
         keys = [f"{module.key}._extra_state"]
         match = _ATTENTION.fullmatch(module.key)
         if match is not None:
@@ -225,18 +230,18 @@ class Export:
         for key in keys:
             self._add_object(f"{key}/shard_{index}_{shape}", None)
 
-    def _ranks(self) -> list[tuple[int, int]]:
+    def _model_parallel_ranks(self) -> list[tuple[int, int]]:
         """Return the pipeline and tensor-parallel ranks of the run that saved."""
         pp, tp = self._args.pipeline_model_parallel_size, self._args.tensor_model_parallel_size
         return [(p, t) for p in range(pp) for t in range(tp)]
 
     def _write_rng_states(self) -> None:
-        sizes = tuple(size + 1 for size in self._ranks()[-1])
-        for p, t in self._ranks():
+        sizes = tuple(size + 1 for size in self._model_parallel_ranks()[-1])
+        for p, t in self._model_parallel_ranks():
             key = f"rng_state/shard_{p}.{t}_{sizes[0]}.{sizes[1]}"
-            self._add_object(key, self._plain["rng_state"][str((p, t))])
+            self._add_object(key, self._non_tensors["rng_state"][str((p, t))])
 
-    def _common(self, *, has_rng: bool) -> dict[str, Any]:
+    def _common_state(self, *, has_rng: bool) -> dict[str, Any]:
         args = copy.copy(self._args)
         args.ckpt_format = "torch_dist"
         args.use_megatron_fsdp = args.use_fsdp_fully_shard_api = False
@@ -246,9 +251,9 @@ class Export:
         args.no_save_optim = not self._has_optimizer
         common = {
             "args": args,
-            "checkpoint_version": self._plain.get("checkpoint_version", 3.0),
-            "iteration": self._plain["iteration"],
-            "num_floating_point_operations_so_far": self._plain.get(
+            "checkpoint_version": self._non_tensors.get("checkpoint_version", 3.0),
+            "iteration": self._non_tensors["iteration"],
+            "num_floating_point_operations_so_far": self._non_tensors.get(
                 "num_floating_point_operations_so_far", 0
             ),
             "content_metadata": {
@@ -258,23 +263,23 @@ class Export:
                 "chained_optim_avoid_prefix": True,
             },
         }
-        if "opt_param_scheduler" in self._plain:
-            common["opt_param_scheduler"] = self._plain["opt_param_scheduler"]
+        if "opt_param_scheduler" in self._non_tensors:
+            common["opt_param_scheduler"] = self._non_tensors["opt_param_scheduler"]
         if self._has_optimizer:
-            common["optimizer"] = self._optimizers()
+            common["optimizer"] = self._optimizer_options()
         return common
 
-    def _optimizers(self) -> dict[Any, Any]:
+    def _optimizer_options(self) -> dict[Any, Any]:
         """Return the options of the optimizer, or of both optimizers if experts have their own."""
         groups: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
-        step = self._step()
-        for name, options in self._options().items():
-            is_apart = self._expert_parallel > 1 and _EXPERT.match(name) is not None
+        step = self._num_steps()
+        for name, options in self._options_by_param().items():
+            is_separate = self._expert_parallel > 1 and _EXPERT.match(name) is not None
             group = {k: v for k, v in options.items() if k != "params"}
-            group |= {"is_expert_parallel": is_apart, "step": step}
-            if not any(_is_same(group, other) for other in groups[is_apart]):
-                groups[is_apart].append(group)
-        scaler = self._plain["optimizer"].get("grad_scaler")
+            group |= {"is_expert_parallel": is_separate, "step": step}
+            if not any(_has_same_identifiers(group, other) for other in groups[is_separate]):
+                groups[is_separate].append(group)
+        scaler = self._non_tensors["optimizer"].get("grad_scaler")
         parts = [
             {"optimizer": {"param_groups": part}, "param_state_sharding_type": FULLY_RESHARDABLE}
             | ({"grad_scaler": scaler} if scaler else {})
@@ -283,13 +288,15 @@ class Export:
         ]
         return parts[0] if len(parts) == 1 else dict(enumerate(parts))
 
-    def _step(self) -> int:
+    def _num_steps(self) -> int:
         """Return the number of steps of the optimizer.
 
         Raises:
             FlagError: The numbers differ between parameters, which Megatron does not support.
         """
-        steps = {int(o["step"]) for o in self._options().values() if o.get("step") is not None}
+        steps = {
+            int(o["step"]) for o in self._options_by_param().values() if o.get("step") is not None
+        }
         for key, entry in self._folder.metadata.state_dict_metadata.items():
             if key.startswith(STATE) and key.endswith(".step"):
                 is_tensor = isinstance(entry, TensorStorageMetadata)
@@ -304,17 +311,17 @@ class Export:
         return steps.pop() if steps else 0
 
 
-def _module(place: Place) -> Place:
+def _module_place(place: Place) -> Place:
     """Return the module of a weight."""
     key = re.sub(r"\.(?:layer_norm_)?(?:weight|bias)\d*$", "", place.key)
-    return Place(key if key != place.key else place.key.rpartition(".")[0], place.front)
+    return Place(key if key != place.key else place.key.rpartition(".")[0], place.leading)
 
 
-def _is_same(group: dict[str, Any], other: dict[str, Any]) -> bool:
+def _has_same_identifiers(group: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(group.get(key) == other.get(key) for key in param_group_identifier_keys)
 
 
-class _TorchDist:
+class _TorchDistConverter:
     """`megatron-fsdp-v2 ckpt convert --to torch_dist`; see `Converter`."""
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
@@ -334,19 +341,19 @@ class _TorchDist:
     def run(self, source: Path, target: Path, args: argparse.Namespace) -> int:
         """Export; return 2 after a message on standard error if the export is not possible."""
         try:
-            done = export(source, target, args.iteration, args.expert_model_parallel_size)
+            result = export(source, target, args.iteration, args.expert_model_parallel_size)
         except FlagError as error:
             sys.stderr.write(f"{error}\n")
             return 2
         sys.stdout.write(
-            f"{done.path}: {done.num_tensors} tensors, {readable_size(done.num_bytes)}\n"
+            f"{result.path}: {result.num_tensors} tensors, {readable_size(result.num_bytes)}\n"
         )
-        if done.left_out is not None:
+        if result.omitted_optimizer is not None:
             sys.stdout.write(
-                f"the state of --optimizer {done.left_out} is not exported: load it with "
-                "--no-load-optim or --finetune\n"
+                f"the state of --optimizer {result.omitted_optimizer} is not exported: load it "
+                "with --no-load-optim or --finetune\n"
             )
         return 0
 
 
-to_torch_dist = _TorchDist()
+to_torch_dist = _TorchDistConverter()

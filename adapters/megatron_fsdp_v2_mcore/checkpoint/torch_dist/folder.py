@@ -48,13 +48,13 @@ LEGACY_COMMON = "common.pt"
 SHARDING_TYPE = "distrib_optim_sharding_type"
 FULLY_RESHARDABLE = "fully_reshardable"
 
-_EXPERTS = "is_expert_parallel"
+_IS_EXPERT = "is_expert_parallel"
 
-_NUMBERS = re.compile(r"[<|=]?[biufc]\d{1,2}")
+_NUMERIC_DTYPE = re.compile(r"[<|=]?[biufc]\d{1,2}")
 
 
 def _dtype(text: str, *_: Any) -> numpy.dtype[Any]:
-    if not _NUMBERS.fullmatch(text):
+    if not _NUMERIC_DTYPE.fullmatch(text):
         raise ValueError(f"numpy dtype {text!r} is not numeric")
     return numpy.dtype(text)
 
@@ -73,19 +73,19 @@ def _path(*parts: Any) -> pathlib.PurePath:
     return pathlib.PurePath(*parts)
 
 
-_WITH_ATTRIBUTES = tuple(
+_ATTRIBUTE_CLASSES = tuple(
     cls
     for cls in SAFE_GLOBALS
     if cls in (argparse.Namespace, types.SimpleNamespace) or dataclasses.is_dataclass(cls)
 )
 
 
-def _names() -> Iterator[tuple[str, Any]]:
+def _megatron_classes() -> Iterator[tuple[str, Any]]:
     """Yield the names of the enumerations and option classes that Megatron saves."""
     for cls in SAFE_GLOBALS:
         if isinstance(cls, enum.EnumMeta):
             yield f"{cls.__module__}.{cls.__qualname__}", Callee(cls)
-        elif cls in _WITH_ATTRIBUTES:
+        elif cls in _ATTRIBUTE_CLASSES:
             yield f"{cls.__module__}.{cls.__qualname__}", blank(cls)
 
 
@@ -94,7 +94,7 @@ class _MegatronUnpickler(PlainUnpickler):
 
     names: ClassVar = {
         **PlainUnpickler.names,
-        **dict(_names()),
+        **dict(_megatron_classes()),
         "pathlib.PosixPath": Callee(_path),
         "pathlib._local.PosixPath": Callee(_path),
         "numpy.dtype": Callee(_dtype),
@@ -111,7 +111,7 @@ class _MegatronUnpickler(PlainUnpickler):
             # Byte order, followed by the fields, sizes and flags of non-numeric dtypes.
             if state[1] not in ("<", "|", "=") or state[2:] != (None, None, None, -1, -1, 0):
                 raise ValueError("the file changes a numpy dtype")
-        elif isinstance(target, _WITH_ATTRIBUTES):
+        elif isinstance(target, _ATTRIBUTE_CLASSES):
             set_attributes(target, state)
         else:
             super().set_state(target, state)
@@ -157,7 +157,7 @@ def optimizer_problem(common: dict[str, Any]) -> str:
     if "optimizer" not in common:
         return "it has no optimizer state; add --no-load-optim to start with a new optimizer"
     sharding = (common.get("content_metadata") or {}).get(SHARDING_TYPE)
-    for part in _parts(common["optimizer"]):
+    for part in _inner_states(common["optimizer"]):
         sharding = part.get("param_state_sharding_type", sharding)
     if sharding in (None, FULLY_RESHARDABLE):
         return ""
@@ -168,7 +168,7 @@ def optimizer_problem(common: dict[str, Any]) -> str:
     )
 
 
-def _parts(optimizer: dict[Any, Any]) -> list[dict[str, Any]]:
+def _inner_states(optimizer: dict[Any, Any]) -> list[dict[str, Any]]:
     """Return the states of a chain's optimizers, such as those of dense and expert parameters."""
     is_chain = bool(optimizer) and all(isinstance(key, int) for key in optimizer)
     return list(optimizer.values()) if is_chain else [optimizer]
@@ -190,7 +190,7 @@ class SavedGroups:
     def of(common: dict[str, Any]) -> SavedGroups:
         """Collect the options of all optimizers of a checkpoint."""
         found = SavedGroups()
-        for part in _parts(common["optimizer"]):
+        for part in _inner_states(common["optimizer"]):
             inner = part.get("optimizer", part)
             step = inner.get("state", {}).get("common_step")
             for group in inner["param_groups"]:
@@ -199,29 +199,37 @@ class SavedGroups:
             found.step = max(found.step, float(step or 0))
         return found
 
-    def options(self, mine: dict[str, Any]) -> dict[str, Any]:
+    def options(self, current: dict[str, Any]) -> dict[str, Any]:
         """Return the options of a parameter of this run, updated with those of its saved group.
 
         Args:
-            mine: The parameter's options in this run.
+            current: The parameter's options in this run.
 
         Raises:
             FlagError: No saved group matches these options.
         """
-        saved = next(self._like(mine, ()), None) or next(self._like(mine, (_EXPERTS,)), None)
+        saved = next(self._matching_groups(current, ()), None) or next(
+            self._matching_groups(current, (_IS_EXPERT,)), None
+        )
         if saved is None:
-            shown = {key: mine.get(key) for key in param_group_identifier_keys if key in mine}
+            identifiers = {
+                key: current.get(key) for key in param_group_identifier_keys if key in current
+            }
             raise FlagError(
-                f"the checkpoint has no optimizer options for parameters with {shown}; use the "
-                "flags of the run that saved it, or add --no-load-optim"
+                f"the checkpoint has no optimizer options for parameters with {identifiers}; use "
+                "the flags of the run that saved it, or add --no-load-optim"
             )
-        kept = {k: v for k, v in saved.items() if k in mine and k not in (_EXPERTS, "step")}
-        return {**mine, **kept, **({"step": int(self.step)} if "step" in mine else {})}
+        restored = {
+            k: v for k, v in saved.items() if k in current and k not in (_IS_EXPERT, "step")
+        }
+        return {**current, **restored, **({"step": int(self.step)} if "step" in current else {})}
 
-    def _like(self, mine: dict[str, Any], ignored: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    def _matching_groups(
+        self, current: dict[str, Any], ignored: tuple[str, ...]
+    ) -> Iterator[dict[str, Any]]:
         keys = [key for key in param_group_identifier_keys if key not in ignored]
         for group in self.groups:
-            if all(_option(group, key) == _option(mine, key) for key in keys):
+            if all(_option(group, key) == _option(current, key) for key in keys):
                 yield group
 
 

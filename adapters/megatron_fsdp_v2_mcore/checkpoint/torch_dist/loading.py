@@ -20,8 +20,8 @@ from megatron_fsdp_v2_mcore.checkpoint.state_dict import (
     CHUNKS,
     META,
     Translation,
-    load_by_model,
-    pieces_of,
+    checkpoint_entries,
+    load_by_global_names,
 )
 from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import (
     MegatronFolder,
@@ -44,8 +44,8 @@ STATE = "optimizer.state."
 MAIN_WEIGHTS = ("param", "fp32_param")
 """Names of main weights in Megatron's distributed optimizer and in its optimizer for DDP."""
 
-_SHOWN = 6
-_OUTPUTS = ("output_layer.weight", "output_layer.bias")
+_MAX_LISTED = 6
+_OUTPUT_LAYER = ("output_layer.weight", "output_layer.bias")
 
 
 def with_torch_dist(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,7 +55,7 @@ def with_torch_dist(original: Callable[..., Any]) -> Callable[..., Any]:
     entries of sharded runs.
 
     Args:
-        original: Megatron's function, which loads all other folders; see `load_by_model`.
+        original: Megatron's function, which loads all other folders; see `load_by_global_names`.
     """
 
     def load(
@@ -69,26 +69,28 @@ def with_torch_dist(original: Callable[..., Any]) -> Callable[..., Any]:
         if load_dir is not None and args.non_persistent_ckpt_type is None:
             found = find_checkpoint(load_dir, getattr(args, "ckpt_step", None) or None)
         if found is None or not is_torch_dist(found[0]):
-            return load_by_model(original, load_dir, args, rank0, sharded_state_dict, **kwargs)
+            return load_by_global_names(
+                original, load_dir, args, rank0, sharded_state_dict, **kwargs
+            )
         path, iteration = found
         reject_gpt_layers(path, kwargs.get("gpt_compat_layer_maps"))
         megatron = importlib.import_module("megatron.training.checkpointing")
         megatron.set_loaded_iteration(iteration)
         with flag_errors():
             folder = MegatronFolder(path)
-            loaded = _Loading(folder, common_state(folder)).load(sharded_state_dict, args)
+            loaded = _Loader(folder, common_state(folder)).load(sharded_state_dict, args)
         return loaded, str(path), path.name == RELEASE, megatron.CheckpointType.FSDP_DTENSOR
 
     return load
 
 
-class _Loading:
+class _Loader:
     """Loads one checkpoint."""
 
     def __init__(self, folder: MegatronFolder, common: dict[str, Any]) -> None:
         self._folder = folder
         self._common = common
-        self._wanted: list[ReadRequest] = []
+        self._requests: list[ReadRequest] = []
         self._problems: list[str] = []
 
     def load(self, request: dict[str, Any] | None, args: Any) -> dict[str, Any]:
@@ -122,48 +124,50 @@ class _Loading:
             result["rng_state"] = self._rng_state(request["rng_state"], args)
         # A release contains weights only.
         optimizer = None if is_release else request.get("optimizer")
-        self._fill(request, StoredNames.of(args), with_optimizer=optimizer is not None)
+        self._load_tensors(request, StoredNames.of(args), with_optimizer=optimizer is not None)
         return result
 
     @torch.no_grad()
-    def _fill(self, request: dict[str, Any], rules: StoredNames, *, with_optimizer: bool) -> None:
+    def _load_tensors(
+        self, request: dict[str, Any], rules: StoredNames, *, with_optimizer: bool
+    ) -> None:
         translation = Translation(request[CHUNKS], request)
         for name, value in translation.model_entries():
-            for key, piece in () if name.is_unused else pieces_of(name, value):
-                self._want_weight(rules.place(key), piece, has_optimizer=with_optimizer)
+            for key, piece in () if name.is_unused else checkpoint_entries(name, value):
+                self._request_weight(rules.place(key), piece, has_optimizer=with_optimizer)
         if with_optimizer:
-            self._want_states(translation, rules)
+            self._request_states(translation, rules)
         if self._problems:
-            shown = listed(sorted(self._problems), _SHOWN)
+            problems = listed(sorted(self._problems), _MAX_LISTED)
             others = [p for p in self._problems if not p.startswith(f"it does not contain {STATE}")]
             raise FlagError(
-                f"{self._folder.path} is a checkpoint of another model: {shown}"
+                f"{self._folder.path} is a checkpoint of another model: {problems}"
                 f"{'' if others else '; add --no-load-optim to start with a new optimizer'}"
             )
-        for wanted, count in zip(self._wanted, self._folder.fill(self._wanted), strict=True):
-            if count != wanted.target.numel() and not _is_padded(wanted.key):
+        for entry, count in zip(self._requests, self._folder.fill(self._requests), strict=True):
+            if count != entry.target.numel() and not _is_padded(entry.key):
                 raise FlagError(
                     f"{self._folder.path} is incomplete: it has {count} of "
-                    f"{wanted.target.numel()} elements at {wanted.offset} of {wanted.key}"
+                    f"{entry.target.numel()} elements at {entry.offset} of {entry.key}"
                 )
         for chunk in translation.chunks:
             for param in chunk.parameters():
                 # The values were written to the parameter's memory without a version change.
                 torch.autograd.graph.increment_version(param)
 
-    def _want_states(self, translation: Translation, rules: StoredNames) -> None:
+    def _request_states(self, translation: Translation, rules: StoredNames) -> None:
         """Request the moments, and set steps and options."""
         saved = SavedGroups.of(self._common)
         for part in translation.optimizers():
             for fqn, entry in part["state"].items():
-                name = translation.of_param[fqn]
+                name = translation.names_by_fqn[fqn]
                 if name.is_unused:
                     continue
                 for option, value in entry.items():
-                    for key, piece in pieces_of(name, value):
+                    for key, piece in checkpoint_entries(name, value):
                         if isinstance(piece, UnevenDTensor):
                             place = rules.place(key)
-                            self._want(f"{STATE}{option}.{place.key}", place, piece)
+                            self._request(f"{STATE}{option}.{place.key}", place, piece)
                 if "step" in entry:
                     entry["step"] = torch.full_like(torch.as_tensor(entry["step"]), saved.step)
             part[META] = {fqn: saved.options(meta) for fqn, meta in part[META].items()}
@@ -175,30 +179,34 @@ class _Loading:
         parts = [optimizer, *(p for p in optimizer.values() if isinstance(p, dict))]
         return next((part["grad_scaler"] for part in parts if "grad_scaler" in part), {})
 
-    def _want_weight(self, place: Place, tensor: torch.Tensor, *, has_optimizer: bool) -> None:
+    def _request_weight(self, place: Place, tensor: torch.Tensor, *, has_optimizer: bool) -> None:
         """Request main weights if the checkpoint has them, since they are more precise."""
         is_float = isinstance(tensor, UnevenDTensor) and tensor.dtype == torch.float32
-        mains = [f"{STATE}{name}.{place.key}" for name in MAIN_WEIGHTS]
-        found = filter(self._folder.has, mains if has_optimizer and is_float else ())
-        self._want(next(found, place.key), place, tensor)
+        main_keys = [f"{STATE}{name}.{place.key}" for name in MAIN_WEIGHTS]
+        found = filter(self._folder.has, main_keys if has_optimizer and is_float else ())
+        self._request(next(found, place.key), place, tensor)
 
-    def _want(self, key: str, place: Place, tensor: torch.Tensor) -> None:
-        there, here, own = self._folder.shape(key), place.shape(tensor.shape), tuple(tensor.shape)
+    def _request(self, key: str, place: Place, tensor: torch.Tensor) -> None:
+        stored, expected, local_shape = (
+            self._folder.shape(key),
+            place.shape(tensor.shape),
+            tuple(tensor.shape),
+        )
         # The vocabulary, the first dimension, is padded depending on the parallel sizes.
         first = 1 if _is_padded(key) else 0
-        if there is None:
+        if stored is None:
             self._problems.append(f"it does not contain {key}")
-        elif len(there) != len(here) or there[first:] != here[first:]:
-            self._problems.append(f"{key} is {there}, in this run {here}")
+        elif len(stored) != len(expected) or stored[first:] != expected[first:]:
+            self._problems.append(f"{key} is {stored}, in this run {expected}")
         else:
             for request in requests_for(key, tensor):
-                target = request.target[(None,) * len(place.front)]
+                target = request.target[(None,) * len(place.leading)]
                 if _is_padded(key):
                     target.zero_()
-                offset = place.offset(own, request.offset)
-                self._wanted.append(ReadRequest(key, offset, target))
+                offset = place.offset(local_shape, request.offset)
+                self._requests.append(ReadRequest(key, offset, target))
 
-    def _rng_state(self, mine: dict[str, Any], args: Any) -> dict[str, Any]:
+    def _rng_state(self, current: dict[str, Any], args: Any) -> dict[str, Any]:
         """Return the saved state of random number generators if the parallel sizes are the same.
 
         Otherwise, as in Megatron, generators keep the seeds of this run.
@@ -216,15 +224,15 @@ class _Loading:
                     f"{self._folder.path} has no random number state for these parallel sizes: "
                     "generators keep the seeds of this run\n"
                 )
-            return mine
+            return current
         states = self._folder.object(key)[0]
         num_states = (
             parallel_state.get_data_parallel_world_size() if args.data_parallel_random_init else 1
         )
         if len(states) < num_states:
-            return mine
+            return current
         return {f"({pp}, {tp})": states}
 
 
 def _is_padded(key: str) -> bool:
-    return key.endswith(("embedding.word_embeddings.weight", *_OUTPUTS))
+    return key.endswith(("embedding.word_embeddings.weight", *_OUTPUT_LAYER))

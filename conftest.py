@@ -1,4 +1,4 @@
-"""Shared parts of both suites: rank pools, samples of longer tests, options, temporary files."""
+"""Shared fixtures of both suites: rank pools, samples of longer tests, options, temporary files."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _collect_litter(config: pytest.Config) -> None:
     """Redirect temporary files to one folder, which is removed at the end."""
-    # This folder must be created elsewhere: its own removal at exit fails if it is already gone.
+    # Create the folder of multiprocessing first, outside: its removal at exit fails if it is gone.
     util.get_temp_dir()
     patch = pytest.MonkeyPatch()
-    # pytest keeps the folders of `tmp_path` of recent sessions here.
+    # Folder in which pytest keeps the `tmp_path` folders of recent runs.
     patch.setenv("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     folder = tempfile.mkdtemp(prefix="tests-")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))

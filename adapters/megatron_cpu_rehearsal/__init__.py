@@ -2,8 +2,8 @@
 
 `rehearse` is a context manager. It maps CUDA devices to the CPU, replaces `torch.cuda` by stubs and
 patches the few functions of Megatron that need a GPU; the end of the context reverts these changes.
-Products of bf16 tensors have the same definition on every CPU; all other arithmetic is that of
-Megatron on CPU tensors.
+Products of bf16 tensors have the same definition on every CPU; all other arithmetic is Megatron's
+own, on CPU tensors.
 """
 
 from __future__ import annotations
@@ -67,15 +67,16 @@ def rehearse(
 ) -> Iterator[list[str]]:
     """Run Megatron on the CPU inside this context.
 
-    Enter it before anything imports Megatron. `megatron.training` need not be installed. The flags
-    decide whether Megatron finds Transformer Engine, once for the process.
+    Enter the context before the first import of Megatron. `megatron.training` need not be
+    installed. The flags at this import determine whether Megatron uses Transformer Engine for the
+    rest of the process.
 
     Args:
         argv: The user's flags, in Megatron's spelling.
         verbose: Print everything that Megatron prints.
         into_parser: Set the flags that a CPU needs as defaults of Megatron's parser, which then
-            also checks the user's flags. Otherwise they are added to the command line, which a
-            script with its own parser may not accept.
+            also checks the user's flags. Otherwise these flags are added to the command line,
+            which a script with its own parser may not accept.
         supported: Names of flags that need a GPU in Megatron and that the caller supports on a CPU.
 
     Yields:
@@ -107,8 +108,8 @@ def rehearse(
         stack.callback(patches.undo)
         torch.set_num_threads(1)
         patches.default_environment(cpu_environment(flags))
-        # Megatron's compiled helpers run uncompiled: compiling them for a CPU takes longer than a
-        # run, and may change rounding.
+        # Disable compilation of Megatron's helpers: for a CPU it takes longer than a run and may
+        # change rounding.
         stack.enter_context(torch._dynamo.config.patch(disable=True))
         stack.enter_context(rounded_once())
         stack.enter_context(CpuDevices())

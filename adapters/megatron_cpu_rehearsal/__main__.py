@@ -23,8 +23,8 @@ def run_script(
 
     Args:
         program: Name of the running module, for the usage message.
-        setup: Function of the flags after the script that returns the context in which the script
-            runs. The context yields the flags to pass to the script.
+        setup: Takes the flags after the script and returns the context in which the script runs.
+            The context yields the flags to pass to the script.
 
     Raises:
         SystemExit: No script is given, or the script does not exist.

@@ -1,10 +1,10 @@
 """Products of bf16 tensors with one definition on every CPU: the fp32 product, rounded once.
 
-CPUs with bf16 instructions sum in another order than CPUs without them, which are also many times
-slower. In a library with several kernels, the number of roundings also depends on the shapes. Here
-torch's fp32 kernel multiplies operands cast to fp32, and the result is rounded to bf16. The kernel
-runs in full precision for every setting of fp32 precision: with a lower setting, a CPU with bf16
-instructions would use them.
+CPUs with and without bf16 instructions sum in different orders, and CPUs without them are many
+times slower. The number of roundings depends on the kernel that a library selects for the shapes.
+Here, operands are cast to fp32, torch's fp32 kernel multiplies them, and the result is rounded to
+bf16. The kernel ignores `torch.set_float32_matmul_precision`: at a lower precision, a CPU with bf16
+instructions would use these instructions.
 
 The kernels are replaced below autograd, in torch's dispatcher for the CPU: the definition applies
 to products in modules, `einsum`, custom autograd functions and recomputation, forward and backward.
@@ -81,7 +81,7 @@ def rounded_once() -> Iterator[None]:
 
 
 def _register(library: Any) -> None:
-    # All kernels are looked up before one is replaced.
+    # Look up all kernels before replacing any of them.
     kernels = {
         name: torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed for name in PRODUCTS
     }

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 
 def gather_unequal(all_gather: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `all_gather` whose parts may differ in their first dimension."""
+    """Wrap `all_gather` to accept tensors that differ in their first dimension."""
 
     def gather(
         tensor_list: Sequence[torch.Tensor],
@@ -33,7 +33,7 @@ def gather_unequal(all_gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def scatter_unequal(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `reduce_scatter` whose parts may differ in their first dimension."""
+    """Wrap `reduce_scatter` to accept tensors that differ in their first dimension."""
 
     def scatter(
         output: torch.Tensor,
@@ -65,7 +65,7 @@ def _padded(part: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def lists_for_splits(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `all_to_all_single` that takes split sizes as arrays."""
+    """Wrap `all_to_all_single` to accept arrays as split sizes."""
 
     def with_lists(
         output: torch.Tensor,
@@ -92,7 +92,7 @@ def _as_list(sizes: Any) -> Any:
 
 
 class _Works:
-    """Several work handles as one."""
+    """One work handle for several collectives."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
@@ -103,7 +103,7 @@ class _Works:
 
 
 def gather_dtypes_apart(gather_coalesced: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a coalesced all-gather of a group whose tensors may differ in their dtypes."""
+    """Wrap a group's coalesced all-gather to accept tensors of different dtypes."""
 
     def gather(
         group: Any, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *options: Any
@@ -117,7 +117,7 @@ def gather_dtypes_apart(gather_coalesced: Callable[..., Any]) -> Callable[..., A
 
 
 def over_gloo(init_process_group: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `init_process_group` that uses gloo if a GPU backend or no backend is named."""
+    """Wrap `init_process_group` to use gloo instead of nccl or of the default backend."""
 
     def init(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
         if backend is None or "nccl" in backend:

@@ -11,7 +11,7 @@ __all__ = ["check_combinations", "with_checked_flags"]
 
 
 def with_checked_flags(pretrain: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `pretrain` that checks Megatron's arguments first."""
+    """Wrap `pretrain` to check Megatron's arguments first."""
 
     def pretrain_if_supported(*args: Any, **kwargs: Any) -> Any:
         from megatron.training import get_args

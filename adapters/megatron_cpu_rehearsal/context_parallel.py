@@ -1,7 +1,7 @@
 """Megatron's local attention under context parallelism, which Megatron supports only on a GPU.
 
-Keys and values of the whole sequence are gathered over the context-parallel group, in the order of
-the sequence. Attention of a rank's queries is then computed as on a single rank.
+Keys and values are gathered over the context-parallel group and put in the order of the sequence.
+Each rank then computes attention for its own queries, as on a single rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 def without_rejection(construct: Callable[..., None]) -> Callable[..., None]:
-    """Make `DotProductAttention.__init__` that accepts a context-parallel size above 1."""
+    """Wrap `DotProductAttention.__init__` to accept a context-parallel size above 1."""
 
     def construct_attention(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         if config.context_parallel_size == 1:
@@ -25,15 +25,15 @@ def without_rejection(construct: Callable[..., None]) -> Callable[..., None]:
         construct(self, alone, *args, **kwargs)
         self.config = config
         softmax = self.scale_mask_softmax
-        # Megatron counts a window from the first local query, which is not the first query of the
-        # sequence: the mask is computed for the whole sequence instead.
+        # Megatron would compute the sliding window from local positions. `forward` computes the
+        # mask for the whole sequence instead.
         self.rehearsal_window, softmax.window_size = softmax.window_size, None
 
     return construct_attention
 
 
 def over_the_whole_sequence(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `DotProductAttention.forward` that gathers keys and values over the group."""
+    """Wrap `DotProductAttention.forward` to gather keys and values over the group."""
 
     def attend_to_all(
         self: Any,
@@ -61,9 +61,9 @@ def over_the_whole_sequence(attend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def chunks_of_rank(rank: int, size: int) -> tuple[int, int]:
-    """Return the two of `2 * size` chunks of a sequence that Megatron assigns to a rank.
+    """Return the two chunks, of `2 * size` chunks of a sequence, that Megatron assigns to a rank.
 
-    Under a causal mask, one early and one late chunk have the same cost on every rank.
+    One early and one late chunk give every rank the same cost under a causal mask.
     """
     return rank, 2 * size - 1 - rank
 
@@ -76,7 +76,7 @@ def _group(pg_collection: Any) -> Any:
 
 
 def _whole_sequence(part: torch.Tensor, group: Any) -> torch.Tensor:
-    """Gather `(sequence / size, ...)` to `(sequence, ...)`; the backward sums over the group."""
+    """Gather `(sequence / size, ...)` to `(sequence, ...)`; the backward is a reduce-scatter."""
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
     size = group.size()

@@ -121,8 +121,8 @@ def _device(device: Any = None) -> Iterator[None]:
 def _returns(value: Any) -> Any:
     """Return a new function that returns `value`.
 
-    Each call creates a new function: torch's compiler has a table of torch's functions by object
-    and rejects one object under two names.
+    Each call creates a new function, since torch's compiler indexes torch's functions by object and
+    rejects an object with two names.
     """
 
     def stub(*args: Any, **kwargs: Any) -> Any:

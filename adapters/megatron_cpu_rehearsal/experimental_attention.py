@@ -1,7 +1,6 @@
 """Megatron's gated delta net and sparse attention in its local layers.
 
-Megatron specifies both with Transformer Engine's layers, and uses GPU kernels of other packages for
-parts of them.
+Megatron builds both from Transformer Engine's layers and from GPU kernels of other packages.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def local_backend(config: Any) -> Any:
 
 
 def local_attention_spec(config: Any, backend: Any = None) -> Any:
-    """Specify the ordinary attention layers of a model with experimental attention."""
+    """Specify the standard attention layers of a model with experimental attention."""
     del backend
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
@@ -55,7 +54,7 @@ def local_attention_spec(config: Any, backend: Any = None) -> Any:
 
 
 def layer_with_l2_norms(specify: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the specification of a layer that supports `--qk-l2-norm`."""
+    """Wrap the specification of a layer to support `--qk-l2-norm`."""
 
     def specify_with_norms(config: Any, vp_stage: Any) -> Any:
         from megatron.core.transformer.torch_norm import L2Norm
@@ -83,7 +82,7 @@ def causal_conv1d(
         weight: `(channels, taps)`, the last tap for the token itself.
         bias: `(channels,)`.
         activation: `silu`, or its alias `swish`; None for no activation.
-        others: Arguments of the kernel for states and packed sequences; not supported.
+        others: Ignored: the kernel's arguments for states and packed sequences.
 
     Returns:
         A tensor like `x`, and no state.
@@ -98,7 +97,7 @@ def causal_conv1d(
 
 
 def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """Divide by the length of the last dimension, in fp32; the result has the dtype of `x`."""
+    """Divide by the L2 norm over the last dimension, in fp32; the result has the dtype of `x`."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).type_as(x)
 

@@ -54,10 +54,10 @@ class GpuFlag:
 
     Attributes:
         name: The flag.
-        reason: Reason of the rejection.
+        reason: Reason for the rejection.
         values: Rejected values; if empty, the flag is rejected with every value.
-        only_local: Whether the flag is rejected only with Megatron's own layers, since a rehearsal
-            has kernels of Transformer Engine for it.
+        only_local: Whether the flag is rejected only with Megatron's own layers, since Transformer
+            Engine's reference kernels support it.
     """
 
     name: str
@@ -143,13 +143,14 @@ def is_requested(argv: Sequence[str]) -> bool:
 
 
 def transformer_impl(argv: Sequence[str]) -> str:
-    """Return the layers that a command line trains: `transformer_engine`, or `local` (Megatron's).
+    """Return the implementation of layers: `transformer_engine`, or `local` for Megatron's own.
 
-    Without `--transformer-impl` these are Transformer Engine's layers, as in Megatron, if its
+    Without `--transformer-impl`, Transformer Engine's layers are used, as in Megatron, if its
     Python package can be loaded and reference kernels exist for the flags.
 
     Raises:
-        RehearsalError: The flags name other layers, or Transformer Engine cannot be loaded.
+        RehearsalError: `--transformer-impl` has another value, or requests Transformer Engine,
+            which cannot be used.
     """
     flags = _values(argv)
     given = flags.get(IMPL_FLAG)
@@ -173,14 +174,14 @@ def transformer_impl(argv: Sequence[str]) -> str:
 
 
 def with_cpu_flags(argv: Sequence[str], supported: Collection[str] = ()) -> list[str]:
-    """Add the flags that a CPU needs to a command line that does not have them yet.
+    """Append the missing flags that a CPU needs to a command line.
 
     Args:
         argv: The user's flags.
         supported: Names of `GPU_FLAGS` that the caller supports on a CPU itself.
 
     Raises:
-        RehearsalError: A flag cannot be supported on a CPU.
+        RehearsalError: A flag is not supported on a CPU.
     """
     given = _values(argv)
     impl = transformer_impl(argv)
@@ -211,7 +212,7 @@ def with_cpu_defaults(
 ) -> Callable[..., Any]:
     """Set the flags that a CPU needs as defaults of Megatron's parser.
 
-    Flags on the command line could be unknown to the parser of a script.
+    A script with its own parser may not accept flags that are added to its command line.
 
     Args:
         add_arguments: Megatron's `add_megatron_arguments`.
@@ -229,7 +230,7 @@ def with_cpu_defaults(
         actions = {name: a for a in parser._actions for name in a.option_strings}
         for name, given in added.items():
             action = actions[name]
-            # A string is converted as one on the command line.
+            # argparse converts a default of type str like a value on the command line.
             value = given if action.nargs != 0 else action.const
             parser.set_defaults(**{action.dest: value})
         return parser
@@ -264,8 +265,8 @@ def cpu_environment(argv: Sequence[str]) -> dict[str, str]:
 
     Each rank uses one thread, since ranks share a machine, and gloo uses the loopback interface.
     Megatron requires one hardware queue of the GPU (`CUDA_DEVICE_MAX_CONNECTIONS`) for tensor and
-    context parallelism, and several for its FSDP. A CPU has none; the variable only satisfies the
-    check.
+    context parallelism, and several for its FSDP. A CPU has no such queues; the variable only
+    satisfies Megatron's check.
 
     Args:
         argv: The user's flags.

@@ -31,7 +31,7 @@ __all__ = ["ColumnParallelGroupedLinear", "RowParallelGroupedLinear", "grouped_m
 def _drop_states_of_experts(
     layer: Any, state_dict: dict[str, Any], prefix: str, *others: Any
 ) -> None:
-    """Remove the extra states of experts in a checkpoint; the layer has one for all experts."""
+    """Remove all but the first expert's extra state; the layer has one for all experts."""
     del others
     for expert in range(1, layer.num_gemms):
         state_dict.pop(f"{prefix}_extra_state{expert}", None)
@@ -138,7 +138,7 @@ class _GroupedLinear(TransformerEngineModule):
             tokens_per_expert: Number of tokens of each expert.
 
         Returns:
-            The output, and the biases if they are not added.
+            The output, and the biases if they are not added to it.
         """
         weights, biases = self._experts("weight"), self._experts("bias")
         added = biases if biases and not self.returns_bias else [None] * self.num_gemms
@@ -202,7 +202,7 @@ class ColumnParallelGroupedLinear(_GroupedLinear):
 
 
 class RowParallelGroupedLinear(_GroupedLinear):
-    """A layer whose inputs are split over these ranks; the dispatcher sums its outputs."""
+    """A layer with inputs split over expert-tensor-parallel ranks; the dispatcher sums outputs."""
 
     partition_dim = 1
     parallel_mode = "row"

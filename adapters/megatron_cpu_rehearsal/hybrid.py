@@ -117,7 +117,7 @@ def local_stack_spec(spec: ModuleSpec) -> ModuleSpec:
                 module=MoETransformerLayer,
                 submodules=TransformerLayerSubmodules(
                     pre_mlp_layernorm=norm,
-                    # As in Megatron: always grouped; any number of experts selects experts.
+                    # As in Megatron, experts are always grouped; any `num_experts` selects an MoE.
                     mlp=get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=True),
                     mlp_bda=get_bias_dropout_add,
                 ),
@@ -210,7 +210,7 @@ def _mtp_block() -> ModuleSpec:
             enorm=WrappedTorchNorm,
             hnorm=WrappedTorchNorm,
             eh_proj=ColumnParallelLinear,
-            mtp_model_layer=None,  # made from the pattern
+            mtp_model_layer=None,  # built from the layer pattern
             layer_norm=WrappedTorchNorm,
         ),
     )

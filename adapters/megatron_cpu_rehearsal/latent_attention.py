@@ -1,9 +1,9 @@
-"""Megatron's multi-latent attention with local layers, equal to that with Transformer Engine's.
+"""Megatron's multi-latent attention with local layers, equivalent to Transformer Engine's.
 
-Megatron's local specification does not match its own layers: it passes head widths that its local
-attention does not support, and it shards the projections to the latents over tensor-parallel ranks.
-With this sharding the gradient of the rotary part of the keys, which all heads share, would be lost
-on all ranks but one.
+Megatron's local specification does not match its local layers. The specification passes head widths
+that local attention does not support, and shards the projections to the latents over
+tensor-parallel ranks. With this sharding, all ranks but one would lose the gradient of the rotary
+part of the keys, which all heads share.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = [
 
 
 def with_head_widths(construct: Callable[..., None]) -> Callable[..., None]:
-    """Make `DotProductAttention.__init__` that supports values of another width than keys."""
+    """Wrap `DotProductAttention.__init__` to support keys and values of different widths."""
 
     def construct_attention(
         self: Any,
@@ -41,7 +41,7 @@ def with_head_widths(construct: Callable[..., None]) -> Callable[..., None]:
 
 
 def with_latents_on_every_rank(construct: Callable[..., None]) -> Callable[..., None]:
-    """Make the constructor of multi-latent attention that projects as Transformer Engine's does."""
+    """Wrap the constructor of multi-latent attention to replicate projections to the latents."""
 
     def construct_attention(
         self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any
@@ -68,7 +68,7 @@ def with_latents_on_every_rank(construct: Callable[..., None]) -> Callable[..., 
 
 
 def choose_normed_linear(provider: Any) -> type:
-    """Choose the linear layer with a fused norm, which Megatron's own layers lack."""
+    """Return the linear layer with a fused norm, which Megatron's own layers lack."""
     del provider
     from megatron_cpu_rehearsal.replicated_linear import NormedColumnParallelLinear
 

@@ -26,7 +26,7 @@ def split_conv1d_scan(
     norm_before_gate: bool,
     seq_idx: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Short convolution, selective scan and gate of a Mamba-2 layer.
+    """Compute the short convolution, selective scan and gate of a Mamba-2 layer.
 
     Args:
         zxbcdt: Gate z, input x, B, C and step dt side by side:
@@ -35,7 +35,7 @@ def split_conv1d_scan(
         conv1d_bias: `(channels of x, B and C,)`.
         dt_bias: Added to the step, `(heads,)`.
         A: Decay, negative, `(heads,)`.
-        D: Weight of the input itself, `(heads,)` or `(heads, headdim)`.
+        D: Weight of the skip connection, `(heads,)` or `(heads, headdim)`.
         chunk_size: Chunk size of the kernel's algorithm; it does not change the result.
         activation: Always SiLU.
         headdim: Features of a head; derived from D if None.
@@ -112,7 +112,7 @@ def _scan(
 class GroupedRMSNorm(torch.nn.Module):
     """RMS norm over groups of features.
 
-    The norm of mamba_ssm can also apply a gate; in training, Megatron's scan applies it.
+    The norm of mamba_ssm can also apply a gate, which Megatron's scan applies in training.
 
     Args:
         hidden_size: Number of features.

@@ -24,7 +24,7 @@ def normalize(
 
     Args:
         x: Input.
-        weight: Factor; with `layernorm_zero_centered_gamma` the factor minus one.
+        weight: Scale factor; with `layernorm_zero_centered_gamma`, the factor minus one.
         bias: Shift; None for an RMS norm.
         eps: Added to the variance.
         config: Megatron's transformer configuration.
@@ -91,13 +91,13 @@ _ZERO_CENTERED = {"LayerNorm": ZeroCenteredLayerNorm, "RMSNorm": ZeroCenteredRMS
 
 
 def with_every_option(make_norm: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `WrappedTorchNorm.__new__` for sequence parallelism and zero-centered weights."""
+    """Wrap `WrappedTorchNorm.__new__` to support sequence parallelism and zero-centered weights."""
 
     def make_norm_with_options(
         cls: type, config: Any, hidden_size: int, eps: float = 1e-5, *args: Any, **kwargs: Any
     ) -> Any:
         # A norm is applied per token and needs no other part of the sequence. Only the gradients of
-        # its weights are partial; Megatron sums those of parameters with this attribute.
+        # its weights are partial; Megatron sums the gradients of parameters with this attribute.
         plain = copy.copy(config)
         plain.sequence_parallel = False
         plain.layernorm_zero_centered_gamma = False

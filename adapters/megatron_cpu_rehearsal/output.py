@@ -19,9 +19,9 @@ _LOGGERS = (None, "megatron", "torch.distributed", "torch.distributed.checkpoint
 def quiet(patches: Patches) -> Iterator[None]:
     """Suppress output that does not apply to a run on a CPU.
 
-    This is Megatron's table of arguments, warnings about packages that need a GPU, reports of
-    device memory, and timestamps between the steps of the startup. Output about iterations,
-    evaluations, checkpoints and errors is not suppressed.
+    Suppressed are Megatron's table of arguments, warnings about packages that need a GPU, reports
+    of device memory, and timestamps of startup steps. Output about iterations, evaluations,
+    checkpoints and errors is not suppressed.
     """
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
@@ -58,5 +58,5 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 
 def _meet(*args: Any, **kwargs: Any) -> None:
     del args, kwargs
-    # Megatron's own function synchronizes ranks, on which later steps may rely.
+    # Megatron's function is also a barrier, which later steps may rely on.
     dist.barrier()

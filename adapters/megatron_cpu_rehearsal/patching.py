@@ -41,7 +41,7 @@ _OPTIONAL = ("megatron.training", "transformer_engine")
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One attribute that is replaced.
+    """The replacement of one attribute.
 
     Attributes:
         target: `module:attribute`, or `module:Class.attribute`.
@@ -108,7 +108,7 @@ def _named(path: str) -> Any:
 
 
 class Patches:
-    """The attributes replaced so far, in order, with their originals."""
+    """Registry of replaced attributes with their originals, in the order of replacement."""
 
     def __init__(self) -> None:
         self._originals: list[tuple[Any, str, Any]] = []
@@ -145,7 +145,7 @@ class Patches:
                 self._added_variables.append(name)
 
     def undo(self) -> None:
-        """Restore everything, last replacement first."""
+        """Restore the environment and all originals, last replacement first."""
         for name in self._added_variables:
             os.environ.pop(name, None)
         self._added_variables.clear()

@@ -1,7 +1,7 @@
 """Linear layers of Transformer Engine without a counterpart in Megatron's own layers.
 
-One layer is replicated on all tensor-parallel ranks; the other one has a fused input norm. Names,
-shapes and attributes of their parameters are those of Transformer Engine's.
+One layer is replicated on all tensor-parallel ranks; the other layer has a fused input norm. Their
+parameters have the names, shapes and attributes of Transformer Engine's.
 
 Import this file only during a rehearsal, since it imports Megatron.
 """
@@ -72,7 +72,7 @@ class ReplicatedLinear(TransformerEngineModule):
             self._draw(init_method)
         for param in self.parameters():
             marks: Any = param
-            # Each rank has a part of the sequence, and Megatron sums the gradients.
+            # Each rank has a part of the sequence; with this attribute Megatron sums the gradients.
             marks.sequence_parallel = config.sequence_parallel
             marks.tensor_model_parallel = False
             marks.allreduce = True
@@ -101,7 +101,7 @@ class ReplicatedLinear(TransformerEngineModule):
         """Apply the layer to this rank's part of the sequence.
 
         Returns:
-            The output, and the bias if it is not added.
+            The output, and the bias if it is not added to the output.
         """
         if self.returns_bias:
             return functional.linear(x, self.weight), self.bias

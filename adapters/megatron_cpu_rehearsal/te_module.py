@@ -1,4 +1,4 @@
-"""Common base of the layers that replace Transformer Engine's.
+"""Base class of the layers that replace Transformer Engine's.
 
 Import this file only during a rehearsal, since it imports Megatron.
 """
@@ -51,7 +51,7 @@ def sharded_entries(
 
     Args:
         layer: A layer with the tensor-parallel group as `tp_group`.
-        axes: By parameter, the dimension along which it is tensor-parallel.
+        axes: Tensor-parallel dimension by parameter name.
         prefix: Prefix of the keys.
         sharded_offsets: Position of this layer in the stacked dimensions.
         metadata: Metadata of the checkpoint.

@@ -1,8 +1,8 @@
 """Transformer Engine without a GPU: reference kernels for its compiled module, and their loading.
 
-Transformer Engine's Python code runs unmodified. Its compiled module `transformer_engine_torch`
-(`tex` in Transformer Engine's code) is replaced by kernels in plain torch, each with the definition
-of its format; a missing name raises `NotEmulatedError`.
+Transformer Engine's Python code runs unmodified. Kernels in plain torch replace its compiled module
+`transformer_engine_torch` (`tex` in Transformer Engine's code). Access to a name without a kernel
+raises `NotEmulatedError`.
 """
 
 from megatron_cpu_rehearsal.te.load import (

@@ -1,8 +1,8 @@
 """Activation functions, gated and not, forward and backward.
 
-`x` is `(..., N)`; a gated function takes `(..., 2 N)`: the first half is activated, the second half
-is the factor. All functions compute in fp32 and round once; with a quantizer the result is
-quantized.
+`x` is `(..., N)`. A gated function takes `(..., 2 N)`, applies the activation to the first half and
+multiplies by the second half. All functions compute in fp32 and round once; with a quantizer the
+result is quantized.
 
 * gelu: `x / 2 * (1 + tanh(0.79788456 * (x + 0.044715 * x ** 3)))`, the approximation by tanh;
 * qgelu: `x * sigmoid(1.702 * x)`;
@@ -30,12 +30,12 @@ _QUICK = 1.702
 
 
 def gelu_value(x: torch.Tensor) -> torch.Tensor:
-    """Gelu, approximated by tanh."""
+    """Compute gelu, approximated by tanh."""
     return 0.5 * x * (1 + torch.tanh(_SQRT_2_OVER_PI * x * (1 + _CUBIC * x * x)))
 
 
 def gelu_slope(x: torch.Tensor) -> torch.Tensor:
-    """Slope of gelu."""
+    """Compute the derivative of gelu."""
     t = torch.tanh(_SQRT_2_OVER_PI * x * (1 + _CUBIC * x * x))
     inner = _SQRT_2_OVER_PI * (1 + 3 * _CUBIC * x * x)
     return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * inner
@@ -82,7 +82,7 @@ def _forward(value: _Function) -> Callable[..., Any]:
 
 
 def _backward(slope: _Function) -> Callable[..., Any]:
-    """Make a function's backward: the gradient times the slope."""
+    """Make a function's backward: the gradient times the derivative."""
 
     def kernel(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
         values = grad.float() * slope(fwd_input.float())
@@ -92,7 +92,7 @@ def _backward(slope: _Function) -> Callable[..., Any]:
 
 
 def _backward_with_bias(slope: _Function) -> Callable[..., Any]:
-    """Make a function's backward that also returns a bias's gradient, the sum over rows."""
+    """Make a function's backward that also returns the bias gradient, the sum over rows."""
 
     def kernel(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> list[Any]:
         values = grad.float() * slope(fwd_input.float())

@@ -1,6 +1,6 @@
 """Enumerations of Transformer Engine's compiled module, with its names and numbers.
 
-Source of both: the headers of Transformer Engine 2.20 (`transformer_engine.h`, `fused_attn.h`,
+The source is the headers of Transformer Engine 2.20 (`transformer_engine.h`, `fused_attn.h`,
 `fused_router.h`, `comm_gemm_overlap.h`, `common.h` of its PyTorch extension).
 """
 
@@ -116,7 +116,7 @@ class CommOverlapType(IntEnum):
 
 
 class CommOverlapAlgo(IntEnum):
-    """Algorithms of this overlap."""
+    """Algorithms that overlap collectives with a GEMM."""
 
     BULK_OVERLAP_AG = 0
     BULK_OVERLAP_RS = 1

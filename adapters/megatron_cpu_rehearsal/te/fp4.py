@@ -46,8 +46,9 @@ _HALFWAY = tuple((a + b) / 2 for a, b in itertools.pairwise(_MAGNITUDES))
 def to_e2m1(values: torch.Tensor, random: torch.Tensor | None = None) -> torch.Tensor:
     """Round to E2M1, saturating: to nearest with ties to even, or stochastically.
 
-    Stochastic rounding rounds a value between two neighbors to the one of larger magnitude with a
-    probability equal to its relative distance from the other one, in 256ths. A NaN becomes 6.
+    Stochastic rounding rounds a value between two neighbors to the neighbor of larger magnitude
+    with a probability equal to its relative distance from the other neighbor, in 256ths. A NaN
+    becomes 6.
 
     Args:
         values: A tensor of any floating dtype and shape.
@@ -59,7 +60,7 @@ def to_e2m1(values: torch.Tensor, random: torch.Tensor | None = None) -> torch.T
     given = values.float()
     size = given.abs()
     if random is None:
-        # Ties round to even: halfway above an even number down, above an odd number up.
+        # Ties round to even: a midpoint above an even code rounds down, above an odd code up.
         even, odd = (torch.tensor(_HALFWAY[start::2]) for start in (0, 1))
         code = torch.bucketize(size, even) + torch.bucketize(size, odd, right=True)
     else:
@@ -102,9 +103,9 @@ def transpose_packed(data: torch.Tensor) -> torch.Tensor:
 
 
 def global_scale(amax: torch.Tensor) -> torch.Tensor:
-    """Return the factor of a tensor with which the scales of its blocks fit into E4M3.
+    """Return the scale of a tensor, with which the scales of its blocks fit into E4M3.
 
-    The factor is `6 * 448 / amax`, at most the largest fp32 number; 1 for an amax of zero or
+    The scale is `6 * 448 / amax`, at most the largest fp32 number; 1 for an amax of zero or
     infinity.
 
     Args:

@@ -1,8 +1,8 @@
 """Imports Transformer Engine's Python package with the reference kernels.
 
-Its pure Python wheel raises an error that Megatron does not handle if it is imported alone.
-Therefore the wheel is in a separate folder of the environment, which is added to the path here. An
-installed package is also supported.
+Without kernels, the import of the pure Python wheel raises an error that Megatron does not handle.
+The wheel is therefore in a separate folder of the environment, which this module adds to
+`sys.path`. A package that is already on `sys.path` is also supported.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ FOLDER = "rehearsal-packages"
 
 _PACKAGE = "transformer_engine"
 _DISTRIBUTION = "transformer_engine"
-# With the first variable the package does not load shared libraries; the second would override it.
+# The first variable prevents the package from loading shared libraries; the second would override
+# the first.
 _BUILDING = {"NVTE_PROJECT_BUILDING": "1", "NVTE_RELEASE_BUILD": "0"}
 
 
@@ -91,9 +92,9 @@ def why_not() -> str | None:
 def loaded() -> Iterator[None]:
     """Make Transformer Engine importable, with the reference kernels.
 
-    Devices must be mapped to the CPU before, since the import of Transformer Engine queries them.
-    The end of the context reverts all patches and the path. The imported modules stay, since
-    Megatron's modules reference their classes, and their torch operators can be defined only once.
+    Map devices to the CPU first, since the import of Transformer Engine queries them. The end of
+    the context reverts all patches and `sys.path`. The imported modules remain, since Megatron's
+    modules reference their classes, and their torch operators can be defined only once.
 
     Raises:
         RehearsalError: No supported version of Transformer Engine is installed.
@@ -118,9 +119,9 @@ def loaded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_out() -> Iterator[None]:
-    """Make Transformer Engine not importable, as if it were not installed.
+    """Prevent imports of Transformer Engine, as if it were not installed.
 
-    Megatron uses Transformer Engine if it can be imported, and fails with the pure Python wheel.
+    Megatron imports Transformer Engine if it is installed, and fails with the pure Python wheel.
     """
     if _PACKAGE in sys.modules or importlib.util.find_spec(_PACKAGE) is None:
         yield
@@ -146,7 +147,7 @@ def _import_without_kernels(patches: Patches) -> None:
         for patch in BEFORE_IMPORT:
             patches.apply(patch)
         spec.loader.exec_module(package)
-        # The package also imports this module, and ignores errors.
+        # The package also imports this module, but ignores import errors.
         importlib.import_module(f"{_PACKAGE}.pytorch")
     except BaseException:
         for name in [name for name in sys.modules if name.split(".")[0] == _PACKAGE]:

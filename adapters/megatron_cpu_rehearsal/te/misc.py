@@ -112,12 +112,12 @@ def bulk_allocate(
     device: Any = None,
     alignments: Sequence[int] | None = None,
 ) -> list[torch.Tensor]:
-    """Make empty tensors; a device's kernel allocates them in one buffer.
+    """Make empty tensors; the GPU kernel allocates them in one buffer.
 
     Args:
         shapes: Shapes of the tensors.
         dtypes: Dtypes of the tensors.
-        device: The CPU for every CUDA device.
+        device: Device of the tensors; the CPU for None and for every CUDA device.
         alignments: Ignored.
     """
     del alignments

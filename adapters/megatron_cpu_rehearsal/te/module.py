@@ -1,4 +1,4 @@
-"""The module of reference kernels that replaces Transformer Engine's compiled one."""
+"""The module of reference kernels that replaces Transformer Engine's compiled module."""
 
 from __future__ import annotations
 

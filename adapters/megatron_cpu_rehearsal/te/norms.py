@@ -42,7 +42,7 @@ def layernorm_fwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[Any]:
-    """`(x - mean) * rsigma * weight + bias`, with `rsigma = 1 / sqrt(variance + eps)`.
+    """Compute `(x - mean) * rsigma * weight + bias`, with `rsigma = 1 / sqrt(variance + eps)`.
 
     Args:
         input: `(..., K)`.
@@ -85,7 +85,7 @@ def layernorm_bwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[torch.Tensor]:
-    """Gradients of input `(..., K)`, weight `(K,)` and bias `(K,)`."""
+    """Return the gradients of input `(..., K)`, weight `(K,)` and bias `(K,)`."""
     del sm_margin
     grad, normalized = _matrix(dz), (_matrix(x) - mu[:, None]) * rsigma[:, None]
     scaled = grad * _factor(gamma, zero_centered_gamma)
@@ -108,7 +108,7 @@ def rmsnorm_fwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[Any]:
-    """`x * rsigma * weight`, with `rsigma = 1 / sqrt(mean(x ** 2) + eps)`.
+    """Compute `x * rsigma * weight`, with `rsigma = 1 / sqrt(mean(x ** 2) + eps)`.
 
     Args:
         input: `(..., K)`.
@@ -152,7 +152,7 @@ def rmsnorm_bwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[torch.Tensor]:
-    """Gradients of input `(..., K)` and weight `(K,)`."""
+    """Return the gradients of input `(..., K)` and weight `(K,)`."""
     del sm_margin
     dx, dgamma = _rmsnorm_grads(dz, x, rsigma, gamma, zero_centered_gamma)
     return [dx.view(x.shape).to(x.dtype), dgamma]

@@ -32,8 +32,8 @@ _E8M0_NAN = 255
 def to_fp8(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Round to an 8-bit float: to nearest, ties to even, saturating.
 
-    Values beyond the largest finite value, and infinity, become that value with their sign, as in
-    CUDA's conversion; torch's conversion returns NaN or infinity. A NaN stays NaN.
+    Infinity and values beyond the largest finite value become the largest finite value, with their
+    sign, as in CUDA's conversion; torch's conversion returns NaN or infinity. A NaN stays NaN.
 
     Args:
         values: A tensor of any floating dtype and shape.
@@ -167,7 +167,7 @@ def copy_into_corner(padded: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def in_place_of_whole(part: torch.Tensor, h: int, w: int, start_offset: int) -> torch.Tensor:
-    """Return an fp32 matrix `(h, w)` with the values of a part and zeros elsewhere."""
+    """Return an fp32 matrix `(h, w)` with the values of a shard and zeros elsewhere."""
     whole = torch.zeros(h * w, dtype=torch.float32)
     whole[start_offset : start_offset + part.numel()] = part.reshape(-1).float()
     return whole.view(h, w)

@@ -1,13 +1,12 @@
 """NVFP4 tensors: creation, quantization and dequantization.
 
-A row-wise payload has `(..., K / 2)` bytes with E4M3 scales of 16 elements of a row. A column-wise
-payload is that of the transposed matrix, `(K, M / 2)`. Weights have scales of 16 x 16 elements, so
-that their column-wise payload is the transposed row-wise payload. For inputs and gradients the
-column-wise payload contains a random Hadamard transform along `M`: the product of two such payloads
-equals the product of the original values.
+A row-wise payload has `(..., K / 2)` bytes and an E4M3 scale per 16 elements of a row. The
+column-wise payload has the same format for the transposed matrix, `(K, M / 2)`. Weights have a
+scale per 16 x 16 elements, so that their column-wise payload is the transposed row-wise payload.
+For inputs and gradients, the column-wise payload contains a random Hadamard transform along `M`:
+the product of two such payloads equals the product of the original values.
 
-Stochastic rounding uses the default generator, which is the device's in a rehearsal; the device's
-own random numbers are not emulated.
+Stochastic rounding uses the CPU's default generator; the random numbers of a GPU are not emulated.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def check(quantizer: Any) -> None:
 
 
 def make_parts(quantizer: Any, shape: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """Arguments of a tensor's class for an empty tensor of a quantizer's format.
+    """Return constructor arguments for an empty tensor of a quantizer's format.
 
     Raises:
         ValueError: The shape cannot be divided into blocks.
@@ -79,7 +78,7 @@ def make_parts(quantizer: Any, shape: Sequence[int], device: torch.device) -> di
 
 
 def shape_of(tensor: Any) -> tuple[int, ...]:
-    """Return the shape of an NVFP4 tensor; a matrix shape if it has only a column-wise payload."""
+    """Return the shape of an NVFP4 tensor: `(M, K)` if it has only a column-wise payload."""
     if tensor._rowwise_data is not None:
         *first, packed = tensor._rowwise_data.shape
         return (*first, 2 * packed)
@@ -100,7 +99,7 @@ def fill(quantizer: Any, values: torch.Tensor, output: Any) -> None:
     scale))`; see `fp4`.
 
     Raises:
-        ValueError: A Hadamard transform is requested for values of another dtype than bf16.
+        ValueError: A Hadamard transform is requested for values that are not bf16.
         NotImplementedError: See `check`.
     """
     check(quantizer)
@@ -136,7 +135,7 @@ def fill(quantizer: Any, values: torch.Tensor, output: Any) -> None:
 
 
 def _transposed(quantizer: Any, matrix: torch.Tensor) -> torch.Tensor:
-    """Source of a column-wise payload: `(K, M)`."""
+    """Return the values of a column-wise payload before quantization: `(K, M)`."""
     turned = matrix.t().contiguous()
     if not quantizer.with_rht:
         return turned

@@ -1,8 +1,8 @@
 """NVFP4 weights: transposition of payloads, and quantization of sharded weights.
 
-A weight `(h, w)` has scales of 16 x 16 elements. A shard is a range of the flattened weight that
+A weight `(h, w)` has a scale per 16 x 16 elements. A shard is a range of the flattened weight that
 begins at `start_offset`. Between the computation of amaxes and the cast, Transformer Engine's
-Python reduces the amaxes over ranks.
+Python code reduces the amaxes over ranks.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def nvfp4_multi_tensor_fused_scale(
         target_amax_list: One fp32 element each.
         tile_rows_list: Blocks in a column of the weights.
         tile_cols_list: Blocks in a row of the weights.
-        rows_padded_list: Rows of the scales. Ignored, as are the numbers of blocks: they follow
-            from the shapes of the tensors.
+        rows_padded_list: Rows of the scales. This list and both lists of blocks are ignored, since
+            the tensors have these shapes.
         block_len: 16.
     """
     del tile_rows_list, tile_cols_list, rows_padded_list

@@ -81,7 +81,7 @@ def multi_tensor_unscale_l2norm(
     inv_scale: torch.Tensor,
     per_tensor_python: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `multi_tensor_l2norm`, of elements times `inv_scale`; tensors are not changed."""
+    """As `multi_tensor_l2norm`, for elements times `inv_scale`; tensors are not changed."""
     return _norms(noop_flag, tensor_lists[0], inv_scale, per_tensor_python)
 
 
@@ -163,7 +163,7 @@ def multi_tensor_adam(
 
     Args:
         chunk_size: Ignored.
-        noop_flag: Ignored, as by the device's kernel.
+        noop_flag: Ignored, as in the GPU kernel.
         tensor_lists: Gradients, parameters, first and second moments, masters (optional).
         options: Arguments of `_Adam`.
     """
@@ -183,12 +183,12 @@ def multi_tensor_adam_param_remainder(
 ) -> None:
     """Step fp32 masters whose upper halves are the bf16 parameters.
 
-    The lower half is stored as 16 bits. A parameter is rounded to nearest: if the lower half is
-    negative as a signed number, one was added to the upper half and is subtracted again.
+    The lower half is stored as 16 bits. A parameter is its master rounded to nearest: if the lower
+    half is negative as a signed integer, the parameter is the upper half plus one.
 
     Args:
         chunk_size: Ignored.
-        noop_flag: Ignored, as by the device's kernel.
+        noop_flag: Ignored, as in the GPU kernel.
         tensor_lists: Gradients, parameters (bf16), first and second moments, lower halves (int16).
         options: Arguments of `_Adam`.
     """
@@ -213,7 +213,7 @@ def multi_tensor_adam_fp8(
 
     Args:
         chunk_size: Ignored.
-        noop_flag: Ignored, as by the device's kernel.
+        noop_flag: Ignored, as in the GPU kernel.
         tensor_lists: Gradients, payloads (bytes), first and second moments, masters, scales,
             amaxes (which grow), inverses of scales.
         options: Arguments of `_Adam`, and the payload's `DType`.
@@ -234,7 +234,7 @@ def multi_tensor_adam_fp8(
 def multi_tensor_adam_capturable(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, *options: Any
 ) -> None:
-    """As `multi_tensor_adam`, with scalars in tensors, scaled gradients, and a flag.
+    """As `multi_tensor_adam`, with scalars in tensors, unscaling of gradients, and a skip flag.
 
     Args:
         chunk_size: Ignored.

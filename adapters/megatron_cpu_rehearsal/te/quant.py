@@ -65,7 +65,7 @@ def finished(values: torch.Tensor, dtype: torch.dtype, quantizer: Any, output: A
     """Return the result of a kernel that computes in fp32 and quantizes its output.
 
     Delayed scaling is fused and rounds once, from fp32. All other formats are quantized from the
-    result rounded to its own dtype, as in the device's kernels.
+    result rounded to `dtype`, as in the GPU kernels.
 
     Args:
         values: The result, fp32.
@@ -85,7 +85,7 @@ def finished(values: torch.Tensor, dtype: torch.dtype, quantizer: Any, output: A
 
 
 def dequantize(input: Any, otype: int) -> torch.Tensor:
-    """Return a quantized tensor's values, from its row-wise or else its column-wise payload.
+    """Dequantize a tensor's row-wise payload or, if it has none, its column-wise payload.
 
     Args:
         input: A quantized tensor of Transformer Engine.
@@ -111,7 +111,7 @@ def bgrad_quantize(input: torch.Tensor, quantizer: Any) -> list[Any]:
 def fp8_transpose(
     input: torch.Tensor, dtype: int, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Transpose bytes, as a matrix `(M, K)`: the last dimension comes first, `(K, ...)`."""
+    """Transpose bytes as a matrix `(M, K)`; the result is `(K, ...)`, last dimension first."""
     del dtype
     shape = (*input.shape[-1:], *input.shape[:-1])
     turned = input.reshape(-1, input.shape[-1]).t().reshape(shape)
@@ -151,13 +151,14 @@ def fused_amax_and_scale_update_after_reduction(
     fp8_dtype: int,
     margin: float,
 ) -> None:
-    """Compute the next step's scales of delayed scaling, and shift its histories, in place.
+    """Compute the next step's scales of delayed scaling, and shift amax histories, in place.
 
-    Row 0 of a history is the amax of the current step. A nonzero value in the buffer, reduced over
-    ranks, replaces it. A history whose latest amax is zero is not changed; all others are shifted
-    by one, the latest amax becomes the last row, and row 0 becomes zero. Then
-    `scale = largest * 2 ** -margin / amax`, with the latest or the largest amax. The scale is not
-    changed if this amax is zero or not finite, and is the largest fp32 number after an overflow.
+    Row 0 of a history is the amax of the current step; a nonzero value in the buffer, which is
+    reduced over ranks, replaces this amax. A history whose latest amax is zero is not changed. All
+    other histories are shifted by one: the latest amax becomes the last row, and row 0 becomes
+    zero. Then `scale = largest * 2 ** -margin / amax`, with the latest or the largest amax. The
+    scale is not changed if this amax is zero or not finite, and is the largest fp32 number after an
+    overflow.
 
     Args:
         amax_reduction_buffer: Reduced amaxes of all histories, concatenated; may be empty.

@@ -1,7 +1,7 @@
 """Quantization of sharded weights: amaxes of shards, then casts of shards.
 
 A shard is a range of the flattened weight `(h, w)` that begins at `start_offset`. Between the two
-steps Transformer Engine's Python reduces the amaxes over ranks.
+steps, Transformer Engine's Python code reduces the amaxes over ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _part_of(whole: torch.Tensor, start_offset: int, length: int) -> torch.Tenso
 def fp8_block_scaling_compute_partial_amax(
     tensor: torch.Tensor, amax: torch.Tensor, h: int, w: int, start_offset: int, block_len: int
 ) -> None:
-    """Compute the amax of each block of `block_len` squared over the elements of a shard.
+    """Compute the amax of each `block_len` x `block_len` block over the elements of a shard.
 
     Args:
         tensor: The shard.
@@ -68,7 +68,7 @@ def fp8_block_scaling_partial_cast(
     Args:
         inp: The shard.
         out: Bytes, one per element.
-        scale: fp32, one per block of `block_len` squared.
+        scale: fp32, one per `block_len` x `block_len` block.
         h: Rows of the weight.
         w: Columns of the weight.
         start_offset: Start of the shard.
@@ -89,7 +89,7 @@ def mxfp8_scaling_compute_partial_amax(
     cols: int,
     start_offset: int,
 ) -> None:
-    """Compute the amaxes of 32 elements of rows and of columns over the elements of a shard.
+    """Compute row-wise and column-wise amaxes per 32 elements over the elements of a shard.
 
     Args:
         input: The shard.
@@ -116,7 +116,7 @@ def mxfp8_scaling_partial_cast(
     cols: int,
     start_offset: int,
 ) -> None:
-    """Cast a shard to E4M3 twice, with the scales of rows and with those of columns.
+    """Cast a shard to E4M3 twice, with row-wise and with column-wise scales.
 
     Args:
         input: The shard.
@@ -152,7 +152,7 @@ def multi_tensor_compute_scale_and_scale_inv(
 
     Args:
         chunk_size: Ignored.
-        noop_flag: Ignored, as by the device's kernel.
+        noop_flag: Ignored, as in the GPU kernel.
         tensor_lists: Amaxes, scales, inverses of scales: fp32.
         max_fp8: Largest finite value.
         force_pow_2_scales: Whether scales are powers of two.
@@ -170,7 +170,7 @@ def multi_tensor_compute_scale_and_scale_inv(
 def multi_tensor_compute_scale_inv_e8m0(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Sequence[Sequence[torch.Tensor]]
 ) -> None:
-    """Compute inverse scales of bf16 amaxes as E8M0: the smallest power of two above `amax / 448`.
+    """Compute E8M0 inverse scales: the smallest power of two not below `amax / 448`.
 
     Args:
         chunk_size: Ignored.

@@ -260,7 +260,7 @@ def _fit_float8(quantizer: Any, shape: Sequence[int], output: Any) -> None:
 
 
 def _ways(quantizer: Any, output: Any) -> list[str]:
-    """Return the payloads to write, after allocating those that are missing."""
+    """Return the payloads to write; allocate missing payloads and remove all others."""
     shape = output.size()
     ways = [way for way in ("rowwise", "columnwise") if getattr(quantizer, f"{way}_usage")]
     if any(getattr(output, f"_{way}_data") is None for way in ways):
@@ -281,9 +281,9 @@ def _ways(quantizer: Any, output: Any) -> list[str]:
 def _fill_blockwise(quantizer: Any, values: torch.Tensor, output: Any) -> None:
     """Quantize with a scale per 128 x 128 block, or per 128 elements of the contracted dimension.
 
-    Scales, fp32, for blocks of 128 x 128: `(ceil(M / 128), ceil(K / 128))` row-wise, and transposed
-    column-wise; for blocks of 1 x 128: `(ceil(K / 128), M)` row-wise, `(ceil(M / 128), K)`
-    column-wise. The last dimension is padded to a multiple of 4.
+    Scales are fp32. For 128 x 128 blocks, they are `(ceil(M / 128), ceil(K / 128))` row-wise, and
+    transposed column-wise. For 1 x 128 blocks, they are `(ceil(K / 128), M)` row-wise and
+    `(ceil(M / 128), K)` column-wise. The last dimension is padded to a multiple of 4.
     """
     ways = _ways(quantizer, output)
     if values.numel() == 0:
@@ -319,9 +319,9 @@ def _fill_mxfp8(quantizer: Any, values: torch.Tensor, output: Any) -> None:
     """Quantize with a power of two (an E8M0 byte) per 32 elements of the contracted dimension.
 
     `scale_inv` is the smallest power of two not below `amax / largest`, so that no value saturates;
-    data is `fp8(values / scale_inv)`. Scales: `(M, K / 32)` row-wise, `(M / 32, K)` column-wise,
-    padded to multiples of `(128, 4)` and `(4, 128)`. With 2D quantization 32 x 32 elements share a
-    scale.
+    data is `fp8(values / scale_inv)`. Scales are `(M, K / 32)` row-wise and `(M / 32, K)`
+    column-wise, padded to multiples of `(128, 4)` and `(4, 128)`. With 2D quantization, 32 x 32
+    elements share a scale.
     """
     ways = _ways(quantizer, output)
     if values.numel() == 0:
@@ -393,7 +393,7 @@ def dequantized(tensor: Any, way: str) -> torch.Tensor:
 
 
 def _float8_values(tensor: Any, way: str) -> torch.Tensor:
-    """Dequantize a payload with one scale, from either of the two payloads."""
+    """Convert the data or the transpose of a one-scale FP8 tensor to fp32, without the scale."""
     dtype = TORCH_DTYPES[int(tensor._fp8_dtype)]
     transpose = None if tensor._transpose_invalid else tensor._transpose
     if transpose is not None and (way == "columnwise" or tensor._data is None):

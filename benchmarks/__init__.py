@@ -1,1 +1,1 @@
-"""Benchmarks against peers, timed as ratios in one run."""
+"""Benchmarks that compare this package with its peers in one run."""

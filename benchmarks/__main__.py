@@ -27,7 +27,7 @@ from benchmarks.engines import BASELINE, ENGINES, USUAL
 from benchmarks.repeats import Patience
 
 UNITS = (64, 128, 256)
-"""Settings whose host time is measured."""
+"""Numbers of units for which host time is measured."""
 
 
 def main(words: list[str] | None = None) -> None:
@@ -41,7 +41,7 @@ def main(words: list[str] | None = None) -> None:
         args.ranks = ranks
         some = [(one, _engines(args, one)) for one in settings if one.ranks == ranks]
         record["settings"] += _in_turns(args, some)
-    # The memory meter sees CPU memory only, and host time does not depend on the device.
+    # `LiveBytes` counts CPU memory only, and host time does not depend on the device.
     if not args.steps_only and args.device == "cpu":
         args.ranks = 2
         (record["memory"],) = _on_ranks(memory.work, args)
@@ -118,10 +118,10 @@ def _is_usual(name: str, setting: Setting) -> bool:
 def _in_turns(
     args: argparse.Namespace, settings: list[tuple[Setting, list[str]]]
 ) -> list[dict[str, Any]]:
-    """Results of settings: each with FSDP2, once with the mapped engines and once with the others.
+    """Return the results of settings; mapped engines run in separate processes, with FSDP2.
 
-    Processes that trained all engines were occasionally terminated by the allocator, but none of
-    those without mapped engines. Separate processes keep the results of the other engines.
+    The allocator occasionally terminated processes that trained all engines, but never processes
+    without mapped engines. Separate processes preserve the results of the other engines.
     """
     own = [(one, [n for n in names if not ENGINES[n].is_mapped]) for one, names in settings]
     found = _on_ranks(step.work, args, own)
@@ -140,7 +140,7 @@ def _in_turns(
 
 
 def _on_ranks(work: common.Work, args: argparse.Namespace, *more: Any) -> list[Any]:
-    """Results of rank 0 of a process group: one per line of a file."""
+    """Run `work` on all ranks; return the results that rank 0 writes to a file, one per line."""
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder, "found.jsonl")
         common.run_ranks(work, args, str(found), *more, device=args.device)
@@ -148,7 +148,7 @@ def _on_ranks(work: common.Work, args: argparse.Namespace, *more: Any) -> list[A
 
 
 def _host_time(units: int) -> dict[str, float]:
-    """Milliseconds of host time per unit, measured in a separate process."""
+    """Return the milliseconds of host time per unit, measured in a separate process."""
     words = ["-m", "benchmarks.host_time", "--json", "--units", str(units), "--rounds", "7"]
     done = subprocess.run([sys.executable, *words], check=True, capture_output=True, text=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])

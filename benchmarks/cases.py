@@ -15,9 +15,9 @@ class Case:
     Attributes:
         layers: Number of layers, each a unit: an MLP with a residual, or a transformer layer.
         width: Width of the hidden state.
-        vocabulary: Rows of embedding and output layer of a language model of transformer layers,
-            which belong to the root. 0 for MLPs alone, and a root without parameters.
-        experts: MLPs of a layer, of which a token uses one; 0 for one MLP without a router.
+        vocabulary: Vocabulary size of a transformer, whose embedding and output layer belong to the
+            root unit. 0 for a stack of MLPs, whose root has no parameters.
+        experts: Experts of a layer, of which a token uses one; 0 for one MLP without a router.
         batch: Sequences of a micro-batch on a rank.
         length: Tokens of a sequence.
     """
@@ -50,8 +50,8 @@ class Setting:
         micro_batches: Micro-batches of a step.
         recomputes: Whether layers are recomputed in the backward.
         ranks: Data-parallel ranks.
-        optimizer: Implementation of AdamW: `default`, torch's choice for the device, a loop on a
-            CPU; or `foreach`, its choice for GPUs.
+        optimizer: Implementation of AdamW: `default`, torch's default for the device (a loop on a
+            CPU), or `foreach`, torch's default for GPUs.
     """
 
     case: str
@@ -64,7 +64,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Description of the setting's differences from its case."""
+        """The case, dtype and ranks, and all other options that are not the default."""
         words = [self.case, self.dtype, f"{self.ranks} ranks"]
         if self.micro_batches > 1:
             words.append(f"{self.micro_batches} micro-batches")
@@ -81,7 +81,7 @@ class Setting:
 
 
 def _chosen() -> list[Setting]:
-    """Every shape in its base setting, then with one change at a time."""
+    """Return every shape in its base setting, then settings with one change each."""
     wide, deep, moe = (Setting(name, shape) for name, shape in CASES.items())
     return [
         wide,
@@ -96,11 +96,11 @@ def _chosen() -> list[Setting]:
 
 
 CHOSEN = _chosen()
-"""Settings that fit into a few minutes."""
+"""Default settings, which take a few minutes."""
 
 
 def every_setting() -> list[Setting]:
-    """The product of all settings."""
+    """Return all combinations of options."""
     axes = (CASES, (2, 4), ("fp32", "bf16"), (1, 4), (False, True), ("default", "foreach"))
     return [
         Setting(case, CASES[case], dtype, micro_batches, recomputes, ranks, optimizer)

@@ -25,11 +25,11 @@ MEASURED = "measured.json"
 
 
 def _state_nbytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all parameters and of all their states, each counted once. Collective."""
+    """Return the bytes of all parameters and their states, each counted once. Collective."""
     tensors: list[Any] = [*model.parameters()]
     for state in optimizer.state.values():
         tensors += [value for value in state.values() if isinstance(value, UnevenDTensor)]
-    # A rank has no state of parameters without local rows, so each rank counts its own state.
+    # A rank has no state for parameters without local rows, so each rank counts its own state.
     nbytes = torch.tensor(sum(tensor.to_local().nbytes for tensor in tensors))
     dist.all_reduce(nbytes)
     return int(nbytes)

@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 def blocks(args: argparse.Namespace, *, bias: bool = True) -> nn.Sequential:
-    """A model of `args.layers` blocks of `args.width`, identical across ranks."""
+    """Build a model of `args.layers` blocks of `args.width`, identical across ranks."""
     torch.manual_seed(0)
     return nn.Sequential(*(Block(args.width, bias=bias) for _ in range(args.layers)))
 
@@ -123,7 +123,7 @@ def _start(
 
 @contextlib.contextmanager
 def fake_ranks() -> Iterator[DeviceMesh]:
-    """A process group of two ranks in one process, whose collectives do nothing."""
+    """Create a process group of two ranks in one process, whose collectives do nothing."""
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:

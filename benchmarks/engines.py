@@ -89,7 +89,7 @@ class Training:
 class Plain(Training):
     """A loop without sharding: gradients are averaged one by one after the backward.
 
-    In bf16 it keeps main weights in fp32 in addition to the model's weights.
+    In bf16, the loop keeps fp32 main weights in addition to the model's weights.
     """
 
     def __init__(self, model: Model, setting: Setting) -> None:
@@ -121,7 +121,7 @@ class Engine:
     Attributes:
         build: Prepares a model, identical across ranks, for training.
         strategy: Sharding strategy, which determines the limit.
-        is_mapped: Whether it requires GPUs and runs on stubs of `torch.cuda` on other machines.
+        is_mapped: Whether the engine requires GPUs; without GPUs, it runs on stubs of `torch.cuda`.
     """
 
     build: Build
@@ -131,7 +131,7 @@ class Engine:
     def context(
         self, device: str, *, building: bool = False
     ) -> contextlib.AbstractContextManager[None]:
-        """Context for building and stepping."""
+        """Return the context for building a model and for its steps."""
         if not self.is_mapped:
             return contextlib.nullcontext()
         return upstream.mapped_to(device, building=building)
@@ -140,7 +140,7 @@ class Engine:
 def adamw(
     params: Any, setting: Setting, rate: float = RATE, *, is_flat: bool = False
 ) -> torch.optim.Optimizer:
-    """The optimizer of all engines, for some of them on flat tensors."""
+    """Build the optimizer of an engine: AdamW, on flat tensors if `is_flat`."""
     kind: Any = torch.optim.AdamW
     if is_flat:
         kind = flat_optimizer(kind)
@@ -151,12 +151,12 @@ def adamw(
 
 
 def in_dtype(model: Model, setting: Setting) -> Model:
-    """The model in the compute dtype."""
+    """Convert the model to the compute dtype, in place."""
     return model.bfloat16() if setting.in_bf16 else model
 
 
 def _policy(setting: Setting) -> TheirPolicy:
-    """FSDP2's policy: gradients are communicated in the compute dtype."""
+    """Return a policy in which gradients are communicated in the compute dtype."""
     return TheirPolicy(param_dtype=torch.bfloat16 if setting.in_bf16 else None)
 
 
@@ -166,7 +166,7 @@ def _plain(model: Model, mesh: DeviceMesh, setting: Setting) -> Training:
 
 
 def _ddp(model: Model, mesh: DeviceMesh, setting: Setting) -> Training:
-    # The usual setup: main weights are the model's, and autocast converts them to bf16.
+    # The usual setup: the model's weights are fp32, and autocast converts them to bf16.
     wrapped = common.wrap_with_ddp(model, mesh)
     casts = torch.autocast(mesh.device_type, torch.bfloat16, enabled=setting.in_bf16)
     return Training(
@@ -221,13 +221,13 @@ def _megatron_fsdp(strategy: str) -> Build:
             zero_dp_strategy=strategy,
             mixed_precision_policy=policy,
             device=_device(mesh),
-            # The default reduction exists only in NCCL.
+            # Only NCCL supports the default reduction.
             average_in_collective=True,
             sync_model_each_microbatch=setting.micro_batches == 1,
             preproc_state_dict_for_dcp_ckpt=False,
         )
-        # The optimizer has run a step without gradients to create state, which must not decay
-        # weights or count as a step of Adam.
+        # `fully_shard` runs an optimizer step with zero gradients to create state. This step must
+        # not decay weights, hence the rate of zero, or count as a step of Adam.
         for state in optimizer.state.values():
             state["step"].zero_()
         for group in optimizer.param_groups:

@@ -19,7 +19,7 @@ from torch import nn
 from benchmarks.common import STRATEGIES, Block, Wrap, fake_ranks, options, ours, wrap_with_fsdp2
 from megatron_fsdp_v2 import RuntimeOptions
 
-# A consistency check of ranks would read the undefined results of a fake gather.
+# A consistency check across ranks would read the undefined results of a fake all-gather.
 ALONE = {"options": RuntimeOptions(check_ranks="never")}
 CONTENDERS: dict[str, Wrap] = {
     "unsharded": lambda model, mesh: model,
@@ -32,7 +32,7 @@ CONTENDERS: dict[str, Wrap] = {
 def measure(
     num_units: int, rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, float]:
-    """Minimum milliseconds per unit of a forward and a backward, above the unsharded model's.
+    """Return the minimum milliseconds per unit that sharding adds to a forward and a backward.
 
     Args:
         num_units: Units of the model.

@@ -31,10 +31,11 @@ SHARE = "AdamW, share"
 def limit_seconds(
     took: Mapping[str, float], strategy: str, micro_batches: int, gathers: float
 ) -> float:
-    """Seconds of a step with only the work that the strategy requires.
+    """Return the seconds of a step with only the work that the strategy requires.
 
     Args:
-        took: Seconds of each of `pieces`; compute of all micro-batches, the rest of one.
+        took: Seconds of each component of `pieces`: compute of all micro-batches, and one call of
+            each other component.
         strategy: Sharding strategy.
         micro_batches: Micro-batches of a step.
         gathers: Number of gathers of the model per micro-batch at ZeRO-3.
@@ -49,7 +50,10 @@ def limit_seconds(
 
 
 def gathers_per_micro_batch(model: Model) -> float:
-    """Bytes gathered per micro-batch at ZeRO-3 over the model's: all twice, the root once."""
+    """Return the bytes gathered per micro-batch at ZeRO-3 over the model's bytes.
+
+    Layers are gathered twice, the root once.
+    """
     whole = sum(param.numel() for param in model.parameters())
     layers = sum(param.numel() for param in model.layers.parameters())
     return (whole + layers) / whole
@@ -58,7 +62,7 @@ def gathers_per_micro_batch(model: Model) -> float:
 def pieces(
     plain: Plain, setting: Setting, batches: list[torch.Tensor]
 ) -> dict[str, Callable[[], Any]]:
-    """Components of a limit by name: functions to be timed on all ranks together.
+    """Return the components of a limit by name: functions to time on all ranks together.
 
     Each collective covers the whole model in the compute dtype. The optimizer has one flat fp32
     parameter: the whole model, or a rank's share.

@@ -44,7 +44,7 @@ class LiveBytes(TorchDispatchMode):
 
     @contextlib.contextmanager
     def peak_of(self) -> Iterator[None]:
-        """Reset `peak` to the current live bytes."""
+        """Reset `peak` to the current live bytes and update it until the end of the context."""
         self.peak = self.now
         yield
         self.peak = max(self.peak, self.now)
@@ -52,7 +52,7 @@ class LiveBytes(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            # Their inner tensors appear in the operations that created them.
+            # DTensor operations dispatch again with the local tensors.
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves((result, args)):
@@ -63,11 +63,11 @@ class LiveBytes(TorchDispatchMode):
 
     def _note(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        # Storages of fake tensors, which DTensors use for shapes, are on no device.
+        # Fake tensors, which DTensors use to propagate shapes, have meta storages.
         if storage.device.type != "cpu":
             return
         if not storage.resizable():
-            # Part of another storage's memory, as buffers of a traced pool are of its block.
+            # This storage is part of another storage's memory, as a buffer of a traced pool is.
             return
         ref = self._storages.get(storage._cdata)
         if ref is None or ref() is not storage:

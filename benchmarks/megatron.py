@@ -40,18 +40,18 @@ ROWS = {
     "ours, optim_grads": (f"{OURS} optim_grads", SHARDED),
     "ours, optim_grads_params": (f"{OURS} optim_grads_params", SHARDED),
 }
-"""Flags of each row, and the row that it is compared with."""
+"""Flags of each row, and the row to compare it with."""
 WARMUP = 10
-"""Iterations that are not counted."""
+"""First iterations of a run, whose times are ignored."""
 TOLERANCE = 2e-6
-"""Relative difference of losses, of which Megatron prints seven digits."""
+"""Relative tolerance of losses, which Megatron prints with seven digits."""
 _ELAPSED = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
 _LOSS = re.compile(r"lm loss: ([0-9.E+-]+)")
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one run logged.
+    """Values that one run logged.
 
     Attributes:
         iteration_ms: Median time of an iteration.
@@ -121,7 +121,7 @@ def _table(found: dict[str, list[Run]]) -> report.Table:
 
 
 def _losses(mine: Sequence[Run], theirs: Sequence[Run]) -> str:
-    """Whether losses agree, printed with seven digits, as the last column of a table says it."""
+    """Return the last column of the table: whether the printed losses agree."""
     pairs = zip(mine[0].losses, theirs[0].losses, strict=True)
     difference = max(abs(a - b) / b for a, b in pairs)
     return "agree" if difference < TOLERANCE else f"DIFFER by {difference:.0e}"

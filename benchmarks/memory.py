@@ -38,7 +38,7 @@ COMPARED = [
 
 
 def measure(name: str, setting: Setting, mesh: DeviceMesh) -> dict[str, int]:
-    """Bytes while building an engine's model, at rest, and at the peak of a step."""
+    """Return the bytes while building an engine's model, at rest, and at the peak of a step."""
     gc.collect()
     gc.disable()
     try:

@@ -16,7 +16,7 @@ HEAD = 32
 
 
 class Experts(nn.Module):
-    """Experts; every token uses one of them."""
+    """A router and experts; every token uses one expert."""
 
     def __init__(self, width: int, number: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Layer(nn.Module):
         return self.compute(x)
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        """The part that may be recomputed."""
+        """Apply the layer without recomputation."""
         if not self.is_transformer:
             return x + self.mlp(x)
         heads = x.shape[-1] // min(HEAD, x.shape[-1])
@@ -80,7 +80,7 @@ class Model(nn.Module):
             self.output = nn.Linear(case.width, case.vocabulary)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Logits of `(batch, length)` tokens, or outputs of `(batch, length, width)` inputs."""
+        """Map `(batch, length)` tokens to logits, or `(batch, length, width)` inputs to outputs."""
         x = self.embedding(inputs) if self.is_transformer else inputs
         for layer in self.layers:
             x = layer(x)
@@ -92,7 +92,7 @@ def _mlp(width: int, hidden: int) -> nn.Sequential:
 
 
 def loss_of(outputs: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-    """Loss with a target computed from the inputs, so that it can decrease for many steps."""
+    """Return the loss for targets that depend on the inputs, so that training can decrease it."""
     if inputs.is_floating_point():
         return functional.mse_loss(outputs.float(), inputs.flip(-1).float())
     labels = (7 * inputs + 3) % outputs.shape[-1]
@@ -100,9 +100,9 @@ def loss_of(outputs: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
 
 
 def batches(setting: Setting, rank: int, step: int, device: str = "cpu") -> list[torch.Tensor]:
-    """The micro-batches of a step on a rank: `(batch, length)` tokens or `(batch, length, width)`.
+    """Return the micro-batches of a step on a rank.
 
-    Inputs other than tokens are in the compute dtype.
+    A micro-batch is `(batch, length)` tokens, or `(batch, length, width)` in the compute dtype.
     """
     case = setting.shape
     generator = torch.Generator().manual_seed(1_000 * step + rank)

@@ -26,7 +26,7 @@ NAIVE = "Muon, gathered and repeated"
 
 
 class NaiveMuon(torch.optim.Optimizer):
-    """The same update, with every matrix orthogonalized on every rank."""
+    """Muon that orthogonalizes every matrix on every rank."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})

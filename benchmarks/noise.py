@@ -12,27 +12,27 @@ from pathlib import Path
 __all__ = ["Rounds", "Sample", "busy_seconds", "cpus", "foreign_share"]
 
 _STAT = Path("/proc/stat")
-# user, nice, system, steal. Interrupts are excluded: those of the ranks' own communication are not
-# in their times.
+# user, nice, system, steal. Interrupts are excluded: process times of the ranks do not include the
+# interrupts of their communication.
 _FIELDS = (1, 2, 3, 8)
 
 
 def cpus() -> set[int]:
-    """CPUs on which this process may run."""
+    """Return the CPUs on which this process may run."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
 
 
 def busy_seconds(of: Collection[int], text: str | None = None) -> float | None:
-    """Busy seconds of CPUs since the machine was started, for all programs.
+    """Return the busy seconds of CPUs since the machine was started, for all programs.
 
     Args:
         of: Numbers of the CPUs.
-        text: The kernel's statistics; default: the current ones.
+        text: The kernel's statistics; the current statistics if None.
 
     Returns:
-        None if the kernel has no statistics.
+        Seconds; None if the kernel has no statistics.
     """
     if text is None:
         if not _STAT.exists():
@@ -47,7 +47,7 @@ def busy_seconds(of: Collection[int], text: str | None = None) -> float | None:
 
 
 def foreign_share(busy: float, own: float, seconds: float, num_cpus: int) -> float:
-    """Fraction of the machine that other programs used.
+    """Return the fraction of the machine that other programs used.
 
     Args:
         busy: Busy seconds of the CPUs.
@@ -68,7 +68,7 @@ class Sample:
     Attributes:
         seconds: Seconds per step.
         optimizer: The optimizer's part of `seconds`.
-        foreign: Fraction of the machine that other programs used meanwhile.
+        foreign: Fraction of the machine that other programs used during the repeat.
     """
 
     seconds: float
@@ -88,7 +88,7 @@ class Rounds:
         names: The contenders.
         wanted: Undisturbed repeats of each.
         most: Maximum repeats of each, disturbed repeats included.
-        threshold: Foreign fraction from which a repeat counts as disturbed.
+        threshold: Fraction used by other programs above which a repeat counts as disturbed.
         seed: Seed of the orders.
     """
 
@@ -116,22 +116,22 @@ class Rounds:
         self.samples[name].append(sample)
 
     def quiet(self, name: str) -> list[Sample]:
-        """Undisturbed repeats."""
+        """Return the undisturbed repeats."""
         return [sample for sample in self.samples[name] if sample.foreign <= self.threshold]
 
     def is_disturbed(self, name: str) -> bool:
-        """Whether there were too few quiet repeats."""
+        """Return whether there are too few undisturbed repeats."""
         return len(self.quiet(name)) < self.wanted
 
     def counted(self, name: str) -> list[Sample]:
-        """Repeats that count: undisturbed ones or, if these are too few, the least disturbed."""
+        """Return the undisturbed repeats or, if these are too few, the least disturbed repeats."""
         ranked = sorted(self.samples[name], key=lambda sample: sample.foreign)
         return ranked[: self.wanted] if self.is_disturbed(name) else self.quiet(name)
 
     def median(self, name: str) -> float:
-        """Seconds of a step."""
+        """Return the median seconds of a step."""
         return statistics.median(sample.seconds for sample in self.counted(name))
 
     def optimizer(self, name: str) -> float:
-        """Seconds of the optimizer in a step."""
+        """Return the median seconds of the optimizer in a step."""
         return statistics.median(sample.optimizer for sample in self.counted(name))

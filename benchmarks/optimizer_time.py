@@ -41,8 +41,8 @@ class _Weight(nn.Module):
 
 
 def _reader(attribute: str) -> Callable[[torch.Tensor], float]:
-    """A function that reads an attribute many times and returns nanoseconds per read."""
-    # Compiled to code without any other call.
+    """Return a function that reads an attribute many times and returns nanoseconds per read."""
+    # Compile the function from source, so that the loop contains only the read.
     source = (
         "def read(param):\n    start = now()\n    for _ in range(READS):\n"
         f"        param.{attribute}\n    return (now() - start) / READS * 1e9\n"
@@ -54,7 +54,7 @@ def _reader(attribute: str) -> Callable[[torch.Tensor], float]:
 
 
 def _runs(params: list[nn.Parameter]) -> dict[str, Callable[[], Any]]:
-    """The timed functions by name."""
+    """Return the timed functions by name."""
     runs: dict[str, Callable[[], Any]] = {}
     for way, options in WAYS.items():
         optimizer = torch.optim.AdamW(params, lr=1e-3, **options)
@@ -67,7 +67,7 @@ def _runs(params: list[nn.Parameter]) -> dict[str, Callable[[], Any]]:
 
 
 def measure(num_params: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Minimum times by function and model: milliseconds; nanoseconds for attributes."""
+    """Return minimum times by function and model, in ms; in ns for attributes."""
     runs: dict[str, dict[str, Callable[[], Any]]] = {}
     some: dict[str, nn.Parameter] = {}
     with common.fake_ranks() as mesh:

@@ -1,4 +1,4 @@
-"""Runs repeats on all ranks of a process group, in turns, and records other load."""
+"""Runs repeats on all ranks of a process group in turns and records the load of other programs."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Patience:
 
     Attributes:
         rounds: Undisturbed repeats of each engine.
-        most: Maximum repeats, disturbed ones included.
+        most: Maximum repeats of each engine, disturbed repeats included.
         seconds: Minimum time of a repeat, which determines its number of steps.
-        foreign: Fraction of the machine used by others from which a repeat counts as disturbed.
+        foreign: Fraction used by other programs above which a repeat counts as disturbed.
         minutes: Time per setting after which disturbed repeats are not run again.
         steps: Maximum steps of a repeat.
     """
@@ -50,7 +50,7 @@ class Repeats:
 
     Args:
         device: Type of the device.
-        context_of: Returns the context for a function by name.
+        context_of: Takes a function's name and returns the context in which the function runs.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Repeats:
         self._device = device
         self._context_of = context_of
         self._start = time.perf_counter()
-        # Elapsed time by the clock of rank 0, as of the last repeat.
+        # Elapsed minutes on rank 0 at the last repeat; all ranks use the same value.
         self._minutes = 0.0
 
     def measure(
@@ -89,12 +89,12 @@ class Repeats:
         return rounds
 
     def _steps_of(self, name: str, run: Run, patience: Patience) -> int:
-        """Number of steps of a repeat, from one trial step."""
+        """Return the number of steps of a repeat, computed from one trial step."""
         took = self.repeat(name, run, 1).seconds
         return max(1, min(patience.steps, math.ceil(patience.seconds / took)))
 
     def repeat(self, name: str, run: Run, num_steps: int) -> Sample:
-        """Time steps on all ranks together; returns the time of the slowest rank on all ranks."""
+        """Time steps on all ranks together; every rank returns the time of the slowest rank."""
         optimizer, allowed = 0.0, cpus()
         with self._context_of(name):
             dist.barrier()

@@ -43,7 +43,7 @@ class Table:
 
 
 def steps(found: dict[str, Any]) -> Table:
-    """The table of one setting."""
+    """Return the table of one setting."""
     head = ("", "step ms", "optimizer ms", f"over {BASELINE}", "over limit", "losses")
     rows = [_row(name, engine) for name, engine in found["engines"].items()]
     remarks = [f"{name} failed: {text}" for name, text in found["failed"].items()]
@@ -80,7 +80,7 @@ def _ms(seconds: float) -> str:
 
 
 def rest(record: dict[str, Any]) -> list[Table]:
-    """Tables of memory and of host time, if measured."""
+    """Return the tables of memory and of host time, if measured."""
     found = []
     for dtype, rows in record.get("memory", {}).items():
         base = rows[BASELINE]
@@ -108,13 +108,13 @@ def rest(record: dict[str, Any]) -> list[Table]:
 
 
 def machine(device: str) -> str:
-    """Description of this machine and of the software versions."""
+    """Return a description of this machine and of the software versions."""
     backend = "NCCL" if device == "cuda" else "gloo"
     return f"{hardware(device)}, {backend}, {upstream.version()}"
 
 
 def hardware(device: str) -> str:
-    """Description of this machine."""
+    """Return a description of this machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
@@ -176,7 +176,7 @@ def draw(settings: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def markdown(table: Table) -> str:
-    """A table for a page."""
+    """Format a table as Markdown."""
     lines = [f"**{table.title}**", ""]
     lines += [f"| {' | '.join(table.head)} |", "|---" * len(table.head) + "|"]
     lines += [f"| {' | '.join(row)} |" for row in table.rows]
@@ -186,7 +186,7 @@ def markdown(table: Table) -> str:
 
 
 def write_page(record: dict[str, Any], page: str) -> None:
-    """Write results between the markers of a page, and their picture."""
+    """Write results between the markers of a page, and write the picture next to the page."""
     text = f"`{COMMAND}`, {record['minutes']:.0f} minutes on {record['machine']}.\n\n"
     text += f"![step times]({_PICTURE})\n\n"
     tables = [steps(found) for found in record["settings"]] + rest(record)

@@ -29,7 +29,7 @@ __all__ = ["TOLERANCE", "loss_difference", "measure", "work"]
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 """Relative tolerance of losses: engines sum in different orders; autocast rounds less often."""
 WARM_UP = 3
-"""Untimed first steps, whose losses are compared. The pool is planned after two."""
+"""Untimed first steps, whose losses are compared. The traced pool is planned after two steps."""
 
 
 def measure(
@@ -68,8 +68,8 @@ def work(
     path: str,
     contests: list[tuple[Setting, list[str]]],
 ) -> None:
-    """Measure engines in settings on every rank; rank 0 prints and appends each to a file."""
-    # A warning of an engine's hooks on the first layer, whose inputs need no gradients.
+    """Measure settings on every rank; rank 0 prints each result and appends it to a file."""
+    # An engine's hooks raise this warning on the first layer, whose inputs need no gradients.
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     most = max(args.most, args.rounds)
     patience = Patience(args.rounds, most, args.seconds, args.foreign, args.minutes)
@@ -82,7 +82,7 @@ def work(
 
 
 def loss_difference(losses: torch.Tensor, plain: torch.Tensor) -> float:
-    """The largest relative difference of losses on any rank; infinite if a loss is NaN."""
+    """Return the largest relative difference of losses on any rank; infinite if a loss is NaN."""
     worst = torch.nan_to_num(((losses - plain).abs() / plain.abs()).amax(), nan=torch.inf)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return float(worst)

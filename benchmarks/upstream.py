@@ -1,7 +1,7 @@
 """Megatron-FSDP from PyPI's `megatron-fsdp`, on GPUs or on this machine's CPU.
 
-`make bench` installs it into a separate folder that only this module uses. The copy inside
-megatron-core is used otherwise.
+`make bench` installs the package into a separate folder that only this module uses. Without it,
+this module uses the copy inside megatron-core.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def experimental() -> Any:
 
 
 def version() -> str:
-    """Name and version of the package."""
+    """Return the name and version of the package."""
     name = "megatron-fsdp" if package().__name__ == _NAMES[0] else "megatron-core's Megatron-FSDP"
     return f"{name} {package().__version__}"
 
@@ -75,12 +75,12 @@ def _without_remarks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def mapped_to(device: str, *, building: bool = False) -> Iterator[None]:
-    """Provide a GPU to code that requires one; without a GPU, the stubs of a rehearsal.
+    """Run code that requires a GPU: on a GPU, or on the stubs of a rehearsal.
 
     Args:
         device: Type of the device.
-        building: Whether a model is built, which names CUDA devices. Steps do not name devices,
-            and the mapping would slow down every call of torch.
+        building: Whether to map CUDA devices to the CPU in calls of torch. Building a model needs
+            this mapping, which slows down every call. Steps do not name devices.
     """
     if device == "cuda":
         yield

@@ -1,6 +1,7 @@
 """A training loop on `megatron.core` alone, without `megatron.training`.
 
-A small GPT on synthetic text, sharded by this package, with every parallelism of Megatron's:
+The loop trains a small GPT on synthetic sequences, sharded by this package, with optional tensor,
+pipeline and expert parallelism:
 
     torchrun --nproc-per-node 2 examples/megatron_core_loop.py --strategy optim_grads_params
     torchrun --nproc-per-node 2 -m megatron_fsdp_v2_mcore.run \
@@ -54,9 +55,9 @@ class Settings:
         tensor_parallel: Tensor-parallel ranks.
         pipeline_parallel: Pipeline stages.
         expert_parallel: Expert-parallel ranks; more than one makes a model with experts.
-        instances: Optimizer instances, between which parameters are replicated.
+        instances: Optimizer instances; each has a replica of the parameters.
         tied: Whether the output layer shares the embedding's weights.
-        optimizer: Megatron's name of an optimizer.
+        optimizer: Name of one of Megatron's optimizers.
     """
 
     strategy: str = "optim_grads_params"
@@ -87,7 +88,7 @@ def parse() -> Settings:
 
 
 def build_module(settings: Settings) -> GPTModel:
-    """This rank's pipeline stage."""
+    """Build this rank's pipeline stage."""
     has_experts = settings.expert_parallel > 1
     config = TransformerConfig(
         num_layers=2,
@@ -117,7 +118,7 @@ def build_module(settings: Settings) -> GPTModel:
 
 
 def build(settings: Settings) -> torch.nn.Module:
-    """This rank's pipeline stage, wrapped."""
+    """Build and wrap this rank's pipeline stage."""
     module = build_module(settings)
     config = module.config
     if settings.ddp:
@@ -141,7 +142,7 @@ def build(settings: Settings) -> torch.nn.Module:
 
 
 def build_optimizer(settings: Settings, model: torch.nn.Module) -> Any:
-    """Megatron's optimizer of that stage."""
+    """Build Megatron's optimizer for this rank's pipeline stage."""
     config = OptimizerConfig(
         optimizer=settings.optimizer,
         lr=1e-3,
@@ -153,7 +154,7 @@ def build_optimizer(settings: Settings, model: torch.nn.Module) -> Any:
 
 
 def batches() -> Iterator[dict[str, torch.Tensor]]:
-    """Sequences that count up from a random token by a random step; different on each DP rank."""
+    """Yield sequences of tokens that count up by a random step, different on each DP rank."""
     seed = 1000 + parallel_state.get_data_parallel_rank(with_context_parallel=True)
     generator = torch.Generator().manual_seed(seed)
     positions = torch.arange(SEQUENCE + 1)
@@ -193,7 +194,7 @@ def train(settings: Settings) -> list[tuple[float | None, float]]:
 
 
 def start(settings: Settings) -> None:
-    """Make Megatron's process groups and seed its generators."""
+    """Create Megatron's process groups and seed its generators."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=settings.tensor_parallel,
         pipeline_model_parallel_size=settings.pipeline_parallel,
@@ -230,7 +231,7 @@ def run(
 
 
 def _mean(losses: list[dict[str, torch.Tensor]]) -> float | None:
-    """Mean loss over micro-batches and data-parallel ranks; None on stages without a loss."""
+    """Return the mean loss over micro-batches and DP ranks; None on stages without a loss."""
     if not losses:
         return None
     mean = torch.stack([loss["lm loss"] for loss in losses]).mean()

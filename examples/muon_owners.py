@@ -34,7 +34,7 @@ BUCKET_NUMEL = 32 * 2**20
 
 
 def plan(num_layers: int, ranks: int) -> tuple[list[MatrixLayout], Ownership, Grid]:
-    """Owners of the matrices of a stack of layers, each layer a unit at ZeRO-3."""
+    """Plan the owners of the matrices of a stack of layers; each layer is a unit at ZeRO-3."""
     grid = Grid((ranks,), (True,))
     layouts: list[MatrixLayout] = []
     matrices: list[Matrix] = []

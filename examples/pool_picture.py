@@ -38,9 +38,10 @@ class _Life:
 def pool_picture(module: nn.Module, path: str | Path) -> None:
     """Draw the plans of a model's traced pool as an SVG.
 
-    One panel for every traced pattern and kind of buffer. The horizontal axis is time, one step
-    per allocation or free of a buffer; the vertical axis is the address. A rectangle is one
-    lifetime of a buffer, with its name as a tooltip. The dashed line is the lower bound.
+    The picture has one panel for every traced pattern and kind of buffer. The horizontal axis is
+    time, one step per allocation or free of a buffer; the vertical axis is the address. A rectangle
+    is one lifetime of a buffer, with the buffer's name as a tooltip. The dashed line is the lower
+    bound of the pool's size.
 
     Args:
         module: A sharded model with `enable_trace_pool=True`, after its first steps.
@@ -116,7 +117,7 @@ def _panel(report: PoolReport, name: str, trace: Trace, top: float) -> Iterator[
 
 
 def _lives(trace: Trace) -> Iterator[_Life]:
-    """The lifetimes of each buffer in a trace, in steps of its events."""
+    """Yield the lifetimes of all buffers in a trace, in numbers of events."""
     since = dict.fromkeys(keys_of(trace.live_before), 0)
     for moment, event in enumerate(trace.events, start=1):
         if event >= 0:

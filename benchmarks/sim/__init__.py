@@ -1,1 +1,1 @@
-"""Both engines on a simulated cluster: `python -m benchmarks.sim`."""
+"""This package and FSDP2 on a simulated cluster: `python -m benchmarks.sim`."""

@@ -32,15 +32,15 @@ _FREE = frozenset(
         _aten.set_,
     }
 )
-"""Operations that move no bytes. Views, which move none either, are not passed to costs."""
+"""Operations that move no bytes, except views, for which `seconds` is not called."""
 
 
 @dataclass(frozen=True, slots=True)
 class RooflineCosts:
-    """Products take a machine's FLOP/s, all other operations its memory bandwidth.
+    """Cost model: FLOP/s limit matrix products, memory bandwidth limits all other operations.
 
     Attributes:
-        machine: Has FLOP/s and their efficiency.
+        machine: Machine with its FLOP/s and their efficiency.
         memory_bandwidth: Bytes per second of a GPU's memory; infinite to time products alone.
         memory_efficiency: Fraction of the bandwidth that is reached.
     """
@@ -50,7 +50,7 @@ class RooflineCosts:
     memory_efficiency: float = 0.8
 
     def seconds(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
-        """Seconds of an operation.
+        """Return the seconds of an operation.
 
         Args:
             func: The operator overload.
@@ -69,7 +69,7 @@ class RooflineCosts:
 
 
 def _flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """FLOPs of a matrix product or of attention; 0 for other operations.
+    """Return the FLOPs of a matrix product or of attention; 0 for other operations.
 
     Causal attention counts half, since kernels skip the other half.
     """
@@ -108,7 +108,7 @@ _ATTENTION = {
 
 
 def _nbytes(values: Any) -> float:
-    """Bytes of all tensors among values; each storage range counts once."""
+    """Return the bytes of all tensors among values; each storage range counts once."""
     sizes: dict[tuple[int, int, torch.Size], int] = {}
     for value in tree_leaves(values):
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:

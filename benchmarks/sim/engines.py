@@ -1,4 +1,4 @@
-"""Both engines on the streams of a simulated GPU."""
+"""This package and FSDP2 on the streams of a simulated GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def shard_ours(model: Decoder, mesh: DeviceMesh, streams: VirtualStreams) -> Non
 
 
 def shard_fsdp2(model: Decoder, mesh: DeviceMesh, streams: VirtualStreams) -> None:
-    """Shard with PyTorch's own `fully_shard`; `cpu_streams` gives it the streams."""
+    """Shard with PyTorch's own `fully_shard`, which uses the streams of `cpu_streams`."""
     del streams
     policy = Fsdp2Policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for unit in [*model.units(), model]:
@@ -48,7 +48,7 @@ ENGINES = {"ours": shard_ours, "fsdp2": shard_fsdp2}
 def cpu_streams(streams: VirtualStreams) -> Iterator[None]:
     """Make `torch.cpu` return streams of a simulated GPU, which FSDP2 then uses.
 
-    `torch.cpu` provides streams that do nothing for device-independent code. FSDP2 is unmodified.
+    FSDP2 is unmodified. Without this context, streams of `torch.cpu` do nothing.
     """
 
     class Event(VirtualEvent):

@@ -1,4 +1,4 @@
-"""The result of `plan` for the same job."""
+"""Estimates of `plan` for simulated jobs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_fsdp_v2.plan.description import ModelTraits
 
 
 def planned(job: Job, machine: Machine) -> Plan:
-    """Plan a job with this package, with the matrix products of the model."""
+    """Plan a job with this package, from the FLOPs of the model's matrix products."""
 
     def flops_of(unit: str, params: Sequence[ParameterDescription]) -> float:
         if unit == "embedding":

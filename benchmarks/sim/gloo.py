@@ -74,12 +74,12 @@ class Sleeper(nn.Module):
 
 
 def build(args: argparse.Namespace, seconds: float, pause: Pause) -> nn.Sequential:
-    """A model of sleepers."""
+    """Build a model of sleepers."""
     return nn.Sequential(*(Sleeper(args.rows, seconds, pause) for _ in range(args.layers)))
 
 
 def step(model: nn.Module) -> float:
-    """Forward and backward; there is no optimizer, which would compute."""
+    """Run a forward and a backward, without an optimizer, which would use the CPU."""
     model(torch.ones(1, 8, requires_grad=True)).sum().backward()
     model.zero_grad()
     return 0.0
@@ -123,7 +123,7 @@ def compare(mesh: DeviceMesh, args: argparse.Namespace) -> None:
 
 
 class _WorkingHost(HostDevice):
-    """A CPU that is busy during communication, as with a thread of gloo.
+    """A host whose CPU is busy during communication, as with a thread of gloo.
 
     Args:
         share: Fraction of a collective's time during which a core is busy for this rank.
@@ -166,7 +166,7 @@ class _Collectives:
 
     Attributes:
         lines: Linear fits by kind, updated with every result.
-        share: Fraction of their time during which a core is busy for this rank.
+        share: Fraction of the collectives' time during which a core is busy for this rank.
     """
 
     def __init__(self, full: int) -> None:
@@ -177,13 +177,13 @@ class _Collectives:
                 nbytes, call = make(numel)
                 self._calls[f"{kind}, {nbytes} bytes"] = kind, nbytes, call
         began, worked = time.perf_counter(), time.process_time()
-        # Values for the first simulated step, before measurements in turns.
+        # Initial values for simulated steps that precede the measurements in turns.
         self._first = {name: self._try(call) for name, (_, _, call) in self._calls.items()}
         self.share = (time.process_time() - worked) / (time.perf_counter() - began)
         self._fit(self._first)
 
     def runs(self) -> dict[str, Run]:
-        """The functions to measure by name."""
+        """Return the functions to measure by name."""
         return {name: call for name, (_, _, call) in self._calls.items()}
 
     @staticmethod
@@ -209,7 +209,7 @@ class _Collectives:
         self.lines |= {kind: AlphaBeta.fitted(found) for kind, found in by_kind.items()}
 
 
-# Outputs are newly allocated, as in the engines, so the first write also pays for page faults.
+# Outputs are newly allocated, as in the engines, so that times include page faults.
 
 
 def _all_gather(numel: int) -> tuple[int, Run]:
@@ -223,7 +223,7 @@ def _all_gather(numel: int) -> tuple[int, Run]:
 
 
 def _broadcasts(numel: int) -> tuple[int, Run]:
-    """A gather as implemented by this package for this size."""
+    """Make an all-gather by broadcasts, as in this package for this size."""
     shard = torch.zeros(numel // dist.get_world_size())
 
     def run() -> float:
@@ -244,7 +244,7 @@ def _reduce_scatter(numel: int) -> tuple[int, Run]:
 
 
 def _all_to_all(numel: int) -> tuple[int, Run]:
-    """A reduce-scatter as implemented by this package: the rank's own piece is not sent."""
+    """Make the all-to-all of this package's reduce-scatter: a rank's own shard is not sent."""
     size, rank = dist.get_world_size(), dist.get_rank()
     numels = [numel // size if other != rank else 0 for other in range(size)]
     sent = torch.zeros(sum(numels))

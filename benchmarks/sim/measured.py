@@ -70,7 +70,7 @@ class MeasuredNetwork:
 
 
 class RunningTimeline(Timeline):
-    """A timeline whose host takes the time that this process takes.
+    """A timeline whose host runs in the real time of this process.
 
     Args:
         sleeps: Whether waits sleep in real time, so that other processes can run. Otherwise waits

@@ -18,7 +18,7 @@ HEAD = 128
 
 
 class Layer(plan_models.Layer):
-    """A transformer layer, without positions, which have no parameters."""
+    """A transformer layer, without position encodings, which have no parameters."""
 
     recomputes = False
 
@@ -29,11 +29,11 @@ class Layer(plan_models.Layer):
         return self.compute(x)
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        """Attention and MLP, each with a residual."""
+        """Apply attention and MLP, each with a residual."""
         y = self.attention_norm(x)
         query = _heads(self.query(y))
         times = query.shape[1] // (self.key.out_features // HEAD)
-        # GPU kernels share heads of keys; the CPU kernel needs a copy per use.
+        # GPU kernels share a head of keys and values; the CPU kernel needs a copy per query head.
         key, value = (_heads(w(y)).repeat_interleave(times, 1) for w in (self.key, self.value))
         found = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.output(found.transpose(1, 2).flatten(2))
@@ -56,7 +56,7 @@ class Decoder(plan_models.Decoder):
             layer.recomputes = recomputes
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Loss of `(batch, sequence)` tokens, with each token as its own label."""
+        """Return the loss of `(batch, sequence)` tokens, with each token as its own label."""
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
@@ -64,5 +64,5 @@ class Decoder(plan_models.Decoder):
         return functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
     def units(self) -> list[nn.Module | list[nn.Module]]:
-        """The units, innermost first: embedding, layers, norm and output layer."""
+        """Return the units: the embedding, each layer, and the norm with the output layer."""
         return [self.embedding, *self.layers, [self.norm, self.output]]

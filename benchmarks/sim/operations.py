@@ -94,8 +94,8 @@ class Operations(TorchDispatchMode):
     programs read their results.
 
     Args:
-        device: Takes the time of operations.
-        costs: Gives the time of operations.
+        device: Simulated device, on which operations take time.
+        costs: Cost model of operations.
 
     Attributes:
         live: Counter of live bytes.
@@ -154,7 +154,7 @@ class Operations(TorchDispatchMode):
         if is_small and all(map(self._knows, given)) and (given or _is_small_factory(args)):
             return func(*args, **kwargs)
         if packet in _ITEMS:
-            # No NaN was found, and all ranks agree.
+            # Assume that no NaN was found and that all ranks agree.
             is_bool = given[0].dtype is torch.bool
             return packet is _aten.equal or (False if is_bool else 1)
         written = _written(func, args, kwargs)
@@ -175,7 +175,7 @@ class Operations(TorchDispatchMode):
         self._without[storage._cdata] = weakref.ref(storage)
 
     def _without_values(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
-        """Allocate the results, whose shapes a run on meta tensors gives."""
+        """Allocate the results; an operation on meta tensors determines their shapes."""
         device = given[0].device if given else torch.device(kwargs.get("device") or "cpu")
         if device.type == "meta":
             return func(*args, **kwargs)
@@ -213,7 +213,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Arguments that an operation writes, by their alias names in its schema."""
+    """Return the arguments that an operation writes, by their alias names in its schema."""
     written: dict[str, Any] = {}
     for position, argument in enumerate(func._schema.arguments):
         alias = argument.alias_info
@@ -225,7 +225,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def _returned(func: Any, written: dict[str, Any]) -> Any:
-    """The result of an operation that writes its arguments: some of them, or None.
+    """Return the result of an operation that writes its arguments: some of them, or None.
 
     Raises:
         RuntimeError: The operation also returns new tensors.

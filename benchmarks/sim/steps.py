@@ -18,7 +18,7 @@ from megatron_fsdp_v2.plan.simulation import VirtualStreams, simulated_ranks
 from megatron_fsdp_v2.plan.simulation.devices import COMPUTE
 
 MEMORY_BANDWIDTH = {"h100": 3.35e12, "h200": 4.8e12, "b200": 8.0e12}
-"""Bytes per second of a GPU's memory, by its maker's data sheet."""
+"""Bytes per second of a GPU's memory, from the vendor's data sheet."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Job:
         sequence: Tokens of each sequence.
         recomputes: Whether layers are recomputed in the backward.
         outer: Ranks of an outer, replicating axis; 1 for none.
-        products_only: Whether matrix products alone take time, as `plan` counts.
+        products_only: Whether only matrix products take time, as in `plan`.
     """
 
     shape: Shape
@@ -61,7 +61,7 @@ class Measured:
         step: From the first operation of the step to the last operation of the optimizer.
         model: The model's own forward and backward, without sharding.
         optimizer: The optimizer's operations.
-        computing: Busy time of the compute stream, copies for communication included.
+        computing: Busy time of the compute stream, including copies for communication.
         communicating: Sum over all collectives.
         peak: Maximum live bytes.
         resting: Live bytes between steps.
@@ -143,7 +143,7 @@ def _step(model: Decoder, tokens: torch.Tensor, optimizer: Any = None) -> None:
 
 
 def _moments(streams: VirtualStreams) -> tuple[float, float, float]:
-    """End time of all work; busy seconds of the compute stream, and of all collectives."""
+    """Return the end time of all work, and busy seconds of the compute stream and collectives."""
     queues = streams.timeline.queues
     communicators = (q.busy for name, q in queues.items() if name.startswith("communicator"))
     end = max(queue.ready for queue in queues.values())

@@ -102,7 +102,7 @@ def train(console: Console, settings: Settings, dataset: datasets.Dataset) -> Re
     Returns:
         The results.
     """
-    # Checkpoints of an earlier run would be mistaken for those of this one.
+    # Checkpoints of an earlier run would be mistaken for checkpoints of this run.
     shutil.rmtree(settings.checkpoints, ignore_errors=True)
     first = run(
         console,

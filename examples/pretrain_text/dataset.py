@@ -33,7 +33,7 @@ class Dataset:
         prefix: Value for `--data-path`: the path of the two files without `.bin` and `.idx`.
         index_cache: Value for `--data-cache-path`: the folder of Megatron's sample index.
         num_tokens: Tokens in all documents, ends of documents included.
-        is_new: Whether it was written by this call instead of found.
+        is_new: Whether this call wrote the dataset; False if the dataset existed.
     """
 
     prefix: Path
@@ -47,7 +47,7 @@ def build(documents: Iterable[bytes], folder: Path) -> Dataset:
 
     Args:
         documents: The documents; iterated twice.
-        folder: Folder of all datasets. Each has a subfolder named by a hash of its content.
+        folder: Folder of all datasets. Each dataset has a subfolder named by a hash of its content.
 
     Returns:
         The dataset.
@@ -58,7 +58,7 @@ def build(documents: Iterable[bytes], folder: Path) -> Dataset:
     is_new = not home.is_dir()
     if is_new:
         folder.mkdir(parents=True, exist_ok=True)
-        # An interruption here leaves no folder that looks like a complete dataset.
+        # Write to a temporary folder and rename it: an interruption leaves no incomplete dataset.
         unfinished = Path(tempfile.mkdtemp(prefix="unfinished-", dir=folder))
         try:
             _write(documents, unfinished)

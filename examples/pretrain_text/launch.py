@@ -16,11 +16,11 @@ from examples.pretrain_text.progress import progress
 from examples.pretrain_text.training_log import TrainingLog
 
 _NUM_LINES_SHOWN = 40
-# Start of the launcher's own report of a failed rank: forty lines without the cause. The output of
-# the ranks precedes it.
+# Start of the launcher's report of a failed rank, which follows the output of the ranks: forty
+# lines without the cause.
 _LAUNCHER_REPORT = re.compile(r"torch/distributed/elastic/multiprocessing/api\.py.* failed \(exit")
-# The launcher kills ranks that ignore its signal after 30 seconds. It must have that time, because
-# the ranks are in separate sessions, which signals of this process do not reach.
+# The launcher kills ranks that ignore its signal after 30 seconds. This timeout must be longer,
+# since signals of this process do not reach the ranks, which are in separate sessions.
 _STOP_SECONDS = 40.0
 
 
@@ -54,7 +54,7 @@ def training_command(ranks: int, flags: Sequence[str]) -> list[str]:
         flags: The flags for `pretrain_gpt`.
 
     Returns:
-        The command, as `torchrun` would be typed.
+        The command, equivalent to `torchrun`.
     """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     job = ["--nproc-per-node", str(ranks), "-m", "megatron_fsdp_v2_mcore.pretrain_gpt"]

@@ -78,7 +78,7 @@ class _Lines:
         self._first_done: float | None = None
 
     def show(self, iteration: Iteration) -> None:
-        """Prints a line of an iteration, if it is time for one."""
+        """Prints a line for an iteration if a line is due."""
         now = self._clock()
         done = iteration.number - self._iterations.start + 1
         if self._first_done is None:
@@ -103,6 +103,6 @@ def _measured(iteration: Iteration) -> str:
 
 
 def _minutes(seconds: float) -> str:
-    """`m:ss`."""
+    """Formats seconds as `m:ss`."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02d}"

@@ -20,7 +20,7 @@ class Results:
     Attributes:
         settings: Settings of the runs.
         first: The uninterrupted run.
-        resumed: The run from the checkpoint on.
+        resumed: The run that resumed from the checkpoint.
         proof: The comparison of both runs.
         picture: The loss curves.
     """
@@ -36,7 +36,7 @@ def strategy_words(strategy: str) -> str:
     """Names a strategy in a title.
 
     Args:
-        strategy: As given on the command line.
+        strategy: The strategy as on the command line.
 
     Returns:
         The text.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from examples.pretrain_text.dataset import VOCAB_SIZE, Dataset
 
-# Megatron's own data parallelism, for comparison: the same run without this package.
+# Value of `--strategy` for the same run with Megatron's own data parallelism, for comparison.
 DDP = "ddp"
 
 # A byte-level GPT of about 1.3 million parameters: on two cores a step takes part of a second.
@@ -27,7 +27,7 @@ class Settings:
     """Settings of one pretraining run.
 
     Attributes:
-        strategy: A name that `--data-parallel-sharding-strategy` takes, or `DDP`.
+        strategy: A value of `--data-parallel-sharding-strategy`, or `DDP`.
         ranks: Number of ranks.
         iters: Iterations of the first run.
         out: Output folder.

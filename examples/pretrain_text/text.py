@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Enough for several passes of the default run; more would only make the first start slower.
+# Enough for the default run; more text would only make the first start slower.
 STDLIB_MAX_NBYTES = 12_000_000
 # A limit in case TEXT is a home directory; skipped files are reported.
 USER_MAX_NBYTES = 256_000_000
@@ -80,7 +80,7 @@ def collect_stdlib() -> Corpus:
     """Collects the sources of Python's standard library, without its tests.
 
     Returns:
-        The documents, at most `STDLIB_MAX_NBYTES` of them.
+        The documents, at most `STDLIB_MAX_NBYTES` bytes in total.
     """
     root = Path(sysconfig.get_path("stdlib"))
     paths = [
@@ -125,7 +125,7 @@ def _gather(source: str, paths: Iterable[Path], max_nbytes: int) -> Corpus:
 
 
 def _read_text(path: Path, max_nbytes: int) -> bytes | None:
-    """Reads a file; None if it is empty, unreadable, too large or anything but UTF-8 text."""
+    """Reads a file; returns None if it is empty, unreadable, too large or not UTF-8 text."""
     try:
         if path.stat().st_size > max_nbytes:
             return None
@@ -137,7 +137,7 @@ def _read_text(path: Path, max_nbytes: int) -> bytes | None:
 
 
 def _document_nbytes(corpus_nbytes: int) -> int:
-    """Maximum length of a document such that the corpus has enough documents to be split."""
+    """Returns the maximum length of a document for which the corpus has enough documents."""
     return max(_MIN_DOCUMENT_NBYTES, min(_MAX_DOCUMENT_NBYTES, corpus_nbytes // _MIN_NUM_DOCUMENTS))
 
 

@@ -28,7 +28,7 @@ class Iteration:
     Attributes:
         number: Counted from 1.
         total: Iterations of the whole run.
-        loss: The loss as printed, a text, since it is compared as printed.
+        loss: The printed loss, as a string: losses are compared as printed.
         elapsed_ms: Duration of the iteration in milliseconds.
     """
 
@@ -43,7 +43,7 @@ class TrainingLog:
     """Parsed output of one run so far.
 
     Attributes:
-        iterations: By iteration number.
+        iterations: Iterations by number.
         evaluations: Loss as printed, by the name of the set ("validation" or "test").
     """
 
@@ -72,7 +72,7 @@ class TrainingLog:
         return {number: iteration.loss for number, iteration in self.iterations.items()}
 
     def tokens_per_second(self, tokens_per_iteration: int) -> float:
-        """Throughput of the run.
+        """Computes the throughput of the run.
 
         Args:
             tokens_per_iteration: Tokens of one iteration, over all ranks.
@@ -139,7 +139,7 @@ class ResumeProof:
 def compare_resumed(
     uninterrupted: Mapping[int, str], resumed: Mapping[int, str], expected: range
 ) -> ResumeProof:
-    """Compares the losses of a resumed run with those of the uninterrupted one.
+    """Compares the losses of a resumed run with the losses of the uninterrupted run.
 
     Args:
         uninterrupted: Printed losses by iteration number.
@@ -162,7 +162,7 @@ def averaged_iteration(losses: Iterable[int]) -> int | None:
     """Finds the printed loss of a run that is a mean over iterations.
 
     Megatron prints the first iteration of a run without clearing its sums. The second line shows
-    the mean of the first two iterations; from the third on, each line is its own iteration's.
+    the mean of the first two iterations; every later line shows its own iteration.
 
     Args:
         losses: The printed iterations of a run, in order.

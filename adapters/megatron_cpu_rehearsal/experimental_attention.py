@@ -82,12 +82,17 @@ def causal_conv1d(
         weight: `(channels, taps)`, the last tap for the token itself.
         bias: `(channels,)`.
         activation: `silu`, or its alias `swish`; None for no activation.
-        others: Ignored: the kernel's arguments for states and packed sequences.
+        others: The kernel's arguments for states and packed sequences; None or False.
 
     Returns:
         A tensor like `x`, and no state.
+
+    Raises:
+        NotImplementedError: A state or packed sequences are requested.
     """
-    del others
+    used = [name for name, value in others.items() if value is not None and value is not False]
+    if used:
+        raise NotImplementedError(f"causal_conv1d on a CPU does not support {', '.join(used)}")
     channels, taps = weight.shape
     padded = functional.pad(x.transpose(1, 2), (taps - 1, 0))
     result = functional.conv1d(padded, weight.unsqueeze(1), bias, groups=channels)

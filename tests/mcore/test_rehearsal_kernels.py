@@ -54,6 +54,8 @@ def test_kernels_of_experimental_attention_match_their_definition() -> None:
     for t in range(7):
         past = sum(x[:, t - lag] * weight[:, 2 - lag] for lag in range(min(3, t + 1)))
         torch.testing.assert_close(result[:, t], functional.silu(past + bias))
+    with pytest.raises(NotImplementedError, match="does not support cu_seqlens"):
+        causal_conv1d(x, weight, initial_state=None, cu_seqlens=torch.tensor([0, 7]))
     torch.testing.assert_close(l2norm(x), functional.normalize(x, dim=-1), rtol=1e-4, atol=1e-5)
     rows = torch.randn(5, 8)
     exact = rows.double() @ hadamard(8) / 8**0.5

@@ -28,7 +28,7 @@ TORCH_SAMPLE = $(addprefix tests/distributed/test_, checkpoint.py collectives.py
   tensor_parallel.py torch_checkpoint.py torch_versions.py uneven_dtensor.py) \
   $(addprefix tests/unit/test_, checkpoint_export.py exposure.py fsdp2_surface.py row_shards.py \
   simulation.py torch_private_names.py) \
-  tests/parity/test_parity.py::test_a_pattern_trains_like_the_reference tests/golden \
+  tests/parity/test_parity.py::test_pattern_trains_like_the_reference tests/golden \
   functional_tests/test_matrix.py
 
 # TEXT is also passed on if it is empty, so that the program reports the error.

@@ -1,4 +1,4 @@
-"""Programs that tests run and read."""
+"""Programs that tests run in a subprocess."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def ran(
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """A program that ended, with what it wrote; its exit code is for the caller to look at."""
+    """Run a program; return its exit code and output. The caller checks the exit code."""
     return subprocess.run(
         words, cwd=cwd, env=env, timeout=timeout, capture_output=True, text=True, check=False
     )

@@ -1,8 +1,8 @@
 """Rank pools: process groups that are started once and run many tests.
 
-Starting torch takes seconds and a test milliseconds, so each world size has one set of worker
-processes for the whole session. A test hands them a module-level function; every rank calls it
-and returns something picklable. A failure on any rank comes back as that rank's traceback.
+Starting torch takes seconds and a test takes milliseconds, so each world size has one set of worker
+processes for the whole session. A test passes a module-level function; every rank calls the
+function and returns a picklable result. A failure is reported with the traceback of its rank.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ DIED = "the process died"
 STARTS = 3
 """Number of attempts to start a pool."""
 MOST_THREADS = 100
-"""Of a rank between two functions; a fresh one has about ten."""
+"""Limit of threads of a rank between two functions; a new rank has about ten."""
 
-# Modules imported once, before processes are forked. The last ones are most of the imports of
-# Megatron.
+# Modules imported once, before processes are forked. The last ones account for most of the import
+# time of Megatron.
 PRELOADED = [
     "torch",
     "torch.distributed.tensor",
@@ -48,7 +48,7 @@ class RankFailure(AssertionError):
 
 
 def free_port() -> int:
-    """An unused port of this machine."""
+    """Return an unused port of this machine."""
     with contextlib.closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -107,12 +107,12 @@ def _server(preloaded: tuple[str, ...]) -> forkserver.ForkServer:
 
 @contextlib.contextmanager
 def _forked_from(preloaded: Sequence[str]) -> Iterator[None]:
-    """Have processes forked from one that has imported these modules as well.
+    """Fork processes from a server that has also imported these modules, inside the context.
 
-    Python has one such process for all, which imports the modules that its first user requests.
+    Python itself has a single fork server, whose first user determines its imports.
     """
     server = _server(tuple(preloaded))
-    # A server looks for modules where Python started with `-c` does, and nowhere else.
+    # A fork server has the module search path of `python -c`.
     found_here = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with (
         mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process),
@@ -145,7 +145,7 @@ class RankPool:
                 self.close()
 
     def _start(self, port: int) -> None:
-        # What is imported before a fork may have looked at the GPUs, which no child could use then.
+        # Imports before a fork may initialize CUDA, which a forked process cannot use.
         context: Any = multiprocessing.get_context(
             "spawn" if self._device == "cuda" else "forkserver"
         )
@@ -170,11 +170,11 @@ class RankPool:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call a module-level function on every rank; return what each returned.
+        """Call a module-level function on every rank; return the results by rank.
 
         Raises:
-            RankFailure: Some rank raised, died, or took too long; the pool is unusable after the
-                last two.
+            RankFailure: A rank raised an error, died or timed out. In the last two cases, the pool
+                is closed.
         """
         for connection in self._connections:
             connection.send((function, args, kwargs))
@@ -216,16 +216,15 @@ class RankPool:
 
     @property
     def is_worn(self) -> bool:
-        """Whether its processes have so many threads that they slow down all tests.
+        """Whether the processes have so many threads that they slow down all tests.
 
-        Every gloo process group has threads that poll, and Megatron keeps the groups of some models
-        alive.
+        Every gloo process group has polling threads, and Megatron does not destroy all groups.
         """
         tasks = f"/proc/{self._processes[0].pid}/task"
         return os.path.isdir(tasks) and len(os.listdir(tasks)) > MOST_THREADS
 
     def close(self) -> None:
-        """End the processes."""
+        """Terminate the processes."""
         for process, connection in zip(self._processes, self._connections, strict=True):
             with contextlib.suppress(OSError):
                 connection.send(None)
@@ -252,7 +251,7 @@ class RankPools:
         return pool
 
     def close(self) -> None:
-        """End all pools."""
+        """Close all pools."""
         for pool in self._pools.values():
             pool.close()
 

@@ -1,4 +1,4 @@
-"""Calls of `fully_shard` with all options by name, wherever its signature has them."""
+"""Calls of `fully_shard` with a flat set of options, from all levels of its signature."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OF_ROOT -= {"enable_unshard_prefetch", "enable_async_reduce_grad", "enable_trac
 
 
 def arguments(**options: Any) -> dict[str, Any]:
-    """Arguments of `fully_shard`, from those and fields of its `options`; None is not given."""
+    """Return arguments of `fully_shard`; fields of `UnitOptions` and `RuntimeOptions` are moved."""
     of_unit, of_root = (
         {name: options.pop(name) for name in names & options.keys()}
         for names in (_OF_UNIT, _OF_ROOT)
@@ -29,5 +29,5 @@ def arguments(**options: Any) -> dict[str, Any]:
 
 
 def shard(module: Any, **options: Any) -> Any:
-    """`fully_shard` with such options."""
+    """Call `fully_shard` with a flat set of options."""
     return fully_shard(module, **arguments(**options))

@@ -1,7 +1,7 @@
-"""A share of the longer tests: one in so many, chosen by the commit.
+"""Selection of a share of the longer tests by commit.
 
-Everything marked `functional` takes most of an hour. Continuous integration runs a share of it that
-is another one for every commit, so that all of it has its turn and a failure can be repeated.
+The tests marked `functional` take most of an hour. Continuous integration runs a different share of
+them for each commit: all tests run over time, and the same commit repeats a failure.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def commit_of(root: Path) -> str:
-    """The commit a working tree is at; empty where it is none of git's."""
+    """Return the commit of a working tree; empty if it is not a git repository."""
     try:
         done = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False
@@ -23,11 +23,11 @@ def commit_of(root: Path) -> str:
 
 
 def is_chosen(name: str, one_in: int, chosen_by: str) -> bool:
-    """Whether a test is part of the share.
+    """Return whether a test is part of the share.
 
     Args:
-        name: The test's.
-        one_in: How many tests there are for each that is chosen.
-        chosen_by: Any text; another one makes another choice.
+        name: Name of the test.
+        one_in: The share selects one in this number of tests.
+        chosen_by: A seed, such as the commit.
     """
     return zlib.crc32(f"{chosen_by} {name}".encode()) % one_in == 0

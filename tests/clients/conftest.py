@@ -1,4 +1,4 @@
-"""Tests with other libraries: no network, processes that have imported them, a table."""
+"""Fixtures of tests with other libraries: rank pools with imports, and the table of results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.clients.table import text
 from tests.pages import print_at_the_end
 from tests.ranks import RankPools, rank_pools
 
-# Before any of the libraries is imported, here or in a rank: they look when they are.
+# The libraries read these variables when they are imported, here or on a rank.
 os.environ.update(
     ACCELERATE_USE_CPU="true",
     HF_DATASETS_OFFLINE="1",
@@ -28,7 +28,7 @@ type Measure = Callable[..., None]
 
 
 def forget_accelerators() -> None:
-    """Drop what an `Accelerator` of another test keeps for the whole process."""
+    """Reset the process-wide state of accelerate."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     for state in (AcceleratorState, GradientState, PartialState):
@@ -38,7 +38,7 @@ def forget_accelerators() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have a share taken of the tests that measure something; the others always run."""
+    """Mark the tests that record a result as `functional`: a run may select a share of them."""
     here = os.path.dirname(__file__)
     for item in items:
         if str(item.path).startswith(here) and "record" in getattr(item, "fixturenames", ()):
@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def measured(request: pytest.FixtureRequest) -> Iterator[list[tuple[str, ...]]]:
-    """What this run measures; printed with `--tables`."""
+    """Yield the rows of the table of results; the table is printed with `--tables`."""
     rows: list[tuple[str, ...]] = []
     yield rows
     print_at_the_end(request.config, text(rows))
@@ -55,9 +55,9 @@ def measured(request: pytest.FixtureRequest) -> Iterator[list[tuple[str, ...]]]:
 
 @pytest.fixture
 def record(request: pytest.FixtureRequest, measured: list[tuple[str, ...]]) -> Record:
-    """Note what a test compared: `record("peft", "losses and adapters", difference, at_most)`.
+    """Return `record("peft", "losses and adapters", difference, at_most)`.
 
-    It asserts that the difference is at most what is allowed, and is what the table is made of.
+    The function asserts that a difference is at most the tolerance, and adds a row to the table.
     """
 
     def note(client: str, compared: str, difference: float, at_most: float = 1e-6) -> None:
@@ -71,16 +71,17 @@ def record(request: pytest.FixtureRequest, measured: list[tuple[str, ...]]) -> R
 
 @pytest.fixture(scope="session")
 def clients() -> Iterator[RankPools]:
-    """Process groups by world size, in processes that have imported the libraries once."""
+    """Yield rank pools by world size, forked from a process that has imported the libraries."""
     with rank_pools(_PRELOADED) as pools:
         yield pools
 
 
 @pytest.fixture
 def measure(clients: RankPools, record: Record) -> Measure:
-    """Record the largest of what a comparison returns on each of so many ranks.
+    """Return a function that records the largest result of a comparison over all ranks.
 
-    `measure("peft", "losses and adapters", 2, difference, "ZeRO-3")` calls `difference("ZeRO-3")`.
+    `measure("peft", "losses and adapters", 2, difference, "ZeRO-3")` calls `difference("ZeRO-3")`
+    on 2 ranks.
     """
 
     def run(

@@ -1,4 +1,4 @@
-"""How far two runs are apart."""
+"""Relative differences between the results of two trainings."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ STRATEGIES = {
     "ZeRO-3": "optim_grads_params",
 }
 
-type Shown = Mapping[str, torch.Tensor | Mapping[str, torch.Tensor]]
-"""What a run showed: tensors to compare each by itself, and parameters or gradients by name."""
+type Results = Mapping[str, torch.Tensor | Mapping[str, torch.Tensor]]
+"""Results of a training: tensors compared individually, and parameters or gradients by name."""
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor, gathered if it is sharded. Collective."""
+def full_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor, gathered if it is sharded. Collective."""
     if isinstance(tensor, DTensor):
         tensor = tensor.detach().full_tensor()
     return tensor.detach().clone()
 
 
-def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of all parameters, gathered where they are sharded. Collective."""
-    return {name: whole(param) for name, param in model.named_parameters()}
+def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of all parameters by name, gathered if they are sharded. Collective."""
+    return {name: full_copy(param) for name, param in model.named_parameters()}
 
 
-def shown(
+def results_of(
     losses: list[torch.Tensor], norms: list[torch.Tensor], parameters: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor | Mapping[str, torch.Tensor]]:
-    """What a run showed, of its losses and gradient norms by step."""
+    """Combine losses and gradient norms by step, and parameters, into the results of a training."""
     return {"losses": torch.stack(losses), "norms": torch.stack(norms), "parameters": parameters}
 
 
-def trained_plainly(
+def train_plain(
     model: nn.Module,
     steps: Iterable[Sequence[Callable[[], torch.Tensor]]],
     optimizer: torch.optim.Optimizer,
     max_norm: float,
     step_schedule: Callable[[], object] = lambda: None,
 ) -> dict[str, torch.Tensor | Mapping[str, torch.Tensor]]:
-    """What a loop of torch alone shows, which clips gradients by their norm.
+    """Train in a loop of torch alone, which clips gradients by their norm; return the results.
 
     Args:
-        model: Sharded or not.
-        steps: Losses of the micro-batches of each step.
-        optimizer: Of the parameters that are trained.
-        max_norm: Of the gradients.
+        model: A sharded or unsharded model.
+        steps: For each step, functions that return the losses of its micro-batches.
+        optimizer: Optimizer of the trainable parameters.
+        max_norm: Maximum norm of the gradients.
         step_schedule: Called after each step.
     """
     losses, norms = [], []
@@ -63,18 +63,18 @@ def trained_plainly(
             loss = loss_of()
             (loss / len(micro_batches)).backward()
             losses.append(loss.detach())
-        norms.append(whole(nn.utils.clip_grad_norm_(params, max_norm)))
+        norms.append(full_copy(nn.utils.clip_grad_norm_(params, max_norm)))
         optimizer.step()
         step_schedule()
         optimizer.zero_grad()
-    return shown(losses, norms, whole_parameters(model))
+    return results_of(losses, norms, full_parameters(model))
 
 
-def difference_of(ours: Shown, plain: Shown) -> float:
-    """The largest relative difference of any tensor.
+def difference_of(ours: Results, plain: Results) -> float:
+    """Return the largest relative difference of any tensor.
 
     Raises:
-        AssertionError: Names, shapes or dtypes differ, or something is not finite.
+        AssertionError: Names, shapes or dtypes differ, or a tensor is zero or not finite.
     """
     assert ours.keys() == plain.keys(), ours.keys() ^ plain.keys()
     found = [0.0]

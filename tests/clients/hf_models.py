@@ -1,4 +1,4 @@
-"""Models of transformers, tiny, made from configurations: nothing is downloaded."""
+"""Tiny models of transformers, built from configurations without any download."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = 2
 
 
 def _tokens(seed: int, length: int = LENGTH, rows: int = ROWS) -> torch.Tensor:
-    # The first numbers are special tokens.
+    # Numbers below 3 are special tokens.
     return torch.randint(3, VOCABULARY, (rows, length), generator=_numbers(seed))
 
 
@@ -27,7 +27,7 @@ def _numbers(seed: int) -> torch.Generator:
 
 
 def text(seed: int) -> Batch:
-    """A text with its labels; the last tokens of the second row are padding."""
+    """Return a batch of texts with labels; the last tokens of the second row are padding."""
     tokens = _tokens(seed)
     mask = torch.ones_like(tokens)
     mask[1, -2:] = 0
@@ -36,38 +36,38 @@ def text(seed: int) -> Batch:
 
 
 def unpadded_text(seed: int) -> Batch:
-    """A text with its labels."""
+    """Return a batch of texts with labels."""
     tokens = _tokens(seed)
     return {"input_ids": tokens, "labels": tokens}
 
 
 def translation(seed: int) -> Batch:
-    """A text and another one."""
+    """Return a batch of texts, and texts of another length as labels."""
     return {"input_ids": _tokens(seed), "labels": _tokens(seed + 1, LENGTH - 2)}
 
 
 def speech(seed: int) -> Batch:
-    """A spectrogram and its text."""
+    """Return a batch of spectrograms, with texts as labels."""
     sound = torch.randn(ROWS, 8, 2 * 10, generator=_numbers(seed))
     return {"input_features": sound, "labels": _tokens(seed)}
 
 
 def picture(seed: int) -> Batch:
-    """Pictures and what they show."""
+    """Return a batch of pictures with their classes."""
     pixels = torch.randn(ROWS, 3, 8, 8, generator=_numbers(seed))
     return {"pixel_values": pixels, "labels": torch.tensor([seed % 5, (seed + 1) % 5])}
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model and what it is fed.
+    """A model and its inputs.
 
     Attributes:
-        kind: The name that its configuration's class begins with.
-        head: The end of the name of its class.
-        options: Its configuration.
-        batch: Arguments of its forward, by seed.
-        generates: Whether it has a `generate()`.
+        kind: Prefix of the name of the configuration class.
+        head: Suffix of the name of the model class.
+        options: Arguments of the configuration.
+        batch: Returns the arguments of the forward for a seed.
+        generates: Whether the model has a `generate()`.
     """
 
     kind: str
@@ -78,20 +78,20 @@ class Model:
 
     @property
     def cls(self) -> Any:
-        """Its class."""
+        """The class of the model."""
         return getattr(transformers, self.kind.removesuffix("Text") + self.head)
 
     def build(self) -> Any:
-        """The model, in training mode."""
+        """Build the model, in training mode."""
         return self.cls(getattr(transformers, f"{self.kind}Config")(**self.options)).train()
 
     def prompt(self, seed: int) -> Batch:
-        """What it continues when it generates."""
+        """Return the inputs of `generate()`."""
         batch = self.batch(seed)
         return {name: value for name, value in batch.items() if name != "labels"}
 
 
-# With the usual range of 0.02 a model this narrow is hardly more than its biases.
+# With the default range of 0.02, biases would dominate the output of a model this narrow.
 _RANGE = {"initializer_range": 0.2}
 _TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _SIZES = _TOKENS | _RANGE | {"hidden_size": 12, "num_hidden_layers": 2}
@@ -117,7 +117,7 @@ _QWEN3_MOE: dict[str, Any] = {
 }
 _GPT2 = {"n_positions": 64, "n_embd": 12, "n_layer": 2, "n_head": 3}
 _T5: dict[str, Any] = {"d_model": 12, "d_kv": 5, "d_ff": 22, "num_layers": 2, "num_heads": 3}
-# Attention is not scaled down by the size of a head, and rounding grows with it.
+# T5 does not divide attention scores by the square root of the head size: rounding errors grow.
 _T5 |= {"initializer_factor": 0.5, "feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0}
 _WHISPER: dict[str, Any] = {"num_mel_bins": 8, "d_model": 12, "init_std": 0.1}
 _WHISPER |= {"max_source_positions": 10, "max_target_positions": 64}
@@ -138,7 +138,7 @@ MODELS = {
     "Llama": Model("Llama", _LM, _DECODER),
     "Llama tied": Model("Llama", _LM, _DECODER | _TIED),
     "Qwen3": Model("Qwen3", _LM, _DECODER),
-    # To be tied is usual for it.
+    # Gemma3 ties its embeddings by default.
     "Gemma3": Model("Gemma3Text", _LM, _DECODER | _GEMMA3 | _TIED),
     "Mixtral": Model("Mixtral", _LM, _DECODER | _MIXTRAL),
     "Qwen3 MoE": Model("Qwen3Moe", _LM, _DECODER | _QWEN3_MOE | {"mlp_only_layers": [0]}),
@@ -151,7 +151,7 @@ MODELS = {
 
 
 def units(model: Any) -> list[nn.Module]:
-    """Its layers, as the library says what is not to be split, and experts; inner ones first."""
+    """Return the layers of `_no_split_modules` and the experts; inner modules come first."""
     layers = set(model._no_split_modules)
     chosen = [
         module
@@ -162,6 +162,6 @@ def units(model: Any) -> list[nn.Module]:
 
 
 def units_with_halves(model: Any) -> list[nn.Module]:
-    """The same and, of an encoder-decoder model, both halves: `generate()` calls each."""
+    """Return `units()`, and the encoder and the decoder: `generate()` calls each of them."""
     halves = [model.get_encoder(), model.get_decoder()] if model.config.is_encoder_decoder else []
     return [*units(model), *halves]

@@ -1,4 +1,4 @@
-"""Every optimizer of some packages, on a sharded model and on the same model as it is."""
+"""Runs every optimizer class of several packages on a sharded and on an unsharded model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.clients.differences import whole
+from tests.clients.differences import full_copy
 from tests.distributed.wrapping import wrap
 from tests.reference.models import Block
 
@@ -30,7 +30,7 @@ PACKAGES = {
     "prodigyopt": "prodigyopt",
     "bitsandbytes.optim": "bitsandbytes",
 }
-"""What is installed for each module."""
+"""Distribution packages by module."""
 STEPS = 6
 
 type Updates = dict[str, torch.Tensor]
@@ -38,7 +38,7 @@ WIDTH = 7
 
 
 class Net(nn.Module):
-    """Parameters of one to four dimensions, some of a single row."""
+    """A model with parameters of one to four dimensions, some of which have a single row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,18 +57,18 @@ class Net(nn.Module):
 
 
 @dataclass(frozen=True)
-class Way:
-    """How a class of optimizers is used.
+class Usage:
+    """How an optimizer class is used.
 
     Attributes:
-        build: Makes one of a model and parameters.
-        chosen: Which parameters it is given; others are frozen.
-        calls: Whether a step is given a closure that goes backward.
-        steps: Whether there is a step, or all happens in hooks of the backward.
-        creates_graph: Whether gradients have to be differentiable.
-        patches: What is something else where it runs unsharded.
-        ranks: On how many it is compared. A mean over three rounds otherwise than unsharded, which
-            moves far what follows from eigenvectors or from signs of what is nearly zero.
+        build: Builds an optimizer from the class, a model and its trainable parameters.
+        chosen: Whether a parameter is trained; all others are frozen.
+        calls: Whether `step()` takes a closure that runs the backward.
+        steps: Whether the optimizer has a `step()`; otherwise hooks of the backward update weights.
+        creates_graph: Whether gradients must be differentiable.
+        patches: Replacements of names in the unsharded run.
+        ranks: World sizes to compare. The mean over 3 ranks rounds differently from the unsharded
+            mean. Updates from eigenvectors, or from signs of values near zero, amplify this.
     """
 
     build: Callable[[Any, nn.Module, list[nn.Parameter]], Any] = lambda cls, model, params: cls(
@@ -86,15 +86,15 @@ def _with(**options: Any) -> Callable[..., Any]:
     return lambda cls, model, params: cls(params, **options)
 
 
-def _around(cls: Any, model: nn.Module, params: list[nn.Parameter]) -> Any:
+def _wrapping_adamw(cls: Any, model: nn.Module, params: list[nn.Parameter]) -> Any:
     return cls(torch.optim.AdamW(params))
 
 
-def _of_model(cls: Any, model: nn.Module, params: list[nn.Parameter]) -> Any:
+def _from_model(cls: Any, model: nn.Module, params: list[nn.Parameter]) -> Any:
     return cls(model)
 
 
-def _in_groups(cls: Any, model: nn.Module, params: list[nn.Parameter]) -> Any:
+def _with_muon_groups(cls: Any, model: nn.Module, params: list[nn.Parameter]) -> Any:
     groups = [
         {"params": [p for p in params if (p.ndim == 2) is use], "use_muon": use}
         for use in (True, False)
@@ -110,52 +110,52 @@ def _sam(**options: Any) -> Callable[..., Any]:
     return _with(base_optimizer=torch.optim.AdamW, **options)
 
 
-_SENSITIVE = Way(ranks=(2,))
-_WAYS: dict[str, Way] = {
-    "torch.optim.Muon pytorch_optimizer.DeMo pytorch_optimizer.LoRARite": Way(chosen=_is_matrix),
-    # Its solver in bf16 never comes as near as it wants to, and ends after so many iterations.
-    "pytorch_optimizer.SpectralSphere": Way(_with(solver_max_iterations=4), chosen=_is_matrix),
+_ON_TWO_RANKS = Usage(ranks=(2,))
+_USAGES: dict[str, Usage] = {
+    "torch.optim.Muon pytorch_optimizer.DeMo pytorch_optimizer.LoRARite": Usage(chosen=_is_matrix),
+    # Its solver does not converge in bf16 and always runs the maximum number of iterations.
+    "pytorch_optimizer.SpectralSphere": Usage(_with(solver_max_iterations=4), chosen=_is_matrix),
     "torch.optim.LBFGS pytorch_optimizer.LBFGS schedulefree.AdamWScheduleFreeClosure "
     "schedulefree.RAdamScheduleFreeClosure schedulefree.SGDScheduleFreeClosure "
-    "pytorch_optimizer.AliG": Way(calls=True),
-    "pytorch_optimizer.AdaHessian pytorch_optimizer.SophiaH timm.optim.Adahessian": Way(
+    "pytorch_optimizer.AliG": Usage(calls=True),
+    "pytorch_optimizer.AdaHessian pytorch_optimizer.SophiaH timm.optim.Adahessian": Usage(
         creates_graph=True
     ),
-    # It has another formula for DTensors, which rounds otherwise in bf16.
-    "timm.optim.Muon": Way(patches={"timm.optim.muon.DTensor": torch.Tensor}),
-    "timm.optim.SGDP": Way(_with(lr=1e-2)),
+    # It uses another formula for DTensors, which rounds differently in bf16.
+    "timm.optim.Muon": Usage(patches={"timm.optim.muon.DTensor": torch.Tensor}),
+    "timm.optim.SGDP": Usage(_with(lr=1e-2)),
     "bitsandbytes.optim.LARS bitsandbytes.optim.LARS32bit bitsandbytes.optim.LARS8bit "
     "bitsandbytes.optim.SGD bitsandbytes.optim.SGD32bit bitsandbytes.optim.SGD8bit "
-    "bitsandbytes.optim.PytorchLARS": Way(_with(lr=1e-2, momentum=0.9)),
-    "pytorch_optimizer.AdaShift": Way(_with(keep_num=2)),
-    "pytorch_optimizer.BSAM": Way(_with(num_data=8), calls=True),
-    "pytorch_optimizer.Ranger21": Way(_with(num_iterations=STEPS)),
-    "pytorch_optimizer.SAM pytorch_optimizer.FriendlySAM pytorch_optimizer.LookSAM": Way(
+    "bitsandbytes.optim.PytorchLARS": Usage(_with(lr=1e-2, momentum=0.9)),
+    "pytorch_optimizer.AdaShift": Usage(_with(keep_num=2)),
+    "pytorch_optimizer.BSAM": Usage(_with(num_data=8), calls=True),
+    "pytorch_optimizer.Ranger21": Usage(_with(num_iterations=STEPS)),
+    "pytorch_optimizer.SAM pytorch_optimizer.FriendlySAM pytorch_optimizer.LookSAM": Usage(
         _sam(), calls=True
     ),
-    "pytorch_optimizer.WSAM": Way(
+    "pytorch_optimizer.WSAM": Usage(
         lambda cls, model, params: cls(model, params, torch.optim.AdamW), calls=True
     ),
-    # Its moments are in fp32; at its default rate of 1.0 their rounding grows a hundredfold.
-    "pytorch_optimizer.AdamMini": Way(lambda cls, model, params: cls(model, lr=1e-3)),
-    "pytorch_optimizer.SOAP": _SENSITIVE,
-    "pytorch_optimizer.AdaLOMO pytorch_optimizer.LOMO": Way(
-        _of_model, chosen=_is_matrix, steps=False
+    # Its moments are in fp32; the default learning rate of 1.0 amplifies rounding a hundredfold.
+    "pytorch_optimizer.AdamMini": Usage(lambda cls, model, params: cls(model, lr=1e-3)),
+    "pytorch_optimizer.SOAP": _ON_TWO_RANKS,
+    "pytorch_optimizer.AdaLOMO pytorch_optimizer.LOMO": Usage(
+        _from_model, chosen=_is_matrix, steps=False
     ),
     "pytorch_optimizer.Lookahead pytorch_optimizer.OrthoGrad pytorch_optimizer.PCGrad "
     "pytorch_optimizer.SafeFP16Optimizer pytorch_optimizer.ScheduleFreeWrapper "
-    "pytorch_optimizer.TRAC timm.optim.Lookahead": Way(_around),
+    "pytorch_optimizer.TRAC timm.optim.Lookahead": Usage(_wrapping_adamw),
     "pytorch_optimizer.AdaGO pytorch_optimizer.AdaMuon pytorch_optimizer.DistributedMuon "
-    "pytorch_optimizer.Muon pytorch_optimizer.MuonClip": Way(_in_groups),
-    "pytorch_optimizer.NorMuon": dataclasses.replace(_SENSITIVE, build=_in_groups),
+    "pytorch_optimizer.Muon pytorch_optimizer.MuonClip": Usage(_with_muon_groups),
+    "pytorch_optimizer.NorMuon": dataclasses.replace(_ON_TWO_RANKS, build=_with_muon_groups),
 }
-WAYS = {name: way for names, way in _WAYS.items() for name in names.split()}
-"""Where that is not simply `cls(params)` and `step()`."""
+USAGES = {name: way for names, way in _USAGES.items() for name in names.split()}
+"""Usages of the classes that need more than `cls(params)` and `step()`."""
 _IN_FP32 = ("bitsandbytes.",)
 
 
 def classes(module: str) -> list[str]:
-    """Names of the classes of optimizers that a module has."""
+    """Return the names of the optimizer classes of a module."""
     found = importlib.import_module(module)
     return [
         name
@@ -168,13 +168,13 @@ def classes(module: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a class of optimizers.
+    """The result of a comparison of an optimizer class.
 
     Attributes:
-        verdict: `right`, `wrong`, `rejected`, or `does not run` where it does not unsharded.
-        text: What it said.
-        difference: Of the update, relative.
-        step: At which it raised.
+        verdict: `right`, `wrong`, `rejected`, or `does not run` if the unsharded run fails.
+        text: The error message, or the dtype of the run.
+        difference: Largest relative difference of an update.
+        step: The step that raised an error; -1 if the construction raised it.
     """
 
     verdict: str
@@ -184,7 +184,7 @@ class Outcome:
 
     @property
     def row(self) -> str:
-        """What the page says of it."""
+        """The text of this result in the table of the page."""
         if self.verdict == "right":
             return "right"
         why = self.text.partition("cannot step sharded parameters: ")[2] or self.text
@@ -195,7 +195,7 @@ class Outcome:
 
 
 def tokens(step: int, rank: int) -> torch.Tensor:
-    """Data of a rank."""
+    """Return the batch of a rank."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randint(0, 9, (4, 5), generator=generator)
 
@@ -205,23 +205,23 @@ class _Run:
 
     def __init__(self, qualified: str, dtype: torch.dtype, *, is_sharded: bool) -> None:
         module, _, name = qualified.rpartition(".")
-        self.way = WAYS.get(qualified, Way())
+        self.usage = USAGES.get(qualified, Usage())
         torch.manual_seed(1)
         self.model: Any = Net().to(dtype)
         for param in self.model.parameters():
-            param.requires_grad_(self.way.chosen(param))
+            param.requires_grad_(self.usage.chosen(param))
         self.is_sharded = is_sharded
         self.ranks = [dist.get_rank()] if is_sharded else list(range(dist.get_world_size()))
         if is_sharded:
-            # Weights that are dropped after a backward cannot be differentiated twice.
-            keeps = self.way.creates_graph
+            # A second differentiation needs the weights, which ZeRO-3 frees after a backward.
+            keeps = self.usage.creates_graph
             strategy = "optim_grads" if keeps else "optim_grads_params"
             wrap(self.model, sharding_strategy=strategy)
         params = [param for param in self.model.parameters() if param.requires_grad]
-        self.started = {name: whole(p) for name, p in self.model.named_parameters()}
+        self.started = {name: full_copy(p) for name, p in self.model.named_parameters()}
         self.step_number = 0
         kind = getattr(importlib.import_module(module), name)
-        self.optimizer = self.way.build(kind, self.model, params)
+        self.optimizer = self.usage.build(kind, self.model, params)
         self._switch("train")
 
     def _switch(self, mode: str) -> None:
@@ -230,7 +230,7 @@ class _Run:
             switch()
 
     def loss(self) -> torch.Tensor:
-        """Mean over the data of all ranks, with the gradient of this one's."""
+        """Return the mean loss over all ranks; its gradient is that of `self.ranks` only."""
         losses = [self.model(tokens(self.step_number, rank)).square().mean() for rank in self.ranks]
         loss = torch.stack(losses).mean()
         if self.is_sharded:
@@ -243,22 +243,24 @@ class _Run:
         with torch.enable_grad():
             self.optimizer.zero_grad()
             loss = self.loss()
-            loss.backward(create_graph=self.way.creates_graph)
+            loss.backward(create_graph=self.usage.creates_graph)
         return loss
 
     def step(self) -> None:
         torch.manual_seed(self.step_number)
         self.closure()
-        if self.way.calls:
+        if self.usage.calls:
             self.optimizer.step(self.closure)
-        elif self.way.steps:
+        elif self.usage.steps:
             self.optimizer.step()
         self.step_number += 1
 
     def updates(self) -> Updates:
-        """What was added to every parameter, as it is evaluated."""
+        """Return the change of every parameter since the start, in the optimizer's eval mode."""
         self._switch("eval")
-        found = {name: whole(p) - self.started[name] for name, p in self.model.named_parameters()}
+        found = {
+            name: full_copy(p) - self.started[name] for name, p in self.model.named_parameters()
+        }
         self._switch("train")
         return found
 
@@ -270,7 +272,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _unsharded(qualified: str) -> tuple[torch.dtype, Updates]:
+def _train_unsharded(qualified: str) -> tuple[torch.dtype, Updates]:
     errors = []
     dtypes = [torch.float64, torch.float32]
     for dtype in dtypes[1:] if qualified.startswith(_IN_FP32) else dtypes:
@@ -290,15 +292,15 @@ def _unsharded(qualified: str) -> tuple[torch.dtype, Updates]:
 
 
 def outcome(qualified: str) -> Outcome:
-    """Train with an optimizer, sharded over all ranks and not. Collective."""
+    """Train with an optimizer, sharded over all ranks and unsharded. Collective."""
     with _quiet():
         try:
             with ExitStack() as patched:
-                for name, value in WAYS.get(qualified, Way()).patches.items():
+                for name, value in USAGES.get(qualified, Usage()).patches.items():
                     patched.enter_context(mock.patch(name, value))
-                dtype, wanted = _unsharded(qualified)
+                dtype, wanted = _train_unsharded(qualified)
         except Exception as error:
-            return Outcome("does not run", _said(error))
+            return Outcome("does not run", _message(error))
         run = None
         try:
             run = _Run(qualified, dtype, is_sharded=True)
@@ -306,7 +308,7 @@ def outcome(qualified: str) -> Outcome:
                 run.step()
             found = run.updates()
         except Exception as error:
-            return Outcome("rejected", _said(error), step=run.step_number if run else -1)
+            return Outcome("rejected", _message(error), step=run.step_number if run else -1)
         at_most = 1e-6 if dtype == torch.float64 else 1e-3
     difference = _difference(found, wanted)
     verdict = "right" if difference <= at_most else "wrong"
@@ -314,7 +316,7 @@ def outcome(qualified: str) -> Outcome:
 
 
 def _difference(found: Updates, wanted: Updates) -> float:
-    # A parameter that hardly moves is measured against the others.
+    # A floor for parameters whose updates are small in comparison with those of others.
     norms = {name: float(update.double().norm()) for name, update in wanted.items()}
     floor = 0.01 * max(norms.values())
     return max(
@@ -323,5 +325,5 @@ def _difference(found: Updates, wanted: Updates) -> float:
     )
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

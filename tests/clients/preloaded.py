@@ -1,4 +1,4 @@
-"""What ranks that run these tests import before they are forked."""
+"""Imports of the rank processes of these tests before they are forked."""
 
 import bitsandbytes.optim  # noqa: F401
 import prodigyopt  # noqa: F401

@@ -1,4 +1,4 @@
-"""What tests with other libraries measure, printed with `--tables`; and versions of them."""
+"""The table of results with other libraries, and the pinned versions of these libraries."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _HEAD = ("library", "version", "test", "compared", "largest difference")
 
 
 def text(rows: list[tuple[str, ...]]) -> str:
-    """The table as Markdown."""
+    """Return the table as a page in Markdown."""
     return page("Other libraries", _ABOUT, table(_HEAD, sorted(rows)))
 
 
 def pinned() -> dict[str, str]:
-    """Versions by name, as the requirements of these tests say them."""
+    """Return the pinned versions in `requirements.txt` by package name."""
     text = (Path(__file__).parent / "requirements.txt").read_text()
     return dict(re.findall(r"^([\w.-]+)==(\S+)$", text, flags=re.MULTILINE))

@@ -1,4 +1,4 @@
-"""accelerate's FSDP2 path with `fully_shard` of this package, and the same loop unsharded."""
+"""Training with accelerate and this package's `fully_shard` equals an unsharded loop."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from megatron_fsdp_v2.runtime.module import named_units
 from tests.clients.conftest import Measure, forget_accelerators
 from tests.clients.differences import (
     STRATEGIES,
-    Shown,
+    Results,
     difference_of,
-    shown,
-    trained_plainly,
-    whole,
-    whole_parameters,
+    full_copy,
+    full_parameters,
+    results_of,
+    train_plain,
 )
 from tests.ranks import RankPools
 from tests.sharding import arguments
@@ -39,7 +39,7 @@ _WRAPPED = "._checkpoint_wrapped_module"
 
 
 def llama(*, tied: bool = False) -> Any:
-    """A model with the same weights in every process."""
+    """Return a model with the same weights in every process."""
     import transformers
 
     torch.manual_seed(1)
@@ -50,22 +50,22 @@ def llama(*, tied: bool = False) -> Any:
 
 
 def texts() -> torch.Tensor:
-    """What all ranks need for half of the steps."""
+    """Return the data of all ranks for half of the steps."""
     torch.manual_seed(2)
     number = STEPS // 2 * MICRO_BATCHES * BATCH * dist.get_world_size()
     return torch.randint(0, 61, (number, 7))
 
 
 def optimizer_of(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-    """An optimizer of a model and its schedule."""
+    """Return an optimizer of a model, and its learning rate schedule."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
     return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=GAMMA)
 
 
 def accelerator_with(files: str = "sharded", **options: Any) -> Any:
-    """An accelerator that shards as FSDP2 does, on a CPU.
+    """Return an accelerator with FSDP2 on a CPU.
 
-    accelerate takes to FSDP on devices other than CPUs alone, so its state is told.
+    accelerate enables FSDP on accelerators only, so this function sets it in the state.
     """
     from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
     from accelerate.state import PartialState
@@ -87,7 +87,7 @@ def accelerator_with(files: str = "sharded", **options: Any) -> Any:
 
 
 def prepared(accelerator: Any, strategy: str, *, tied: bool = False) -> tuple[Any, ...]:
-    """A model, its optimizer, data and schedule, prepared with our function for FSDP2's."""
+    """Prepare a model, optimizer, loader and schedule with `fully_shard` of this package."""
     model = llama(tied=tied)
     optimizer, schedule = optimizer_of(model)
     loader = DataLoader(texts(), batch_size=BATCH)  # type: ignore[arg-type]
@@ -101,14 +101,14 @@ def prepared(accelerator: Any, strategy: str, *, tied: bool = False) -> tuple[An
 
 
 def epoch(accelerator: Any, model: Any, optimizer: Any, loader: Any, schedule: Any) -> Any:
-    """Train on the data once; losses of all ranks and gradient norms."""
+    """Train one epoch; return the mean losses over all ranks, and the gradient norms."""
     losses, norms = [], []
     for tokens in loader:
         with accelerator.accumulate(model):
             loss = model(input_ids=tokens, labels=tokens).loss
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                norms.append(whole(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)))
+                norms.append(full_copy(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)))
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
@@ -118,8 +118,8 @@ def epoch(accelerator: Any, model: Any, optimizer: Any, loader: Any, schedule: A
 
 def accelerated(
     strategy: str, folder: Path | None = None, *, tied: bool = False, **options: Any
-) -> Shown:
-    """A training of two epochs; with a folder, all is rebuilt and loaded between them."""
+) -> Results:
+    """Train two epochs; with a folder, save after the first one, rebuild all objects and load."""
     accelerator = accelerator_with(**options)
     parts = prepared(accelerator, strategy, tied=tied)
     losses, norms = epoch(accelerator, *parts)
@@ -130,21 +130,21 @@ def accelerated(
         accelerator.load_state(folder)
     more_losses, more_norms = epoch(accelerator, *parts)
     model = parts[0]
-    # Two layers, and what accelerate carves out: embeddings, and the norm with the head.
+    # Two layers, and the units that accelerate adds: embeddings, and the norm with the head.
     units = [unit for _, unit in named_units(model) if unit.groups]
     assert len(units) == (3 if tied else 4)
     assert {unit.groups[0].mesh.size() for unit in units} == {dist.get_world_size()}
-    parameters = whole_parameters(model)
+    parameters = full_parameters(model)
     saved = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         for name, param in model.named_parameters():
             assert torch.equal(saved[name.replace(_WRAPPED, "")], parameters[name]), param
     unwrapped = {name.replace(_WRAPPED, ""): value for name, value in parameters.items()}
-    return shown(losses + more_losses, norms + more_norms, unwrapped)
+    return results_of(losses + more_losses, norms + more_norms, unwrapped)
 
 
-def plain(*, tied: bool = False) -> Shown:
-    """The same training without accelerate and without sharding, on this rank alone."""
+def plain(*, tied: bool = False) -> Results:
+    """Run the same training without accelerate and without sharding, on this rank alone."""
     model = llama(tied=tied)
     optimizer, schedule = optimizer_of(model)
     size = dist.get_world_size()
@@ -157,15 +157,15 @@ def plain(*, tied: bool = False) -> Shown:
     steps = itertools.batched(losses, MICRO_BATCHES)
 
     def step_schedule() -> None:
-        # A prepared schedule counts batches of all ranks.
+        # A prepared schedule steps once per rank.
         for _ in range(size):
             schedule.step()
 
-    return trained_plainly(model, steps, optimizer, MAX_NORM, step_schedule)
+    return train_plain(model, steps, optimizer, MAX_NORM, step_schedule)
 
 
 def difference(strategy: str, folder: str | None = None, **options: Any) -> float:
-    """Between the two trainings."""
+    """Return the difference between the sharded and the unsharded training."""
     tied = options.get("tied", False)
     path = None if folder is None else Path(folder)
     return difference_of(accelerated(strategy, path, **options), plain(tied=tied))
@@ -173,7 +173,7 @@ def difference(strategy: str, folder: str | None = None, **options: Any) -> floa
 
 _EFFICIENT = {"cpu_ram_efficient_loading": True}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "as it is": {},
+    "default": {},
     "tied embeddings": {"tied": True},
     "activation_checkpointing": {"activation_checkpointing": True},
     "weights kept after the forward": {"reshard_after_forward": False},
@@ -182,45 +182,45 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "continued from sharded files": {"files": "sharded"},
     "continued from full files": {"files": "full"},
 }
-_AS_IT_IS, *_OF_ZERO3 = list(OPTIONS)[:-2]
+_DEFAULT, *_OF_ZERO3 = list(OPTIONS)[:-2]
 
 
 @pytest.mark.parametrize(
     ("strategy", "ranks", "option"),
     [
-        *((strategy, 2, _AS_IT_IS) for strategy in STRATEGIES),
-        *(("ZeRO-3", ranks, _AS_IT_IS) for ranks in (1, 4)),
+        *((strategy, 2, _DEFAULT) for strategy in STRATEGIES),
+        *(("ZeRO-3", ranks, _DEFAULT) for ranks in (1, 4)),
         *(("ZeRO-3", 2, option) for option in _OF_ZERO3),
         *((s, 2, option) for s in list(STRATEGIES)[1:] for option in list(OPTIONS)[-2:]),
     ],
 )
-def test_a_prepared_model_trains_as_it_does_unsharded(
+def test_prepared_model_trains_like_unsharded(
     measure: Measure, tmp_path: Path, strategy: str, ranks: int, option: str
 ) -> None:
     folder = str(tmp_path) if "files" in OPTIONS[option] else None
     measure("accelerate", COMPARED, ranks, difference, strategy, folder, **OPTIONS[option])
 
 
-def saved_for_others(folder: str) -> bool:
-    """Whether a file that accelerate saves for other programs has the trained weights."""
+def saves_trained_weights(folder: str) -> bool:
+    """Return whether the file that `save_model` writes holds the trained weights."""
     from safetensors.torch import load_file
 
     accelerator = accelerator_with()
     parts = prepared(accelerator, "ZeRO-3")
     epoch(accelerator, *parts)
     accelerator.save_model(parts[0], folder)
-    parameters = whole_parameters(parts[0])
+    parameters = full_parameters(parts[0])
     accelerator.wait_for_everyone()
     saved = load_file(Path(folder) / "model.safetensors")
     return all(torch.equal(saved[name], tensor) for name, tensor in parameters.items())
 
 
-def test_a_saved_model_is_one_of_plain_tensors(clients: RankPools, tmp_path: Path) -> None:
-    assert clients(2).run(saved_for_others, str(tmp_path)) == [True, True]
+def test_save_model_writes_full_plain_tensors(clients: RankPools, tmp_path: Path) -> None:
+    assert clients(2).run(saves_trained_weights, str(tmp_path)) == [True, True]
 
 
-def sharded_too_early() -> str:
-    """What accelerate says to an optimizer of parameters that are sharded already."""
+def error_for_sharded_parameters() -> str:
+    """Return accelerate's error for an optimizer of parameters that are already sharded."""
     accelerator = accelerator_with()
     accelerator.state.fsdp_plugin.auto_wrap_policy = None
     model = fully_shard(llama())
@@ -229,6 +229,6 @@ def sharded_too_early() -> str:
     return str(raised.value)
 
 
-def test_accelerate_refuses_optimizers_of_what_was_sharded_before(clients: RankPools) -> None:
-    for said in clients(2).run(sharded_too_early):
-        assert "couldn't be switched to its sharded version" in said
+def test_accelerate_rejects_optimizers_of_sharded_parameters(clients: RankPools) -> None:
+    for message in clients(2).run(error_for_sharded_parameters):
+        assert "couldn't be switched to its sharded version" in message

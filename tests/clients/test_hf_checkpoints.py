@@ -1,4 +1,4 @@
-"""Checkpoints of transformers' models: resumed, exported, and made of what the library saves."""
+"""Checkpoints of transformers' models: resuming, export, and conversion of pretrained folders."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CHECKPOINTED = ("Llama", "Gemma3", "Mixtral", "T5", "Mamba2")
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
-    # A large eps: where a gradient is almost zero, Adam's quotient makes steps of its rounding.
+    # A large eps: for a gradient near zero, Adam's quotient would amplify rounding.
     return torch.optim.AdamW(params, lr=0.003, eps=1e-3)
 
 
@@ -43,38 +43,38 @@ MIXED = {"ours to torch": (SAVE, torch_load), "torch to ours": (torch_save, LOAD
 
 
 def train(training: Pattern, model: Any, optimizer: Any, first: int, end: int) -> Trace:
-    """Make some steps of a training of a sharded model."""
+    """Run the steps from `first` to `end` of a training of a sharded model."""
     part = replace(training, steps=range(first, end))
     return run(part, model, sharded_access(part), dist.get_rank(), optimizer)
 
 
 def error_from_plain(training: Pattern, trace: Trace) -> float:
-    """Of the parameters at the end, from those of an unsharded training."""
+    """Return the error of the final parameters, relative to an unsharded training."""
     plain = train_reference(training, dist.get_world_size(), dist.get_rank())
     return error_of_params(trace, plain)
 
 
 def resumed(name: str, way: str, folder: Path) -> tuple[bool, float]:
-    """Whether a resumed training has the bits of one that went on; its error from a plain one."""
+    """Return whether resuming changes no bit, and the error relative to unsharded training."""
     training = training_of(name, steps=range(4), optimizer=adamw)
     save, load = (WAYS | MIXED)[way]
     model = sharded(training, built(training))
     optimizer = training.optimizer(model.parameters())
     train(training, model, optimizer, 0, SAVED_AFTER)
     save(folder / "saved", model, optimizer)
-    went_on = train(training, model, optimizer, SAVED_AFTER, 4)
-    # With values that the checkpoint has to replace.
+    uninterrupted = train(training, model, optimizer, SAVED_AFTER, 4)
+    # Other weights, which the checkpoint must replace.
     torch.manual_seed(99)
     model = sharded(training, training.build())
     optimizer = training.optimizer(model.parameters())
     load(folder / "saved", model, optimizer)
     again = train(training, model, optimizer, SAVED_AFTER, 4)
-    return same_bits(again, went_on), error_from_plain(training, again)
+    return same_bits(again, uninterrupted), error_from_plain(training, again)
 
 
 @pytest.mark.parametrize("way", [*WAYS, *MIXED])
 @pytest.mark.parametrize("name", CHECKPOINTED)
-def test_a_resumed_training_goes_on_bit_by_bit(
+def test_resumed_training_is_bitwise_identical(
     clients: RankPools, record: Record, tmp_path: Path, name: str, way: str
 ) -> None:
     for is_same, from_plain in clients(2).run(resumed, name, way, tmp_path):
@@ -101,16 +101,20 @@ def difference_when_loaded_from_pretrained(name: str, folder: Path) -> float:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_export_is_loaded_with_from_pretrained(
-    measure: Measure, tmp_path: Path, name: str
-) -> None:
+def test_from_pretrained_loads_an_export(measure: Measure, tmp_path: Path, name: str) -> None:
     (tmp_path / "exported").mkdir()
     function, compared = difference_when_loaded_from_pretrained, "every tensor of the state dict"
     measure("transformers", compared, 2, function, name, tmp_path, at_most=0.0)
 
 
-def difference_when_made_on_meta(name: str, source: str, folder: Path) -> float:
-    """Of a training that starts from a model on the meta device, filled from a folder."""
+def difference_from_meta_device(name: str, source: str, folder: Path) -> float:
+    """Return the error of a training that starts from a model built on the meta device.
+
+    Args:
+        name: Name of the model.
+        source: `state dict`, or `safetensors folder`, which is converted to a checkpoint.
+        folder: An empty folder.
+    """
     training = training_of(name)
     plain = built(training)
     if dist.get_rank() == 0 and source != "state dict":
@@ -119,7 +123,7 @@ def difference_when_made_on_meta(name: str, source: str, folder: Path) -> float:
     dist.barrier()
     with torch.device("meta"):
         model = training.build()
-    # The library gives values, also to buffers it never saves.
+    # The library also initializes the buffers that it does not save.
     initialized = replace(training, options={"param_init_fn": model._init_weights})
     model = sharded(initialized, model)
     if source == "state dict":
@@ -136,13 +140,13 @@ def difference_when_made_on_meta(name: str, source: str, folder: Path) -> float:
 
 
 _SOURCES = [(name, "state dict") for name in MODELS]
-# The library saves experts one by one, under other names than its own modules have.
+# The library saves each expert separately, under names that differ from those of its modules.
 _SOURCES += [(name, "safetensors folder") for name in CHECKPOINTED if name != "Mixtral"]
 
 
 @pytest.mark.parametrize(("name", "source"), _SOURCES)
-def test_a_model_made_on_the_meta_device_is_filled_and_trains_as_unsharded(
+def test_model_built_on_meta_device_trains_like_unsharded(
     measure: Measure, tmp_path: Path, name: str, source: str
 ) -> None:
     compared = "parameters after 3 steps"
-    measure("transformers", compared, 2, difference_when_made_on_meta, name, source, tmp_path)
+    measure("transformers", compared, 2, difference_from_meta_device, name, source, tmp_path)

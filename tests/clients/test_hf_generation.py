@@ -1,4 +1,4 @@
-"""transformers' models that are evaluated and generate text in the middle of a training."""
+"""transformers' models that evaluate and generate text during a training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.ranks import RankFailure, RankPools
 
 
 def _tensors(prefix: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """What is in an output of the library, with names."""
+    """Yield the tensors of an output of the library, with names."""
     if isinstance(value, torch.Tensor):
         yield prefix, value
     elif isinstance(value, Mapping):
@@ -40,7 +40,7 @@ _CACHED = ("keys", "values", "conv_states", "recurrent_states")
 
 
 def evaluate(name: str, new_tokens: Any, model: Any, step: int, rank: int) -> dict[str, Any]:
-    """Outputs of a forward, and of `generate()`: tokens, and scores from forwards with a cache."""
+    """Return the outputs of a forward and of `generate()`, with scores and caches."""
     del step
     model.eval()
     found: dict[str, torch.Tensor] = {}
@@ -52,7 +52,7 @@ def evaluate(name: str, new_tokens: Any, model: Any, step: int, rank: int) -> di
             first, more, synced = new_tokens
             number = first + more * rank
             if name == "Mixtral":
-                # The library cannot compute the loss of the router with a cache and a mask.
+                # The library cannot compute the router loss with a cache and a mask.
                 model.config.output_router_logits = False
             output = model.generate(
                 **MODELS[name].prompt(8000 + rank),
@@ -68,15 +68,15 @@ def evaluate(name: str, new_tokens: Any, model: Any, step: int, rank: int) -> di
             found.update(_tensors("generated", dict(output)))
             assert any("keys" in key or "states" in key for key in found), "no cache was found"
             if synced:
-                # Ranks that are done go on with forwards, and those fill their caches.
+                # Finished ranks run further forwards, which fill their caches.
                 found = {key: found[key] for key in found if "past_key_values" not in key}
     model.train()
-    # Scores of what must not be generated are infinite.
+    # Scores of excluded tokens are infinite.
     return {key: value.clone().nan_to_num() for key, value in found.items()}
 
 
-# Tokens that rank 0 generates, how many more every further rank, and whether ranks wait for all.
-_AS_MANY, _MORE_ON_SOME_RANKS, _SYNCED = (4, 0, False), (2, 3, False), (2, 3, True)
+# The number of tokens of rank 0, its increment per rank, and `synced_gpus`.
+_EQUAL, _INCREASING, _SYNCED = (4, 0, False), (2, 3, False), (2, 3, True)
 
 
 def difference_with_evaluations(name: str, strategy: str, new_tokens: Any) -> float:
@@ -90,17 +90,15 @@ COMPARED = "losses, gradients, parameters, hidden states, generated tokens, scor
 
 @pytest.mark.parametrize("strategy", ["ZeRO-1", "ZeRO-3"])
 @pytest.mark.parametrize("name", MODELS)
-def test_evaluating_and_generating_between_backwards_and_steps_is_as_unsharded(
+def test_evaluation_and_generation_during_training_match_unsharded(
     measure: Measure, name: str, strategy: str
 ) -> None:
-    measure("transformers", COMPARED, 2, difference_with_evaluations, name, strategy, _AS_MANY)
+    measure("transformers", COMPARED, 2, difference_with_evaluations, name, strategy, _EQUAL)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mixtral", "T5", "Mamba2"])
-def test_ranks_may_generate_different_lengths_where_weights_are_whole(
-    measure: Measure, name: str
-) -> None:
-    arguments = (name, "ZeRO-1", _MORE_ON_SOME_RANKS)
+def test_ranks_may_generate_different_lengths_below_zero3(measure: Measure, name: str) -> None:
+    arguments = (name, "ZeRO-1", _INCREASING)
     measure("transformers", COMPARED, 2, difference_with_evaluations, *arguments)
 
 
@@ -112,19 +110,19 @@ def test_ranks_may_generate_different_lengths_with_synced_gpus(measure: Measure,
 
 def generate_different_lengths_and_train() -> None:
     options = {**options_of("ZeRO-3"), "check_ranks": "always"}
-    evaluated = functools.partial(evaluate, "Llama", _MORE_ON_SOME_RANKS)
+    evaluated = functools.partial(evaluate, "Llama", _INCREASING)
     difference(training_of("Llama", options=options, evaluate=evaluated))
 
 
-def test_generating_different_lengths_without_synced_gpus_is_found_by_check_ranks(
+def test_check_ranks_detects_different_lengths_without_synced_gpus(
     clients: RankPools,
 ) -> None:
     with pytest.raises(RankFailure, match="is about to"):
         clients(2).run(generate_different_lengths_and_train)
 
 
-def second_half_after_the_first(model: Any, batch: Batch) -> Any:
-    """The loss of the second half of a text, with the first in a cache that has gradients."""
+def loss_through_cache(model: Any, batch: Batch) -> Any:
+    """Return the loss of the second half of a text, given a differentiable cache of the first."""
     tokens = batch["input_ids"]
     half = tokens.shape[1] // 2
     first = model(input_ids=tokens[:, :half], use_cache=True)
@@ -133,19 +131,19 @@ def second_half_after_the_first(model: Any, batch: Batch) -> Any:
     return nn.functional.cross_entropy(second.logits[:, :-1].reshape(-1, VOCABULARY), labels)
 
 
-def difference_through_a_cache(strategy: str) -> float:
+def difference_through_cache(strategy: str) -> float:
     options = options_of(strategy)
-    return difference(training_of("Llama", options=options, loss=second_half_after_the_first))
+    return difference(training_of("Llama", options=options, loss=loss_through_cache))
 
 
 @pytest.mark.parametrize("strategy", ["ZeRO-1", "ZeRO-2"])
-def test_gradients_flow_through_a_cache_as_unsharded(measure: Measure, strategy: str) -> None:
+def test_gradients_through_a_cache_match_unsharded(measure: Measure, strategy: str) -> None:
     compared = "losses, gradients and parameters"
-    measure("transformers", compared, 2, difference_through_a_cache, strategy)
+    measure("transformers", compared, 2, difference_through_cache, strategy)
 
 
-def test_gradients_through_a_cache_are_an_error_where_weights_are_dropped(
+def test_gradients_through_a_cache_raise_an_error_at_zero3(
     clients: RankPools,
 ) -> None:
     with pytest.raises(RankFailure, match="out of bounds for storage of size 0"):
-        clients(2).run(difference_through_a_cache, "ZeRO-3")
+        clients(2).run(difference_through_cache, "ZeRO-3")

@@ -1,4 +1,4 @@
-"""transformers' models in a loop of one's own, sharded, against the same loop unsharded."""
+"""Training of sharded transformers' models equals the same loop without sharding."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def training_of(
     prepare: Callable[[Any], object] = lambda model: None,
     **changes: Any,
 ) -> Pattern:
-    """A training of one of the models.
+    """Return the pattern of a training of a model.
 
     Args:
         name: Name of the model.
         loss: Loss of a batch: `(model, batch)`.
-        prepare: What is done to the model before it is sharded.
+        prepare: Called with the model before sharding.
         changes: Other fields of the pattern.
     """
     model = MODELS[name]
@@ -77,23 +77,23 @@ def training_of(
 
 
 def options_of(strategy: str, mesh: str = "2") -> dict[str, Any]:
-    """Arguments of `fully_shard`."""
+    """Return arguments of `fully_shard`."""
     return {"sharding_strategy": STRATEGIES[strategy], **on_mesh(mesh)}
 
 
 def sharded(training: Pattern, model: Any) -> Any:
-    """Shard a model as its training says."""
+    """Shard a model with the units and options of its training."""
     return shard_units(training, model, lambda module: shard(module, **training.options))
 
 
 def difference(training: Pattern) -> float:
-    """Train both ways on every rank; return this rank's largest difference. Collective."""
+    """Train sharded and unsharded; return the largest difference on this rank. Collective."""
     trace = train_sharded(training, lambda module: shard(module, **training.options))
     return compare(trace, train_reference(training, dist.get_world_size(), dist.get_rank()))
 
 
 def all_hidden_states(model: Any, batch: Batch) -> Any:
-    """A loss that every layer's output is a part of."""
+    """Return a loss of the outputs of all layers."""
     states = model(input_ids=batch["input_ids"], output_hidden_states=True).hidden_states
     assert len(states) == 3
     return sum(state.square().mean() for state in states)
@@ -105,7 +105,7 @@ def _recomputes(*, use_reentrant: bool) -> dict[str, Any]:
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "as it is": {},
+    "default": {},
     "reentrant checkpointing": _recomputes(use_reentrant=True),
     "non-reentrant checkpointing": _recomputes(use_reentrant=False),
     "without a head": {"build": lambda: MODELS["Llama"].build().model, "loss": all_hidden_states},
@@ -116,22 +116,22 @@ def difference_of_a_training(name: str, strategy: str, mesh: str, variant: str) 
     return difference(training_of(name, options=options_of(strategy, mesh), **VARIANTS[variant]))
 
 
-_AS_IT_IS, *_RECOMPUTED, _HEADLESS = VARIANTS
+_DEFAULT, *_RECOMPUTED, _HEADLESS = VARIANTS
 _CASES = [
-    *((name, "ZeRO-3", mesh, _AS_IT_IS) for name in MODELS for mesh in ("1", "2")),
-    *((n, strategy, "2", _AS_IT_IS) for n in IN_DETAIL for strategy in list(STRATEGIES)[:3]),
-    *((n, "ZeRO-3", mesh, _AS_IT_IS) for n in IN_DETAIL for mesh in ("3", "HSDP 2x2", "HFSDP 2x2")),
+    *((name, "ZeRO-3", mesh, _DEFAULT) for name in MODELS for mesh in ("1", "2")),
+    *((n, strategy, "2", _DEFAULT) for n in IN_DETAIL for strategy in list(STRATEGIES)[:3]),
+    *((n, "ZeRO-3", mesh, _DEFAULT) for n in IN_DETAIL for mesh in ("3", "HSDP 2x2", "HFSDP 2x2")),
     *((name, "ZeRO-3", "2", variant) for name in MODELS for variant in _RECOMPUTED),
     *(("Llama", strategy, "2", _HEADLESS) for strategy in ("ZeRO-1", "ZeRO-3")),
 ]
 
 
 @pytest.mark.parametrize(("name", "strategy", "mesh", "variant"), _CASES)
-def test_a_model_trains_as_it_does_unsharded(
+def test_model_trains_like_unsharded(
     measure: Measure, name: str, strategy: str, mesh: str, variant: str
 ) -> None:
-    # A decoder's layers all add to the gradient of the encoder's output. A unit adds up its own
-    # contributions first, and the sum of three or more numbers depends on the order.
+    # All layers of a decoder add to the gradient of the encoder's output. A unit sums its own
+    # contributions first, and the order of a sum of three or more numbers changes its rounding.
     at_most = 0.0 if mesh == "1" and name not in TWO_PARTS else 1e-6
     ranks, case = math.prod(MESHES[mesh][0]), (name, strategy, mesh, variant)
     measure("transformers", COMPARED, ranks, difference_of_a_training, *case, at_most=at_most)
@@ -143,7 +143,7 @@ def names_of_units(name: str, code: str) -> list[str]:
     return [unit for unit, _ in named_units(model)]
 
 
-def test_layers_and_experts_are_units_where_the_page_is_followed(clients: RankPools) -> None:
+def test_code_of_the_page_makes_layers_and_experts_units(clients: RankPools) -> None:
     page = Path(__file__).parents[2] / "docs/clients.md"
     code = page.read_text().partition("```python\n")[2].partition("```")[0]
     (names,) = clients(1).run(names_of_units, "Mixtral", code)
@@ -151,13 +151,13 @@ def test_layers_and_experts_are_units_where_the_page_is_followed(clients: RankPo
     assert names == ["", *layers]
 
 
-# -- the library's Trainer, against its own data parallelism --------------------------------------
+# -- Trainer --------------------------------------------------------------------------------------
 
 STEPS = 3
 
 
 class InOrder(transformers.Trainer):
-    """Sees its data in the order it is in."""
+    """A Trainer that does not shuffle its data."""
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> SequentialSampler:
         del args, kwargs
@@ -198,7 +198,7 @@ def difference_with_trainer(name: str, strategy: str, folder: Path) -> float:
     plain = built(training)
     losses = _train(name, plain, folder)
     model = sharded(training, built(training))
-    # As the library marks what it has distributed itself: Trainer wraps nothing around it.
+    # The library sets this attribute on models that it distributes: Trainer does not wrap them.
     model._is_distributed_loading_by_transformers = True
     sharded_losses = _train(name, model, folder)
     assert len(losses) == STEPS
@@ -210,20 +210,20 @@ def difference_with_trainer(name: str, strategy: str, folder: Path) -> float:
 @pytest.mark.parametrize(
     ("name", "strategy"), [("Llama", "ZeRO-1"), ("Llama", "ZeRO-3"), ("Mixtral", "ZeRO-3")]
 )
-def test_trainer_trains_a_sharded_model_as_its_own_data_parallelism_does(
+def test_trainer_trains_a_sharded_model_like_a_plain_model(
     measure: Measure, tmp_path: Path, name: str, strategy: str
 ) -> None:
     compared = "losses and parameters after 3 steps, clipped, accumulated"
     measure("transformers", compared, 2, difference_with_trainer, name, strategy, tmp_path)
 
 
-# -- layers that are compiled, and sharded before or after ----------------------------------------
+# -- compiled layers ------------------------------------------------------------------------------
 
 BEFORE, AFTER, NEVER = "compiled and then sharded", "sharded and then compiled", "not compiled"
 
 
 def compile_layers(model: Any) -> None:
-    """Compile each layer by itself."""
+    """Compile each layer separately."""
     for layer in model.model.layers:
         layer.compile(backend="aot_eager")
 
@@ -231,11 +231,11 @@ def compile_layers(model: Any) -> None:
 def train(
     training: Pattern, order: str, *, is_sharded: bool = True
 ) -> tuple[Trace, list[int], list[str]]:
-    """Train with layers that are compiled at some time, or never.
+    """Train with layers that are compiled before or after sharding, or not at all.
 
     Returns:
-        What was computed, how many graphs were compiled by each micro-batch and by each step,
-        and why graphs were broken.
+        The trace, the number of graphs compiled up to each evaluation, and the reasons of graph
+        breaks.
     """
     graphs: list[int] = []
 
@@ -258,21 +258,21 @@ def train(
     return trace, graphs, list(counters["graph_break"])
 
 
-def with_compiled_layers(order: str) -> bool:
-    # Without a cache of keys and values, which only generation has a use for.
+def compiled_layers_give_same_bits(order: str) -> bool:
+    # Only generation uses the cache of keys and values.
     training = training_of("Llama", prepare=lambda m: setattr(m.config, "use_cache", False))
     plain, *_ = train(training, NEVER)
     _, (number, *_), breaks_unsharded = train(training, BEFORE, is_sharded=False)
     compiled, graphs, breaks = train(training, order)
-    # What the library's code makes of it, and nothing more for being sharded; all in the first use.
+    # Sharding adds no graph, and the first forward and backward compile all graphs.
     assert graphs == [number] * (3 * len(training.steps)) and number > 0
     assert breaks == breaks_unsharded
     return same_bits(compiled, plain)
 
 
 @pytest.mark.parametrize("order", [BEFORE, AFTER])
-def test_a_llama_whose_layers_are_compiled_trains_as_it_does_uncompiled(
+def test_llama_with_compiled_layers_trains_like_uncompiled(
     clients: RankPools, record: Record, order: str
 ) -> None:
-    assert clients(2).run(with_compiled_layers, order) == [True, True]
+    assert clients(2).run(compiled_layers_give_same_bits, order) == [True, True]
     record("transformers", COMPARED, 0.0)

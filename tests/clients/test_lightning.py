@@ -1,4 +1,4 @@
-"""Lightning's `ModelParallelStrategy` with modules sharded here, and Lightning without sharding."""
+"""Training with Lightning's `ModelParallelStrategy` equals training without sharding."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests.clients.conftest import Measure
 from tests.clients.differences import (
-    Shown,
+    Results,
     difference_of,
-    shown,
-    trained_plainly,
-    whole,
-    whole_parameters,
+    full_copy,
+    full_parameters,
+    results_of,
+    train_plain,
 )
 from tests.distributed.wrapping import wrap
 from tests.reference.models import Block
@@ -33,25 +33,25 @@ MICRO_BATCHES = 2
 
 
 def plain_model() -> nn.Sequential:
-    """The same one on every rank and in every run."""
+    """Return a model with the same weights on every rank and in every run."""
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(5, 7), Block(7), Block(7), nn.Linear(7, 3))
 
 
 def samples(steps: int) -> TensorDataset:
-    """What `steps` steps of all ranks need, in order."""
+    """Return the data of all ranks for `steps` steps, in order."""
     torch.manual_seed(4)
     number = steps * MICRO_BATCHES * BATCH * dist.get_world_size()
     return TensorDataset(torch.randn(number, 5), torch.randn(number, 3))
 
 
 def shard(model: nn.Sequential, mesh: Any, strategy: str) -> nn.Sequential:
-    """What a user's `configure_model` or `parallelize_fn` does."""
+    """Shard a model as a user's `configure_model` or `parallelize_fn` does."""
     return wrap(model, list(model), mesh=mesh, sharding_strategy=strategy)
 
 
 def lightning_module(strategy: str | None) -> Any:
-    """A `LightningModule` that shards itself, or not; it notes losses and gradient norms."""
+    """Return a `LightningModule`, sharded or not, that records losses and gradient norms."""
     import lightning.pytorch as pl
 
     class Regression(pl.LightningModule):
@@ -95,7 +95,7 @@ def lightning_module(strategy: str | None) -> Any:
 
 
 def trainer_for(strategy: str | None, *, steps: int, sharded_files: bool = True) -> Any:
-    """A trainer of all ranks, or of this one alone with batches of all of them."""
+    """Return a trainer of all ranks or, without a strategy, of this rank alone."""
     import lightning.pytorch as pl
     from lightning.pytorch.plugins.environments import TorchElasticEnvironment
     from lightning.pytorch.strategies import ModelParallelStrategy
@@ -130,7 +130,7 @@ def trainer_for(strategy: str | None, *, steps: int, sharded_files: bool = True)
 
 
 def loaders(strategy: str | None, steps: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """For training and for validation; ranks share the samples of each batch."""
+    """Return the loaders for training and validation; ranks share the samples of each batch."""
 
     def loader(data: TensorDataset) -> DataLoader[Any]:
         if strategy is None:
@@ -140,13 +140,14 @@ def loaders(strategy: str | None, steps: int) -> tuple[DataLoader[Any], DataLoad
     return loader(samples(steps)), loader(samples(1))
 
 
-def fitted(strategy: str | None, *, resumed: Path | None = None, **options: Any) -> Shown:
-    """Losses, gradient norms, validation and parameters of a training of two epochs.
+def fitted(strategy: str | None, *, resumed: Path | None = None, **options: Any) -> Results:
+    """Train two epochs; return losses, gradient norms, the validation loss and parameters.
 
     Args:
-        strategy: How to shard, if at all.
-        resumed: Stop after the first epoch, save a checkpoint here, and go on with all rebuilt.
-        options: For the trainer.
+        strategy: The sharding strategy; None trains without sharding.
+        resumed: If given, save a checkpoint here after the first epoch, rebuild all objects, and
+            resume.
+        options: Further options of the trainer.
     """
     steps = [STEPS] if resumed is None else [STEPS // 2, STEPS]
     losses, norms = [], []
@@ -158,9 +159,9 @@ def fitted(strategy: str | None, *, resumed: Path | None = None, **options: Any)
         norms += module.norms
         if last < STEPS:
             trainer.save_checkpoint(resumed)
-    found = shown(losses, norms, whole_parameters(module))
+    found = results_of(losses, norms, full_parameters(module))
     if strategy is not None:
-        # Without sharding this rank had the samples of all.
+        # Without sharding, this rank trains on the samples of all ranks.
         mean = torch.stack(losses) / dist.get_world_size()
         dist.all_reduce(mean)
         found["losses"] = mean
@@ -168,7 +169,7 @@ def fitted(strategy: str | None, *, resumed: Path | None = None, **options: Any)
 
 
 def trainer_difference(strategy: str, files: str, folder: str) -> float:
-    """Between Lightning with and without sharding; with files, continued from a checkpoint."""
+    """Return the difference to Lightning without sharding, with or without resuming."""
     if files == "none":
         return difference_of(fitted(strategy), fitted(None))
     path = Path(folder) / "checkpoint"
@@ -181,16 +182,15 @@ def trainer_difference(strategy: str, files: str, folder: str) -> float:
     ("files", "ranks"), [("none", 1), ("none", 2), ("sharded", 2), ("full", 2)]
 )
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_trainer_with_clipping_accumulation_and_validation(
+def test_trainer_with_clipping_accumulation_and_validation_matches_unsharded(
     measure: Measure, tmp_path: Path, strategy: str, files: str, ranks: int
 ) -> None:
-    """Uninterrupted, and continued from a checkpoint."""
     compared, arguments = "losses, norms, validation, parameters", (strategy, files, str(tmp_path))
     measure("lightning", compared, ranks, trainer_difference, *arguments)
 
 
 def fabric_of(strategy: str, sharded_files: bool) -> Any:
-    """A Fabric that shards what it sets up."""
+    """Return a Fabric that shards the modules it sets up."""
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
     from lightning.fabric.strategies import ModelParallelStrategy
@@ -210,10 +210,11 @@ def fabric_of(strategy: str, sharded_files: bool) -> Any:
     return fabric
 
 
-def fabric_training(strategy: str, folder: Path, sharded_files: bool) -> Shown:
-    """Losses, norms and parameters of a Fabric's loop that is rebuilt in the middle.
+def fabric_training(strategy: str, folder: Path, sharded_files: bool) -> Results:
+    """Train in a loop with Fabric; return losses, norms and parameters.
 
-    The model is built on the meta device, and its first weights are loaded from a file.
+    The model is built on the meta device and loads its first weights from a file. In the middle,
+    a checkpoint is saved, all objects are rebuilt, and the checkpoint is loaded.
     """
     fabric = fabric_of(strategy, sharded_files)
     losses, norms = [], []
@@ -241,27 +242,27 @@ def fabric_training(strategy: str, folder: Path, sharded_files: bool) -> Shown:
                     fabric.backward(loss / MICRO_BATCHES)
                 losses.append(fabric.all_reduce(loss.detach()))
             norm = fabric.clip_gradients(model, optimizer, max_norm=0.3)
-            norms.append(whole(norm))
+            norms.append(full_copy(norm))
             optimizer.step()
             optimizer.zero_grad()
         if first == 0:
             state = {"model": model, "optimizer": optimizer, "step": STEPS // 2}
             fabric.save(folder / "checkpoint", state)
-    return shown(losses, norms, whole_parameters(model.module))
+    return results_of(losses, norms, full_parameters(model.module))
 
 
-def plain_training() -> Shown:
-    """The same in a loop of torch alone."""
+def plain_training() -> Results:
+    """Run the same training in a loop of torch alone."""
     model = plain_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
     batches = DataLoader(samples(STEPS), BATCH * dist.get_world_size())
     losses = [lambda x=x, y=y: (model(x) - y).square().mean() for x, y in batches]
     steps = itertools.batched(losses, MICRO_BATCHES)
-    return trained_plainly(model, steps, optimizer, max_norm=0.3)
+    return train_plain(model, steps, optimizer, max_norm=0.3)
 
 
 def fabric_difference(strategy: str, folder: str, sharded_files: bool) -> float:
-    """Between a Fabric's loop and one of torch alone."""
+    """Return the difference between a loop with Fabric and one of torch alone."""
     if dist.get_rank() == 0:
         torch.save(plain_model().state_dict(), Path(folder) / "weights.pt")
     dist.barrier()
@@ -271,7 +272,7 @@ def fabric_difference(strategy: str, folder: str, sharded_files: bool) -> float:
 
 @pytest.mark.parametrize("files", ["sharded", "full"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_loop_with_fabric_from_the_meta_device_on_and_from_a_checkpoint_on(
+def test_fabric_loop_with_meta_device_and_resuming_matches_plain_loop(
     measure: Measure, tmp_path: Path, strategy: str, files: str
 ) -> None:
     arguments = (strategy, str(tmp_path), files == "sharded")

@@ -1,4 +1,4 @@
-"""Every class of optimizers of some packages: as unsharded, or rejected by name, never silent."""
+"""Every optimizer class of several packages matches its unsharded run or is rejected by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 import pytest
 
-from tests.clients.optimizers import PACKAGES, WAYS, Outcome, Way, classes, outcome
+from tests.clients.optimizers import PACKAGES, USAGES, Outcome, Usage, classes, outcome
 from tests.clients.table import pinned
 from tests.pages import cells_of, check_part, table
 from tests.processes import ROOT
@@ -23,8 +23,8 @@ _BEGIN, _END = f"<!-- {PART}: begin -->\n", f"\n<!-- {PART}: end -->\n"
 type Rows = dict[str, str]
 
 
-def _shown() -> Rows:
-    """What the page says of each class."""
+def _page_rows() -> Rows:
+    """Return the text of the page for each class."""
     part = (ROOT / PAGE).read_text().partition(_BEGIN)[2].partition(_END)[0]
     rows: Rows = {}
     for line in part.splitlines()[2:]:
@@ -47,32 +47,32 @@ def _text(rows: Mapping[str, str]) -> str:
 
 @pytest.fixture(scope="module")
 def rows(request: pytest.FixtureRequest) -> Iterator[Rows]:
-    """The page's; with `--write-docs` what tests find is written there."""
-    rows = _shown() if (ROOT / PAGE).read_text().count(_BEGIN) else {}
+    """Yield the rows of the page; `--write-docs` stores the results of the tests there."""
+    rows = _page_rows() if (ROOT / PAGE).read_text().count(_BEGIN) else {}
     yield rows
     if request.config.getoption("--write-docs"):
         check_part(request, PAGE, PART, _text(rows))
 
 
 def _is_named(qualified: str, text: str) -> bool:
-    """Whether an error names the optimizer, and so is this package's."""
+    """Return whether an error is this package's, which names the optimizer."""
     name = qualified.rpartition(".")[2]
     return f".{name} cannot step sharded parameters" in text
 
 
 def _row(qualified: str, found: Outcome) -> str:
-    ranks = WAYS.get(qualified, Way()).ranks
+    ranks = USAGES.get(qualified, Usage()).ranks
     of_few = "" if len(ranks) > 1 else " on 2 ranks; rounding of a mean over 3 moves it far"
     return found.row + of_few
 
 
 @pytest.mark.functional
 @pytest.mark.parametrize("qualified", CASES)
-def test_an_optimizer_steps_like_the_whole_or_is_rejected_by_name(
+def test_optimizer_matches_unsharded_or_is_rejected_by_name(
     request: pytest.FixtureRequest, clients: RankPools, rows: Rows, qualified: str
 ) -> None:
     found: list[Outcome] = [
-        o for n in WAYS.get(qualified, Way()).ranks for o in clients(n).run(outcome, qualified)
+        o for n in USAGES.get(qualified, Usage()).ranks for o in clients(n).run(outcome, qualified)
     ]
     verdicts = {each.verdict for each in found}
     assert len(verdicts) == 1 and "wrong" not in verdicts, found
@@ -85,14 +85,12 @@ def test_an_optimizer_steps_like_the_whole_or_is_rejected_by_name(
     )
 
 
-def test_the_page_has_every_class_that_is_installed(
-    request: pytest.FixtureRequest, rows: Rows
-) -> None:
+def test_page_lists_every_installed_class(request: pytest.FixtureRequest, rows: Rows) -> None:
     if request.config.getoption("--write-docs"):
         pytest.skip("the table is being written")
     assert list(rows) and rows.keys() == set(CASES)
     assert (ROOT / PAGE).read_text().count(_text(rows)) == 1
 
 
-def test_everything_that_is_pinned_is_installed() -> None:
+def test_installed_versions_match_the_pinned_ones() -> None:
     assert {name: version(name) for name in pinned()} == pinned()

@@ -1,4 +1,4 @@
-"""peft's LoRA: frozen weights and adapters in one unit, and the same training unsharded."""
+"""Training of peft's LoRA adapters and frozen weights in one unit equals unsharded training."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megatron_fsdp_v2.runtime.module import unit_of
 from tests.clients.conftest import Measure, Record
 from tests.clients.differences import (
     STRATEGIES,
-    Shown,
+    Results,
     difference_of,
-    trained_plainly,
-    whole,
-    whole_parameters,
+    full_copy,
+    full_parameters,
+    train_plain,
 )
 from tests.clients.test_accelerate import COMPARED, llama
 from tests.distributed.wrapping import wrap
@@ -33,14 +33,14 @@ MICRO_BATCHES = 2
 
 
 def with_adapters() -> Any:
-    """A Llama with frozen weights and LoRA adapters, the same ones in every process."""
+    """Return a Llama with frozen weights and LoRA adapters, identical in every process."""
     import peft
 
     config = peft.LoraConfig(
         r=3,
         lora_alpha=4,
         target_modules=["q_proj", "v_proj", "down_proj"],
-        # Trained as a whole, beside adapters.
+        # The head is trained in full, in addition to the adapters.
         modules_to_save=["lm_head"],
         init_lora_weights=False,
     )
@@ -50,25 +50,25 @@ def with_adapters() -> Any:
 
 
 def shard(model: Any, strategy: str) -> Any:
-    """Make every layer a unit, and the rest of the model."""
+    """Make every layer a unit, and then the model."""
     layers = model.base_model.model.model.layers
     return wrap(model, layers, sharding_strategy=STRATEGIES[strategy])
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer of what is trained."""
+    """Return an optimizer of the trainable parameters."""
     trained = [param for param in model.parameters() if param.requires_grad]
     return torch.optim.AdamW(trained, lr=0.02, eps=1e-3)
 
 
 def tokens(step: int, micro: int, rank: int) -> torch.Tensor:
-    """A batch of one rank."""
+    """Return a batch of one rank."""
     generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
     return torch.randint(0, 61, (BATCH, 7), generator=generator)
 
 
-def train(model: Any, optimizer: Any, ranks: list[int], steps: range) -> Shown:
-    """What some steps show, with losses that are means over all ranks, of data of some ranks."""
+def train(model: Any, optimizer: Any, ranks: list[int], steps: range) -> Results:
+    """Train some steps on the data of some ranks; return losses averaged over all ranks."""
 
     def loss_of(step: int, micro: int) -> torch.Tensor:
         batches = [tokens(step, micro, rank) for rank in ranks]
@@ -76,7 +76,7 @@ def train(model: Any, optimizer: Any, ranks: list[int], steps: range) -> Shown:
         if len(ranks) < dist.get_world_size():
             mean = loss.detach().clone()
             dist.all_reduce(mean)
-            # With the gradient of this rank's.
+            # The value is the mean; the gradient is that of this rank's loss.
             loss = loss + (mean / dist.get_world_size() - loss.detach())
         return loss
 
@@ -84,31 +84,31 @@ def train(model: Any, optimizer: Any, ranks: list[int], steps: range) -> Shown:
     losses = [
         [functools.partial(loss_of, step, micro) for micro in micro_batches] for step in steps
     ]
-    return trained_plainly(model, losses, optimizer, max_norm=0.5)
+    return train_plain(model, losses, optimizer, max_norm=0.5)
 
 
-def trained_unsharded() -> Shown:
-    """What a training on this rank alone shows."""
+def trained_unsharded() -> Results:
+    """Run an unsharded training on this rank alone; return its results."""
     model = with_adapters()
     return train(model, optimizer_of(model), list(range(dist.get_world_size())), range(STEPS))
 
 
 def sharded() -> Any:
-    """The model sharded at ZeRO-3, and its optimizer."""
+    """Return the model, sharded at ZeRO-3, and its optimizer."""
     model = shard(with_adapters(), "ZeRO-3")
     return model, optimizer_of(model)
 
 
 def difference(strategy: str) -> float:
-    """Between a training sharded and unsharded; frozen weights have to keep their bits."""
-    before = whole_parameters(with_adapters())
+    """Return the difference to unsharded training; assert that frozen weights do not change."""
+    before = full_parameters(with_adapters())
     model = shard(with_adapters(), strategy)
     layer = model.base_model.model.model.layers[0]
     kinds = {group.spec.requires_grad for group in unit_of(layer).groups}
     assert kinds == {True, False}
     mine = train(model, optimizer_of(model), [dist.get_rank()], range(STEPS))
     for name, param in model.named_parameters():
-        same = torch.equal(whole(param), before[name])
+        same = torch.equal(full_copy(param), before[name])
         assert same is not param.requires_grad, name
     return difference_of(mine, trained_unsharded())
 
@@ -116,14 +116,14 @@ def difference(strategy: str) -> float:
 @pytest.mark.parametrize(
     ("strategy", "ranks"), [(name, 2) for name in STRATEGIES] + [("ZeRO-3", 1), ("ZeRO-3", 4)]
 )
-def test_adapters_beside_frozen_weights_train_as_they_do_unsharded(
+def test_adapters_with_frozen_weights_train_like_unsharded(
     measure: Measure, strategy: str, ranks: int
 ) -> None:
     measure("peft", COMPARED, ranks, difference, strategy)
 
 
 def difference_after_resuming(folder: str) -> float:
-    """The same where all is rebuilt in the middle and loaded from a checkpoint."""
+    """Return the difference to unsharded training after saving, rebuilding and loading."""
     model, optimizer = sharded()
     ranks = [dist.get_rank()]
     first = train(model, optimizer, ranks, range(STEPS // 2))
@@ -135,14 +135,16 @@ def difference_after_resuming(folder: str) -> float:
     return difference_of({**rest, **curves}, trained_unsharded())
 
 
-def test_training_of_adapters_goes_on_from_a_checkpoint(measure: Measure, tmp_path: Path) -> None:
+def test_training_of_adapters_resumes_from_a_checkpoint(measure: Measure, tmp_path: Path) -> None:
     measure("peft", COMPARED, 2, difference_after_resuming, str(tmp_path / "checkpoint"))
 
 
 def difference_of_saved_adapters(folder: str) -> tuple[float, float]:
-    """Of adapters that peft saves and loads, and of a model they are merged into.
+    """Save adapters with peft, load them, and merge them into the model.
 
-    From the trained ones; and of its outputs from those of the sharded model.
+    Returns:
+        The difference between loaded and trained parameters, and between the outputs of the merged
+        and the sharded model.
     """
     import peft
 
@@ -154,7 +156,7 @@ def difference_of_saved_adapters(folder: str) -> tuple[float, float]:
         model.save_pretrained(folder, state_dict=state)
     dist.barrier()
     loaded = peft.PeftModel.from_pretrained(llama(), folder)
-    mine, theirs = whole_parameters(model), whole_parameters(loaded)
+    mine, theirs = full_parameters(model), full_parameters(loaded)
     saved = peft.get_peft_model_state_dict(loaded)
     assert len(saved) == 2 * 3 * 2 + 1, saved.keys()
     apart = difference_of({"parameters": theirs}, {"parameters": mine})
@@ -167,7 +169,7 @@ def difference_of_saved_adapters(folder: str) -> tuple[float, float]:
     return apart, difference_of({"logits": ours}, {"logits": logits})
 
 
-def test_saved_adapters_are_what_was_trained_and_can_be_merged(
+def test_saved_adapters_equal_the_trained_ones_and_can_be_merged(
     clients: RankPools, record: Record, tmp_path: Path
 ) -> None:
     found = clients(2).run(difference_of_saved_adapters, str(tmp_path))

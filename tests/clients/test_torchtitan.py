@@ -1,4 +1,4 @@
-"""torchtitan's llama3, parallelized by its own code with `fully_shard` of this package."""
+"""torchtitan's llama3 with this package's `fully_shard` trains as without sharding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.runtime.module import named_units
 from tests.clients.conftest import Measure
-from tests.clients.differences import Shown, difference_of, shown, whole_parameters
+from tests.clients.differences import Results, difference_of, full_parameters, results_of
 
 COMPARED = "losses, norms, parameters of 4 steps"
 BATCH = 2
@@ -25,7 +25,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def llama3() -> Any:
-    """A small model of torchtitan's, with the same weights in every process."""
+    """Return a small model of torchtitan with the same weights in every process."""
     from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 
     sizes = {"dim": 16, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 61}
@@ -38,7 +38,7 @@ def llama3() -> Any:
 
 
 def job_config(folder: str = "", **sections: dict[str, Any]) -> Any:
-    """A job's configuration for a CPU, with some settings changed, by section."""
+    """Return a job's configuration for a CPU, with changed settings by section."""
     from torchtitan.config import JobConfig
 
     config = JobConfig()
@@ -46,7 +46,7 @@ def job_config(folder: str = "", **sections: dict[str, Any]) -> Any:
         "job": {"dump_folder": folder},
         "training": {"seq_len": LENGTH, "mixed_precision_param": "float32"},
         "activation_checkpoint": {"mode": "none"},
-        # Its default, fused, has no kernel for some CPUs.
+        # The default, fused, has no kernel for some CPUs.
         "optimizer": {"lr": 0.01, "eps": 1e-3, "implementation": "foreach"},
         "lr_scheduler": {"warmup_steps": 2},
         "checkpoint": {"enable": bool(folder), "interval": 1},
@@ -59,10 +59,10 @@ def job_config(folder: str = "", **sections: dict[str, Any]) -> Any:
 
 
 class Job:
-    """What torchtitan's trainer makes of a configuration: model, optimizer, schedule, checkpoints.
+    """Model, optimizer, schedule and checkpoints, built as torchtitan's trainer builds them.
 
     Attributes:
-        ranks: Whose data it trains on.
+        ranks: Ranks whose data this process trains on.
     """
 
     def __init__(self, config: Any, *, replicas: int = 1, is_sharded: bool = True) -> None:
@@ -77,7 +77,7 @@ class Job:
         dims = ParallelDims(replicas, size // replicas, 1, 1, 1, 1, 1, size)
         self.model = llama3()
         if is_sharded:
-            # Without an accelerator it asks for CUDA.
+            # Without an accelerator, torchtitan assumes CUDA.
             with mock.patch("torchtitan.distributed.parallel_dims.device_type", "cpu"):
                 dims.build_mesh()
             with mock.patch.object(parallelize, "fully_shard", fully_shard):
@@ -96,9 +96,9 @@ class Job:
         )
 
     def train(self, steps: range) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Losses, summed over ranks, and gradient norms of some steps.
+        """Train; return the losses, summed over ranks, and the gradient norms of the steps.
 
-        Losses are divided by the number of all tokens; FSDP only sums, as torchtitan has it.
+        As in torchtitan, losses are divided by the total number of tokens, and FSDP sums gradients.
         """
         from torchtitan.distributed.utils import clip_grad_norm_
 
@@ -124,27 +124,27 @@ class Job:
         loss = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
         return loss / (BATCH * LENGTH * dist.get_world_size())
 
-    def shown(self, losses: list[torch.Tensor], norms: list[torch.Tensor]) -> Shown:
-        """What to compare."""
-        parameters = whole_parameters(self.model)
+    def results(self, losses: list[torch.Tensor], norms: list[torch.Tensor]) -> Results:
+        """Return the results to compare."""
+        parameters = full_parameters(self.model)
         for wrapper in _WRAPPERS:
             parameters = {name.replace(wrapper, ""): p for name, p in parameters.items()}
-        return shown(losses, norms, parameters)
+        return results_of(losses, norms, parameters)
 
 
-def plain() -> Shown:
-    """The training unsharded, with the data of all ranks."""
+def plain() -> Results:
+    """Train unsharded on the data of all ranks."""
     job = Job(job_config(), is_sharded=False)
-    return job.shown(*job.train(range(STEPS)))
+    return job.results(*job.train(range(STEPS)))
 
 
 def difference(replicas: int, sections: dict[str, Any], folder: str = "") -> float:
-    """Between the training sharded and unsharded; with a folder, continued in the middle."""
+    """Return the difference to unsharded training; with a folder, resume in the middle."""
     losses, norms = [], []
     half = STEPS // 2 if folder else STEPS
     for first in range(0, STEPS, half):
         job = Job(job_config(folder, **sections), replicas=replicas)
-        # Embeddings, three blocks, the norm with the output.
+        # Units: embeddings, three blocks, and the norm with the output.
         assert len([unit for _, unit in named_units(job.model) if unit.groups]) == 5
         assert not folder or job.checkpoints.load() is bool(first)
         more = job.train(range(first, first + half))
@@ -153,12 +153,12 @@ def difference(replicas: int, sections: dict[str, Any], folder: str = "") -> flo
         if folder:
             job.checkpoints.save(first + half)
             job.checkpoints.close()
-    return difference_of(job.shown(losses, norms), plain())
+    return difference_of(job.results(losses, norms), plain())
 
 
 _SELECTIVE = {"mode": "selective", "selective_ac_option": "2"}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "as it is": {},
+    "default": {},
     "reshard_after_forward never": {"parallelism": {"fsdp_reshard_after_forward": "never"}},
     "full activation checkpointing": {"activation_checkpoint": {"mode": "full"}},
     "selective activation checkpointing": {"activation_checkpoint": _SELECTIVE},
@@ -172,12 +172,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("option", "replicas"), [*((option, 1) for option in OPTIONS), ("as it is", 2)]
+    ("option", "replicas"), [*((option, 1) for option in OPTIONS), ("default", 2)]
 )
-def test_llama3_trains_as_it_does_unsharded(measure: Measure, option: str, replicas: int) -> None:
+def test_llama3_trains_like_unsharded(measure: Measure, option: str, replicas: int) -> None:
     measure("torchtitan", COMPARED, 2 * replicas, difference, replicas, OPTIONS[option])
 
 
-def test_a_job_goes_on_from_its_checkpoint(measure: Measure, tmp_path: Path) -> None:
+def test_job_resumes_from_its_checkpoint(measure: Measure, tmp_path: Path) -> None:
     measure("torchtitan", COMPARED, 2, difference, 1, {}, str(tmp_path))
     assert (tmp_path / "checkpoint" / "step-4" / ".metadata").is_file()

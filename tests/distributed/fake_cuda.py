@@ -102,12 +102,12 @@ class FakeCuda:
         wait for an operation that was queued before the capture.
         """
         wrong: list[str] = []
-        first, self.is_capturing = len(self.recorder.settled.records), True
+        first, self.is_capturing = len(self.recorder.current_schedule.records), True
         try:
             yield wrong
         finally:
             self.is_capturing = False
-        wrong += _capture_errors(self.recorder.settled.records[first:])
+        wrong += _capture_errors(self.recorder.current_schedule.records[first:])
 
     def record_memory(self, model: torch.nn.Module) -> None:
         """Record when temporary buffers of a sharded model are allocated and freed."""
@@ -120,7 +120,7 @@ class FakeCuda:
 
     def violations(self) -> list[str]:
         """Accesses of the same memory that no stream wait orders."""
-        return [str(violation) for violation in find_violations(self.recorder.settled)]
+        return [str(violation) for violation in find_violations(self.recorder.current_schedule)]
 
     def note(self, what: str) -> None:
         """Record that the host waits, with the source line of this repository."""

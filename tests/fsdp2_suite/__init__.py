@@ -1,1 +1,1 @@
-"""PyTorch's own tests of its `fully_shard`, read from a checkout of it and run with ours."""
+"""PyTorch's tests of `fully_shard`, read from a checkout and run with this package's function."""

@@ -1,4 +1,4 @@
-"""Replacement of torch's test classes: a test runs on every rank of an existing process group."""
+"""Base class that replaces torch's test classes: a test runs in an existing process group."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torch.testing._internal.common_utils import TestCase
 
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 
-MEETING_S = 5.0
-"""Seconds that ranks wait for each other after a case."""
+BARRIER_S = 5.0
+"""Timeout in seconds of the barrier after a case."""
 
-# Ranks meet in the store, since a collective could pair with one of an unfinished case.
-_MEETINGS = itertools.count()
+# The barrier uses the store: a collective could pair with one of an unfinished case.
+_BARRIERS = itertools.count()
 
 
 class OutOfStepError(RuntimeError):
-    """A case ended on this rank and not on others: the process group cannot be used any more."""
+    """A case ended on this rank but not on others: the process group is unusable."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ class Case(TestCase):
         return dist.group.WORLD
 
     def perThreadSetUp(self) -> None:
-        """For tests of torch's that extend it."""
+        """Set up a rank; torch's tests extend this method."""
 
     def perThreadTearDown(self) -> None:
-        """For tests of torch's that extend it."""
+        """Tear down a rank; torch's tests extend this method."""
 
     def run_subtests(
         self,
@@ -69,7 +69,7 @@ class Case(TestCase):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Run all cases of a test on all ranks, also after a failure."""
+        """Run all cases of a test, and continue after a failure."""
         for values in itertools.product(*subtest_config.values()):
             self.num_cases += 1
             if self.num_cases <= self.skipped:
@@ -79,20 +79,20 @@ class Case(TestCase):
                 test_fn(*args, **kwargs, **chosen)
             except Exception:
                 self.failures.append(Failure(_in_words(chosen), traceback.format_exc()))
-            self._meet()
+            self._barrier()
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         """Wait for the other ranks.
 
         Raises:
             OutOfStepError: Another rank has not finished the case.
         """
         store = dist.distributed_c10d._get_default_store()
-        name = f"tests/fsdp2_suite/{next(_MEETINGS)}"
+        name = f"tests/fsdp2_suite/{next(_BARRIERS)}"
         if store.add(f"{name}/ranks", 1) == dist.get_world_size():
             store.set(f"{name}/all", "")
         try:
-            store.wait([f"{name}/all"], timedelta(seconds=MEETING_S))
+            store.wait([f"{name}/all"], timedelta(seconds=BARRIER_S))
         except dist.DistStoreError:
             of = self.failures[-1] if self.failures else Failure("", "nothing failed here")
             raise OutOfStepError(f"case {self.num_cases}: {of.case}\n{of.error}") from None
@@ -129,7 +129,7 @@ class Case(TestCase):
             raise
         except Exception:
             self.failures.append(Failure("", traceback.format_exc()))
-        self._meet()
+        self._barrier()
         return max(self.num_cases, 1), self.failures
 
 
@@ -160,7 +160,7 @@ def assert_parity(
         _compare(case, replicated, sharded, prefixes_to_ignore)
     except AssertionError as found:
         error = str(found)
-    # Ranks hold different rows. All ranks fail if one does; otherwise the others would wait for it.
+    # Ranks hold different rows. If one rank fails, all ranks fail: none waits for another rank.
     errors = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
     for rank, text in enumerate(errors):

@@ -25,7 +25,7 @@ from megatron_fsdp_v2 import fully_shard, register_fsdp_forward_method
 from tests.fsdp2_suite.case import Case, assert_parity
 
 MOST_RANKS = 4
-"""Number of devices reported to the tests; several tests use this number of ranks."""
+"""Number of devices reported to the tests; several tests use it as their world size."""
 
 OURS, TORCHS = "ours", "torch"
 """The `fully_shard` under test. Torch's own shows which tests can pass on a CPU."""

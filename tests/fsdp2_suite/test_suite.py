@@ -70,7 +70,9 @@ def _failures(pools: RankPools, source: Source, whose: str, world_size: int) -> 
         return found + [failure for _, failed in results for failure in failed]
 
 
-def test_it_passes(pools: RankPools, source: Source, pytestconfig: pytest.Config) -> None:
+def test_torch_test_passes_or_fails_as_listed(
+    pools: RankPools, source: Source, pytestconfig: pytest.Config
+) -> None:
     whose = pytestconfig.getoption("--fully-shard")
     world_size = _world_size(source, whose)
     known = expected().get(str(source), frozenset())

@@ -21,7 +21,7 @@ from tests.reference.two_way import TwoWayFormat
 
 FULL = STRATEGIES[-1]
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Relative tolerance for losses where bits cannot be compared, by the dtype of the weights."""
+"""Relative tolerance of losses by dtype of the weights, for machines with other kernels."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,16 @@ class Case:
     """One training.
 
     Attributes:
-        file: Name of the file that has its record.
-        label: The pattern or the feature that it shows.
+        file: Name of the file that holds the record.
+        label: The pattern or the feature under test.
         strategy: Sharding strategy along the inner axis.
         mesh: One of `MESHES`.
         pattern: One of `PATTERNS`.
-        build: Makes the model to shard; None for the model of the pattern.
-        units: Returns the modules to shard before the root; None for those of the pattern.
+        build: Builds the model to shard; None selects the model of the pattern.
+        units: Returns the modules to shard before the root; None selects the units of the pattern.
         plain_dtype: Dtype of the weights in the training without sharding.
         options: Further arguments of `fully_shard`.
-        has_streams: Whether collectives are issued on streams, as on CUDA, or as on a CPU.
+        has_streams: Whether collectives are issued on streams, as on CUDA.
     """
 
     file: str
@@ -72,7 +72,7 @@ def _quantized() -> nn.Module:
     return model
 
 
-def _in_two_ways() -> nn.Module:
+def _two_way() -> nn.Module:
     register_format(TwoWayFormat)
     return Layers()
 
@@ -95,7 +95,7 @@ _FEATURES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "bf16": (STRATEGIES, {"options": {"mp_policy": BF16}, "plain_dtype": torch.bfloat16}),
     "CPU offload": (STRATEGIES, {"options": _OFFLOAD}),
     "float8 and a scale": (STRATEGIES, {"build": _quantized}),
-    "weights in two forms": (STRATEGIES, {"build": _in_two_ways}),
+    "weights in two forms": (STRATEGIES, {"build": _two_way}),
     "trace pool": (STRATEGIES, {"options": {"enable_trace_pool": True}}),
     "two blocks in one unit": (STRATEGIES, {"units": _pairs}),
     "no prefetch": (STRATEGIES, {"options": {"enable_unshard_prefetch": False}}),
@@ -121,7 +121,7 @@ _FEATURES_ON_MESHES = ("bf16", "CPU offload", "float8 and a scale", "accumulatio
 
 def _cases() -> Iterator[Case]:
     for label, pattern in PATTERNS.items():
-        # At ZeRO-3 no unit may be skipped on some ranks only.
+        # ZeRO-3 does not support units that only some ranks skip.
         strategies = STRATEGIES[:-1] if pattern.skips else STRATEGIES
         if not pattern.clips:
             for strategy in strategies:

@@ -41,7 +41,7 @@ def read() -> dict[str, Record]:
 
 
 def write(records: Mapping[str, Record]) -> None:
-    """Write the records of all cases, what is equal once."""
+    """Write the records of all cases; equal values are stored once."""
     for file in FILES:
         packed = copy.deepcopy({n: r for n, r in records.items() if CASES[n].file == file})
         known: dict[str, str] = {}
@@ -59,15 +59,15 @@ def write(records: Mapping[str, Record]) -> None:
 
 
 def _places(records: Mapping[str, Record]) -> Iterator[tuple[str, list[Any], int, Any]]:
-    """Yield all micro-batches: their names, the lists they are in, their indices and events."""
+    """Yield the name, the containing list, the index and the events of each micro-batch."""
     for name, record in records.items():
         for rank, lists in record["events"].items():
             for index, events in enumerate(lists):
                 yield f"{name} / {rank} / {index}", lists, index, events
 
 
-def has_the_kernels(expected: Record, found: Record) -> bool:
-    """Whether the training without sharding has the same bits in both."""
+def has_same_kernels(expected: Record, found: Record) -> bool:
+    """Return whether the training without sharding has the same bits in both records."""
     return bool(expected["bits"]["plain"] == found["bits"]["plain"])
 
 
@@ -77,7 +77,7 @@ def difference(expected: Record, found: Record, close: float) -> str:
     Args:
         expected: The golden record.
         found: The record of a run.
-        close: Relative tolerance for losses where bits cannot be compared.
+        close: Relative tolerance of losses, for machines with other kernels.
     """
     return (
         _of_events(expected["events"], found["events"])
@@ -89,7 +89,7 @@ def difference(expected: Record, found: Record, close: float) -> str:
 def _of_events(expected: Record, found: Record) -> str:
     for rank, lists, others in _by_rank(expected, found):
         for number, (before, now) in enumerate(zip(lists, others, strict=True)):
-            # Also if one is a prefix of the other.
+            # Detects a difference also if one list is a prefix of the other.
             ended = zip([*before, "the end"], [*now, "the end"], strict=False)
             for index, (recorded, event) in enumerate(ended):
                 if recorded != event:
@@ -109,14 +109,14 @@ def _of_values(what: str, expected: Record, found: Record) -> str:
 
 
 def _by_rank(expected: Record, found: Record) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the values of both by rank, where at least one of them distinguishes ranks."""
+    """Yield the values of both; by rank, unless both hold one value for all ranks."""
     for key in sorted({*expected, *found} - {EVERY}) or [EVERY]:
         yield key, expected.get(key, expected.get(EVERY)), found.get(key, found.get(EVERY))
 
 
 def _of_bits(expected: Record, found: Record, close: float) -> str:
     bits, ours = expected["bits"], found["bits"]
-    if has_the_kernels(expected, found):
+    if has_same_kernels(expected, found):
         return _of_values("bits", bits, ours)
     before, now = ([float.fromhex(text) for text in b["losses"].split()] for b in (bits, ours))
     if any(abs(a - b) > close * abs(a) for a, b in zip(before, now, strict=True)):

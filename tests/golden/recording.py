@@ -1,4 +1,4 @@
-"""Running a case and making its record."""
+"""Runs a case and creates its record."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Recorder(LiveBytes):
 
     Attributes:
         micro_batches: Events of each micro-batch, up to the end of the last optimizer step.
-        at_rest: Live bytes at that time.
+        steady_bytes: Live bytes at that time.
     """
 
     def __init__(self, axes: Mapping[str, str], stream: Callable[[], str]) -> None:
@@ -56,7 +56,7 @@ class Recorder(LiveBytes):
         self._events: list[list[str]] = []
         self._is_in_collective = False
         self.micro_batches: list[list[str]] = []
-        self.at_rest = 0
+        self.steady_bytes = 0
 
     def note(self, event: str) -> None:
         """Add an event, unless it repeats the last one."""
@@ -66,16 +66,16 @@ class Recorder(LiveBytes):
             self._events[-1].append(event)
 
     def end_step(self) -> None:
-        """Take what was recorded so far as part of the record."""
+        """Store the events and live bytes up to now: a record ends with an optimizer step."""
         self.micro_batches = [list(events) for events in self._events]
-        self.at_rest = self.now
+        self.steady_bytes = self.now
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._is_in_collective:
             return func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
-            # The reduction, where there is one, is a later argument.
+            # The group is the first script object; a reduction operator is a later argument.
             boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
             group = dist.ProcessGroup.unbox(boxed).group_name
             self._collective(func.overloadpacket.__name__, args, group)
@@ -87,11 +87,11 @@ class Recorder(LiveBytes):
     def calls_of(self, group_class: type[dist.ProcessGroup]) -> Iterator[None]:
         """Record the calls of a process group class written in Python.
 
-        torch calls its methods without the dispatcher. What they run inside is not recorded.
+        torch calls its methods without the dispatcher. Operations inside them are not recorded.
         """
         with contextlib.ExitStack() as stack:
             for name, call in list(vars(group_class).items()):
-                # A method may have a second name, which newer versions of torch call.
+                # Newer versions of torch call some methods by a second name.
                 if getattr(call, "__name__", "").strip("_") in _KINDS:
                     stack.enter_context(mock.patch.object(group_class, name, self._noted(call)))
             yield
@@ -124,11 +124,11 @@ class Recorder(LiveBytes):
 
 
 def _watched(pattern: Pattern, recorder: Recorder) -> Pattern:
-    """The same pattern, with the parts of a step recorded."""
+    """Return the pattern with a loss and an optimizer that record the parts of a step."""
 
     def loss(model: nn.Module, step: int, micro: int, rank: int) -> torch.Tensor:
         if not recorder.micro_batches:
-            # The peak of the steps, without that of `fully_shard`.
+            # The peak excludes `fully_shard`.
             recorder.peak = recorder.now
         recorder.note("forward")
         found = pattern.loss(model, step, micro, rank)
@@ -149,7 +149,7 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def _plain(case: Case) -> str:
-    """A digest of the losses, gradients and weights of the training without sharding."""
+    """Return a digest of the losses, gradients and weights of the training without sharding."""
 
     def build() -> nn.Module:
         model = PATTERNS[case.pattern].build().to(case.plain_dtype)
@@ -169,7 +169,7 @@ def _digest(*parts: bytes) -> str:
 
 
 def train(case: Case) -> dict[str, Any]:
-    """Run a case on this rank and return what its record is made of. Collective."""
+    """Run a case on this rank; return this rank's part of the record. Collective."""
     plain = _plain(case) if dist.get_rank() == 0 else ""
     pattern, streams = PATTERNS[case.pattern], None
     pattern = dataclasses.replace(
@@ -183,7 +183,7 @@ def train(case: Case) -> dict[str, Any]:
         mesh = options["mesh"]
         axes = {mesh.get_group(axis).group_name: axis for axis in mesh.mesh_dim_names}
         recorder = Recorder(axes, lambda: streams.current_stream().name if streams else "-")
-        # Live bytes must not depend on when a collection runs.
+        # Live bytes must not depend on the time of a garbage collection.
         gc.disable()
         stack.callback(gc.enable)
         with recorder, recorder.calls_of(NcclDouble):
@@ -194,7 +194,7 @@ def train(case: Case) -> dict[str, Any]:
             )
     return {
         "events": recorder.micro_batches,
-        "bytes": f"{recorder.at_rest} at rest, {recorder.peak} at peak",
+        "bytes": f"{recorder.steady_bytes} at rest, {recorder.peak} at peak",
         "losses": trace.losses,
         "held": [*trace.grads, trace.params],
         "rows": trace.rows,
@@ -206,7 +206,7 @@ def train(case: Case) -> dict[str, Any]:
 
 
 def _whole(ranks: Sequence[tuple[Mapping[str, tuple[int, int]], Mapping[str, Any]]]) -> str:
-    """A digest of full tensors, put together from the rows of all ranks.
+    """Return a digest of full tensors, assembled from the rows of all ranks.
 
     Args:
         ranks: For each rank: its range of rows and their bytes (or None), by parameter name.
@@ -228,7 +228,7 @@ def _whole(ranks: Sequence[tuple[Mapping[str, tuple[int, int]], Mapping[str, Any
 
 
 def _of_ranks(values: Iterable[Any]) -> dict[str, Any]:
-    """Values by rank, or one value if all are equal."""
+    """Return the values by rank, or one value if all are equal."""
     listed = list(values)
     if all(value == listed[0] for value in listed):
         return {EVERY: listed[0]}

@@ -24,9 +24,9 @@ recorded = functools.cache(files.read)
 @pytest.mark.parametrize(
     "name", [quick_if(number % 5 == 0, name) for number, name in enumerate(CASES)]
 )
-def test_a_training_matches_its_record(pools: RankPools, name: str) -> None:
+def test_training_matches_its_record(pools: RankPools, name: str) -> None:
     expected, found = recorded()[name], record(pools, CASES[name])
-    if not files.has_the_kernels(expected, found):
+    if not files.has_same_kernels(expected, found):
         warnings.warn(
             "the bits of torch's kernels differ from the recorded ones: losses compared only",
             stacklevel=1,
@@ -35,7 +35,7 @@ def test_a_training_matches_its_record(pools: RankPools, name: str) -> None:
     assert not differs, f"{name}: {differs}"
 
 
-def test_the_records_are_small_and_complete() -> None:
+def test_records_are_small_and_complete() -> None:
     assert list(recorded()) == list(CASES)
     sizes = [(files.FOLDER / f"{file}.json").stat().st_size for file in files.FILES]
     assert sum(sizes) < MOST_BYTES
@@ -54,7 +54,7 @@ def test_the_records_are_small_and_complete() -> None:
     ],
     ids=["events", "bytes", "bits"],
 )
-def test_a_difference_in_events_bytes_or_bits_is_named(
+def test_differences_in_events_bytes_and_bits_are_described(
     pools: RankPools, options: dict[str, Any], text: str
 ) -> None:
     case = CASES[SAMPLE]

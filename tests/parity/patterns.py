@@ -1,8 +1,8 @@
-"""Training patterns that must give the same numbers sharded and unsharded.
+"""Training patterns whose results must be equal with and without sharding.
 
-A pattern says what to build, which modules are units, and what a training step does. The same
-description drives the unsharded reference, which sees the data of all ranks, and the sharded
-model, of which every rank sees its own.
+A pattern defines the model, its units, and a training step. The same pattern runs in the unsharded
+reference, on the data of all ranks, and in the sharded training, in which each rank has its own
+data.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ ROWS = 4
 
 
 def batch(step: int, micro: int, rank: int) -> torch.Tensor:
-    """Inputs of one micro-batch of one rank: `(ROWS, INPUT)`."""
+    """Return the inputs of one micro-batch of one rank: `(ROWS, INPUT)`."""
     generator = torch.Generator().manual_seed(1000 * step + 100 * micro + rank)
     return torch.randn(ROWS, models.INPUT, generator=generator)
 
 
 def mean_square(model: nn.Module, step: int, micro: int, rank: int) -> torch.Tensor:
-    """The loss of most patterns."""
+    """Return the loss of most patterns."""
     return model(batch(step, micro, rank)).square().mean()
 
 
 def mean_output(model: Any, step: int, rank: int) -> float:
-    """The evaluation of most patterns."""
+    """Return the result of the evaluation of most patterns."""
     return float(mean_square(model, step, 7, rank))
 
 
@@ -47,7 +47,7 @@ def _skipping(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
 
 
 def _skipping_by_rank(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
-    """Blocks are left out on some ranks: one on every second, one on every third, or all."""
+    """Skip a block by rank and step; in step 3, all ranks skip the same block."""
     model.skip = None if (rank + step) % 2 else 1
     if (rank + step + micro) % 3 == 2:
         model.skip = 0
@@ -65,7 +65,7 @@ def _routing_by_rank(model: Any, step: int, micro: int, rank: int) -> torch.Tens
 
 
 def _freezing(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
-    """A block is frozen from step 2 on, and trained again in step 4."""
+    """Freeze a block in steps 2 and 3."""
     model.blocks[1].requires_grad_(step not in (2, 3))
     return mean_square(model, step, micro, rank)
 
@@ -83,40 +83,41 @@ def _nested_units(model: Any) -> list[nn.Module]:
 
 
 def _sgd(parameters: Any) -> torch.optim.Optimizer:
-    # Not Adam: it would hide a wrong scale of the gradients.
+    # Adam would hide a wrong scale of the gradients.
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
 def _gentle_sgd(parameters: Any) -> torch.optim.Optimizer:
-    # For a model whose gradients grow so fast that steps would amplify rounding.
+    # For a model with large gradients: larger steps would amplify rounding.
     return torch.optim.SGD(parameters, lr=0.002, momentum=0.9)
 
 
 def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
-    # Where others of a unit have a gradient, having none means zero. A momentum would differ.
+    # A sharded parameter without a gradient gets zeros if others of its unit have gradients. With
+    # momentum, zeros and None have different results.
     return torch.optim.SGD(parameters, lr=0.05)
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """What happens in a training.
+    """A training.
 
     Attributes:
-        build: Makes the model.
+        build: Builds the model.
         units: Modules to shard, children first; the root comes after.
         loss: Loss of one micro-batch: `(model, step, micro, rank)`.
         num_micro: Micro-batches in a step.
-        sync: When gradients are synchronized: in `every` backward, or in the last one, said
-            through `no_sync` or through `last_backward`; or along the outer axis in the last one
-            (`all_reduce`), or by a call after it (`finalized`).
-        evaluate: What runs without gradients between micro-batches and steps, and whose result
-            is compared: `(model, step, rank)`.
-        set_to_none: Argument of `zero_grad`; alternating when None.
-        raises: `forward` or `backward`: step 2 is tried once in vain before it is done.
+        sync: When gradients are synchronized: in `every` backward; in the last one, selected by
+            `no_sync` or `last_backward`; along the outer axis only in the last one (`all_reduce`);
+            or by a call after the last one (`finalized`).
+        evaluate: An evaluation without gradients between micro-batches and steps, whose results
+            are compared: `(model, step, rank)`.
+        set_to_none: Argument of `zero_grad`; None alternates between both values.
+        raises: `forward` or `backward`: in step 2, a first attempt raises an error there.
         reloads: Whether step 2 starts with a `load_state_dict` of other weights.
         clips: Whether gradients are clipped.
-        optimizer: Makes the optimizer.
-        skips: Whether whole units are skipped on some ranks only, which no gather could match.
+        optimizer: Builds the optimizer.
+        skips: Whether some ranks skip whole units, so that their all-gathers would not match.
         options: Further arguments of `fully_shard`.
         steps: Numbers of the optimizer steps.
     """
@@ -138,7 +139,7 @@ class Pattern:
 
 
 def _adamw(**options: Any) -> Callable[[Any], torch.optim.Optimizer]:
-    # A large eps: where a gradient is almost zero, Adam's quotient makes steps of its rounding.
+    # A large eps: for a gradient near zero, Adam's quotient would amplify rounding.
     return lambda parameters: torch.optim.AdamW(parameters, lr=0.003, eps=1e-3, **options)
 
 

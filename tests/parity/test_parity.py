@@ -38,32 +38,32 @@ def train_pattern(
     pattern: str | Pattern,
     strategy: str,
     mesh_name: str,
-    see: Callable[[nn.Module], None] = lambda module: None,
+    on_unit: Callable[[nn.Module], None] = lambda module: None,
     **switches: Any,
 ) -> Trace:
-    """Train a pattern with further options; `see` is given every unit, the root last."""
+    """Train a pattern with further options; call `on_unit` with every unit, the root last."""
     options = {"sharding_strategy": strategy, **on_mesh(mesh_name), **switches}
     trained = ALL[pattern] if isinstance(pattern, str) else pattern
 
     def shard(module: nn.Module) -> None:
         fully_shard(module, **arguments(**trained.options, **options))
-        see(module)
+        on_unit(module)
 
     return train_sharded(trained, shard)
 
 
 def _strategies(pattern: str, mesh_name: str) -> list[str]:
-    """Strategies that a pattern can be trained with."""
+    """Return the strategies that support a pattern."""
     skips = ALL[pattern].skips and mesh_name != "1"
     return [s for s in strategies_on(mesh_name) if not (skips and s == "optim_grads_params")]
 
 
 def _pool_changes_nothing(plain: Trace, pattern: str, strategy: str, mesh_name: str) -> bool:
-    """Whether a training on the traced pool gives the same bits as one without it."""
+    """Return whether training with the trace pool is bitwise identical to training without it."""
     roots: list[Any] = []
     pooled = train_pattern(pattern, strategy, mesh_name, roots.append, enable_trace_pool=True)
     for report in roots[-1].trace_pool().reports():
-        # A test of a pool that was never planned would show nothing.
+        # Without a plan, the pool would not be tested.
         assert report.plan is not None or not report.programs
     return same_bits(plain, pooled)
 
@@ -74,10 +74,10 @@ BACKENDS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-def _cells() -> Iterator[Any]:
-    """Every pattern on every mesh, and recorded ones over a double of NCCL.
+def _cases() -> Iterator[Any]:
+    """Yield every pattern on every mesh; those of `PATTERNS` also with a test double of NCCL.
 
-    `make test` has every pattern on one of the meshes in turn, and four of the cells of NCCL.
+    `make test` runs every pattern on one of the meshes in turn, and four cases of NCCL.
     """
     for number, pattern in enumerate(ALL):
         for place, name in enumerate(MESHES):
@@ -87,9 +87,9 @@ def _cells() -> Iterator[Any]:
                 yield quick_if(is_quick, pattern, name, "as nccl")
 
 
-@pytest.mark.parametrize(("pattern", "mesh_name", "backend"), list(_cells()))
+@pytest.mark.parametrize(("pattern", "mesh_name", "backend"), list(_cases()))
 @on_ranks("mesh_name")
-def test_a_pattern_trains_like_the_reference(pattern: str, mesh_name: str, backend: str) -> None:
+def test_pattern_trains_like_the_reference(pattern: str, mesh_name: str, backend: str) -> None:
     with BACKENDS[backend]():
         reference = train_reference(ALL[pattern], dist.get_world_size(), dist.get_rank())
         errors = {
@@ -99,8 +99,8 @@ def test_a_pattern_trains_like_the_reference(pattern: str, mesh_name: str, backe
     assert max(errors.values()) < TOLERANCE, errors
 
 
-def _switched() -> Iterator[Any]:
-    """Every pattern at ZeRO-3, which has most to switch, and ZeRO-2; most of it in longer runs."""
+def _switch_cases() -> Iterator[Any]:
+    """Yield every pattern at ZeRO-2 and ZeRO-3; most cases run in the longer suites only."""
     for number, (name, pattern) in enumerate(ALL.items()):
         strategies = [s for s in STRATEGIES[2:] if not (pattern.skips and s == STRATEGIES[-1])]
         for strategy in strategies:
@@ -109,15 +109,15 @@ def _switched() -> Iterator[Any]:
 
 
 COLLIDING = ("weights kept in some steps",)
-"""Patterns whose uses change from step to step: the pool ends with the error that names both."""
+"""Patterns whose buffer uses change between steps: the trace pool raises an error."""
 
 
-@pytest.mark.parametrize(("pattern", "strategy"), list(_switched()))
+@pytest.mark.parametrize(("pattern", "strategy"), list(_switch_cases()))
 @on_ranks(3)
-def test_switches_change_no_bit(pattern: str, strategy: str) -> None:
+def test_switches_give_bitwise_identical_results(pattern: str, strategy: str) -> None:
     on = train_pattern(pattern, strategy, "3")
-    # Weights that are gathered for use are what prefetching and the pool can do wrong; then both
-    # switches are off at once, too.
+    # Prefetching affects strategies that gather weights for each use: for these, also switch off
+    # prefetching alone.
     gathers = strategy == "optim_grads_params"
     for switches in [SWITCHES[:1], SWITCHES] if gathers else [SWITCHES]:
         off = train_pattern(pattern, strategy, "3", **dict.fromkeys(switches, False))
@@ -135,13 +135,15 @@ def test_switches_change_no_bit(pattern: str, strategy: str) -> None:
     ],
 )
 @on_ranks("mesh_name")
-def test_the_trace_pool_changes_no_bit_in_the_whole_matrix(pattern: str, mesh_name: str) -> None:
+def test_trace_pool_gives_bitwise_identical_results_in_the_full_matrix(
+    pattern: str, mesh_name: str
+) -> None:
     for strategy in _strategies(pattern, mesh_name):
         plain = train_pattern(pattern, strategy, mesh_name)
         assert _pool_changes_nothing(plain, pattern, strategy, mesh_name), strategy
 
 
-# -- options that change no bit -------------------------------------------------------------------
+# -- options with bitwise identical results -------------------------------------------------------
 
 _POOL = {"enable_trace_pool": True}
 _BF16 = {"mp_policy": BF16}
@@ -152,23 +154,23 @@ _WAITS = dict.fromkeys(SWITCHES, False)
 
 @dataclass(frozen=True)
 class Row:
-    """A training, and what is changed in another one that must give the same bits.
+    """A training, and a changed training that must give bitwise identical results.
 
     Attributes:
         pattern: One of the patterns.
         mesh: One of `MESHES`.
-        options: Of both trainings.
-        change: Options of the other one.
-        around: Context of the other one.
-        strategies: What both are trained with.
-        is_quick: Whether the row is in `make test`.
+        options: Options of both trainings.
+        change: Further options of the changed training.
+        context: Context of the changed training.
+        strategies: Sharding strategies of both trainings.
+        is_quick: Whether `make test` runs the row.
     """
 
     pattern: str
     mesh: str = "2"
     options: dict[str, Any] = field(default_factory=dict)
     change: dict[str, Any] = field(default_factory=dict)
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
     strategies: tuple[str, ...] = STRATEGIES[-1:]
     is_quick: bool = True
 
@@ -178,7 +180,7 @@ def _broadcasts() -> AbstractContextManager[Any]:
 
 
 def _copies() -> AbstractContextManager[Any]:
-    """A copy of everything that autograd saves, weights included."""
+    """Return a context in which autograd saves copies of all tensors, including weights."""
     return saved_tensors_hooks(torch.clone, lambda packed: packed)
 
 
@@ -189,7 +191,7 @@ _KNOBS: dict[str, dict[str, Any]] = {
     "three ahead, four buffers": {"unshard_prefetch_depth": 3, "max_live_grad_buffers": 4},
     "ahead by bytes, pool": {"unshard_prefetch_bytes": 2500, **_POOL},
 }
-_OF_MANY_USES = (
+_MULTIPLE_USES = (
     *("module used twice in a forward", "tied parameters across units", "nested units"),
     *("unit skipped on some steps", "checkpointed region of units, non-reentrant"),
     *("checkpointing, reentrant", "exception in a backward"),
@@ -200,17 +202,17 @@ SAME_BITS: dict[str, Row] = {
     "gathered after a step, three ahead, pool": Row(
         _BETWEEN, options=_BF16, change={**_AFTER_STEP, **_POOL, "unshard_prefetch_depth": 3}
     ),
-    "compared before each collective": Row(
+    "ranks checked before each collective": Row(
         "plain", change={"check_ranks": "always"}, strategies=STRATEGIES
     ),
     "one gradient buffer": Row(_UNSYNCED, "HSDP 2x2", change={"max_live_grad_buffers": 1}),
     **{
         f"{text}, {pattern}": Row(pattern, change=change, strategies=STRATEGIES, is_quick=False)
         for text, change in _KNOBS.items()
-        for pattern in _OF_MANY_USES
+        for pattern in _MULTIPLE_USES
     },
     "kept after a forward": Row(_RECOMPUTED, change={"reshard_after_forward": False}),
-    "broadcasts": Row("plain", "3", around=_broadcasts, strategies=STRATEGIES[1:]),
+    "broadcasts": Row("plain", "3", context=_broadcasts, strategies=STRATEGIES[1:]),
     "offloaded": Row(_UNSYNCED, change=_ON_HOST, strategies=STRATEGIES),
     "offloaded, zeros": Row("zero_grad to zero", "3", change=_ON_HOST, is_quick=False),
     "offloaded, clipped": Row("clip_grad_norm_", "3", change=_ON_HOST, strategies=STRATEGIES[1:3]),
@@ -222,23 +224,23 @@ SAME_BITS: dict[str, Row] = {
     "offloaded, fused": Row("AdamW, fused", change=_ON_HOST, is_quick=False),
     "offloaded, HSDP": Row(_UNSYNCED, "HSDP 2x2", change=_ON_HOST, is_quick=False),
     "offloaded, HFSDP": Row(_UNSYNCED, "HFSDP 2x2", change=_ON_HOST),
-    "saved on the host": Row("plain", around=save_on_cpu),
-    "saved on the host, recomputed, pool": Row(_RECOMPUTED, options=_POOL, around=save_on_cpu),
-    "saved as copies": Row("plain", around=_copies),
-    "saved as copies, recomputed, pool": Row(_RECOMPUTED, options=_POOL, around=_copies),
-    "activations on the host": Row("plain", around=save_activations_on_cpu),
+    "saved on the host": Row("plain", context=save_on_cpu),
+    "saved on the host, recomputed, pool": Row(_RECOMPUTED, options=_POOL, context=save_on_cpu),
+    "saved as copies": Row("plain", context=_copies),
+    "saved as copies, recomputed, pool": Row(_RECOMPUTED, options=_POOL, context=_copies),
+    "activations on the host": Row("plain", context=save_activations_on_cpu),
     "activations on the host, recomputed, pool": Row(
-        _RECOMPUTED, options=_POOL, around=save_activations_on_cpu
+        _RECOMPUTED, options=_POOL, context=save_activations_on_cpu
     ),
 }
 
 
 @pytest.mark.parametrize("name", [quick_if(row.is_quick, name) for name, row in SAME_BITS.items()])
 @on_ranks(lambda name: math.prod(MESHES[SAME_BITS[name].mesh][0]))
-def test_an_option_changes_no_bit(name: str) -> None:
+def test_option_gives_bitwise_identical_results(name: str) -> None:
     row = SAME_BITS[name]
     for strategy in row.strategies:
         plain = train_pattern(row.pattern, strategy, row.mesh, **row.options)
-        with row.around():
+        with row.context():
             changed = train_pattern(row.pattern, strategy, row.mesh, **row.options | row.change)
         assert same_bits(plain, changed), strategy

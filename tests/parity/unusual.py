@@ -1,7 +1,4 @@
-"""Patterns of models that do unusual things around their units; rows beside `patterns.PATTERNS`.
-
-They have no golden record of their own.
-"""
+"""Unusual training patterns, in addition to `patterns.PATTERNS`. They have no golden record."""
 
 from __future__ import annotations
 
@@ -33,11 +30,11 @@ from tests.reference.models import (
     Stack,
 )
 
-# -- inputs and outputs that are changed in place -------------------------------------------------
+# -- in-place operations on inputs and outputs ----------------------------------------------------
 
 
 def _in_place(what: Callable[..., Any], call: Callable[..., Any]) -> Callable[[], nn.Module]:
-    """Units that compute `what`, in a row; `call` runs one of them."""
+    """Return a builder of a sequence of units whose forward is `what`; `call` runs a unit."""
 
     def forward(model: Any, x: torch.Tensor) -> Any:
         x = model.input(x)
@@ -95,7 +92,7 @@ def _two_inputs(unit: Any, x: torch.Tensor) -> torch.Tensor:
     return unit(x, other) + other
 
 
-# What a unit does with its input, and how it is called.
+# The forward of a unit, and a function that calls the unit.
 _IN_PLACE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "relu": (_relu_first, lambda unit, x: unit(x)),
     "relu of a residual": (_relu_first, _residual),
@@ -109,11 +106,11 @@ _IN_PLACE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "one input given twice": (_both_inputs, lambda unit, x: unit(x, x)),
 }
 
-# -- outputs that are hard to find ----------------------------------------------------------------
+# -- outputs without visible tensors --------------------------------------------------------------
 
 
 class _Answer:
-    """A plain object without a dictionary, of which torch knows nothing."""
+    """A plain object with slots, which is not registered with torch's pytree."""
 
     __slots__ = ("inner",)
 
@@ -129,7 +126,7 @@ class ObjectBlock(Block):
 
 
 class ClosureBlock(Block):
-    """A unit that returns its output where nobody can find it."""
+    """A unit that returns a closure over its output."""
 
     def forward(self, x: torch.Tensor) -> Any:
         y = super().forward(x)
@@ -137,7 +134,7 @@ class ClosureBlock(Block):
 
 
 class Unpacking(Stack):
-    """Blocks that return something else than a tensor."""
+    """A stack of blocks that return an object or a closure instead of a tensor."""
 
     def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -147,7 +144,7 @@ class Unpacking(Stack):
 
 
 class Leaking(Block):
-    """A unit that returns one of its weights, a view or a copy of it, beside its output."""
+    """A unit that returns its output, and a weight, a view of it or a copy."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -165,7 +162,7 @@ class Leaking(Block):
 
 
 class Regularized(Stack):
-    """Adds up squares of what its blocks return."""
+    """A stack that adds the squares of the weights that its blocks return."""
 
     def __init__(self, what: str) -> None:
         super().__init__(block=lambda _: Leaking(what))
@@ -179,7 +176,7 @@ class Regularized(Stack):
 
 
 class _TiedHead(Regularized):
-    """The root holds the weight that its only block returns: it is that of its head as well."""
+    """A stack whose block returns a weight that is tied to the root."""
 
     def __init__(self) -> None:
         super().__init__("weight")
@@ -188,7 +185,7 @@ class _TiedHead(Regularized):
 
 
 def gradient_penalty(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
-    """A loss with the square of its own gradient."""
+    """Return the loss plus the squared norm of its gradient with respect to the inputs."""
     x = batch(step, micro, rank).requires_grad_()
     loss = model(x).square().mean()
     (grad,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -199,7 +196,7 @@ def gradient_penalty(model: Any, step: int, micro: int, rank: int) -> torch.Tens
 
 
 class _SharedInRegion(Stack):
-    """A recomputed region that runs a unit with a unit inside three times."""
+    """A recomputed region that runs a unit, which contains another unit, three times."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -216,14 +213,14 @@ class _SharedInRegion(Stack):
 
 
 class _TwiceInRegion(nn.Module):
-    """Recomputes two uses of one unit, with another one between or not, as one region."""
+    """A recomputed region with two uses of a unit and, optionally, another unit between them."""
 
     def __init__(self, between: bool) -> None:
         super().__init__()
         self.between = between
         self.other = nn.Linear(INPUT, INPUT)
         layers = {name: nn.Linear(INPUT, INPUT) for name in ("first", "second", "last")}
-        # Weights of its own are used before and after the two units inside it.
+        # This unit uses its own weights before and after its two inner units.
         self.around = Formula(self._run, **layers)
 
     @staticmethod
@@ -247,7 +244,7 @@ def _units_of_region(model: Any) -> list[nn.Module]:
 
 
 class _SharedByUnits(Stack):
-    """One module object inside two units."""
+    """A stack in which two units share a submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +255,7 @@ class _SharedByUnits(Stack):
 
 
 class _Framed(Stack):
-    """Blocks between two layers that are one unit; one of them, or a block, may be recomputed."""
+    """First and last layer are one unit, with blocks between them; some modules are recomputed."""
 
     def __init__(self, recomputed: str = "", use_reentrant: bool = False) -> None:
         super().__init__()
@@ -282,7 +279,7 @@ _FRAMED = [("", False), ("input", False), ("output", False), ("block", True), ("
 
 
 class Generating(nn.Module):
-    """A method that runs the forward, and computes with the module's own weight around it."""
+    """A module with a method that uses the module's weights and runs its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -299,7 +296,7 @@ class Generating(nn.Module):
 
 
 def _generated(register: Any, model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
-    """Of the method and of a forward, after a call of the method that fails in some steps."""
+    """Return the loss of the method and a forward; in step 2, the method first fails once."""
     x = batch(step, micro, rank)
     if step == 0:
         register(model, "generate")
@@ -314,7 +311,7 @@ def _generated(register: Any, model: Any, step: int, micro: int, rank: int) -> t
 
 
 class _Coder(nn.Module):
-    """A root with methods that run its units without it."""
+    """A root whose units are also called directly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -343,7 +340,7 @@ _TRAINED = ("encode", "all", "layer", "both", "twice, then all", "all, then one"
 
 
 def _without_root(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
-    """Another call every time, after an evaluation by another one."""
+    """Run a different call in each micro-batch, after an evaluation with another call."""
     number = 3 * step + micro
     with torch.no_grad():
         CALLS[("layer", "encode", "all")[(number + step) % 3]](model, batch(step, 7, rank))
@@ -351,18 +348,18 @@ def _without_root(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
 
 
 def _wasted(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
-    """After a forward that no backward follows."""
+    """Run `_without_root` after a forward without a backward."""
     CALLS[("encode", "all", "layer")[(step + micro) % 3]](model, batch(step, 8, rank))
     return _without_root(model, step, micro, rank)
 
 
-def _others_on_ranks(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
+def _different_on_ranks(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
     how = _TRAINED[(3 * step + micro + 2 * rank) % 7]
     return CALLS[how](model, batch(step, micro, rank)).square().mean()
 
 
 def _caught(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
-    """A forward that goes on where one of its units raises."""
+    """In steps 1 and 2, a unit raises an error, and the forward of the root handles it."""
     model.fails = step in (1, 2)
     return mean_square(model, step, micro, rank)
 
@@ -375,20 +372,20 @@ def _fall_back(model: Any, x: torch.Tensor) -> Any:
     return model.second(x)
 
 
-# -- gradients are those of the backwards since the last reset ------------------------------------
+# -- failures and resets that must not change later gradients -------------------------------------
 
 
 def _disturbed(
     act: Callable[..., torch.Tensor], model: Any, step: int, micro: int, rank: int
 ) -> torch.Tensor:
-    """The loss, on a sharded model after something that must not change its gradient."""
+    """Return the loss; for a sharded model, call `act`, which must not change the gradient."""
     if not isinstance(model, FSDPModule):
         return mean_square(model, step, micro, rank)
     return act(model, lambda: mean_square(model, step, micro, rank))
 
 
 def _hook_raises(model: Any, loss_of: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Of a parameter, when its gradient has been accumulated."""
+    """A post-accumulate-grad hook of a parameter raises an error."""
     first = next(iter(model.parameters()))
     loss = loss_of()
     with failing(first.register_post_accumulate_grad_hook(fail)):
@@ -423,7 +420,7 @@ def _backward_fails_beside_a_graph(model: Any, loss_of: Callable[[], torch.Tenso
 
 
 def _reset(set_to_none: bool, model: Any, loss_of: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Gradients are reset after the forward, when modules hold gathered parameters."""
+    """Reset gradients after the forward, while modules hold gathered parameters."""
     loss_of().backward()
     loss = loss_of()
     model.zero_grad(set_to_none)
@@ -435,15 +432,15 @@ _DISTURBANCES: dict[str, Callable[..., torch.Tensor]] = {
     "a forward fails between micro-batches": _forward_fails,
     "a backward fails between zeros": _backward_fails_between_zeros,
     "a backward fails beside another graph": _backward_fails_beside_a_graph,
-    "None after a forward": functools.partial(_reset, True),
-    "zeros after a forward": functools.partial(_reset, False),
+    "gradients set to None after a forward": functools.partial(_reset, True),
+    "gradients set to zero after a forward": functools.partial(_reset, False),
 }
 
-# -- ranks that run different things --------------------------------------------------------------
+# -- ranks that run different modules -------------------------------------------------------------
 
 
 class _Uneven(Stack):
-    """Every block runs as often as `times` says, on this rank."""
+    """A stack that runs each block the number of times in `times`, which differs by rank."""
 
     times: tuple[int, ...] = (1, 1, 1)
 
@@ -466,14 +463,14 @@ def _frozen_at_first() -> Skipping:
 
 
 def _trained_later(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
-    """What was frozen when it was sharded is trained, and rank 1 leaves it out at first."""
+    """Train a block that was frozen when it was sharded; rank 1 skips the block in step 0."""
     model.blocks[1].requires_grad_(True)
     model.skip = 1 if rank == 1 and step == 0 else None
     return mean_square(model, step, micro, rank)
 
 
 class _TiedOnSomeRanks(Stack):
-    """The root computes with a block's weight too, where `uses` says so."""
+    """A stack whose root also uses a block's weight if `uses` is set."""
 
     uses = True
 
@@ -494,7 +491,7 @@ def _tied_on_rank_0(model: Any, step: int, micro: int, rank: int) -> torch.Tenso
 
 
 class _RegionWithBranch(nn.Module):
-    """A unit that is one recomputed region; it ends with its inner unit, or on one rank not."""
+    """A unit with one recomputed region; its last module is `inner` or, if it branches, `own`."""
 
     branches = False
 
@@ -515,17 +512,17 @@ def _branch_on_rank_1(model: Any, step: int, micro: int, rank: int) -> torch.Ten
     return mean_square(model, step, micro, rank)
 
 
-# -- passes in other orders -----------------------------------------------------------------------
+# -- other orders of forwards and backwards -------------------------------------------------------
 
 
 def _other_sizes(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
-    """Batches of several sizes."""
+    """Return the loss of a batch whose size depends on the step and micro-batch."""
     rows = (4, 3, 4, 2, 3)[(step + micro) % 5]
     return model(batch(step, micro, rank)[:rows]).square().mean()
 
 
 def _ahead(ahead: int, model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
-    """A pipeline's order: some of three forwards run ahead of the backwards."""
+    """Run up to `ahead` of three forwards before the backward, as pipeline parallelism does."""
     losses = vars(model).setdefault(f"waiting of {rank}", [])
     for number in range(micro + ahead * (micro > 0), min(micro + ahead + 1, 3)):
         losses.append(model(batch(step, number, rank)).square().mean())
@@ -541,15 +538,15 @@ def _evaluated_before_backward(model: Any, step: int, micro: int, rank: int) -> 
 
 
 def _unfrozen(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
-    """What was frozen when it was sharded is evaluated in inference mode, and then trained."""
+    """Evaluate in inference mode, then train, a model that was frozen when it was sharded."""
     model.requires_grad_(True)
     with torch.inference_mode():
         mean_square(model, step, micro + 30, rank)
     return mean_square(model, step, micro, rank)
 
 
-def _by_hand(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
-    """All units are gathered by hand, and told what to gather ahead."""
+def _unshard_explicitly(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
+    """Unshard all units with explicit calls, and set explicit prefetching."""
     if isinstance(model, FSDPModule):
         for first, second in itertools.pairwise(model.blocks):
             first.set_modules_to_forward_prefetch([second])  # type: ignore[attr-defined]
@@ -559,15 +556,15 @@ def _by_hand(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
     return mean_square(model, step, micro, rank)
 
 
-def _kept_in_turn(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
-    """Weights are kept after a forward in some steps, and after a backward in others."""
+def _kept_in_some_steps(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
+    """Keep gathered weights after the forward or the backward, depending on the step."""
     if isinstance(model, FSDPModule):
         model.set_reshard_after_forward(step < 2)
         model.set_reshard_after_backward(micro == 2 or step != 1)
     return mean_square(model, step, micro, rank)
 
 
-# -- layers ---------------------------------------------------------------------------------------
+# -- other models ---------------------------------------------------------------------------------
 
 
 def _again_without_gradients(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -585,8 +582,8 @@ def _repeated() -> Formula:
     return Formula(_again_without_gradients, **layers)
 
 
-def _biases_alone(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
-    """Weights are frozen after sharding, and trained from step 2 on."""
+def _train_biases(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
+    """Train biases alone until step 1, and all parameters from step 2 on."""
     for name, param in model.named_parameters():
         if "bias" not in name:
             param.requires_grad_(step >= 2)
@@ -594,7 +591,7 @@ def _biases_alone(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
 
 
 def _sparse() -> nn.Module:
-    """An embedding with sparse gradients, used twice, and a layer."""
+    """Build a model with a layer and an embedding, used twice, with sparse gradients."""
     return Formula(
         lambda m, tokens: m.layer(m.table(tokens)) + m.table(tokens.flip(0)),
         table=nn.Embedding(11, 4, sparse=True),
@@ -607,7 +604,7 @@ def _of_tokens(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
 
 
 def _fused(kind: str, times: int, tied: bool = False, **more: Any) -> Pattern:
-    """Layers whose kernels add weight gradients to the flat buffer by themselves."""
+    """Return a pattern of layers whose kernels add weight gradients to the flat buffer."""
 
     def build() -> nn.Module:
         return nn.Sequential(FusedLinear(INPUT, kind, times, tied), FusedLinear(INPUT, kind))
@@ -620,9 +617,9 @@ _CODER = functools.partial(Pattern, _Coder, _units_of_coder, num_micro=3)
 UNUSUAL: dict[str, Pattern] = {
     **{f"in place: {name}": Pattern(_in_place(*case)) for name, case in _IN_PLACE.items()},
     "outputs in plain objects": Pattern(lambda: Unpacking(block=ObjectBlock)),
-    "outputs that cannot be found": Pattern(lambda: Unpacking(block=ClosureBlock), skips=True),
+    "outputs in closures": Pattern(lambda: Unpacking(block=ClosureBlock), skips=True),
     "a copy of a weight returned": Pattern(lambda: Regularized("copy")),
-    "a view of a weight returned that stays": Pattern(
+    "a view of a weight returned, weights kept": Pattern(
         lambda: Regularized("view"), options={"reshard_after_forward": False}
     ),
     "a weight of the root returned": Pattern(_TiedHead),
@@ -668,8 +665,8 @@ UNUSUAL: dict[str, Pattern] = {
     "units without their root, kept": _CODER(
         loss=_without_root, options={"reshard_after_forward": False}
     ),
-    "other units without their root on ranks": _CODER(
-        loss=_others_on_ranks, optimizer=plain_sgd, skips=True
+    "units without their root, different on ranks": _CODER(
+        loss=_different_on_ranks, optimizer=plain_sgd, skips=True
     ),
     **{
         name: Pattern(
@@ -711,7 +708,7 @@ UNUSUAL: dict[str, Pattern] = {
         for times in (1, 2)
     },
     **{
-        f"fused weight gradients: asked {ahead} forwards ahead": _fused(
+        f"fused weight gradients: {ahead} forwards ahead": _fused(
             "overwrite", 2, loss=functools.partial(_ahead, ahead)
         )
         for ahead in (1, 2)
@@ -721,8 +718,8 @@ UNUSUAL: dict[str, Pattern] = {
     "evaluated in inference mode once unfrozen": Pattern(
         lambda: Stack().requires_grad_(False), loss=_unfrozen
     ),
-    "units gathered by hand": Pattern(Stack, loss=_by_hand),
-    "weights kept in some steps": Pattern(Stack, loss=_kept_in_turn, num_micro=3),
+    "units gathered by explicit calls": Pattern(Stack, loss=_unshard_explicitly),
+    "weights kept in some steps": Pattern(Stack, loss=_kept_in_some_steps, num_micro=3),
     "accumulation, along the outer axis in the last backward": Pattern(
         Stack, num_micro=3, sync="all_reduce"
     ),
@@ -735,9 +732,9 @@ UNUSUAL: dict[str, Pattern] = {
         lambda m: [],
         loss=lambda m, step, micro, rank: (rank + 1) * m().square().mean(),
     ),
-    "biases trained alone": Pattern(Stack, loss=_biases_alone),
+    "biases trained alone": Pattern(Stack, loss=_train_biases),
     "biases trained alone, recomputed": Pattern(
-        lambda: Checkpointed(use_reentrant=False), loss=_biases_alone
+        lambda: Checkpointed(use_reentrant=False), loss=_train_biases
     ),
     **{
         f"parameters without elements, {name}": Pattern(

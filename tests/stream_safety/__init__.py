@@ -1,4 +1,4 @@
-"""Checks without a GPU that streams are synchronized correctly.
+"""Checks the synchronization of streams without a GPU.
 
 The scheduling code for CUDA runs on recorded streams: a step on the CPU records a schedule of
 operations, events, waits, allocations and frees, and a checker finds pairs of operations on one

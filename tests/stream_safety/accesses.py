@@ -1,4 +1,4 @@
-"""Which tensors an operation of torch reads and writes, from its schema."""
+"""Tensors that an operation of torch reads and writes, from its schema."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Accesses", "accesses_of"]
 
 @dataclass(slots=True)
 class Accesses:
-    """Plain tensors that an operation touches.
+    """Plain tensors that an operation accesses.
 
     Attributes:
-        reads: Those it reads.
-        writes: Those it writes, results included.
+        reads: Tensors that the operation reads.
+        writes: Tensors that the operation writes, including its results.
     """
 
     reads: list[torch.Tensor] = field(default_factory=list)
@@ -29,19 +29,19 @@ class Accesses:
 def accesses_of(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> Accesses | None:
-    """What an operation read and wrote, or None if it looked at shapes only.
+    """Return the accesses of an operation; None if it changes or reads metadata only.
 
     Args:
-        func: The overload.
-        args: Its arguments.
-        kwargs: Likewise, by name.
-        result: What it returned.
+        func: The operator overload.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        result: The result of the operation.
     """
     if torch.Tag.inplace_view in func.tags:
         return None
     found = Accesses()
     if func.namespace == "c10d":
-        # These schemas do not say what is written; all of it may be.
+        # Schemas of c10d do not mark written arguments; assume that all tensors are written.
         found.writes += plain_tensors([args, kwargs])
         return found
     schema = func._schema
@@ -54,7 +54,7 @@ def accesses_of(
         elif alias is None and not is_factory:
             found.reads += plain_tensors(value)
     given = {_storage_key(tensor) for tensor in plain_tensors([args, kwargs])}
-    # A result in the storage of an argument is that argument, or a view of it.
+    # A result that shares the storage of an argument is the argument or a view of it.
     made = [tensor for tensor in plain_tensors(result) if _storage_key(tensor) not in given]
     found.writes += made
     if not found.writes and plain_tensors(result):
@@ -76,7 +76,7 @@ def _storage_key(tensor: torch.Tensor) -> int:
 
 
 def plain_tensors(value: Any) -> list[torch.Tensor]:
-    """Tensors with storage in nested lists, tuples and dicts; of wrappers, what they wrap."""
+    """Return the tensors with storage in nested containers; wrapper subclasses are unwrapped."""
     if isinstance(value, torch.Tensor):
         if isinstance(value, FakeTensor):
             return []

@@ -1,9 +1,9 @@
-"""Which stream a backward runs on, node by node, as the autograd engine of a GPU has it.
+"""Emulation of the streams that the autograd engine uses for the nodes of a backward on a GPU.
 
-The engine runs a node on the stream that was current when its forward made it, and has a node wait
-for those whose results it takes. Nothing is taken from the nodes that accumulate gradients of
-parameters, so nobody waits for them before the whole backward ends. On a CPU there are no streams
-for the engine to know, so this is made up for from the graph.
+The engine runs a node on the stream that was current when the forward created the node, and the
+node waits for the producers of its inputs. No node consumes the results of nodes that accumulate
+gradients of parameters; the engine synchronizes with these at the end of the backward. On a CPU the
+engine has no streams, so this module derives streams and waits from the graph.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["BackwardStreams"]
 
 
 class BackwardStreams:
-    """Follows the nodes that a backward runs.
+    """Tracks the nodes that a backward runs.
 
-    Numbers of nodes grow in the order they are made in; so stretches of numbers have streams.
+    Sequence numbers of nodes increase in order of creation, so each stream owns ranges of numbers.
 
     Args:
-        stream: The stream that nodes are made on at first.
+        stream: The stream on which the first nodes are created.
     """
 
     def __init__(self, stream: RecordedStream) -> None:
@@ -39,26 +39,26 @@ class BackwardStreams:
         self._kept: dict[Any, RecordedStream] = {}
         self._producers: defaultdict[Any, list[Any]] = defaultdict(list)
         self._known: set[Any] = set()
-        # Where the backward was called, by the first node of it that is seen.
+        # Stream and event at the start of a backward, by its first node.
         self._origins: dict[Any, tuple[RecordedStream, RecordedEvent]] = {}
         self._ends: dict[Any, tuple[RecordedStream, RecordedEvent]] = {}
         self._leaf_streams: dict[RecordedStream, None] = {}
 
     def made_on(self, stream: RecordedStream) -> None:
-        """Note that nodes are made on a stream from now on."""
+        """Record that nodes are created on a stream from now on."""
         self._note(stream, _next_number())
 
     def keep(self, node: Any) -> None:
-        """Remember the stream of a node that is about to be given another number."""
+        """Store the stream of a node whose sequence number is about to change."""
         if node not in self._kept:
             self._kept[node] = self._stream_of(node)
 
     def current(self, chosen: RecordedStream | None) -> RecordedStream:
-        """The stream to run on now; follows from one node to the next.
+        """Return the current stream, after processing a change of the running node.
 
         Args:
-            chosen: What was chosen since the node began that runs now; never None outside of a
-                backward.
+            chosen: The stream selected since the running node started, or None; outside a
+                backward, the current stream.
         """
         node = running_node()
         if node is not self._running:
@@ -69,7 +69,7 @@ class BackwardStreams:
         stream = self._running_on if chosen is None else chosen
         if node is None:
             self._running_on = stream
-        # What was made since it was asked last was made by what runs now.
+        # Nodes created since the last call belong to the running node.
         self._note(stream, self._last_number)
         self._last_number = _next_number()
         return stream
@@ -107,7 +107,7 @@ class BackwardStreams:
         self._wait_for(node)
 
     def _add_up(self) -> None:
-        """The node is done, and the engine adds its results to those of others before it."""
+        """After a node, wait for producers of a common consumer: the engine sums their results."""
         self._leave()
         sums = [
             consumer
@@ -126,14 +126,14 @@ class BackwardStreams:
 
     def _stream_of(self, node: Any) -> RecordedStream:
         if _accumulates(node):
-            # It is made where its parameter is first used.
+            # The first use of a parameter creates the node that accumulates its gradient.
             node = min(self._producers[node], key=lambda producer: producer._sequence_nr())
         if node in self._kept:
             return self._kept[node]
         return self._streams[bisect.bisect_right(self._starts, node._sequence_nr()) - 1]
 
     def _learn(self, node: Any) -> None:
-        """Note who takes the results of a node, and of all after it."""
+        """Record the consumers of a node and of all its descendants."""
         left = [node]
         while left:
             producer = left.pop()
@@ -141,7 +141,7 @@ class BackwardStreams:
                 continue
             self._known.add(producer)
             if not _accumulates(producer):
-                # After all other hooks, which are run as part of the node.
+                # This hook runs after all other hooks, which are part of the node.
                 producer.register_hook(self._done)
             for consumer, _ in producer.next_functions:
                 if consumer is not None:
@@ -150,11 +150,11 @@ class BackwardStreams:
 
     def _done(self, grad_inputs: Any, grad_outputs: Any) -> None:
         del grad_inputs, grad_outputs
-        # A backward inside a node has nodes of its own.
+        # A backward inside a node runs other nodes.
         self._adds_up = running_node() is self._running
 
     def _awaited(self, node: Any) -> list[tuple[RecordedStream, RecordedEvent]]:
-        """Where those ended whose results a node takes, through nodes that had nothing to do."""
+        """Return streams and end events of the producers of a node; skip nodes that never ran."""
         found, seen, left = [], set(), [node]
         while left:
             producer = left.pop()
@@ -171,7 +171,7 @@ class BackwardStreams:
 
 
 def running_node() -> Any:
-    """The node of a graph whose backward runs now, or None."""
+    """Return the node that autograd is running, or None."""
     return torch._C._current_autograd_node()
 
 

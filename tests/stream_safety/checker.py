@@ -1,4 +1,4 @@
-"""Happens-before by vector clocks, and the pairs of operations it does not order."""
+"""Detection of unordered pairs of operations with vector clocks."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ __all__ = ["Fault", "Violation", "find_violations"]
 
 
 class Fault(enum.Enum):
-    """What is wrong with a pair of operations on one buffer."""
+    """A kind of error in a pair of operations on one buffer."""
 
     UNORDERED = "not ordered"
-    """Two accesses, at least one of them a write, on streams that do not wait for each other."""
+    """No wait orders two accesses on different streams, at least one of which is a write."""
     PREMATURE_FREE = "freed too early"
-    """Memory is freed while an access on another stream may still be under way."""
+    """Memory is freed while an access on another stream may still be running."""
     UNORDERED_MEMORY = "memory not its own yet"
-    """An access, or the next owner of the memory, does not wait for what came before."""
+    """An access does not wait for the allocation, or an allocation for earlier accesses."""
     USE_AFTER_FREE = "used after it was freed"
     """The host queued an access to a buffer without memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """Two records that no chain of waits orders, on memory that they share.
+    """Two records on the same memory that no chain of waits orders.
 
     Attributes:
-        fault: What is wrong.
+        fault: The kind of error.
         buffer: The memory.
         first: Position of the earlier record in the schedule.
-        second: Position of the later one.
-        schedule: Where they are.
+        second: Position of the later record.
+        schedule: The schedule that contains both records.
     """
 
     fault: Fault
@@ -58,11 +58,11 @@ class Violation:
 
     @override
     def __str__(self) -> str:
-        """The buffer, both operations, and the wait that is missing."""
+        """Describe the buffer, both operations, and the missing wait."""
         earlier, later = (self.schedule.records[i] for i in (self.first, self.second))
         pair = (
-            f"{self.buffer.name}: {self.fault.value}: #{self.first} {_told(earlier, self.buffer)}, "
-            f"then #{self.second} {_told(later, self.buffer)}"
+            f"{self.buffer.name}: {self.fault.value}: #{self.first} {_text(earlier, self.buffer)}, "
+            f"then #{self.second} {_text(later, self.buffer)}"
         )
         if self.fault is Fault.USE_AFTER_FREE:
             return f"{pair}; give it memory in between, or free it after the last use"
@@ -72,7 +72,7 @@ class Violation:
         )
 
 
-def _told(record: Record, buffer: Buffer) -> str:
+def _text(record: Record, buffer: Buffer) -> str:
     if isinstance(record, Allocation):
         return f"allocation on {record.stream!r}"
     if isinstance(record, Free):
@@ -92,17 +92,17 @@ class _Access:
 
 @dataclass(slots=True)
 class _History:
-    """What happened to a buffer since it got its memory, by stream."""
+    """Accesses of a buffer since its allocation, by stream."""
 
     accesses: defaultdict[str, list[_Access]] = field(default_factory=lambda: defaultdict(list))
     freed_at: int | None = None
 
 
 class _Checker:
-    """Walks a schedule once.
+    """Processes a schedule in one pass.
 
-    A stream's clock says, for every stream, up to which record that stream's work is known to be
-    done before what comes next on this one.
+    The clock of a stream holds, for every other stream, the position of the last record that is
+    ordered before the next operation on this stream.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -111,8 +111,8 @@ class _Checker:
         self._events: dict[int, dict[str, int]] = {}
         self._histories: defaultdict[Buffer, _History] = defaultdict(_History)
         self._found: dict[tuple[Buffer, int, int], Violation] = {}
-        # By stream: what was freed to it and is not known to be done: buffer, access, its stream,
-        # free.
+        # By stream: accesses of freed memory that are not ordered before the free: buffer, position
+        # of the access, its stream, position of the free.
         self._reusable: defaultdict[str, list[tuple[Buffer, int, str, int]]] = defaultdict(list)
 
     def run(self) -> list[Violation]:
@@ -158,7 +158,7 @@ class _Checker:
                 self._report(Fault.PREMATURE_FREE, buffer, earlier, freed_at)
         access = _Access(index, Region(allocation.buffer), is_write=True, is_allocation=True)
         old = self._histories[allocation.buffer]
-        # With a free in between, that was compared already; without, the memory changes hands.
+        # A free has already checked earlier accesses; without a free, check them here.
         self._compare(allocation.stream, access, old, Fault.UNORDERED_MEMORY)
         self._histories[allocation.buffer] = new = _History()
         new.accesses[allocation.stream].append(access)
@@ -178,7 +178,7 @@ class _Checker:
         self._histories[free.buffer] = _History(freed_at=index)
 
     def _compare(self, stream: str, access: _Access, history: _History, fault: Fault) -> None:
-        """Report every earlier access that conflicts with this one and is not ordered before."""
+        """Report all earlier conflicting accesses that are not ordered before this access."""
         for _, earlier in self._unordered(stream, access, history):
             found = Fault.UNORDERED_MEMORY if earlier.is_allocation else fault
             self._report(found, access.region.buffer, earlier.index, access.index)
@@ -186,7 +186,7 @@ class _Checker:
     def _unordered(
         self, stream: str, access: _Access, history: _History
     ) -> Iterator[tuple[str, _Access]]:
-        """Earlier accesses that conflict with this one and are not ordered before, by stream."""
+        """Yield the stream and access of all earlier conflicting accesses that are not ordered."""
         clock = self._clocks[stream]
         for other, accesses in history.accesses.items():
             if other == stream:
@@ -206,15 +206,15 @@ class _Checker:
 
 
 def find_violations(schedule: Schedule) -> list[Violation]:
-    """Every pair of records on the same bytes that conflict and are not ordered.
+    """Return every pair of records on the same bytes that conflict and are not ordered.
 
-    Two records conflict when at least one of them writes, allocates or frees. They are ordered
-    when they are on one stream, or when a chain of events and waits leads from one to the other.
-    Buffers not allocated in the schedule are taken to have had memory, and all earlier work on
-    them to be done, when it starts.
+    Two records conflict if at least one of them writes, allocates or frees. They are ordered if
+    they are on one stream, or if a chain of events and waits leads from one to the other. A buffer
+    without an allocation in the schedule is assumed to have memory and no pending work at the
+    start.
 
     Args:
-        schedule: As recorded, or written by hand.
+        schedule: A recorded or handwritten schedule.
 
     Returns:
         Violations in the order of their second record.

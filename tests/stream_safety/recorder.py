@@ -1,4 +1,4 @@
-"""Recorded streams: operations run at once on the CPU and are written down as if queued."""
+"""Recorded streams: operations run synchronously on the CPU and are recorded as if queued."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ __all__ = [
 ]
 
 COMPUTE = "compute"
-"""Name of the stream that everything outside of a communication stream runs on."""
+"""Name of the default stream of computation."""
 
 _COPIES = (torch.ops.aten.copy_, torch.ops.aten._foreach_copy_, torch.ops.aten._to_copy)
-"""Operations between host memory and a device; every other one is on one side."""
+"""Operations that may copy between host and device memory; all others access only one of them."""
 
 
 @dataclass(slots=True)
 class _Storage:
-    """A storage seen in an operation, and what the allocator of a GPU would know of it.
+    """A storage accessed by an operation, with the state that the allocator of a GPU would hold.
 
-    Several storages may be parts of one buffer; `start` is the first byte of this one in it.
-    Host memory has `HOST` for its stream, and is not followed when it is freed: the allocator of
-    pinned memory waits for copies itself.
+    Several storages may be parts of one buffer; `start` is the offset of a storage in its buffer,
+    in bytes. Host memory has the stream `HOST`, and its frees are not recorded: the allocator of
+    pinned memory waits for copies.
     """
 
     ref: StorageWeakRef
@@ -68,58 +68,60 @@ class _Storage:
 
 
 class RecordedStream:
-    """A stream by name. See `streams.Stream`."""
+    """A recorded stream. See `streams.Stream`."""
 
     def __init__(self, name: str, recorder: StreamRecorder) -> None:
         self.name = name
         self._recorder = recorder
 
     def wait_stream(self, stream: Any, /) -> None:
-        """Write down that this stream waits for another one."""
-        self._recorder.settled.wait_stream(self.name, stream.name)
+        """Record that this stream waits for another stream."""
+        self._recorder.current_schedule.wait_stream(self.name, stream.name)
 
     def record_event(self) -> RecordedEvent:
-        """Write down an event on this stream."""
-        return RecordedEvent(self._recorder.settled.record_event(self.name), self._recorder)
+        """Record an event on this stream."""
+        return RecordedEvent(
+            self._recorder.current_schedule.record_event(self.name), self._recorder
+        )
 
     def wait_event(self, event: RecordedEvent, /) -> None:
-        """Write down that this stream waits for an event."""
-        self._recorder.settled.wait_event(self.name, event.number)
+        """Record that this stream waits for an event."""
+        self._recorder.current_schedule.wait_event(self.name, event.number)
 
     def synchronize(self) -> None:
-        """Write down that the host waits for this stream."""
-        self._recorder.settled.wait_stream(HOST, self.name)
+        """Record that the host waits for this stream."""
+        self._recorder.current_schedule.wait_stream(HOST, self.name)
 
 
 class RecordedEvent:
-    """An event by number, with the methods of `torch.cuda.Event` once it is recorded."""
+    """A recorded event, with the waiting methods of `torch.cuda.Event`."""
 
     def __init__(self, number: int, recorder: StreamRecorder) -> None:
         self.number = number
         self._recorder = recorder
 
     def wait(self, stream: RecordedStream | None = None) -> None:
-        """Write down that a stream waits for it, the current one if none is given."""
+        """Record that a stream, by default the current stream, waits for this event."""
         (stream or self._recorder.current_stream()).wait_event(self)
 
     def synchronize(self) -> None:
-        """Write down that the host waits for it."""
-        self._recorder.settled.wait_event(HOST, self.number)
+        """Record that the host waits for this event."""
+        self._recorder.current_schedule.wait_event(HOST, self.number)
 
 
 class StreamRecorder:
-    """A device whose streams write a schedule. See `streams.StreamDevice`.
+    """A device whose streams record a schedule. See `streams.StreamDevice`.
 
-    Memory is modeled as a caching allocator has it: a storage gets memory on the stream that is
-    current when it is made, and when it dies that stream may use the memory again at once.
+    Memory is modeled after the caching allocator: a storage is allocated on the stream that is
+    current at its creation, and once the storage is freed, this stream may reuse the memory.
 
     Attributes:
-        schedule: What was recorded so far.
+        schedule: The schedule recorded so far.
     """
 
     def __init__(self) -> None:
         self.schedule = Schedule()
-        # Each with the node that ran when it was set, or None.
+        # Streams, with the autograd node that was running when the stream was selected, or None.
         self._current: list[tuple[RecordedStream, Any]] = [(RecordedStream(COMPUTE, self), None)]
         self._backward: BackwardStreams | None = None
         self._names = {COMPUTE}
@@ -131,7 +133,7 @@ class StreamRecorder:
     # -- the device ---------------------------------------------------------------------------
 
     def new_stream(self, name: str) -> RecordedStream:
-        """Make a stream; a number is added to a name that is taken."""
+        """Create a stream; a number is appended to a name that is already used."""
         unique, number = name, 1
         while unique in self._names:
             number += 1
@@ -140,16 +142,16 @@ class StreamRecorder:
         return RecordedStream(unique, self)
 
     def new_compute_stream(self, name: str) -> RecordedStream:
-        """Make another stream for the model to compute on, as `torch.cuda.Stream()` does.
+        """Create another stream for computation, as `torch.cuda.Stream()` does.
 
-        From then on, backwards are followed as well: a node runs on the stream of its forward.
+        From then on, the nodes of a backward run on the streams of their forwards.
         """
         if self._backward is None:
             self._backward = BackwardStreams(self._current[0][0])
         return self.new_stream(name)
 
     def current_stream(self) -> RecordedStream:
-        """Return the stream that operations are recorded on now."""
+        """Return the stream on which operations are currently recorded."""
         stream, node = self._current[-1]
         if self._backward is None:
             return stream
@@ -157,7 +159,7 @@ class StreamRecorder:
 
     @contextlib.contextmanager
     def use(self, stream: Stream) -> Iterator[None]:
-        """Record operations on a stream in the context, as `torch.cuda.stream()`."""
+        """Record operations on a stream inside the context, like `torch.cuda.stream()`."""
         assert isinstance(stream, RecordedStream)
         before = self.current_stream()
         self._current.append((stream, running_node()))
@@ -169,9 +171,9 @@ class StreamRecorder:
             self._made_on(before)
 
     def keep_stream(self, node: Any) -> None:
-        """Remember the stream of a node of the graph, which is found by its number otherwise.
+        """Store the stream of an autograd node, instead of deriving it from the sequence number.
 
-        Call it before `Node._set_sequence_nr`, after `new_compute_stream`.
+        Call this method before `Node._set_sequence_nr`, after `new_compute_stream`.
         """
         if self._backward is not None:
             self._backward.keep(node)
@@ -184,12 +186,12 @@ class StreamRecorder:
 
     @property
     def is_paused(self) -> bool:
-        """Whether operations are not recorded at the moment."""
+        """Whether recording of operations is paused."""
         return self._is_paused
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Record no operations while the context lasts."""
+        """Pause the recording of operations inside the context."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -197,7 +199,7 @@ class StreamRecorder:
             self._is_paused = before
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is in host memory: offloaded, or made of what is."""
+        """Return whether a tensor is in host memory: offloaded, or computed there by the host."""
         storage = self._storages.get(tensor.untyped_storage()._cdata)
         return is_in_host_memory(tensor) or (storage is not None and storage.stream == HOST)
 
@@ -209,22 +211,22 @@ class StreamRecorder:
         *,
         on_host: bool = False,
     ) -> None:
-        """Write down work on the current stream, after the allocations of what is new in it.
+        """Record an operation on the current stream, after allocations of its new tensors.
 
         Args:
-            name: What it is.
-            reads: Plain tensors it reads.
-            writes: Plain tensors it writes.
-            on_host: Whether the host does it at once; what it makes is in host memory.
+            name: Name of the operation.
+            reads: Plain tensors that the operation reads.
+            writes: Plain tensors that the operation writes.
+            on_host: Whether the host runs the operation; its results are in host memory.
         """
         if on_host:
-            # Numbers, such as counts of steps, are not told from those of a device.
+            # 0-dim tensors, such as step counts, may belong to the host or the device: ignore them.
             reads, writes = ([t for t in each if t.dim()] for each in (reads, writes))
         written = self._regions(name, writes, made_here=True, on_host=on_host)
         read = self._regions(name, reads, made_here=False, on_host=on_host)
         if not written and not read:
             return
-        self.settled.operation(
+        self.current_schedule.operation(
             HOST if on_host else self.current_stream().name,
             name,
             [r for r in read if r not in written],
@@ -249,8 +251,8 @@ class StreamRecorder:
     # -- memory -------------------------------------------------------------------------------
 
     @property
-    def settled(self) -> Schedule:
-        """The schedule, after the frees of storages that died since the last record."""
+    def current_schedule(self) -> Schedule:
+        """The schedule, after recording the frees of storages that died since the last access."""
         for key in [key for key, storage in self._storages.items() if storage.is_dead]:
             storage = self._storages.pop(key)
             if storage.has_memory:
@@ -259,12 +261,12 @@ class StreamRecorder:
         return self.schedule
 
     def stop(self) -> None:
-        """Free the storages that died by now in the schedule, and follow memory no longer."""
-        assert self.settled is self.schedule
+        """Record the frees of storages that have died, and stop tracking memory."""
+        assert self.current_schedule is self.schedule
         self._storages.clear()
 
-    def is_known(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's storage was seen before."""
+    def is_tracked(self, tensor: torch.Tensor) -> bool:
+        """Return whether the tensor's storage is tracked."""
         return tensor.untyped_storage()._cdata in self._storages
 
     def _storage_of(
@@ -273,9 +275,9 @@ class StreamRecorder:
         untyped = tensor.untyped_storage()
         found = self._storages.get(untyped._cdata)
         is_on_host = on_host or self.is_on_host(tensor)
-        # One that is said to be in host memory after it was made begins again as such.
+        # A storage that is assigned to host memory after its creation is tracked anew.
         if found is not None and is_on_host == (found.stream == HOST):
-            # The weak reference keeps this address from being used for another storage.
+            # The weak reference prevents the reuse of this address for another storage.
             return found
         self._num_unnamed += 1
         origin = f"of {maker}" if made_here else "from before"
@@ -285,10 +287,10 @@ class StreamRecorder:
             self._storages[untyped._cdata] = _Storage(ref, buffer, HOST, has_memory=False)
             return self._storages[untyped._cdata]
         stream = self.current_stream().name if made_here else COMPUTE
-        # What died is settled first: its memory may be the new storage's.
-        schedule = self.settled
+        # Record frees first: the new storage may reuse the memory of a dead storage.
+        schedule = self.current_schedule
         ref = StorageWeakRef(untyped)
-        # The engine tells the allocator who takes the results of a node.
+        # The autograd engine registers consumers of a node's results with the allocator.
         is_a_gradient = made_here and self._backward is not None and running_node() is not None
         found = _Storage(ref, buffer, stream, has_memory=not is_a_gradient)
         self._storages[untyped._cdata] = found
@@ -297,14 +299,14 @@ class StreamRecorder:
         return found
 
     def name(self, tensor: torch.Tensor, name: str, *, has_memory: bool = True) -> None:
-        """Give a tensor's storage a name for reports, unless it is a part of a larger one.
+        """Name the storage of a tensor for reports, unless the storage is a part of another.
 
         Args:
-            tensor: Any view of it.
+            tensor: Any view of the storage.
             name: The name.
-            has_memory: Whether it has memory, if it was not seen before.
+            has_memory: Whether the storage has memory, if it is not tracked yet.
         """
-        is_new = not self.is_known(tensor)
+        is_new = not self.is_tracked(tensor)
         storage = self._storage_of(tensor, "", made_here=False)
         if storage.is_part:
             return
@@ -313,65 +315,65 @@ class StreamRecorder:
             storage.has_memory = False
             self.schedule.free(storage.stream, storage.buffer)
 
-    def is_part(self, tensor: torch.Tensor, block: torch.Tensor) -> None:
-        """Take a storage for a part of another one: what touches one touches the other.
+    def mark_part(self, tensor: torch.Tensor, block: torch.Tensor) -> None:
+        """Make a storage a part of the buffer of another storage.
 
         Args:
             tensor: Any view of the part.
-            block: A tensor of bytes, from the start of its storage.
+            block: A tensor of bytes that begins at the start of its storage.
         """
         whole = self._storage_of(block, "", made_here=False)
         part = self._storage_of(tensor, "", made_here=False)
-        # Its own memory is none, so that none is freed when it dies.
+        # A part owns no memory, so its death records no free.
         part.buffer, part.has_memory, part.is_part = whole.buffer, False, True
         whole.buffer.name = f"trace pool, {tensor.dtype}"
         part.start = tensor.untyped_storage().data_ptr() - block.data_ptr()
 
-    def gains_memory(self, tensor: torch.Tensor) -> None:
-        """Write down that a storage is given memory on the current stream."""
+    def record_allocation(self, tensor: torch.Tensor) -> None:
+        """Record that a storage is allocated on the current stream."""
         storage = self._storage_of(tensor, "", made_here=False)
         if storage.stream == HOST:
             return
         storage.stream, storage.has_memory = self.current_stream().name, True
-        self.settled.allocate(storage.stream, storage.buffer)
+        self.current_schedule.allocate(storage.stream, storage.buffer)
 
     def receive(self, event: Event) -> None:
-        """Write down what an event of an observer says of memory.
+        """Record the allocation or free of an observer's event.
 
-        A pool keeps the memory of its buffers; main gradients are freed with their last view.
+        A pool keeps the memory of its buffers. Main gradients are freed with their last view.
         """
         match event:
             case BufferAcquired(buffer):
                 block = buffer.pool_memory
                 if block is None:
-                    self.gains_memory(buffer.tensor)
+                    self.record_allocation(buffer.tensor)
                 else:
-                    self.is_part(buffer.tensor, block)
+                    self.mark_part(buffer.tensor, block)
             case BufferReleasing(buffer) if buffer.pool_memory is None:
-                self.loses_memory(buffer.tensor)
+                self.record_free(buffer.tensor)
             case MainGradientAllocated(grad_buffer, flat):
-                if not self.is_known(flat):
-                    self.gains_memory(flat)
+                if not self.is_tracked(flat):
+                    self.record_allocation(flat)
                 self.name(flat, self._main_names.get(grad_buffer.tensor, "main"))
 
     def name_main(self, grad_buffer: torch.Tensor, name: str) -> None:
-        """Give the main gradients of a group a name for reports.
+        """Name the main gradients of a group for reports.
 
         Args:
-            grad_buffer: The tensor of its full gradient buffer.
+            grad_buffer: The tensor of the group's full gradient buffer.
             name: The name.
         """
         self._main_names[grad_buffer] = name
 
-    def loses_memory(self, tensor: torch.Tensor) -> None:
-        """Write down that a storage's memory is taken away."""
+    def record_free(self, tensor: torch.Tensor) -> None:
+        """Record that the memory of a storage is freed."""
         storage = self._storage_of(tensor, "", made_here=False)
-        self.settled.free(storage.stream, storage.buffer)
+        self.current_schedule.free(storage.stream, storage.buffer)
         storage.has_memory = False
 
 
 class RecordedCollectives(NcclCollectives):
-    """Collectives of gloo, run at once and written down."""
+    """Collectives that are recorded and run synchronously with gloo."""
 
     def __init__(self, recorder: StreamRecorder) -> None:
         self._recorder = recorder
@@ -398,7 +400,7 @@ class RecordedCollectives(NcclCollectives):
 
     @override
     def all_reduce(self, full: torch.Tensor, axis: Axis) -> None:
-        """Replace `full` by its sum over ranks."""
+        """Replace `full` with its sum over ranks."""
         self._recorder.operation("all_reduce", reads=[], writes=[full])
         with self._recorder.paused():
             super().all_reduce(full, axis)
@@ -412,14 +414,14 @@ class RecordedCollectives(NcclCollectives):
         sent_numels: Sequence[int],
         axis: Axis,
     ) -> None:
-        """Send every rank its part of `sent`, and receive what all have for this one."""
+        """Send every rank its part of `sent`, and receive the parts for this rank."""
         self._recorder.operation("all_to_all", reads=[sent], writes=[received])
         with self._recorder.paused():
             super().all_to_all(received, sent, received_numels, sent_numels, axis)
 
 
 class OperationMode(TorchDispatchMode):
-    """Writes down every operation of torch, forward and backward, while it is active."""
+    """Records every operation of torch, forward and backward, while active."""
 
     def __init__(self, recorder: StreamRecorder) -> None:
         super().__init__()
@@ -429,9 +431,9 @@ class OperationMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation, then write down what it read and wrote."""
+        """Run the operation, then record its accesses."""
         if any(issubclass(cls, DTensor) for cls in types):
-            # DTensor goes first; what it does to local tensors comes by here again.
+            # DTensor dispatches to operations on local tensors, which are recorded.
             return NotImplemented
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The entry: run steps of a sharded model on recorded streams."""
+"""Entry point: runs steps of a sharded model on recorded streams."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Recording(StreamRecorder):
     """Steps that run on recorded streams.
 
     Attributes:
-        collectives: Collectives on these streams.
-        communicator: The scheduling code of CUDA on both.
+        collectives: Collectives on recorded streams.
+        communicator: CUDA's scheduling code with recorded streams and collectives.
     """
 
     def __init__(self) -> None:
@@ -31,31 +31,31 @@ class Recording(StreamRecorder):
         self.communicator = StreamCommunicator(self, self.collectives)
 
     def violations(self) -> list[Violation]:
-        """Return the pairs of operations on one memory that nothing orders, with explanations."""
-        return find_violations(self.settled)
+        """Return the pairs of operations on the same memory that no wait orders."""
+        return find_violations(self.current_schedule)
 
 
 @contextlib.contextmanager
 def record_streams(module: nn.Module) -> Iterator[Recording]:
-    """Run what is inside on recorded streams, on a CPU and with gloo. Collective.
+    """Run the body of the context on recorded streams, on a CPU with gloo. Collective.
 
         with record_streams(model) as recording:
             step()
         for violation in recording.violations():
             print(violation)
 
-    The code that schedules communication on CUDA schedules it here. Numbers are those of
-    ordinary training up to the rounding of sums; operations are several times slower. Operations
-    of the calling thread are seen, those in backwards on a CPU included.
+    The code that schedules communication on CUDA schedules it here. Results equal those of
+    ordinary training up to rounding of sums; operations are several times slower. Only operations
+    of the calling thread are recorded, including backwards on a CPU.
 
     Args:
-        module: The root of a sharded model, at rest.
+        module: The root of a sharded model, between two steps.
 
     Yields:
-        The recording; its violations can be asked for inside and afterwards.
+        The recording. Call `violations()` inside the context or afterwards.
 
     Raises:
-        ValueError: The module holds no unit, or one that is not on a CPU.
+        ValueError: The module has no unit, or a unit that is not on a CPU.
     """
     units = named_units(module)
     if not units:
@@ -106,4 +106,4 @@ def _name_buffers(name: str, group: ParameterGroup, recorder: StreamRecorder) ->
 
 
 _KINDS = {"model_weight": "gathered", "full_grad": "full"}
-"""What else temporary buffers are called, where one that stays has their name."""
+"""Names of temporary buffers whose kind is also the name of a persistent buffer."""

@@ -1,4 +1,4 @@
-"""What was queued where: the record that the checker reads."""
+"""The schedule of operations on streams that the checker reads."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ __all__ = [
 ]
 
 HOST = "host"
-"""Name of what stands for the host: its own work, and its waits for events and streams. Whatever is
-queued on a stream comes after all of that."""
+"""Stream name of the host's own work and waits. Work on any other stream runs after all earlier
+records of the host."""
 
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """A piece of memory with a life of its own; two of the same name are two.
+    """A separately allocated block of memory, compared by identity.
 
     Attributes:
-        name: For reports; may be changed when a better one is known.
+        name: Name for reports; it may be changed later.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Region:
     """Bytes of a buffer.
 
     Attributes:
-        buffer: Which.
+        buffer: The buffer.
         start: First byte.
         stop: One past the last byte.
     """
@@ -51,7 +51,7 @@ class Region:
     stop: int = sys.maxsize
 
     def overlaps(self, other: Region) -> bool:
-        """Whether two regions of one buffer have bytes in common."""
+        """Return whether two regions of one buffer have bytes in common."""
         return self.start < other.stop and other.start < self.stop
 
 
@@ -61,9 +61,9 @@ class Operation:
 
     Attributes:
         stream: Name of the stream.
-        name: What it is, such as `aten.mm` or `all_gather`.
-        reads: What it reads and does not write.
-        writes: What it writes.
+        name: Name of the operation, such as `aten.mm` or `all_gather`.
+        reads: Regions that the operation reads and does not write.
+        writes: Regions that the operation writes.
     """
 
     stream: str
@@ -74,7 +74,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """A buffer gets memory, which work on `stream` may have used before."""
+    """The allocation of a buffer from memory that earlier work on `stream` may have used."""
 
     stream: str
     buffer: Buffer
@@ -82,13 +82,13 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """A buffer loses its memory, which work on `stream` may use from now on.
+    """The free of a buffer, whose memory later work on `stream` may use.
 
     Attributes:
         stream: Name of the stream.
-        buffer: Which.
-        when_reused: Whether what else uses it has to be done only when the stream is next given
-            memory, and not at once: waits that come in between count.
+        buffer: The buffer.
+        when_reused: Whether accesses on other streams must be ordered before the next allocation on
+            the stream, instead of before this free.
     """
 
     stream: str
@@ -98,7 +98,7 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class EventRecord:
-    """An event that stands for all earlier work on a stream."""
+    """An event that completes after all earlier work on a stream."""
 
     stream: str
     event: int
@@ -114,7 +114,7 @@ class EventWait:
 
 @dataclass(frozen=True, slots=True)
 class StreamWait:
-    """Later work on a stream runs after earlier work on another one."""
+    """Later work on a stream runs after earlier work on another stream."""
 
     stream: str
     awaited: str
@@ -127,7 +127,7 @@ class Schedule:
     """Records in the order in which the host queued them.
 
     Attributes:
-        records: All of them; a record's position is the number that reports give it.
+        records: All records; reports number a record by its position.
     """
 
     def __init__(self) -> None:
@@ -141,12 +141,12 @@ class Schedule:
         reads: Iterable[Region | Buffer] = (),
         writes: Iterable[Region | Buffer] = (),
     ) -> None:
-        """Queue work; a buffer stands for all of it."""
+        """Queue an operation; a buffer stands for its whole region."""
         read, written = tuple(map(_region, reads)), tuple(map(_region, writes))
         self.records.append(Operation(stream, name, read, written))
 
     def allocate(self, stream: str, buffer: Buffer) -> None:
-        """Give a buffer memory from the free memory of a stream."""
+        """Allocate a buffer from the free memory of a stream."""
         self.records.append(Allocation(stream, buffer))
 
     def free(self, stream: str, buffer: Buffer, *, when_reused: bool = False) -> None:
@@ -163,18 +163,18 @@ class Schedule:
         """Make a stream wait for an event.
 
         Raises:
-            ValueError: No such event was recorded.
+            ValueError: The event was not recorded.
         """
         if not 1 <= event <= self._num_events:
             raise ValueError(f"stream {stream!r} waits for event {event}, which was not recorded")
         self.records.append(EventWait(stream, event))
 
     def wait_stream(self, stream: str, awaited: str) -> None:
-        """Make a stream wait for all earlier work on another one."""
+        """Make a stream wait for all earlier work on another stream."""
         self.records.append(StreamWait(stream, awaited))
 
     def operations(self, stream: str | None = None) -> list[Operation]:
-        """Operations, of one stream or of all, in order."""
+        """Return the operations of one stream, or of all streams, in order."""
         return [
             record
             for record in self.records

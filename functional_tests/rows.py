@@ -418,7 +418,6 @@ SAME: tuple[Row, ...] = tuple(replace(
         for way in OFFLOADS[1:3]
         for flags in (
             "--optimizer muon",
-            "--fp16 --initial-loss-scale 1024",
             f"--num-experts 4 {EP2}",
             TP2,
             PP2,

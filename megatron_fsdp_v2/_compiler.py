@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["check_engine", "leave_to_python", "runs_as_written", "uncompiled"]
+__all__ = ["break_graph", "not_compiled", "reject_compiled_autograd", "uncompiled"]
 
 _REASON = (
     "megatron_fsdp_v2 gathers weights before the forward of a sharded module and drops them after "
@@ -32,7 +32,7 @@ def uncompiled[**P, R](function: Callable[P, R]) -> Callable[P, R]:
         function: A function defined once per process: the wrapper is cached.
     """
     made: Callable[P, R] = torch.compiler.disable(function, reason=_REASON)  # type: ignore[no-untyped-call]
-    _leave_rooms_as_written()
+    _skip_packages()
     compiler_at_work = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
     @functools.wraps(made)
@@ -46,23 +46,23 @@ def uncompiled[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
 
 @functools.cache
-def _leave_rooms_as_written() -> None:
+def _skip_packages() -> None:
     """Make the compiler skip the packages of sharded tensors, which torch calls outside of hooks.
 
     Also skips this file, which defines the wrapper of `uncompiled`.
     """
-    for room in ("dtensor", "comm", "_compiler"):
-        torch._dynamo.trace_rules.add(f"{__package__}.{room}")
+    for package in ("dtensor", "comm", "_compiler"):
+        torch._dynamo.trace_rules.add(f"{__package__}.{package}")
 
 
-def runs_as_written[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+def not_compiled[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     """Return a function that the compiler does not compile; functions it calls may be compiled."""
     return torch.compiler.disable(  # type: ignore[no-any-return, no-untyped-call]
         function, recursive=False, reason=_REASON
     )
 
 
-def leave_to_python(what: str) -> None:
+def break_graph(what: str) -> None:
     """Break the compiler's graph, if it is tracing, where it inspects a sharded tensor.
 
     Raises:
@@ -82,7 +82,7 @@ class _Named(Protocol):
     def name(self) -> str: ...
 
 
-def check_engine(unit: _Named) -> None:
+def reject_compiled_autograd(unit: _Named) -> None:
     """Raise if a backward runs in compiled autograd, which collects hooks before it runs them.
 
     Args:

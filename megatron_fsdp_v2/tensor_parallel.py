@@ -26,11 +26,11 @@ __all__ = [
     "REPLICATED",
     "ROW",
     "VOCABULARY",
-    "Cut",
-    "Cuts",
     "FusedShard",
+    "PlacementPatterns",
     "TensorParallelRule",
-    "cut_of",
+    "TensorPlacement",
+    "tensor_shard_by_rules",
     "tensor_shards",
 ]
 
@@ -52,24 +52,24 @@ class FusedShard:
     num_pieces: int
 
 
-type Cut = Placement | FusedShard
+type TensorPlacement = Placement | FusedShard
 """Placement of a parameter along the tensor-parallel axis."""
 
-type Cuts = Mapping[str, Cut]
+type PlacementPatterns = Mapping[str, TensorPlacement]
 """Placements by shell-style pattern of parameter names; the first match applies."""
 
 # Dimensions count from the last, so that they also apply to stacked weights, such as experts'
 # matrices of shape (experts, out, in).
-COLUMN: Cuts = {"weight*": Shard(-2), "bias*": Shard(-1)}
+COLUMN: PlacementPatterns = {"weight*": Shard(-2), "bias*": Shard(-1)}
 """A column-parallel linear layer: weight `(..., out, in)`, bias `(..., out)`."""
 
-ROW: Cuts = {"weight*": Shard(-1), "bias*": Replicate()}
+ROW: PlacementPatterns = {"weight*": Shard(-1), "bias*": Replicate()}
 """A row-parallel linear layer; its bias is replicated and added after the sum."""
 
-VOCABULARY: Cuts = {"weight": Shard(-2)}
+VOCABULARY: PlacementPatterns = {"weight": Shard(-2)}
 """A vocabulary-parallel embedding: weight `(words, hidden)`."""
 
-REPLICATED: Cuts = {"*": Replicate()}
+REPLICATED: PlacementPatterns = {"*": Replicate()}
 """A replicated module, such as a norm or a router."""
 
 
@@ -80,12 +80,12 @@ class TensorParallelRule:
     Attributes:
         module: The class, including its subclasses; or its import path, such as
             `"transformer_engine.pytorch.LayerNormLinear"`, which is not imported.
-        cuts: Placements by parameter name; or a function of the module that returns them, if they
-            depend on options of the module.
+        placements: Placements by parameter name; or a function of the module that returns them, if
+            they depend on options of the module.
     """
 
     module: type[nn.Module] | str
-    cuts: Cuts | Callable[[nn.Module], Cuts]
+    placements: PlacementPatterns | Callable[[nn.Module], PlacementPatterns]
 
     def __post_init__(self) -> None:
         """Validate `module`.
@@ -111,10 +111,13 @@ class TensorParallelRule:
         known = getattr(sys.modules.get(package), name, None)
         return isinstance(known, type) and isinstance(module, known)
 
-    def find_cut(self, module: nn.Module, name: str) -> Cut | None:
+    def find_placement(self, module: nn.Module, name: str) -> TensorPlacement | None:
         """Return the placement of a module's parameter; None if no pattern matches its name."""
-        cuts = self.cuts(module) if callable(self.cuts) else self.cuts
-        return next((cut for pattern, cut in cuts.items() if fnmatchcase(name, pattern)), None)
+        placements = self.placements(module) if callable(self.placements) else self.placements
+        return next(
+            (placement for pattern, placement in placements.items() if fnmatchcase(name, pattern)),
+            None,
+        )
 
 
 NORM_RULES: tuple[TensorParallelRule, ...] = (
@@ -153,7 +156,7 @@ def tensor_shards(
         for name, param in below.named_parameters(recurse=False):
             if isinstance(param, DTensor):
                 continue
-            shard = cut_of(below, name, param, rules, mesh, prefix)
+            shard = tensor_shard_by_rules(below, name, param, rules, mesh, prefix)
             if found.setdefault(param, shard) != shard:
                 raise ValueError(
                     f"parameter {prefix}.{name} is tied to a parameter that another rule shards "
@@ -162,7 +165,7 @@ def tensor_shards(
     return found
 
 
-def cut_of(
+def tensor_shard_by_rules(
     module: nn.Module,
     name: str,
     param: torch.Tensor,
@@ -186,24 +189,26 @@ def cut_of(
     where = f"parameter {prefix}.{name}" if prefix else f"parameter {name}"
     where += f" of shape {tuple(param.shape)} of {type(module).__name__}"
     rule = next((rule for rule in rules if rule.matches(module)), None)
-    cut = None if rule is None else rule.find_cut(module, name)
-    if cut is None:
+    placement = None if rule is None else rule.find_placement(module, name)
+    if placement is None:
         why = "no rule matches its module" if rule is None else f"{rule} has no pattern for it"
         raise ValueError(
             f"the tensor-parallel placement of {where} is unknown: {why}; add a rule such as "
             f"TensorParallelRule({type(module).__name__}, REPLICATED) before the other rules"
         )
-    if type(cut) is Replicate:
+    if type(placement) is Replicate:
         return TensorShard(mesh, None)
-    if not (type(cut) is Shard or isinstance(cut, FusedShard)):
-        raise ValueError(f"{where} cannot be {cut}; use Shard, Replicate or FusedShard")
-    if not -param.ndim <= cut.dim < param.ndim:
-        raise ValueError(f"{where} has no dimension {cut.dim}, which {cut} shards")
-    dim = cut.dim % param.ndim
+    if not (type(placement) is Shard or isinstance(placement, FusedShard)):
+        raise ValueError(f"{where} cannot be {placement}; use Shard, Replicate or FusedShard")
+    if not -param.ndim <= placement.dim < param.ndim:
+        raise ValueError(f"{where} has no dimension {placement.dim}, which {placement} shards")
+    dim = placement.dim % param.ndim
     pieces: tuple[int, ...] = ()
-    if isinstance(cut, FusedShard):
-        length, count = param.shape[dim], cut.num_pieces
+    if isinstance(placement, FusedShard):
+        length, count = param.shape[dim], placement.num_pieces
         if count < 1 or length % count:
-            raise ValueError(f"{where} cannot be divided into {count} equal matrices by {cut}")
+            raise ValueError(
+                f"{where} cannot be divided into {count} equal matrices by {placement}"
+            )
         pieces = (length // count,) * count
     return TensorShard(mesh, dim, pieces)

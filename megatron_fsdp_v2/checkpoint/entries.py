@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_fsdp_v2.dtensor.optimizer_state import held_elsewhere, wrap_foreign_state
+from megatron_fsdp_v2.dtensor.optimizer_state import saved_by_other_ranks, wrap_foreign_state
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.optim.flat import FlatOptimizer
 from megatron_fsdp_v2.runtime.module import make_idle
@@ -118,7 +118,7 @@ def state_entries(
         ValueError: The optimizer steps a parameter that the model does not have.
     """
     entries: dict[str, Any] = {}
-    elsewhere = held_elsewhere(optimizer)
+    elsewhere = saved_by_other_ranks(optimizer)
     for group in optimizer.param_groups:
         for param in group["params"]:
             of_param = optimizer.state.get(param, {})

@@ -24,8 +24,8 @@ from megatron_fsdp_v2.comm.interface import (
     Communicator,
     Label,
     Work,
-    run_alone,
-    store,
+    run_single_rank,
+    store_scaled,
 )
 from megatron_fsdp_v2.comm.streams import NcclCollectives, Stream, StreamCommunicator
 
@@ -33,7 +33,7 @@ __all__ = [
     "SUM_CHUNK",
     "CpuCommunicator",
     "CudaStreams",
-    "LateFlag",
+    "DeferredFlag",
     "NcclRegistrar",
     "communicator_for",
     "host_block",
@@ -92,7 +92,7 @@ class CpuCommunicator(Communicator):
     def issue(self, collective: Collective, *, async_op: bool) -> Work:
         """See `Communicator.issue`."""
         if collective.axis.size == 1:
-            run_alone(collective)
+            run_single_rank(collective)
             return DONE
         if collective.before is not None:
             collective.before()
@@ -153,7 +153,7 @@ def _reduce_scatter(c: Collective) -> _Started:
 def _all_reduce(c: Collective) -> _Started:
     def finish() -> None:
         if c.input.dtype == c.output.dtype:
-            store(c.output, c.input, c.scale, c.accumulate)
+            store_scaled(c.output, c.input, c.scale, c.accumulate)
         else:
             _sum_into(c, [c.input])
 
@@ -208,7 +208,7 @@ def _sum_into(c: Collective, pieces: list[torch.Tensor]) -> None:
         total = first.to(dtype)
         for other in others:
             total.add_(other)
-        store(target, total, scale, accumulate)
+        store_scaled(target, total, scale, accumulate)
         # Otherwise this chunk would stay allocated while the next one is computed.
         del total
 
@@ -298,7 +298,7 @@ def is_capturing(device: torch.device) -> bool:
     return is_used and torch.cuda.is_current_stream_capturing()
 
 
-class LateFlag:
+class DeferredFlag:
     """A flag that a device computes; the host reads it later without waiting.
 
     Args:

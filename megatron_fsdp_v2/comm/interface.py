@@ -28,8 +28,8 @@ __all__ = [
     "Work",
     "collective_failure",
     "naming_failures",
-    "run_alone",
-    "store",
+    "run_single_rank",
+    "store_scaled",
 ]
 
 
@@ -87,7 +87,7 @@ class CollectiveKind(enum.Enum):
 
 
 SUMS = (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE)
-"""Kinds that sum over ranks; `store` writes their result."""
+"""Kinds that sum over ranks; `store_scaled` writes their result."""
 
 
 class Collective(NamedTuple):
@@ -224,21 +224,21 @@ class Communicator:
     def synchronize(self) -> None:
         """Make the host wait for the current stream."""
 
-    def memory(self) -> AbstractContextManager[Any]:
+    def allocation_context(self) -> AbstractContextManager[Any]:
         """Return a context in which temporary buffers are allocated: on the compute stream.
 
         After the context, the current stream waits for earlier uses of that memory.
         """
         return _ANYWHERE
 
-    def settle(self) -> None:
+    def wait_before_free(self) -> None:
         """Make the compute stream wait for the current stream, before memory is freed."""
 
 
 _ANYWHERE: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
-def store(into: torch.Tensor, value: torch.Tensor, scale: float, accumulate: bool) -> None:
+def store_scaled(into: torch.Tensor, value: torch.Tensor, scale: float, accumulate: bool) -> None:
     """Compute `into = scale * value`, or `into += scale * value`, in one pass over both.
 
     The product is computed in the wider of both dtypes.
@@ -268,13 +268,13 @@ def store(into: torch.Tensor, value: torch.Tensor, scale: float, accumulate: boo
         torch.mul(value, value.new_full((1,), scale, dtype=wider), out=into)
 
 
-def run_alone(collective: Collective) -> None:
+def run_single_rank(collective: Collective) -> None:
     """Run a collective of one rank locally."""
     output, given = collective.output, collective.input
     if collective.before is not None:
         collective.before()
     if collective.kind in SUMS:
-        store(output, given, collective.scale, collective.accumulate)
+        store_scaled(output, given, collective.scale, collective.accumulate)
     elif output.data_ptr() != given.data_ptr():
         output.copy_(given)
     if collective.after is not None:

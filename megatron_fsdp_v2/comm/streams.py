@@ -24,8 +24,8 @@ from megatron_fsdp_v2.comm.interface import (
     CommStream,
     Communicator,
     Work,
-    run_alone,
-    store,
+    run_single_rank,
+    store_scaled,
 )
 
 __all__ = ["NcclCollectives", "Stream", "StreamCommunicator", "StreamDevice"]
@@ -118,7 +118,7 @@ class _ComputeStream:
     def begin_pass(self) -> None:
         self.stream = self._device.current_stream()
 
-    def other(self) -> Stream | None:
+    def side_stream(self) -> Stream | None:
         """Return the current stream if it is a side stream. Called for every gradient."""
         current = self._device.current_stream()
         if self.stream is None:
@@ -147,7 +147,7 @@ class _EventWork:
         if self.event is not None:
             self.device.current_stream().wait_event(self.event)
             # The compute stream uses the output too, and a handle is waited for only once.
-            if self.compute.other() is not None:
+            if self.compute.side_stream() is not None:
                 self.compute.stream.wait_event(self.event)
         self.event = None
         # Released only after the wait: the waiting stream may reuse the freed memory.
@@ -164,9 +164,9 @@ class StreamCommunicator(Communicator):
 
     A model may also compute on side streams, and autograd runs a node on the stream of its forward.
     The compute stream is the stream on which the latest pass through the model began. A side stream
-    waits for the compute stream before it uses memory of a buffer (`memory`, `wait_for`); the
-    compute stream waits for side streams before that memory is communicated (`wait_for`) or freed
-    (`settle`).
+    waits for the compute stream before it uses memory of a buffer (`allocation_context`,
+    `wait_for`); the compute stream waits for side streams before that memory is communicated
+    (`wait_for`) or freed (`wait_before_free`).
 
     Args:
         device: Makes and selects streams.
@@ -186,7 +186,7 @@ class StreamCommunicator(Communicator):
     def issue(self, collective: Collective, *, async_op: bool) -> Work:
         """See `Communicator.issue`."""
         if collective.axis.size == 1:
-            run_alone(collective)
+            run_single_rank(collective)
             return DONE
         axis, kind = collective.axis, collective.kind
         with self._on_stream(collective.comm_stream, async_op):
@@ -197,7 +197,7 @@ class StreamCommunicator(Communicator):
             except RuntimeError as error:
                 raise self.label.failure(kind.title, axis.group, error) from error
             if kind in SUMS:
-                store(collective.output, result, collective.scale, collective.accumulate)
+                store_scaled(collective.output, result, collective.scale, collective.accumulate)
             if collective.after is not None:
                 collective.after()
             if not async_op:
@@ -241,7 +241,7 @@ class StreamCommunicator(Communicator):
     @override
     def side_stream(self) -> Any | None:
         """See `Communicator.side_stream`."""
-        return self._compute.other()
+        return self._compute.side_stream()
 
     @override
     def wait_for(self, streams: Iterable[Any], *, and_compute: bool) -> None:
@@ -250,7 +250,7 @@ class StreamCommunicator(Communicator):
         for stream in streams:
             if stream != current:
                 current.wait_stream(stream)
-        if and_compute and self._compute.other() is not None:
+        if and_compute and self._compute.side_stream() is not None:
             current.wait_stream(self._compute.stream)
 
     @override
@@ -259,21 +259,21 @@ class StreamCommunicator(Communicator):
         self._device.current_stream().synchronize()
 
     @override
-    def memory(self) -> contextlib.AbstractContextManager[Any]:
-        """See `Communicator.memory`."""
-        side = self._compute.other()
-        return contextlib.nullcontext() if side is None else self._memory_for(side)
+    def allocation_context(self) -> contextlib.AbstractContextManager[Any]:
+        """See `Communicator.allocation_context`."""
+        side = self._compute.side_stream()
+        return contextlib.nullcontext() if side is None else self._allocation_for(side)
 
     @contextlib.contextmanager
-    def _memory_for(self, side: Stream) -> Iterator[None]:
+    def _allocation_for(self, side: Stream) -> Iterator[None]:
         with self._device.use(self._compute.stream):
             yield
         side.wait_stream(self._compute.stream)
 
     @override
-    def settle(self) -> None:
-        """See `Communicator.settle`."""
-        side = self._compute.other()
+    def wait_before_free(self) -> None:
+        """See `Communicator.wait_before_free`."""
+        side = self._compute.side_stream()
         if side is not None:
             self._compute.stream.wait_stream(side)
 

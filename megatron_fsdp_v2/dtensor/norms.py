@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from megatron_fsdp_v2.comm.groups import new_local_group
 from megatron_fsdp_v2.comm.interface import naming_failures
 from megatron_fsdp_v2.dtensor.optimizer_kinds import all_ranks_caller
-from megatron_fsdp_v2.dtensor.sharded_rows import cut_axes
+from megatron_fsdp_v2.dtensor.sharded_rows import sharded_axes
 
 __all__ = ["ShardedNorm", "check_meshes", "local_norms", "unscale_and_check"]
 
@@ -190,7 +190,7 @@ def local_norms(tensors: Sequence[Any], order: float) -> list[ShardedNorm]:
         empty = [frozenset()] * len(tensors)
     found = []
     for tensor, absent in zip(tensors, empty, strict=True):
-        local, axes = tensor._local_tensor, frozenset(cut_axes(tensor))
+        local, axes = tensor._local_tensor, frozenset(sharded_axes(tensor))
         norm = next(norms) if local.numel() else local.new_zeros(())
         found.append(_sharded_norm(norm, tensor.device_mesh, axes, order, absent))
     return found
@@ -216,7 +216,9 @@ def unscale_and_check(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         torch.autograd.graph.increment_version(grads)
     sharded = [grad for grad in grads if isinstance(grad, DTensor)]
     # In the order of the list, which is the same on all ranks.
-    for mesh, axis in dict.fromkeys((g.device_mesh, axis) for g in sharded for axis in cut_axes(g)):
+    for mesh, axis in dict.fromkeys(
+        (g.device_mesh, axis) for g in sharded for axis in sharded_axes(g)
+    ):
         found = found_inf.to(mesh.device_type)
         groups, what = [mesh.get_group(axis)], "whether a gradient is not finite"
         _all_reduce(found, groups, dist.ReduceOp.MAX, what)

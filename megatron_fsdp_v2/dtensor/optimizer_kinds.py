@@ -23,10 +23,10 @@ __all__ = [
     "NOT_ELEMENTWISE",
     "RejectedError",
     "all_ranks_caller",
+    "all_ranks_optimizer",
     "hide_empty_gradients",
     "needs_all_ranks",
     "rejected",
-    "stepped_by_all",
 ]
 
 _NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
@@ -110,7 +110,7 @@ def all_ranks_caller(frame: FrameType | None = None) -> optim.Optimizer | CodeTy
     return None
 
 
-def stepped_by_all() -> optim.Optimizer | None:
+def all_ranks_optimizer() -> optim.Optimizer | None:
     """Return the optimizer whose method is running, if it needs all ranks; else None."""
     caller = all_ranks_caller()
     return caller if isinstance(caller, optim.Optimizer) else None

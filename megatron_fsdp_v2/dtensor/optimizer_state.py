@@ -22,7 +22,13 @@ from megatron_fsdp_v2.dtensor.optimizer_kinds import needs_all_ranks
 from megatron_fsdp_v2.dtensor.sharded_rows import with_rows_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
 
-__all__ = ["NonOwnedValue", "has_no_rows", "held_elsewhere", "watch_state", "wrap_foreign_state"]
+__all__ = [
+    "NonOwnedValue",
+    "has_no_rows",
+    "saved_by_other_ranks",
+    "watch_state",
+    "wrap_foreign_state",
+]
 
 
 class NonOwnedValue(torch.Tensor):
@@ -61,11 +67,11 @@ def wrap_foreign_state(param: torch.Tensor, state: MutableMapping[str, Any]) -> 
 def watch_state(optimizer: Optimizer) -> None:
     """Register hooks that make an optimizer's state dicts have the same entries on all ranks."""
     optimizer.register_state_dict_post_hook(_with_state_of_empty_shards)
-    optimizer.register_load_state_dict_post_hook(_settle_loaded)
-    _settle_loaded(optimizer)
+    optimizer.register_load_state_dict_post_hook(_convert_loaded_state)
+    _convert_loaded_state(optimizer)
 
 
-def _settle_loaded(optimizer: Optimizer) -> None:
+def _convert_loaded_state(optimizer: Optimizer) -> None:
     """Convert loaded state to the rows of its parameter.
 
     Collective for tensors that torch distributed into even chunks, which all ranks have.
@@ -91,7 +97,7 @@ def has_no_rows(param: torch.Tensor) -> bool:
     return isinstance(param, UnevenDTensor) and not local_of(param).numel()
 
 
-def held_elsewhere(optimizer: Optimizer) -> set[torch.Tensor]:
+def saved_by_other_ranks(optimizer: Optimizer) -> set[torch.Tensor]:
     """Return the parameters whose state is saved by other ranks, which hold their rows.
 
     The state of a parameter without elements is saved by ranks that hold rows of other parameters
@@ -134,7 +140,7 @@ def _with_state_of_empty_shards(optimizer: Optimizer, state_dict: dict[str, Any]
         wrap_foreign_state(param, saved.get(key, {}))
     if needs_all_ranks(type(optimizer)):
         return {**state_dict, "state": saved}
-    elsewhere = held_elsewhere(optimizer)
+    elsewhere = saved_by_other_ranks(optimizer)
     examples = [
         next((saved[key] for key, param in group if key in saved and not has_no_rows(param)), {})
         for group in groups

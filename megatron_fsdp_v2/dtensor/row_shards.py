@@ -25,7 +25,7 @@ class GroupInfo:
     Attributes:
         label: Name of the group, for errors.
         owner: Returns the group, or None once it is deleted.
-        before_direct_gradient: Called before autograd accumulates a gradient into a sharded
+        before_grad_accumulation: Called before autograd accumulates a gradient into a sharded
             parameter from which a loss was computed directly.
         empty_ranks: Mesh coordinates of the ranks that hold no row of any trained parameter of the
             model.
@@ -33,7 +33,7 @@ class GroupInfo:
 
     label: Label = field(default_factory=Label)
     owner: Callable[[], object | None] = lambda: None
-    before_direct_gradient: Callable[[], None] = lambda: None
+    before_grad_accumulation: Callable[[], None] = lambda: None
     empty_ranks: frozenset[tuple[int, ...]] = frozenset()
 
 

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from megatron_fsdp_v2._compiler import leave_to_python
+from megatron_fsdp_v2._compiler import break_graph
 from megatron_fsdp_v2.comm.calls import all_gather_single
 from megatron_fsdp_v2.comm.interface import naming_failures
 from megatron_fsdp_v2.dtensor.optimizer_kinds import all_ranks_caller
@@ -42,8 +42,6 @@ __all__ = [
     "Overwrite",
     "ShardedRows",
     "add_to_rows",
-    "cut_axes",
-    "in_rows_of",
     "is_tracked",
     "linear",
     "local_of",
@@ -58,6 +56,8 @@ __all__ = [
     "rows_like",
     "rows_of",
     "set_raw_grad",
+    "shard_like",
+    "sharded_axes",
     "with_rows_of",
 ]
 
@@ -252,7 +252,7 @@ class ShardedRows(FastAttributes):
     @override
     def __tensor_flatten__(self) -> Any:
         """Reject tracing: torch.compile would rebuild a DTensor with even rows."""
-        leave_to_python(f"a sharded tensor of shape {tuple(self.shape)}")
+        break_graph(f"a sharded tensor of shape {tuple(self.shape)}")
         return super().__tensor_flatten__()  # type: ignore[no-untyped-call]
 
     @override
@@ -313,14 +313,14 @@ class ShardedRows(FastAttributes):
         def to_rows(grad: torch.Tensor) -> Any:
             if grad_placements is not None:
                 grad = DTensor.from_local(grad, self.device_mesh, grad_placements).full_tensor()
-            return in_rows_of(self, grad)
+            return shard_like(self, grad)
 
         def gather(rows: DTensor) -> torch.Tensor:
             # A gradient that autograd has summed is a plain DTensor.
             return whole_of(rows_like(rows._local_tensor.detach(), self))
 
         whole: torch.Tensor = linear(self, gather, _gradient_for(self, to_rows))
-        return whole if cut_axes(self) else whole.clone()
+        return whole if sharded_axes(self) else whole.clone()
 
     def chunks(self) -> list[Chunk]:
         """Return the blocks of the whole tensor that this rank holds."""
@@ -470,7 +470,7 @@ plain_attributes: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTo
 """Read and write `grad`, `requires_grad`, ... of DTensors without any Python dispatch."""
 
 
-def in_rows_of(target: ShardedRows, source: Any) -> Any:
+def shard_like(target: ShardedRows, source: Any) -> Any:
     """Return the rows of a source, distributed or not, that the target holds on this rank."""
     if isinstance(source, ShardedRows):
         shards, saved = source.row_shards, source.row_shards.saved
@@ -506,7 +506,7 @@ def whole_of(tensor: ShardedRows) -> torch.Tensor:
             f"a sharded tensor of shape {tuple(tensor.shape)} loaded from a file has one rank's "
             "rows; load it into a model that is sharded alike, and gather the parameter"
         )
-    local, part, axes = tensor._local_tensor.detach(), tensor.part_shape, cut_axes(tensor)
+    local, part, axes = tensor._local_tensor.detach(), tensor.part_shape, sharded_axes(tensor)
     if not axes:
         return local
     longest = max(end - start for start, end in shards.row_ranges)
@@ -528,7 +528,7 @@ def whole_of(tensor: ShardedRows) -> torch.Tensor:
     return full
 
 
-def cut_axes(tensor: DTensor) -> list[int]:
+def sharded_axes(tensor: DTensor) -> list[int]:
     """Return the mesh axes along which a DTensor is not replicated."""
     placements = enumerate(tensor._spec.placements)
     return [axis for axis, placement in placements if not placement.is_replicate()]
@@ -580,7 +580,7 @@ def _gradient_for(like: DTensor, function: Callable[[Any], Any]) -> Callable[[An
 
     def adjoint(grad: Any) -> Any:
         if isinstance(like, ShardedRows) and like.is_leaf:
-            like.row_shards.info.before_direct_gradient()
+            like.row_shards.info.before_grad_accumulation()
         return function(grad)
 
     return adjoint

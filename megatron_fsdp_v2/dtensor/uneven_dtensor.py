@@ -28,14 +28,12 @@ from megatron_fsdp_v2.dtensor.norms import (
     order_of,
     unscale_and_check,
 )
-from megatron_fsdp_v2.dtensor.optimizer_kinds import RejectedError, rejected, stepped_by_all
+from megatron_fsdp_v2.dtensor.optimizer_kinds import RejectedError, all_ranks_optimizer, rejected
 from megatron_fsdp_v2.dtensor.sharded_rows import (
     COMPUTED,
     FastAttributes,
     Overwrite,
     ShardedRows,
-    cut_axes,
-    in_rows_of,
     is_tracked,
     linear,
     local_of,
@@ -44,6 +42,8 @@ from megatron_fsdp_v2.dtensor.sharded_rows import (
     plain_attributes,
     rows_like,
     rows_of,
+    shard_like,
+    sharded_axes,
 )
 
 __all__ = ["UnevenDTensor", "local_of", "plain_attributes", "rows_of"]
@@ -134,8 +134,8 @@ def on_rows(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)  # raises autograd's error
     try:
-        local = [_rows_beside(first, arg, tracked) for arg in args]
-        named = {key: _rows_beside(first, arg, tracked) for key, arg in kwargs.items()}
+        local = [_local_operand(first, arg, tracked) for arg in args]
+        named = {key: _local_operand(first, arg, tracked) for key, arg in kwargs.items()}
     except _NeedsWholeError:
         return on_whole(func, args, kwargs)
     result = func(*local, **named)
@@ -160,7 +160,7 @@ class _NeedsWholeError(Exception):
     """The operands cannot be combined row by row."""
 
 
-def _rows_beside(first: ShardedRows, value: Any, tracked: bool) -> Any:
+def _local_operand(first: ShardedRows, value: Any, tracked: bool) -> Any:
     """Convert an argument for an operation on local rows."""
     if not isinstance(value, torch.Tensor):
         if isinstance(value, list):
@@ -173,14 +173,14 @@ def _rows_beside(first: ShardedRows, value: Any, tracked: bool) -> Any:
     if (tracked and value.requires_grad) or not (value.ndim == 0 or isinstance(value, DTensor)):
         raise _NeedsWholeError
     if isinstance(value, DTensor):
-        value = value.full_tensor() if cut_axes(value) else value._local_tensor
+        value = value.full_tensor() if sharded_axes(value) else value._local_tensor
     if value.ndim == 0:
         return value
     try:
         whole = value.expand(first.shape)
     except RuntimeError:
         raise _NeedsWholeError from None
-    return in_rows_of(first, whole)._local_tensor
+    return shard_like(first, whole)._local_tensor
 
 
 def _is_alike(mine: DTensor, other: DTensor) -> bool:
@@ -211,16 +211,21 @@ def on_lists(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     """
     first, name = args[0], func.__name__
 
-    def beside(value: Any) -> Any:
+    def to_local_operand(value: Any) -> Any:
         if isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor):
-            return [_place_beside(mine, other) for mine, other in zip(first, value, strict=True)]
-        return _place_beside(None, value) if isinstance(value, torch.Tensor) else value
+            return [
+                _local_list_operand(mine, other) for mine, other in zip(first, value, strict=True)
+            ]
+        return _local_list_operand(None, value) if isinstance(value, torch.Tensor) else value
 
     tracked = torch.is_grad_enabled() and is_tracked(*tree_leaves((args, kwargs)))
     if name in _LISTS_OF_WHOLES or tracked:
         return on_whole(func, args, kwargs)
     try:
-        local, named = list(map(beside, args)), {k: beside(value) for k, value in kwargs.items()}
+        local, named = (
+            list(map(to_local_operand, args)),
+            {k: to_local_operand(value) for k, value in kwargs.items()},
+        )
     except _NeedsWholeError:
         return on_whole(func, args, kwargs)
     results = func(*local, **named)
@@ -232,17 +237,19 @@ def on_lists(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     return type(results)(rows_like(r, f) if isinstance(f, DTensor) else r for r, f in pairs)
 
 
-def _place_beside(mine: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+def _local_list_operand(mine: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
     """Convert an operand at one index of the lists for an operation on local rows."""
     if isinstance(mine, ShardedRows):
         # Most optimizer states share this object with their parameter.
         is_alike = isinstance(other, ShardedRows) and other.row_shards is mine.row_shards
-        return local_of(other) if is_alike else _rows_beside(mine, other, tracked=False)
+        return local_of(other) if is_alike else _local_operand(mine, other, tracked=False)
     if not isinstance(other, DTensor):
         if other.ndim and isinstance(mine, DTensor):
             raise _NeedsWholeError
         return other
-    if cut_axes(other) and not (type(mine) is DTensor is type(other) and _is_alike(mine, other)):
+    if sharded_axes(other) and not (
+        type(mine) is DTensor is type(other) and _is_alike(mine, other)
+    ):
         raise _NeedsWholeError
     return other._local_tensor
 
@@ -303,9 +310,9 @@ def on_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
     plain = [wholes[id(leaf)].plain if id(leaf) in wholes else leaf for leaf in leaves]
     plain_args, plain_kwargs = tree_unflatten(plain, structure)
     result = func(*plain_args, **plain_kwargs)
-    unseen = set(map(id, _written_unseen(func, name, args, kwargs)))
+    untracked = set(map(id, _untracked_writes(func, name, args, kwargs)))
     for key, whole in wholes.items():
-        whole.write_back(is_written=key in unseen)
+        whole.write_back(is_written=key in untracked)
     sources = {id(whole.plain): whole.tensor for whole in wholes.values()}
 
     def distributed(leaf: Any) -> Any:
@@ -329,7 +336,7 @@ def _common_mesh(name: str, operands: Sequence[torch.Tensor]) -> DeviceMesh:
     """Return the mesh of the sharded operands; raise if the operands cannot be combined."""
     plain = [o for o in operands if not isinstance(o, DTensor | ShardedNorm)]
     # In an optimizer that needs all ranks, plain tensors are equal on every rank.
-    if any(operand.ndim for operand in plain) and stepped_by_all() is None:
+    if any(operand.ndim for operand in plain) and all_ranks_optimizer() is None:
         raise _mixed(name, operands, [tuple(operand.shape) for operand in plain])
     meshes = [operand.device_mesh for operand in operands if isinstance(operand, FastAttributes)]
     check_meshes(name, meshes)
@@ -355,7 +362,7 @@ def _mixed(name: str, operands: Sequence[torch.Tensor], shapes: Sequence[Any]) -
     )
 
 
-def _written_unseen(func: Any, name: str, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+def _untracked_writes(func: Any, name: str, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     """Yield operands that a foreach operation or a custom operator writes, by its schema.
 
     These operations advance no version counters.
@@ -410,14 +417,14 @@ class _Whole:
             return
         if plain.shape != tensor.shape:
             raise self._rejected("changes the shape of")
-        is_torchs = type(tensor) is DTensor and bool(cut_axes(tensor))
+        is_torchs = type(tensor) is DTensor and bool(sharded_axes(tensor))
         if plain.grad_fn is not self._before[1] and isinstance(tensor, DTensor):
             if self.bases or is_torchs:
                 raise self._rejected("writes, recorded by autograd, into")
             Overwrite.apply(tensor, plain)  # type: ignore[no-untyped-call]
             return
         for base in self.bases:
-            rows = in_rows_of(cast("ShardedRows", base.tensor), base.plain.detach())
+            rows = shard_like(cast("ShardedRows", base.tensor), base.plain.detach())
             with torch.no_grad():
                 local_of(base.tensor).copy_(local_of(rows))
             torch.autograd.graph.increment_version(base.tensor)
@@ -444,7 +451,7 @@ def _run(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any
     try:
         return rule(func, args, kwargs or {})
     except Exception as error:
-        optimizer = None if isinstance(error, RejectedError) else stepped_by_all()
+        optimizer = None if isinstance(error, RejectedError) else all_ranks_optimizer()
         if optimizer is None:
             raise
         raise rejected(optimizer, str(error) or type(error).__name__) from error
@@ -514,12 +521,12 @@ def _local_gradient(tensor: Any, root: torch.Tensor, grad: Any) -> torch.Tensor:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
         return torch.ones_like(root)
     if isinstance(tensor, ShardedRows):
-        return local_rows(in_rows_of(tensor, grad))
+        return local_rows(shard_like(tensor, grad))
     return local_rows(grad) if isinstance(grad, ReplicatedDTensor) else grad
 
 
 def _grad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if stepped_by_all() is not None and not any(o.requires_grad for o in _sequence(args[0])):
+    if all_ranks_optimizer() is not None and not any(o.requires_grad for o in _sequence(args[0])):
         raise RuntimeError("it differentiates gradients, which are sums over ranks without a graph")
     with torch._C.DisableTorchFunctionSubclass():
         grads = func(*args, **kwargs)
@@ -571,7 +578,7 @@ def _set_data(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _data_ptr(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if stepped_by_all() is not None:
+    if all_ranks_optimizer() is not None:
         # The optimizer may branch on the address, which differs between ranks.
         raise RuntimeError("it asks for the address of a tensor, which differs between ranks")
     return as_dtensors(func, args, kwargs)
@@ -581,7 +588,7 @@ def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     target, source, *more = args
     if not isinstance(target, UnevenDTensor) or is_tracked(target, source):
         return on_whole(func, args, kwargs)
-    return on_rows(func, (target, in_rows_of(target, source), *more), kwargs)
+    return on_rows(func, (target, shard_like(target, source), *more), kwargs)
 
 
 def _set_item(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -598,7 +605,7 @@ def _new(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Return a new tensor, sharded if it has the shape of its source. No communication."""
     source, mesh = args[0], args[0].device_mesh
     made = func(local_of(source), *args[1:], **kwargs)
-    return in_rows_of(source, made) if made.shape == source.shape else replicated(made, mesh)
+    return shard_like(source, made) if made.shape == source.shape else replicated(made, mesh)
 
 
 def _norm(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -609,7 +616,7 @@ def _norm(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not is_of_all or order < 1 or is_tracked(source):
         return on_whole(func, args, kwargs)
     (norm,) = local_norms([source], float(order))
-    if func is torch.linalg.vector_norm and stepped_by_all() is None:
+    if func is torch.linalg.vector_norm and all_ranks_optimizer() is None:
         return norm
     # All ranks hold the parameter, including those without a gradient.
     norm.empty = frozenset()
@@ -620,7 +627,7 @@ def _norms(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if len(args) > 2 or not kwargs.keys() <= {"ord"} or is_tracked(*args[0]):
         return on_whole(func, args, kwargs)
     order = order_of(args, kwargs)
-    if stepped_by_all() is not None:
+    if all_ranks_optimizer() is not None:
         return [torch.linalg.vector_norm(tensor, order) for tensor in args[0]]
     is_ours = [type(tensor) is UnevenDTensor for tensor in args[0]]
     ours = iter(local_norms(list(itertools.compress(args[0], is_ours)), order))

@@ -185,7 +185,7 @@ class BufferLayout:
             if slot.offset < end:
                 raise ValueError(f"slot {slot} overlaps its predecessor, which ends at {end}")
             end = slot.end
-            if not _cuts_fit(slot.offset, slot.numel, slot.granule_numel, self.shard_numel):
+            if not _boundaries_fit(slot.offset, slot.numel, slot.granule_numel, self.shard_numel):
                 raise ValueError(
                     f"a boundary of {self.shard_numel} elements cuts a granule of {slot}"
                 )
@@ -316,9 +316,9 @@ def admissible_slice(items: Iterable[tuple[int, int]], at_least: int, line: int 
     """Smallest slice size, not below `at_least`, that no single parameter rules out.
 
     A parameter that always contains two slice boundaries needs a slice that is a multiple of its
-    stride. At slices of at least `_free_from` elements, a placement with one boundary exists. The
-    size therefore grows to a common multiple of the strides of the constrained parameters, or to
-    the size at which one of them is no longer constrained.
+    stride. At slices of at least `_one_boundary_size` elements, a placement with one boundary
+    exists. The size therefore grows to a common multiple of the strides of the constrained
+    parameters, or to the size at which one of them is no longer constrained.
 
     Args:
         items: `(numel, stride)` of each parameter; duplicates have no effect.
@@ -329,23 +329,26 @@ def admissible_slice(items: Iterable[tuple[int, int]], at_least: int, line: int 
         A lower bound of the slice size of any layout of these parameters whose slices have
         `at_least` elements or more.
     """
-    free_from = sorted(((_free_from(*item), item[1]) for item in set(items)), reverse=True)
+    one_boundary_sizes = sorted(
+        ((_one_boundary_size(*item), item[1]) for item in set(items)), reverse=True
+    )
     size = -(-at_least // line) * line
-    while free_from:
-        # The list is descending; a parameter that is free at this size is free at larger sizes.
-        while free_from and free_from[-1][0] <= size:
-            free_from.pop()
-        if not free_from:
+    while one_boundary_sizes:
+        # The list is descending; a parameter that is not constrained at this size is not
+        # constrained at larger sizes.
+        while one_boundary_sizes and one_boundary_sizes[-1][0] <= size:
+            one_boundary_sizes.pop()
+        if not one_boundary_sizes:
             break
-        step = math.lcm(line, *(stride for _, stride in free_from))
+        step = math.lcm(line, *(stride for _, stride in one_boundary_sizes))
         rounded = -(-size // step) * step
-        if rounded <= free_from[-1][0]:
+        if rounded <= one_boundary_sizes[-1][0]:
             return rounded
-        size = -(-free_from[-1][0] // line) * line
+        size = -(-one_boundary_sizes[-1][0] // line) * line
     return size
 
 
-def _free_from(numel: int, stride: int) -> int:
+def _one_boundary_size(numel: int, stride: int) -> int:
     """Slice size from which a parameter can be placed with at most one boundary inside.
 
     If the boundary is after `k` strides, both sides must fit in a slice.
@@ -386,7 +389,7 @@ class RowRanges(Sequence[tuple[int, int]]):
         return self.layout.local_rows(self.param, shard % len(self))
 
 
-def _cuts_fit(offset: int, numel: int, granule: int, shard_numel: int) -> bool:
+def _boundaries_fit(offset: int, numel: int, granule: int, shard_numel: int) -> bool:
     """Return whether every slice boundary inside a parameter falls between two granules."""
     if numel == 0 or shard_numel == 0:
         return True
@@ -410,7 +413,7 @@ def _first_fit(start: int, numel: int, stride: int, shard_numel: int, line: int)
     for begin in (start + -start % math.gcd(stride, line), boundary):
         to_boundary = (begin // shard_numel + 1) * shard_numel - begin
         for offset in (begin, begin + to_boundary % stride):
-            if _cuts_fit(offset, numel, stride, shard_numel):
+            if _boundaries_fit(offset, numel, stride, shard_numel):
                 return offset
     return None
 

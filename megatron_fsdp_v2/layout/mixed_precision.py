@@ -98,7 +98,9 @@ class MixedPrecisionPolicy:
                 f"torch.distributed.fsdp, got {policy!r}"
             )
         known = [field.name for field in dataclasses.fields(MixedPrecisionPolicy)]
-        unknown = [n for n in _chosen(policy) if n not in (*known, "reduce_dtype", "resolve")]
+        unknown = [
+            n for n in _non_default_fields(policy) if n not in (*known, "reduce_dtype", "resolve")
+        ]
         if unknown:
             raise ValueError(
                 f"mp_policy is a {name}, whose {', '.join(unknown)} cannot be honored; give a "
@@ -132,7 +134,7 @@ class MixedPrecisionPolicy:
         )
 
 
-def _chosen(policy: object) -> Iterator[str]:
+def _non_default_fields(policy: object) -> Iterator[str]:
     """Names of the fields of a policy that are set to a value other than their default."""
     if dataclasses.is_dataclass(policy):
         for field in dataclasses.fields(policy):

@@ -56,7 +56,7 @@ class TemporaryBuffer:
         use: Use of the buffer.
         own: The buffer's own memory.
         tensor: The flat tensor.
-        followers: Weak references to its views, which move with it to other memory.
+        tracked_aliases: Weak references to its views, which move with it to other memory.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class TemporaryBuffer:
         self.use = use
         self.own = OwnMemory(numel, dtype, device)
         self.tensor = view_of(self.own.storage, dtype, 0, (numel,))
-        self.followers: list[weakref.ref[torch.Tensor]] = []
+        self.tracked_aliases: list[weakref.ref[torch.Tensor]] = []
         self._live = False
 
     @property
@@ -114,16 +114,16 @@ class TemporaryBuffer:
             shape: Shape of the view.
         """
         view = alias_of(self.tensor, offset, shape)
-        self.follow(view)
+        self.track_alias(view)
         return view
 
-    def follow(self, tensor: torch.Tensor) -> None:
+    def track_alias(self, tensor: torch.Tensor) -> None:
         """Register a tensor that moves with the buffer to other memory.
 
         Args:
             tensor: A tensor on the buffer's storage, such as a parameter made from an alias.
         """
-        self.followers.append(weakref.ref(tensor))
+        self.tracked_aliases.append(weakref.ref(tensor))
 
 
 class Allocator:
@@ -143,7 +143,7 @@ class Allocator:
         """
         return TemporaryBuffer(name, use, numel, dtype, device)
 
-    def adopt(self, buffer: TemporaryBuffer) -> TemporaryBuffer:
+    def replacement_for(self, buffer: TemporaryBuffer) -> TemporaryBuffer:
         """Return this allocator's replacement for a buffer of another allocator."""
         return buffer
 

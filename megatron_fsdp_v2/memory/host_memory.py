@@ -15,7 +15,7 @@ __all__ = [
     "empty_in_host_memory",
     "is_in_host_memory",
     "is_storage_in_host_memory",
-    "keep_in_host_memory",
+    "register_host_memory",
     "storages_in_host_memory",
 ]
 
@@ -37,11 +37,11 @@ def empty_in_host_memory(
     """
     device = "meta" if is_meta else "cpu"
     tensor = torch.empty(tuple(shape), dtype=dtype, device=device, pin_memory=pin_memory)
-    keep_in_host_memory(tensor)
+    register_host_memory(tensor)
     return tensor
 
 
-def keep_in_host_memory(tensor: torch.Tensor) -> None:
+def register_host_memory(tensor: torch.Tensor) -> None:
     """Register a tensor's storage as offloaded, for as long as it lives.
 
     Args:

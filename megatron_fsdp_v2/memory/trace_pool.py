@@ -66,7 +66,7 @@ class ArenaKind:
 
 
 @dataclass(slots=True)
-class Meter:
+class LiveByteCounter:
     """Counts the bytes of live buffers of all kinds.
 
     Attributes:
@@ -179,20 +179,20 @@ class PooledBuffer(TemporaryBuffer):
         self.backing: OwnMemory | _PooledMemory = self.own
         self.pooled: _PooledMemory | None = None
         self.nbytes = numel * arena.kind.dtype.itemsize
-        self.enter(arena)
+        self.join_arena(arena)
 
     @classmethod
-    def around(cls, arena: Arena, other: TemporaryBuffer) -> PooledBuffer:
+    def from_unpooled(cls, arena: Arena, other: TemporaryBuffer) -> PooledBuffer:
         """Return a replacement for a buffer without a pool, with the same tensor, views and memory.
 
         The other buffer is unchanged, and can be used again if the replacement was never used.
         """
         made = cls(arena, other.name, other.use, other.tensor.numel())
         made.own = made.backing = other.own
-        made.tensor, made.followers = other.tensor, other.followers
+        made.tensor, made.tracked_aliases = other.tensor, other.tracked_aliases
         return made
 
-    def enter(self, arena: Arena) -> None:
+    def join_arena(self, arena: Arena) -> None:
         """Join an arena, which assigns a key."""
         self.arena, self.key = arena, arena.add(self)
 
@@ -204,23 +204,23 @@ class PooledBuffer(TemporaryBuffer):
 
     @override
     def _take(self) -> None:
-        self.arena.admit(self)
+        self.arena.acquire_buffer(self)
 
     @override
     def _drop(self) -> None:
         self.backing.drop()
-        self.arena.dismiss(self)
+        self.arena.trace_release(self)
 
     @override
     def has_room(self) -> bool:
         """Return whether its planned bytes are free. If not, the request is traced."""
-        return self._live or not self.arena.rejects(self)
+        return self._live or not self.arena.is_place_taken(self)
 
     def aliases(self) -> list[torch.Tensor]:
         """Return the tensors that move with the buffer, the flat tensor first."""
-        return [self.tensor, *(t for ref in self.followers if (t := ref()) is not None)]
+        return [self.tensor, *(t for ref in self.tracked_aliases if (t := ref()) is not None)]
 
-    def is_held(self) -> bool:
+    def is_externally_referenced(self) -> bool:
         """Return whether views that autograd saved reference the backing storage.
 
         Always False for gradients: gloo's thread may reference a sent buffer, but no code reads it
@@ -234,7 +234,7 @@ class PooledBuffer(TemporaryBuffer):
 
     def move(self, backing: OwnMemory | _PooledMemory) -> None:
         """Assign another backing storage to the buffer's tensors, without copying values."""
-        self.followers[:] = [ref for ref in self.followers if ref() is not None]
+        self.tracked_aliases[:] = [ref for ref in self.tracked_aliases if ref() is not None]
         # Tensors made in inference mode cannot be assigned to `data` of other tensors.
         with torch.inference_mode(False), torch.no_grad():
             for tensor in self.aliases():
@@ -253,11 +253,11 @@ class Arena:
     """
 
     def __init__(
-        self, kind: ArenaKind, meter: Meter, memory: RegisteredMemory | None = None
+        self, kind: ArenaKind, counter: LiveByteCounter, memory: RegisteredMemory | None = None
     ) -> None:
         self.kind = kind
         self.memory = memory
-        self._meter = meter
+        self._counter = counter
         self.num_allocations = 0
         self._buffers: list[weakref.ref[PooledBuffer]] = []
         self._sizes: list[int] = []
@@ -291,7 +291,7 @@ class Arena:
 
     # -- allocation ---------------------------------------------------------------------------
 
-    def admit(self, buffer: PooledBuffer) -> None:
+    def acquire_buffer(self, buffer: PooledBuffer) -> None:
         """Select a backing storage for a buffer that acquires memory, and trace the event."""
         # Traced also if it fails, so that the next plan has room.
         self._events.append(buffer.key)
@@ -302,14 +302,14 @@ class Arena:
             self.num_allocations += 1
         target.take()
         self._live |= 1 << buffer.key
-        self._meter.add(buffer.nbytes)
+        self._counter.add(buffer.nbytes)
 
     def _select_backing(self, buffer: PooledBuffer) -> OwnMemory | _PooledMemory:
         backing = buffer.backing
         preferred: OwnMemory | _PooledMemory = self._place_of(buffer) or buffer.own
         if isinstance(preferred, _PooledMemory) and preferred.occupants():
             preferred = buffer.own
-        if preferred is not backing and buffer.is_held():
+        if preferred is not backing and buffer.is_externally_referenced():
             if isinstance(backing, _PooledMemory) and backing.occupants():
                 self._is_urgent = True
                 raise RuntimeError(self._collision(buffer, backing))
@@ -342,16 +342,18 @@ class Arena:
         buffer = self._buffers[key]()
         return f"buffer {key}" if buffer is None else buffer.name
 
-    def dismiss(self, buffer: PooledBuffer) -> None:
+    def trace_release(self, buffer: PooledBuffer) -> None:
         """Trace that a buffer released its memory."""
         self._live &= ~(1 << buffer.key)
-        self._meter.live -= buffer.nbytes
+        self._counter.live -= buffer.nbytes
         self._events.append(~buffer.key)
         if len(self._events) >= MAX_EVENTS:
             self._close("a part of a pass", no_pending_backward=False)
 
-    def rejects(self, buffer: PooledBuffer) -> bool:
+    def is_place_taken(self, buffer: PooledBuffer) -> bool:
         """Return whether a buffer's planned bytes are taken, so that its prefetch is deferred.
+
+        If they are, the request is traced, so that the next plan has room.
 
         Depends only on the plan and the set of live buffers, which for weights are the same on all
         ranks, and not on current backing storages.
@@ -383,7 +385,7 @@ class Arena:
             trace = Trace(self._start, tuple(self._events))
             program = self._programs.get(trace)
             if program is None:
-                self._learn(name, trace)
+                self._add_program(name, trace)
             else:
                 program.num_runs += 1
                 is_steady = no_pending_backward
@@ -393,7 +395,7 @@ class Arena:
         if self._wants_plan and (is_steady or self._is_urgent or self._waited > PATIENCE):
             self._make_plan()
 
-    def _learn(self, name: str, trace: Trace) -> None:
+    def _add_program(self, name: str, trace: Trace) -> None:
         if len(self._programs) == MAX_PROGRAMS:
             rarest = min(self._programs.values(), key=lambda program: program.num_runs)
             del self._programs[rarest.trace]
@@ -428,7 +430,7 @@ class Arena:
         for buffer in self.buffers():
             backing = buffer.backing
             if isinstance(backing, _PooledMemory) and backing.pool is pool:
-                if buffer.is_live or buffer.is_held():
+                if buffer.is_live or buffer.is_externally_referenced():
                     left += 1
                     continue
                 buffer.move(buffer.own)
@@ -451,7 +453,7 @@ class Arena:
             if plan is not None
             and plan.place(buffer.key) is not None
             and buffer.backing is not buffer.pooled
-            and (buffer.is_live or buffer.is_held())
+            and (buffer.is_live or buffer.is_externally_referenced())
         ]
         return PoolReport(
             self.kind,
@@ -477,7 +479,7 @@ class TracePoolAllocator(Allocator):
 
     def __init__(self) -> None:
         self._arenas: dict[ArenaKind, Arena] = {}
-        self._meter = Meter()
+        self._counter = LiveByteCounter()
         self._memory: RegisteredMemory | None = None
 
     @override
@@ -490,10 +492,10 @@ class TracePoolAllocator(Allocator):
 
     def _arena(self, kind: ArenaKind) -> Arena:
         if kind not in self._arenas:
-            self._arenas[kind] = Arena(kind, self._meter, self._memory)
+            self._arenas[kind] = Arena(kind, self._counter, self._memory)
         return self._arenas[kind]
 
-    def place_in(self, memory: RegisteredMemory) -> None:
+    def set_memory_source(self, memory: RegisteredMemory) -> None:
         """Allocate blocks of memory from another source than torch's allocator.
 
         Existing plans allocate a new block at the next use of a buffer.
@@ -542,7 +544,7 @@ class TracePoolAllocator(Allocator):
         for kind, arena in other._arenas.items():
             arena.reset()
             for buffer in arena.buffers():
-                buffer.enter(self._arena(kind))
+                buffer.join_arena(self._arena(kind))
         other._arenas = {}
 
     def state(self) -> Iterator[object]:
@@ -551,7 +553,7 @@ class TracePoolAllocator(Allocator):
         yield from self._arenas.values()
 
     @override
-    def adopt(self, buffer: TemporaryBuffer) -> TemporaryBuffer:
+    def replacement_for(self, buffer: TemporaryBuffer) -> TemporaryBuffer:
         """Return a pooled replacement for a buffer, with the same tensor and views.
 
         Raises:
@@ -567,7 +569,7 @@ class TracePoolAllocator(Allocator):
         kind = ArenaKind(
             buffer.tensor.dtype, buffer.tensor.device, buffer.use is BufferUse.GATHERED
         )
-        return PooledBuffer.around(self._arena(kind), buffer)
+        return PooledBuffer.from_unpooled(self._arena(kind), buffer)
 
     @property
     def num_allocations(self) -> int:
@@ -577,7 +579,7 @@ class TracePoolAllocator(Allocator):
     @property
     def peak_nbytes(self) -> int:
         """Largest sum of bytes of live buffers so far, inside and outside the pool."""
-        return self._meter.peak
+        return self._counter.peak
 
     def blocks(self) -> list[torch.Tensor]:
         """Return the memory blocks of current plans as flat bytes, one per kind of buffer."""

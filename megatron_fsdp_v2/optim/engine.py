@@ -21,10 +21,10 @@ from megatron_fsdp_v2.comm.rank_checks import UnitRecord, compare_units
 from megatron_fsdp_v2.dtensor.row_shards import RowShards
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.optim.exchange import BucketPlan, Key, Transfer, plan_buckets
-from megatron_fsdp_v2.optim.matrix_layout import Grid, MatrixLayout, Rect
+from megatron_fsdp_v2.optim.matrix_layout import Grid, MatrixLayout, Rectangle
 from megatron_fsdp_v2.optim.ownership import Matrix, Ownership
 
-__all__ = ["MatrixEngine", "MatrixFunction", "SharedWork"]
+__all__ = ["GridWork", "MatrixEngine", "MatrixFunction"]
 
 BUCKET_NUMEL = 32 * 2**20
 """Elements of an owner's part of a bucket: enough to saturate a link, few compared with shards."""
@@ -88,7 +88,7 @@ class MatrixEngine:
             name = param.row_shards.label if isinstance(param, UnevenDTensor) else None
             member = _Member(index, name or "", layout, function, axes, param.device)
             shared.setdefault(key, []).append(member)
-        self.works = [SharedWork(members, bucket_numel) for members in shared.values()]
+        self.works = [GridWork(members, bucket_numel) for members in shared.values()]
 
     def run(self, updates: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Apply the functions to matrices shaped and sharded like the parameters. Collective.
@@ -114,7 +114,7 @@ class MatrixEngine:
 
 
 class _Member(NamedTuple):
-    """A parameter of a `SharedWork`, with its index in the engine."""
+    """A parameter of a `GridWork`, with its index in the engine."""
 
     param: int
     name: str
@@ -124,7 +124,7 @@ class _Member(NamedTuple):
     device: torch.device
 
 
-class SharedWork:
+class GridWork:
     """The work that the ranks of one grid share.
 
     Args:
@@ -244,7 +244,7 @@ class SharedWork:
         self, plan: BucketPlan, pieces: dict[Key, torch.Tensor], like: torch.Tensor
     ) -> dict[Key, torch.Tensor]:
         """Apply the functions to this rank's matrices, one batch per shape and function."""
-        batches: dict[tuple[int, tuple[int, int]], list[tuple[int, tuple[Rect, ...]]]] = {}
+        batches: dict[tuple[int, tuple[int, int]], list[tuple[int, tuple[Rectangle, ...]]]] = {}
         for index, rects in plan.owned:
             matrix = self.ownership.matrices[index]
             batches.setdefault((matrix.kind, matrix.shape), []).append((index, rects))
@@ -263,7 +263,7 @@ class SharedWork:
         return done
 
 
-def _cut(matrix: torch.Tensor, rect: Rect) -> torch.Tensor:
+def _cut(matrix: torch.Tensor, rect: Rectangle) -> torch.Tensor:
     return matrix[rect.row : rect.row + rect.rows, rect.col : rect.col + rect.cols]
 
 

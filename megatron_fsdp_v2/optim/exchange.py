@@ -22,12 +22,12 @@ from megatron_fsdp_v2.comm.interface import (
     CommStream,
     Communicator,
 )
-from megatron_fsdp_v2.optim.matrix_layout import Grid, MatrixLayout, Rect
+from megatron_fsdp_v2.optim.matrix_layout import Grid, MatrixLayout, Rectangle
 from megatron_fsdp_v2.optim.ownership import Matrix, Ownership
 
 __all__ = ["BucketPlan", "Hop", "Key", "Transfer", "plan_buckets"]
 
-type Key = tuple[int, Rect]
+type Key = tuple[int, Rectangle]
 """A rectangle of a matrix, by the matrix's index in the ownership."""
 
 
@@ -70,7 +70,7 @@ class BucketPlan:
 
     gathers: tuple[Hop, ...]
     copies: tuple[Hop, ...]
-    owned: tuple[tuple[int, tuple[Rect, ...]], ...]
+    owned: tuple[tuple[int, tuple[Rectangle, ...]], ...]
     held: tuple[Key, ...]
 
     @property
@@ -115,7 +115,7 @@ class _Planner:
 
     def bucket(self, bucket: int) -> BucketPlan:
         members = self._ownership.members(bucket)
-        cut, copy = self._grid.cut_axes, self._grid.copy_axes
+        cut, copy = self._grid.sharded_axes, self._grid.copy_axes
         gathers = [self._gather(members, axis, cut[:i]) for i, axis in enumerate(cut)]
         copies = [self._copy(members, axis, copy[i + 1 :]) for i, axis in enumerate(copy)]
         owned = [
@@ -129,13 +129,13 @@ class _Planner:
     def _matrix(self, index: int) -> Matrix:
         return self._ownership.matrices[index]
 
-    def _rects(self, index: int, coordinate: Sequence[int]) -> list[Rect]:
+    def _rects(self, index: int, coordinate: Sequence[int]) -> list[Rectangle]:
         matrix = self._matrix(index)
-        return self._layouts[matrix.param].rects_at(matrix.number, coordinate)
+        return self._layouts[matrix.param].rectangles_at(matrix.number, coordinate)
 
     def _held(
         self, index: int, coordinate: Sequence[int], gathered: Sequence[int]
-    ) -> Iterator[Rect]:
+    ) -> Iterator[Rectangle]:
         """Yield the rectangles that a rank holds after all-to-alls along the gathered axes."""
         for steps in itertools.product(*(range(self._grid.sizes[axis]) for axis in gathered)):
             there = list(coordinate)
@@ -152,7 +152,7 @@ class _Planner:
         moved = [
             index
             for index in members
-            if not self._matrix(index).whole_at
+            if not self._matrix(index).ranks_holding_whole
             and self._at_owner(index, (*before, *self._grid.copy_axes))
         ]
         return self._hop(moved, axis, before)

@@ -67,7 +67,7 @@ class FlatOptimizer(Optimizer):
             try:
                 for group, params in zip(self.param_groups, plan.params, strict=True):
                     group["params"] = params
-                result = _plain_step(self.flat_of)(self, **options)
+                result = _unhooked_step(self.flat_of)(self, **options)
             finally:
                 self.state = states
                 for group, params in zip(self.param_groups, given, strict=True):
@@ -109,7 +109,7 @@ class _RunMember:
         local: Its local rows.
         index: Its index in its parameter group.
         start: Its first element in the group's main weight.
-        likeness: Equal for parameters that may share a run: index of the optimizer's group, whether
+        run_key: Equal for parameters that may share a run: index of the optimizer's group, whether
             there is a gradient, and the kinds and scalar values of the state.
     """
 
@@ -117,7 +117,7 @@ class _RunMember:
     local: torch.Tensor
     index: int
     start: int
-    likeness: tuple[Any, ...]
+    run_key: tuple[Any, ...]
 
     @property
     def stop(self) -> int:
@@ -160,7 +160,7 @@ class _Run:
 
     def __init__(self, main: torch.Tensor, members: Sequence[_RunMember], states: _States) -> None:
         self.members = members
-        self.number = members[0].likeness[0]
+        self.number = members[0].run_key[0]
         self._start = members[0].start
         self._numel = members[-1].stop - self._start
         # An alias with its own version counter, like a parameter.
@@ -311,8 +311,8 @@ def _candidates(
             continue
         with plain_attributes():
             has_grad = raw_grad(param) is not None
-        likeness = numbers[id(param)], has_grad, kinds
-        yield _RunMember(param, local, index, starts[index], likeness)
+        run_key = numbers[id(param)], has_grad, kinds
+        yield _RunMember(param, local, index, starts[index], run_key)
 
 
 class _Plan:
@@ -331,14 +331,14 @@ class _Plan:
         """
         groups: _Groups = optimizer.param_groups
         self._options = [_spans_gaps(optimizer.flat_of, group) for group in groups]
-        self._given = [list(group["params"]) for group in groups]
+        self._original_params = [list(group["params"]) for group in groups]
         self._runs: list[tuple[weakref.ref[ParameterGroup], list[_Run]]] = []
-        given = [param for params in self._given for param in params]
+        given = [param for params in self._original_params for param in params]
         counts = Counter(map(id, given))
         # A parameter that is listed twice is stepped twice, so it cannot be in a run.
         numbers = {
             id(param): number
-            for number, params in enumerate(self._given)
+            for number, params in enumerate(self._original_params)
             for param in params
             if counts[id(param)] == 1
         }
@@ -359,7 +359,7 @@ class _Plan:
         self._joined_ids = set(map(id, self._stepped_flat))
         self.params: list[list[torch.Tensor]] = [
             [param for param in params if id(param) not in self._joined_ids]
-            for params in self._given
+            for params in self._original_params
         ]
         for run in runs:
             self.params[run.number].append(run.flat)
@@ -370,8 +370,8 @@ class _Plan:
         for member in itertools.chain(candidates, [None]):
             if pending:
                 before = pending[-1]
-                is_one = member is not None and before.likeness == member.likeness
-                spans_gaps = self._options[before.likeness[0]]
+                is_one = member is not None and before.run_key == member.run_key
+                spans_gaps = self._options[before.run_key[0]]
                 if not (is_one and member and (spans_gaps or before.stop == member.start)):
                     yield pending
                     pending = []
@@ -381,9 +381,9 @@ class _Plan:
     def fits(self, optimizer: FlatOptimizer, states: _States) -> bool:
         """Return whether the plan is still valid for an optimizer, apart from its gradients."""
         groups: _Groups = optimizer.param_groups
-        if len(groups) != len(self._given):
+        if len(groups) != len(self._original_params):
             return False
-        for group, options, given in zip(groups, self._options, self._given, strict=True):
+        for group, options, given in zip(groups, self._options, self._original_params, strict=True):
             params = group["params"]
             is_same = len(params) == len(given) and all(map(operator.is_, params, given))
             if not is_same or _spans_gaps(optimizer.flat_of, group) is not options:
@@ -403,7 +403,7 @@ class _Plan:
             group = ref()
             if group is None or group.grads is None:
                 continue
-            grads, flat, others = group.grads.found()
+            grads, flat, others = group.grads.param_grads_and_main()
             if not all([run.take_gradient(grads, None if others else flat) for run in runs]):
                 return False
         return True
@@ -442,13 +442,15 @@ class _Plan:
         states.update((key, state) for key, state in found.items() if id(key) not in flats)
         if len(states) != num_before:
             # In the order of parameters, as torch's optimizers create states.
-            ordered = {p: states.pop(p) for given in self._given for p in given if p in states}
+            ordered = {
+                p: states.pop(p) for given in self._original_params for p in given if p in states
+            }
             others = dict(states)
             states.clear()
             states.update({**ordered, **others})
 
 
-def _plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
+def _unhooked_step(kind: type[Optimizer]) -> Callable[..., Any]:
     """Return a class's step without torch's hooks, which the flat class's own step already runs."""
     step: Any = kind.step
     return cast("Callable[..., Any]", step.__wrapped__ if hasattr(step, "hooked") else step)
@@ -490,7 +492,7 @@ def _flat_class(kind: Any) -> type[FlatOptimizer]:
         return self._step_flat(closure, **options)
 
     # `torch.amp.GradScaler` reads the signature.
-    step.__signature__ = inspect.signature(_plain_step(kind))  # type: ignore[attr-defined]
+    step.__signature__ = inspect.signature(_unhooked_step(kind))  # type: ignore[attr-defined]
     step.__doc__ = kind.step.__doc__
     members = {
         "flat_of": kind,

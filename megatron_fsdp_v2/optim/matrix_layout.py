@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from megatron_fsdp_v2.dtensor.row_shards import Chunk, RowShards, TensorShard
 from megatron_fsdp_v2.layout.buffer_layout import RowRanges
 
-__all__ = ["Grid", "MatrixLayout", "Rect"]
+__all__ = ["Grid", "MatrixLayout", "Rectangle"]
 
 
-class Rect(NamedTuple):
+class Rectangle(NamedTuple):
     """A rectangle of a matrix."""
 
     row: int
@@ -31,11 +31,11 @@ class Grid:
 
     Attributes:
         sizes: Number of ranks per axis; each greater than 1.
-        cuts: Whether an axis shards the matrices. Along other axes, ranks hold equal copies.
+        is_sharded: Whether an axis shards the matrices. Along other axes, ranks hold equal copies.
     """
 
     sizes: tuple[int, ...]
-    cuts: tuple[bool, ...]
+    is_sharded: tuple[bool, ...]
 
     @property
     def num_ranks(self) -> int:
@@ -43,14 +43,14 @@ class Grid:
         return math.prod(self.sizes)
 
     @property
-    def cut_axes(self) -> tuple[int, ...]:
+    def sharded_axes(self) -> tuple[int, ...]:
         """Axes along which the engine gathers matrices, in order."""
-        return tuple(axis for axis, cut in enumerate(self.cuts) if cut)
+        return tuple(axis for axis, cut in enumerate(self.is_sharded) if cut)
 
     @property
     def copy_axes(self) -> tuple[int, ...]:
         """Axes along which the engine copies results, in order."""
-        return tuple(axis for axis, cut in enumerate(self.cuts) if not cut)
+        return tuple(axis for axis, cut in enumerate(self.is_sharded) if not cut)
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
         """Return the coordinate of a rank; the last axis varies fastest."""
@@ -111,14 +111,14 @@ class MatrixLayout:
         """Tensor-parallel split of the whole; None if parts are not joined."""
         return None if self.tensor_axis is None else self.row_shards.tensor
 
-    def rects_at(self, number: int, coordinate: Sequence[int]) -> list[Rect]:
+    def rectangles_at(self, number: int, coordinate: Sequence[int]) -> list[Rectangle]:
         """Return the rectangles of a matrix that the rank at a coordinate holds."""
         return [rect for rect, _ in self.pieces_at(number, coordinate)]
 
     def pieces_at(
         self, number: int, coordinate: Sequence[int]
-    ) -> Iterator[tuple[Rect, tuple[Any, ...]]]:
-        """Yield the rectangles of `rects_at`, each with its index in that rank's local tensor.
+    ) -> Iterator[tuple[Rectangle, tuple[Any, ...]]]:
+        """Yield the rectangles of `rectangles_at`, each with its index in that rank's local tensor.
 
         Args:
             number: Index of the matrix in its stack.
@@ -130,14 +130,14 @@ class MatrixLayout:
         for chunk in self._chunks(coordinate):
             if len(chunk.sizes) == 2:
                 (row, col), (rows, cols) = chunk.offsets, chunk.sizes
-                yield Rect(row, col, rows, cols), chunk.local
+                yield Rectangle(row, col, rows, cols), chunk.local
                 continue
             (first, row, col), (count, rows, cols) = chunk.offsets, chunk.sizes
             if first <= number < first + count:
                 local = chunk.local[0].start + number - first
-                yield Rect(row, col, rows, cols), (local, *chunk.local[1:])
+                yield Rectangle(row, col, rows, cols), (local, *chunk.local[1:])
 
-    def whole_at(self, number: int) -> list[int]:
+    def ranks_holding_whole(self, number: int) -> list[int]:
         """Return the ranks that hold a whole matrix; empty if it is sharded."""
         first, last, part = 0, self.part_shape[0], None
         if self.tensor is not None:

@@ -29,7 +29,7 @@ class Matrix:
         shape: Rows and columns.
         flops: Cost of its function.
         kind: Index of its function. Matrices of equal shape and kind form a batch.
-        whole_at: Ranks that hold the whole matrix.
+        ranks_holding_whole: Ranks that hold the whole matrix.
     """
 
     param: int
@@ -37,7 +37,7 @@ class Matrix:
     shape: tuple[int, int]
     flops: int
     kind: int = 0
-    whole_at: tuple[int, ...] = ()
+    ranks_holding_whole: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -58,7 +58,7 @@ class Matrix:
         if 0 in shape:
             return []
         return [
-            Matrix(param, number, shape, flops, kind, tuple(layout.whole_at(number)))
+            Matrix(param, number, shape, flops, kind, tuple(layout.ranks_holding_whole(number)))
             for number in range(layout.count)
         ]
 
@@ -120,14 +120,14 @@ def _assign(matrices: Sequence[Matrix], num_ranks: int) -> tuple[tuple[int, ...]
         heapq.heappush(free, (flops[rank], numels[rank], rank))
 
     # Matrices that are whole on one rank come first; the others are balanced around them.
-    placed = [i for i, m in enumerate(matrices) if len(m.whole_at) == 1]
+    placed = [i for i, m in enumerate(matrices) if len(m.ranks_holding_whole) == 1]
     for index in placed:
-        give(index, matrices[index].whole_at[0])
+        give(index, matrices[index].ranks_holding_whole[0])
     free = [(flops[rank], numels[rank], rank) for rank in range(num_ranks)]
     heapq.heapify(free)
-    rest = [i for i, m in enumerate(matrices) if len(m.whole_at) != 1]
+    rest = [i for i, m in enumerate(matrices) if len(m.ranks_holding_whole) != 1]
     for index in sorted(rest, key=lambda i: (-matrices[i].flops, i)):
-        holders = matrices[index].whole_at
+        holders = matrices[index].ranks_holding_whole
         if holders and len(holders) < num_ranks:
             give(index, min(holders, key=lambda rank: (flops[rank], numels[rank], rank)))
             continue

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Inputs",
-    "NotAUsersHook",
+    "InternalHook",
     "cast_floats",
     "in_backward",
     "is_gathered_weight",
@@ -47,7 +47,7 @@ def in_backward() -> bool:
     return _graph_task() != _NO_GRAPH_TASK
 
 
-class NotAUsersHook(functools.partial[None]):
+class InternalHook(functools.partial[None]):
     """A hook of this package on a tensor that may be a parameter, not a user's hook."""
 
 
@@ -121,7 +121,7 @@ class Inputs:
         self._has_others = True
 
     @property
-    def tell_nothing(self) -> bool:
+    def lacks_end_hook(self) -> bool:
         """Whether inputs require gradients, but no hook may mark the end of the unit's backward.
 
         An in-place op replaces the tensor's grad_fn, so the node with the hook is bypassed.
@@ -158,7 +158,7 @@ def watch_inputs(record: ForwardRecord, args: Any, kwargs: Any) -> tuple[Any, An
             node = view.grad_fn
             assert node is not None
             # Which inputs receive a gradient is unknown until the backward.
-            tell = record.post_backward if is_first else record.nearly_over
+            tell = record.post_backward if is_first else record.defer_post_backward
             node.register_hook(functools.partial(uncompiled(_node_ran), tell))
         return view
 
@@ -197,7 +197,7 @@ def watch_outputs(record: ForwardRecord, output: Any, since: int) -> None:
             continue
         records = [record]
         setattr(tensor, _RECORDS, (tensor._version, records))
-        hook = NotAUsersHook(uncompiled(_tell_outermost_first), records)
+        hook = InternalHook(uncompiled(_tell_outermost_first), records)
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 

@@ -285,10 +285,10 @@ class DataParallelBuffer:
             return self.memory.alias(offset, shape)
         return alias_of(self.tensor, offset, shape)
 
-    def follow(self, tensor: torch.Tensor) -> None:
-        """Make a tensor that aliases a view of this buffer follow its memory."""
+    def track_alias(self, tensor: torch.Tensor) -> None:
+        """Register an alias of a view of this buffer, which moves with the buffer's memory."""
         if self.memory is not None:
-            self.memory.follow(tensor)
+            self.memory.track_alias(tensor)
 
     def piece(self, span: Span) -> torch.Tensor:
         """Return the flat part of this buffer that holds a narrower span."""
@@ -317,7 +317,7 @@ class DataParallelBuffer:
         comm, observer = self.context.comm, self.context.observer
         if not comm.has_streams:
             return observer.acquire(self.memory)
-        with comm.memory():
+        with comm.allocation_context():
             return observer.acquire(self.memory)
 
     def drop(self) -> None:
@@ -329,7 +329,7 @@ class DataParallelBuffer:
     def _release(self) -> None:
         if self.memory is not None and self.memory.is_live:
             if self.context.comm.has_streams:
-                self.context.comm.settle()
+                self.context.comm.wait_before_free()
             self.context.observer.release(self.memory)
 
     # -- redistribution -----------------------------------------------------------------------

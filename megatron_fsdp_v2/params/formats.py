@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DenseFormat",
+    "GroupWrite",
     "PayloadBytes",
     "WeightFormat",
     "WeightUse",
-    "Written",
     "format_of",
     "payload_bytes",
     "register_format",
@@ -53,14 +53,14 @@ class PayloadBytes:
     Attributes:
         itemsize: Bytes of one element of a payload.
         uses: Uses of every payload.
-        rests: Whether payloads are always written once per step and kept. Otherwise, main weights
+        is_kept: Whether payloads are always written once per step and kept. Otherwise, main weights
             with the same placement are cast for every gather.
         packing: Elements of a parameter per element of a payload.
     """
 
     itemsize: int
     uses: tuple[WeightUse, ...] = (WeightUse.BOTH,)
-    rests: bool = False
+    is_kept: bool = False
     packing: int = 1
 
 
@@ -76,11 +76,11 @@ def payload_bytes(
     if format_type is None or format_type is DenseFormat:
         return None
     uses = tuple(format_type.payloads.values())
-    rests = format_type.communicates or len(uses) > 1
-    return PayloadBytes(format_type.itemsize(dtypes), uses, rests, format_type.packing)
+    is_kept = format_type.communicates or len(uses) > 1
+    return PayloadBytes(format_type.itemsize(dtypes), uses, is_kept, format_type.packing)
 
 
-class Written[FormatT](NamedTuple):
+class GroupWrite[FormatT](NamedTuple):
     """Source and destination of `WeightFormat.write` for one group.
 
     Attributes:
@@ -197,7 +197,7 @@ class WeightFormat(Protocol):
         ...
 
     @classmethod
-    def write(cls, parts: Sequence[Written[Self]], axes: Sequence[Axis]) -> None:
+    def write(cls, parts: Sequence[GroupWrite[Self]], axes: Sequence[Axis]) -> None:
         """Write payloads of several groups from main weights. Collective if `communicates`.
 
         Args:
@@ -262,7 +262,7 @@ class DenseFormat:
         """No-op: no tensors are made from views."""
 
     @classmethod
-    def write(cls, parts: Sequence[Written[Self]], axes: Sequence[Axis]) -> None:
+    def write(cls, parts: Sequence[GroupWrite[Self]], axes: Sequence[Axis]) -> None:
         """Cast main weights to the compute dtype."""
         del axes
         for part in parts:

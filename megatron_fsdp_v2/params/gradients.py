@@ -34,7 +34,7 @@ from megatron_fsdp_v2.dtensor.uneven_dtensor import (
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.memory.allocator import BufferUse
 from megatron_fsdp_v2.memory.observer import MainGradientAllocated
-from megatron_fsdp_v2.params.autograd import NotAUsersHook
+from megatron_fsdp_v2.params.autograd import InternalHook
 from megatron_fsdp_v2.params.buffer import BufferContext, DataParallelBuffer, place_in
 from megatron_fsdp_v2.params.parameters import FusedGradient
 
@@ -238,21 +238,21 @@ class GroupGrads:
             param.grad_added_to_main_grad = False
             if not getattr(param, "zero_out_wgrad", False):
                 return
-        self._arrive()
+        self._prepare_for_gradient()
         # With `create_graph=True` the gradient has a grad_fn.
         self.add(index, grad.detach() if grad.requires_grad else grad)
 
-    def take_assigned(self) -> None:
+    def collect_assigned(self) -> None:
         """Collect gradients that were assigned to gathered weights outside autograd."""
         for index, param in enumerate(self._parameters.gathered):
             self.collect(index, param)
 
     def kernel_grad(self, index: int) -> torch.Tensor:
         """Return a parameter's view of the full buffer, for a fused kernel that adds to it."""
-        self._arrive()
+        self._prepare_for_gradient()
         return self._zeroed_view(index)
 
-    def _arrive(self) -> None:
+    def _prepare_for_gradient(self) -> None:
         """Prepare for a gradient: check the unit's weights, and allocate the full buffer."""
         group = self._group()
         unit = None if group is None else group.unit()
@@ -415,7 +415,7 @@ class GroupGrads:
         self._drop_unused()
         self._held = None
 
-    def before_direct_gradient(self) -> None:
+    def before_grad_accumulation(self) -> None:
         """Order autograd's next accumulation into `param.grad` after its reduction."""
         self._wait_for_last()
         if self._context.host is not None:
@@ -492,7 +492,7 @@ class GroupGrads:
             with torch.inference_mode(False):
                 return self._new_main(is_overwritten=is_overwritten)
         context = self._context
-        with context.comm.memory():
+        with context.comm.allocation_context():
             flat = context.main_memory(
                 self._main_span, context.dtypes.main_grad, is_overwritten=is_overwritten
             )
@@ -577,8 +577,10 @@ class GroupGrads:
             for param, grad in zip(self._params, grads, strict=True)
         ]
 
-    def found(self) -> tuple[list[torch.Tensor | None], torch.Tensor | None, list[torch.Tensor]]:
-        """Return the gradients, and the memory of those with rows on this rank.
+    def param_grads_and_main(
+        self,
+    ) -> tuple[list[torch.Tensor | None], torch.Tensor | None, list[torch.Tensor]]:
+        """Return every `param.grad`, and the main gradient that they are views of.
 
         Returns:
             Every `param.grad`; the flat main gradient if any of them is a view of it, perhaps with
@@ -692,5 +694,5 @@ def _collect(grads_ref: weakref.ref[GroupGrads], index: int, param: nn.Parameter
 def _run_hooks(param: torch.Tensor, hooks: Mapping[int, Callable[[torch.Tensor], None]]) -> None:
     """Call users' post-accumulate hooks, which autograd does not call for sharded parameters."""
     for hook in list(hooks.values()):
-        if not isinstance(hook, NotAUsersHook):
+        if not isinstance(hook, InternalHook):
             hook(param)

@@ -23,7 +23,7 @@ from megatron_fsdp_v2.params.buffer import (
     Offload,
     ShardGrid,
 )
-from megatron_fsdp_v2.params.formats import DenseFormat, WeightFormat, WeightUse, Written
+from megatron_fsdp_v2.params.formats import DenseFormat, GroupWrite, WeightFormat, WeightUse
 from megatron_fsdp_v2.params.gradients import GroupGrads
 from megatron_fsdp_v2.params.parameters import GroupParameters, OwnedParameter
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.memory.observer import Observer
     from megatron_fsdp_v2.runtime.unit import Unit
 
-__all__ = ["GroupSpec", "ParameterGroup", "write_stale"]
+__all__ = ["GroupSpec", "ParameterGroup", "write_stale_weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,9 @@ class ParameterGroup:
         self.format = spec.format_type(spec.dtypes)
         self._make_weights()
         owner = weakref.ref(self)
-        self.info = GroupInfo(self._label, owner, functools.partial(_before_direct_gradient, owner))
+        self.info = GroupInfo(
+            self._label, owner, functools.partial(_before_grad_accumulation, owner)
+        )
         self.empty_ranks = grid.coordinates_of(layout.empty_shards())
         row_shards = [
             RowShards(layout.row_ranges(i), grid.strides, p.tensor, info=self.info, name=p.name)
@@ -173,7 +175,7 @@ class ParameterGroup:
         self.sharded_params = self.parameters.sharded
         self.unsharded_params = self.parameters.gathered
         self.grads = GroupGrads(self, self._context) if spec.requires_grad else None
-        self._num_holders = 0
+        self._reference_count = 0
         # Work handles to wait for; None if no collective is under way.
         self._gathering: list[Work] | None = None
         self._refreshing: Work | None = None
@@ -235,7 +237,7 @@ class ParameterGroup:
         return self._context.device
 
     @property
-    def cut_axes(self) -> Sequence[Axis]:
+    def sharded_axes(self) -> Sequence[Axis]:
         """Axes along which a format communicates: the axes that shard main weights."""
         grid = self._context.grid
         axes = [axis.for_gathers() for axis in grid.axes]
@@ -291,7 +293,7 @@ class ParameterGroup:
             memory.name = f"{name}/{kind}"
         for buffer in self._buffers():
             if buffer.memory is not None:
-                buffer.memory = allocator.adopt(buffer.memory)
+                buffer.memory = allocator.replacement_for(buffer.memory)
 
     def state(self) -> Iterator[object]:
         """Yield every object that `join` changes, except the memory of buffers."""
@@ -302,7 +304,7 @@ class ParameterGroup:
         before, self._context.comm = self._context.comm, communicator
         return before
 
-    def gather_in(self, group: dist.ProcessGroup | None) -> None:
+    def set_gather_group(self, group: dist.ProcessGroup | None) -> None:
         """Set the process group of gathers along the innermost axis; None for the axis's own."""
         axes = (*self.axes[:-1], dataclasses.replace(self.axes[-1], gather_group=group))
         self._context.grid = dataclasses.replace(self._context.grid, axes=axes)
@@ -340,12 +342,12 @@ class ParameterGroup:
     @property
     def is_held(self) -> bool:
         """Whether a unit has the group unsharded, or a gather for it is under way."""
-        return self._num_holders > 0
+        return self._reference_count > 0
 
     @property
     def is_ready(self) -> bool:
         """Whether full weights are available for computation now."""
-        return not self.gathers_for_use or (self._num_holders > 0 and self._gathering is None)
+        return not self.gathers_for_use or (self._reference_count > 0 and self._gathering is None)
 
     def lacks(self, uses: WeightUse) -> bool:
         """Return whether a payload for these uses is not gathered."""
@@ -364,7 +366,7 @@ class ParameterGroup:
     def unshard(
         self, uses: WeightUse, weight_version: int, *, in_forward: bool, async_op: bool
     ) -> None:
-        """Start gathering for one more holder. Collective for the first one.
+        """Add a reference, and start gathering. Collective for the first reference.
 
         Args:
             uses: Uses to gather for.
@@ -373,7 +375,7 @@ class ParameterGroup:
                 its forward.
             async_op: Whether to return before the gather is done.
         """
-        if not self._num_holders:
+        if not self._reference_count:
             if in_forward:
                 self.parameters.sync()
                 self.refresh(weight_version, async_op=False)
@@ -381,12 +383,12 @@ class ParameterGroup:
         try:
             self.gather(uses, async_op=async_op)
         except Exception:
-            if not self._num_holders:
+            if not self._reference_count:
                 # A later gather skips buffers that have memory.
                 self._wait()
                 self._drop_gathered()
             raise
-        self._num_holders += 1
+        self._reference_count += 1
 
     def gather(self, uses: WeightUse, *, async_op: bool) -> None:
         """Start gathering the payloads these uses need that are not gathered yet. Collective."""
@@ -401,8 +403,8 @@ class ParameterGroup:
             if self._is_streamed:
                 gathered.take()
                 source = gathered.part(self.main_weight.placements)
-                part = Written(self.format, self.main_weight, [source.tensor])
-                write = functools.partial(self.format.write, [part], self.cut_axes)
+                part = GroupWrite(self.format, self.main_weight, [source.tensor])
+                write = functools.partial(self.format.write, [part], self.sharded_axes)
             work = source.redistribute(gathered, async_op=async_op, before=write)
             if self._gathering is None:
                 self._gathering = []
@@ -414,7 +416,7 @@ class ParameterGroup:
             return
         if self.grads is None:
             self.unfreeze_if_trained()
-        self.parameters.follow_trained()
+        self.parameters.copy_requires_grad_to_gathered()
         if self.format.prepares:
             uses = WeightUse(0)
             for payload in self.payloads:
@@ -434,12 +436,12 @@ class ParameterGroup:
         return True
 
     def reshard(self) -> None:
-        """Release the group for one holder; the last holder frees the gathered weights."""
-        self._num_holders -= 1
-        if self._num_holders:
+        """Drop a reference; free the gathered weights with the last one."""
+        self._reference_count -= 1
+        if self._reference_count:
             return
-        if not self._wait() and self.parameters.is_refrozen():
-            self.parameters.take_refrozen()
+        if not self._wait() and self.parameters.has_changed_requires_grad():
+            self.parameters.copy_requires_grad_to_sharded()
         self.parameters.install(self.sharded_params)
         if self.grads is not None:
             # Side streams that wrote gradients may still be reading weights.
@@ -468,7 +470,7 @@ class ParameterGroup:
             if self._is_streamed:
                 expected = piece.clone()
                 self.format.write(
-                    [Written(self.format, self.main_weight, [expected])], self.cut_axes
+                    [GroupWrite(self.format, self.main_weight, [expected])], self.sharded_axes
                 )
             # Compared as bytes, so that a NaN equals itself.
             differs = (piece.view(torch.uint8) != expected.view(torch.uint8)).any()
@@ -485,7 +487,7 @@ class ParameterGroup:
         """
         return self._refreshed_at != (weight_version, self.parameters.versions())
 
-    def note_unstepped(self, weight_version: int) -> None:
+    def note_unchanged(self, weight_version: int) -> None:
         """Set the weight version after a step that did not change this group's weights."""
         if self._refreshed_at is not None:
             self._refreshed_at = (weight_version, self._refreshed_at[1])
@@ -506,7 +508,7 @@ class ParameterGroup:
         if not self.shares_main:
             self._wait_for_refresh()
             if self._written_at != versions:
-                self.format.write([self.to_write()], self.cut_axes)
+                self.format.write([self.to_write()], self.sharded_axes)
             for payload in self.payloads:
                 own = payload.model.part(self.main_weight.placements)
                 if own.span != payload.model.span:
@@ -523,11 +525,11 @@ class ParameterGroup:
             self._refreshing.wait()
             self._refreshing = None
 
-    def to_write(self) -> Written[WeightFormat]:
+    def to_write(self) -> GroupWrite[WeightFormat]:
         """Return the main weights and payloads for `WeightFormat.write`."""
         main = self.main_weight
         pieces = [payload.model.piece(main.span) for payload in self.payloads]
-        return Written(self.format, main, pieces)
+        return GroupWrite(self.format, main, pieces)
 
     def note_written(self, weight_version: int) -> None:
         """Mark the current main weights as written by the format, and not gathered yet."""
@@ -535,7 +537,7 @@ class ParameterGroup:
 
     # -- registered parameters ----------------------------------------------------------------
 
-    def show_sharded(self) -> bool:
+    def install_sharded(self) -> bool:
         """Register the sharded parameters while weights are gathered.
 
         Returns:
@@ -547,7 +549,7 @@ class ParameterGroup:
         self.parameters.install(self.sharded_params)
         return True
 
-    def show_unsharded(self) -> None:
+    def install_unsharded(self) -> None:
         """Register the gathered parameters again, if weights are gathered."""
         if self.is_held and self._gathering is None:
             self.parameters.install(self.unsharded_params)
@@ -574,7 +576,7 @@ class ParameterGroup:
                 self.parameters.expect_gradients()
 
 
-def write_stale(groups: Iterable[ParameterGroup], weight_version: int) -> None:
+def write_stale_weights(groups: Iterable[ParameterGroup], weight_version: int) -> None:
     """Write the stale weights of formats that communicate, in one call per format and mesh.
 
     One call takes one collective; a call per group would make the compute stream wait for one
@@ -590,17 +592,17 @@ def write_stale(groups: Iterable[ParameterGroup], weight_version: int) -> None:
             continue
         group.parameters.sync()
         if group.is_stale(weight_version):
-            key = type(group.format), *(axis.group for axis in group.cut_axes)
+            key = type(group.format), *(axis.group for axis in group.sharded_axes)
             alike.setdefault(key, []).append(group)
     for several in alike.values():
         first = several[0]
-        first.format.write([group.to_write() for group in several], first.cut_axes)
+        first.format.write([group.to_write() for group in several], first.sharded_axes)
         for group in several:
             group.note_written(weight_version)
 
 
-def _before_direct_gradient(owner: Callable[[], ParameterGroup | None]) -> None:
+def _before_grad_accumulation(owner: Callable[[], ParameterGroup | None]) -> None:
     """Order autograd's accumulation into `grad` of a sharded parameter after reductions."""
     group = owner()
     if group is not None and group.grads is not None:
-        group.grads.before_direct_gradient()
+        group.grads.before_grad_accumulation()

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from megatron_fsdp_v2.dtensor.sharded_rows import raw_hooks, raw_requires_grad, raw_version
 from megatron_fsdp_v2.dtensor.tp_params import part_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
-from megatron_fsdp_v2.params.autograd import NotAUsersHook, in_backward
+from megatron_fsdp_v2.params.autograd import InternalHook, in_backward
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -168,7 +168,7 @@ class GroupParameters:
         # Weak: the cycle parameter -> group -> parameter would outlive the model.
         param._owner_slot = (weakref.ref(owner), index)  # type: ignore[attr-defined]
         for buffer, part in zip(buffers, memory, strict=True):
-            buffer.follow(part)
+            buffer.track_alias(part)
         propagate_attributes(self.sharded[index], param)
         return param
 
@@ -178,7 +178,7 @@ class GroupParameters:
 
     # -- registration -------------------------------------------------------------------------
 
-    def take_over(self, owned: Sequence[OwnedParameter], undo: ExitStack) -> None:
+    def replace_originals(self, owned: Sequence[OwnedParameter], undo: ExitStack) -> None:
         """Register the sharded parameters in place of the originals, and mark those stale.
 
         This is the first change of existing objects. Users' hook tables move to the sharded
@@ -194,7 +194,7 @@ class GroupParameters:
                     continue
                 with plain_attributes():
                     hooks: Any = original._post_accumulate_grad_hooks
-                    undo.callback(_bring_back, original, hooks, _STALE.slots.get(original))  # type: ignore[no-untyped-call]
+                    undo.callback(_unmark_stale, original, hooks, _STALE.slots.get(original))  # type: ignore[no-untyped-call]
                     if hooks:
                         self.sharded[index]._post_accumulate_grad_hooks = hooks
                     original._post_accumulate_grad_hooks = None  # type: ignore[assignment]
@@ -242,7 +242,7 @@ class GroupParameters:
         with plain_attributes():
             return any(map(raw_requires_grad, self.sharded))
 
-    def follow_trained(self) -> None:
+    def copy_requires_grad_to_gathered(self) -> None:
         """Set `requires_grad` of gathered parameters to that of the sharded ones."""
         with plain_attributes():
             trained = list(map(raw_requires_grad, self.sharded))
@@ -255,7 +255,7 @@ class GroupParameters:
             if gathered.requires_grad != is_trained:
                 gathered.requires_grad_(is_trained)
 
-    def is_refrozen(self) -> bool:
+    def has_changed_requires_grad(self) -> bool:
         """Return whether gathered parameters were frozen or unfrozen while registered.
 
         Between a forward and its backward, `module.requires_grad_()` changes the gathered
@@ -264,7 +264,7 @@ class GroupParameters:
         with plain_attributes():
             return self._trained != list(map(raw_requires_grad, self.gathered))
 
-    def take_refrozen(self) -> None:
+    def copy_requires_grad_to_sharded(self) -> None:
         """Set `requires_grad` of sharded parameters to that of the gathered ones."""
         for sharded, gathered in zip(self.sharded, self.gathered, strict=True):
             sharded.requires_grad_(gathered.requires_grad)
@@ -412,7 +412,7 @@ class GroupParameters:
         _STALE.put(param, slot)
         _STALE.count += 1
         if param.requires_grad and param.is_leaf:
-            hook = NotAUsersHook(_refuse_gradient, slot.label)
+            hook = InternalHook(_refuse_gradient, slot.label)
             param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
@@ -459,7 +459,7 @@ class _StaleParameters:
 _STALE = _StaleParameters()
 
 
-def _bring_back(param: torch.Tensor, hooks: Any, slot: OwnerSlot | None) -> None:
+def _unmark_stale(param: torch.Tensor, hooks: Any, slot: OwnerSlot | None) -> None:
     """Undo marking a parameter as stale."""
     with plain_attributes():
         param._post_accumulate_grad_hooks = hooks
@@ -538,7 +538,7 @@ def tensor_hook_rejection(name: str, param: torch.Tensor) -> str:
     of one backward exists.
     """
     hooks: dict[int, Any] = param._backward_hooks or {}
-    if all(isinstance(hook, NotAUsersHook) for hook in hooks.values()):
+    if all(isinstance(hook, InternalHook) for hook in hooks.values()):
         return ""
     return (
         f"{name} has a hook of register_hook(), which no gradient of a sharded parameter would "

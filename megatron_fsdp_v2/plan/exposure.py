@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from megatron_fsdp_v2._text import compact, table
-from megatron_fsdp_v2.runtime.schedule import Drain
+from megatron_fsdp_v2.runtime.schedule import WaitReason
 
-__all__ = ["DRAINS", "Exposure", "OverlapReport", "Reason"]
+__all__ = ["WAIT_REASONS", "Exposure", "OverlapReport", "Reason"]
 
 
 class Reason(enum.Enum):
@@ -35,9 +35,9 @@ class Reason(enum.Enum):
         "did not allow it to start earlier",
     )
     ORDER = "not expected", "the unit was not expected: the previous pass ran other units"
-    AT_ONCE = "waited for at once", Drain.AT_ONCE.value
-    BUFFERS = "gradient buffers", Drain.ROOM.value
-    LAST = "end of the backward", Drain.END.value
+    AT_ONCE = "waited for at once", WaitReason.AT_ONCE.value
+    BUFFERS = "gradient buffers", WaitReason.BUFFER_LIMIT.value
+    LAST = "end of the backward", WaitReason.END.value
 
     meaning: str
 
@@ -77,8 +77,12 @@ class Exposure:
     times: int = 1
 
 
-DRAINS = {Drain.ROOM: Reason.BUFFERS, Drain.END: Reason.LAST, Drain.AT_ONCE: Reason.AT_ONCE}
-"""Why a step waits for a reduction, by why the runtime drains its queue."""
+WAIT_REASONS = {
+    WaitReason.BUFFER_LIMIT: Reason.BUFFERS,
+    WaitReason.END: Reason.LAST,
+    WaitReason.AT_ONCE: Reason.AT_ONCE,
+}
+"""Why a step waits for a reduction, by the runtime's reason to wait."""
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def matrix_work(training: TrainingDescription, groups: Sequence[PlannedGroup]) -
         shapes = [(layout.count, *layout.matrix_shape) for layout in shared.layouts]
         ranks = shared.grid.num_ranks
         numel = sum(math.prod(shape) for shape in shapes)
-        cut = math.prod(shared.grid.sizes[axis] for axis in shared.grid.cut_axes)
+        cut = math.prod(shared.grid.sizes[axis] for axis in shared.grid.sharded_axes)
         bucket = min(BUCKET_NUMEL, numel // ranks)
         work.temporary_nbytes += (numel // cut + 3 * bucket) * itemsize
         if sum(count for count, *_ in shapes) * ranks * ranks <= MOST_PAIRS:
@@ -139,11 +139,11 @@ def _mean(
     total = sum(shape[0] * flops for shape, flops in zip(shapes, each, strict=True))
     num_buckets = max(1, math.ceil(numel / grid.num_ranks / BUCKET_NUMEL))
     replicas = math.prod(grid.sizes[axis] for axis in grid.copy_axes)
-    held = numel / math.prod(grid.sizes[axis] for axis in grid.cut_axes)
+    held = numel / math.prod(grid.sizes[axis] for axis in grid.sharded_axes)
     hops: _Hops = []
     for axis, size in enumerate(grid.sizes):
         leaving = held * (size - 1) / size / num_buckets
-        if grid.cuts[axis]:
+        if grid.is_sharded[axis]:
             hops += [(axis, int(leaving / replicas))] * (2 * num_buckets)
         else:
             hops += [(axis, int(leaving))] * num_buckets

@@ -16,10 +16,10 @@ from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.params.autograd import in_backward
 from megatron_fsdp_v2.params.formats import (
     DenseFormat,
+    GroupWrite,
     PayloadBytes,
     WeightFormat,
     WeightUse,
-    Written,
     register_format,
 )
 from megatron_fsdp_v2.plan.description import (
@@ -211,7 +211,7 @@ def _format(payload: PayloadBytes) -> type[WeightFormat]:
         """See `WeightFormat`."""
 
         own_attributes: ClassVar[frozenset[str]] = frozenset({"planned_payload"})
-        communicates: ClassVar[bool] = payload.rests and len(payload.uses) == 1
+        communicates: ClassVar[bool] = payload.is_kept and len(payload.uses) == 1
         packing: ClassVar[int] = payload.packing
         payloads: ClassVar[Mapping[str, WeightUse]] = {
             f"payload_{number}": uses for number, uses in enumerate(payload.uses)
@@ -248,7 +248,7 @@ def _format(payload: PayloadBytes) -> type[WeightFormat]:
 
         @classmethod
         @override
-        def write(cls, parts: Sequence[Written[Self]], axes: Sequence[Axis]) -> None:
+        def write(cls, parts: Sequence[GroupWrite[Self]], axes: Sequence[Axis]) -> None:
             del parts, axes
 
     return PlannedFormat

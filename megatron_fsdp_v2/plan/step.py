@@ -22,7 +22,7 @@ from megatron_fsdp_v2.memory.observer import (
 )
 from megatron_fsdp_v2.params.autograd import in_backward
 from megatron_fsdp_v2.params.group import ParameterGroup
-from megatron_fsdp_v2.plan.exposure import DRAINS, Exposure, Reason
+from megatron_fsdp_v2.plan.exposure import WAIT_REASONS, Exposure, Reason
 from megatron_fsdp_v2.plan.machine import Machine
 from megatron_fsdp_v2.plan.simulation import Device
 from megatron_fsdp_v2.runtime.module import named_units
@@ -271,7 +271,9 @@ class StepRecorder(AbstractContextManager["StepRecorder"]):
         gathers = self._context.gathers
         if purpose == "reduce":
             is_async = self._context.reductions.is_async
-            return DRAINS[self._context.reductions.draining] if is_async else Reason.AT_ONCE
+            return (
+                WAIT_REASONS[self._context.reductions.wait_reason] if is_async else Reason.AT_ONCE
+            )
         if flight.use <= 1 and gathers.num_uses <= 2:
             return Reason.FIRST
         if not issued.is_async:

@@ -28,11 +28,11 @@ from megatron_fsdp_v2.runtime.construct import (
     UnitPlan,
     check_modules,
     make_unit,
-    numbered,
     outermost,
     own_modules,
     owned_parameters,
     used_parameters,
+    with_number_prefixes,
 )
 from megatron_fsdp_v2.runtime.module import named_units
 from megatron_fsdp_v2.runtime.options import (
@@ -254,11 +254,11 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     owned, tied = owned_parameters(modules, ignored_params or frozenset(), device)
     tied += used_parameters(modules, of_unit.used_params)
     for parameter in owned:
-        _check_wishes(parameter, shard_placement_fn, offload)
+        _check_placement_and_offload(parameter, shard_placement_fn, offload)
         parameter.is_separate = parameter.param in of_unit.separate_params
     inside = [
         (f"{prefix}.{name} ({unit.class_name})".removeprefix("."), unit)
-        for prefix, below in numbered(modules)
+        for prefix, below in with_number_prefixes(modules)
         for name, unit in named_units(below)
     ]
     given = [(class_names(modules), root_options)]
@@ -368,7 +368,7 @@ def _offload_of(policy: object) -> Offload | None:
     )
 
 
-def _check_wishes(
+def _check_placement_and_offload(
     parameter: OwnedParameter,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
     offload: Offload | None,

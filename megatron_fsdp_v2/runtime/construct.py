@@ -50,11 +50,11 @@ __all__ = [
     "UnitPlan",
     "check_modules",
     "make_unit",
-    "numbered",
     "outermost",
     "own_modules",
     "owned_parameters",
     "used_parameters",
+    "with_number_prefixes",
 ]
 
 
@@ -107,7 +107,7 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
             )
 
 
-def numbered(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+def with_number_prefixes(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
     """Return modules with a name prefix: the module's number, or "" for a single module."""
     return [("" if len(modules) == 1 else str(i), module) for i, module in enumerate(modules)]
 
@@ -140,7 +140,7 @@ def owned_parameters(
     """
     ignored_ids = {id(param) for param in ignored}
     found: dict[int, OwnedParameter] = {}
-    for prefix, below in own_modules(numbered(modules)):
+    for prefix, below in own_modules(with_number_prefixes(modules)):
         for attribute, param in below._parameters.items():
             if param is None or id(param) in ignored_ids:
                 continue
@@ -357,7 +357,7 @@ def make_unit(plan: UnitPlan) -> None:
         if not parameter.param.is_meta or isinstance(parameter.param, DTensor):
             _describe_tensor_shard(parameter, plan.mesh, plan.tensor_shards)
     tied_groups = _tied_groups(plan)
-    own = list(own_modules(numbered(modules)))
+    own = list(own_modules(with_number_prefixes(modules)))
     with ExitStack() as undo:
         _keep(undo, (part for _, part in own))
         unset = materialize(owned, own, plan.device, plan.axes, plan.param_init_fn, undo)
@@ -382,7 +382,7 @@ def make_unit(plan: UnitPlan) -> None:
         # Until here, only tensors on the meta device have changed.
         _keep(undo, (group.parameters for group in tied_groups))
         for group, members in made:
-            group.parameters.take_over(members, undo)
+            group.parameters.replace_originals(members, undo)
         for parameter, group, index in plan.tied:
             for below, attribute in parameter.sites:
                 group.parameters.add_site(index, below, attribute)
@@ -451,7 +451,7 @@ def _make_groups(
 def _join(roots: Sequence[nn.Module], context: Context, undo: ExitStack) -> None:
     """Make a new root: set the context and the names of all units below it."""
     names: dict[Unit, list[str]] = {}
-    for prefix, root in numbered(roots):
+    for prefix, root in with_number_prefixes(roots):
         for name, module in root.named_modules(prefix=prefix):
             if isinstance(module, FSDPModule):
                 names.setdefault(unit_of(module), []).append(name)

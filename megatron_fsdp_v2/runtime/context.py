@@ -22,7 +22,7 @@ from megatron_fsdp_v2.runtime.schedule import (
 from megatron_fsdp_v2.runtime.unit_checks import compare_unit
 
 if TYPE_CHECKING:
-    from megatron_fsdp_v2.comm.backends import LateFlag
+    from megatron_fsdp_v2.comm.backends import DeferredFlag
     from megatron_fsdp_v2.comm.interface import Communicator
     from megatron_fsdp_v2.memory.allocator import Allocator
     from megatron_fsdp_v2.params.gradients import GroupGrads
@@ -63,8 +63,8 @@ class Context:
         device: Device of the units' buffers.
         is_captured: Whether the latest pass is captured in a CUDA graph.
         has_graph: Whether a pass or a step was captured: replays change weights and run no hook.
-        late_flags: Flags that the host has not read yet: name of a group, and whether its weights
-            changed after they were gathered.
+        deferred_flags: Flags that the host has not read yet: name of a group, and whether its
+            weights changed after they were gathered.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Context:
         self.device: torch.device | None = None
         self.is_captured = False
         self.has_graph = False
-        self.late_flags: list[tuple[str, LateFlag]] = []
+        self.deferred_flags: list[tuple[str, DeferredFlag]] = []
         self._pass_unit: weakref.ref[Unit] | None = None
         self._units: list[weakref.ref[Unit]] = []
         # Kept gathered for their backwards, the oldest one first.
@@ -213,7 +213,7 @@ class Context:
 
     def _no_pending_backward(self) -> bool:
         """Whether no unit that began a pass expects a backward."""
-        return not any(unit.is_expected_back for unit in self.gathers.first_units())
+        return not any(unit.expects_backward for unit in self.gathers.first_units())
 
     # -- backwards ----------------------------------------------------------------------------
 
@@ -248,9 +248,9 @@ class Context:
             syncing = (unit for unit in self.units() if unit.syncs_gradients)
             self.synced_in_backward = weakref.WeakSet(syncing)
         self.gathers.begin_backward()
-        self.begin_turns(passed)
+        self.begin_ordered_reductions(passed)
 
-    def begin_turns(self, passed: RootPass) -> None:
+    def begin_ordered_reductions(self, passed: RootPass) -> None:
         """Start the ordered reductions of a pass."""
         self.backward_pass = passed
         passed.is_over = True
@@ -261,7 +261,7 @@ class Context:
         """Defer the end of a unit's backward until the backward of an earlier forward begins."""
         self._deferred[record.number] = record
 
-    def finish_later_than(self, number: int) -> None:
+    def finish_deferred_backwards(self, number: int) -> None:
         """End deferred backwards of forwards that began after this one.
 
         The engine runs the most recently created nodes first, so these backwards are over.
@@ -320,7 +320,7 @@ class Context:
 
     # -- recomputations -----------------------------------------------------------------------
 
-    def recompute(self, unit: Unit) -> None:
+    def prepare_recomputation(self, unit: Unit) -> None:
         """Prepare to recompute a unit.
 
         Reshards the oldest recomputed units if they and this unit exceed the prefetch limit.
@@ -338,7 +338,7 @@ class Context:
         # Waiting units run next in the backward, the newest first.
         ahead = [unit] if is_for_another else []
         ahead += [each for ref in reversed(waiting) if (each := ref()) is not None]
-        fitting = self.gathers.limit.first(ahead, lambda each: each.gathered_nbytes)
+        fitting = self.gathers.limit.fitting(ahead, lambda each: each.gathered_nbytes)
         room = len(fitting) - is_for_another
         for ref in waiting[: max(0, len(waiting) - max(0, room))]:
             del self._recomputed[ref]
@@ -386,7 +386,7 @@ class Context:
         """
         reductions = self.reductions
         is_pending, unit.has_pending_reduction = unit.has_pending_reduction, False
-        with unit.in_range("reduce_grad"):
+        with unit.observed_phase("reduce_grad"):
             arrived = [
                 group.grads
                 for group in unit.groups
@@ -464,16 +464,16 @@ class Context:
         self.end_forward()
         self.forward_failed = False
         for unit in self.units():
-            unit.forget_failure()
+            unit.reset_after_error()
 
     def _drop_gradients(self) -> None:
         dropped = self.reductions.groups()
-        turns = self.ordered_reductions
+        ordered = self.ordered_reductions
         # If ranks run different units, another rank may have reduced units that this rank has not
         # reduced. This rank reduces them here; otherwise the reductions of the other rank would
         # pair with those of the next backward.
-        # Ranks that follow one schedule reduce without turns.
-        late = [] if turns is None or self.is_scheduled else turns.remaining()
+        # Ranks that follow one schedule reduce without this order.
+        late = [] if ordered is None or self.is_scheduled else ordered.remaining()
         for unit in late:
             reduced = unit in self.synced_in_backward
             dropped += [g for g in unit.grads() if reduced or not g.accumulates_unreduced]

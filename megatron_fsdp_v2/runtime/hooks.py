@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed import fsdp
 
-from megatron_fsdp_v2._compiler import runs_as_written, uncompiled
+from megatron_fsdp_v2._compiler import not_compiled, uncompiled
 from megatron_fsdp_v2.params.autograd import in_backward
 from megatron_fsdp_v2.runtime.materialize import check_has_values
 from megatron_fsdp_v2.runtime.unit_checks import check_outputs
@@ -100,7 +100,7 @@ def _post_forward(module: Any, args: Any, output: Any) -> Any:
         if unit.pending_modules:
             if not torch.is_grad_enabled() and unit.context.pass_has_grad:
                 # The recomputation of this module has a backward of its own.
-                unit.note_use()
+                unit.count_use()
             check_outputs(unit, output)
             return unit.wrap_outputs(output)
     if unit.is_root and not in_backward():
@@ -222,7 +222,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     begin, end = uncompiled(_begin_method), uncompiled(_end_method)
 
     # `_runs_method` searches the stack for this frame; a compiled function would have another one.
-    @runs_as_written
+    @not_compiled
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         current = owner()
@@ -292,7 +292,7 @@ def _show_sharded(module: Any, *args: Any) -> None:
     """Install sharded parameters before a state dict is made or loaded."""
     del args
     unit: Unit = module._fsdp_unit
-    unit.hidden_groups = [group for group in unit.held_groups if group.show_sharded()]
+    unit.hidden_groups = [group for group in unit.held_groups if group.install_sharded()]
 
 
 def _after_state_dict(module: Any, state_dict: Any, prefix: str, metadata: Any) -> None:
@@ -301,7 +301,7 @@ def _after_state_dict(module: Any, state_dict: Any, prefix: str, metadata: Any) 
     # A group shared with an enclosing module is in the `hidden_groups` of that module's unit
     # instead.
     for group in unit.hidden_groups:
-        group.show_unsharded()
+        group.install_unsharded()
     unit.hidden_groups = ()
 
 

@@ -79,7 +79,7 @@ def materialize(
                 empty_buffers.append((label, module, attribute))
                 holders.add(id(module))
     for parameter in fresh:
-        _give_memory(parameter, device)
+        _materialize_parameter(parameter, device)
     made = {id(parameter.param) for parameter in fresh}
     made |= {id(module._buffers[attribute]) for _, module, attribute in empty_buffers}
     if holders:
@@ -91,7 +91,7 @@ def materialize(
                             undo.callback(_set_values, tensor, tensor.detach().clone())
                     _initialize(module, param_init_fn)
     for parameter in fresh:
-        _take_over(parameter)
+        _copy_from_replacement(parameter)
     buffers = [(one[1]._buffers[one[2]], one) for one in empty_buffers]
     for parameter in fresh:
         if parameter.dtensor is not None and parameter.dtensor.placement.is_replicate():
@@ -109,7 +109,7 @@ def materialize(
 
 
 @dataclass(frozen=True, slots=True)
-class _Draws:
+class _GeneratorStates:
     """Generator states for initial values, separate from those of the program.
 
     Attributes:
@@ -129,7 +129,7 @@ class _Draws:
         return is_waiting and all(map(torch.equal, self.outside, outside))
 
 
-_DRAWS: dict[torch.device, _Draws] = {}
+_GENERATOR_STATES: dict[torch.device, _GeneratorStates] = {}
 
 
 @contextmanager
@@ -139,14 +139,16 @@ def _initial_values(device: torch.device, module: nn.Module, undo: ExitStack) ->
     The first unit draws from the generators' current states and each later unit continues, as if
     the model had not been on the meta device, until the program draws, seeds or runs the model.
     """
-    outside, last = _random_states(device), _DRAWS.get(device)
+    outside, last = _random_states(device), _GENERATOR_STATES.get(device)
     undo.callback(_set_random_states, device, outside)
     if last is not None:
-        undo.callback(_DRAWS.__setitem__, device, last)
+        undo.callback(_GENERATOR_STATES.__setitem__, device, last)
         if last.is_continued(outside):
             _set_random_states(device, last.inside)
     yield
-    _DRAWS[device] = _Draws(outside, _random_states(device), weakref.ref(module))
+    _GENERATOR_STATES[device] = _GeneratorStates(
+        outside, _random_states(device), weakref.ref(module)
+    )
     _set_random_states(device, outside)
 
 
@@ -179,7 +181,7 @@ def _children_first(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str,
     return ordered + above[::-1]
 
 
-def _give_memory(parameter: OwnedParameter, device: torch.device) -> None:
+def _materialize_parameter(parameter: OwnedParameter, device: torch.device) -> None:
     old = parameter.param
     made = nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
     with torch.no_grad():
@@ -205,7 +207,7 @@ def _initialize(module: Any, param_init_fn: Callable[[nn.Module], None] | None) 
             reset()
 
 
-def _take_over(parameter: OwnedParameter) -> None:
+def _copy_from_replacement(parameter: OwnedParameter) -> None:
     """Copy values and attributes from a parameter that an initialization registered in its place.
 
     Transformer Engine registers a new parameter over the same memory and sets attributes on it.

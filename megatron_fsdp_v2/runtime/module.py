@@ -184,7 +184,7 @@ class FSDPModule(fsdp.FSDPModule):
                 axis = group.axes[-1]
                 if enable and axis.size > 1 and axis.group not in made:
                     made[axis.group] = group_of_same_ranks(axis.group)
-                group.gather_in(made.get(axis.group) if enable else None)
+                group.set_gather_group(made.get(axis.group) if enable else None)
 
     # -- gradients ----------------------------------------------------------------------------
 

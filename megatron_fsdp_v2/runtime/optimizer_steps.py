@@ -32,11 +32,11 @@ __all__ = ["watch_optimizers"]
 
 
 @dataclass(slots=True)
-class _Watched:
+class _OptimizerFacts:
     """Cached facts about one optimizer.
 
     Attributes:
-        looked: Key of the cache; the facts are computed again when it changes.
+        cache_key: State that the facts depend on; they are computed again when it changes.
         held: `id()`s of all parameters that the optimizer holds.
         contexts: Contexts whose parameters it holds.
         has_sharded_state: Whether hooks on its state dict are registered.
@@ -46,7 +46,7 @@ class _Watched:
             before it.
     """
 
-    looked: tuple[int, int, frozenset[int]] | None = None
+    cache_key: tuple[int, int, frozenset[int]] | None = None
     held: frozenset[int] = frozenset()
     contexts: Sequence[weakref.ref[Context]] = ()
     has_sharded_state: bool = False
@@ -69,7 +69,9 @@ class _OptimizerWatch:
     def __init__(self) -> None:
         self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
         self._num_added = 0
-        self._watched: weakref.WeakKeyDictionary[Optimizer, _Watched] = weakref.WeakKeyDictionary()
+        self._watched: weakref.WeakKeyDictionary[Optimizer, _OptimizerFacts] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def add(self, context: Context) -> None:
         if not self._num_added:
@@ -79,7 +81,7 @@ class _OptimizerWatch:
         self._num_added += 1
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        watched = self._look_at(optimizer)
+        watched = self._facts_of(optimizer)
         contexts = watched.live_contexts()
         watched.unchanged = watched.generators = None
         # Not with a closure, which may draw random numbers, for example for dropout.
@@ -99,12 +101,12 @@ class _OptimizerWatch:
                 if not group.is_stale(context.weight_version)
             ]
 
-    def _look_at(self, optimizer: Optimizer) -> _Watched:
+    def _facts_of(self, optimizer: Optimizer) -> _OptimizerFacts:
         """Return the facts about an optimizer; check its parameters if they changed."""
         held = frozenset([id(p) for group in optimizer.param_groups for p in group["params"]])
-        looked = (num_stale(), self._num_added, held)
-        watched = self._watched.setdefault(optimizer, _Watched())
-        if watched.looked == looked:
+        cache_key = (num_stale(), self._num_added, held)
+        watched = self._watched.setdefault(optimizer, _OptimizerFacts())
+        if watched.cache_key == cache_key:
             return watched
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for param in params:
@@ -116,7 +118,7 @@ class _OptimizerWatch:
         if is_sharded and has_state and not watched.has_sharded_state:
             watch_state(optimizer)
             watched.has_sharded_state = True
-        watched.held, watched.looked = held, looked
+        watched.held, watched.cache_key = held, cache_key
         watched.contexts = [
             weakref.ref(context)
             for context in self._contexts
@@ -127,7 +129,7 @@ class _OptimizerWatch:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
         # Unknown if the step began before the first model was sharded.
-        watched = self._watched.get(optimizer, _Watched())
+        watched = self._watched.get(optimizer, _OptimizerFacts())
         before, watched.generators = watched.generators, None
         if before is not None and not all(map(torch.equal, before, _generator_states())):
             raise rejected(
@@ -172,7 +174,7 @@ def _unshard_after_step(context: Context, stepped: AbstractSet[int]) -> None:
         # Units gathered by an earlier optimizer's step stay gathered.
         for group in unit.held_groups if unit.is_gathered_after_step else ():
             if not any(id(param) in stepped for param in group.sharded_params):
-                group.note_unstepped(context.weight_version)
+                group.note_unchanged(context.weight_version)
     for unit in context.gathers.gather_before_pass(
         # A unit with parameters that are not stepped yet would have to be gathered again.
         units[0],
@@ -202,7 +204,7 @@ def _initializes_state(optimizer: Optimizer, contexts: Sequence[Context]) -> boo
         return False
     # A real step may also have a learning rate of 0 (warm-up) and zero gradients on some rank.
     units = (unit for context in contexts for unit in context.units())
-    if any(known.found()[1] is not None for unit in units for known in unit.grads()):
+    if any(known.param_grads_and_main()[1] is not None for unit in units for known in unit.grads()):
         return False
     return not any(_rows_of(grad).count_nonzero() for grad in grads)
 

@@ -43,5 +43,5 @@ def register_pool(model: nn.Module, registrar: NcclRegistrar | None = None) -> b
                     groups.setdefault(one.group_name, one)
     if registrar is None or not groups:
         return False
-    pool.place_in(RegisteredMemory(list(groups.values()), registrar))
+    pool.set_memory_source(RegisteredMemory(list(groups.values()), registrar))
     return True

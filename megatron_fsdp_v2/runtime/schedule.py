@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.runtime.unit import Unit
 
 __all__ = [
-    "Drain",
     "ExecutionOrder",
     "GatherSchedule",
     "OrderedReductions",
     "PrefetchLimit",
     "ReductionQueue",
     "RootPass",
+    "WaitReason",
 ]
 
 
@@ -68,7 +68,7 @@ class PrefetchLimit:
         """Whether nothing is gathered ahead."""
         return self.units == 0
 
-    def first[UnitT](
+    def fitting[UnitT](
         self, following: Iterable[UnitT], nbytes: Callable[[UnitT], int]
     ) -> Sequence[UnitT]:
         """Return the first of the next units that fit into the limit.
@@ -99,7 +99,7 @@ class ExecutionOrder:
     if they run the same units, and a mispredicted prefetch is dropped.
     """
 
-    MOST = 1 << 14
+    MAX_RUNS = 1 << 14
     """Maximum number of runs kept. A pass of units outside the root's forward may never end."""
 
     def __init__(self) -> None:
@@ -120,8 +120,8 @@ class ExecutionOrder:
         """Record a run of a unit, if it is part of the order."""
         if not unit.gathered_nbytes:
             return
-        if len(self._ran) == self.MOST:
-            del self._ran[: self.MOST // 2]
+        if len(self._ran) == self.MAX_RUNS:
+            del self._ran[: self.MAX_RUNS // 2]
         self._ran.append(weakref.ref(unit))
 
     def after(self, unit: Unit) -> Iterable[Unit]:
@@ -129,10 +129,10 @@ class ExecutionOrder:
         for position in range(self._next, len(self._expected)):
             if self._expected[position]() is unit:
                 self._next = position + 1
-                return self.left()
+                return self.remaining()
         return ()
 
-    def left(self) -> Iterable[Unit]:
+    def remaining(self) -> Iterable[Unit]:
         """Return the units that are still expected. Lazy, since callers read only a few."""
         left = range(self._next, len(self._expected))
         if not left:
@@ -150,7 +150,7 @@ class ExecutionOrder:
         if first is None:
             return []
         following = (unit for ref in refs[1:] if (unit := ref()) is not None)
-        return [first, *limit.first(following, _gathered_nbytes)]
+        return [first, *limit.fitting(following, _gathered_nbytes)]
 
 
 class GatherSchedule:
@@ -274,7 +274,7 @@ class GatherSchedule:
         unit: Unit,
         chosen: Sequence[weakref.ref[Unit]],
     ) -> None:
-        following = order.after(unit) if unit.gathered_nbytes else order.left()
+        following = order.after(unit) if unit.gathered_nbytes else order.remaining()
         if not (following or chosen) or self.limit.is_none:
             return
         if chosen:
@@ -286,7 +286,7 @@ class GatherSchedule:
                     self._requested.append(ref)
             return
         due = []
-        for expected in self.limit.first(following, _gathered_nbytes):
+        for expected in self.limit.fitting(following, _gathered_nbytes):
             # A unit that is in use, or kept for its backward, must not be dropped as a
             # misprediction.
             if not expected.is_unsharded:
@@ -382,7 +382,7 @@ class OrderedReductions:
         units = (ref() for ref in self._order)
         self._left = [0 if unit is None else passed.num_uses(unit) for unit in units]
 
-    def done(self, *units: Unit) -> list[Unit]:
+    def count_backward(self, *units: Unit) -> list[Unit]:
         """Count the backward of one use, and return the units to reduce now, in order.
 
         Empty if earlier turns, or more uses of the unit, are pending.
@@ -419,10 +419,10 @@ class OrderedReductions:
 # -- bounded in-flight queue -----------------------------------------------------------------------
 
 
-class Drain(enum.Enum):
+class WaitReason(enum.Enum):
     """Reason to wait for reductions. Reports show the value."""
 
-    ROOM = "another unit needed a full gradient buffer: see max_live_grad_buffers"
+    BUFFER_LIMIT = "another unit needed a full gradient buffer: see max_live_grad_buffers"
     """The bound of full gradient buffers, or of partial shards, is reached."""
     END = "the backward is over, and no computation is left to hide it"
     """Gradients are read next."""
@@ -462,7 +462,7 @@ class ReductionQueue:
     Attributes:
         options: Options of the root. `max_live_grad_buffers` bounds the units with full gradient
             buffers, and the units in an outer reduction.
-        draining: Reason of the latest wait.
+        wait_reason: Reason of the latest wait for reductions.
     """
 
     def __init__(self, options: RuntimeOptions, observer: Observer) -> None:
@@ -473,7 +473,7 @@ class ReductionQueue:
             observer: Receives the phase `finish_reduction`.
         """
         self.options = options
-        self.draining = Drain.ROOM
+        self.wait_reason = WaitReason.BUFFER_LIMIT
         self._observer = observer
         self._inner: deque[list[_Reduction]] = deque()
         self._outer: deque[list[_Reduction]] = deque()
@@ -520,7 +520,7 @@ class ReductionQueue:
                 ),
             )
         if not self.is_async:
-            self.drain(Drain.AT_ONCE)
+            self.drain(WaitReason.AT_ONCE)
 
     def reduce_partials(self, groups: Iterable[GroupGrads]) -> None:
         """Reduce groups whose inner reductions are done along the outer axis. Collective."""
@@ -534,9 +534,9 @@ class ReductionQueue:
         while self._has_inner(grads):
             self._drain_one()
 
-    def drain(self, why: Drain = Drain.END) -> None:
+    def drain(self, why: WaitReason = WaitReason.END) -> None:
         """Wait for all reductions."""
-        self.draining = why
+        self.wait_reason = why
         while self._inner:
             self._drain_one()
         while self._outer:
@@ -556,7 +556,7 @@ class ReductionQueue:
         self._outer.clear()
 
     def _make_room(self) -> None:
-        self.draining = Drain.ROOM
+        self.wait_reason = WaitReason.BUFFER_LIMIT
         while len(self._inner) >= self.options.max_live_grad_buffers:
             self._drain_one()
 

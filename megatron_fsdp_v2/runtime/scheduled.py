@@ -199,6 +199,6 @@ class ScheduledUnits:
 
     def _reduce(self, unit: Unit) -> None:
         for grads in unit.grads():
-            grads.take_assigned()
+            grads.collect_assigned()
         # Also without a gradient on this rank: another rank may have one.
         unit.context.reduce_in_order([unit])

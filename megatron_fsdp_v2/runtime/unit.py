@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from megatron_fsdp_v2._compiler import check_engine, uncompiled
+from megatron_fsdp_v2._compiler import reject_compiled_autograd, uncompiled
 from megatron_fsdp_v2.comm.rank_checks import CheckRanks
 from megatron_fsdp_v2.params.autograd import (
     Inputs,
@@ -24,7 +24,7 @@ from megatron_fsdp_v2.params.autograd import (
     watch_outputs,
 )
 from megatron_fsdp_v2.params.formats import WeightUse
-from megatron_fsdp_v2.params.group import write_stale
+from megatron_fsdp_v2.params.group import write_stale_weights
 from megatron_fsdp_v2.runtime.context import Context
 from megatron_fsdp_v2.runtime.unit_checks import (
     check_capture,
@@ -106,7 +106,7 @@ class Unit:
         single_payload: Whether weights gathered for one use serve every use.
         is_gathered_after_step: Whether an optimizer's step gathered it and no use followed.
         is_recomputed: Whether its forward was recomputed in the latest backward.
-        num_awaited: Forwards that expect a backward; some backwards may never run.
+        num_pending_backwards: Number of forwards whose backward is expected; it may never run.
         has_pending_reduction: Whether it takes part in its next reduction even without a gradient.
         is_unsharded: Whether gathered weights are installed, or a gather is under way.
     """
@@ -152,7 +152,7 @@ class Unit:
         self.is_gathered_after_step = False
         self.is_recomputed = False
         self._was_recomputed = False
-        self.num_awaited = 0
+        self.num_pending_backwards = 0
         self.has_pending_reduction = False
         self.is_unsharded = False
         # The running forward: its record, its inputs, and the number of its first autograd node.
@@ -180,12 +180,12 @@ class Unit:
         return self.phase is Phase.IDLE
 
     @property
-    def is_expected_back(self) -> bool:
+    def expects_backward(self) -> bool:
         """Whether a backward is under way or expected after a forward."""
-        return self.num_awaited > 0 or self.phase is Phase.BACKWARD
+        return self.num_pending_backwards > 0 or self.phase is Phase.BACKWARD
 
     @property
-    def drops_after_forward(self) -> bool:
+    def will_reshard_after_forward(self) -> bool:
         """Whether a forward that ends now reshards."""
         if in_backward():
             return False
@@ -232,7 +232,7 @@ class Unit:
                 "between steps"
             )
 
-    def in_range(self, phase: str) -> AbstractContextManager[Any]:
+    def observed_phase(self, phase: str) -> AbstractContextManager[Any]:
         """Return a context manager that reports a phase of the unit to the observer."""
         return self.context.observer.phase(self.fqn, phase)
 
@@ -264,7 +264,7 @@ class Unit:
             groups = [] if self.single_payload else [g for g in groups if g.lacks(uses)]
             if not groups:
                 return
-        with self.in_range("unshard"):
+        with self.observed_phase("unshard"):
             if not context.is_checked:
                 check_units(context)
             if context.options.check_ranks == CheckRanks.ALWAYS and not self.needs_no_collective:
@@ -303,7 +303,7 @@ class Unit:
 
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather and install the full parameters."""
-        with self.in_range("wait_for_unshard"):
+        with self.observed_phase("wait_for_unshard"):
             for group in self.held_groups:
                 group.wait_for_unshard()
 
@@ -319,16 +319,16 @@ class Unit:
         """Install sharded parameters and free gathered weights. Idempotent."""
         if not self.is_unsharded:
             return
-        with self.in_range("reshard"):
+        with self.observed_phase("reshard"):
             self.is_unsharded = self.is_gathered_after_step = False
             for group in self.held_groups:
                 group.reshard()
 
     def reshard_if_stale(self) -> None:
         """Reshard if gathered weights are stale, or their parameters were frozen or unfrozen."""
-        version = self.context.weight_version
+        groups, version = self.held_groups, self.context.weight_version
         if self.is_unsharded and any(
-            group.is_stale(version) or group.parameters.is_refrozen() for group in self.held_groups
+            g.is_stale(version) or g.parameters.has_changed_requires_grad() for g in groups
         ):
             self.reshard()
 
@@ -359,7 +359,7 @@ class Unit:
         """Before the module's forward: gather, cast inputs, add post-backward hooks."""
         context = self.context
         self.is_under_way = True
-        with self.in_range("pre_forward"):
+        with self.observed_phase("pre_forward"):
             recomputes = in_backward()
             if not recomputes and (self.is_root or not context.is_in_forward):
                 self._begin_pass()
@@ -370,7 +370,7 @@ class Unit:
             context.gathers.before_use(self)
             if recomputes:
                 self.is_recomputed = self._was_recomputed = True
-                context.recompute(self)
+                context.prepare_recomputation(self)
             elif self.is_unsharded:
                 self.reshard_if_replaced()
             self.unshard_for(WeightUse.FORWARD)
@@ -396,7 +396,7 @@ class Unit:
     def end_forward(self) -> None:
         """End a forward: reshard, and expect a backward if gradients are enabled."""
         context = self.context
-        with self.in_range("post_forward"):
+        with self.observed_phase("post_forward"):
             if in_backward():
                 self._end_recomputation()
                 return
@@ -410,9 +410,9 @@ class Unit:
             # A unit to be recomputed runs its first forward without grad, in a pass with grad.
             if has_grad or context.pass_has_grad:
                 context.gathers.expect_backward(self)
-                self.num_awaited += 1
-                self.note_use()
-            if self.drops_after_forward:
+                self.num_pending_backwards += 1
+                self.count_use()
+            if self.will_reshard_after_forward:
                 self.reshard()
             if ends_pass and not has_grad:
                 context.end_pass("")
@@ -458,11 +458,11 @@ class Unit:
                 Inputs(),
                 next_node_number(),
             )
-            record.has_post_backward_hook = not inputs.tell_nothing
+            record.has_post_backward_hook = not inputs.lacks_end_hook
             watch_outputs(record, output, since)
         return output
 
-    def note_use(self) -> None:
+    def count_use(self) -> None:
         """Count a use of the unit's parameters, whose backward its reduction has to wait for."""
         if self.context.ordered_reductions is not None:
             self.context.root_pass.add_use(*self._reduced())
@@ -490,7 +490,7 @@ class Unit:
             unit.reshard_if_replaced()
         if context.needs_repair:
             context.repair()
-        if context.late_flags:
+        if context.deferred_flags:
             check_unchanged(context)
         has_grad = torch.is_grad_enabled()
         for unit in units:
@@ -504,7 +504,7 @@ class Unit:
         if not context.is_checked:
             check_units(context)
         if context.has_formats:
-            write_stale(context.groups(), context.weight_version)
+            write_stale_weights(context.groups(), context.weight_version)
         if not context.ranks_may_differ:
             return
         # Ranks may run different units, so every rank refreshes and unfreezes all groups here, not
@@ -539,10 +539,10 @@ class Unit:
                 before a second differentiation; or the backward is compiled.
         """
         context = self.context
-        check_engine(self)
+        reject_compiled_autograd(self)
         if context.backward_failed:
             context.repair()
-        context.finish_later_than(record.number)
+        context.finish_deferred_backwards(record.number)
         if self.phase is Phase.BACKWARD:
             return
         if torch.is_grad_enabled() and not self.needs_no_collective:
@@ -550,7 +550,7 @@ class Unit:
                 f"{self.name} is in a backward with create_graph=True, and its weights are dropped "
                 "after it (ZeRO-3); use sharding_strategy='optim_grads' to differentiate twice"
             )
-        with self.in_range("pre_backward"):
+        with self.observed_phase("pre_backward"):
             self._join_backward(record.passed)
             self.move(Phase.BACKWARD)
             if not record.has_post_backward_hook:
@@ -577,7 +577,7 @@ class Unit:
         elif passed is not context.backward_pass:
             # One backward through several forwards of the root reduces each unit once per forward.
             context.finish_ordered_reductions()
-            context.begin_turns(passed)
+            context.begin_ordered_reductions(passed)
 
     def post_backward(self, record: ForwardRecord) -> None:
         """After the module's backward: reshard, and reduce gradients.
@@ -593,28 +593,29 @@ class Unit:
             self._check_is_gathered(self.held_groups)
             self.pre_backward(record)
         context.forget_deferred(record)
-        with self.in_range("post_backward"):
-            self.num_awaited = max(0, self.num_awaited - 1)
+        with self.observed_phase("post_backward"):
+            self.num_pending_backwards = max(0, self.num_pending_backwards - 1)
             if self.reshard_after_backward:
                 # First: a reduction may allocate memory, and wait for earlier reductions.
                 self.reshard()
-            turns = context.ordered_reductions
-            context.reduce_in_order([self] if turns is None else turns.done(*self._reduced()))
+            ordered = context.ordered_reductions
+            ready = [self] if ordered is None else ordered.count_backward(*self._reduced())
+            context.reduce_in_order(ready)
             self.move(Phase.IDLE)
 
     def end_backward(self) -> None:
         """Return to IDLE after a backward."""
         if self.phase is Phase.BACKWARD:
             # Its inputs need no gradients, so no hook marked the end of its backward.
-            self.num_awaited = max(0, self.num_awaited - 1)
+            self.num_pending_backwards = max(0, self.num_pending_backwards - 1)
         self.phase = Phase.IDLE
         self.pending_modules.clear()
 
-    def forget_failure(self) -> None:
+    def reset_after_error(self) -> None:
         """Reshard and return to IDLE after an error."""
         self.phase = Phase.IDLE
         self.pending_modules.clear()
-        self.num_awaited = 0
+        self.num_pending_backwards = 0
         self.num_users = 0
         self.has_pending_reduction = False
         self.reshard()
@@ -684,7 +685,7 @@ class ForwardRecord:
         """Called when the engine has run the unit's last node in the backward."""
         self._unit.post_backward(self)
 
-    def nearly_over(self) -> None:
+    def defer_post_backward(self) -> None:
         """Called when the engine has run an input's node; other nodes of the unit may follow."""
         self._unit.context.defer_post_backward(self)
 

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2._text import readable_size
-from megatron_fsdp_v2.comm.backends import LateFlag
+from megatron_fsdp_v2.comm.backends import DeferredFlag
 from megatron_fsdp_v2.comm.rank_checks import (
     CheckRanks,
     UnitRecord,
@@ -101,7 +101,7 @@ def compare_after_step(context: Context, unit: Unit) -> None:
     for group in unit.held_groups:
         changed = group.changed()
         if changed is not None:
-            context.late_flags.append((group.name, LateFlag(changed)))
+            context.deferred_flags.append((group.name, DeferredFlag(changed)))
 
 
 def check_unchanged(context: Context, *, wait: bool = False) -> None:
@@ -114,11 +114,11 @@ def check_unchanged(context: Context, *, wait: bool = False) -> None:
     Raises:
         RuntimeError: Weights changed after a step had started to gather them.
     """
-    flags, context.late_flags = context.late_flags, []
+    flags, context.deferred_flags = context.deferred_flags, []
     for index, (name, flag) in enumerate(flags):
         found = flag.read(wait=wait)
         if found is None:
-            context.late_flags = flags[index:]
+            context.deferred_flags = flags[index:]
             return
         if found:
             raise RuntimeError(
@@ -251,7 +251,7 @@ def check_outputs(unit: Unit, output: Any) -> None:
     Raises:
         RuntimeError: An output is a view of a weight.
     """
-    if not unit.gathered_nbytes or not unit.drops_after_forward:
+    if not unit.gathered_nbytes or not unit.will_reshard_after_forward:
         return
     dropped = [group for group in unit.held_groups if group.gathers_for_use]
     for tensor in tensors_within(output):

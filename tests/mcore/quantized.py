@@ -174,7 +174,9 @@ def maxima_of_a_step(
     model = sharded(layers(te, recipe), strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     counts = []
-    instead = mock.patch.object(unit, "write_stale") if one_by_one else contextlib.nullcontext()
+    instead = (
+        mock.patch.object(unit, "write_stale_weights") if one_by_one else contextlib.nullcontext()
+    )
     for seed in range(3):
         with instead, mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
             step(te, model, recipe, seed)

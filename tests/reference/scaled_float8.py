@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.params.buffer import DataParallelBuffer
-from megatron_fsdp_v2.params.formats import DenseFormat, Written
+from megatron_fsdp_v2.params.formats import DenseFormat, GroupWrite
 
 LARGEST = 448.0
 """Largest value of `float8_e4m3fn`."""
@@ -120,7 +120,7 @@ class ScaledFloat8Format(DenseFormat):
         return [bound.payload]
 
     @classmethod
-    def write(cls, parts: Sequence[Written[Self]], axes: Sequence[Axis]) -> None:
+    def write(cls, parts: Sequence[GroupWrite[Self]], axes: Sequence[Axis]) -> None:
         rows, scales, written = [], [], []
         for part in parts:
             bytes_of = DataParallelBuffer(part.main.context, part.main.placements, part.payloads[0])

@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
-from megatron_fsdp_v2.params.formats import DenseFormat, WeightUse, Written
+from megatron_fsdp_v2.params.formats import DenseFormat, GroupWrite, WeightUse
 
 FORMS = (torch.bfloat16, torch.float16)
 
@@ -131,7 +131,7 @@ class TwoWayFormat(DenseFormat):
             param.forms[:] = [None, None]
 
     @classmethod
-    def write(cls, parts: Sequence[Written[Self]], axes: Sequence[Axis]) -> None:
+    def write(cls, parts: Sequence[GroupWrite[Self]], axes: Sequence[Axis]) -> None:
         del axes
         for _, main, payloads in parts:
             for payload, form in zip(payloads, FORMS, strict=True):

@@ -20,7 +20,7 @@ from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 from megatron_fsdp_v2.memory.host_memory import (
     empty_in_host_memory,
     is_in_host_memory,
-    keep_in_host_memory,
+    register_host_memory,
     storages_in_host_memory,
 )
 from tests.distributed.wrapping import Dispatched
@@ -92,8 +92,8 @@ def test_offloaded_storages_are_tracked_while_they_live() -> None:
     made = empty_in_host_memory((2, 3), torch.float32, pin_memory=False)
     kept = torch.zeros(5)
     assert not is_in_host_memory(kept)
-    keep_in_host_memory(kept)
-    keep_in_host_memory(kept[1:])
+    register_host_memory(kept)
+    register_host_memory(kept[1:])
     assert is_in_host_memory(made)
     assert is_in_host_memory(kept[2:].view(3, 1))
     assert not is_in_host_memory(kept.clone())
@@ -107,4 +107,4 @@ def test_a_tensor_on_a_device_is_not_in_host_memory() -> None:
     with FakeTensorMode():
         on_device = torch.empty(2, device="cuda")
     with pytest.raises(ValueError, match=r"shape \(2,\) on cuda:0 is not in host memory"):
-        keep_in_host_memory(on_device)
+        register_host_memory(on_device)

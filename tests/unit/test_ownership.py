@@ -35,7 +35,7 @@ def _matrices(layouts: Sequence[MatrixLayout]) -> list[Matrix]:
 def _strides(grid: Grid) -> tuple[tuple[int, ...], int]:
     """Return the strides of slices along axes, outer axis fastest as in HFSDP, and their number."""
     strides, stride = [], 1
-    for size, cut in zip(grid.sizes, grid.cuts, strict=True):
+    for size, cut in zip(grid.sizes, grid.is_sharded, strict=True):
         strides.append(stride if cut else 0)
         stride *= size if cut else 1
     return tuple(strides), stride
@@ -51,8 +51,10 @@ def _layouts(grid: Grid, shapes: Sequence[Shape], granularity: str = "row") -> l
     ]
 
 
-def _squares(flops: Sequence[int], whole_at: Sequence[tuple[int, ...]] = ()) -> list[Matrix]:
-    places = [*whole_at, *[()] * (len(flops) - len(whole_at))]
+def _squares(
+    flops: Sequence[int], ranks_holding_whole: Sequence[tuple[int, ...]] = ()
+) -> list[Matrix]:
+    places = [*ranks_holding_whole, *[()] * (len(flops) - len(ranks_holding_whole))]
     return [Matrix(i, 0, (2, 2), f, 0, places[i]) for i, f in enumerate(flops)]
 
 
@@ -60,7 +62,7 @@ def _squares(flops: Sequence[int], whole_at: Sequence[tuple[int, ...]] = ()) -> 
 
 
 @pytest.mark.parametrize(
-    ("flops", "whole_at", "owners"),
+    ("flops", "ranks_holding_whole", "owners"),
     [
         # By hand: 7, 6 and 5 to the three ranks, 4 to the rank with 5, 3 to the rank with 6.
         ([3, 5, 7, 4, 6], [], (1, 2, 0, 2, 1)),
@@ -72,9 +74,9 @@ def _squares(flops: Sequence[int], whole_at: Sequence[tuple[int, ...]] = ()) -> 
     ids=["longest first", "equal work in order", "full matrices stay", "one of several holders"],
 )
 def test_owners_of_matrices_match_plans_made_by_hand(
-    flops: list[int], whole_at: list[tuple[int, ...]], owners: tuple[int, ...]
+    flops: list[int], ranks_holding_whole: list[tuple[int, ...]], owners: tuple[int, ...]
 ) -> None:
-    plan = Ownership.plan(_squares(flops, whole_at), 3, ANY_BUCKET)
+    plan = Ownership.plan(_squares(flops, ranks_holding_whole), 3, ANY_BUCKET)
     assert plan.owners == owners
     work = [sum(f for f, o in zip(flops, owners, strict=True) if o == r) for r in range(3)]
     assert plan.flops == tuple(work)
@@ -174,7 +176,7 @@ def test_full_matrices_of_a_tensor_parallel_stack_stay_on_their_ranks() -> None:
     grid = Grid((2, 2), (True, True))
     layout = MatrixLayout(grid, RowShards(((0, 1), (1, 4)), (1, 0), tensor), (4, 3, 2), (1, 0), 1)
     # TP rank 0 has experts 0, 1, 4 and 5 of the full stack; expert 0 is on data-parallel rank 0.
-    assert [layout.whole_at(number) for number in range(8)] == [
+    assert [layout.ranks_holding_whole(number) for number in range(8)] == [
         *([0], [2], [1], [3]),
         *([2], [2], [3], [3]),
     ]

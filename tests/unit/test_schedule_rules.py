@@ -189,8 +189,8 @@ def test_backward_prefetches(passes: str, options: dict[str, Any], expected: str
 
 
 def test_both_prefetch_limits_apply_and_the_default_is_one_unit() -> None:
-    assert PrefetchLimit(1, 100).first((40, 60), int) == [40]
-    assert PrefetchLimit(0, 100).first((40, 60), int) == []
+    assert PrefetchLimit(1, 100).fitting((40, 60), int) == [40]
+    assert PrefetchLimit(0, 100).fitting((40, 60), int) == []
     assert RuntimeOptions().prefetch_limit == PrefetchLimit(1, None)
 
 
@@ -329,7 +329,7 @@ def _backward(
 ) -> list[list[int]]:
     """Return the units reduced after each use, and last those at the end of the backward."""
     ordered.begin(passed)
-    reduced = [[unit.name for unit in ordered.done(units[name])] for name in ended]
+    reduced = [[unit.name for unit in ordered.count_backward(units[name])] for name in ended]
     return [*reduced, [unit.name for unit in ordered.remaining()]]
 
 

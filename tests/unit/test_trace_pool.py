@@ -55,7 +55,7 @@ def test_buffer_keeps_its_memory_while_autograd_holds_a_view() -> None:
     pool = TracePoolAllocator()
     buffer = _buffer(pool, "weights", 4)
     param = torch.nn.Parameter(buffer.alias(0, (2, 2)))
-    buffer.follow(param)
+    buffer.track_alias(param)
     x = torch.ones(1, 2, requires_grad=True)
     buffer.acquire().fill_(2.0)
     output = torch.nn.functional.linear(x, param).sum()

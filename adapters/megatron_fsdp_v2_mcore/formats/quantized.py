@@ -19,7 +19,7 @@ from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Tensor
 from transformer_engine.pytorch.tensor.utils import quantize_master_weights
 
 from megatron_fsdp_v2.params.buffer import DataParallelBuffer
-from megatron_fsdp_v2.params.formats import WeightUse, Written
+from megatron_fsdp_v2.params.formats import GroupWrite, WeightUse
 from megatron_fsdp_v2_mcore.formats.axes import group_over
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class QuantizedFormat:
         return self._views[index]
 
     @classmethod
-    def write(cls, parts: Sequence[Written[Self]], axes: Sequence[Axis]) -> None:
+    def write(cls, parts: Sequence[GroupWrite[Self]], axes: Sequence[Axis]) -> None:
         """Quantize this rank's rows with the scales of the whole weights."""
         rows = [row for part in parts for row in part.format._rows(part.main, part.payloads)]
         params, masters, starts, fragments = (list(column) for column in zip(*rows, strict=True))

@@ -9,22 +9,28 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from megatron_fsdp_v2.tensor_parallel import COLUMN, ROW, Cuts, FusedShard, TensorParallelRule
+from megatron_fsdp_v2.tensor_parallel import (
+    COLUMN,
+    ROW,
+    FusedShard,
+    PlacementPatterns,
+    TensorParallelRule,
+)
 
 __all__ = ["MEGATRON_RULES", "TRANSFORMER_ENGINE_RULES"]
 
 
-def _cuts_of_attributes(module: nn.Module) -> Cuts:
+def _cuts_of_attributes(module: nn.Module) -> PlacementPatterns:
     """Return the sharding that Megatron's attributes describe; other parameters are replicated."""
-    cuts: dict[str, Replicate | Shard] = {}
+    placements: dict[str, Replicate | Shard] = {}
     for name, param in module.named_parameters(recurse=False):
-        cuts[name] = Replicate()
+        placements[name] = Replicate()
         if getattr(param, "tensor_model_parallel", False):
             # `partition_dim` is a dimension of one expert's parameter, even if they are stacked.
             kind = "weight" if name.startswith("weight") else "bias"
             is_stacked = bool(getattr(module, f"single_grouped_{kind}", False))
-            cuts[name] = Shard(int(param.partition_dim) + is_stacked)  # type: ignore[attr-defined]
-    return cuts
+            placements[name] = Shard(int(param.partition_dim) + is_stacked)  # type: ignore[attr-defined]
+    return placements
 
 
 MEGATRON_RULES = (TensorParallelRule(nn.Module, _cuts_of_attributes),)
@@ -33,16 +39,16 @@ those of Transformer Engine layers in them; the attributes reflect options that 
 not. The attributes do not describe fused sub-tensors, which the adapter's `tensor_shards` adds."""
 
 
-def _linear_cuts(module: nn.Module) -> Cuts:
+def _linear_cuts(module: nn.Module) -> PlacementPatterns:
     mode = getattr(module, "parallel_mode", None)
-    by_mode: Cuts = {"column": COLUMN, "row": ROW}.get(str(mode), {"*": Replicate()})
+    by_mode: PlacementPatterns = {"column": COLUMN, "row": ROW}.get(str(mode), {"*": Replicate()})
     # With `parameters_split` a module has several weights, such as query_weight and key_weight.
-    split = {f"*_{pattern}": cut for pattern, cut in by_mode.items()}
+    split = {f"*_{pattern}": placement for pattern, placement in by_mode.items()}
     return {"layer_norm_*": Replicate(), **by_mode, **split}
 
 
-def _mlp_cuts(module: nn.Module) -> Cuts:
-    common: Cuts = {"layer_norm_*": Replicate()}
+def _mlp_cuts(module: nn.Module) -> PlacementPatterns:
+    common: PlacementPatterns = {"layer_norm_*": Replicate()}
     if not getattr(module, "set_parallel_mode", False):
         return {"*": Replicate()}
     is_gated = str(getattr(module, "activation", "")).endswith("glu")

@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import nn
 
 from megatron_fsdp_v2.dtensor.row_shards import TensorShard
-from megatron_fsdp_v2.tensor_parallel import cut_of
+from megatron_fsdp_v2.tensor_parallel import tensor_shard_by_rules
 from megatron_fsdp_v2_mcore.model.meshes import Meshes
 from megatron_fsdp_v2_mcore.model.tensor_parallel_rules import MEGATRON_RULES
 
@@ -63,7 +63,9 @@ class _MegatronShards(Mapping[nn.Parameter, TensorShard]):
         meshes = self._dense if self._expert is None or not is_expert(param) else self._expert
         lengths, _ = self._pieces.get(param, ((), ()))
         if meshes.data_and_tensor is not None:
-            shard = cut_of(layer, attribute, param, MEGATRON_RULES, meshes.data_and_tensor)
+            shard = tensor_shard_by_rules(
+                layer, attribute, param, MEGATRON_RULES, meshes.data_and_tensor
+            )
             return replace(shard, pieces=lengths)
         if lengths:
             return TensorShard(None, 0, lengths)

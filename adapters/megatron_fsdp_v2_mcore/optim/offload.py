@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2.dtensor.sharded_rows import rows_like
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
-from megatron_fsdp_v2.memory.host_memory import empty_in_host_memory, keep_in_host_memory
+from megatron_fsdp_v2.memory.host_memory import empty_in_host_memory, register_host_memory
 from megatron_fsdp_v2_mcore.optim.optimizer_state import optimizer_like, state_after_a_step
 
 __all__ = ["ShardedHybridOptimizer", "choose_offloaded", "offloaded"]
@@ -381,7 +381,7 @@ def _inner_optimizer(template: Any, slots: Sequence[_Slot]) -> _InnerOptimizer:
 def _keep_on_host(values: Mapping[str, Any]) -> None:
     for value in values.values():
         if isinstance(value, torch.Tensor):
-            keep_in_host_memory(value)
+            register_host_memory(value)
 
 
 def offloaded(optimizer: torch.optim.Optimizer, config: Any) -> ShardedHybridOptimizer:

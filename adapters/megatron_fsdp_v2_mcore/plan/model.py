@@ -203,7 +203,7 @@ class _Chunk:
         uses: tuple[WeightUse, ...] = (WeightUse.BOTH,)
         if args.fp8_recipe == "mxfp8" and not args.plans_fp4:
             uses = (WeightUse.FORWARD, WeightUse.BACKWARD)
-        payload = PayloadBytes(1, uses, rests=True, packing=2 if args.plans_fp4 else 1)
+        payload = PayloadBytes(1, uses, is_kept=True, packing=2 if args.plans_fp4 else 1)
         traits = ModelTraits(
             mesh_of=lambda unit: EXPERT if unit in of_experts else DATA,
             is_matrix=lambda unit, param: _is_matrix(param),

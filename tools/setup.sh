@@ -1,21 +1,22 @@
 #!/usr/bin/env bash
 # Creates or repairs the virtual environment and installs the project into it, pinned.
 #
-#   VENV     where the environment lives (default .venv)
-#   PYTHON   the interpreter to build it with (default: the first one >= 3.12 that is found)
-#   TORCH    a version of torch other than the one in constraints.txt
+#   VENV     path of the environment (default .venv)
+#   PYTHON   interpreter that creates the environment (default: the first Python >= 3.12 found)
+#   TORCH    version of torch to install instead of the version in constraints.txt
 #
-# A stamp in the environment remembers what it was made from, so that a second call only compares.
+# A stamp in the environment records the inputs of the installation. A call with unchanged inputs
+# installs nothing.
 set -euo pipefail
 
 readonly NEEDED="3.12"
-# The directory matters twice: version managers read .python-version from it, and the stamp names it.
+# Version managers read .python-version from the working directory, and the stamp contains its path.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 readonly TORCH="${TORCH:-}"
 readonly VENV="${VENV:-.venv${TORCH:+-torch-$TORCH}}"
 readonly STAMP="$VENV/.setup-stamp"
 readonly LOG="$VENV/setup.log"
-# Where the rehearsal looks for Transformer Engine, and nothing else does.
+# Folder of Transformer Engine, which only a rehearsal searches.
 readonly REHEARSAL="$VENV/rehearsal-packages"
 readonly REHEARSAL_PINNED="tools/rehearsal-packages.txt"
 
@@ -26,7 +27,7 @@ die() {
     exit 1
 }
 
-# Prints "3.12.1" for an interpreter that starts, nothing for one that does not.
+# Prints the version of an interpreter, such as "3.12.1"; prints nothing if the interpreter fails.
 version_of() {
     "$1" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null || true
 }
@@ -35,7 +36,7 @@ is_new_enough() {
     "$1" -c "import sys; sys.exit(sys.version_info < (${NEEDED/./, }))" >/dev/null 2>&1
 }
 
-# Sets `interpreter`, or ends with the one sentence that says what is missing.
+# Sets `interpreter`; exits with an error message if there is no suitable interpreter.
 find_interpreter() {
     local candidate found=""
     if [ -n "${PYTHON:-}" ]; then
@@ -58,8 +59,8 @@ find_interpreter() {
     die "no Python >= $NEEDED was found (${found:-there is no python3 on PATH}): install Python $NEEDED, or name one with 'make setup PYTHON=/path/to/python$NEEDED'."
 }
 
-# The versions that everything is held to. torch brings packages of the same release, so another
-# torch takes all of them from a file of its own, or, without such a file, as pip finds them.
+# Prints the constraints of all packages. torch depends on packages of the same release. For another
+# version of torch, a separate file pins these packages; without this file, pip selects them.
 constraints() {
     if [ -z "$TORCH" ]; then
         cat constraints.txt
@@ -73,12 +74,12 @@ constraints() {
     fi
 }
 
-# What the environment depends on: these files, the way they are installed, and where the tree is.
+# Prints a checksum of the environment's inputs: package lists, this script, the path of the tree.
 fingerprint() {
     { pwd -P && cat pyproject.toml tools/setup.sh "$REHEARSAL_PINNED" && constraints; } | cksum
 }
 
-# Runs a command into the log; shows the end of the log and stops if the command fails.
+# Runs a command and appends its output to the log; prints the end of the log and exits on failure.
 logged() {
     local what="$1"
     shift
@@ -93,7 +94,7 @@ create_environment() {
         say "using the environment $VENV (Python $(version_of "$VENV/bin/python"))"
     else
         say "creating $VENV with $interpreter (Python $(version_of "$interpreter"))"
-        # An environment of an older Python cannot be upgraded in place; anything else is kept.
+        # An environment of an older Python cannot be upgraded in place. Other folders are kept.
         local clear=()
         [ ! -f "$VENV/pyvenv.cfg" ] || clear=(--clear)
         mkdir -p "$VENV"
@@ -106,7 +107,7 @@ create_environment() {
         logged "installing pip" "$VENV/bin/python" -m ensurepip
 }
 
-# Passes on the few lines of pip's that show progress; file names only, never where they come from.
+# Filters pip's output: prints the names of large downloads, without URLs, and the package count.
 show_progress() {
     awk '
         /^ *(Downloading|Using cached) / && /\([0-9.]+ [MG]B\)/ {
@@ -124,7 +125,7 @@ install_project() {
     local pip=("$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --progress-bar off)
     local pinned="$VENV/constraints.txt"
     constraints >"$pinned"
-    # With the build backend in the environment the editable build needs no download of its own.
+    # With the build backend in the environment, the editable build downloads no other copy.
     logged "installing setuptools" "${pip[@]}" --constraint "$pinned" setuptools
     say "installing the project and its pinned dependencies (minutes the first time)"
     if ! "${pip[@]}" --constraint "$pinned" --no-build-isolation --editable '.[megatron,test,docs]' \
@@ -134,7 +135,7 @@ install_project() {
     fi
 }
 
-# Nothing is compiled and no dependency is looked for: the pure wheel's would be compiled packages.
+# Compiles nothing and installs no dependencies: those of the pure wheel are compiled packages.
 install_rehearsal_packages() {
     say "installing Transformer Engine's Python for rehearsals"
     rm -rf "$REHEARSAL"

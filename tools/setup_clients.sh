@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Creates or repairs an environment for tests/clients: the libraries those tests are about, in a layer
-# over the environment of tools/setup.sh, whose packages are used and not installed again.
+# Creates or repairs the environment of tests/clients. This environment is a layer over the base
+# environment of tools/setup.sh: it contains the tested libraries and uses the base's packages.
 #
-#   VENV     the environment below (default .venv), made by tools/setup.sh; the layer is $VENV-clients
+#   VENV     path of the base environment (default .venv); the layer is $VENV-clients
 #
-# A stamp in the layer remembers what it was made from, so that a second call only compares.
+# A stamp in the layer records the inputs of the installation. A call with unchanged inputs installs
+# nothing.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -21,18 +22,18 @@ die() {
     exit 1
 }
 
-# Where an interpreter has its packages.
+# Prints the site-packages folder of an interpreter.
 packages_of() {
     "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 }
 
-# What the layer depends on: these files, and which environment is below.
+# Prints a checksum of the layer's inputs: requirements, this script, the path of the base's packages.
 fingerprint() {
     { packages_of "$VENV/bin/python" && cat tools/setup_clients.sh "$REQUIREMENTS" constraints.txt; } | cksum
 }
 
-# Has the layer find the packages below, after its own. A plain path in a .pth file would be searched,
-# but the .pth files in it would not be read, and editable installs are such files.
+# Adds the base's packages to the import path of the layer, after its own packages. With a plain path
+# in a .pth file, Python would not read the .pth files in this path, which editable installs need.
 create_layer() {
     say "creating $CLIENTS, a layer over $VENV"
     rm -rf "$CLIENTS"
@@ -41,7 +42,7 @@ create_layer() {
         >"$(packages_of "$CLIENTS/bin/python")/below.pth"
 }
 
-# pip of the environment below installs into the layer, and sees the packages of both.
+# Installs the libraries into the layer with pip of the base, which sees the packages of both.
 install_clients() {
     say "installing the libraries of $REQUIREMENTS"
     if ! "$VENV/bin/python" -m pip --python "$CLIENTS/bin/python" install --disable-pip-version-check --no-input \

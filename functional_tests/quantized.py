@@ -75,7 +75,7 @@ QUANTIZED: tuple[Row, ...] = (
     *(
         _row(f"{recipe}, random initialization by rank", 2,
              _model(recipe, "--data-parallel-random-init --log-params-norm"), ours=GATHERS[recipe],
-             strategies=(ZERO3, ZERO1), norms=_norms(recipe), quick=int(recipe == "tensorwise"))
+             strategies=(ZERO3, ZERO1), norms=_norms(recipe))
         for recipe in FORMATS
     ),
     # Bitwise identical with one micro-batch on two ranks: a sum of two terms has one order.
@@ -182,7 +182,7 @@ _QUICK = Setup(2, ZERO3, f"{DELAYED_GATHERED} {EVALUATED}")
 # Checkpoints contain main weights, so runs with and without quantized weights load them.
 QUANTIZED_RESUMES: tuple[Resume, ...] = (
     *(
-        Resume(name, MODEL, saves, loads, tolerance, exact_norms=True, quick=name == "FP8")
+        Resume(name, MODEL, saves, loads, tolerance, exact_norms=True)
         for name, saves, loads, tolerance in (
             ("FP8", Setup(2, ZERO3, _FP8), Setup(2, ZERO3, _FP8), 0),
             ("FP8, to bf16 gathers",

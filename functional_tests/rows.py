@@ -460,7 +460,7 @@ SAME: tuple[Row, ...] = tuple(replace(
     *(
         Row(f"delayed weight gradients {fusion}", 2,
             f"{TE} {GROUPED} {EP2} --overlap-moe-expert-parallel-comm --bf16 {fusion}",
-            ours="--delay-wgrad-compute", strategies=(ZERO3, ZERO1), quick=int(not fusion))
+            ours="--delay-wgrad-compute", strategies=(ZERO3, ZERO1))
         for fusion in ("", UNFUSED_GRADS)
     ),
 ))
@@ -533,7 +533,7 @@ RESUMES: tuple[Resume, ...] = (
         )
     ),
     _parallel("frozen layers, from pipeline", "--swiglu", Setup(2, ZERO3, PP2),
-        Setup(2, ZERO3), freezes=("mlp",), quick=True),
+        Setup(2, ZERO3), freezes=("mlp",)),
     *(
         Resume(f"ZeRO-3 at 2 ranks, {load}", "--swiglu --global-batch-size 12", Setup(2, ZERO3),
             load, tolerance=0 if load == Setup(2, ZERO3) else TOLERANCE)
@@ -600,7 +600,7 @@ RESUMES: tuple[Resume, ...] = (
     ),
     *(
         Resume(f"offloaded, {way or 'to the device'}", "--bf16", Setup(2, ZERO3, OFFLOADS[1]),
-            Setup(2, ZERO3, way), tolerance=0, quick=not way)
+            Setup(2, ZERO3, way), tolerance=0)
         for way in ("", *OFFLOADS)
     ),
     # On the CPU, Adam is torch's implementation.

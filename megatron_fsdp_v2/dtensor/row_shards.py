@@ -175,7 +175,7 @@ class RowShards:
     def chunks(
         self, rows: tuple[int, int], part: Sequence[int], tensor_rank: int | None = None
     ) -> Iterator[Chunk]:
-        """Yield the blocks of the whole that a rank's rows consist of.
+        """Yield the blocks of the unsharded tensor that make up a rank's rows.
 
         Args:
             rows: Row range in the part.

@@ -106,7 +106,7 @@ class MemoryPlan:
         offsets: First byte per key, a multiple of `ALIGNMENT`; None for a key without a trace.
         nbytes: Bytes of the block.
         lower_bound: Largest sum of bytes live at the same time; no plan can be smaller.
-        overlaps: Per key, the set of other keys that share bytes with it.
+        overlaps: Per key, a bit set of the other keys whose byte ranges overlap its own.
         slots: Shared ranges, by offset.
     """
 
@@ -231,7 +231,7 @@ def _first_fit(
 
 
 def _overlaps(offsets: dict[int, int], sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return per key the set of other keys that share bytes with it."""
+    """Return, for each key, a bit set of the keys whose byte ranges overlap its own."""
     overlaps = [0] * len(sizes)
     for one, other in itertools.combinations(offsets, 2):
         start = max(offsets[one], offsets[other])

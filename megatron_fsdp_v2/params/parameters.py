@@ -439,7 +439,7 @@ class OwnerSlot:
 
 
 class _StaleParameters:
-    """Owner slots of stale parameters, in a weak dictionary: copies of a parameter have no slot.
+    """Weak dictionary from stale parameters to their owner slots; a copy of a parameter has none.
 
     Parameters in use are not in the dictionary: torch swaps their contents (`module.to()`), which
     raises if a weak reference exists.

@@ -394,7 +394,7 @@ class Unit:
         return output
 
     def end_forward(self) -> None:
-        """End a forward: reshard, and expect a backward if gradients are enabled."""
+        """End a forward: reshard, and count a pending backward if gradients are enabled."""
         context = self.context
         with self.observed_phase("post_forward"):
             if in_backward():

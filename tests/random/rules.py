@@ -41,15 +41,12 @@ def broken_rule(case: Case) -> str:
             if unit.unit
         ):
             return "at ZeRO-3 every rank uses the parameters of every unit"
+        # A detached input removes units from the graph, and so does an in-place operation on the
+        # output of a unit that returns its input.
         if gathers and any(
-            _differs_by_rank(n) for d in nodes if d.kind == "detached" for n in d.walk()
-        ):
-            return "at ZeRO-3 every rank runs the backward of every unit"
-        # If a unit returns its input, an in-place operation removes the unit from the graph.
-        if gathers and any(
-            _differs_by_rank(below) and below.unit
+            _differs_by_rank(below) and (below.unit or node.kind == "detached")
             for node in nodes
-            if node.kind == "in place" and node.how != "input"
+            if node.kind == "detached" or (node.kind == "in place" and node.how != "input")
             for below in node.walk()
         ):
             return "at ZeRO-3 every rank runs the backward of every unit"

@@ -129,7 +129,7 @@ class ThreadCaller(AsyncCaller):
         is_alive = call is not None and not call.done()
         is_done = not is_alive if no_dist else bool(self.sync_all_async_calls(int(is_alive)))
         if is_done and call is not None:
-            # The request is done on all ranks, and a save that failed on one raises on all.
+            # All ranks completed the request. If the save failed on a rank, all ranks raise.
             self._call = None
             call.result()
         return is_done

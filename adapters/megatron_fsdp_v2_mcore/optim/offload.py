@@ -90,7 +90,7 @@ class _Slot:
 
 
 class _InnerOptimizer(NamedTuple):
-    """An inner optimizer, which steps plain tensors.
+    """An inner optimizer and the slots whose plain tensors it steps.
 
     Attributes:
         optimizer: The inner optimizer.

@@ -24,7 +24,6 @@ from megatron_fsdp_v2.comm.interface import (
     Communicator,
     Label,
     Work,
-    run_single_rank,
     store_scaled,
 )
 from megatron_fsdp_v2.comm.streams import NcclCollectives, Stream, StreamCommunicator
@@ -76,8 +75,7 @@ class _BackendWork:
         try:
             c10d_work.wait()
         except RuntimeError as error:
-            kind, group = collective.kind.title, collective.axis.group
-            raise self.label.failure(kind, group, error) from error
+            raise self.label.failure(collective, error) from error
         del c10d_work
         if finish is not None:
             finish()
@@ -92,15 +90,14 @@ class CpuCommunicator(Communicator):
     def issue(self, collective: Collective, *, async_op: bool) -> Work:
         """See `Communicator.issue`."""
         if collective.axis.size == 1:
-            run_single_rank(collective)
+            collective.run_on_one_rank()
             return DONE
         if collective.before is not None:
             collective.before()
         try:
             c10d_work, finish = _START[collective.kind](collective)
         except RuntimeError as error:
-            kind, group = collective.kind.title, collective.axis.group
-            raise self.label.failure(kind, group, error) from error
+            raise self.label.failure(collective, error) from error
         work = _BackendWork(self.label, collective, c10d_work, finish)
         if not async_op:
             work.wait()
@@ -134,15 +131,14 @@ def _reduce_scatter(c: Collective) -> _Started:
     num_travel = full.numel() - numel
     # With 2 ranks, the received terms fit into the end of the output that their sum overwrites.
     is_lent = size == 2 and not c.accumulate and full.itemsize <= c.output.itemsize
-    lent = c.output.view(full.dtype)[-num_travel:] if is_lent else None
-    received = full.new_empty(num_travel) if lent is None else lent
+    received = c.output.view(full.dtype)[-num_travel:] if is_lent else full.new_empty(num_travel)
     sent = full.narrow(0, numel if end == 0 else 0, num_travel)
     pieces = list(received.chunk(size - 1))
     pieces.insert(rank, parts[end])
 
     def finish() -> None:
         _sum_into(c, pieces)
-        if lent is None:
+        if not is_lent:
             # Freed explicitly: gloo's thread holds a reference until it runs again.
             received.untyped_storage().resize_(0)
 
@@ -153,7 +149,7 @@ def _reduce_scatter(c: Collective) -> _Started:
 def _all_reduce(c: Collective) -> _Started:
     def finish() -> None:
         if c.input.dtype == c.output.dtype:
-            store_scaled(c.output, c.input, c.scale, c.accumulate)
+            c.store(c.input)
         else:
             _sum_into(c, [c.input])
 

@@ -6,7 +6,6 @@ names, the only names before 2.14. All other files import the functions of this 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,21 +46,16 @@ def all_gather_single(
     return getattr(dist, _ALL_GATHER)(output, shard, group=group, async_op=async_op)
 
 
-class _Broadcasts:
-    """Work handle of several broadcasts."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
+class _Broadcasts(list[Any]):
+    """Work handle of several broadcasts: a list of their handles."""
 
     def wait(self) -> None:
         """Wait for all broadcasts."""
-        for work in self._works:
+        for work in self:
             work.wait()
 
 
-def broadcast_shards(
-    output: torch.Tensor, shard: torch.Tensor, *, group: dist.ProcessGroup
-) -> _Broadcasts:
+def broadcast_shards(output: torch.Tensor, shard: torch.Tensor, *, group: dist.ProcessGroup) -> Any:
     """Gather like `all_gather_single`, by concurrent broadcasts of every rank's shard.
 
     Args:
@@ -76,15 +70,14 @@ def broadcast_shards(
         output, shard = output.view(torch.uint8), shard.view(torch.uint8)
     places = list(output.view(group.size(), -1).unbind())
     own, places[group.rank()] = places[group.rank()], shard
-    calls = (
+    works = _Broadcasts(
         dist.broadcast(place, group=group, group_src=source, async_op=True)
         for source, place in enumerate(places)
     )
-    work = _Broadcasts(list(calls))
     if own.data_ptr() != shard.data_ptr():
         # Overlaps the broadcasts, which send from `shard`.
         own.copy_(shard)
-    return work
+    return works
 
 
 def broadcast_single(tensor: torch.Tensor, *, group: dist.ProcessGroup) -> None:
@@ -95,8 +88,7 @@ def broadcast_single(tensor: torch.Tensor, *, group: dist.ProcessGroup) -> None:
         group: Participating ranks.
     """
     flat = tensor.detach().contiguous()
-    is_known = flat.dtype in _KNOWN_DTYPES
-    sent = flat if is_known else flat.view(-1).view(torch.uint8)
+    sent = flat if flat.dtype in _KNOWN_DTYPES else flat.view(-1).view(torch.uint8)
     dist.broadcast(sent, group=group, group_src=0)
     if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, Self
@@ -26,9 +25,8 @@ __all__ = [
     "Communicator",
     "Label",
     "Work",
-    "collective_failure",
+    "collective_error",
     "naming_failures",
-    "run_single_rank",
     "store_scaled",
 ]
 
@@ -130,6 +128,21 @@ class Collective(NamedTuple):
         """The larger tensor: the output of an all-gather, the input of other kinds."""
         return self.output if self.kind is CollectiveKind.ALL_GATHER else self.input
 
+    def store(self, total: torch.Tensor) -> None:
+        """Store a sum in the output, or add the sum to it."""
+        store_scaled(self.output, total, self.scale, self.accumulate)
+
+    def run_on_one_rank(self) -> None:
+        """Run the collective locally, for an axis of one rank."""
+        if self.before is not None:
+            self.before()
+        if self.kind in SUMS:
+            self.store(self.input)
+        elif self.output.data_ptr() != self.input.data_ptr():
+            self.output.copy_(self.input)
+        if self.after is not None:
+            self.after()
+
 
 class Label:
     """Name that a communicator adds to the errors of failed collectives.
@@ -141,15 +154,15 @@ class Label:
     def __init__(self, name: str = "") -> None:
         self.name = name
 
-    def failure(self, kind: str, group: dist.ProcessGroup, error: Exception) -> RuntimeError:
+    def failure(self, collective: Collective, error: Exception) -> RuntimeError:
         """Return the error to raise for a failed collective.
 
         Args:
-            kind: The collective, such as `all-gather`.
-            group: Process group of the collective.
+            collective: The collective.
             error: Error of the process group.
         """
-        return collective_failure(f"{kind} of {self.name}" if self.name else kind, group, error)
+        what = f"{collective.kind.title} of {self.name}" if self.name else collective.kind.title
+        return collective_error(what, collective.axis.group, error)
 
 
 class Work(Protocol):
@@ -157,12 +170,11 @@ class Work(Protocol):
 
     def wait(self) -> None:
         """Make later work of the calling stream wait for the collective. Idempotent."""
-        ...
 
 
 class _CompletedWork:
     def wait(self) -> None:
-        return None
+        """See `Work.wait`."""
 
 
 DONE: Work = _CompletedWork()
@@ -235,7 +247,7 @@ class Communicator:
         """Make the compute stream wait for the current stream, before memory is freed."""
 
 
-_ANYWHERE: AbstractContextManager[Any] = contextlib.nullcontext()
+_ANYWHERE: AbstractContextManager[Any] = nullcontext()
 
 
 def store_scaled(into: torch.Tensor, value: torch.Tensor, scale: float, accumulate: bool) -> None:
@@ -268,28 +280,13 @@ def store_scaled(into: torch.Tensor, value: torch.Tensor, scale: float, accumula
         torch.mul(value, value.new_full((1,), scale, dtype=wider), out=into)
 
 
-def run_single_rank(collective: Collective) -> None:
-    """Run a collective of one rank locally."""
-    output, given = collective.output, collective.input
-    if collective.before is not None:
-        collective.before()
-    if collective.kind in SUMS:
-        store_scaled(output, given, collective.scale, collective.accumulate)
-    elif output.data_ptr() != given.data_ptr():
-        output.copy_(given)
-    if collective.after is not None:
-        collective.after()
-
-
 # -- errors -----------------------------------------------------------------------------------
 
 _LOST = ("connection", "closed by peer", "broken pipe", "socket", "reset by peer", "remote process")
 _LATE = ("timed out", "timeout")
 
 
-def collective_failure(
-    what: str, group: dist.ProcessGroup | None, error: Exception
-) -> RuntimeError:
+def collective_error(what: str, group: dist.ProcessGroup | None, error: Exception) -> RuntimeError:
     """Return the error to raise for a failed collective.
 
     Args:
@@ -300,10 +297,8 @@ def collective_failure(
     ranks, timeout = _members(group)
     own = dist.get_rank() if dist.is_initialized() else 0
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return RuntimeError(
-        f"{what} failed on rank {own}: "
-        + _explained(lines[0], [rank for rank in ranks if rank != own], timeout)
-    )
+    others = [rank for rank in ranks if rank != own]
+    return RuntimeError(f"{what} failed on rank {own}: {_explained(lines[0], others, timeout)}")
 
 
 def _explained(reason: str, others: list[int], timeout: timedelta | None) -> str:
@@ -322,7 +317,7 @@ def _explained(reason: str, others: list[int], timeout: timedelta | None) -> str
     return f"{meaning}. The first error in the logs of {whose} is the cause ({reason})"
 
 
-@contextlib.contextmanager
+@contextmanager
 def naming_failures(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Name the collective in errors raised in the context. For collectives outside of steps.
 
@@ -336,7 +331,7 @@ def naming_failures(what: str, group: dist.ProcessGroup | None = None) -> Iterat
     try:
         yield
     except RuntimeError as error:
-        raise collective_failure(what, group, error) from error
+        raise collective_error(what, group, error) from error
 
 
 def _members(group: dist.ProcessGroup | None) -> tuple[list[int], timedelta | None]:
@@ -344,7 +339,7 @@ def _members(group: dist.ProcessGroup | None) -> tuple[list[int], timedelta | No
     ranks: list[int] = []
     timeout = None
     # Called while an error is constructed; an error of the failed group must not replace it.
-    with contextlib.suppress(Exception):
+    with suppress(Exception):
         group = group or dist.group.WORLD
         assert group is not None
         ranks = dist.get_process_group_ranks(group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,46 +64,40 @@ def checksum(tensor: torch.Tensor) -> int:
     return int(tensor.detach().view(integers[tensor.element_size()]).sum(dtype=torch.int64))
 
 
-def compare_units(
-    records: Sequence[UnitRecord], axes: Sequence[Axis], device: torch.device
-) -> None:
+def compare_units(units: Sequence[UnitRecord], axes: Sequence[Axis], device: torch.device) -> None:
     """Compare the units of one mesh over its ranks. Collective: a few integers per rank.
 
     Raises:
         RuntimeError: Ranks differ. Raised on every rank; names the first unit that differs.
     """
-    text = repr([(record.name, record.options) for record in records])
+    text = repr([(record.name, record.options) for record in units])
     digest = hashlib.sha256(text.encode()).digest()[:8]
-    sums = [sum(r.copies[axis] for r in records) & (2**62 - 1) for axis in range(len(axes))]
+    sums = [sum(unit.copies[axis] for unit in units) & (2**62 - 1) for axis in range(len(axes))]
     mine = [int.from_bytes(digest, signed=True), *sums]
     what = "comparison of what ranks sharded, at the first use"
     everyone = _gather(torch.tensor(mine, dtype=torch.int64, device=device), axes, what)
     flat = everyone.flatten(0, -2)
     if bool((flat[:, 0] != flat[0, 0]).any()):
-        raise RuntimeError(_first_difference(records, axes, lambda r: (r.name, r.options)))
+        raise RuntimeError(_first_difference(units, axes, lambda unit: (unit.name, unit.options)))
     for axis in range(len(axes)):
         column = everyone[..., 1 + axis]
         if bool((column != column.select(axis, 0).unsqueeze(axis)).any()):
             raise RuntimeError(
-                _first_difference(records, axes, lambda r, a=axis: (r.name, r.copies[a]))
+                _first_difference(units, axes, lambda unit, a=axis: (unit.name, unit.copies[a]))
                 + "; copies of one weight must be identical across ranks: seed every rank "
                 "identically before the model is built, or load a checkpoint before the first "
                 "forward"
             )
 
 
-def compare_steps(
-    what: str, name: str, code: int, axis: Axis, device: torch.device, names: Sequence[str]
-) -> None:
+def compare_steps(code: int, steps: Sequence[str], axis: Axis, device: torch.device) -> None:
     """Compare the next collective of every rank along an axis. Collective.
 
     Args:
-        what: Action of this rank, such as `gather`.
-        name: Name of this rank's unit.
-        code: Number of the unit and action: different pairs have different codes.
+        code: Number of this rank's action and unit: different pairs have different codes.
+        steps: Action and unit by code, such as `gather layers.3`, for the error message.
         axis: Ranks to compare.
         device: Device that their process group communicates on.
-        names: Action and unit by code, for the error message.
 
     Raises:
         RuntimeError: A rank is about to issue another collective.
@@ -110,16 +105,15 @@ def compare_steps(
     if axis.size == 1:
         return
     mine = torch.tensor([code], dtype=torch.int64, device=device)
-    codes = _gather(mine, [axis], f"comparison of ranks before they {what} {name}").flatten()
-    others = {rank: int(other) for rank, other in enumerate(codes.tolist()) if other != code}
-    if others:
-        rank, other = next(iter(others.items()))
-        raise RuntimeError(
-            f"rank {axis.rank} is about to {what} {name} where rank {rank} is about to "
-            f"{names[other]}: a unit whose weights are gathered for use (ZeRO-3) must run on "
-            "every rank, in one order; run it on dummy input where it has nothing to do, or use "
-            "sharding_strategy='optim_grads'"
-        )
+    codes = _gather(mine, [axis], f"comparison of ranks before they {steps[code]}").flatten()
+    for rank, other in enumerate(codes.tolist()):
+        if other != code:
+            raise RuntimeError(
+                f"rank {axis.rank} is about to {steps[code]} where rank {rank} is about to "
+                f"{steps[other]}: a unit whose weights are gathered for use (ZeRO-3) must run on "
+                "every rank, in one order; run it on dummy input where it has nothing to do, or "
+                "use sharding_strategy='optim_grads'"
+            )
 
 
 def _gather(mine: torch.Tensor, axes: Sequence[Axis], what: str) -> torch.Tensor:
@@ -143,16 +137,14 @@ def _first_difference(records: Sequence[UnitRecord], axes: Sequence[Axis], key: 
         lists = [item for part in gathered for item in part]
     first = lists[0]
     for rank, other in enumerate(lists):
-        if other == first:
-            continue
-        for mine, theirs in zip(first, other, strict=False):
+        for mine, theirs in itertools.zip_longest(first, other):
+            if mine is None or theirs is None:
+                more, fewer = (rank, 0) if mine is None else (0, rank)
+                what = f"sharded unit {(mine or theirs)[0]!r} as well, rank {fewer} did not"
+                return f"ranks differ: rank {more} {what}"
             if mine != theirs:
                 return (
                     f"ranks differ at unit {mine[0]!r}: data-parallel rank 0 has {mine[1]}, "
                     f"rank {rank} has {theirs[0]!r} with {theirs[1]}"
                 )
-        more, fewer = (0, rank) if len(first) > len(other) else (rank, 0)
-        longer = max(first, other, key=len)
-        extra = longer[min(len(first), len(other))][0]
-        return f"ranks differ: rank {more} sharded unit {extra!r} as well, rank {fewer} did not"
     return "ranks differ"

@@ -6,8 +6,8 @@ recorders for the check of stream safety (`tests/stream_safety`). Both run this 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, override
 
@@ -24,8 +24,6 @@ from megatron_fsdp_v2.comm.interface import (
     CommStream,
     Communicator,
     Work,
-    run_single_rank,
-    store_scaled,
 )
 
 __all__ = ["NcclCollectives", "Stream", "StreamCommunicator", "StreamDevice"]
@@ -36,19 +34,15 @@ class Stream(Protocol):
 
     def wait_stream(self, stream: Any, /) -> None:
         """Make later work of this stream wait for all work queued on another stream."""
-        ...
 
     def record_event(self) -> Any:
         """Return an event that completes after all work queued so far."""
-        ...
 
     def wait_event(self, event: Any, /) -> None:
         """Make later work of this stream wait for an event."""
-        ...
 
     def synchronize(self) -> None:
         """Make the host wait for all work queued so far."""
-        ...
 
 
 class StreamDevice(Protocol):
@@ -60,15 +54,12 @@ class StreamDevice(Protocol):
         Args:
             name: Name for reports.
         """
-        ...
 
     def current_stream(self) -> Stream:
         """Return the current stream."""
-        ...
 
-    def use(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
+    def use(self, stream: Stream) -> AbstractContextManager[Any]:
         """Return a context in which operations are queued on a stream."""
-        ...
 
 
 class NcclCollectives:
@@ -91,36 +82,38 @@ class NcclCollectives:
         dist.all_reduce(full, op=dist.ReduceOp.SUM, group=axis.group)
 
     def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        received_numels: Sequence[int],
-        sent_numels: Sequence[int],
-        axis: Axis,
+        self, received: torch.Tensor, sent: torch.Tensor, axis: Axis, *numels: Sequence[int]
     ) -> None:
-        """Send every rank its part of `sent`, and receive this rank's part from every rank."""
-        dist.all_to_all_single(
-            received, sent, list(received_numels), list(sent_numels), group=axis.group
-        )
+        """Send every rank its part of `sent`, and receive this rank's part from every rank.
+
+        Args:
+            received: Parts received, in rank order.
+            sent: Parts to send, in rank order.
+            axis: Participating ranks.
+            numels: Elements received from each rank, and elements sent to each rank.
+        """
+        received_numels, sent_numels = map(list, numels)
+        dist.all_to_all_single(received, sent, received_numels, sent_numels, group=axis.group)
 
 
 class _ComputeStream:
     """The compute stream of a model, as opposed to side streams.
 
     Attributes:
+        device: Its device.
         stream: The stream; None before the first use.
     """
 
     def __init__(self, device: StreamDevice) -> None:
-        self._device = device
+        self.device = device
         self.stream: Any = None
 
     def begin_pass(self) -> None:
-        self.stream = self._device.current_stream()
+        self.stream = self.device.current_stream()
 
     def side_stream(self) -> Stream | None:
         """Return the current stream if it is a side stream. Called for every gradient."""
-        current = self._device.current_stream()
+        current = self.device.current_stream()
         if self.stream is None:
             self.stream = current
         return None if current == self.stream else current
@@ -131,13 +124,11 @@ class _EventWork:
     """Work handle on a communication stream; `wait` waits on the device by an event.
 
     Attributes:
-        device: The device.
-        compute: Its compute stream.
+        compute: The compute stream.
         event: Completes after the collective; None once it was waited for.
         keep: Tensors that stay allocated until then.
     """
 
-    device: StreamDevice
     compute: _ComputeStream
     event: Any
     keep: tuple[torch.Tensor, ...]
@@ -145,7 +136,7 @@ class _EventWork:
     def wait(self) -> None:
         """See `Work.wait`."""
         if self.event is not None:
-            self.device.current_stream().wait_event(self.event)
+            self.compute.device.current_stream().wait_event(self.event)
             # The compute stream uses the output too, and a handle is waited for only once.
             if self.compute.side_stream() is not None:
                 self.compute.stream.wait_event(self.event)
@@ -186,18 +177,17 @@ class StreamCommunicator(Communicator):
     def issue(self, collective: Collective, *, async_op: bool) -> Work:
         """See `Communicator.issue`."""
         if collective.axis.size == 1:
-            run_single_rank(collective)
+            collective.run_on_one_rank()
             return DONE
-        axis, kind = collective.axis, collective.kind
         with self._on_stream(collective.comm_stream, async_op):
             if collective.before is not None:
                 collective.before()
             try:
                 result = self._run(collective)
             except RuntimeError as error:
-                raise self.label.failure(kind.title, axis.group, error) from error
-            if kind in SUMS:
-                store_scaled(collective.output, result, collective.scale, collective.accumulate)
+                raise self.label.failure(collective, error) from error
+            if collective.kind in SUMS:
+                collective.store(result)
             if collective.after is not None:
                 collective.after()
             if not async_op:
@@ -205,7 +195,7 @@ class StreamCommunicator(Communicator):
             # Keeps the tensors allocated until the collective is done.
             keep = (collective.output, collective.input, result)
             event = self._device.current_stream().record_event()
-            return _EventWork(self._device, self._compute, event, keep)
+            return _EventWork(self._compute, event, keep)
 
     def _run(self, c: Collective) -> torch.Tensor:
         """Queue a collective, and return the tensor that holds its result."""
@@ -217,7 +207,7 @@ class StreamCommunicator(Communicator):
                 # Allocated and freed on this stream only; the work handle keeps the sum.
                 received = torch.empty_like(c.input)
                 slices = [c.input.numel() // axis.size] * axis.size
-                collectives.all_to_all(received, c.input, slices, slices, axis)
+                collectives.all_to_all(received, c.input, axis, slices, slices)
                 return received.view(axis.size, -1).sum(0, dtype=torch.float32)
             case CollectiveKind.REDUCE_SCATTER:
                 direct = c.output.dtype == c.input.dtype and not c.accumulate
@@ -229,8 +219,7 @@ class StreamCommunicator(Communicator):
                 collectives.all_reduce(c.input, axis)
                 return c.input
             case CollectiveKind.ALL_TO_ALL:
-                numels = c.output_numels, c.input_numels
-                collectives.all_to_all(c.output, c.input, *numels, axis)
+                collectives.all_to_all(c.output, c.input, axis, c.output_numels, c.input_numels)
         return c.output
 
     @override
@@ -259,12 +248,12 @@ class StreamCommunicator(Communicator):
         self._device.current_stream().synchronize()
 
     @override
-    def allocation_context(self) -> contextlib.AbstractContextManager[Any]:
+    def allocation_context(self) -> AbstractContextManager[Any]:
         """See `Communicator.allocation_context`."""
         side = self._compute.side_stream()
-        return contextlib.nullcontext() if side is None else self._allocation_for(side)
+        return nullcontext() if side is None else self._allocation_for(side)
 
-    @contextlib.contextmanager
+    @contextmanager
     def _allocation_for(self, side: Stream) -> Iterator[None]:
         with self._device.use(self._compute.stream):
             yield
@@ -277,11 +266,9 @@ class StreamCommunicator(Communicator):
         if side is not None:
             self._compute.stream.wait_stream(side)
 
-    def _on_stream(
-        self, comm_stream: CommStream, async_op: bool
-    ) -> contextlib.AbstractContextManager[Any]:
+    def _on_stream(self, comm_stream: CommStream, async_op: bool) -> AbstractContextManager[Any]:
         if not async_op:
-            return contextlib.nullcontext()
+            return nullcontext()
         stream = self._streams[comm_stream]
         stream.wait_stream(self._device.current_stream())
         return self._device.use(stream)

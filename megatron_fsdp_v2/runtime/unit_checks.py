@@ -235,7 +235,7 @@ def compare_unit(context: Context, unit: Unit, action: str, *, along_all: bool =
     for axis in group.axes if along_all else group.axes[-1:]:
         # With a separate gather group, gathers pair with gathers and reductions with reductions.
         compared = axis.for_gathers() if action == "gather" else axis
-        compare_steps(action, unit.name, code, compared, group.device, names)
+        compare_steps(code, names, compared, group.device)
 
 
 def check_outputs(unit: Unit, output: Any) -> None:

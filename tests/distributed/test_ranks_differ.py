@@ -256,11 +256,11 @@ def test_failure_message_explains_the_backend_error_before_quoting_it(
 ) -> None:
     members = ([0, *others], timedelta(seconds=5))
     monkeypatch.setattr(interface, "_members", lambda group: members)
-    message = str(interface.collective_failure("gather", None, RuntimeError(raised)))
+    message = str(interface.collective_error("gather", None, RuntimeError(raised)))
     assert message.startswith("gather failed on rank 0: ") and explanation in message
     assert raised in message
 
 
 def test_other_backend_errors_are_quoted() -> None:
-    error = interface.collective_failure("gather", None, RuntimeError("bad sizes\nand a trace"))
+    error = interface.collective_error("gather", None, RuntimeError("bad sizes\nand a trace"))
     assert str(error) == "gather failed on rank 0: bad sizes"

@@ -407,17 +407,12 @@ class RecordedCollectives(NcclCollectives):
 
     @override
     def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        received_numels: Sequence[int],
-        sent_numels: Sequence[int],
-        axis: Axis,
+        self, received: torch.Tensor, sent: torch.Tensor, axis: Axis, *numels: Sequence[int]
     ) -> None:
         """Send every rank its part of `sent`, and receive the parts for this rank."""
         self._recorder.operation("all_to_all", reads=[sent], writes=[received])
         with self._recorder.paused():
-            super().all_to_all(received, sent, received_numels, sent_numels, axis)
+            super().all_to_all(received, sent, axis, *numels)
 
 
 class OperationMode(TorchDispatchMode):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, override
 
 import torch
@@ -26,7 +26,7 @@ from megatron_fsdp_v2.comm.interface import naming_failures
 from megatron_fsdp_v2.dtensor.optimizer_kinds import all_ranks_caller
 from megatron_fsdp_v2.dtensor.sharded_rows import sharded_axes
 
-__all__ = ["ShardedNorm", "check_meshes", "local_norms", "unscale_and_check"]
+__all__ = ["ShardedNorm", "check_mesh", "local_norms", "unscale"]
 
 
 class ShardedNorm(torch.Tensor):
@@ -64,16 +64,17 @@ class ShardedNorm(torch.Tensor):
         op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
         # Norms of offloaded gradients are in host memory, which NCCL cannot reduce.
         total = total.to(self.mesh.device_type)
-        _all_reduce(total, groups, op, "the norm of sharded tensors")
+        for group in groups:
+            with naming_failures("all-reduce of the norm of sharded tensors", group):
+                dist.all_reduce(total, op=op, group=group)
         total = (total if is_max else total ** (1.0 / self.order)).to(self.local)
         return DTensor.from_local(total, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
 
     def _peers(self) -> tuple[int, ...]:
         """Return the global ranks along the sharded axes that hold rows of these tensors."""
-        coordinate = self.mesh.get_coordinate() or ()
         ranges = [
             range(self.mesh.size(axis)) if axis in self.axes else [here]
-            for axis, here in enumerate(coordinate)
+            for axis, here in enumerate(self.mesh.get_coordinate() or ())
         ]
         # `empty` has no tensor-parallel coordinate (the last): TP ranks have equal row ranges.
         ndim = len(next(iter(self.empty)))
@@ -86,9 +87,7 @@ class ShardedNorm(torch.Tensor):
 
     @classmethod
     @override
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Stay local for `.to()` and a stack; reduce after the norm of a stack, else before."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
@@ -123,16 +122,14 @@ def _stacked(norms: Sequence[ShardedNorm]) -> ShardedNorm:
     A norm that is replicated along such an axis is added by the first rank of that axis only.
     """
     mesh = norms[0].mesh
-    check_meshes("norm", [norm.mesh for norm in norms])
+    check_mesh("norm", [norm.mesh for norm in norms])
     axes = frozenset[int]().union(*(norm.axes for norm in norms))
-    is_elsewhere = {axis for axis in axes if mesh.get_local_rank(axis)}
-    local = [
-        torch.zeros_like(norm.local) if is_elsewhere - norm.axes else norm.local for norm in norms
-    ]
+    skipped = {axis for axis in axes if mesh.get_local_rank(axis)}
+    local = [torch.zeros_like(norm.local) if skipped - norm.axes else norm.local for norm in norms]
     return _sharded_norm(torch.stack(local), mesh, axes, norms[0].order, norms[0].empty)
 
 
-def check_meshes(what: str, meshes: Sequence[DeviceMesh]) -> None:
+def check_mesh(what: str, meshes: Sequence[DeviceMesh]) -> None:
     """Check that the operands of an operation are distributed over one mesh.
 
     Raises:
@@ -165,15 +162,6 @@ def _group_of(ranks: tuple[int, ...], world: object) -> dist.ProcessGroup:
     return new_local_group(ranks, "norms of sharded tensors")
 
 
-def _all_reduce(
-    value: torch.Tensor, groups: Iterable[dist.ProcessGroup], op: dist.ReduceOp.RedOpType, what: str
-) -> None:
-    """All-reduce a number in place over several groups, one after the other."""
-    for group in groups:
-        with naming_failures(f"all-reduce of {what}", group):
-            dist.all_reduce(value, op=op, group=group)
-
-
 def local_norms(tensors: Sequence[Any], order: float) -> list[ShardedNorm]:
     """Compute the norms of the local parts of sharded tensors in one operation.
 
@@ -196,7 +184,7 @@ def local_norms(tensors: Sequence[Any], order: float) -> list[ShardedNorm]:
     return found
 
 
-def unscale_and_check(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+def unscale(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Unscale gradients in place, and all-reduce the flag of an inf or nan.
 
     Called by `torch.amp.GradScaler`. DTensor's own rule reduces the flag over the placements of the
@@ -216,10 +204,9 @@ def unscale_and_check(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         torch.autograd.graph.increment_version(grads)
     sharded = [grad for grad in grads if isinstance(grad, DTensor)]
     # In the order of the list, which is the same on all ranks.
-    for mesh, axis in dict.fromkeys(
-        (g.device_mesh, axis) for g in sharded for axis in sharded_axes(g)
-    ):
-        found = found_inf.to(mesh.device_type)
-        groups, what = [mesh.get_group(axis)], "whether a gradient is not finite"
-        _all_reduce(found, groups, dist.ReduceOp.MAX, what)
+    axes = dict.fromkeys((g.device_mesh, axis) for g in sharded for axis in sharded_axes(g))
+    for mesh, axis in axes:
+        found, group = found_inf.to(mesh.device_type), mesh.get_group(axis)
+        with naming_failures("all-reduce of whether a gradient is not finite", group):
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
         found_inf.copy_(found)

@@ -22,13 +22,7 @@ from megatron_fsdp_v2.dtensor.optimizer_kinds import needs_all_ranks
 from megatron_fsdp_v2.dtensor.sharded_rows import with_rows_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
 
-__all__ = [
-    "NonOwnedValue",
-    "has_no_rows",
-    "saved_by_other_ranks",
-    "watch_state",
-    "wrap_foreign_state",
-]
+__all__ = ["has_no_rows", "saved_by_other_ranks", "watch_state", "wrap_foreign_state"]
 
 
 class NonOwnedValue(torch.Tensor):
@@ -131,12 +125,9 @@ def _with_state_of_empty_shards(optimizer: Optimizer, state_dict: dict[str, Any]
         state_dict: State dict of the optimizer; not changed.
     """
     saved: dict[Any, dict[str, Any]] = {key: dict(v) for key, v in state_dict["state"].items()}
-    groups = [
-        list(zip(packed["params"], group["params"], strict=True))
-        for packed, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
-    ]
-    params = dict(itertools.chain(*groups))
-    for key, param in params.items():
+    pairs = zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
+    groups = [list(zip(packed["params"], group["params"], strict=True)) for packed, group in pairs]
+    for key, param in itertools.chain(*groups):
         wrap_foreign_state(param, saved.get(key, {}))
     if needs_all_ranks(type(optimizer)):
         return {**state_dict, "state": saved}

@@ -86,8 +86,6 @@ raw_version: Callable[[torch.Tensor], int] = _BASE._version.__get__
 COMPUTED = ("H", "T", "data", "imag", "mH", "mT", "real")
 """Names of attributes that compute a new tensor; handled by `__torch_function__`."""
 
-_METHODS = "dim element_size is_complex is_floating_point numel size stride"
-
 
 class FastAttributes(DTensor):
     """A DTensor whose attributes and size methods bypass `__torch_function__`."""
@@ -106,7 +104,7 @@ for _name, _own in vars(_BASE).items():
     if isinstance(_own, GetSetDescriptorType) and _name not in COMPUTED:
         _access = [_directly(each) for each in (_own.__get__, _own.__set__, _own.__delete__)]
         setattr(FastAttributes, _name, property(_access[0], _access[1], _access[2]))
-for _name in _METHODS.split():
+for _name in ("dim", "element_size", "is_complex", "is_floating_point", "numel", "size", "stride"):
     setattr(FastAttributes, _name, _directly(getattr(_BASE, _name)))
 
 
@@ -337,11 +335,9 @@ class ShardedRows(FastAttributes):
         chunks = self.__create_chunk_list__()
         if not self.numel():
             chunks = [ChunkStorageMetadata(torch.Size([0] * self.ndim), self.shape)]
-        about = TensorProperties.create_from_tensor(self._local_tensor)
-        items = [
-            (MetadataIndex(fqn, c.offsets), TensorWriteData(c, about, self.shape)) for c in chunks
-        ]
-        return [WriteItem(index, WriteItemType.SHARD, tensor_data=data) for index, data in items]
+        kind, about = WriteItemType.SHARD, TensorProperties.create_from_tensor(self._local_tensor)
+        data = [TensorWriteData(chunk, about, self.shape) for chunk in chunks]
+        return [WriteItem(MetadataIndex(fqn, d.chunk.offsets), kind, tensor_data=d) for d in data]
 
     @override
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -452,9 +448,7 @@ def rows_of(tensor: torch.Tensor) -> torch.Tensor:
     return local_of(tensor) if isinstance(tensor, ShardedRows) else tensor.detach()
 
 
-def add_to_rows(
-    params: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], *, alpha: float
-) -> None:
+def add_to_rows(params: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], alpha: float) -> None:
     """Add plain tensors to the local rows in place, in one operation.
 
     Args:
@@ -520,9 +514,7 @@ def whole_of(tensor: ShardedRows) -> torch.Tensor:
     full = local.new_zeros(tensor.shape)
     # Coordinates of ranks in the order of blocks; 0 along axes whose ranks hold equal rows.
     places = [range(mesh.size(axis)) if axis in axes else (0,) for axis in range(mesh.ndim)]
-    for place, block in zip(
-        itertools.product(*places), torch.split(blocks, longest or 1), strict=False
-    ):
+    for place, block in zip(itertools.product(*places), blocks.split(longest or 1), strict=False):
         for chunk in shards.chunks(shards.rows_at(place), part, place[-1]):
             full[chunk.block] = block[chunk.local]
     return full

@@ -50,10 +50,9 @@ class DTensorPart:
         of a replicated parameter is `Partial` if ranks computed on different parts of a sequence.
         """
         with torch.no_grad():
-            placed = gradient
             if isinstance(gradient, DTensor) and gradient.placements != (self.placement,):
-                placed = gradient.redistribute(self.mesh, [self.placement])
-            return part_of(placed)
+                gradient = gradient.redistribute(self.mesh, [self.placement])
+            return part_of(gradient)
 
 
 def part_of(param: torch.Tensor) -> torch.Tensor:
@@ -91,12 +90,6 @@ def tensor_shard_of(name: str, param: DTensor, data: DeviceMesh) -> tuple[Tensor
             f"{where} that cut dimension {dim} of {tuple(param.shape)} into unequal parts; make it "
             f"a multiple of {tensor.size()}"
         )
-    both = _joined(where, data, tensor)
-    return TensorShard(both, dim), DTensorPart(tensor, placement, tuple(param.shape))
-
-
-def _joined(where: str, data: DeviceMesh, tensor: DeviceMesh) -> DeviceMesh:
-    """Join the data-parallel axes and the tensor-parallel axis into one mesh."""
     advice = (
         "take both from one mesh: mesh = init_device_mesh(device, (dp, tp), mesh_dim_names="
         "('dp', 'tp')), parallelize_module(..., mesh['tp']), fully_shard(..., mesh=mesh['dp'])"
@@ -105,8 +98,9 @@ def _joined(where: str, data: DeviceMesh, tensor: DeviceMesh) -> DeviceMesh:
         raise ValueError(f"{where}, and its mesh or {data} has no names of axes; {advice}")
     try:
         # Torch has no public function that joins axes without their common mesh.
-        return DeviceMesh._concatenate([data, tensor])
+        both = DeviceMesh._concatenate([data, tensor])
     except RuntimeError as error:
         raise ValueError(
             f"{where}, which is not an axis of the same mesh as {data}; {advice}"
         ) from error
+    return TensorShard(both, dim), DTensorPart(tensor, placement, tuple(param.shape))

@@ -21,13 +21,7 @@ from torch.optim import optimizer as optimizers
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from megatron_fsdp_v2.dtensor.norms import (
-    ShardedNorm,
-    check_meshes,
-    local_norms,
-    order_of,
-    unscale_and_check,
-)
+from megatron_fsdp_v2.dtensor.norms import ShardedNorm, check_mesh, local_norms, order_of, unscale
 from megatron_fsdp_v2.dtensor.optimizer_kinds import RejectedError, all_ranks_optimizer, rejected
 from megatron_fsdp_v2.dtensor.sharded_rows import (
     COMPUTED,
@@ -57,9 +51,7 @@ class UnevenDTensor(ShardedRows):
 
     @classmethod
     @override
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on the local rows or on the whole tensor."""
         return _run(rule_of(func), func, args, kwargs)
 
@@ -213,19 +205,15 @@ def on_lists(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
 
     def to_local_operand(value: Any) -> Any:
         if isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor):
-            return [
-                _local_list_operand(mine, other) for mine, other in zip(first, value, strict=True)
-            ]
+            return list(itertools.starmap(_local_list_operand, zip(first, value, strict=True)))
         return _local_list_operand(None, value) if isinstance(value, torch.Tensor) else value
 
     tracked = torch.is_grad_enabled() and is_tracked(*tree_leaves((args, kwargs)))
     if name in _LISTS_OF_WHOLES or tracked:
         return on_whole(func, args, kwargs)
     try:
-        local, named = (
-            list(map(to_local_operand, args)),
-            {k: to_local_operand(value) for k, value in kwargs.items()},
-        )
+        local = list(map(to_local_operand, args))
+        named = {key: to_local_operand(value) for key, value in kwargs.items()}
     except _NeedsWholeError:
         return on_whole(func, args, kwargs)
     results = func(*local, **named)
@@ -237,19 +225,17 @@ def on_lists(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     return type(results)(rows_like(r, f) if isinstance(f, DTensor) else r for r, f in pairs)
 
 
-def _local_list_operand(mine: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+def _local_list_operand(own: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
     """Convert an operand at one index of the lists for an operation on local rows."""
-    if isinstance(mine, ShardedRows):
+    if isinstance(own, ShardedRows):
         # Most optimizer states share this object with their parameter.
-        is_alike = isinstance(other, ShardedRows) and other.row_shards is mine.row_shards
-        return local_of(other) if is_alike else _local_operand(mine, other, tracked=False)
+        is_alike = isinstance(other, ShardedRows) and other.row_shards is own.row_shards
+        return local_of(other) if is_alike else _local_operand(own, other, tracked=False)
     if not isinstance(other, DTensor):
-        if other.ndim and isinstance(mine, DTensor):
+        if other.ndim and isinstance(own, DTensor):
             raise _NeedsWholeError
         return other
-    if sharded_axes(other) and not (
-        type(mine) is DTensor is type(other) and _is_alike(mine, other)
-    ):
+    if sharded_axes(other) and not (type(own) is DTensor is type(other) and _is_alike(own, other)):
         raise _NeedsWholeError
     return other._local_tensor
 
@@ -279,9 +265,7 @@ class ReplicatedDTensor(FastAttributes):
 
     @classmethod
     @override
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation on local tensors, as DTensor may have no rule for it."""
         rule = rule_of(func)
         # The result of detach() must keep its bases.
@@ -339,7 +323,7 @@ def _common_mesh(name: str, operands: Sequence[torch.Tensor]) -> DeviceMesh:
     if any(operand.ndim for operand in plain) and all_ranks_optimizer() is None:
         raise _mixed(name, operands, [tuple(operand.shape) for operand in plain])
     meshes = [operand.device_mesh for operand in operands if isinstance(operand, FastAttributes)]
-    check_meshes(name, meshes)
+    check_mesh(name, meshes)
     return meshes[0]
 
 
@@ -536,10 +520,9 @@ def _grad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 _AS_DTENSORS = (
     "__hash__ __len__ __repr__ _has_compatible_shallow_copy_type can_cast constant_ data_ptr "
     "detach detach_ get_device has_names is_complex is_contiguous is_floating_point is_inference "
-    "is_nonzero is_pinned numel "
-    "is_same_size is_shared is_signed kaiming_normal_ kaiming_uniform_ nelement ndimension "
-    "pin_memory register_post_accumulate_grad_hook requires_grad_ result_type retain_grad "
-    "share_memory_ storage_offset untyped_storage "
+    "is_nonzero is_pinned is_same_size is_shared is_signed kaiming_normal_ kaiming_uniform_ "
+    "nelement ndimension numel pin_memory register_post_accumulate_grad_hook requires_grad_ "
+    "result_type retain_grad share_memory_ storage_offset untyped_storage "
     # Every rank draws random numbers for its own rows.
     "alpha_dropout bernoulli bernoulli_ cauchy_ dropout exponential_ feature_alpha_dropout "
     "geometric_ log_normal_ normal_ rand_like randint_like randn_like random_ uniform_"
@@ -650,7 +633,9 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys(_DRAWS_OF_ALL.split(), _reject_random),
     **dict.fromkeys((f"{name}.__get__" for name in COMPUTED), on_whole),
     **dict.fromkeys(("new_empty", "new_full", "new_ones", "new_zeros"), _new),
-    "_amp_foreach_non_finite_check_and_unscale_": unscale_and_check,
+    **dict.fromkeys(("linalg_vector_norm", "norm"), _norm),
+    **dict.fromkeys((torch.Tensor.backward, torch.autograd.backward), _backward),
+    "_amp_foreach_non_finite_check_and_unscale_": unscale,
     "__setitem__": _set_item,
     "_foreach_norm": _norms,
     "copy_": _copy,
@@ -658,12 +643,8 @@ _RULES: dict[Any, Rule] = {
     "data.__get__": lambda func, args, kwargs: args[0].detach(),
     "data.__set__": _set_data,
     "data_ptr": _data_ptr,
-    "linalg_vector_norm": _norm,
-    "norm": _norm,
     "register_hook": _register_hook,
     "storage": _reject_storage,
-    torch.Tensor.backward: _backward,
-    torch.autograd.backward: _backward,
     torch.autograd.grad: _grad,
 }
 

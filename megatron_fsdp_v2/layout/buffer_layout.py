@@ -35,9 +35,7 @@ from functools import cached_property
 from typing import Any, overload, override
 
 __all__ = [
-    "LINE_NBYTES",
     "UNALIGNED",
-    "WORD_NBYTES",
     "Alignment",
     "BufferLayout",
     "Granularity",
@@ -286,10 +284,8 @@ class BufferLayout:
 
     def index_at(self, element: int) -> int | None:
         """Index of the parameter that an element of the buffer belongs to; None for padding."""
-        for index, slot in enumerate(self.slots):
-            if slot.offset <= element < slot.end:
-                return index
-        return None
+        found = (i for i, slot in enumerate(self.slots) if slot.offset <= element < slot.end)
+        return next(found, None)
 
     def gaps(self) -> list[tuple[int, int]]:
         """Ranges `(start, end)` of the flat buffer that belong to no parameter."""
@@ -329,22 +325,20 @@ def admissible_slice(items: Iterable[tuple[int, int]], at_least: int, line: int 
         A lower bound of the slice size of any layout of these parameters whose slices have
         `at_least` elements or more.
     """
-    one_boundary_sizes = sorted(
-        ((_one_boundary_size(*item), item[1]) for item in set(items)), reverse=True
-    )
+    limits = sorted(((_one_boundary_size(*item), item[1]) for item in set(items)), reverse=True)
     size = -(-at_least // line) * line
-    while one_boundary_sizes:
+    while limits:
         # The list is descending; a parameter that is not constrained at this size is not
         # constrained at larger sizes.
-        while one_boundary_sizes and one_boundary_sizes[-1][0] <= size:
-            one_boundary_sizes.pop()
-        if not one_boundary_sizes:
+        while limits and limits[-1][0] <= size:
+            limits.pop()
+        if not limits:
             break
-        step = math.lcm(line, *(stride for _, stride in one_boundary_sizes))
+        step = math.lcm(line, *(stride for _, stride in limits))
         rounded = -(-size // step) * step
-        if rounded <= one_boundary_sizes[-1][0]:
+        if rounded <= limits[-1][0]:
             return rounded
-        size = -(-one_boundary_sizes[-1][0] // line) * line
+        size = -(-limits[-1][0] // line) * line
     return size
 
 

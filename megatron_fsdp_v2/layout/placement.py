@@ -68,14 +68,11 @@ STRATEGIES: dict[str, AxisPlacements] = {
 }
 """Inner (or only) axis: DDP, ZeRO-1, ZeRO-2 and ZeRO-3."""
 
-OUTER_STRATEGIES: dict[str, AxisPlacements] = {
-    "no_shard": AxisPlacements(_R, _R, _R, _P),
-    "optim": AxisPlacements(_R, _S, _S, _P),
-}
-"""Outer axis of a 2-D mesh. Its gradient is always reduced once a step."""
-
 OUTER_NAMES = {"no_shard": "HSDP", "optim": "HFSDP"}
 """Common name of a 2-D mesh with each outer strategy."""
+
+OUTER_STRATEGIES = {strategy: STRATEGIES[strategy] for strategy in OUTER_NAMES}
+"""Outer axis of a 2-D mesh. Its gradient is always reduced once a step."""
 
 
 def resolve_placements(
@@ -95,16 +92,12 @@ def resolve_placements(
         ValueError: A name is unknown, the mesh has another number of axes, an outer strategy is
             given without an outer axis, or the two strategies cannot be combined.
     """
-    if sharding_strategy not in STRATEGIES:
-        raise ValueError(
-            f"unknown sharding_strategy {sharding_strategy!r}; "
-            f"choose one of {', '.join(STRATEGIES)}"
-        )
-    if outer_dp_sharding_strategy not in OUTER_STRATEGIES:
-        raise ValueError(
-            f"unknown outer_dp_sharding_strategy {outer_dp_sharding_strategy!r}; "
-            f"choose one of {', '.join(OUTER_STRATEGIES)}"
-        )
+    for option, strategy, known in (
+        ("sharding_strategy", sharding_strategy, STRATEGIES),
+        ("outer_dp_sharding_strategy", outer_dp_sharding_strategy, OUTER_STRATEGIES),
+    ):
+        if strategy not in known:
+            raise ValueError(f"unknown {option} {strategy!r}; choose one of {', '.join(known)}")
     if len(axis_sizes) not in (1, 2):
         raise ValueError(
             f"a data-parallel mesh has 1 axis (dp) or 2 (outer dp, inner dp), got {len(axis_sizes)}"

@@ -46,9 +46,8 @@ class _CheckpointCommand:
         looks.add_argument("--depth", type=int, help="parts of names to show; default: all")
         checks = add("verify", "read every byte and compare checksums; 1 if damaged", _verify)
         checks.add_argument("path", help=_KINDS)
-        exports = add(
-            "export", "write the model as plain tensors in one file", partial(_write, export)
-        )
+        text = "write the model as plain tensors in one file"
+        exports = add("export", text, partial(_write, export))
         exports.add_argument("path", help="the checkpoint's folder")
         exports.add_argument("out_file", help="what to write: .safetensors or .pt")
         _add_file_options(exports)
@@ -132,13 +131,8 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _write(write: Callable[..., Exported], args: argparse.Namespace) -> int:
-    done = write(
-        args.path,
-        args.out_file,
-        dtype=args.dtype and getattr(torch, args.dtype),
-        max_shard_bytes=args.max_shard_size,
-        prefix=args.prefix,
-    )
+    dtype, size = args.dtype and getattr(torch, args.dtype), args.max_shard_size
+    done = write(args.path, args.out_file, dtype=dtype, max_shard_bytes=size, prefix=args.prefix)
     *others, shown = done.files
     beside = f" and {len(others)} files beside it" if others else ""
     sys.stdout.write(f"{shown}{beside}: {done.num_tensors} tensors, {readable_size(done.nbytes)}\n")
@@ -171,7 +165,6 @@ class Converter(Protocol):
         Returns:
             The exit status: 2, after one sentence on standard error, if it fails.
         """
-        ...
 
 
 def find_converter(name: str) -> Converter:

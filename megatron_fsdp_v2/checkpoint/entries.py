@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from megatron_fsdp_v2.dtensor.optimizer_state import saved_by_other_ranks, wrap_foreign_state
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
@@ -106,9 +107,7 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
     return {param: _plain_name(model, name) for name, param in model.named_parameters()}
 
 
-def state_entries(
-    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
-) -> dict[str, Any]:
+def state_entries(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
     """State of an optimizer by parameter, sharing memory with it.
 
     For a parameter without rows on this rank, state that all ranks have (a step count) is saved by
@@ -129,9 +128,7 @@ def state_entries(
     return entries
 
 
-def groups_entry(
-    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
-) -> list[dict[str, Any]]:
+def groups_entry(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[dict[str, Any]]:
     """Options of an optimizer's groups, with the names of their parameters.
 
     Raises:
@@ -146,7 +143,7 @@ def groups_entry(
     ]
 
 
-def kind_entry(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def kind_entry(optimizer: Optimizer) -> dict[str, Any]:
     """Name the class of an optimizer and the options of its constructor.
 
     Raises:
@@ -163,10 +160,8 @@ def kind_entry(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             "outside of its state, which a checkpoint would lose; keep it in torch.float32, or "
             "save the values of its own state_dict() with torch.distributed.checkpoint"
         )
-    return {
-        "class": f"{kind.__module__}.{kind.__qualname__}",
-        "options": sorted(optimizer.defaults),
-    }
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    return {"class": name, "options": sorted(optimizer.defaults)}
 
 
 def _name(names: Mapping[nn.Parameter, str], param: nn.Parameter) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +19,7 @@ __all__ = [
     "all_ranks_or_raise",
     "everyones",
     "naming_full_disk",
+    "warn",
 ]
 
 _FULL = {
@@ -37,6 +39,11 @@ class NotFoundError(CheckpointError):
 
 class ReplacedError(CheckpointError):
     """Raised when another save replaces a checkpoint while a reader has it open."""
+
+
+def warn(message: str) -> None:
+    """Warn, at the line that called this package's functions of checkpoints."""
+    warnings.warn(message, skip_file_prefixes=(str(Path(__file__).parent),))
 
 
 @contextlib.contextmanager
@@ -66,7 +73,7 @@ def naming_full_disk(path: Path) -> Iterator[None]:
 
 
 def all_ranks_or_raise[T](
-    what: str, do: Callable[[], T], undo: Callable[[], None] | None = None
+    what: str, do: Callable[[], T], undo: Callable[[], object] | None = None
 ) -> T:
     """Call a function on every rank; if it raises on one, raise on all. Collective over all ranks.
 

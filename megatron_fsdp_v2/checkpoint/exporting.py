@@ -38,7 +38,6 @@ from megatron_fsdp_v2.checkpoint.plain_files import (
     index_of,
     open_pt,
     open_safetensors,
-    read_converted,
     write_pt,
     write_safetensors,
 )
@@ -187,11 +186,9 @@ def _tied(folder: CheckpointFolder, found: Sequence[ModelTensor]) -> dict[str, s
     first: dict[Any, str] = {}
     tied: dict[str, str] = {}
     # What a model calls a tensor first is saved first.
-    for model_tensor in sorted(found, key=lambda t: order[t.pieces[0].key]):
-        tensor = model_tensor.tensor
-        pieces = tuple(
-            (frozenset(stored.get(p.key, {p.key})), p.start, p.size) for p in model_tensor.pieces
-        )
+    for t in sorted(found, key=lambda t: order[t.pieces[0].key]):
+        tensor = t.tensor
+        pieces = tuple((frozenset(stored.get(p.key, {p.key})), p.start, p.size) for p in t.pieces)
         kept = first.setdefault((tensor.shape, tensor.dtype, pieces), tensor.name)
         if kept != tensor.name and tensor.nbytes:
             tied[tensor.name] = kept
@@ -295,17 +292,16 @@ def convert(
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be at least 1")
     check_absent(target)
     check_absent(index_of(target))
-    opened = open_source(source, prefix=prefix)
+    opened = converted(open_source(source, prefix=prefix), dtype)
     with naming_full_disk(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.suffix == SAFETENSORS:
-            files = write_safetensors(opened, target, dtype, max_shard_bytes)
+            files = write_safetensors(opened, target, max_shard_bytes)
         elif target.suffix in PT_SUFFIXES:
-            files = write_pt(opened, target, dtype)
+            files = write_pt(opened, target)
         else:
-            files = _write_folder(opened, target, dtype)
-    written = [converted(t, dtype) for t in opened.tensors if t.name not in opened.tied]
-    nbytes = sum(tensor.nbytes for tensor in written)
+            files = _write_folder(opened, target)
+    nbytes = sum(tensor.nbytes for tensor in opened.tensors if tensor.name not in opened.tied)
     return Exported(tuple(files), len(opened.tensors), nbytes, tuple(opened.left_out))
 
 
@@ -327,15 +323,13 @@ def open_source(path: str | Path, *, prefix: str | None = None) -> TensorSource:
     return _open_folder(path, prefix)
 
 
-def _write_folder(source: TensorSource, target: Path, dtype: torch.dtype | None) -> list[Path]:
+def _write_folder(source: TensorSource, target: Path) -> list[Path]:
     """Write a folder of torch's distributed checkpoint with one chunk for each tensor."""
     entries: dict[str, Blocks] = {}
-    for stored in source.tensors:
-        if stored.name not in source.tied:
-            tensor = converted(stored, dtype)
+    for tensor in source.tensors:
+        if tensor.name not in source.tied:
             blocks = entries[MODEL + tensor.name] = Blocks(tensor.shape, tensor.dtype)
-            read = partial(read_converted, source, stored, dtype)
-            blocks.add((0,) * len(tensor.shape), tensor.shape, read)
+            blocks.add((0,) * len(tensor.shape), tensor.shape, partial(source.read, tensor))
     tied = {MODEL + name: MODEL + kept for name, kept in source.tied.items()}
     paths = {MODEL + t.name: (MODEL.removesuffix("."), t.name) for t in source.tensors}
     unfinished = temporary_name(target, uuid.uuid4().hex)

@@ -6,6 +6,7 @@ every item is compared with its checksum before it is used, and only requested i
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import math
@@ -252,11 +253,9 @@ class CheckpointFolder:
 
     def _check_replaced(self) -> None:
         """Raise `ReplacedError` if the path no longer leads to the open folder."""
-        try:
+        with contextlib.suppress(OSError):
             if os.path.samestat(os.stat(self.path), os.fstat(self._directory)):
                 return
-        except OSError:
-            pass
         raise ReplacedError(f"{self.path} was replaced by another save while it was read")
 
     def _read_chunk(self, index: MetadataIndex, sizes: Sequence[int]) -> torch.Tensor:
@@ -356,9 +355,7 @@ class _Chunks:
     def __init__(self, entry: TensorStorageMetadata) -> None:
         self._all = entry.chunks
         self._depth = 0
-        while self._depth < len(entry.size) and all(
-            c.sizes[self._depth] == 1 for c in entry.chunks
-        ):
+        while self._depth < len(entry.size) and all(c.sizes[self._depth] == 1 for c in self._all):
             self._depth += 1
         self._by_front: dict[tuple[int, ...], list[ChunkStorageMetadata]] = {}
         for chunk in entry.chunks:

@@ -15,7 +15,6 @@ import copy
 import inspect
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +24,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.checkpoint.entries import (
@@ -46,6 +46,7 @@ from megatron_fsdp_v2.checkpoint.errors import (
     ReplacedError,
     all_ranks_or_raise,
     everyones,
+    warn,
 )
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, ReadRequest
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
@@ -59,7 +60,7 @@ _PAUSE_S = 0.05
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizer | None = None,
     *,
     strict: bool = True,
 ) -> Any:
@@ -87,16 +88,12 @@ def load(
     """
     ready = _ready_everywhere(path, lambda: _checked(path, model, optimizer, strict))
     if ready.extra_states:
-        before = {key: model_entries(model)[key] for key in ready.extra_states}
-        names = extra_state_names(model)
-
-        def set_extra_states(states: dict[str, Any]) -> None:
-            model.load_state_dict({names[key]: v for key, v in states.items()}, strict=False)
-
+        own = model.state_dict()
+        before = {name: own[name] for name in ready.extra_states}
         all_ranks_or_raise(
             f"set extra state from {path}",
-            lambda: set_extra_states(ready.extra_states),
-            undo=lambda: set_extra_states(before),
+            lambda: model.load_state_dict(ready.extra_states, strict=False),
+            undo=lambda: model.load_state_dict(before, strict=False),
         )
     all_ranks_or_raise(f"load {path}", lambda: _write(ready, model, optimizer))
     return ready.extra
@@ -109,7 +106,7 @@ class _Ready:
     Attributes:
         folder: The checkpoint, open.
         weights: Blocks of the model to fill.
-        extra_states: Arguments of modules' `set_extra_state`, by name in the checkpoint.
+        extra_states: Arguments of modules' `set_extra_state`, by name in the model's state dict.
         states: New optimizer state, filled.
         options: Options for each parameter group.
         extra: Return value of `load`.
@@ -141,10 +138,7 @@ def _ready_everywhere(path: str | os.PathLike[str], check: Callable[[], _Ready])
 
 
 def _checked(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    strict: bool,
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None, strict: bool
 ) -> _Ready:
     """Read and verify everything, without changing model or optimizer."""
     folder = CheckpointFolder(Path(path))
@@ -155,14 +149,14 @@ def _checked(
     if difference.mismatched or (strict and not difference.fits):
         hint = "" if difference.mismatched else "; strict=False loads what both have"
         raise CheckpointError(f"{folder.path} is of another model: {difference}{hint}")
-    ready = _Ready(folder)
+    ready, extra_names = _Ready(folder), extra_state_names(model)
     for key, value in model_entries(model).items():
         if not folder.has(key):
             continue
         if isinstance(value, torch.Tensor):
             ready.weights += requests_for(key, value)
         else:
-            ready.extra_states[key] = folder.object(key)
+            ready.extra_states[extra_names[key]] = folder.object(key)
     folder.fill(ready.weights, only_check=True)
     if optimizer is not None:
         own = groups_entry(optimizer, parameter_names(model))
@@ -175,14 +169,11 @@ def _checked(
         is_tensor = folder.shape(EXTRA) is not None
         ready.extra = folder.read_tensor(EXTRA) if is_tensor else folder.object(EXTRA)
     if not difference.fits:
-        warnings.warn(
-            f"{folder.path} fits in part: {difference}",
-            skip_file_prefixes=(str(Path(__file__).parent),),
-        )
+        warn(f"{folder.path} fits in part: {difference}")
     return ready
 
 
-def _write(ready: _Ready, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def _write(ready: _Ready, model: nn.Module, optimizer: Optimizer | None) -> None:
     """Fill model and optimizer from a verified checkpoint."""
     try:
         with torch.no_grad():
@@ -217,23 +208,16 @@ def requests_for(key: str, tensor: torch.Tensor) -> list[ReadRequest]:
 
 
 def _new_states(
-    folder: CheckpointFolder,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    wanted: list[ReadRequest],
+    folder: CheckpointFolder, model: nn.Module, optimizer: Optimizer, wanted: list[ReadRequest]
 ) -> dict[Any, dict[str, Any]]:
     """Allocate state for every parameter that has some in the checkpoint."""
     names = parameter_names(model)
     by_name = _saved_states(folder)
     found: dict[Any, dict[str, Any]] = {}
     for param in (param for group in optimizer.param_groups for param in group["params"]):
-        keys = by_name.get(names[param], ())
         # A parameter that was never stepped has no entry.
-        if keys:
-            prefix = f"{OPTIMIZER_STATE}{names[param]}."
-            found[param] = {
-                key.removeprefix(prefix): _new_state(folder, key, param, wanted) for key in keys
-            }
+        if keys := by_name.get(names[param]):
+            found[param] = {s: _new_state(folder, key, param, wanted) for s, key in keys.items()}
     return found
 
 
@@ -255,7 +239,7 @@ def _new_state(
 
 
 def compare(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None
 ) -> Comparison:
     """Compare a checkpoint with a model by name, shape and dtype, and with its optimizer.
 
@@ -314,16 +298,9 @@ def _compare_model(folder: CheckpointFolder, model: nn.Module) -> Comparison:
     saved = folder.metadata.state_dict_metadata
     # Other libraries write a tied tensor under any one of its names.
     there = {tied.get(key, key) for key in mine if key in saved}
-    found = Comparison(
-        [key for key in mine if key not in saved and tied.get(key, key) not in there],
-        [
-            key
-            for key, entry in saved.items()
-            if key.startswith(MODEL)
-            and key not in mine
-            and not (is_extra_state(key) and isinstance(entry, TensorStorageMetadata))
-        ],
-    )
+    found = Comparison([k for k in mine if k not in saved and tied.get(k, k) not in there])
+    others = (key for key in saved if key.startswith(MODEL) and key not in mine)
+    found.unexpected += (k for k in others if not is_extra_state(k) or folder.shape(k) is None)
     for key, value in mine.items():
         problem = _problem(key, value, saved[key]) if key in saved else None
         if problem is not None:
@@ -346,7 +323,7 @@ def _problem(key: str, value: Any, entry: Any) -> str | None:
 
 
 def _compare_optimizer(
-    folder: CheckpointFolder, model: nn.Module, optimizer: torch.optim.Optimizer, found: Comparison
+    folder: CheckpointFolder, model: nn.Module, optimizer: Optimizer, found: Comparison
 ) -> list[dict[str, Any]]:
     """Compare an open checkpoint with an optimizer.
 
@@ -370,7 +347,7 @@ def _compare_optimizer(
     here, there = ([group["params"] for group in groups] for groups in (own, saved))
     states = _saved_states(folder)
     known = {name for group in here for name in group}
-    found.unexpected += sorted(key for name in states.keys() - known for key in states[name])
+    found.unexpected += sorted(k for name in states.keys() - known for k in states[name].values())
     if not saved:
         found.missing.append(OPTIMIZER_GROUPS)
         return saved
@@ -379,15 +356,17 @@ def _compare_optimizer(
     if problem is not None:
         found.mismatched[OPTIMIZER_KIND] = problem
         return saved
-    _compare_groups(here, there, found, has_groups=has_groups)
+    _compare_groups(_group_of(here), _group_of(there), found, has_groups=has_groups)
     num_dims = {name: param.dim() for param, name in names.items()}
     found.missing += _missing_states(there, states, num_dims)
     return saved
 
 
-def _saved_options(
-    own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
+type _Groups = Sequence[Mapping[str, Any]]
+"""Parameter groups of an optimizer: options, and names of parameters."""
+
+
+def _saved_options(own: _Groups, saved: _Groups) -> list[dict[str, Any]]:
     """Return the saved options for each parameter group of the optimizer at hand.
 
     Raises:
@@ -417,13 +396,13 @@ def _saved_options(
 _ABSENT = object()
 
 
-def _saved_states(folder: CheckpointFolder) -> dict[str, list[str]]:
-    """Return the keys of optimizer state by parameter."""
-    found: dict[str, list[str]] = {}
+def _saved_states(folder: CheckpointFolder) -> dict[str, dict[str, str]]:
+    """Return the keys of optimizer state, by parameter and name of the state."""
+    found: dict[str, dict[str, str]] = {}
     for key in folder.metadata.state_dict_metadata:
         if key.startswith(OPTIMIZER_STATE):
-            name = key.removeprefix(OPTIMIZER_STATE).rpartition(".")[0]
-            found.setdefault(name, []).append(key)
+            name, _, state = key.removeprefix(OPTIMIZER_STATE).rpartition(".")
+            found.setdefault(name, {})[state] = key
     return found
 
 
@@ -451,14 +430,16 @@ def _saved_groups(folder: CheckpointFolder) -> tuple[list[dict[str, Any]], bool]
 
 
 def _compare_groups(
-    own: Sequence[Sequence[str]],
-    saved: Sequence[Sequence[str]],
-    found: Comparison,
-    *,
-    has_groups: bool,
+    here: Mapping[str, int], there: Mapping[str, int], found: Comparison, *, has_groups: bool
 ) -> None:
-    """Find parameters that are in no group on one side, and groups of other parameters."""
-    here, there = _group_of(own), _group_of(saved)
+    """Find parameters that are in no group on one side, and groups of other parameters.
+
+    Args:
+        here: Number of the group of each parameter of the optimizer at hand.
+        there: Number of the group of each saved parameter.
+        found: Where differences are added.
+        has_groups: Whether the saved groups themselves are known.
+    """
     found.missing += [f"{OPTIMIZER_GROUPS} of {name}" for name in here if name not in there]
     found.unexpected += [f"{OPTIMIZER_GROUPS} of {name}" for name in there if name not in here]
     # Groups are equal if indices here and indices there correspond one to one.
@@ -474,12 +455,7 @@ def _compare_groups(
                 break
 
 
-def _other_kind(
-    kind: Any,
-    saved: Sequence[Mapping[str, Any]],
-    optimizer: torch.optim.Optimizer,
-    own: Sequence[Mapping[str, Any]],
-) -> str | None:
+def _other_kind(kind: Any, saved: _Groups, optimizer: Optimizer, own: _Groups) -> str | None:
     """Explain why the saved optimizer is of another class; None if it may be the same.
 
     Schedulers, users and new versions of torch add options. For equal classes any options are
@@ -507,9 +483,7 @@ def _other_kind(
     )
 
 
-def _fixed_otherwise(
-    saved: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer
-) -> Iterator[str]:
+def _fixed_otherwise(saved: _Groups, optimizer: Optimizer) -> Iterator[str]:
     """Find options that are fixed by the class and were saved with another value.
 
     AdamW is Adam with `decoupled_weight_decay=True`, which AdamW's constructor does not accept.
@@ -525,7 +499,7 @@ def _fixed_otherwise(
 
 def _missing_states(
     groups: Sequence[Sequence[str]],
-    states: Mapping[str, Sequence[str]],
+    states: Mapping[str, Mapping[str, str]],
     num_dims: Mapping[str, int],
 ) -> Iterator[str]:
     """Find state that a parameter lacks although others of its group and rank have it.
@@ -536,11 +510,10 @@ def _missing_states(
     for group in groups:
         every: dict[int, set[str]] = {}
         stepped = [name for name in group if name in states and name in num_dims]
-        own = {name: {key.rpartition(".")[2] for key in states[name]} for name in stepped}
         for name in stepped:
-            every.setdefault(num_dims[name], set()).update(own[name])
+            every.setdefault(num_dims[name], set()).update(states[name])
         for name in stepped:
-            lacking = sorted(every[num_dims[name]] - own[name])
+            lacking = sorted(every[num_dims[name]] - states[name].keys())
             yield from (f"{OPTIMIZER_STATE}{name}.{state}" for state in lacking)
 
 

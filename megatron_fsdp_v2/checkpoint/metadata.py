@@ -217,18 +217,12 @@ _FIELDS: dict[type, dict[str, Callable[[Any], Any]]] = {
     },
     ChunkStorageMetadata: {"offsets": size_of, "sizes": size_of},
     BytesStorageMetadata: {},
-    MetadataIndex: {
-        "fqn": check_name,
-        "offset": _optional(size_of),
-        "index": _optional(integer),
-    },
+    MetadataIndex: {"fqn": check_name, "offset": _optional(size_of), "index": _optional(integer)},
     filesystem._StorageInfo: {
         "relative_path": lambda name: check_file_name(name, "a part of it"),
         "offset": integer,
         "length": integer,
-        "transform_descriptors": _optional(
-            lambda found: [check_name(name) for name in found[:_SHOWN]]
-        ),
+        "transform_descriptors": _optional(lambda found: [*map(check_name, found[:_SHOWN])]),
     },
 }
 """Fields of the data classes, each with a function that checks a value and returns it."""
@@ -337,11 +331,8 @@ def _checked(found: Any) -> Metadata:
             # Strides of other dimensions matter even if one has length zero.
             numel = math.prod(max(length, 1) for length in entry.size)
             integer(numel * entry.properties.dtype.itemsize)
-            for chunk in entry.chunks:
-                if not len(chunk.offsets) == len(chunk.sizes) == len(entry.size):
-                    raise ValueError(
-                        f"{key} has {len(entry.size)} dimensions, a chunk of it others"
-                    )
+            if any(not len(c.offsets) == len(c.sizes) == len(entry.size) for c in entry.chunks):
+                raise ValueError(f"{key} has {len(entry.size)} dimensions, a chunk of it others")
     _check_places(checked.storage_data or {})
     return checked
 

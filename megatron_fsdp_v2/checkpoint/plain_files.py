@@ -42,16 +42,14 @@ __all__ = [
     "index_of",
     "open_pt",
     "open_safetensors",
-    "read_converted",
     "write_pt",
     "write_safetensors",
 ]
 
 safetensors: Any = None
 with contextlib.suppress(ImportError):
-    safetensors = importlib.import_module("safetensors.torch") and importlib.import_module(
-        "safetensors"
-    )
+    importlib.import_module("safetensors.torch")
+    safetensors = importlib.import_module("safetensors")
 
 PT_SUFFIXES = (".pt", ".pth", ".bin")
 SAFETENSORS = ".safetensors"
@@ -100,7 +98,7 @@ class TensorSource:
 
     Attributes:
         tensors: Tensors of the model, in the order in which to read them.
-        read: Reads a tensor, on the CPU.
+        read: Reads the tensor of a name, on the CPU.
         tied: Other names of tied tensors, each with the name under which to write the tensor.
         left_out: Names of entries that are not tensors of the model.
         files: The files it is read from, besides an index; empty for a folder.
@@ -115,33 +113,35 @@ class TensorSource:
     notes: Sequence[str] = ()
 
 
-def converted(tensor: PlainTensor, dtype: torch.dtype | None) -> PlainTensor:
-    """Describe a tensor as it will be written; only floating-point dtypes are converted."""
-    if dtype is None or not tensor.dtype.is_floating_point:
-        return tensor
-    return replace(tensor, dtype=dtype)
+def converted(source: TensorSource, dtype: torch.dtype | None) -> TensorSource:
+    """Return a source of the same tensors as they will be written, each all of its storage.
 
+    Its `read` raises a CheckpointError if an element is too large for the dtype.
 
-def read_converted(
-    source: TensorSource, stored: PlainTensor, dtype: torch.dtype | None
-) -> torch.Tensor:
-    """Read a tensor in the dtype it is written in.
-
-    Raises:
-        CheckpointError: It cannot be read, or an element is too large for the dtype.
+    Args:
+        source: Where tensors come from.
+        dtype: Of floating-point tensors; None leaves them as they are.
     """
-    data, tensor = source.read(stored), converted(stored, dtype)
-    if data.dtype == tensor.dtype:
-        return own_storage(data)
-    after = data.to(tensor.dtype)
-    # Unlike isfinite(), aminmax() allocates nothing.
-    is_finite = not after.numel() or all(map(math.isfinite, torch.aminmax(after)))
-    if not is_finite and bool((after.isinf() & data.double().isfinite()).any()):
-        raise CheckpointError(
-            f"{tensor.name} has elements that are too large for {after.dtype}; choose bfloat16 or "
-            "float32"
-        )
-    return own_storage(after)
+
+    def read(tensor: PlainTensor) -> torch.Tensor:
+        data = source.read(tensor)
+        if data.dtype == tensor.dtype:
+            return own_storage(data)
+        after = data.to(tensor.dtype)
+        # Unlike isfinite(), aminmax() allocates nothing.
+        is_finite = not after.numel() or all(map(math.isfinite, torch.aminmax(after)))
+        if not is_finite and bool((after.isinf() & data.double().isfinite()).any()):
+            raise CheckpointError(
+                f"{tensor.name} has elements that are too large for {after.dtype}; choose "
+                "bfloat16 or float32"
+            )
+        return own_storage(after)
+
+    tensors = [
+        replace(t, dtype=dtype) if dtype is not None and t.dtype.is_floating_point else t
+        for t in source.tensors
+    ]
+    return replace(source, tensors=tensors, read=read)
 
 
 def check_absent(path: Path) -> None:
@@ -201,18 +201,15 @@ def index_of(file: Path) -> Path:
     return file.with_name(file.name + INDEX)
 
 
-def write_safetensors(
-    source: TensorSource, file: Path, dtype: torch.dtype | None, max_shard_bytes: int
-) -> list[Path]:
+def write_safetensors(source: TensorSource, file: Path, max_shard_bytes: int) -> list[Path]:
     """Write a model into one file, or several and an index as Hugging Face's libraries name them.
 
     A tensor with several names is written under one, and the header maps the others to it, as the
     library's `save_model` and `load_model` do.
 
     Args:
-        source: Where tensors come from.
+        source: Where tensors come from: see `converted`.
         file: The name of the file, if it is one.
-        dtype: Of floating-point tensors; None leaves them as they are.
         max_shard_bytes: Bytes of tensors that a file may hold, unless one alone has more.
 
     Returns:
@@ -226,10 +223,9 @@ def write_safetensors(
     tied = {name: kept for name, kept in source.tied.items() if name != _FORMAT}
     shards: list[list[PlainTensor]] = [[]]
     total = in_last = 0
-    for stored in source.tensors:
-        if stored.name in tied:
+    for tensor in source.tensors:
+        if tensor.name in tied:
             continue
-        tensor = converted(stored, dtype)
         if tensor.dtype not in _NAMES:
             raise CheckpointError(
                 f"{tensor.name} is of {tensor.dtype}, which {SAFETENSORS} cannot hold"
@@ -237,7 +233,7 @@ def write_safetensors(
         if shards[-1] and in_last + tensor.nbytes > max_shard_bytes:
             shards.append([])
             in_last = 0
-        shards[-1].append(stored)
+        shards[-1].append(tensor)
         in_last += tensor.nbytes
         total += tensor.nbytes
     paths = [file]
@@ -247,12 +243,12 @@ def write_safetensors(
         paths = [*(file.with_name(name + SAFETENSORS) for name in names), index_of(file)]
     with _temporary(paths) as unfinished:
         for path, shard in zip(unfinished, shards, strict=False):
-            here = {stored.name for stored in shard}
+            here = {tensor.name for tensor in shard}
             others = {name: kept for name, kept in tied.items() if kept in here}
             try:
                 # Nothing refers to the tensors while those of the next file are read.
                 library.torch.save_file(
-                    {stored.name: read_converted(source, stored, dtype) for stored in shard},
+                    {tensor.name: source.read(tensor) for tensor in shard},
                     path,
                     {_FORMAT: "pt", **others},
                 )
@@ -260,7 +256,7 @@ def write_safetensors(
                 raise CheckpointError(f"{path} cannot be written: {error}") from error
         if len(shards) > 1:
             placed = zip(paths, shards, strict=False)
-            weight_map = {stored.name: path.name for path, shard in placed for stored in shard}
+            weight_map = {tensor.name: path.name for path, shard in placed for tensor in shard}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             unfinished[-1].write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     return paths
@@ -359,15 +355,14 @@ def _files(path: Path) -> Iterator[tuple[Path, set[str]]]:
 # -- torch.save -----------------------------------------------------------------------------------
 
 
-def write_pt(source: TensorSource, file: Path, dtype: torch.dtype | None) -> list[Path]:
+def write_pt(source: TensorSource, file: Path) -> list[Path]:
     """Write a model as a dictionary of tensors by name, with `torch.save`.
 
     A tensor with several names is written once: what is loaded shares memory again.
 
     Args:
-        source: Where tensors come from.
+        source: Where tensors come from: see `converted`.
         file: The name of the file.
-        dtype: Of floating-point tensors; None leaves them as they are.
 
     Returns:
         The file.
@@ -376,11 +371,11 @@ def write_pt(source: TensorSource, file: Path, dtype: torch.dtype | None) -> lis
         CheckpointError: A tensor cannot be read.
     """
     tied, model = source.tied, dict[str, torch.Tensor]()
-    for stored in sorted(source.tensors, key=lambda stored: stored.name in tied):
-        kept = tied.get(stored.name)
-        model[stored.name] = read_converted(source, stored, dtype) if kept is None else model[kept]
+    for tensor in sorted(source.tensors, key=lambda tensor: tensor.name in tied):
+        kept = tied.get(tensor.name)
+        model[tensor.name] = source.read(tensor) if kept is None else model[kept]
     with _temporary([file]) as (unfinished,), unfinished.open("wb") as out:
-        torch.save({stored.name: model[stored.name] for stored in source.tensors}, out)
+        torch.save({tensor.name: model[tensor.name] for tensor in source.tensors}, out)
     return [file]
 
 

@@ -12,11 +12,11 @@ import os
 import re
 import socket
 import time
-import warnings
 from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, Timeout
 
+from megatron_fsdp_v2.checkpoint.errors import warn
 from megatron_fsdp_v2.checkpoint.metadata import INCOMPLETE, MANIFEST, METADATA
 
 __all__ = [
@@ -124,10 +124,9 @@ def remove_own(folder: Path) -> None:
         if not others:
             folder.rmdir()
         elif is_one:
-            warnings.warn(
+            warn(
                 f"{folder} is left: {', '.join(others)} in it belong to no checkpoint, and were in "
-                "one that was replaced",
-                skip_file_prefixes=(str(Path(__file__).parent),),
+                "one that was replaced"
             )
 
 
@@ -183,10 +182,9 @@ def find_folder(path: Path) -> Path | None:
     if not previous:
         return None
     newest = max(previous, key=lambda folder: folder.stat().st_mtime)
-    warnings.warn(
+    warn(
         f"{path} does not exist, since a save was interrupted while it replaced the folder; "
-        f"loading the previous checkpoint, {newest}",
-        skip_file_prefixes=(str(Path(__file__).parent),),
+        f"loading the previous checkpoint, {newest}"
     )
     return newest
 

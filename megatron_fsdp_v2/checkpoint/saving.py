@@ -115,14 +115,11 @@ def save(
             entries[EXTRA] = content
         return _Staged(entries, tied=tied)
 
-    return _save(path, staged, async_save)
+    return _Job(path, is_async=async_save).run(staged)
 
 
 def save_nested(
-    path: str | os.PathLike[str],
-    state_dict: dict[str, Any],
-    *,
-    async_save: bool = False,
+    path: str | os.PathLike[str], state_dict: dict[str, Any], *, async_save: bool = False
 ) -> Future[None] | None:
     """Save a nested state dict like `torch.distributed.checkpoint.save`. Collective over all ranks.
 
@@ -149,7 +146,7 @@ def save_nested(
         values = _stage(entries, lambda _, value: pickled(value), copies=async_save)
         return _Staged(values, paths=paths)
 
-    return _save(path, staged, async_save)
+    return _Job(path, is_async=async_save).run(staged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,17 +162,6 @@ class _Staged:
     entries: dict[str, Any]
     tied: Mapping[str, str] = field(default_factory=dict)
     paths: Mapping[str, Any] | None = None
-
-
-def _save(
-    path: str | os.PathLike[str], staged: Callable[[], _Staged], async_save: bool
-) -> Future[None] | None:
-    job = _Job(path, is_async=async_save)
-    all_ranks_or_raise(f"save to {job.target}", lambda: job.begin(staged), undo=job.end)
-    if async_save:
-        return _in_background(job.write)
-    job.write()
-    return None
 
 
 class _Job:
@@ -194,12 +180,20 @@ class _Job:
     def __init__(self, path: str | os.PathLike[str], *, is_async: bool) -> None:
         self.target = Path(os.path.realpath(path))
         self._folder = temporary_name(self.target, uuid.uuid4().hex)
-        self._staged = _Staged({})
+        self._staged, self._is_async = _Staged({}), is_async
         self._lock: BaseFileLock | None = None
         self._is_alone = not dist.is_initialized()
         self._rank = 0 if self._is_alone else dist.get_rank()
         self._world: Any = None if self._is_alone else dist.group.WORLD
         self._group = _dedicated_group(self._world) if is_async and not self._is_alone else None
+
+    def run(self, staged: Callable[[], _Staged]) -> Future[None] | None:
+        """Save what `staged` returns. Collective over all ranks; returns a future if async."""
+        all_ranks_or_raise(f"save to {self.target}", lambda: self.begin(staged), undo=self.end)
+        if self._is_async:
+            return _in_background(self.write)
+        self.write()
+        return None
 
     def _of_first[T](self, value: T) -> T:
         """Broadcast a value of the first rank. Collective."""
@@ -398,8 +392,7 @@ def _plain_tensor(path: str, tensor: torch.Tensor) -> torch.Tensor:
         )
     if tensor.is_meta:
         raise CheckpointError(f"{path} is on the meta device and has no values to save")
-    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
-    return own_storage(tensor)
+    return own_storage(tensor.detach().cpu().resolve_conj().resolve_neg())
 
 
 def _dedicated_group(world: Any) -> Any:

@@ -158,13 +158,11 @@ def _compare(folder: CheckpointFolder, where: str, index: MetadataIndex, report:
 def _record_problems(content: mmap.mmap) -> list[str] | None:
     """Compare records of `torch.save` with their checksums; None if there are no checksums."""
     try:
-        is_intact = Archive(content).intact()
+        intact = Archive(content).intact()
     # A damaged archive raises nearly anything.
     except Exception as error:
         return [str(error) or type(error).__name__]
     # With `set_crc32_options(False)` torch writes no checksums, so that none is equal.
-    if not any(is_intact.values()):
+    if not any(intact.values()):
         return None
-    return [
-        f"the record {name} does not have its CRC-32" for name, ok in is_intact.items() if not ok
-    ]
+    return [f"the record {name} does not have its CRC-32" for name, ok in intact.items() if not ok]

@@ -82,19 +82,10 @@ class Blocks:
 
     def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
         del obj
-        properties = TensorProperties(dtype=self.dtype)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, offset),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(offset, sizes),
-                    properties=properties,
-                    size=self.shape,
-                ),
-            )
-            for offset, (sizes, _) in self._blocks.items()
-        ]
+        kind, about = WriteItemType.SHARD, TensorProperties(dtype=self.dtype)
+        chunks = [ChunkStorageMetadata(at, sizes) for at, (sizes, _) in self._blocks.items()]
+        data = [TensorWriteData(chunk, about, self.shape) for chunk in chunks]
+        return [WriteItem(MetadataIndex(fqn, d.chunk.offsets), kind, tensor_data=d) for d in data]
 
 
 class Planner(DefaultSavePlanner):

@@ -514,7 +514,8 @@ def whole_of(tensor: ShardedRows) -> torch.Tensor:
     full = local.new_zeros(tensor.shape)
     # Coordinates of ranks in the order of blocks; 0 along axes whose ranks hold equal rows.
     places = [range(mesh.size(axis)) if axis in axes else (0,) for axis in range(mesh.ndim)]
-    for place, block in zip(itertools.product(*places), blocks.split(longest or 1), strict=False):
+    pairs = zip(itertools.product(*places), torch.split(blocks, longest or 1), strict=False)
+    for place, block in pairs:
         for chunk in shards.chunks(shards.rows_at(place), part, place[-1]):
             full[chunk.block] = block[chunk.local]
     return full

@@ -19,7 +19,7 @@ from megatron_fsdp_v2_mcore.flags.arguments import (
     check_no_yaml,
     supported_on_cpu,
 )
-from megatron_fsdp_v2_mcore.flags.precision import DTYPES, check_has_fused_adam
+from megatron_fsdp_v2_mcore.flags.precision import DTYPE_OPTIONS, check_has_fused_adam
 from megatron_fsdp_v2_mcore.flags.settings import sharding_settings
 from megatron_fsdp_v2_mcore.flags.table import NO_FLAG, REJECTED, Flag
 from tests.mcore.command_line import PRETRAIN, run_each
@@ -311,7 +311,9 @@ def test_unsupported_field_of_an_optimizer_configuration_is_named(
 ) -> None:
     from megatron_fsdp_v2_mcore.optim.config import check_config
 
-    default = dict.fromkeys((*OFFLOADS, *AWARE), False) | dict.fromkeys(DTYPES, torch.float32)
+    default = dict.fromkeys((*OFFLOADS, *AWARE), False) | dict.fromkeys(
+        DTYPE_OPTIONS, torch.float32
+    )
     common = {"optimizer": "adam", "optimizer_offload_fraction": 1.0, **default}
     params = [torch.nn.Parameter(torch.ones(2))]
     for switch in (OFFLOADS, AWARE):

@@ -81,9 +81,8 @@ def check_arguments(args: Any) -> None:
         )
     for flag in OWN_FLAGS:
         is_given = getattr(args, flag.name, None)
-        if flag.needs and is_given and not any(getattr(args, name) for name in flag.needs):
-            needed = " or ".join(map(flag_of, flag.needs))
-            raise FlagError(f"{flag.flag} needs {needed}; add it, or leave both out")
+        if flag.needs and is_given and not getattr(args, flag.needs):
+            raise FlagError(f"{flag.flag} needs {flag_of(flag.needs)}; add it, or leave both out")
     reject(args)
     check_sharding(
         args, args.expert_data_parallel_sharding_strategy, args.fsdp_unshard_prefetch_bytes
@@ -102,11 +101,8 @@ def check_arguments(args: Any) -> None:
     _check_parallel_sizes(args)
     _check_overlapping_experts(args)
     if args.load is not None:
-        check_checkpoint_folder(
-            args.load,
-            may_be_empty=args.load == args.save,
-            iteration=args.ckpt_step,
-        )
+        may_be_empty = args.load == args.save
+        check_checkpoint_folder(args.load, may_be_empty=may_be_empty, iteration=args.ckpt_step)
 
 
 def _check_overlapping_experts(source: Any, *, is_config: bool = False) -> None:
@@ -150,7 +146,7 @@ def _check_parallel_sizes(args: Any) -> None:
     """
     dense = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     experts = ("expert_model_parallel_size", "expert_tensor_parallel_size", dense[1])
-    sizes = {name: getattr(args, name) for name in (*dense, *experts)}
+    sizes = {name: getattr(args, name) for name in (*dense, *experts, "num_experts")}
     tensor, pipeline, context = (sizes[name] for name in dense)
     sizes["expert_tensor_parallel_size"] = sizes["expert_tensor_parallel_size"] or tensor
     expert, expert_tensor, _ = (sizes[name] for name in experts)
@@ -180,9 +176,7 @@ def _check_parallel_sizes(args: Any) -> None:
     if not args.num_experts:
         raise FlagError(f"{flags(experts[0])} needs --num-experts")
     if args.num_experts % expert:
-        raise FlagError(
-            f"--num-experts {args.num_experts} cannot be divided by {flags(experts[0])}"
-        )
+        raise FlagError(f"{flags('num_experts')} cannot be divided by {flags(experts[0])}")
 
 
 _SET_BY_MEGATRON = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards")
@@ -211,8 +205,8 @@ def accepted_by_megatron(args: Any) -> Iterator[None]:
     # `temporary` has values for the validation only, `lasting` values that remain afterwards.
     temporary: dict[str, Any] = {"check_weight_hash_across_dp_replicas_interval": None}
     lasting: dict[str, Any] = {}
-    optimizer = getattr(args, "optimizer", None)
-    if optimizer in EMERGING:
+    chosen = getattr(args, "optimizer", None)
+    if chosen in EMERGING:
         # Megatron's own wrapper does not support these optimizers, and Megatron disables its
         # distributed optimizer for them. The options it derives must be those of Adam.
         temporary["optimizer"] = "adam"
@@ -234,21 +228,18 @@ def accepted_by_megatron(args: Any) -> Iterator[None]:
     finally:
         vars(args).update(original | lasting)
     if "optimizer" in temporary and args.rank == 0:
-        sys.stdout.write(
-            f"optimizer: {optimizer}; Megatron's list of arguments shows adam for it\n"
-        )
+        sys.stdout.write(f"optimizer: {chosen}; Megatron's list of arguments shows adam for it\n")
 
 
 def check_validated_arguments(args: Any) -> None:
-    """Check the arguments after Megatron's validation.
+    """Check arguments that select this package after Megatron's validation.
 
     Raises:
         FlagError: Megatron has set an option to an unsupported value.
     """
-    if is_enabled(args) and not args.use_distributed_optimizer:
+    if not args.use_distributed_optimizer:
         raise FlagError(f"{API_FLAG} needs Megatron's distributed optimizer, which was turned off")
-    if is_enabled(args):
-        check_has_fused_adam(args)
+    check_has_fused_adam(args)
 
 
 def check_no_yaml(args: Any, argv: Sequence[str]) -> None:

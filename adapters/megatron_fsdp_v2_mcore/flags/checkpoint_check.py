@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.checkpoint import metadata as core
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
-from megatron_fsdp_v2.checkpoint.metadata import METADATA
 from megatron_fsdp_v2.checkpoint.unpickling import read_json
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
@@ -69,16 +68,13 @@ def check_checkpoint_folder(
     path, iteration = found
     if not path.is_dir():
         raise FlagError(f"--load {folder} has no checkpoint of iteration {iteration} ({path.name})")
-    _check_dcp_folder(path)
-
-
-def _tracked_iteration(tracker: Path) -> int | None:
-    text = tracker.read_text().strip()
-    if text == RELEASE:
-        return None
-    if not text.isdecimal() or len(text) > _MAX_DIGITS:
-        raise FlagError(f"{tracker} must contain an iteration number, got {text[:40]!r}")
-    return int(text)
+    for name, nbytes in core.needed_bytes(read_metadata(path)).items():
+        file = path / name
+        size = file.stat().st_size if file.is_file() else None
+        if size is None:
+            raise FlagError(f"{path} is incomplete: {name} is missing")
+        if size < nbytes:
+            raise FlagError(f"{path} is truncated: {name} has {size} of {nbytes} bytes")
 
 
 def find_checkpoint(folder: str | Path, iteration: int | None = None) -> tuple[Path, int] | None:
@@ -91,16 +87,22 @@ def find_checkpoint(folder: str | Path, iteration: int | None = None) -> tuple[P
     Returns:
         The folder of the iteration and its number, which is 0 for a release; None if Megatron
         would not find a checkpoint.
+
+    Raises:
+        FlagError: The file that names the latest iteration contains something else.
     """
     root = Path(folder)
     if iteration is None:
         tracker = root / TRACKER
         if not tracker.is_file():
             return None
-        iteration = _tracked_iteration(tracker)
-    return (
-        (root / RELEASE, 0) if iteration is None else (iteration_folder(root, iteration), iteration)
-    )
+        text = tracker.read_text().strip()
+        if text == RELEASE:
+            return root / RELEASE, 0
+        if not text.isdecimal() or len(text) > _MAX_DIGITS:
+            raise FlagError(f"{tracker} must contain an iteration number, got {text[:40]!r}")
+        iteration = int(text)
+    return iteration_folder(root, iteration), iteration
 
 
 def is_torch_dist(path: Path) -> bool:
@@ -127,11 +129,11 @@ def read_metadata(path: Path) -> Metadata:
         FlagError: The metadata file does not exist, cannot be read, or contains other objects than
             metadata.
     """
-    if path.is_dir() and not (path / METADATA).is_file():
+    if path.is_dir() and not (path / core.METADATA).is_file():
         found = listed(sorted(p.name for p in path.iterdir()), 4) or "nothing"
         raise FlagError(
             f"{path} is not an fsdp_dtensor checkpoint, or its save was cut short: it has no "
-            f"{METADATA}, only {found}"
+            f"{core.METADATA}, only {found}"
         )
     with flag_errors():
         return core.read_metadata(path)
@@ -161,14 +163,3 @@ def flag_errors() -> Iterator[None]:
         yield
     except CheckpointError as error:
         raise FlagError(str(error)) from error
-
-
-def _check_dcp_folder(path: Path) -> None:
-    needed = core.needed_bytes(read_metadata(path))
-    for name, nbytes in needed.items():
-        file = path / name
-        size = file.stat().st_size if file.is_file() else None
-        if size is None:
-            raise FlagError(f"{path} is incomplete: {name} is missing")
-        if size < nbytes:
-            raise FlagError(f"{path} is truncated: {name} has {size} of {nbytes} bytes")

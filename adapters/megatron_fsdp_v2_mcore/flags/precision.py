@@ -14,7 +14,7 @@ import torch
 from megatron_fsdp_v2_mcore.flags.errors import FlagError, flag_of
 
 __all__ = [
-    "DTYPES",
+    "DTYPE_OPTIONS",
     "apply_main_grads_dtype",
     "check_has_fused_adam",
     "check_optimizer_flags",
@@ -27,7 +27,7 @@ __all__ = [
     "state_dtypes",
 ]
 
-DTYPES = ("main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+DTYPE_OPTIONS = ("main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 """Options of `--use-precision-aware-optimizer`."""
 
 PRECISION_AWARE = "use_precision_aware_optimizer"
@@ -93,7 +93,7 @@ def offload_problem(source: Any, describe: Callable[[str, Any], str]) -> str | N
             f"{describe(name, chosen)} cannot be used with {switch}: no optimizer on the CPU "
             "computes the same step; use adam, or leave it out"
         )
-    for name in DTYPES:
+    for name in DTYPE_OPTIONS:
         value = getattr(source, name, torch.float32)
         if value not in FP32:
             return (
@@ -104,22 +104,20 @@ def offload_problem(source: Any, describe: Callable[[str, Any], str]) -> str | N
     return None
 
 
-def precision_problem(
-    source: Any, describe: Callable[[str, Any], str], our_option: str
-) -> str | None:
+def precision_problem(source: Any, describe: Callable[[str, Any], str], option: str) -> str | None:
     """Return the reason why Adam's state cannot have the requested dtypes, or None.
 
     Args:
         source: Megatron's arguments, or its `OptimizerConfig`.
         describe: Function that formats a field and its value for a message.
-        our_option: Name of the option that sets the dtype of main weights.
+        option: Name of the option that sets the dtype of main weights.
     """
     if offloads(source):
         # With offload the flag only satisfies Megatron's validation; `offload_problem` checks
         # dtypes.
         return None
     if not getattr(source, PRECISION_AWARE, False):
-        for name in DTYPES:
+        for name in DTYPE_OPTIONS:
             value = getattr(source, name, torch.float32)
             if value not in FP32:
                 return (
@@ -138,7 +136,7 @@ def precision_problem(
         return (
             f"{describe(_MAIN_PARAMS, main_params)} requests separate main weights in the "
             "optimizer, but the sharded parameters are the main weights; leave it out "
-            f"({our_option} sets their dtype)"
+            f"({option} sets their dtype)"
         )
     return None
 
@@ -148,18 +146,13 @@ def is_precision_aware(args: Any) -> bool:
     return bool(getattr(args, PRECISION_AWARE, False)) and not offloads(args)
 
 
-_DTYPE_NAMES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8": torch.uint8,
-}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
 """Names of dtypes on the command line."""
 
 
 def dtype_of(name: Any) -> torch.dtype | None:
     """Return the dtype of a name on the command line; `torch.uint8` for fp8."""
-    return name if isinstance(name, torch.dtype) else _DTYPE_NAMES.get(name)
+    return name if isinstance(name, torch.dtype) else _DTYPES.get(name)
 
 
 def state_dtypes(args: Any) -> tuple[torch.dtype, ...]:
@@ -197,4 +190,4 @@ def apply_main_grads_dtype(args: Any) -> None:
 
 def dtype_name(value: Any) -> str:
     """Return the name of a dtype on the command line."""
-    return next((name for name, dtype in _DTYPE_NAMES.items() if dtype is value), str(value))
+    return next((name for name, dtype in _DTYPES.items() if dtype is value), str(value))

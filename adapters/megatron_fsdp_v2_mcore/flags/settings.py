@@ -93,15 +93,13 @@ def notices(source: Any, options: Options) -> Iterator[str]:
             )
 
 
-def check_sharding(
-    source: Any, expert_strategy: str | None, unshard_prefetch_bytes: int | None
-) -> None:
+def check_sharding(source: Any, expert_strategy: str | None, prefetch_bytes: int | None) -> None:
     """Check the combination of options that shard parameters.
 
     Args:
         source: A `DistributedDataParallelConfig`, or Megatron's arguments.
         expert_strategy: Sharding strategy of expert parameters; None for that of dense parameters.
-        unshard_prefetch_bytes: Limit of the prefetch that a flag of this package sets, if any.
+        prefetch_bytes: Limit of the prefetch that a flag of this package sets, if any.
 
     Raises:
         FlagError: Options cannot be combined. The message names the flags.
@@ -125,16 +123,14 @@ def check_sharding(
             f"--outer-dp-sharding-strategy {outer} needs a sharded optimizer on the inner axis, "
             f"and {replicated[0]} is no_shard; use optim, optim_grads or optim_grads_params"
         )
-    accumulates = "reduce_scatter_with_fp32_accumulation"
-    if replicated and any(
-        getattr(source, f"{prefix}{accumulates}", False) for prefix in ("", "ddp_")
-    ):
+    names = [f"{prefix}reduce_scatter_with_fp32_accumulation" for prefix in ("", "ddp_")]
+    if replicated and any(getattr(source, name, False) for name in names):
         raise FlagError(
             f"{replicated[0]} no_shard all-reduces gradients, and "
             "--ddp-reduce-scatter-with-fp32-accumulation applies to reduce-scatters; use optim, "
             "optim_grads or optim_grads_params, or --megatron-fsdp-grad-comm-dtype fp32 instead"
         )
-    if source.suggested_communication_unit_size is not None and unshard_prefetch_bytes is not None:
+    if source.suggested_communication_unit_size is not None and prefetch_bytes is not None:
         raise FlagError(
             "--suggested-communication-unit-size and --fsdp-unshard-prefetch-bytes both limit the "
             "prefetch; leave one of them out"

@@ -38,8 +38,7 @@ class Flag:
         option: Only for flags of this package: the field of `Options` that takes the value.
         value: Only for flags of this package: a parser of the value, or its choices; None for a
             switch.
-        needs: Only for flags of this package: fields of Megatron's flags, one of which must be
-            given.
+        needs: Only for flags of this package: the field of a flag of Megatron that must be given.
     """
 
     name: str
@@ -49,7 +48,7 @@ class Flag:
     flag: str = ""
     option: str = ""
     value: Callable[[str], Any] | tuple[str, ...] | None = None
-    needs: tuple[str, ...] = ()
+    needs: str = ""
 
     def __post_init__(self) -> None:
         if not self.flag:
@@ -220,7 +219,7 @@ OWN_FLAGS: tuple[Flag, ...] = (
         "prefetch. Each prefetched unit needs memory for its gathered weights. Needs "
         "--overlap-param-gather.",
         value=at_least_one,
-        needs=("overlap_param_gather",),
+        needs="overlap_param_gather",
         option="unshard_prefetch_depth",
     ),
     Flag(
@@ -229,7 +228,7 @@ OWN_FLAGS: tuple[Flag, ...] = (
         "is prefetched regardless of its size. Default: --suggested-communication-unit-size, or "
         "no limit. Needs --overlap-param-gather.",
         value=size,
-        needs=("overlap_param_gather",),
+        needs="overlap_param_gather",
         option="unshard_prefetch_bytes",
     ),
     Flag(
@@ -237,7 +236,7 @@ OWN_FLAGS: tuple[Flag, ...] = (
         "Issue the first gathers of the next forward at the end of the optimizer's step, to "
         "overlap them with the host's work between steps. Their gathered weights use memory "
         "during this time. Needs --overlap-param-gather.",
-        needs=("overlap_param_gather",),
+        needs="overlap_param_gather",
         option="enable_unshard_after_step",
     ),
     Flag(
@@ -245,7 +244,7 @@ OWN_FLAGS: tuple[Flag, ...] = (
         "Maximum number of units with full gradient buffers at a time; default 2. Each needs "
         "memory for its buffer. Needs --overlap-grad-reduce.",
         value=at_least_one,
-        needs=("overlap_grad_reduce",),
+        needs="overlap_grad_reduce",
         option="max_live_grad_buffers",
     ),
     Flag(

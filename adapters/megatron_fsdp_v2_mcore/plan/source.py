@@ -22,7 +22,7 @@ from megatron_fsdp_v2.plan.sources import FlagsError, SourceResult
 from megatron_fsdp_v2_mcore.flags.arguments import API_FLAG, check_arguments, is_enabled
 from megatron_fsdp_v2_mcore.flags.errors import FlagError, flag_of, rejections_as_flag_errors
 from megatron_fsdp_v2_mcore.flags.precision import (
-    DTYPES,
+    DTYPE_OPTIONS,
     apply_main_grads_dtype,
     dtype_of,
     is_precision_aware,
@@ -127,7 +127,7 @@ def without_gpu_flags(argv: Sequence[str]) -> list[str]:
     # A plan builds Megatron's own layers, which have the same parameters.
     values[IMPL_FLAG] = ()
     # Dtypes of Transformer Engine's Adam; a plan reads them from the user's flags.
-    values |= {flag_of(name): () for name in DTYPES}
+    values |= {flag_of(name): () for name in DTYPE_OPTIONS}
     # Megatron rejects this flag without --fp4-format, which needs Transformer Engine.
     values["--fp4-param-gather"] = ()
     # Megatron rejects this flag without --use-nccl-ub, which only a GPU can support.

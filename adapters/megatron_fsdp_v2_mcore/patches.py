@@ -58,7 +58,7 @@ def _with_our_checks(original: Callable[..., Any]) -> Callable[..., Any]:
         check_validated_arguments(args)
         if args.rank == 0:
             sys.stdout.write("".join(f"{notice}\n" for notice in messages))
-        _apply(selected=True, options=options)
+        _apply(_SELECTED, options)
         return result
 
     return validate_args
@@ -229,17 +229,17 @@ PATCHES: tuple[Patch, ...] = (
     ),
 )
 
+_SELECTED = [patch for patch in PATCHES if patch.selected]
+_INSTALLED = [patch for patch in PATCHES if not patch.selected]
 
 _applied = Patches()
 
 
-def _apply(
-    *, selected: bool, patches: Iterable[Patch] = PATCHES, options: Options | None = None
-) -> None:
-    """Apply all selected or all other patches; none of them if the target of one is missing."""
-    targets = [(patch, patch.find()) for patch in patches if patch.selected is selected]
-    if selected:
-        set_active(options or Options())
+def _apply(patches: Iterable[Patch], options: Options | None = None) -> None:
+    """Apply patches, with the options of selected ones; none if the target of one is missing."""
+    targets = [(patch, patch.find()) for patch in patches]
+    if options is not None:
+        set_active(options)
     for patch, found in targets:
         if found is not None and not _applied.holds(*found):
             _applied.apply(patch)
@@ -313,7 +313,7 @@ def install() -> None:
         )
     for patch in PATCHES:
         check_patch(patch)
-    _apply(selected=False)
+    _apply(_INSTALLED)
 
 
 def enable() -> None:
@@ -329,13 +329,11 @@ def enable() -> None:
             Nothing is changed in these cases.
     """
     _check_version()
-    patches = [
-        patch for patch in PATCHES if patch.selected and patch.target.startswith("megatron.core.")
-    ]
+    patches = [patch for patch in _SELECTED if patch.target.startswith("megatron.core.")]
     if not is_active():
         for patch in patches:
             check_patch(patch)
-    _apply(selected=True, patches=patches)
+    _apply(patches, Options())
 
 
 def _check_version() -> None:

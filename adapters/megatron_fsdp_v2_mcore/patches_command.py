@@ -32,14 +32,11 @@ class _PatchesCommand:
             return 2
         rows = [_describe(patch, _when(patch), "uninstall()") for patch in PATCHES]
         rehearsal = [
-            _describe(patch, when, "the end of the rehearsal")
-            for patches, when in (
-                (rehearsals.PATCHES, "under --cpu-rehearsal"),
-                (
-                    rehearsals.WITHOUT_TRANSFORMER_ENGINE,
-                    "under --cpu-rehearsal --transformer-impl local",
-                ),
-                (BEFORE_IMPORT, "under --cpu-rehearsal --transformer-impl transformer_engine"),
+            _describe(patch, f"under --cpu-rehearsal{flags}", "the end of the rehearsal")
+            for patches, flags in (
+                (rehearsals.PATCHES, ""),
+                (rehearsals.WITHOUT_TRANSFORMER_ENGINE, " --transformer-impl local"),
+                (BEFORE_IMPORT, " --transformer-impl transformer_engine"),
             )
             for patch in patches
         ]

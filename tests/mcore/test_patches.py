@@ -19,7 +19,7 @@ from megatron_cpu_rehearsal.patches import PATCHES as ALWAYS
 from megatron_cpu_rehearsal.patching import Patch
 from megatron_cpu_rehearsal.te.patches import BEFORE_IMPORT
 from megatron_fsdp_v2 import cli
-from megatron_fsdp_v2_mcore import install, patches, uninstall
+from megatron_fsdp_v2_mcore import Options, install, patches, uninstall
 from megatron_fsdp_v2_mcore.patches_command import command
 
 REHEARSAL_PATCHES = (*ALWAYS, *WITHOUT_TRANSFORMER_ENGINE, *BEFORE_IMPORT)
@@ -81,7 +81,7 @@ def test_checkout_compiles_its_dataset_helpers(
 def test_uninstall_restores_all_patched_functions() -> None:
     before = _current()
     install()
-    patches._apply(selected=True)
+    patches._apply(patches._SELECTED, Options())
     changed = {name for name, value in _current().items() if value is not before[name]}
     assert changed == set(before) - {"finalize_model_grads", "training_log"}
     uninstall()

@@ -69,15 +69,13 @@ class Compatibility:
     absent: set[tuple[str, ...]] = field(default_factory=set)
 
 
-def compare_with_file(
-    path: str, request: dict[str, Any], saved_args: Any, args: Any
-) -> Compatibility:
+def compare_with_file(path: str, request: dict[str, Any], saved: Any, args: Any) -> Compatibility:
     """Compare the requests of all ranks with the entries of a checkpoint. Collective.
 
     Args:
         path: The folder of the checkpoint.
         request: The nested state dict that this rank requests.
-        saved_args: Megatron's arguments of the run that saved.
+        saved: Megatron's arguments of the run that saved.
         args: Megatron's arguments of this run.
 
     Raises:
@@ -93,7 +91,7 @@ def compare_with_file(
     answer: list[Any] = [None]
     if gathered is not None:
         merged = {key: shape for rank in gathered for key, shape in rank.items()}
-        answer[0] = check_request(path, merged, saved_args, args)
+        answer[0] = check_request(path, merged, saved, args)
     dist.broadcast_object_list(answer)
     result: Compatibility = answer[0]
     if result.problem:
@@ -101,15 +99,13 @@ def compare_with_file(
     return result
 
 
-def check_request(
-    path: str, requested: dict[str, Shape], saved_args: Any, args: Any
-) -> Compatibility:
+def check_request(path: str, requested: dict[str, Shape], saved: Any, args: Any) -> Compatibility:
     """Compare the merged request of all ranks with the entries of a checkpoint.
 
     Args:
         path: The folder of the checkpoint.
         requested: The requested entries of all ranks, with the shapes of tensors.
-        saved_args: Megatron's arguments of the run that saved.
+        saved: Megatron's arguments of the run that saved.
         args: Megatron's arguments of this run.
     """
     metadata = read_metadata(Path(path)).state_dict_metadata
@@ -135,7 +131,7 @@ def check_request(
     missing = _missing_entries(requested, stored, result.absent)
     result.notes += [f"{path} {note}" for keys, note in _OPTIONAL.items() if keys in result.absent]
     result.problem = _coverage_problem(path, requested, metadata) or _model_problem(
-        path, requested, stored, missing, saved_args, args
+        path, requested, stored, missing, saved, args
     )
     return result
 
@@ -218,7 +214,7 @@ def _model_problem(
     requested: dict[str, Shape],
     stored: dict[str, Shape],
     missing: list[str],
-    saved_args: Any,
+    saved: Any,
     args: Any,
 ) -> str:
     """Return the reason why the file is of another model; empty if it is of this model."""
@@ -238,9 +234,9 @@ def _model_problem(
     if not found:
         return ""
     hints = [
-        *_optimizer_advice(missing, saved_args, args),
-        *_vocabulary_advice(reshaped, saved_args, args),
-        *_flag_differences(saved_args, args),
+        *_optimizer_advice(missing, saved, args),
+        *_vocabulary_advice(reshaped, saved, args),
+        *_flag_differences(saved, args),
     ]
     return ". ".join([f"{path} is a checkpoint of another model: {'; '.join(found)}", *hints])
 

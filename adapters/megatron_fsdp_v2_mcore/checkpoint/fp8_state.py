@@ -61,11 +61,10 @@ def tensors_to_save(
     for tensor in tensors:
         if tensor.owner is not None and not writes_replicated(tensor.owner):
             continue
-        copies[tensor.name] = copy = tensor.live.detach().clone(
-            memory_format=torch.contiguous_format
-        )
+        copy = tensor.live.detach().clone(memory_format=torch.contiguous_format)
         if tensor.name in pending:
             copy[0] = pending[tensor.name]
+        copies[tensor.name] = copy
     return copies
 
 

@@ -81,11 +81,9 @@ def _torch_dist_tensors(folder: CheckpointFolder) -> Iterator[ModelTensor]:
                     f"{folder.path}: the name of {key} in the model is unknown; load the "
                     "checkpoint into a sharded run and export the checkpoint that the run saves"
                 )
-            tensor_shape = shape[len(leading) :]
-            piece = Piece(
-                key, (*leading, *(0 for _ in tensor_shape)), (*(1 for _ in leading), *tensor_shape)
-            )
-            yield ModelTensor(PlainTensor(name, tensor_shape, entry.properties.dtype), (piece,))
+            own = shape[len(leading) :]
+            piece = Piece(key, (*leading, *(0 for _ in own)), (*(1 for _ in leading), *own))
+            yield ModelTensor(PlainTensor(name, own, entry.properties.dtype), (piece,))
 
 
 def join_subtensors(found: Iterable[ModelTensor], where: str) -> list[ModelTensor]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_fsdp_v2_mcore.flags.errors import FlagError
+from megatron_fsdp_v2_mcore.flags.errors import FlagError, flag_of
 
 __all__ = [
     "EXPERT_TENSOR_NAME",
@@ -111,13 +111,7 @@ _ANY_LAYER = r"((?:decoder|mtp)\.layers\.\d+\.(?:transformer_layer\.)?)"
 # into the following linear layer, as Transformer Engine's are.
 _RENAMINGS = (
     (r"(.*\bmixer\.conv1d)", "_", ".", r"((?:weight|bias)\b.*)", None),
-    (
-        r"(mtp\.layers\.\d+\.)",
-        "mtp_model_layer",
-        "transformer_layer",
-        r"(\..+)",
-        "has_legacy_mtp_names",
-    ),
+    (r"(mtp\.layers\.\d+\.)", "mtp_model_layer", "transformer_layer", r"(\..+)", "has_legacy_mtp"),
     *(
         (_ANY_LAYER, norm, f"{linear}.layer_norm_", r"(\w+)", "has_fused_norms")
         for norm, linear in (
@@ -138,7 +132,7 @@ class StoredNames:
         is_stacked: Whether the layers of the decoder are identical and stacked into one tensor.
         is_grouped: Whether the experts of a layer are one module.
         has_fused_norms: Whether norms are named as if fused into the following linear layer.
-        has_legacy_mtp_names: Whether MTP layers have the name of Megatron's older GPT-only format.
+        has_legacy_mtp: Whether MTP layers have the name of Megatron's older GPT-only format.
     """
 
     num_layers: int
@@ -146,7 +140,7 @@ class StoredNames:
     is_stacked: bool = True
     is_grouped: bool = False
     has_fused_norms: bool = False
-    has_legacy_mtp_names: bool = True
+    has_legacy_mtp: bool = True
 
     @staticmethod
     def of(args: Any) -> StoredNames:
@@ -155,28 +149,25 @@ class StoredNames:
         Raises:
             FlagError: The names of this kind of model are unknown.
         """
-        for name, flag in (
-            ("heterogeneous_layers_config_path", "--heterogeneous-layers-config-path"),
-            ("use_transformer_engine_op_fuser", "--use-transformer-engine-op-fuser"),
-            ("use_kitchen", "--use-kitchen"),
+        given = vars(args)
+        for name in (
+            "heterogeneous_layers_config_path",
+            "use_transformer_engine_op_fuser",
+            "use_kitchen",
         ):
-            if getattr(args, name, None):
+            if given.get(name):
+                flag = flag_of(name)
                 raise FlagError(f"names in torch_dist of a model built with {flag} are unknown")
-        is_hybrid = bool(
-            getattr(args, "hybrid_layer_pattern", None) or getattr(args, "is_hybrid_model", False)
-        )
-        frequencies = ("moe_layer_freq", "linear_attention_freq")
-        is_local = getattr(args, "transformer_impl", "") == "local"
+        is_hybrid = bool(given.get("hybrid_layer_pattern") or given.get("is_hybrid_model"))
+        frequencies = (given.get("moe_layer_freq"), given.get("linear_attention_freq"))
+        is_local = given.get("transformer_impl") == "local"
         return StoredNames(
             num_layers=args.num_layers,
-            num_experts=getattr(args, "num_experts", None) or 0,
-            is_stacked=not is_hybrid
-            and not any(_is_mixed(getattr(args, name, None)) for name in frequencies),
-            is_grouped=bool(getattr(args, "moe_grouped_gemm", False)),
-            has_fused_norms=is_local
-            and not is_hybrid
-            and not getattr(args, "multi_latent_attention", False),
-            has_legacy_mtp_names=not is_hybrid,
+            num_experts=given.get("num_experts") or 0,
+            is_stacked=not is_hybrid and not any(map(_is_mixed, frequencies)),
+            is_grouped=bool(given.get("moe_grouped_gemm")),
+            has_fused_norms=is_local and not is_hybrid and not given.get("multi_latent_attention"),
+            has_legacy_mtp=not is_hybrid,
         )
 
     def place(self, name: str) -> Place:
@@ -224,9 +215,8 @@ class StoredNames:
                 yield f"{match[1]}.{suffix}", (*leading, i)
 
     def _translate(self, name: str, *, is_stored: bool) -> str:
-        for prefix, model_name, stored_name, suffix, condition in _RENAMINGS[
-            :: -1 if is_stored else 1
-        ]:
+        renamings = reversed(_RENAMINGS) if is_stored else _RENAMINGS
+        for prefix, model_name, stored_name, suffix, condition in renamings:
             source, target = (stored_name, model_name) if is_stored else (model_name, stored_name)
             match = re.fullmatch(prefix + re.escape(source) + suffix, name)
             if match and (condition is None or getattr(self, condition)):

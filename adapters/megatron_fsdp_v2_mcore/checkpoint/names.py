@@ -78,10 +78,9 @@ def canonical_names(chunks: Sequence[nn.Module]) -> list[dict[str, CanonicalName
         seen: dict[int, CanonicalName] = {}
         unused = _unused_output_weights(chunk)
         for local, fqn, tensor in _tensors(chunk):
-            name = seen.setdefault(
-                id(tensor), _canonical_name(fqn, tensor, is_unused=id(tensor) in unused)
-            )
-            if owners.setdefault(name.fqn, id(tensor)) != id(tensor):
+            key = id(tensor)
+            name = seen.setdefault(key, _canonical_name(fqn, tensor, is_unused=key in unused))
+            if owners.setdefault(name.fqn, key) != key:
                 raise RuntimeError(
                     f"{local} and another parameter of this rank would both have the name "
                     f"{name.fqn} in a checkpoint; give every layer a different layer_number"
@@ -161,10 +160,8 @@ def _walk(
     yield local, module, to_global
     for name, child in module._modules.items():
         if child is not None:
-            child_to_global = (
-                to_global if name == "module" else _compose(to_global, module, name, child)
-            )
-            yield from _walk(child, f"{local}{name}.", child_to_global)
+            below = to_global if name == "module" else _compose(to_global, module, name, child)
+            yield from _walk(child, f"{local}{name}.", below)
 
 
 def _compose(to_global: Renaming, module: nn.Module, name: str, child: nn.Module) -> Renaming:

@@ -113,16 +113,13 @@ class Translation:
     def __init__(self, chunks: Sequence[nn.Module], raw: dict[str, Any]) -> None:
         self.raw = raw
         self.chunks = chunks
-        self.chunk_keys = (
-            ["model"] if len(chunks) == 1 else [f"model{i}" for i, _ in enumerate(chunks)]
-        )
+        numbered = [f"model{i}" for i, _ in enumerate(chunks)]
+        self.chunk_keys = ["model"] if len(chunks) == 1 else numbered
         self._names = canonical_names(chunks)
         by_param = canonical_parameter_names(chunks)
         self.names_by_fqn = {name.fqn: name for name in by_param.values()}
         self.scales: dict[str, torch.Tensor] = {}
-        self._written_fqns = {
-            name.fqn for param, name in by_param.items() if _writes_replicated(param)
-        }
+        self._written = {name.fqn for param, name in by_param.items() if _writes_replicated(param)}
 
     def name(self, chunk: int, local: str) -> CanonicalName:
         """Return the global name of an entry of a chunk's state dict."""
@@ -194,7 +191,7 @@ class Translation:
         if name.is_copy or name.is_unused:
             return False
         # Every rank writes its own rows. Only one rank writes a replicated value.
-        return isinstance(value, UnevenDTensor) or name.fqn in self._written_fqns
+        return isinstance(value, UnevenDTensor) or name.fqn in self._written
 
     def model_entries(self) -> Iterator[tuple[CanonicalName, Any]]:
         """Yield the global names and values of the chunks' parameters and buffers."""
@@ -206,14 +203,14 @@ class Translation:
                     yield self.name(chunk, local), value
 
 
-def _remove_missing(request: dict[str, Any], path: str, saved_args: Any, args: Any) -> None:
+def _remove_missing(request: dict[str, Any], path: str, saved: Any, args: Any) -> None:
     """Check a request against the file and remove the values that the file lacks. Collective.
 
     Raises:
         FlagError: The file is of another model. Raised on all ranks.
     """
     entries = {key: value for key, value in request.items() if key != "_model"}
-    result = compare_with_file(path, entries, saved_args, args)
+    result = compare_with_file(path, entries, saved, args)
     if dist.get_rank() == 0 and result.notes:
         sys.stdout.write("".join(f"{note}\n" for note in result.notes))
     for *outer, key in result.absent:

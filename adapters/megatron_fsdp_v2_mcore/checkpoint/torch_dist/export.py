@@ -89,9 +89,8 @@ def export(
     with flag_errors(), naming_full_disk(written):
         job = Export(MegatronFolder(path), written, expert_parallel)
         job.write()
-    (written / CONFIG).write_text(
-        json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
-    )
+    config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (written / CONFIG).write_text(json.dumps(config))
     latest = find_checkpoint(target)
     (Path(target) / TRACKER).write_text(str(max(iteration, latest[1] if latest else 0)))
     return job
@@ -114,10 +113,12 @@ class Export:
         if not isinstance(self._non_tensors.get("args"), argparse.Namespace):
             raise FlagError(f"{folder.path} has no arguments of a Megatron run")
         self._args = self._non_tensors["args"]
+        optimizer = self._non_tensors.get("optimizer", {})
+        self._options: dict[str, dict[str, Any]] = optimizer.get(META, {})
         self._names = StoredNames.of(self._args)
         self._expert_parallel = expert_parallel or self._args.expert_model_parallel_size
         # Optimizers other than Adam have other wrappers in Megatron, with other checkpoint entries.
-        self._has_optimizer = bool(self._options_by_param()) and self.omitted_optimizer is None
+        self._has_optimizer = bool(self._options) and self.omitted_optimizer is None
         self.path = target
         self._tensors: dict[str, Blocks] = {}
         self._written: dict[str, bytes] = {}
@@ -125,10 +126,8 @@ class Export:
     def write(self) -> None:
         """Write the checkpoint."""
         # The steps that may fail run before the long ones.
-        has_rng = all(
-            str(rank) in self._non_tensors.get("rng_state", {})
-            for rank in self._model_parallel_ranks()
-        )
+        rng_states = self._non_tensors.get("rng_state", {})
+        has_rng = all(str(rank) in rng_states for rank in self._model_parallel_ranks())
         common = self._common_state(has_rng=has_rng)
         modules: dict[str, Place] = {}
         for key in self._names_of_tensors(MODEL):
@@ -148,7 +147,7 @@ class Export:
         write_folder(self.path, {**self._tensors, **self._written}, has_manifest=False)
 
     def _write_weight(self, name: str, place: Place) -> None:
-        options = self._options_by_param().get(split_subtensor_suffix(name)[0])
+        options = self._options.get(split_subtensor_suffix(name)[0])
         dtype = None if options is None else self._args.params_dtype
         self._add_tensor(place.key, place, MODEL + name, dtype)
         has_state = options is not None and self._folder.has(f"{STATE}{name}.{MOMENTS[0]}")
@@ -182,12 +181,8 @@ class Export:
         self._written[key] = pickled([value])
 
     def _names_of_tensors(self, prefix: str) -> Iterator[str]:
-        for key, entry in self._folder.metadata.state_dict_metadata.items():
-            if (
-                key.startswith(prefix)
-                and isinstance(entry, TensorStorageMetadata)
-                and not is_fp8_state(key)
-            ):
+        for key, _ in self._folder.tensors():
+            if key.startswith(prefix) and not is_fp8_state(key):
                 yield key
 
     def _read_non_tensors(self) -> dict[str, Any]:
@@ -212,11 +207,7 @@ class Export:
     def omitted_optimizer(self) -> str | None:
         """Name of the optimizer if its state is not exported."""
         name = getattr(self._args, "optimizer", "adam")
-        return None if name == "adam" or not self._options_by_param() else str(name)
-
-    def _options_by_param(self) -> dict[str, dict[str, Any]]:
-        options: dict[str, dict[str, Any]] = self._non_tensors.get("optimizer", {}).get(META, {})
-        return options
+        return None if name == "adam" or not self._options else str(name)
 
     def _write_extra_state(self, module: Place) -> None:
         """Write the empty extra state that all of Megatron's layers request."""
@@ -224,8 +215,7 @@ class Export:
         index = ".".join(str(position) for position, _ in leading)
         shape = ".".join(str(length) for _, length in leading)
         keys = [f"{module.key}._extra_state"]
-        match = _ATTENTION.fullmatch(module.key)
-        if match is not None:
+        if match := _ATTENTION.fullmatch(module.key):
             keys.append(f"{match[1]}.core_attention._extra_state")
         for key in keys:
             self._add_object(f"{key}/shard_{index}_{shape}", None)
@@ -273,7 +263,7 @@ class Export:
         """Return the options of the optimizer, or of both optimizers if experts have their own."""
         groups: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
         step = self._num_steps()
-        for name, options in self._options_by_param().items():
+        for name, options in self._options.items():
             is_separate = self._expert_parallel > 1 and _EXPERT.match(name) is not None
             group = {k: v for k, v in options.items() if k != "params"}
             group |= {"is_expert_parallel": is_separate, "step": step}
@@ -294,15 +284,12 @@ class Export:
         Raises:
             FlagError: The numbers differ between parameters, which Megatron does not support.
         """
-        steps = {
-            int(o["step"]) for o in self._options_by_param().values() if o.get("step") is not None
-        }
+        steps = {int(o["step"]) for o in self._options.values() if o.get("step") is not None}
         for key, entry in self._folder.metadata.state_dict_metadata.items():
             if key.startswith(STATE) and key.endswith(".step"):
                 is_tensor = isinstance(entry, TensorStorageMetadata)
-                steps.add(
-                    int(self._folder.read_tensor(key) if is_tensor else self._folder.object(key))
-                )
+                read = self._folder.read_tensor if is_tensor else self._folder.object
+                steps.add(int(read(key)))
         if len(steps) > 1:
             raise FlagError(
                 f"{self._folder.path} has parameters that were stepped {sorted(steps)} times; "

@@ -11,7 +11,7 @@ import enum
 import pathlib
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, override
@@ -48,7 +48,7 @@ LEGACY_COMMON = "common.pt"
 SHARDING_TYPE = "distrib_optim_sharding_type"
 FULLY_RESHARDABLE = "fully_reshardable"
 
-_IS_EXPERT = "is_expert_parallel"
+_EXPERT = "is_expert_parallel"
 
 _NUMERIC_DTYPE = re.compile(r"[<|=]?[biufc]\d{1,2}")
 
@@ -59,12 +59,8 @@ def _dtype(text: str, *_: Any) -> numpy.dtype[Any]:
     return numpy.dtype(text)
 
 
-def _array(*_: Any) -> Any:
-    """Return an empty array; numpy checks the state that is set on it."""
-    return numpy.empty(0, "b")
-
-
-_ARRAY = Callee(_array)
+# An empty array; numpy checks the state that is set on it.
+_ARRAY = Callee(lambda *_: numpy.empty(0, "b"))
 
 
 def _path(*parts: Any) -> pathlib.PurePath:
@@ -208,29 +204,24 @@ class SavedGroups:
         Raises:
             FlagError: No saved group matches these options.
         """
-        saved = next(self._matching_groups(current, ()), None) or next(
-            self._matching_groups(current, (_IS_EXPERT,)), None
+        keys = param_group_identifier_keys
+        saved = self._find_group(current, keys) or self._find_group(
+            current, [key for key in keys if key != _EXPERT]
         )
         if saved is None:
-            identifiers = {
-                key: current.get(key) for key in param_group_identifier_keys if key in current
-            }
+            identifiers = {key: current[key] for key in keys if key in current}
             raise FlagError(
                 f"the checkpoint has no optimizer options for parameters with {identifiers}; use "
                 "the flags of the run that saved it, or add --no-load-optim"
             )
-        restored = {
-            k: v for k, v in saved.items() if k in current and k not in (_IS_EXPERT, "step")
-        }
+        restored = {k: v for k, v in saved.items() if k in current and k not in (_EXPERT, "step")}
         return {**current, **restored, **({"step": int(self.step)} if "step" in current else {})}
 
-    def _matching_groups(
-        self, current: dict[str, Any], ignored: tuple[str, ...]
-    ) -> Iterator[dict[str, Any]]:
-        keys = [key for key in param_group_identifier_keys if key not in ignored]
+    def _find_group(self, current: dict[str, Any], keys: Sequence[str]) -> dict[str, Any] | None:
         for group in self.groups:
             if all(_option(group, key) == _option(current, key) for key in keys):
-                yield group
+                return group
+        return None
 
 
 def _option(group: dict[str, Any], key: str) -> Any:

@@ -187,11 +187,8 @@ class _Loader:
         self._request(next(found, place.key), place, tensor)
 
     def _request(self, key: str, place: Place, tensor: torch.Tensor) -> None:
-        stored, expected, local_shape = (
-            self._folder.shape(key),
-            place.shape(tensor.shape),
-            tuple(tensor.shape),
-        )
+        stored, local_shape = self._folder.shape(key), tuple(tensor.shape)
+        expected = place.shape(local_shape)
         # The vocabulary, the first dimension, is padded depending on the parallel sizes.
         first = 1 if _is_padded(key) else 0
         if stored is None:
@@ -213,11 +210,9 @@ class _Loader:
         """
         tp = parallel_state.get_tensor_model_parallel_rank()
         pp = parallel_state.get_pipeline_model_parallel_rank()
-        sizes = (
-            parallel_state.get_pipeline_model_parallel_world_size(),
-            parallel_state.get_tensor_model_parallel_world_size(),
-        )
-        key = f"rng_state/shard_{pp}.{tp}_{sizes[0]}.{sizes[1]}"
+        tp_size = parallel_state.get_tensor_model_parallel_world_size()
+        pp_size = parallel_state.get_pipeline_model_parallel_world_size()
+        key = f"rng_state/shard_{pp}.{tp}_{pp_size}.{tp_size}"
         if not self._folder.has(key):
             if dist.get_rank() == 0:
                 sys.stdout.write(
@@ -226,10 +221,8 @@ class _Loader:
                 )
             return current
         states = self._folder.object(key)[0]
-        num_states = (
-            parallel_state.get_data_parallel_world_size() if args.data_parallel_random_init else 1
-        )
-        if len(states) < num_states:
+        dp_size = parallel_state.get_data_parallel_world_size()
+        if len(states) < (dp_size if args.data_parallel_random_init else 1):
             return current
         return {f"({pp}, {tp})": states}
 

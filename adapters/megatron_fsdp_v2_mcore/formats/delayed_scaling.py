@@ -37,9 +37,8 @@ def live_state(module: Any) -> dict[str, torch.Tensor]:
         the forward and two in the backward.
     """
     recipe = module.fp8_meta.get("recipe")
-    if _is_attention(module) and not any(
-        getattr(recipe, name, False) for name in ("fp8_dpa", "fp8_mha")
-    ):
+    uses_fp8 = any(getattr(recipe, name, False) for name in ("fp8_dpa", "fp8_mha"))
+    if _is_attention(module) and not uses_fp8:
         return {}
     found: dict[str, torch.Tensor] = {}
     for direction in ("fwd", "bwd"):

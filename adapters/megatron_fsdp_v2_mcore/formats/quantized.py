@@ -289,9 +289,4 @@ class NVFP4Format(QuantizedFormat):
         return super()._metadata(like)
 
 
-FORMATS: tuple[type[QuantizedFormat], ...] = (
-    Float8Format,
-    BlockwiseFormat,
-    MXFP8Format,
-    NVFP4Format,
-)
+FORMATS: Sequence[type[QuantizedFormat]] = (Float8Format, BlockwiseFormat, MXFP8Format, NVFP4Format)

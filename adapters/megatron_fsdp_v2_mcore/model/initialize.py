@@ -90,7 +90,7 @@ def initializer(config: Any, chunk: nn.Module) -> Callable[[nn.Module], None]:
 
 def _initialize_on_host(config: Any, chunk: nn.Module) -> dict[nn.Module, dict[str, torch.Tensor]]:
     """Initialize the parameters that Megatron builds on the host, in the order of construction."""
-    initialized = {}
+    found = {}
     for module in chunk.modules():
         if not isinstance(module, nn.Embedding | Router | SharedExpertMLP):
             continue
@@ -106,12 +106,10 @@ def _initialize_on_host(config: Any, chunk: nn.Module) -> dict[nn.Module, dict[s
         try:
             with torch.no_grad():
                 _initialize_module(config, module)
-            initialized[module] = {
-                name: module.get_parameter(name).detach() for name in meta_params
-            }
+            found[module] = {name: module.get_parameter(name).detach() for name in meta_params}
         finally:
             module._parameters.update(meta_params)
-    return initialized
+    return found
 
 
 def _initialize_module(config: Any, module: Any) -> None:

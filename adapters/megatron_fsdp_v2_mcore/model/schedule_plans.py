@@ -50,11 +50,11 @@ def attach_to_plan(plan: Any, units: ScheduledUnits) -> None:
         plan: A plan that Megatron built for one micro-batch.
         units: The units of the plan's chunk.
     """
-    _wrap_node_function(plan.pre_process, "forward_func", before=units.begin)
-    _wrap_node_function(plan.pre_process, "backward_func", after=units.end)
+    _wrap_function(plan.pre_process, "forward_func", before=units.begin)
+    _wrap_function(plan.pre_process, "backward_func", after=units.end)
     if plan.post_process is not None:
         # The final norm runs with the last combine node, on the stream of the all-to-all.
-        _wrap_node_function(plan.post_process, "backward_func", before=units.expect_gradients)
+        _wrap_function(plan.post_process, "backward_func", before=units.expect_gradients)
     for index in range(plan.num_layers()):
         _attach_layer(plan.get_layer(index), units)
 
@@ -68,11 +68,9 @@ def _attach_layer(nodes: Any, units: ScheduledUnits) -> None:
 
     def attach(part: nn.Module, last_forward: Any, first_backward: Any, first: Any) -> None:
         """Gather a unit before the forward of `first`; reduce it after the backward of `first`."""
-        _wrap_node_function(first, "forward_func", before=partial(units.begin_forward, part))
+        _wrap_function(first, "forward_func", before=partial(units.begin_forward, part))
         last_forward.set_post_forward_hook(partial(units.end_forward, part))
-        _wrap_node_function(
-            first_backward, "backward_func", before=partial(units.begin_backward, part)
-        )
+        _wrap_function(first_backward, "backward_func", before=partial(units.begin_backward, part))
         # Megatron calls this hook after delayed weight gradients are computed.
         first.set_post_backward_hook(partial(units.end_backward, part))
 
@@ -90,7 +88,7 @@ def _attach_layer(nodes: Any, units: ScheduledUnits) -> None:
         attach(layer, before, mlp if layer.recompute_pre_mlp_layernorm else before, before)
 
 
-def _wrap_node_function(
+def _wrap_function(
     node: Any,
     name: str,
     *,

@@ -48,12 +48,11 @@ def _linear_cuts(module: nn.Module) -> PlacementPatterns:
 
 
 def _mlp_cuts(module: nn.Module) -> PlacementPatterns:
-    common: PlacementPatterns = {"layer_norm_*": Replicate()}
     if not getattr(module, "set_parallel_mode", False):
         return {"*": Replicate()}
     is_gated = str(getattr(module, "activation", "")).endswith("glu")
     return {
-        **common,
+        "layer_norm_*": Replicate(),
         "fc1_weight": FusedShard(-2, 2) if is_gated else Shard(-2),
         "fc1_bias": FusedShard(-1, 2) if is_gated else Shard(-1),
         "fc2_weight": Shard(-1),

@@ -62,10 +62,9 @@ class _MegatronShards(Mapping[nn.Parameter, TensorShard]):
         layer, attribute = self._locations[param]
         meshes = self._dense if self._expert is None or not is_expert(param) else self._expert
         lengths, _ = self._pieces.get(param, ((), ()))
-        if meshes.data_and_tensor is not None:
-            shard = tensor_shard_by_rules(
-                layer, attribute, param, MEGATRON_RULES, meshes.data_and_tensor
-            )
+        mesh = meshes.data_and_tensor
+        if mesh is not None:
+            shard = tensor_shard_by_rules(layer, attribute, param, MEGATRON_RULES, mesh)
             return replace(shard, pieces=lengths)
         if lengths:
             return TensorShard(None, 0, lengths)

@@ -50,20 +50,18 @@ class PlannedUnit:
         modules: The modules, in the order of execution.
         meshes: The meshes over which the unit is sharded.
         strategy: Sharding strategy along the inner axis.
-        tied_embedding: The tied embedding whose `weight` the unit receives as an argument, if any.
+        embedding: The tied embedding whose `weight` the unit receives as an argument, if any.
     """
 
     modules: Sequence[nn.Module]
     meshes: Meshes
     strategy: str
-    tied_embedding: nn.Module | None = None
+    embedding: nn.Module | None = None
 
     @property
     def used_params(self) -> set[nn.Parameter]:
         """Parameters owned by other units that this unit's forward reads."""
-        return (
-            set() if self.tied_embedding is None else {self.tied_embedding.get_parameter("weight")}
-        )
+        return set() if self.embedding is None else {self.embedding.get_parameter("weight")}
 
 
 def plan_units(
@@ -100,26 +98,21 @@ def plan_units(
     """
     planned = []
     for experts in _experts(chunk):
-        has_expert_mesh = expert is not None and any(
-            is_expert(param) for param in experts.parameters()
-        )
-        if has_expert_mesh or expert_strategy != strategy:
-            meshes = expert if has_expert_mesh and expert is not None else dense
+        has_own_mesh = any(is_expert(param) for param in experts.parameters())
+        meshes = expert if has_own_mesh and expert is not None else dense
+        if meshes is expert or expert_strategy != strategy:
             planned.append(PlannedUnit([experts], meshes, expert_strategy))
     # Layers with a nested unit, and layers that a schedule runs in parts, are not grouped.
     groups_layers = runs_whole and not planned
     for layers in _layers(chunk, unit_classes):
         groups = group_modules(layers, max_bytes) if groups_layers else [[one] for one in layers]
         planned += [PlannedUnit(group, dense, strategy) for group in groups]
-    ids_in_units = {
-        id(below) for unit in planned for part in unit.modules for below in part.modules()
-    }
-    for model in chunk.modules() if runs_whole else ():
-        config: Any = getattr(model, "config", None)
-        if isinstance(model, LANGUAGE_MODELS) and not config.mtp_num_layers:
-            for part, tied_embedding in _embedding_and_output(model):
-                if id(part) not in ids_in_units:
-                    planned.append(PlannedUnit([part], dense, strategy, tied_embedding))
+    in_units = {below for unit in planned for part in unit.modules for below in part.modules()}
+    for model in _language_models(chunk) if runs_whole else ():
+        if not model.config.mtp_num_layers:
+            for part, embedding in _embedding_and_output(model):
+                if part not in in_units:
+                    planned.append(PlannedUnit([part], dense, strategy, embedding))
     return [*planned, PlannedUnit([chunk], dense, strategy)]
 
 
@@ -152,9 +145,7 @@ def pass_gathered_weights(chunk: nn.Module) -> None:
         output = getattr(model, "output_layer", None)
         if isinstance(output, nn.Module):
             pass_weight = functools.partial(_pass_gathered_weight, weakref.ref(model))
-            output.register_forward_pre_hook(
-                _replace_sharded_weight, prepend=True, with_kwargs=True
-            )
+            output.register_forward_pre_hook(_replace_weight, prepend=True, with_kwargs=True)
             output.register_forward_pre_hook(pass_weight, with_kwargs=True)
 
 
@@ -172,9 +163,7 @@ class _WeightPlaceholder:
 type _Arguments = tuple[Any, dict[str, Any]]
 
 
-def _replace_sharded_weight(
-    output: nn.Module, args: Any, kwargs: dict[str, Any]
-) -> _Arguments | None:
+def _replace_weight(output: nn.Module, args: Any, kwargs: dict[str, Any]) -> _Arguments | None:
     del output
     weight = kwargs.get("weight")
     if not isinstance(weight, UnevenDTensor):

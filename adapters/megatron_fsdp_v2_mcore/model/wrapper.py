@@ -105,10 +105,9 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
             # Wrappers that Megatron builds use the options of their class.
             self.options = options
         self.ddp_config = ddp_config
-        gathered_dtype = torch.uint8 if ddp_config.fp8_param_gather else config.params_dtype
-        self._settings = sharding_settings(
-            ddp_config, self.options, config.params_dtype, gathered_dtype
-        )
+        dtype = config.params_dtype
+        gathered_dtype = torch.uint8 if ddp_config.fp8_param_gather else dtype
+        self._settings = sharding_settings(ddp_config, self.options, dtype, gathered_dtype)
         if not self._has_command_line:
             # The validation of a command line has already printed the notices.
             for notice in notices(ddp_config, self.options):
@@ -142,11 +141,8 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
             synchronize_embeddings(module, groups)
         self._scheduled = ScheduledUnits(module, scheduled_modules(module))
         self.param_and_grad_buffer = _ParamAndGradBuffer()
-        if (
-            ddp_config.nccl_ub
-            and self.options.runtime.enable_trace_pool
-            and not register_pool(module)
-        ):
+        has_pool = self.options.runtime.enable_trace_pool
+        if ddp_config.nccl_ub and has_pool and not register_pool(module):
             self._notify(
                 "--use-nccl-ub: no memory is registered, since gradients and weights are not "
                 "communicated over NCCL"
@@ -248,18 +244,13 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
                 "sharded gradients"
             )
         self._root.reduce_grad()
-        if self.ddp_config.check_for_nan_in_grad:
-            self._check_finite()
-
-    def _check_finite(self) -> None:
-        bad = not_finite(self.module)
-        if not bad:
-            return
-        raise RuntimeError(
-            f"gradient of {listed(bad, 5)} is not finite on rank "
-            f"{torch.distributed.get_rank()} (--no-check-for-nan-in-loss-and-grad turns this check "
-            "off)"
-        )
+        bad = not_finite(self.module) if self.ddp_config.check_for_nan_in_grad else []
+        if bad:
+            raise RuntimeError(
+                f"gradient of {listed(bad, 5)} is not finite on rank "
+                f"{torch.distributed.get_rank()} (--no-check-for-nan-in-loss-and-grad turns this "
+                "check off)"
+            )
 
     @override
     def scale_gradients(self, scaling_factor: Any) -> None:

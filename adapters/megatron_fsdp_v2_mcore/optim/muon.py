@@ -153,9 +153,7 @@ class ShardedMatrixStep(MatrixStep, OrthogonalizedOptimizer):
         if has_pre:
             for param, change in zip(params, results, strict=True):
                 self.pre_weight_update_fn_inplace(param, _as_sharded(param, change))
-        nonempty = [
-            (p, change) for p, change in zip(params, results, strict=True) if change.numel()
-        ]
+        nonempty = [(p, rows) for p, rows in zip(params, results, strict=True) if rows.numel()]
         if nonempty:
             changed, changes = zip(*nonempty, strict=True)
             add_to_rows(changed, changes, alpha=-group["lr"])
@@ -201,12 +199,9 @@ class _NewtonSchulz:
         if not self.split:
             return self._orthogonalize(stack)
         count, rows, columns = stack.shape
-        groups = rows // sum(self.split)
-        blocks = torch.split(stack.view(count, groups, -1, columns), list(self.split), dim=2)
-        done = [
-            self._orthogonalize(block.flatten(1, 2)).view(count, groups, -1, columns)
-            for block in blocks
-        ]
+        shape = (count, rows // sum(self.split), -1, columns)
+        blocks = torch.split(stack.view(shape), list(self.split), dim=2)
+        done = [self._orthogonalize(block.flatten(1, 2)).view(shape) for block in blocks]
         return torch.cat(done, dim=2).view(stack.shape)
 
     def _orthogonalize(self, stack: torch.Tensor) -> torch.Tensor:
@@ -412,14 +407,8 @@ def sharded_class(cls: type) -> type[ShardedMatrixStep]:
         problem = "it is not an OrthogonalizedOptimizer"
     elif issubclass(cls, TensorParallelMuon):
         problem = "derive it from FSDPZeROTensorParallelMuon or FSDPZeROTensorParallelAdaptiveMuon"
-    else:
-        overridden = [
-            n for n in ("step", "_apply_weight_decay_inplace", *HOOKS) if _overrides(cls, n)
-        ]
-        if overridden:
-            problem = (
-                f"it has a {' and a '.join(overridden)} of its own, which may need whole matrices"
-            )
+    elif own := [n for n in ("step", "_apply_weight_decay_inplace", *HOOKS) if _overrides(cls, n)]:
+        problem = f"it has a {' and a '.join(own)} of its own, which may need whole matrices"
     if problem:
         raise ValueError(f"{cls.__name__} cannot step sharded parameters: {problem}")
     return type(f"FSDPZeRO{cls.__name__}", (ShardedMatrixStep, cls), {})

@@ -89,7 +89,7 @@ class _Slot:
         return self.stepped is not self.rows
 
 
-class _InnerOptimizer(NamedTuple):
+class _Part(NamedTuple):
     """An inner optimizer and the slots whose plain tensors it steps.
 
     Attributes:
@@ -160,14 +160,10 @@ class ShardedHybridOptimizer(torch.optim.Optimizer):
         self._is_fused_on_host = any(slot.rows.device.type != "cpu" for slot in self._slots)
         on_host = [slot for slot in self._slots if slot.is_on_host]
         batches = [[slot] for slot in on_host] if overlaps else [on_host]
-        self._host_optimizers = [
-            _inner_optimizer(self._on_host, slots) for slots in batches if slots
-        ]
+        self._host_parts = [_part(self._on_host, slots) for slots in batches if slots]
         on_device = [slot for slot in self._slots if not slot.is_on_host]
-        self._inner_optimizers = [
-            *self._host_optimizers,
-            *([_inner_optimizer(self._on_device, on_device)] * bool(on_device)),
-        ]
+        self._device_parts = [_part(self._on_device, on_device)] if on_device else []
+        self._parts = self._host_parts + self._device_parts
         stream: Any = torch.cuda.Stream
         # One stream for copies to the host, one for copies to the device.
         self._streams = (stream(), stream()) if overlaps else None
@@ -212,7 +208,7 @@ class ShardedHybridOptimizer(torch.optim.Optimizer):
             # A gradient must have the tensor's dtype. The cast runs on the current stream.
             grad = slot.param.grad
             slot.rows.grad = None if grad is None else local_of(grad).to(slot.rows.dtype)
-        for part in self._inner_optimizers:
+        for part in self._parts:
             for number, group in zip(part.groups, part.optimizer.param_groups, strict=True):
                 group.update(self._options(number, on_host=part.slots[0].is_on_host))
         if self._counts_steps_per_group:
@@ -222,13 +218,13 @@ class ShardedHybridOptimizer(torch.optim.Optimizer):
         to_host.wait_stream(current)
         copied = []
         with torch.cuda.stream(to_host):
-            for part in self._host_optimizers:
+            for part in self._host_parts:
                 for slot in part.slots:
                     self._copy_to_host(slot)
                 copied.append(to_host.record_event())
-        for part in self._inner_optimizers[len(self._host_optimizers) :]:
+        for part in self._device_parts:
             part.optimizer.step()
-        for part, event in zip(self._host_optimizers, copied, strict=True):
+        for part, event in zip(self._host_parts, copied, strict=True):
             event.synchronize()
             part.optimizer.step()
             to_device.wait_stream(current)
@@ -246,22 +242,21 @@ class ShardedHybridOptimizer(torch.optim.Optimizer):
 
     def _copy_to_host(self, slot: _Slot) -> None:
         """Copy a gradient, and the rows if they changed outside this optimizer."""
+        rows = slot.rows
         if slot.version != _version(slot.param):
-            slot.stepped.copy_(slot.rows, non_blocking=True)
-        if slot.rows.grad is None:
+            slot.stepped.copy_(rows, non_blocking=True)
+        if rows.grad is None:
             # Drop the gradient of an earlier step.
             slot.stepped.grad = None
             return
         if slot.grad is None:
-            slot.grad = empty_in_host_memory(
-                slot.rows.shape, slot.rows.dtype, pin_memory=self._pins_grads
-            )
-        slot.grad.copy_(slot.rows.grad, non_blocking=True)
+            slot.grad = empty_in_host_memory(rows.shape, rows.dtype, pin_memory=self._pins_grads)
+        slot.grad.copy_(rows.grad, non_blocking=True)
         slot.stepped.grad = slot.grad
 
     def _align_steps(self) -> None:
         """Set the per-parameter step counts of torch's Adam to the counts of the groups."""
-        for part in self._inner_optimizers:
+        for part in self._parts:
             if not isinstance(part.optimizer, torch.optim.Adam):
                 continue
             state: dict[Any, Any] = part.optimizer.state
@@ -276,13 +271,11 @@ class ShardedHybridOptimizer(torch.optim.Optimizer):
 
     def _publish(self) -> None:
         """Publish the inner optimizers' state as the state of the sharded parameters."""
-        for part in self._inner_optimizers:
+        for part in self._parts:
             for slot in part.slots:
                 values = part.optimizer.state.get(slot.stepped, {})
-                published = slot.state
-                if published.keys() == values.keys() and all(
-                    published[k] is values[k] for k in published
-                ):
+                known = slot.state
+                if known.keys() == values.keys() and all(known[k] is values[k] for k in known):
                     continue
                 slot.state = dict(values)
                 self.state[slot.param] = self._public_state(slot.param, values)
@@ -334,7 +327,7 @@ class ShardedHybridOptimizer(torch.optim.Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         saved = {p: state_dict["state"].get(key) for key, p in zip(keys, params, strict=True)}
         self.state = defaultdict(dict)
-        for part in self._inner_optimizers:
+        for part in self._parts:
             part.optimizer.state = defaultdict(dict)
             for slot in part.slots:
                 slot.state = {}
@@ -372,10 +365,10 @@ class ShardedHybridOptimizer(torch.optim.Optimizer):
         return placed
 
 
-def _inner_optimizer(template: Any, slots: Sequence[_Slot]) -> _InnerOptimizer:
+def _part(template: Any, slots: Sequence[_Slot]) -> _Part:
     numbers = sorted({slot.group for slot in slots})
     groups = [{"params": [s.stepped for s in slots if s.group == number]} for number in numbers]
-    return _InnerOptimizer(optimizer_like(template, groups), slots, numbers)
+    return _Part(optimizer_like(template, groups), slots, numbers)
 
 
 def _keep_on_host(values: Mapping[str, Any]) -> None:

@@ -214,14 +214,12 @@ class ShardedOptimizer(DistributedOptimizer):
             RuntimeError: Parameters of one group were saved in groups with different options.
         """
         del strict
-        found = []
+        saved, found = param_to_group_meta, []
         for group in param_groups:
             names = [self._param_name(param) for param in group["params"]]
             run_options = {key: group[key] for key in _RUN_OPTIONS if key in group}
             # Parameters that Megatron creates and does not use are not in a checkpoint.
-            metas = {
-                n: param_to_group_meta[n] | run_options for n in names if n in param_to_group_meta
-            }
+            metas = {name: saved[name] | run_options for name in names if name in saved}
             first = next(iter(metas), None)
             meta = {k: v for k, v in group.items() if k != "params"}
             meta = meta if first is None else metas[first]
@@ -242,12 +240,7 @@ class ShardedOptimizer(DistributedOptimizer):
 
     @override
     def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
-        return [
-            local_of(param.grad)
-            for group in self.optimizer.param_groups
-            for param in group["params"]
-            if param.grad is not None
-        ]
+        return [local_of(p.grad) for p in self.get_parameters() if p.grad is not None]
 
 
 class ShardedChain(ChainedOptimizer):

@@ -203,13 +203,12 @@ def _build_named_optimizer(
     """Build the optimizer that `config.optimizer` names."""
     name = config.optimizer
     entry = registry._EMERGING_OPTIMIZERS[name]
+    original = entry.optimizer_cls
     if entry.config_to_kwargs is not None:
         options = entry.config_to_kwargs(config, model_chunks, groups)
     else:
-        options = registry._kwargs_from_config(entry.optimizer_cls, name, config)
-        if "betas" in inspect.signature(entry.optimizer_cls).parameters:
+        options = registry._kwargs_from_config(original, name, config)
+        if "betas" in inspect.signature(original).parameters:
             options["betas"] = (config.adam_beta1, config.adam_beta2)
-    cls = (
-        ShardedLion if issubclass(entry.optimizer_cls, Lion) else sharded_class(entry.optimizer_cls)
-    )
+    cls = ShardedLion if issubclass(original, Lion) else sharded_class(original)
     return cls(param_groups, **options)

@@ -48,13 +48,9 @@ def optimizer_like(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, 
     """
     probe = object.__new__(type(optimizer))
     # Dictionaries are copied, so that hooks registered on one are not called for the other.
-    probe.__dict__.update(
-        {
-            key: copy.copy(value) if isinstance(value, dict) else value
-            for key, value in vars(optimizer).items()
-            if key != "state"
-        }
-    )
+    for key, value in vars(optimizer).items():
+        if key != "state":
+            vars(probe)[key] = copy.copy(value) if isinstance(value, dict) else value
     probe.state = defaultdict(dict)
     probe.param_groups = [{**optimizer.defaults, **group} for group in groups]
     return probe
@@ -111,11 +107,8 @@ def unscaled(optimizer: Any, param: torch.Tensor, entry: dict[str, Any]) -> dict
 
 def unscaled_zeros(param: torch.Tensor, names: tuple[str, ...]) -> dict[str, Any]:
     """Return zero tensors into which a checkpoint reads the state of these names."""
-    like = cast("UnevenDTensor", param)
-    return {
-        name: rows_like(torch.zeros_like(local_of(param), dtype=torch.float32), like)
-        for name in names
-    }
+    like, rows = cast("UnevenDTensor", param), local_of(param)
+    return {name: rows_like(torch.zeros_like(rows, dtype=torch.float32), like) for name in names}
 
 
 def load_scaled(optimizer: Any, state_dict: dict[str, Any]) -> None:
@@ -143,12 +136,10 @@ def load_scaled(optimizer: Any, state_dict: dict[str, Any]) -> None:
             optimizer.set_scaled_state(param, name, values.clone())
             if name in scaled:
                 _reset_zero_scale(optimizer, param, name)
-                _store_with_saved_scale(optimizer, param, name, values)
+                _store_scaled(optimizer, param, name, values)
 
 
-def _store_with_saved_scale(
-    optimizer: Any, param: torch.Tensor, name: str, wanted: torch.Tensor
-) -> None:
+def _store_scaled(optimizer: Any, param: torch.Tensor, name: str, wanted: torch.Tensor) -> None:
     """Store values with the scale from which they were unscaled, if the search finds it.
 
     The values are products of stored elements and the scale, rounded to fp32. The optimizer
@@ -184,17 +175,13 @@ def _neighbors(scale: torch.Tensor) -> Iterator[torch.Tensor]:
         yield above
 
 
-def reset_zero_scales_after_steps(optimizer: torch.optim.Optimizer) -> None:
+def reset_zero_scales_after_steps(optimizer: Any) -> None:
     """Reset fp8 state with a zero scale to zeros after every step.
 
     If all values are zero, so is their scale: `FusedAdam` divides by it and stores NaN. For
     example, a rank's rows of an embedding have such state until a token uses one of them.
     """
-    names = [
-        name
-        for name in scaled_names(optimizer)
-        if cast("Any", optimizer).name_to_dtype_map[name] is _FP8
-    ]
+    names = [name for name in scaled_names(optimizer) if optimizer.name_to_dtype_map[name] is _FP8]
     if names:
         optimizer.register_step_post_hook(lambda stepped, *_: _reset_zero_scales(stepped, names))
 
@@ -212,8 +199,7 @@ def _reset_zero_scale(optimizer: Any, param: torch.Tensor, name: str) -> None:
         return
     # A branch on the values would synchronize the host with the device.
     is_zero = optimizer._scales[param][name] == 0
-    factors = (stored._quantizer.scale, stored._scale_inv)
-    for factor in factors:
+    for factor in (stored._quantizer.scale, stored._scale_inv):
         factor.copy_(torch.where(is_zero.view_as(factor), 1.0, factor))
     stored._data.masked_fill_(is_zero, 0)
 

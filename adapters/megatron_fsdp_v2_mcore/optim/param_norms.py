@@ -87,16 +87,14 @@ def norms_of_all(
         2-norms of the whole tensors by the parameters' global names (layers and experts numbered
         over all ranks), equal on all ranks. Parameters without the tensor are omitted.
     """
-    names_by_param = {param: name.fqn for param, name in canonical_parameter_names(chunks).items()}
+    fqns = {param: name.fqn for param, name in canonical_parameter_names(chunks).items()}
     norms = {
-        names_by_param[param]: torch.linalg.vector_norm(
-            local_of(tensor).detach(), dtype=torch.float64
-        )
-        for param in params_counted_on_rank(names_by_param)
+        fqns[param]: torch.linalg.vector_norm(local_of(tensor).detach(), dtype=torch.float64)
+        for param in params_counted_on_rank(fqns)
         if (tensor := tensor_of(param)) is not None
     }
     squares = (torch.stack(list(norms.values())) ** 2).tolist() if norms else []
-    parts = everyones((list(names_by_param.values()), dict(zip(norms, squares, strict=True))))
+    parts = everyones((list(fqns.values()), dict(zip(norms, squares, strict=True))))
     # The order is the same on all ranks.
     names = dict.fromkeys(name for names_of_rank, _ in parts for name in names_of_rank)
     found = {name: [part[name] for _, part in parts if name in part] for name in names}

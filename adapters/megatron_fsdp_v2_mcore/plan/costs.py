@@ -156,16 +156,10 @@ class Costs:
             layer_input = self.layer_activations(recomputes=True)
             inputs = num_in_flight * len(layers) * layer_input
             recomputed = inputs + max(per_layer, default=0) + self.root_activations()
-            found.append(
-                MemoryOption(
-                    "--recompute-granularity full --recompute-method uniform "
-                    "--recompute-num-layers 1",
-                    recomputed,
-                )
-            )
+            flags = "--recompute-granularity full --recompute-method uniform"
+            found.append(MemoryOption(f"{flags} --recompute-num-layers 1", recomputed))
         if args.micro_batch_size > 1:
             half = args.micro_batch_size // 2
-            found.append(
-                MemoryOption(f"--micro-batch-size {half}", current * half // args.micro_batch_size)
-            )
+            nbytes = current * half // args.micro_batch_size
+            found.append(MemoryOption(f"--micro-batch-size {half}", nbytes))
         return tuple(found)

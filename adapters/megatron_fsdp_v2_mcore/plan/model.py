@@ -81,16 +81,10 @@ def describe_training(args: Any, *, keeps_attention: bool) -> SourceResult:
     for stage in range(args.pipeline_model_parallel_size):
         chunks = build_stage(args, stage)
         is_last = stage == args.pipeline_model_parallel_size - 1
-        parts = [
-            _Chunk(
-                args,
-                chunk,
-                strategy,
-                settings.unit_bytes,
-                Costs(args, is_last and chunk is chunks[-1], keeps_attention),
-            )
-            for chunk in chunks
-        ]
+        parts = []
+        for chunk in chunks:
+            costs = Costs(args, is_last and chunk is chunks[-1], keeps_attention)
+            parts.append(_Chunk(args, chunk, strategy, settings.unit_bytes, costs))
         described.append(_stage(args, stage, parts, common))
     return SourceResult(tuple(described), strategy)
 

@@ -27,6 +27,7 @@ def dataset_config(args: Any) -> GPTDatasetConfig:
         args: Megatron's arguments.
     """
     blend, blend_per_split = get_blend_and_blend_per_split(args)
+    counts = args.per_dataset_sequences_path
     return GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -50,16 +51,8 @@ def dataset_config(args: Any) -> GPTDatasetConfig:
         allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
         fast_cache_load=args.dataloader_fast_cache_load,
         defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
-        sequences_per_dataset=_sequences_per_dataset(args.per_dataset_sequences_path),
+        sequences_per_dataset=None if counts is None else json.loads(Path(counts).read_text()),
     )
-
-
-def _sequences_per_dataset(path: str | None) -> dict[str, int] | None:
-    """Read the number of sequences per dataset from the JSON file that Megatron's flag names."""
-    if path is None:
-        return None
-    counts: dict[str, int] = json.loads(Path(path).read_text())
-    return counts
 
 
 OTHER_DATA = {

@@ -141,6 +141,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) 
     args = get_args()
     if not _reads_data(args, vp_stage):
         return dict.fromkeys(BATCH_KEYS)
+    stage: dict[str, Any] = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     tp_rank = mpu.get_tensor_model_parallel_rank()
     batch: dict[str, Any] = {}
     if tp_rank == 0:
@@ -162,17 +163,12 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) 
         seq_length=args.seq_length,
         mtp_on_this_rank=_has_mtp(args, vp_stage),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        is_pipeline_first_stage=mpu.is_pipeline_first_stage(
-            ignore_virtual=vp_stage is None, vp_stage=vp_stage
-        ),
-        is_pipeline_last_stage=mpu.is_pipeline_last_stage(
-            ignore_virtual=vp_stage is None, vp_stage=vp_stage
-        ),
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(**stage),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(**stage),
     )
     if args.context_parallel_size > 1:
-        batch = get_batch_on_this_cp_rank(
-            batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
-        )
+        cp_group = mpu.get_context_parallel_group()
+        batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=cp_group)
     return batch
 
 

@@ -1,10 +1,10 @@
-"""Rules of the schedule in cases made by hand: prefetching, and the queue of reductions."""
+"""Rules of the schedule in cases made by hand: prefetching, and reductions in flight."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
-from megatron_fsdp_v2.comm.interface import DONE, Work
-from megatron_fsdp_v2.memory.observer import Observer
 from megatron_fsdp_v2.plan import (
     MeshDescription,
     Strategy,
@@ -28,29 +25,46 @@ from megatron_fsdp_v2.runtime.schedule import (
     GatherSchedule,
     OrderedReductions,
     PrefetchLimit,
-    ReductionQueue,
     RootPass,
 )
 from tests.reference.models import Stack
 
+ZERO_3 = "optim_grads_params"
+NONE: Mapping[str, Any] = {}
+
 # -- a whole step -----------------------------------------------------------------------------
 
 
-def _step(num_blocks: int, **options: int | bool) -> list[str]:
-    """Return the collectives that a step of a hybrid-sharded stack of blocks issues, in words."""
+WORDS = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "outer"}
+
+
+def _step(strategy: str = ZERO_3, training: Mapping[str, Any] = NONE, **options: Any) -> list[str]:
+    """Return the events of a step of a hybrid-sharded stack of three blocks, in words.
+
+    Args:
+        strategy: Sharding strategy along the inner axis.
+        training: Fields of the description of the training.
+        options: Options of the root.
+    """
     with torch.device("meta"):
-        model: nn.Module = Stack(num_blocks)
-    units, _ = describe_module(model)
-    runtime = RuntimeOptions(**options)  # type: ignore[arg-type]
-    training = TrainingDescription(units, {"dp": MeshDescription(4)}, options=runtime)
-    events = plan_one(training, Strategy(outer_size=2)).step.events
-    words = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "outer"}
-    issued = [each for each in events if each.kind in words]
-    return [f"{words[each.kind]} {each.unit[7:] or 'root'}" for each in issued]
+        units, _ = describe_module(Stack(3))
+    described = TrainingDescription(
+        units, {"dp": MeshDescription(4)}, options=RuntimeOptions(**options), **training
+    )
+    events = plan_one(described, Strategy(strategy, outer_size=2)).step.events
+    return [
+        f"{WORDS.get(each.kind, f'{each.kind} {each.axis}'.strip())} {each.unit[7:] or 'root'}"
+        for each in events
+    ]
+
+
+def _issued(**options: int) -> list[str]:
+    """Return the collectives of a step."""
+    return [event for event in _step(**options) if event.split()[0] in WORDS.values()]
 
 
 def test_a_step_gathers_one_unit_ahead_and_waits_for_the_oldest_of_two_reductions() -> None:
-    assert _step(3) == [
+    assert _issued() == [
         # Forward.
         *("gather root", "gather 0", "gather 1", "gather 2"),
         # Backward; the root is still gathered.
@@ -62,14 +76,14 @@ def test_a_step_gathers_one_unit_ahead_and_waits_for_the_oldest_of_two_reduction
 
 
 def test_byte_limit_prefetches_all_units_that_fit_or_the_next_one() -> None:
-    unlimited = _step(3, unshard_prefetch_bytes=1 << 30)
+    unlimited = _issued(unshard_prefetch_bytes=1 << 30)
     assert unlimited[:8] == [
         *("gather root", "gather 0", "gather 1", "gather 2"),
         *("gather 2", "gather 1", "gather 0", "reduce 2"),
     ]
     # Fewer bytes than one unit: only the next unit.
-    assert _step(3, unshard_prefetch_bytes=1) == _step(3)
-    assert _step(3, unshard_prefetch_bytes=1 << 30, unshard_prefetch_depth=1) == _step(3)
+    assert _issued(unshard_prefetch_bytes=1) == _issued()
+    assert _issued(unshard_prefetch_bytes=1 << 30, unshard_prefetch_depth=1) == _issued()
 
 
 # -- prefetching ------------------------------------------------------------------------------
@@ -100,37 +114,27 @@ def _last_pass(
     sizes: Sequence[int] = (1, 1, 1, 1),
     *,
     chosen: str = "",
-    is_backward: bool = False,
 ) -> str:
     """Return the log of the last pass: units in use, prefetched (+) and dropped (-)."""
     log: list[str] = []
     units = {name: FakeUnit(name, log, size) for name, size in zip("abcd", sizes, strict=True)}
     schedule: Any = GatherSchedule(limit or PrefetchLimit())
-    for unit in units.values():
-        schedule.expect_backward(unit)
     for number, names in enumerate(passes.split(), start=1):
         log.clear()
-        if is_backward:
-            schedule.begin_backward()
-        else:
-            schedule.begin_forward(units["a"])
+        schedule.begin_forward(units["a"])
         is_chosen = number == len(passes.split())
         for name in names:
             unit = units[name]
             schedule.before_use(unit)
             log.append(name)
             unit.is_unsharded = True
-            if is_backward:
-                schedule.in_backward(unit)
-            else:
-                refs = chosen if is_chosen and name == names[0] else ""
-                schedule.in_forward(unit, [weakref.ref(units[other]) for other in refs])
+            refs = chosen if is_chosen and name == names[0] else ""
+            schedule.in_forward(unit, [weakref.ref(units[other]) for other in refs])
             unit.is_unsharded = False
         schedule.drop_prefetched()
     return " ".join(log)
 
 
-SOME_BYTES = PrefetchLimit(None, 100)
 FORWARDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "no prefetch in the first pass": ("abcd", {}, "a b c d"),
     "the next unit in the second pass": ("abcd abcd", {}, "a +b b +c c +d d"),
@@ -139,12 +143,6 @@ FORWARDS: dict[str, tuple[str, dict[str, Any], str]] = {
         "abcd abcd",
         {"limit": PrefetchLimit(0), "chosen": "c"},
         "a b c d",
-    ),
-    # b and c fit together; d does not fit, but the next unit is always gathered.
-    "units that fit in some bytes": (
-        "abcd abcd",
-        {"limit": SOME_BYTES, "sizes": (1, 40, 60, 101)},
-        "a +b +c b c +d d",
     ),
     "an expected unit that is skipped is dropped": ("abcd acd", {}, "a +b -b c +d d"),
     "an expected unit is dropped at the end": ("ab a", {}, "a +b -b"),
@@ -164,18 +162,6 @@ FORWARDS: dict[str, tuple[str, dict[str, Any], str]] = {
         "a +d b +c c d",
     ),
 }
-BACKWARDS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "forwards in reverse": (
-        "dcba dcba",
-        {"limit": PrefetchLimit(2)},
-        "d +c +b c +a b a",
-    ),
-    "units that fit in some bytes, backward": (
-        "dcba",
-        {"limit": SOME_BYTES, "sizes": (60, 50, 50, 1)},
-        "d +c +b c b +a a",
-    ),
-}
 
 
 @pytest.mark.parametrize(("passes", "options", "expected"), FORWARDS.values(), ids=FORWARDS)
@@ -183,122 +169,59 @@ def test_forward_prefetches(passes: str, options: dict[str, Any], expected: str)
     assert _last_pass(passes, **options) == expected
 
 
-@pytest.mark.parametrize(("passes", "options", "expected"), BACKWARDS.values(), ids=BACKWARDS)
-def test_backward_prefetches(passes: str, options: dict[str, Any], expected: str) -> None:
-    assert _last_pass(passes, is_backward=True, **options) == expected
-
-
-def test_both_prefetch_limits_apply_and_the_default_is_one_unit() -> None:
-    assert PrefetchLimit(1, 100).fitting((40, 60), int) == [40]
-    assert PrefetchLimit(0, 100).fitting((40, 60), int) == []
-    assert RuntimeOptions().prefetch_limit == PrefetchLimit(1, None)
-
-
 # -- reductions -------------------------------------------------------------------------------
 
-
-class FakeGrads:
-    """Gradients of a named group: `x` has one axis, `X` two; `u` accumulates unreduced."""
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name = name
-        self.log = log
-        self.has_partial = False
-        self.accumulates_unreduced = name == "u"
-        self.has_outer_axis = name.isupper()
-
-    def reduce(self, queue: Any, *, async_op: bool) -> Work:
-        self.log.append(f"inner {self.name}")
-        self.has_partial = self.has_outer_axis
-        return DONE
-
-    def end_inner(self) -> None:
-        self.log.append(f"free {self.name}")
-
-    def reduce_outer(self, *, async_op: bool) -> Work:
-        self.log.append(f"outer {self.name}")
-        self.has_partial = False
-        return DONE
-
-    def end_outer(self) -> None:
-        self.log.append(f"done {self.name}")
-
-
-class LoggedQueue:
-    """A reduction queue, and a log of the calls to groups."""
-
-    def __init__(self, bound: int = 2, *, is_async: bool = True) -> None:
-        options = RuntimeOptions(max_live_grad_buffers=bound, enable_async_reduce_grad=is_async)
-        self.queue: Any = ReductionQueue(options, Observer())
-        self.log: list[str] = []
-        self._known: dict[str, FakeGrads] = {}
-
-    def named(self, names: str) -> list[FakeGrads]:
-        """Return the gradients of the groups with these names."""
-        return [self._known.setdefault(name, FakeGrads(name, self.log)) for name in names]
-
-    def reduce(self, names: str, *, synchronize: bool) -> None:
-        """Reduce the gradients that are due."""
-        self.queue.reduce(self.queue.due(self.named(names), synchronize=synchronize))
-
-
-@pytest.mark.parametrize("bound", [1, 2, 3])
-def test_in_flight_reductions_are_bounded_by_gradient_buffers(bound: int) -> None:
-    logged = LoggedQueue(bound)
-    for name in "abcdef":
-        logged.queue.reserve(*logged.named(name))
-        assert len(logged.queue) < bound
-        logged.reduce(name, synchronize=True)
-        assert len(logged.queue) <= bound
-    assert [entry[-1] for entry in logged.log if entry.startswith("free")] == list(
-        "abcdef"[: 6 - bound]
-    )
+# The gradient of the root's last layer comes first; its reduction follows those of all blocks.
+_ACCUMULATED = "collect root, collect 2, collect 1, collect 0, "
+_AT_THE_END = (
+    "wait inner 0, wait outer 2, outer 0, wait inner root, wait outer 1, outer root, "
+    "wait outer 0, wait outer root"
+)
+_INNER = (
+    "collect root, collect 2, reduce 2, collect 1, reduce 1, wait inner 2, collect 0, reduce 0, "
+    "wait inner 1, reduce root, wait inner 0, wait inner root"
+)
+REDUCTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    # A third gradient buffer: wait for the first reduction, then reduce along the outer axis.
+    # Along the outer axis, at most two units are in flight as well.
+    "two buffers": (
+        {},
+        "collect root, collect 2, reduce 2, collect 1, reduce 1, wait inner 2, outer 2, collect 0, "
+        f"reduce 0, wait inner 1, outer 1, reduce root, {_AT_THE_END}",
+    ),
+    "one buffer": (
+        {"max_live_grad_buffers": 1},
+        "collect root, collect 2, reduce 2, wait inner 2, outer 2, "
+        "collect 1, reduce 1, wait inner 1, wait outer 2, outer 1, "
+        "collect 0, reduce 0, wait inner 0, wait outer 1, outer 0, "
+        "reduce root, wait inner root, wait outer 0, outer root, wait outer root",
+    ),
+    "waited for at once": (
+        {"enable_async_reduce_grad": False},
+        "collect root, collect 2, reduce 2, wait inner 2, outer 2, wait outer 2, "
+        "collect 1, reduce 1, wait inner 1, outer 1, wait outer 1, "
+        "collect 0, reduce 0, wait inner 0, outer 0, wait outer 0, "
+        "reduce root, wait inner root, outer root, wait outer root",
+    ),
+    # Partial shards are reduced along the outer axis once, after both backwards.
+    "two micro-batches, synchronized afterwards": (
+        {"training": {"num_microbatches": 2, "syncs_afterwards": True}},
+        f"{_INNER}, {_INNER}, outer 2, outer 1, wait outer 2, outer 0, wait outer 1, outer root, "
+        "wait outer 0, wait outer root",
+    ),
+    # ZeRO-1 keeps full gradients until they are synchronized.
+    "two micro-batches, accumulated unreduced": (
+        {"training": {"num_microbatches": 2}, "strategy": "optim"},
+        f"{_ACCUMULATED}reduce 2, reduce 1, wait inner 2, outer 2, reduce 0, wait inner 1, "
+        f"outer 1, reduce root, {_AT_THE_END}",
+    ),
+}
 
 
-def test_reserve_waits_for_a_reduction_of_the_same_group() -> None:
-    logged = LoggedQueue(3)
-    for name in "ab":
-        logged.reduce(name, synchronize=True)
-    logged.queue.reserve(*logged.named("a"))
-    assert logged.log[2:] == ["free a"]
-
-
-def test_outer_reductions_follow_inner_ones_with_a_separate_bound() -> None:
-    logged = LoggedQueue(1)
-    for names in ("AB", "C", "d"):
-        logged.reduce(names, synchronize=True)
-    assert logged.log == [
-        *("inner A", "inner B", "free A", "free B", "outer A", "outer B"),
-        *("inner C", "free C", "done A", "done B", "outer C", "inner d"),
-    ]
-    logged.queue.drain()
-    assert logged.log[-2:] == ["free d", "done C"]
-
-
-def test_partial_shards_are_reduced_when_no_inner_reduction_is_in_flight() -> None:
-    logged = LoggedQueue()
-    logged.reduce("A", synchronize=False)
-    logged.queue.drain()
-    assert logged.log == ["inner A", "free A"]
-    logged.reduce("B", synchronize=True)
-    logged.queue.reduce_partials(logged.named("AB"))
-    assert logged.log[2:] == ["inner B", "outer A"]
-    logged.queue.drain()
-    assert logged.log[4:] == ["free B", "outer B", "done A", "done B"]
-
-
-def test_unreduced_gradients_are_due_at_synchronization() -> None:
-    logged = LoggedQueue()
-    a, u = logged.named("au")
-    assert logged.queue.due([a, u], synchronize=False) == {a: False}
-    assert logged.queue.due([a, u], synchronize=True) == {a: False, u: False}
-
-
-def test_synchronous_reductions_are_waited_for_at_once() -> None:
-    logged = LoggedQueue(is_async=False)
-    logged.reduce("A", synchronize=True)
-    assert logged.log == ["inner A", "free A", "outer A", "done A"]
-    assert not len(logged.queue)
+@pytest.mark.parametrize(("options", "expected"), REDUCTIONS.values(), ids=REDUCTIONS)
+def test_reductions_of_a_step_and_their_waits(options: dict[str, Any], expected: str) -> None:
+    kinds = ("collect", "reduce", "outer", "wait")
+    assert [e for e in _step(**options) if e.split()[0] in kinds] == expected.split(", ")
 
 
 class NamedUnit:

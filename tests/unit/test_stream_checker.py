@@ -1,4 +1,8 @@
-"""The stream checker on schedules written by hand."""
+"""The stream checker on schedules with faults, written by hand.
+
+That correct schedules have no fault is shown by the recorded steps in
+`tests/distributed/test_stream_safety.py`.
+"""
 
 from __future__ import annotations
 
@@ -53,18 +57,9 @@ _NEEDED = "compute writes shard; "
 _GATHER = "comm reads shard writes full; "
 _REDUCE = "compute allocates b; reduce waits for compute; reduce reads b; "
 SCHEDULES: dict[str, tuple[str, Faults]] = {
-    "work is ordered after a wait of the host": (
-        "comm writes b; comm notes it; host awaits it; host reads b writes b; compute reads b",
-        [],
-    ),
     "a use by the host without a wait is found": (
         "comm writes b; comm notes it; compute awaits it; host reads b",
         [(Fault.UNORDERED, 0, 3)],
-    ),
-    "a gather between its waits is in order": (
-        f"{_NEEDED}comm waits for compute; {_GATHER}comm notes it; compute awaits it; "
-        "compute reads full",
-        [],
     ),
     "a stream that does not wait for its input is found": (
         f"{_NEEDED}{_GATHER}comm notes it; compute awaits it; compute reads full",
@@ -74,11 +69,6 @@ SCHEDULES: dict[str, tuple[str, Faults]] = {
         "comm notes it; comm writes b; compute awaits it; compute reads b",
         [(Fault.UNORDERED, 1, 3)],
     ),
-    "order passes through a third stream": (
-        "reduce writes b; compute waits for reduce; outer waits for compute; outer writes b",
-        [],
-    ),
-    "reads on two streams need no order": ("comm reads b; compute reads b", []),
     "a write after an unordered read is found": (
         "comm reads b; compute writes b",
         [(Fault.UNORDERED, 0, 1)],
@@ -86,10 +76,6 @@ SCHEDULES: dict[str, tuple[str, Faults]] = {
     "every unordered pair is reported once": (
         "comm writes b; comm reads b writes b; compute reads b writes b",
         [(Fault.UNORDERED, 1, 2), (Fault.UNORDERED, 0, 2)],
-    ),
-    "a free after the wait is in order": (
-        f"{_REDUCE}reduce notes it; compute awaits it; compute frees b",
-        [],
     ),
     "a free before the last use is done is found": (
         f"{_REDUCE}reduce notes it; compute frees b; compute awaits it",
@@ -102,10 +88,6 @@ SCHEDULES: dict[str, tuple[str, Faults]] = {
     "memory reused during a read is found": (
         "comm reads b; compute allocates b",
         [(Fault.UNORDERED_MEMORY, 0, 1)],
-    ),
-    "freed memory can be used again": (
-        "; ".join(["compute allocates b; compute reads b; compute frees b"] * 2),
-        [],
     ),
     "a use without memory is found": (
         "compute frees b; compute reads b",

@@ -40,17 +40,6 @@ def _planned(pool: TracePoolAllocator, *buffers: TemporaryBuffer) -> list[int]:
     return [_pass(pool, *buffers) for _ in range(3)][-1]
 
 
-def test_buffers_that_never_live_together_get_the_same_address_every_time() -> None:
-    pool = TracePoolAllocator()
-    first, second = _buffer(pool, "first"), _buffer(pool, "second", 100)
-    place = _planned(pool, first, second)
-    allocations = pool.num_allocations
-    assert place[0] == place[1]
-    assert _pass(pool, second, first, first) == [place[0]] * 3
-    assert pool.num_allocations == allocations == 5
-    assert pool.peak_nbytes == 1024
-
-
 def test_buffer_keeps_its_memory_while_autograd_holds_a_view() -> None:
     pool = TracePoolAllocator()
     buffer = _buffer(pool, "weights", 4)

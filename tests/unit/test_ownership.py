@@ -8,19 +8,19 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fsdp_v2.dtensor.row_shards import RowShards, TensorShard
+from megatron_fsdp_v2.dtensor.row_shards import RowShards
 from megatron_fsdp_v2.layout.buffer_layout import BufferLayout, Granularity
 from megatron_fsdp_v2.optim.exchange import BucketPlan, Hop, Key, plan_buckets
 from megatron_fsdp_v2.optim.matrix_layout import Grid, MatrixLayout
 from megatron_fsdp_v2.optim.muon import newton_schulz_flops
 from megatron_fsdp_v2.optim.ownership import Matrix, Ownership
 from tests.processes import ROOT
+from tests.unit.test_row_shards import tensor_shard
 
 Shape = tuple[int, ...]
 
@@ -89,14 +89,6 @@ def test_parameters_without_elements_have_no_matrices() -> None:
     for shape in ((0, 3), (3, 0), (0, 2, 3)):
         layout = MatrixLayout(grid, rows, shape, (1,))
         assert Matrix.of(0, layout, newton_schulz_flops(*layout.matrix_shape)) == []
-
-
-def test_matrix_larger_than_a_bucket_creates_no_empty_bucket() -> None:
-    matrices = [Matrix(0, 0, (40, 40), 100, 0, (0,)), *_squares([1] * 3, [(0,), (0,), (0,)])]
-    plan = Ownership.plan(matrices, 2, 10)
-    assert plan.buckets[0] == 0
-    assert set(plan.buckets) == set(range(plan.num_buckets))
-    assert [plan.members(bucket) for bucket in range(plan.num_buckets)] == [[0], [1, 2, 3]]
 
 
 # -- a real model ---------------------------------------------------------------------------------
@@ -171,8 +163,7 @@ def test_a_thousand_ranks_are_planned_in_half_a_second(
 
 def test_full_matrices_of_a_tensor_parallel_stack_stay_on_their_ranks() -> None:
     # Two tensor-parallel ranks with 2 + 2 experts each, fused; two data-parallel ranks.
-    mesh: Any = _TensorMesh(2)
-    tensor = TensorShard(mesh, 0, (2, 2))
+    tensor = tensor_shard(2, 0, 0, (2, 2))
     grid = Grid((2, 2), (True, True))
     layout = MatrixLayout(grid, RowShards(((0, 1), (1, 4)), (1, 0), tensor), (4, 3, 2), (1, 0), 1)
     # TP rank 0 has experts 0, 1, 4 and 5 of the full stack; expert 0 is on data-parallel rank 0.
@@ -183,19 +174,6 @@ def test_full_matrices_of_a_tensor_parallel_stack_stay_on_their_ranks() -> None:
 
 
 # -- plans of all ranks are consistent ------------------------------------------------------------
-
-
-class _TensorMesh:
-    """Stub of a mesh with the methods that `TensorShard` uses."""
-
-    ndim = 1
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def size(self, axis: int) -> int:
-        assert axis == 0
-        return self._size
 
 
 @dataclass
@@ -230,9 +208,8 @@ def _cases(draw: st.DrawFn) -> _Case:
         dim = draw(st.sampled_from(range(len(shape)))) if len(shape) == 3 else dim  # noqa: PLW2901
         first = draw(st.integers(0, shape[dim]))
         pieces = (first, shape[dim] - first) if draw(st.booleans()) else ()
-        mesh: Any = _TensorMesh(tensor_size)
         parts.append(shape)
-        shards.append(TensorShard(mesh, dim, pieces) if is_cut else None)
+        shards.append(tensor_shard(tensor_size, 0, dim, pieces) if is_cut else None)
     buffer = BufferLayout.plan(parts, count, Granularity.parse(draw(st.sampled_from(GRANULAR))))
     axis, strides = (len(sizes) if is_cut else None), (*strides, *[0] * is_cut)
     shards = [RowShards(buffer.row_ranges(i), strides, t) for i, t in enumerate(shards)]
@@ -281,6 +258,7 @@ def _all_to_all(grid: Grid, hops: Sequence[Hop], held: list[set[Key]]) -> None:
 @given(_cases())
 def test_owners_get_every_element_once_and_every_holder_gets_results(case: _Case) -> None:
     ownership, ranks = case.ownership, range(case.grid.num_ranks)
+    assert set(ownership.buckets) == set(range(ownership.num_buckets)), "a bucket is empty"
     done: Counter[int] = Counter()
     for bucket in range(ownership.num_buckets):
         plans = [case.plans[rank][bucket] for rank in ranks]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_fsdp_v2.dtensor.row_shards import RowShards, TensorShard
 
 
-class _Mesh:
+class Mesh:
     """Stub of a (dp, tp) mesh with the methods that `TensorShard` uses."""
 
     ndim = 2
@@ -29,8 +29,11 @@ class _Mesh:
         return self._rank
 
 
-def _tensor(size: int, rank: int, dim: int | None, pieces: tuple[int, ...] = ()) -> TensorShard:
-    mesh: Any = _Mesh(size, rank)
+def tensor_shard(
+    size: int, rank: int, dim: int | None, pieces: tuple[int, ...] = ()
+) -> TensorShard:
+    """Return the shard of a tensor-parallel rank, without a process group."""
+    mesh: Any = Mesh(size, rank)
     return TensorShard(mesh, dim, pieces)
 
 
@@ -53,11 +56,11 @@ def test_chunks_of_all_ranks_cover_the_parameter_once(
     size, pieces, dim, _, part, cuts = cut
     bounds = [0, *cuts, part[0]]
     ranges = list(itertools.pairwise(bounds))
-    whole_shape = _tensor(size, 0, dim).global_shape(part)
+    whole_shape = tensor_shard(size, 0, dim).global_shape(part)
     whole = torch.arange(whole_shape[0] * whole_shape[1]).view(whole_shape)
     found = torch.full(whole_shape, -1)
     for tensor_rank in range(1 if dim is None else size):
-        tensor = _tensor(size, tensor_rank, dim, tuple(pieces))
+        tensor = tensor_shard(size, tensor_rank, dim, tuple(pieces))
         # A rank's TP-local shard: its part of every fused sub-tensor, concatenated.
         axis = 0 if dim is None else dim
         fused = torch.split(whole, [length * tensor.size for length in pieces], axis)
@@ -76,6 +79,6 @@ def test_chunks_of_all_ranks_cover_the_parameter_once(
 
 
 def test_an_empty_shard_has_no_chunks() -> None:
-    shards = RowShards([(0, 0), (0, 4)], (1,), _tensor(2, 0, 0))
+    shards = RowShards([(0, 0), (0, 4)], (1,), tensor_shard(2, 0, 0))
     assert list(shards.chunks((0, 0), (4, 3))) == []
     assert list(shards.chunks((0, 4), (4, 0))) == []

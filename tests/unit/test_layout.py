@@ -30,12 +30,22 @@ SHAPES = st.lists(
 )
 
 
+def _check_granules(layout: BufferLayout, granularity: Granularity) -> None:
+    """Check that shards of parameters begin and end between granules."""
+    for index, slot in enumerate(layout.slots):
+        granule = granularity.granule_numel(slot.shape)
+        for shard in range(layout.num_shards):
+            start, end = layout.local_range(index, shard)
+            assert start == end or start % granule == 0
+            assert end in (start, slot.numel) or end % granule == 0
+
+
 def _check(layout: BufferLayout, shapes: list[Shape], granularity: Granularity) -> None:
     """Check a layout by brute force, element by element."""
+    _check_granules(layout, granularity)
     owner = [-1] * layout.numel
     for index, (slot, shape) in enumerate(zip(layout.slots, shapes, strict=True)):
         assert slot.shape == shape
-        granule = granularity.granule_numel(shape)
         for element in range(slot.numel):
             assert owner[slot.offset + element] == -1
             owner[slot.offset + element] = index
@@ -45,8 +55,6 @@ def _check(layout: BufferLayout, shapes: list[Shape], granularity: Granularity) 
                 e for e in range(slot.numel) if (slot.offset + e) // layout.shard_numel == shard
             ]
             assert list(range(start, end)) == held
-            assert start == end or start % granule == 0
-            assert end in (start, slot.numel) or end % granule == 0
     gaps = sum(end - start for start, end in layout.gaps())
     assert gaps == owner.count(-1) == layout.padding_numel
 
@@ -153,12 +161,7 @@ def test_views_are_aligned_and_padding_is_within_its_bound(
         for numel, start in _starts(layout):
             nbytes = min(line, 16) if numel * itemsize < line else line
             assert start * itemsize % nbytes == 0
-        for index, slot in enumerate(layout.slots):
-            granule = granularity.granule_numel(slot.shape)
-            for shard in range(num_shards):
-                start, end = layout.local_range(index, shard)
-                assert start == end or start % granule == 0
-                assert end in (start, slot.numel) or end % granule == 0
+        _check_granules(layout, granularity)
     padding = sum(layout.padding_numel for _, layout in buffers)
     promised = max(0.01 * numel_of(shapes), _unaligned(shapes, num_shards, granularity))
     assert padding <= max(promised, 4096)

@@ -17,29 +17,22 @@ R, S, P = Placement.REPLICATE, Placement.SHARD, Placement.PARTIAL
 
 
 @pytest.mark.parametrize(
-    ("strategy", "expected"),
+    ("strategy", "outer", "sizes", "expected"),
     [
-        ("no_shard", (R, R, R, P)),
-        ("optim", (R, S, S, P)),
-        ("optim_grads", (R, S, S, S)),
-        ("optim_grads_params", (S, S, S, S)),
+        ("no_shard", "no_shard", [4], [(R, R, R, P)]),
+        ("optim", "no_shard", [4], [(R, S, S, P)]),
+        ("optim_grads", "no_shard", [4], [(R, S, S, S)]),
+        ("optim_grads_params", "no_shard", [4], [(S, S, S, S)]),
+        # The outer axis comes first and replicates model weights, as an axis of one rank does.
+        ("optim_grads_params", "optim", [2, 4], [(R, S, S, P), (S, S, S, S)]),
+        ("optim_grads_params", "no_shard", [1], [(R, S, S, S)]),
     ],
 )
-def test_strategy_resolves_to_four_placements(
-    strategy: str, expected: tuple[Placement, ...]
+def test_strategies_resolve_to_four_placements_of_each_axis(
+    strategy: str, outer: str, sizes: list[int], expected: list[tuple[Placement, ...]]
 ) -> None:
-    assert resolve_placements(strategy, "no_shard", [4]) == (AxisPlacements(*expected),)
-
-
-def test_the_outer_axis_comes_first_and_replicates_model_weights() -> None:
-    outer, inner = resolve_placements("optim_grads_params", "optim", [2, 4])
-    assert outer == AxisPlacements(R, S, S, P)
-    assert inner == AxisPlacements(S, S, S, S)
-
-
-def test_axis_of_one_rank_replicates_model_weights() -> None:
-    (axis,) = resolve_placements("optim_grads_params", "no_shard", [1])
-    assert axis.model_weight is R
+    found = resolve_placements(strategy, outer, sizes)
+    assert found == tuple(AxisPlacements(*placements) for placements in expected)
 
 
 @pytest.mark.parametrize(

@@ -152,18 +152,6 @@ def test_conversion_on_a_full_disk_reports_it_and_leaves_no_files(
     output_of("convert", folder, tmp_path / target)
 
 
-@pytest.mark.parametrize(
-    ("option", "value"), [("--dtype", "int8"), ("--max-shard-size", "5 apples")]
-)
-def test_invalid_option_values_are_rejected(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, value: str
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        ckpt("export", folder, tmp_path / "m.pt", option, value)
-    assert stopped.value.code == 2
-    assert value in capsys.readouterr().err
-
-
 def test_adapters_are_found_by_their_declared_entry_points() -> None:
     (layout,) = exporting.find_layouts()
     from megatron_fsdp_v2_mcore.checkpoint.layout import model_tensors as of_megatron
@@ -205,14 +193,15 @@ def test_converters_of_other_packages_have_their_own_options(
 @pytest.mark.parametrize(
     ("words", "point", "problem"),
     [
+        ("--dtype int8", f"{__name__}:one_option", "int8"),
+        ("--max-shard-size 5apples", f"{__name__}:one_option", "5apples"),
         ("--to other --dtype float32", f"{__name__}:one_option", "--dtype"),
         ("--iteration 7", f"{__name__}:one_option", "--iteration"),
         ("--to none", f"{__name__}:one_option", "no format is called 'none'; known are other"),
         ("--to other", "no_such.at_all:converter", "needs no_such, which cannot be imported"),
     ],
-    ids=["option of file formats", "option without format", "unknown format", "missing package"],
 )
-def test_unknown_formats_and_options_and_missing_packages_are_rejected(
+def test_invalid_options_unknown_formats_and_missing_packages_are_rejected(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, words: str, point: str, problem: str
 ) -> None:
     _offer(monkeypatch, "other", point)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fsdp_v2.cli import main
 from megatron_fsdp_v2.plan import (
     Machine,
     MeshDescription,
@@ -135,13 +134,3 @@ def test_a_report_has_totals_by_reason_and_the_longest_waits() -> None:
     assert data["by_reason"] == {"longer than computation": 0.006, "first of a pass": 0.001}
     assert data["collectives"][2]["reason"] is None
     assert "".join(OverlapReport(()).lines()).startswith("0.00 ms exposed: 0 of 0")
-
-
-def test_command_reports_the_exposed_time_of_the_chosen_strategy(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    command = ["plan", "--ranks", "16", "--model", "examples.plan_models:llama_8b"]
-    command += ["--tokens", "512", "--overlap", "--machine", "h100"]
-    assert main([*command, "--strategy", "optim_grads_params", "--json", "-"]) == 0
-    (plan,) = json.loads(capsys.readouterr().out)["plans"]
-    assert plan["overlap"]["exposed"] == pytest.approx(plan["seconds"]["exposed"])

@@ -119,10 +119,14 @@ def test_json_and_plot_are_written_to_files(capsys: Any, tmp_path: Path) -> None
     pytest.importorskip("matplotlib")
     data, picture = tmp_path / "plan.json", tmp_path / "plan.png"
     words = ["--ranks", "2", "--model", HERE + "stack", "--machine", "B200", "--tokens", "64"]
-    status, out, _ = run(capsys, *words, "--json", str(data), "--plot", str(picture))
+    written = ["--overlap", "--json", str(data), "--plot", str(picture)]
+    status, out, _ = run(capsys, *words, *written)
     assert status == 0
     assert "With " in out
-    assert json.loads(data.read_text())["num_ranks"] == 2
+    found = json.loads(data.read_text())
+    assert found["num_ranks"] == 2
+    (shown,) = (plan for plan in found["plans"] if "overlap" in plan)
+    assert shown["overlap"]["exposed"] == pytest.approx(shown["seconds"]["exposed"])
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

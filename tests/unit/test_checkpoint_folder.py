@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import pickle
-import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, ReadRequest
@@ -87,21 +77,6 @@ def test_only_items_with_requested_elements_are_read(checkpoint: Path) -> None:
     assert torch.equal(target, whole()[:3])
 
 
-def test_items_are_held_one_at_a_time(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, held = CheckpointFolder.read_item, weakref.WeakSet[Any]()
-    num_held = []
-
-    def watched(folder: CheckpointFolder, index: MetadataIndex) -> Any:
-        num_held.append(len(held))
-        content = read(folder, index)
-        held.add(content)
-        return content
-
-    monkeypatch.setattr(CheckpointFolder, "read_item", watched)
-    CheckpointFolder(checkpoint).read_tensor(KEY)
-    assert num_held == [0, 0]
-
-
 def test_incomplete_save_is_reported(checkpoint: Path) -> None:
     unfinished = checkpoint.rename(checkpoint.with_name("checkpoint.incomplete"))
     with pytest.raises(CheckpointError, match="the save was cut short; use an older one"):
@@ -117,10 +92,9 @@ def test_save_plans_in_metadata_are_ignored(checkpoint: Path) -> None:
     """Megatron's metadata has these plans, and torch writes them from 2.15 on."""
     (checkpoint / MANIFEST).unlink()
     metadata: Any = read_metadata(checkpoint)
-    properties, chunk = TensorProperties(), ChunkStorageMetadata(torch.Size([0]), torch.Size([3]))
-    data = TensorWriteData(chunk, properties, torch.Size([3]))
-    item = WriteItem(MetadataIndex(OTHER, torch.Size([0])), WriteItemType.SHARD, tensor_data=data)
-    metadata.all_local_plans = [SavePlan([item]), SavePlan([])]
+    plan = create_default_local_save_plan({OTHER: torch.ones(3)}, is_coordinator=True)
+    assert plan.items
+    metadata.all_local_plans = [plan, plan]
     (checkpoint / METADATA).write_bytes(pickle.dumps(metadata))
     found = read_metadata(checkpoint)
     assert not hasattr(found, "all_local_plans")

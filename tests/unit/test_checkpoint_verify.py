@@ -274,23 +274,3 @@ def test_exports_store_a_shared_tensor_once_and_restore_every_name(tmp_path: Pat
         folder = CheckpointFolder(tmp_path / f"t{number}")
         assert bytes_of(folder.path) < once + 10_000
         assert same_bits({n: folder.read_tensor(f"model.{n}") for n in state}, state)
-
-
-@pytest.mark.parametrize("limit", [10**9, 20_000], ids=["one file", "several files"])
-def test_transformers_loads_an_export_of_its_own_tied_model(tmp_path: Path, limit: int) -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
-    counts = {"num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(**sizes, **counts, tie_word_embeddings=True)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(tmp_path / "theirs", max_shard_size=limit)
-    assert verify(tmp_path / "theirs").problems == []
-    assert len(inspect(tmp_path / "theirs").tensors) == len(model.state_dict()) - 1
-    checkpoint.save(tmp_path / "saved", model)
-    out = tmp_path / "exported"
-    export(tmp_path / "saved", out / "model.safetensors", max_shard_bytes=limit)
-    config.save_pretrained(out)
-    loaded, info = type(model).from_pretrained(out, output_loading_info=True)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    assert same_bits(loaded.state_dict(), model.state_dict())

@@ -25,6 +25,16 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], align: Sequence[st
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
+def section(page: str, title: str) -> str:
+    """Return the text of a page below a heading, up to the next one of the same level."""
+    return (ROOT / page).read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def rows_of(text: str) -> list[tuple[str, ...]]:
+    """Return the cells of all lines of tables in a text."""
+    return [cells_of(line) for line in text.splitlines() if line.startswith("| ")]
+
+
 def cells_of(line: str) -> tuple[str, ...]:
     """Return the cells of a line of a table."""
     return tuple(cell.strip() for cell in line.strip("|").split(" | "))

@@ -123,6 +123,7 @@ def test_export_prints_written_and_omitted_tensors(
         ("convert {0}/empty {0}/m", "has no .metadata, only nothing"),
         ("export {0}/checkpoint {0}/files/there.pt", "already exists"),
         ("export {0}/checkpoint {0}/m.npz", "name it .safetensors or .pt"),
+        ("export {0}/checkpoint {0}/m", "name it .safetensors or .pt"),
         ("export {0} {0}/m.pt", "name one of checkpoint"),
         ("convert {0}/files/there.pt {0}/m", "cannot be loaded"),
         ("export {0}/checkpoint {0}/m.pt --prefix x.", "no tensors called x.*"),

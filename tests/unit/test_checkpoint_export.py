@@ -125,9 +125,6 @@ def test_unsupported_conversions_are_rejected(folder: Path, tmp_path: Path) -> N
     complex_model = write(tmp_path / "c", {"z": torch.zeros(2, dtype=torch.complex128)})
     with pytest.raises(CheckpointError, match=r"z is of torch\.complex128, which \.safetensors"):
         export(complex_model, tmp_path / "m.safetensors")
-    for out in ("m.npz", "m"):
-        with pytest.raises(ValueError, match=r"name it \.safetensors or \.pt"):
-            export(folder, tmp_path / out)
     with pytest.raises(ValueError, match="max_shard_bytes is 0"):
         export(folder, tmp_path / "m.safetensors", max_shard_bytes=0)
 
@@ -205,8 +202,6 @@ def test_model_tensors_are_found_in_nested_and_flat_state_dicts(tmp_path: Path) 
         out = tmp_path / f"{number}.safetensors"
         export(tmp_path / source, out, prefix=prefix)
         assert load_file(out).keys() == FLAT.keys()
-    with pytest.raises(CheckpointError, match=r"holds no tensors called nothing\.\*"):
-        export(tmp_path / "flat", tmp_path / "x.pt", prefix="nothing.")
 
 
 def saved_as(kind: str, path: Path, tensors: Tensors) -> Path:
@@ -284,8 +279,6 @@ def test_missing_safetensors_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "part1.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"incomplete: part1\.safetensors is missing"):
         convert(index, tmp_path / "target")
-    with pytest.raises(CheckpointError, match="does not exist"):
-        convert(tmp_path / "nothing.safetensors", tmp_path / "target")
 
 
 PEAKS = """

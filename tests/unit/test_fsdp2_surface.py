@@ -9,7 +9,6 @@ import dataclasses
 import inspect
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from torch.distributed import fsdp
@@ -17,42 +16,36 @@ from torch.distributed import fsdp
 from megatron_fsdp_v2 import FSDPModule, fully_shard
 from megatron_fsdp_v2.runtime.module import REJECTED_METHODS
 from tests.fsdp2_suite.differences import REASONS, column_of, expected
+from tests.pages import rows_of, section
 
-PAGE = (Path(__file__).parents[2] / "docs" / "coming_from_fsdp2.md").read_text()
+PAGE = "docs/coming_from_fsdp2.md"
 STATUS = ("supported", "differs", "rejected")
-
-
-def _rows(title: str) -> dict[str, str]:
-    """Return the status by name from the first table after a heading."""
-    section = PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
-    found: dict[str, str] = {}
-    for line in section.splitlines():
-        cells = [cell.strip() for cell in line.split("|")]
-        if len(cells) > 3 and cells[2] in STATUS:
-            names = re.findall(r"`([\w.]+)`", cells[1])
-            assert names and not found.keys() & set(names), line
-            found |= dict.fromkeys(names, cells[2])
-    return found
-
-
 ARGUMENTS = set(inspect.signature(fsdp.fully_shard).parameters)
 FIELDS = {field.name for field in dataclasses.fields(fsdp.MixedPrecisionPolicy)}
 METHODS = {name for name in vars(fsdp.FSDPModule) if not name.startswith("_")}
+NAMES = {
+    "Arguments": ARGUMENTS | FIELDS,
+    "Methods": METHODS,
+    "Functions and classes": set(fsdp.__all__),
+}
+"""Names that have a row, by heading."""
 
 
-@pytest.mark.parametrize(
-    ("title", "names", "known"),
-    [
-        ("Arguments", ARGUMENTS, "offload_policy"),
-        ("Arguments", FIELDS, "reduce_dtype"),
-        ("Methods", METHODS, "set_requires_gradient_sync"),
-        ("Functions and classes", set(fsdp.__all__), "share_comm_ctx"),
-    ],
-    ids=["arguments", "fields of MixedPrecisionPolicy", "methods", "public names"],
-)
-def test_every_name_of_fsdp2_has_a_row(title: str, names: set[str], known: str) -> None:
-    assert known in names
-    assert names - _rows(title).keys() == set()
+def _rows(title: str) -> dict[str, str]:
+    """Return the status by name from the tables below a heading."""
+    found: dict[str, str] = {}
+    for cells in rows_of(section(PAGE, title)):
+        if len(cells) > 2 and cells[1] in STATUS:
+            names = re.findall(r"`([\w.]+)`", cells[0])
+            assert names and not found.keys() & set(names), cells
+            found |= dict.fromkeys(names, cells[1])
+    return found
+
+
+@pytest.mark.parametrize("title", NAMES)
+def test_every_name_of_fsdp2_has_a_row(title: str) -> None:
+    assert len(NAMES[title]) > 5
+    assert NAMES[title] - _rows(title).keys() == set()
 
 
 def test_every_argument_is_accepted_and_every_method_overridden() -> None:
@@ -78,10 +71,9 @@ def test_methods_accept_the_arguments_of_fsdp2() -> None:
 
 
 def test_result_counts_of_fsdp2s_own_tests_match_the_list_of_differences() -> None:
-    section = PAGE.split("\n## FSDP2's own tests\n")[1].split("\n## ")[0]
-    table = section.split("\n| file | ")[1].split("\n\n")[0]
-    lines = [line.strip("| ").split(" | ") for line in f"| file | {table}".splitlines()]
-    head = lines[0]
+    rows = rows_of(section(PAGE, "FSDP2's own tests"))
+    (head,) = (row for row in rows if row[0] == "file")
+    lines = [row for row in rows if len(row) == len(head)]
     files = {line[0]: dict(zip(head, line, strict=True)) for line in lines[2:-1]}
     listed = Counter(
         (name.partition(".py")[0].removeprefix("test_fully_shard_"), column_of(reasons))
@@ -93,13 +85,12 @@ def test_result_counts_of_fsdp2s_own_tests_match_the_list_of_differences() -> No
         assert [int(row[c]) for c in columns] == [listed[name.strip("`"), c] for c in columns], name
         assert int(row["tests"]) == int(row["pass"]) + sum(int(row[c]) for c in columns), name
     numbers = [sum(int(row[column]) for row in files.values()) for column in head[1:]]
-    assert lines[-1] == ["all", *map(str, numbers)]
+    assert lines[-1] == ("all", *map(str, numbers))
 
 
 def test_every_reason_for_a_difference_from_fsdp2s_own_tests_is_on_the_page() -> None:
-    section = PAGE.split("\n## FSDP2's own tests\n")[1].split("\n## ")[0]
-    rows = {line for line in section.splitlines() if line[:1] == "|"}
+    rows = rows_of(section(PAGE, "FSDP2's own tests"))
     met = set().union(*expected().values())
     assert met <= REASONS.keys()
-    assert {f"| {reason.kind} | {reason.text} |" for reason in REASONS.values()} <= rows
+    assert {(reason.kind, reason.text) for reason in REASONS.values()} <= set(rows)
     assert met == REASONS.keys(), "reasons that are not met"

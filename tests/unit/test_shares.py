@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-from pathlib import Path
-
 import pytest
+
+from tests.processes import ROOT, ran
 
 pytest_plugins = ["pytester"]
 
@@ -13,11 +12,10 @@ pytest_plugins = ["pytester"]
 @pytest.fixture
 def suite(pytester: pytest.Pytester) -> pytest.Pytester:
     """A suite of one quick test and fifty longer ones, with this project's options."""
-    root = Path(__file__).parents[2]
     pytester.makeini("[pytest]\nmarkers =\n    functional: longer\n")
     pytester.makeconftest(
-        f"import sys\nsys.path.insert(0, {str(root)!r})\n"
-        + (root / "conftest.py").read_text().replace("from __future__ import annotations\n", "")
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+        + (ROOT / "conftest.py").read_text().replace("from __future__ import annotations\n", "")
     )
     pytester.makepyfile(
         """
@@ -45,10 +43,8 @@ def test_quick_tests_run_in_every_sample(suite: pytest.Pytester) -> None:
 
 
 def test_sample_for_another_torch_names_existing_files() -> None:
-    root = Path(__file__).parents[2]
-    run = subprocess.run(
-        ["make", "-n", "sample"], cwd=root, capture_output=True, text=True, check=True
-    )
-    named = [word.split("::")[0] for word in run.stdout.split() if word.startswith("tests/")]
+    done = ran("make", "-n", "sample")
+    assert done.returncode == 0, done.stderr
+    named = [word.split("::")[0] for word in done.stdout.split() if word.startswith("tests/")]
     assert len(named) > 10
-    assert [name for name in named if not (root / name).exists()] == []
+    assert [name for name in named if not (ROOT / name).exists()] == []

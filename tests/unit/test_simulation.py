@@ -282,7 +282,7 @@ def test_planned_step_time_matches_the_simulation(planned_job: Job) -> None:
 
 
 def test_page_has_the_simulated_and_planned_step_times() -> None:
-    page = (Path(__file__).parents[2] / "docs/simulation.md").read_text()
+    page = (ROOT / "docs" / "simulation.md").read_text()
     rows = re.findall(r"^\| ([\d,]+) ranks \| ([\d.]+) ms \| ([\d.]+) ms \|$", page, re.MULTILINE)
     assert len(rows) > 2
     for ranks, *times in rows:

@@ -11,7 +11,6 @@ import importlib
 import re
 import types
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +20,10 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "torch_private_names.md"
+from tests.pages import rows_of, section
+from tests.processes import ROOT
+
+PAGE = "docs/torch_private_names.md"
 PACKAGES = ("megatron_fsdp_v2", "adapters")
 
 EXAMPLES = {
@@ -48,8 +49,7 @@ EXAMPLES = {
 
 def _listed(title: str) -> dict[str, str]:
     """Return the reason by name from the table after a heading."""
-    table = PAGE.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    rows = rows_of(section(PAGE, title))
     found = [(name, row[1]) for row in rows for name in re.findall(r"`([\w.]+)`", row[0])]
     assert len(dict(found)) == len(found), "a name is listed twice"
     return dict(found)

@@ -39,6 +39,7 @@ from tests.docs.blocks import blocks_in
 from tests.pages import check_page
 from tests.processes import ROOT
 from tests.reference.models import Stack
+from tests.unit.commands import called
 
 HERE = f"{__name__}:"
 ZERO_3 = Strategy("optim_grads_params")
@@ -75,13 +76,8 @@ def offer_sources(monkeypatch: pytest.MonkeyPatch, *values: str) -> None:
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    """Run a command line; return its status, standard output and standard error."""
-    try:
-        status = cli.main(["plan", *words])
-    except SystemExit as leaving:
-        status = int(leaving.code or 0)
-    said = capsys.readouterr()
-    return status, said.out, said.err
+    """Run `plan`; return its status, standard output and standard error."""
+    return called(capsys, "plan", *words)
 
 
 def described_by(capsys: pytest.CaptureFixture[str], *words: str) -> Any:

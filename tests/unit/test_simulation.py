@@ -20,12 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.sim import gloo
 from benchmarks.sim.__main__ import main
 from benchmarks.sim.costs import RooflineCosts
-from benchmarks.sim.engines import ENGINES
 from benchmarks.sim.estimate import planned
 from benchmarks.sim.measured import AlphaBeta, MeasuredNetwork
 from benchmarks.sim.models import SHAPES, Shape
 from benchmarks.sim.operations import Operations
-from benchmarks.sim.steps import Job, Measured, measure
+from benchmarks.sim.steps import Job, measure
 from megatron_fsdp_v2.plan import find_machine
 from megatron_fsdp_v2.plan.simulation import (
     HostDevice,
@@ -239,24 +238,15 @@ def test_operations_compute_nothing_and_take_no_physical_memory(
 SHAPE = Shape(width=4096, hidden=14336, num_layers=2, vocabulary=32_000)
 
 
-@pytest.fixture(scope="module", params=[2048, longer(16384)])
-def job(request: pytest.FixtureRequest) -> Job:
-    return Job(SHAPE, request.param, sequence=2048)
-
-
-@pytest.fixture(scope="module")
-def found(job: Job) -> dict[str, Measured]:
-    return {engine: measure(engine, job, MACHINE) for engine in ENGINES}
-
-
+@pytest.mark.parametrize("num_ranks", [2048, longer(16384)])
 def test_engines_communicate_similarly_on_thousands_of_ranks_and_ours_exposes_less(
-    job: Job,
-    found: dict[str, Measured],
+    num_ranks: int,
 ) -> None:
-    ours, theirs = found["ours"], found["fsdp2"]
+    job = Job(SHAPE, num_ranks, sequence=2048)
+    ours, theirs = (measure(engine, job, MACHINE) for engine in ("ours", "fsdp2"))
     assert ours.model == theirs.model > 0
     # Units with several flat buffers add latency; FSDP2 pads if ranks outnumber rows.
-    outnumber = job.num_ranks > SHAPE.hidden
+    outnumber = num_ranks > SHAPE.hidden
     assert ours.communicating < theirs.communicating * (1.0 if outnumber else 1.1)
     for measured in (ours, theirs):
         assert measured.step == pytest.approx(

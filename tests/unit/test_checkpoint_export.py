@@ -22,6 +22,7 @@ from megatron_fsdp_v2.checkpoint.exporting import convert, export
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.plain_files import PlainTensor
 from megatron_fsdp_v2.checkpoint.writing import Blocks
+from tests.cases import longer
 from tests.processes import ROOT, ran
 from tests.unit.checkpoints import FIRST, flip, names_in, same_bits, write_folder
 
@@ -343,7 +344,7 @@ def build_model():
 """
 
 
-@pytest.mark.parametrize("limit", [1 << 30, 64], ids=["one-file", "several"])
+@pytest.mark.parametrize("limit", [1 << 30, longer(64)], ids=["one-file", "several"])
 def test_documented_script_loads_an_export_without_this_package(tmp_path: Path, limit: int) -> None:
     text = (ROOT / "docs" / "checkpoints.md").read_text()
     match = re.search(r"```python\n# load_export\.py\n(.*?)```", text, re.DOTALL)

@@ -181,14 +181,17 @@ _INNER = (
     "collect root, collect 2, reduce 2, collect 1, reduce 1, wait inner 2, collect 0, reduce 0, "
     "wait inner 1, reduce root, wait inner 0, wait inner root"
 )
+# A third gradient buffer: wait for the first reduction, then reduce along the outer axis.
+# Along the outer axis, at most two units are in flight as well.
+_TWO_BUFFERS = (
+    "collect root, collect 2, reduce 2, collect 1, reduce 1, wait inner 2, outer 2, collect 0, "
+    f"reduce 0, wait inner 1, outer 1, reduce root, {_AT_THE_END}"
+)
+_BLOCK_0_TWICE = {"runs": ("blocks.0", "blocks.1", "blocks.2", "blocks.0")}
 REDUCTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    # A third gradient buffer: wait for the first reduction, then reduce along the outer axis.
-    # Along the outer axis, at most two units are in flight as well.
-    "two buffers": (
-        {},
-        "collect root, collect 2, reduce 2, collect 1, reduce 1, wait inner 2, outer 2, collect 0, "
-        f"reduce 0, wait inner 1, outer 1, reduce root, {_AT_THE_END}",
-    ),
+    "two buffers": ({}, _TWO_BUFFERS),
+    "two buffers, in a fixed order": ({"strategy": "optim_grads"}, _TWO_BUFFERS),
+    "after the last use": ({"strategy": "optim_grads", "training": _BLOCK_0_TWICE}, _TWO_BUFFERS),
     "one buffer": (
         {"max_live_grad_buffers": 1},
         "collect root, collect 2, reduce 2, wait inner 2, outer 2, "
@@ -269,22 +272,6 @@ def test_every_unit_is_reduced_once_in_the_same_order_for_any_execution(
             ended = data.draw(st.permutations(ran))[: data.draw(st.integers(0, len(ran)))]
             reduced = _backward(units, ordered, passed, ended)
             assert list(itertools.chain.from_iterable(reduced)) == list(range(6))
-
-
-@pytest.mark.parametrize(
-    ("ran", "ended", "reduced"),
-    [
-        ([2, 1, 0], [0, 1, 2], [[0], [1], [2], []]),
-        ([2, 1, 1, 0], [0, 1, 1, 2], [[0], [], [1], [2], []]),
-        ([2, 1, 1, 0], [0, 1, 2], [[0], [], [], [1, 2]]),
-    ],
-    ids=["usual order", "after the second backward", "a use without a backward"],
-)
-def test_unit_is_reduced_after_its_last_use_and_after_its_predecessors(
-    ran: list[int], ended: list[int], reduced: list[list[int]]
-) -> None:
-    units, ordered = _ordered_reductions(3)
-    assert _backward(units, ordered, _forward(units, ran), ended) == reduced
 
 
 def test_deleted_unit_is_not_reduced() -> None:

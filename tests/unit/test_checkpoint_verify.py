@@ -21,14 +21,7 @@ from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.inspecting import inspect
 from megatron_fsdp_v2.checkpoint.metadata import MANIFEST, Manifest
 from megatron_fsdp_v2.checkpoint.verifying import verify
-from tests.unit.checkpoints import (
-    FIRST,
-    changed_metadata,
-    ckpt,
-    flip,
-    same_bits,
-    write_folder,
-)
+from tests.unit.checkpoints import FIRST, changed_metadata, ckpt, flip, same_bits, write_folder
 
 
 @pytest.fixture

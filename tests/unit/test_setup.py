@@ -84,13 +84,6 @@ def tree(bare):
     return bare
 
 
-def _ends_with_one_sentence(done):
-    assert done.returncode != 0
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1
-    return done.stderr
-
-
 @pytest.mark.parametrize(
     ("found", "named", "said"),
     [
@@ -104,7 +97,10 @@ def test_without_a_new_enough_python_setup_ends_with_one_sentence(bare, found, n
     for name, number in found.items():
         bare.add_python(name, number)
     asked = {"PYTHON": str(bare.bin / named)} if named else {}
-    assert said in _ends_with_one_sentence(bare.setup(**asked))
+    done = bare.setup(**asked)
+    assert done.returncode != 0
+    assert (done.stdout, done.stderr.count("\n")) == ("", 1)
+    assert said in done.stderr
     assert not (bare.home / ".venv").exists()
 
 

@@ -11,13 +11,7 @@ import itertools
 
 import pytest
 
-from tests.stream_safety import (
-    Buffer,
-    Fault,
-    Region,
-    Schedule,
-    find_violations,
-)
+from tests.stream_safety import Buffer, Fault, Region, Schedule, find_violations
 
 Faults = list[tuple[Fault, int, int]]
 

@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_fsdp_v2 import TracePoolAllocator
 from megatron_fsdp_v2.memory.address_plan import ALIGNMENT, MemoryPlan, Trace, plan_memory
-from megatron_fsdp_v2.memory.allocator import (
-    Allocator,
-    BufferUse,
-    TemporaryBuffer,
-)
+from megatron_fsdp_v2.memory.allocator import Allocator, BufferUse, TemporaryBuffer
 
 CPU = torch.device("cpu")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch import nn
 
 from megatron_fsdp_v2.diagnostics import Role, memory_tracker
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
-from megatron_fsdp_v2.runtime import context
 from megatron_fsdp_v2.runtime.module import unit_of
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
@@ -172,20 +170,3 @@ def test_weights_gathered_after_a_step_are_gathered_again_after_a_load() -> None
     found = model(torch.ones(2, 4))
     assert torch.equal(found, expected)
     found.sum().backward()
-
-
-@on_ranks(2, strategy=["optim", "optim_grads"])
-def test_forward_after_a_capture_uses_weights_changed_by_a_replay(strategy: str) -> None:
-    """This test changes main weights as a replay does: without hooks or version counters."""
-    for is_captured in (False, True):
-        model, optimizer = _made(sharding_strategy=strategy)
-        _step(model, optimizer)
-        with mock.patch.object(context, "is_capturing", lambda device: is_captured):  # noqa: B023
-            _step(model, optimizer)
-        with torch.no_grad():
-            model(torch.ones(2, INPUT))
-            _change_untracked(model, optimizer)
-            found, other = model(torch.ones(2, INPUT)), _made(sharding_strategy=strategy)[0]
-            other.load_state_dict(model.state_dict())
-            # Without a capture, weights are gathered only after a tracked change.
-            assert torch.equal(found, other(torch.ones(2, INPUT))) is is_captured

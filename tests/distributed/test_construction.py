@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
 import sys
 import typing
@@ -25,6 +24,7 @@ import megatron_fsdp_v2
 from megatron_fsdp_v2 import FSDPModule, fully_shard
 from megatron_fsdp_v2.runtime import optimizer_steps
 from megatron_fsdp_v2.runtime.module import swap_class, unit_of
+from tests.cases import longer
 from tests.distributed.nccl_double import as_on_cuda
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
@@ -351,29 +351,17 @@ def _built() -> Any:
     return model
 
 
-class _Same:
-    """Compares an object by identity, and keeps it alive so that its address is not reused."""
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    @override
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 def _state(value: Any, depth: int = 3) -> Any:
     """A value to compare: plain data and containers by content, everything else by identity."""
     if isinstance(value, bool | int | float | str | bytes | type(None)):
         return value
     if depth and type(value) in (list, tuple, deque):
         return [type(value), [_state(one, depth - 1) for one in value]]
+    items: list[Any] = []
     if depth and type(value) in (dict, OrderedDict):
         items = [(_state(k, depth), _state(v, depth - 1)) for k, v in value.items()]
-        return [_Same(value), items]
-    return _Same(value)
+    # The addresses are compared; the object is kept, so that its address is not reused.
+    return (id(value), value, items)
 
 
 def _attributes(target: Any) -> dict[str, Any]:
@@ -474,24 +462,14 @@ def _train(model: Any) -> list[bytes]:
     return found + [param.to_local().detach().numpy().tobytes() for param in model.parameters()]
 
 
-def check_failures(
-    of: str, least: int, events: tuple[str, ...] = ("call",), every: int = 1
-) -> None:
-    """Check that `least` failures or more change nothing, and that the next call trains."""
-    call: Callable[[Any], Any] = functools.partial(_SHARDED[of], **_options())
+def _built_and_expected(call: Callable[..., Any]) -> tuple[Any, list[bytes]]:
+    """The model, and the results of training it after a call that shards it."""
     expected, model = _built(), _built()
     torch.manual_seed(1)
-    call(expected)
-    expected_bits = _train(expected)
+    call(expected, **_options())
+    results = _train(expected)
     torch.manual_seed(1)
-    originals = [*model.parameters(), *model.buffers()]
-    before, number = _snapshot(model, originals), 1
-    while fail_at(number, lambda: call(model), events):
-        assert _changes(before, _snapshot(model, originals)) == [], number
-        number += every
-    assert number // every >= least
-    assert _train(model) == expected_bits
-    assert model.calls == ["forward", "weight"] * 3
+    return model, results
 
 
 _SHARDED: dict[str, Callable[..., Any]] = {
@@ -500,15 +478,28 @@ _SHARDED: dict[str, Callable[..., Any]] = {
 }
 
 
-@on_ranks(2)
-def test_failure_in_any_function_changes_nothing_and_the_next_call_trains() -> None:
-    check_failures("root", 50, every=11)
-
-
-@pytest.mark.functional
-@on_ranks(2, timeout_s=600, of=["root", "some"])
-def test_failure_at_any_function_entry_or_exit_changes_nothing(of: str) -> None:
-    check_failures(of, 500, ("call", "return"))
+@pytest.mark.parametrize(
+    ("of", "least", "events", "every"),
+    [
+        ("root", 50, ("call",), 11),
+        longer("root", 500, ("call", "return"), 1),
+        longer("some", 500, ("call", "return"), 1),
+    ],
+)
+@on_ranks(2, timeout_s=600)
+def test_failure_in_any_function_changes_nothing_and_the_next_call_trains(
+    of: str, least: int, events: tuple[str, ...], every: int
+) -> None:
+    """At least `least` failures, of every `every`th event."""
+    model, expected = _built_and_expected(_SHARDED[of])
+    originals = [*model.parameters(), *model.buffers()]
+    before, number = _snapshot(model, originals), 1
+    while fail_at(number, lambda: _SHARDED[of](model, **_options()), events):
+        assert _changes(before, _snapshot(model, originals)) == [], number
+        number += every
+    assert number // every >= least
+    assert _train(model) == expected
+    assert model.calls == ["forward", "weight"] * 3
 
 
 def _initialize_and_raise(module: Any) -> None:
@@ -520,10 +511,7 @@ def _initialize_and_raise(module: Any) -> None:
 
 @on_ranks(2)
 def test_real_errors_change_nothing_and_the_next_call_trains() -> None:
-    expected, model = _built(), _built()
-    torch.manual_seed(1)
-    expected_bits = _train(expected)
-    torch.manual_seed(1)
+    model, expected = _built_and_expected(fully_shard)
     rank, meshes = dist.get_rank(), [DeviceMesh("cpu", [other]) for other in range(2)]
     calls: dict[str, Callable[[], Any]] = {
         "is gathered": lambda: fully_shard(model, **_options()),
@@ -541,7 +529,7 @@ def test_real_errors_change_nothing_and_the_next_call_trains() -> None:
         assert text in error_message(Exception, call)
         assert _changes(before, _snapshot(model, originals)) == [], text
         model.first.reshard()
-    assert _train(model) == expected_bits
+    assert _train(model) == expected
     assert model.calls == ["forward", "weight"] * 3
 
 

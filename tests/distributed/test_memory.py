@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import itertools
 import warnings
@@ -18,14 +19,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from megatron_fsdp_v2 import UnitOptions, fully_shard
 from megatron_fsdp_v2.comm import backends
 from megatron_fsdp_v2.params.group import ParameterGroup
 from megatron_fsdp_v2.runtime import unit_checks
 from megatron_fsdp_v2.runtime.module import named_units, unit_of
 from megatron_fsdp_v2.runtime.schedule import ReductionQueue
 from tests.cases import quick_if
-from tests.distributed.allocations import allocation_sizes, count_live_buffers, steady_nbytes
+from tests.distributed.allocations import allocation_sizes, steady_nbytes
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     BF16,
@@ -33,6 +33,7 @@ from tests.distributed.wrapping import (
     STRATEGIES,
     batch,
     count_collectives,
+    gradient_error,
     on_mesh,
     own_loss,
     record_collectives,
@@ -41,6 +42,7 @@ from tests.distributed.wrapping import (
 )
 from tests.parity.test_parity import train_pattern
 from tests.reference.models import INPUT, WIDTH, Formula, Stack
+from tests.sharding import shard
 
 NUM_BLOCKS = 5
 
@@ -177,50 +179,6 @@ def test_sharding_a_model_allocates_nothing_but_its_shards(
     assert peak == pytest.approx(originals + shards[0], rel=0.03)
 
 
-@pytest.mark.parametrize("pooled", [False, True], ids=["plain", "pool"])
-@on_ranks("world_size", world_size=[2, 4])
-def test_parameters_and_gradients_are_views_of_the_flat_buffers(
-    world_size: int, pooled: bool
-) -> None:
-    model = wrap(Stack(NUM_BLOCKS), enable_trace_pool=pooled)
-    group = unit_of(model.blocks[0]).groups[0]
-    seen = []
-
-    def look(module: Any, *_: Any) -> None:
-        flat = group.gathered_weight.tensor
-        for index, param in enumerate(group.unsharded_params):
-            offset = group.layout.slots[index].offset * 4
-            seen.append(param.data_ptr() == flat.data_ptr() + offset)
-        seen.append(module.up.weight is group.unsharded_params[group.names.index("up.weight")])
-
-    model.blocks[0].register_forward_pre_hook(look)
-    # The pool has a plan from the fourth step on.
-    for _ in range(4 if pooled else 1):
-        model(torch.randn(4, 5)).square().mean().backward()
-    main, grad = group.main_weight.tensor, group.main_grad.tensor
-    assert all(seen) and len(seen) > 5
-    for param in group.sharded_params:
-        local = param.to_local()
-        if local.numel():
-            offset = local.data_ptr() - main.data_ptr()
-            assert 0 <= offset < main.numel() * 4
-            assert param.grad.to_local().data_ptr() - grad.data_ptr() == offset
-        else:
-            assert param.grad is None
-
-
-@on_ranks(2)
-def test_deleting_the_model_frees_its_storages_immediately() -> None:
-    def train() -> list[Any]:
-        model = wrap(Stack(NUM_BLOCKS))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        own_loss(model).backward()
-        optimizer.step()
-        return [model, None, optimizer]
-
-    assert count_live_buffers(train) == (0, None)
-
-
 def _groups(model: Any) -> list[Any]:
     return [group for _, unit in named_units(model) for group in unit.groups]
 
@@ -300,17 +258,12 @@ def test_kept_gradient_is_not_written_by_later_steps(form: str, offloaded: bool)
     torch.manual_seed(7)
     model = wrap(Stack(), offload_policy=policy)
     own_loss(model).backward()
-    kept = {
-        name: KEPT[form](param.grad)
-        for name, param in model.named_parameters()
-        if param.grad is not None
-    }
-    values = {name: look().clone() for name, look in kept.items()}
+    values = _grads(model)
+    kept = {name: KEPT[form](model.get_parameter(name).grad) for name in values}
     for seed in (1, 2):
         model.zero_grad()
         own_loss(model, seed).backward()
-        for name, look in kept.items():
-            assert torch.equal(look(), values[name]), name
+        assert all(torch.equal(kept[name](), values[name]) for name in values)
     assert len(kept) > 5
     # The new gradients are those of a run in which no gradient is kept.
     torch.manual_seed(7)
@@ -320,19 +273,17 @@ def test_kept_gradient_is_not_written_by_later_steps(form: str, offloaded: bool)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@on_ranks(2, form=["gradient", "local"])
+@on_ranks(2, form=["gradient", "view"])
 def test_kept_gradient_is_not_written_after_some_are_set_to_none(form: str) -> None:
     model = wrap(Stack())
     own_loss(model).backward()
-    chosen = {n: p for n, p in model.named_parameters() if "weight" in n and p.grad is not None}
-    kept = {n: p.grad if form == "gradient" else p.grad.to_local() for n, p in chosen.items()}
-    values = {name: getattr(g, "_local_tensor", g).clone() for name, g in kept.items()}
     first = _grads(model)
-    for param in chosen.values():
-        param.grad = None
+    chosen = [name for name in first if "weight" in name]
+    kept = {name: KEPT[form](model.get_parameter(name).grad) for name in chosen}
+    for name in chosen:
+        model.get_parameter(name).grad = None
     own_loss(model).backward()
-    for name, grad in kept.items():
-        assert torch.equal(getattr(grad, "_local_tensor", grad), values[name]), name
+    assert all(torch.equal(kept[name](), first[name]) for name in chosen)
     for name, found in _grads(model).items():
         assert torch.equal(found, first[name] if name in chosen else 2 * first[name]), name
 
@@ -371,38 +322,30 @@ def _expect_no_warning(call: Any) -> None:
         call()
 
 
-def _tied() -> Any:
-    """A model whose output layer has no weight and is passed the weight of the embedding."""
-    torch.manual_seed(0)
-
-    def forward(model: Any, x: torch.Tensor) -> Any:
-        x = model.block(model.embedding(x))
-        return model.output(x, lambda: model.embedding.weight)
-
-    output = Formula(lambda _, x, weight: x @ weight().t())
-    layers = {"embedding": nn.Embedding(INPUT, 16), "block": nn.Linear(16, 16)}
-    return Formula(forward, **layers, output=output)
+def _of_embedding(model: Any, x: torch.Tensor) -> Any:
+    """The forward of a model whose output layer is passed the weight of the embedding."""
+    x = model.block(model.embedding(x))
+    return model.output(x, lambda: model.embedding.weight)
 
 
 @on_ranks(2, strategy=STRATEGIES)
 def test_unit_can_use_parameters_of_other_units(strategy: str) -> None:
-    tokens = torch.arange(INPUT).view(1, -1)
-    plain, model = _tied(), _tied()
+    plain = Formula(
+        _of_embedding,
+        embedding=nn.Embedding(INPUT, 16),
+        block=nn.Linear(16, 16),
+        output=Formula(lambda _, x, weight: x @ weight().t()),
+    )
+    model = copy.deepcopy(plain)
     for unit in (model.embedding, model.block):
-        fully_shard(unit, sharding_strategy=strategy)
-    used = {model.embedding.weight}
-    fully_shard(model.output, sharding_strategy=strategy, options=UnitOptions(used_params=used))
-    fully_shard(model, sharding_strategy=strategy)
-    for one in (plain, model):
-        one(tokens).square().mean().backward()
-    for name, param in model.named_parameters():
-        expected = plain.get_parameter(name).grad
-        grad = param.grad
-        if grad is not None:
-            first, last = grad.local_rows
-            torch.testing.assert_close(grad.to_local(), expected[first:last])
-    names = [name for name, _ in model.state_dict().items()]
-    assert names == [name for name, _ in plain.state_dict().items()]
+        shard(unit, sharding_strategy=strategy)
+    shard(model.output, sharding_strategy=strategy, used_params={model.embedding.weight})
+    shard(model, sharding_strategy=strategy)
+    tokens = torch.arange(INPUT).view(1, -1)
+    for either in (plain, model):
+        either(tokens).square().mean().backward()
+    assert gradient_error(model, plain) < 1e-6
+    assert list(model.state_dict()) == list(plain.state_dict())
 
 
 # Pattern and options.

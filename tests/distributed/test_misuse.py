@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy, RuntimeOptions, UnitOptions, fully_shard
+from megatron_fsdp_v2.diagnostics import memory_tracker
 from megatron_fsdp_v2.params import gradients
 from megatron_fsdp_v2.params.autograd import save_activations_on_cpu
 from megatron_fsdp_v2.params.formats import register_format
@@ -52,22 +53,17 @@ def _linear(**options: Any) -> Any:
     return fully_shard(nn.Linear(2, 2), **options)
 
 
+def _holding(name: str, param: torch.Tensor) -> Any:
+    """Shard a module with a given parameter."""
+    module = nn.Linear(2, 2)
+    setattr(module, name, nn.Parameter(param))
+    return fully_shard(module)
+
+
 def _parent_before_child() -> None:
     model = Stack()
     fully_shard(model)
     fully_shard(model.blocks[0])
-
-
-def _zero_dim() -> None:
-    module = nn.Linear(2, 2)
-    module.scale = nn.Parameter(torch.tensor(1.0))
-    fully_shard(module)
-
-
-def _wrapper_subclass_parameter() -> None:
-    module = nn.Linear(2, 2)
-    module.weight = nn.Parameter(TwoTensor(torch.ones(2, 2), torch.zeros(2, 2)))
-    fully_shard(module)
 
 
 def _parameter_with_fsdp2_hook() -> None:
@@ -97,12 +93,6 @@ class _Reshaping(_Bare):
 
     def reset_parameters(self) -> None:
         self.weight = nn.Parameter(torch.zeros(3, 2))
-
-
-def _trained_in(dtype: torch.dtype) -> None:
-    module = nn.Linear(2, 2)
-    module.weight = nn.Parameter(torch.ones(2, 2).to(dtype))
-    fully_shard(module)
 
 
 def _quantized_and_offloaded() -> None:
@@ -295,8 +285,22 @@ def _new(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
     return nn.Parameter(torch.ones(shape, dtype=dtype))
 
 
+def _tracked(module: nn.Module) -> None:
+    with memory_tracker(module):
+        pass
+
+
 VALUE: dict[str, Callable[[], Any]] = {
     **{text: partial(_linear, **options) for text, options in ARGUMENTS.items()},
+    **{
+        f"{option} must be a whole number of at least 1, got {value}": partial(
+            RuntimeOptions, **{option: value}
+        )
+        for option in ("unshard_prefetch_depth", "unshard_prefetch_bytes", "max_live_grad_buffers")
+        for value in (0, 1.5, True)
+    },
+    "Stack contains no sharded module": lambda: _tracked(Stack()),
+    "Sequential is not sharded itself": lambda: _tracked(nn.Sequential(wrap(Stack()))),
     "a data-parallel mesh has 1 axis (dp) or 2 (outer dp, inner dp), got 3": lambda: _linear(
         mesh=init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c"))
     ),
@@ -304,8 +308,10 @@ VALUE: dict[str, Callable[[], Any]] = {
     "ModuleList has no forward": lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])),
     "fully_shard was already called on this": lambda: fully_shard(_linear()),
     "is sharded already, by a unit that contains it": _parent_before_child,
-    "parameter scale is 0-dim": _zero_dim,
-    "parameter weight is a TwoTensor, which is made of other tensors": _wrapper_subclass_parameter,
+    "parameter scale is 0-dim": lambda: _holding("scale", torch.tensor(1.0)),
+    "parameter weight is a TwoTensor, which is made of other tensors": lambda: _holding(
+        "weight", TwoTensor(torch.ones(2, 2), torch.zeros(2, 2))
+    ),
     "parameter bias is a Parameter, which is made of other tensors or defines": (
         _parameter_with_fsdp2_hook
     ),
@@ -317,11 +323,11 @@ VALUE: dict[str, Callable[[], Any]] = {
     ),
     "Linear is not sharded; call fully_shard": lambda: unit_of(nn.Linear(2, 2)),
     "parameter weight is not a leaf tensor": _non_leaf,
-    "parameter weight is complex (torch.complex64) and trained": partial(
-        _trained_in, torch.complex64
+    "parameter weight is complex (torch.complex64) and trained": lambda: _holding(
+        "weight", torch.ones(2, 2, dtype=torch.complex64)
     ),
-    "parameter weight is of 8 bits (torch.float8_e4m3fn) and trained": partial(
-        _trained_in, torch.float8_e4m3fn
+    "parameter weight is of 8 bits (torch.float8_e4m3fn) and trained": lambda: _holding(
+        "weight", torch.ones(2, 2).to(torch.float8_e4m3fn)
     ),
     "parameter up.weight is a ScaledFloat8": _quantized_and_offloaded,
     "initialization of _Reshaping left weight of shape (3, 2)": lambda: fully_shard(_Reshaping()),
@@ -425,18 +431,6 @@ def test_second_backward_on_one_graph_raises_or_accumulates(strategy: str) -> No
     errors.append(gradient_error(model, plain))
     assert "backward through the graph a second time" in text
     assert max(errors) < 1e-6
-
-
-@on_ranks(2)
-def test_ignored_parameters_are_unchanged() -> None:
-    """An ignored parameter stays the same object and gets a plain gradient."""
-    model = Stack()
-    kept = model.blocks[0].up.weight
-    wrap(model, ignored_params={kept})
-    model(torch.ones(2, 5)).sum().backward()
-    assert model.blocks[0].up.weight is kept
-    assert type(kept.grad) is torch.Tensor
-    assert bool((kept.grad != 0).any())
 
 
 @on_ranks(2)

@@ -102,38 +102,29 @@ def test_manual_unshard_gathers_untracked_changes() -> None:
     assert recorded.count("all_gather") == 1
 
 
-@on_ranks(2)
-def test_a_unit_waits_for_all_optimizers_of_its_parameters() -> None:
-    model, _ = _made(**AHEAD)
-    matrices = [param for param in model.parameters() if param.dim() > 1]
-    others = [param for param in model.parameters() if param.dim() == 1]
-    optimizers = [torch.optim.SGD(params, lr=0.1) for params in (matrices, others)]
-    _backward(model)
+@on_ranks(2, split=["by dimension", "by unit"])
+def test_a_unit_is_gathered_once_after_all_optimizers_of_its_parameters(split: str) -> None:
+    model, plain = _made(**AHEAD)[0], _made()[0]
     recorded = record_collectives(model)
-    optimizers[0].step()
-    assert not any(_gathered(model))
-    optimizers[1].step()
-    assert _gathered(model) == [True, True, False, False]
-    assert recorded.count("all_gather") == 2
-
-
-@on_ranks(2)
-def test_second_optimizer_does_not_gather_units_of_the_first_again() -> None:
-    model, _ = _made(**AHEAD)
-    plain, _ = _made()
     optimizers = []
     for made in (model, plain):
-        blocks = [*made.blocks.parameters()]
-        others = [*made.input.parameters(), *made.output.parameters()]
-        optimizers.append([torch.optim.SGD(params, lr=0.1) for params in (others, blocks)])
-    recorded = record_collectives(model)
+        is_first = {
+            "by dimension": lambda name, param: param.dim() == 1,
+            "by unit": lambda name, param: not name.startswith("blocks."),
+        }[split]
+        groups: dict[bool, list[Any]] = {True: [], False: []}
+        for name, param in made.named_parameters():
+            groups[is_first(name, param)].append(param)
+        optimizers.append([torch.optim.SGD(params, lr=0.1) for params in groups.values()])
     for _ in range(2):
         before = recorded.count("all_gather")
         for made, both in zip((model, plain), optimizers, strict=True):
             _backward(made)
             both[0].step()
-            assert _gathered(made) == [made is model, False, False, False]
+            # The first optimizer steps the root alone, or no unit as a whole.
+            assert _gathered(made) == [made is model and split == "by unit", False, False, False]
             both[1].step()
+            assert _gathered(made) == [made is model, made is model, False, False]
             made.zero_grad()
     # Forward and backward of three blocks, and the root, once each.
     assert recorded.count("all_gather") == before + 2 * 3 + 1

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy
 from megatron_fsdp_v2.comm import backends
-from megatron_fsdp_v2.comm.calls import all_gather_single, broadcast_shards, is_gloo
+from megatron_fsdp_v2.comm.calls import broadcast_shards, is_gloo
 from megatron_fsdp_v2.comm.groups import group_of_same_ranks, new_local_group
 from megatron_fsdp_v2.comm.interface import Axis, Collective, CollectiveKind, CommStream
 from megatron_fsdp_v2.runtime.module import named_units, unit_of
@@ -52,32 +51,19 @@ def _shard(rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("is_in_place", [False, True], ids=["out_of_place", "in_place"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@on_ranks("world_size", world_size=[1, 2, 3, 4])
-def test_broadcast_shards_gathers_all_shards(
-    world_size: int, dtype: torch.dtype, is_in_place: bool
+@on_ranks("shape", shape=[(1,), (2,), (3,), (4,), (2, 2)])
+def test_broadcast_shards_gathers_the_shards_of_each_group(
+    shape: tuple[int, ...], dtype: torch.dtype, is_in_place: bool
 ) -> None:
-    rank = dist.get_rank()
-    output = torch.zeros(world_size * NUMEL, dtype=dtype)
-    shard = _shard(rank, dtype)
-    if is_in_place:
-        shard = output.narrow(0, rank * NUMEL, NUMEL).copy_(shard)
-    group = dist.group.WORLD
-    assert group is not None
-    broadcast_shards(output, shard, group=group).wait()
-    expected = torch.cat([_shard(other, dtype) for other in range(world_size)])
-    assert torch.equal(output.view(torch.uint8), expected.view(torch.uint8))
-
-
-@on_ranks(4)
-def test_broadcast_shards_runs_in_groups_of_some_ranks() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    for name in ("outer", "inner"):
-        group = mesh.get_group(name)
-        by_ring, by_broadcasts = torch.zeros(2, 2 * NUMEL).unbind()
-        shard = _shard(dist.get_rank(), torch.float32)
-        all_gather_single(by_ring, shard, group=group)
-        broadcast_shards(by_broadcasts, shard, group=group).wait()
-        assert torch.equal(by_ring, by_broadcasts)
+    for group in mesh_of(*shape).get_all_groups():
+        ranks = dist.get_process_group_ranks(group)
+        output = torch.zeros(len(ranks) * NUMEL, dtype=dtype)
+        shard = _shard(dist.get_rank(), dtype)
+        if is_in_place:
+            shard = output.narrow(0, dist.get_rank(group) * NUMEL, NUMEL).copy_(shard)
+        broadcast_shards(output, shard, group=group).wait()
+        expected = torch.cat([_shard(other, dtype) for other in ranks])
+        assert torch.equal(output.view(torch.uint8), expected.view(torch.uint8))
 
 
 @on_ranks(2)

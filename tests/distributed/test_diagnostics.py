@@ -164,51 +164,34 @@ def test_diagnostics_issue_at_most_one_collective_per_mesh_axis(mesh_name: str) 
 # -- NaN and Inf ------------------------------------------------------------------------------
 
 
-def nonfinite_planted(
-    mesh_name: str, strategy: str, dtype: torch.dtype, every_replica: bool
-) -> tuple[list[Any], str]:
-    """Plant three NaN in a parameter and two Inf in a gradient; return findings and error."""
+@pytest.mark.parametrize(
+    ("mesh_name", "one_replica"), [*((name, False) for name in MESH_NAMES), ("HSDP 2x2", True)]
+)
+@on_ranks("mesh_name", dtype=[torch.float32, torch.bfloat16, torch.float16])
+def test_nonfinite_numbers_are_named_and_counted_once_on_all_ranks(
+    mesh_name: str, one_replica: bool, dtype: torch.dtype
+) -> None:
+    """Three NaN in a parameter and two Inf in a gradient, of one replica or of all."""
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, main_params_dtype=torch.float32, main_grads_dtype=dtype
     )
-    model = _sharded(mesh_name, strategy, mp_policy=policy)
-    own_loss(model).backward()
-    check_finite(model)
-    if every_replica or dist.get_rank() == 0:
-        param, other = model.blocks[1].up.weight, model.blocks[2].down.weight
-        if param.local_rows[0] == 0 < param.local_rows[1]:
-            param.to_local().detach()[0, :3] = math.nan
-        if other.local_rows[0] < other.local_rows[1] == other.shape[0]:
-            other.grad.to_local()[-1, :2] = torch.tensor([math.inf, -math.inf])
-    message = error_message(RuntimeError, lambda: check_finite(model))
-    return [dataclasses.astuple(item) for item in find_nonfinite(model)], message
-
-
-@pytest.mark.parametrize("mesh_name", MESH_NAMES)
-@on_ranks("mesh_name", dtype=[torch.float32, torch.bfloat16, torch.float16])
-def test_nonfinite_numbers_are_named_and_counted_once_on_all_ranks(
-    mesh_name: str, dtype: torch.dtype
-) -> None:
     for strategy in strategies_on(mesh_name):
-        found, message = nonfinite_planted(mesh_name, strategy, dtype, True)
-        assert found == [
+        model = _sharded(mesh_name, strategy, mp_policy=policy)
+        own_loss(model).backward()
+        check_finite(model)
+        param, other = model.blocks[1].up.weight, model.blocks[2].down.weight
+        if not one_replica or param.device_mesh.get_local_rank("outer") == 0:
+            if param.local_rows[0] == 0 < param.local_rows[1]:
+                param.to_local().detach()[0, :3] = math.nan
+            if other.local_rows[0] < other.local_rows[1] == other.shape[0]:
+                other.grad.to_local()[-1, :2] = torch.tensor([math.inf, -math.inf])
+        message = error_message(RuntimeError, lambda model=model: check_finite(model))
+        assert [dataclasses.astuple(item) for item in find_nonfinite(model)] == [
             ("blocks.1.up.weight", "param", 3, 0),
             ("blocks.2.down.weight", "grad", 0, 2),
         ], strategy
         assert "blocks.1.up.weight: 3 NaN, 0 Inf" in message
         assert "gradient of blocks.2.down.weight: 0 NaN, 2 Inf" in message
-
-
-@pytest.mark.parametrize(
-    ("mesh_name", "strategy"), [("2", "no_shard"), ("HSDP 2x2", "optim_grads_params")]
-)
-@on_ranks("mesh_name")
-def test_nonfinite_numbers_of_one_replica_are_found_on_all_ranks(
-    mesh_name: str, strategy: str
-) -> None:
-    found = nonfinite_planted(mesh_name, strategy, torch.float32, False)
-    assert found[0], "nothing was planted on rank 0"
-    assert of_all_ranks(found) == [found] * dist.get_world_size()
 
 
 @on_ranks(2)

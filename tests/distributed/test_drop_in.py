@@ -106,24 +106,18 @@ def test_total_norm_value_clipping_and_counting_are_global() -> None:
     assert counted == expected == sum(held)
 
 
-class OneRow(nn.Module):
-    """A parameter of one row, held by one rank with its gradient, and a parameter of six rows."""
-
-    def __init__(self, *dtypes: torch.dtype) -> None:
-        super().__init__()
-        rows = zip((1, 6), dtypes, strict=True)
-        self.weights = nn.ParameterList(torch.full((r, 5), 0.5, dtype=d) for r, d in rows)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([(x.to(w.dtype) @ w.t()).double() for w in self.weights], 1)
-
-
 @on_ranks(2)
 def test_clip_grad_norm_works_where_ranks_hold_gradients_of_different_dtypes() -> None:
     # Collectives fail after 20 seconds instead of the default timeout of minutes.
     group = dist.new_group(timeout=datetime.timedelta(seconds=20))
-    model = OneRow(torch.float64, torch.float32)
-    model = wrap(model, [], mesh=DeviceMesh.from_group(group, "cpu"))
+    # A parameter of one row, held by one rank with its gradient, and a parameter of six rows.
+    rows = ((1, torch.float64), (6, torch.float32))
+    weights = nn.ParameterList(torch.full((number, 5), 0.5, dtype=dtype) for number, dtype in rows)
+    model = Formula(
+        lambda m, x: torch.cat([(x.to(w.dtype) @ w.t()).double() for w in m.weights], 1),
+        weights=weights,
+    )
+    wrap(model, [], mesh=DeviceMesh.from_group(group, "cpu"))
     model(batch(0)).square().mean().backward()
     norms = of_all_ranks(_number(nn.utils.clip_grad_norm_(model.parameters(), 0.01)))
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)

@@ -49,9 +49,7 @@ DTYPES = (
 
 _REDUCED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "SUM": torch.add,
-    "PRODUCT": torch.mul,
     "MAX": torch.maximum,
-    "MIN": torch.minimum,
 }
 
 

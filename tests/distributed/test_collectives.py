@@ -76,19 +76,6 @@ PIECE = 5000
 """Elements of a rank's slice: the last chunk of 1000 elements is full, the last of 1536 is not."""
 
 
-def _reduced(
-    into: torch.Tensor,
-    full: torch.Tensor,
-    scale: float,
-    accumulate: bool,
-) -> Any:
-    axis = Axis(dist.group.WORLD, dist.get_world_size(), dist.get_rank())
-    kind = CollectiveKind.REDUCE_SCATTER
-    where = axis, CommStream.REDUCE
-    collective = Collective(kind, into, full, *where, scale, accumulate)
-    return backends.CpuCommunicator().issue(collective, async_op=True)
-
-
 def _full(rank: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(PIECE * dist.get_world_size(), generator=generator).to(dtype)
@@ -111,7 +98,10 @@ def test_reduce_scatter_sums_in_rank_order_in_the_dtype_of_the_result(
     expected = torch.add(into, total, alpha=scale) if accumulate else total * scale
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "SUM_CHUNK", chunk)
-        work = _reduced(into, _full(rank, comm_dtype), scale, accumulate)
+        full, axis = _full(rank, comm_dtype), Axis(dist.group.WORLD, world_size, rank)
+        kind, stream = CollectiveKind.REDUCE_SCATTER, CommStream.REDUCE
+        collective = Collective(kind, into, full, axis, stream, scale, accumulate)
+        work = backends.CpuCommunicator().issue(collective, async_op=True)
         work.wait()
         work.wait()
     assert torch.equal(into, expected)

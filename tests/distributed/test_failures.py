@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.utils.checkpoint import checkpoint as recompute
 
-from megatron_fsdp_v2 import checkpoint, fully_shard
+from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.comm import backends
 from megatron_fsdp_v2.comm.interface import Collective, Work
 from megatron_fsdp_v2.runtime.module import unit_of
@@ -39,7 +39,7 @@ from tests.distributed.wrapping import (
     wrap,
 )
 from tests.reference.failing import fail, fail_in_backward, failing
-from tests.reference.models import Checkpointed, Skipping, Stack
+from tests.reference.models import Checkpointed, Formula, Skipping, Stack
 
 # -- axes of one rank -----------------------------------------------------------------------------
 
@@ -159,50 +159,38 @@ def test_ranks_may_evaluate_different_numbers_of_batches_below_zero_3(
 # -- recomputation --------------------------------------------------------------------------------
 
 
-class Recomputing(Checkpointed):
-    """Records the compute dtype of its blocks."""
-
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__(use_reentrant=use_reentrant)
-        self.seen: list[torch.dtype] = []
-        for block in self.blocks:
-            block.up.register_forward_hook(lambda m, a, output: self.seen.append(output.dtype))
-
-
 @on_ranks(2, use_reentrant=[False, True])
 def test_autocast_applies_in_a_recomputation(use_reentrant: bool) -> None:
-    plain, sharded = pair(lambda: Recomputing(use_reentrant))
+    plain, sharded = pair(lambda: Checkpointed(use_reentrant=use_reentrant))
+    seen: list[torch.dtype] = []
+    for block in sharded.blocks:
+        block.up.register_forward_hook(lambda m, a, output: seen.append(output.dtype))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         losses = [plain_loss(plain), own_loss(sharded)]
     for loss in losses:
         loss.backward()
     # Three blocks, each once in the forward and once more in the backward.
-    assert sharded.seen == [torch.bfloat16] * 6
+    assert seen == [torch.bfloat16] * 6
     assert gradient_error(sharded, plain) < 2e-3
 
 
-class DetachedInside(nn.Module):
-    """Two recomputed regions with a unit whose input is detached."""
+def _unit_with_detached_input(model: Any, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = model.outside(x).tanh()
+    return y + model.unit(y.detach())
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.outside = nn.Linear(5, 5)
-        self.blocks = nn.ModuleList([nn.Linear(5, 5)])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(2):
-            x = recompute(self.region, x, use_reentrant=False)
-        return x
-
-    def region(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.outside(x).tanh()
-        y = y + self.blocks[0](y.detach())
-        return y
+def _recomputed_twice(model: Any, x: torch.Tensor) -> Any:
+    for _ in range(2):
+        x = recompute(_unit_with_detached_input, model, x, use_reentrant=False)
+    return x
 
 
 @on_ranks(2)
 def test_recomputation_that_stops_early_needs_no_backward() -> None:
-    plain, sharded = pair(DetachedInside)
+    plain, sharded = pair(
+        lambda: Formula(_recomputed_twice, outside=nn.Linear(5, 5), unit=nn.Linear(5, 5)),
+        lambda model: [model.unit],
+    )
     found = []
     for model in (plain, sharded):
         x = torch.linspace(-1, 1, 10).view(2, 5).requires_grad_()
@@ -358,23 +346,16 @@ def test_next_forward_gathers_weights_after_a_failed_gather(is_async: bool, at_i
     assert gradient_error(model, plain) < 1e-6
 
 
-class _OneUnused(nn.Module):
-    """Parameters of two groups; one parameter of the second group is unused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.unused = (nn.Parameter(torch.ones(8, 4)) for _ in range(3))
-        for param in (self.second, self.unused):
-            param.requires_gradient_reduction = False  # type: ignore[attr-defined]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x @ self.first + x @ self.second).sum()
-
-
 @on_ranks(2, strategy=STRATEGIES)
 def test_reductions_of_a_failed_backward_are_dropped(strategy: str) -> None:
-    model = fully_shard(
-        _OneUnused(), mesh=mesh_of(2), sharding_strategy=strategy, on_missing_grad="error"
+    """Of the two parameters of the second group, one is unused."""
+    params = {name: nn.Parameter(torch.ones(8, 4)) for name in ("first", "second", "unused")}
+    for name in ("second", "unused"):
+        params[name].requires_gradient_reduction = False  # type: ignore[attr-defined]
+    model = wrap(
+        Formula(lambda m, x: (x @ m.first + x @ m.second).sum(), **params),
+        sharding_strategy=strategy,
+        on_missing_grad="error",
     )
     with pytest.raises(RuntimeError, match="no gradient arrived for unused"):
         model(torch.ones(2, 8)).backward()

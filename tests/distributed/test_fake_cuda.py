@@ -30,6 +30,7 @@ from tests.reference.models import Checkpointed, Skipping, Stack, TiedInside, Un
 WORLD_SIZE = 4
 RANK = 1
 ON_MESHES = ("4", "HSDP 2x2", "HFSDP 2x2")
+SWITCHES = ("enable_unshard_prefetch", "enable_async_reduce_grad")
 QUICK_OPTIMIZERS = ("AdamW, fused", "Muon")
 POLICIES = {"fp32": MixedPrecisionPolicy(), "bf16": BF16}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -239,58 +240,38 @@ _PLANTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
 # -- tests -------------------------------------------------------------------------------------
 
 
-def _cells() -> Iterator[Any]:
+def _cases() -> Iterator[Any]:
+    """Cases: mesh, strategy and options of `run_steps`."""
     for mesh_name, precision in itertools.product(ON_MESHES, POLICIES):
         for strategy in strategies_on(mesh_name):
             quick = mesh_name == "4" and precision == "bf16" and strategy != "optim_grads"
             case = (mesh_name, strategy, precision)
             quick = quick or case == ("HFSDP 2x2", STRATEGIES[-1], "fp32")
-            yield quick_if(quick, mesh_name, strategy, precision)
+            yield quick_if(quick, mesh_name, strategy, {"precision": precision})
+    for name in OPTIMIZERS:
+        yield quick_if(name in QUICK_OPTIMIZERS, "4", STRATEGIES[-1], {"optimizer": name})
+    yield "4", STRATEGIES[-1], {"model": "unused parameter"}
+    yield longer("4", STRATEGIES[-1], {"model": "tied"})
+    for strategy, model, switches in (
+        ("optim_grads", "plain", SWITCHES[:1]),
+        (STRATEGIES[-1], "checkpointing, reentrant", SWITCHES[1:]),
+        (STRATEGIES[-1], "checkpointing, non-reentrant", SWITCHES),
+    ):
+        yield longer("4", strategy, {"model": model, **dict.fromkeys(switches, False)})
 
 
-@pytest.mark.parametrize(("mesh_name", "strategy", "precision"), list(_cells()))
+@pytest.mark.parametrize(("mesh_name", "strategy", "options"), list(_cases()))
 def test_no_step_waits_for_the_device_and_streams_are_ordered(
-    process: RankPool, mesh_name: str, strategy: str, precision: str
+    process: RankPool, mesh_name: str, strategy: str, options: dict[str, Any]
 ) -> None:
-    (seen,) = process.run(run_steps, mesh_name, strategy, precision)
+    (seen,) = process.run(run_steps, mesh_name, strategy, **options)
     assert seen["waits"] == []
     assert seen["violations"] == []
     # The engine runs a device's backward in a separate thread, unlike a CPU's.
     assert seen["num_threads"] == 2
-    streams = {stream for _, stream in seen["collectives"]}
-    assert len(streams - {"compute"}) >= (1 if strategy == "no_shard" else 2), seen["collectives"]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "options"),
-    [
-        *(
-            quick_if(name in QUICK_OPTIMIZERS, STRATEGIES[-1], {"optimizer": name}, id=name)
-            for name in OPTIMIZERS
-        ),
-        longer(
-            "optim_grads", {"model": "plain", "enable_unshard_prefetch": False}, id="no prefetch"
-        ),
-        longer(
-            STRATEGIES[-1],
-            {"enable_unshard_prefetch": False, "enable_async_reduce_grad": False},
-            id="neither prefetch nor asynchronous reductions",
-        ),
-        longer(
-            STRATEGIES[-1],
-            {"model": "checkpointing, reentrant", "enable_async_reduce_grad": False},
-            id="checkpointing, reentrant",
-        ),
-        longer(STRATEGIES[-1], {"model": "tied"}, id="tied"),
-        pytest.param(STRATEGIES[-1], {"model": "unused parameter"}, id="unused parameter"),
-    ],
-)
-def test_no_step_of_an_optimizer_or_a_model_waits_for_the_device(
-    process: RankPool, strategy: str, options: dict[str, Any]
-) -> None:
-    (seen,) = process.run(run_steps, "4", strategy, **options)
-    assert seen["waits"] == []
-    assert seen["violations"] == []
+    if not any(switch in options for switch in SWITCHES):
+        streams = {stream for _, stream in seen["collectives"]}
+        assert len(streams - {"compute"}) >= (1 if strategy == "no_shard" else 2), streams
 
 
 def _on_every_mesh(is_quick: Callable[[str, str], bool]) -> Any:

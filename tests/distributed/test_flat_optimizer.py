@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import io
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.diagnostics import Role, memory_tracker
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 from megatron_fsdp_v2.optim import FlatOptimizer, Muon, flat_optimizer, step_flat
@@ -286,25 +284,6 @@ def test_a_deep_copy_has_the_state_of_parameters() -> None:
         for param, other in pairs
         for name, value in flat.state.get(param, {}).items()
     )
-
-
-@on_ranks(4)
-def test_checkpoint_loads_into_the_other_optimizer_kind_on_another_mesh(tmp_path: Path) -> None:
-    two = on_mesh("HSDP 2x2")
-    for source, target in ((False, True), (True, False)):
-        folder = tmp_path / f"{source}"
-        saved = _made(is_flat=source)
-        _train(*saved)
-        checkpoint.save(folder, *saved)
-        loaded = _made(is_flat=target, sharding_strategy="optim", **two)
-        _train(*loaded, range(5, 6))
-        checkpoint.load(folder, *loaded)
-        like = _made(is_flat=source, sharding_strategy="optim", **two)
-        checkpoint.load(folder, *like)
-        for made in (loaded, like):
-            _train(*made, range(2, 4))
-        unequal = _unequal(loaded, like)
-        assert unequal == []
 
 
 # -- schedulers, closures, hooks and scalers ------------------------------------------------------

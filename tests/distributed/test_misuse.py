@@ -211,19 +211,9 @@ def _cuda_mesh() -> None:
 
 
 def _within_itself() -> None:
-    class Recursive(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3))
-            self.is_inner = False
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if self.is_inner:
-                return x * self.weight
-            self.is_inner = True
-            return self(x)
-
-    fully_shard(Recursive())(torch.ones(3))
+    weight = nn.Parameter(torch.ones(3))
+    module = fully_shard(Formula(lambda m, x: m(x[1:]) if len(x) else x, weight=weight))
+    module(torch.ones(3))
 
 
 def _opts_out_between_backwards() -> None:

@@ -82,7 +82,7 @@ class FakeCuda:
         self.flag = False
         # Keeps the storages alive, so that their addresses are not reused.
         self.pinned: dict[int, torch.Tensor] = {}
-        _Stream.recorder = self.recorder
+        _Stream._recorder = self.recorder
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -132,10 +132,11 @@ class FakeCuda:
         self.waits.append(f"{what} at {where}")
 
 
-class _Stream:
+class _Stream(RecordedStream):
     """Replaces `torch.cuda.Stream` and records into the schedule."""
 
-    recorder: StreamRecorder
+    # Of the class, since a reset replaces the recorder of all streams.
+    _recorder: StreamRecorder
     host: FakeCuda
     device = CUDA
     num_made = 0
@@ -145,25 +146,18 @@ class _Stream:
         self.cuda_stream = type(self).num_made
         self.name = name or f"stream {self.cuda_stream}"
 
-    @property
-    def _recorded(self) -> RecordedStream:
-        return RecordedStream(self.name, self.recorder)
-
-    def wait_stream(self, stream: _Stream) -> None:
-        self._recorded.wait_stream(stream)
-
     def record_event(self, event: _Event | None = None) -> _Event:
         event = event or _Event()
-        event.recorded = self._recorded.record_event()
+        event.recorded = super().record_event()
         return event
 
     def wait_event(self, event: _Event) -> None:
         if event.recorded is not None:
-            self._recorded.wait_event(event.recorded)
+            super().wait_event(event.recorded)
 
     def synchronize(self) -> None:
         self.host.note("Stream.synchronize")
-        self._recorded.synchronize()
+        super().synchronize()
 
     def query(self) -> bool:
         return True
@@ -215,7 +209,7 @@ class _Recorder(StreamRecorder):
     """Records operations on the current stream of the calling thread."""
 
     def current_stream(self) -> RecordedStream:
-        return _current_stream()._recorded
+        return _current_stream()
 
 
 class _Watch(TorchDispatchMode):

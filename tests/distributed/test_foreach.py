@@ -6,8 +6,8 @@ import copy
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,29 +34,18 @@ from tests.distributed.wrapping import (
 )
 from tests.reference.models import Stack
 
-
-@contextmanager
-def _foreach_on_cpu() -> Iterator[None]:
-    """Make PyTorch choose foreach implementations on CPU as on a GPU."""
-    name = "_get_foreach_kernels_supported_devices"
-    original = getattr(optimizers, name)
-    setattr(optimizers, name, lambda: [*original(), "cpu"])
-    try:
-        yield
-    finally:
-        setattr(optimizers, name, original)
-
-
 # -- default implementations -----------------------------------------------------------------------
 
 
 @on_ranks(2)
 def test_operations_of_step_and_clipping_do_not_grow_with_parameters() -> None:
     found = []
+    name = "_get_foreach_kernels_supported_devices"
     for num_blocks in (2, 5):
         model = wrap(Stack(num_blocks), sharding_strategy="no_shard")
         optimizer = optim.AdamW(model.parameters(), lr=0.1)
-        with _foreach_on_cpu():
+        # Torch chooses foreach implementations as on a GPU.
+        with mock.patch.object(optimizers, name, lambda: ["cpu"]):
             for _ in range(2):
                 model(batch(0)).square().mean().backward()
                 with Operations() as clipping:

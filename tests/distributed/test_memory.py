@@ -290,8 +290,7 @@ def test_kept_gradient_is_not_written_after_some_are_set_to_none(form: str) -> N
 
 @on_ranks(2)
 def test_large_root_warns_once_and_suggests_units() -> None:
-    before, unit_checks.NOTABLE_NBYTES = unit_checks.NOTABLE_NBYTES, 100
-    try:
+    with mock.patch.object(unit_checks, "NOTABLE_NBYTES", 100):
         model = wrap(Large())
         with pytest.warns(UserWarning, match="the root, the root .Large") as found:
             own_loss(model).backward()
@@ -302,8 +301,6 @@ def test_large_root_warns_once_and_suggests_units() -> None:
         apart = Large()
         units = [apart.input, *apart.blocks]
         _expect_no_warning(lambda: own_loss(wrap(apart, units)).backward())
-    finally:
-        unit_checks.NOTABLE_NBYTES = before
     _expect_no_warning(lambda: own_loss(wrap(Large())).backward())
 
 

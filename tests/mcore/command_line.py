@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tests.processes import ROOT
-from tests.ranks import PRELOADED
+from tests.ranks import _forked_from
 
 PRETRAIN = "megatron_fsdp_v2_mcore.pretrain_gpt"
 RUN = "megatron_fsdp_v2_mcore.run"
@@ -153,12 +153,12 @@ def _run(command: list[str], environment: dict[str, str]) -> Run:
 
 def call_in_process(function: Callable[..., Any], *args: Any) -> Any:
     """Return the result of a module-level function in a new process."""
-    # The fork server has imported the modules that take seconds to import.
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     mine, theirs = context.Pipe()
     process = context.Process(target=_answer, args=(function, args, theirs))
-    process.start()
+    # The fork server of the rank pools has imported the modules that take seconds to import.
+    with _forked_from(()):
+        process.start()
     assert mine.poll(240), "no answer in time"
     answer = mine.recv()
     process.join()

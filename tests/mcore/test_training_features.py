@@ -43,42 +43,6 @@ def _scalars(pools: RankPools, world_size: int, folder: Path, *flags: f.Flags) -
 
 # -- logging --------------------------------------------------------------------------------------
 
-LOGGED = """
---log-params-norm --log-num-zeros-in-grad --log-validation-ppl-to-tensorboard
---log-world-size-to-tensorboard --eval-interval 3 --eval-iters 2 --eval-micro-batch-size 1
---eval-global-batch-size 4 --decoupled-lr 2e-3 --decoupled-min-lr 0
---manual-gc --manual-gc-interval 2 --clip-grad 0.5
---vocab-size 2048 --untie-embeddings-and-output-weights
-"""
-
-
-def _series(scalars: Scalars, name: str) -> list[float]:
-    return [value for (key, _), value in sorted(scalars.items()) if key == name]
-
-
-@pytest.fixture(scope="module")
-def logged_by_ddp(megatron: RankPools, tmp_path_factory: pytest.TempPathFactory) -> Scalars:
-    scalars = _scalars(megatron, 2, tmp_path_factory.mktemp("logged"), SIX, LOGGED)
-    for name in ("params-norm", "num-zeros", "grad-norm", "lm loss", "learning-rate"):
-        assert len(_series(scalars, name)) == 6, name
-    assert len(_series(scalars, "lm loss validation")) == 2
-    # Gradients of tokens that do not occur are rows of zeros.
-    assert min(_series(scalars, "num-zeros")) > 10_000
-    return scalars
-
-
-@pytest.mark.parametrize("strategy", f.STRATEGIES)
-@pytest.mark.functional
-def test_tensorboard_scalars_match_ddp(
-    megatron: RankPools, logged_by_ddp: Scalars, tmp_path: Path, strategy: str
-) -> None:
-    ours = _scalars(megatron, 2, tmp_path, SIX, LOGGED, f.fsdp(strategy))
-    assert ours.keys() == logged_by_ddp.keys()
-    for key, value in logged_by_ddp.items():
-        # In another order of sums, a few gradients become zero or nonzero.
-        tolerance = {"abs": 3} if key[0].startswith("num-zeros") else {"rel": 1e-6}
-        assert ours[key] == pytest.approx(value, **tolerance), key
-
 
 def test_norms_of_parameters_are_logged_at_the_interval(
     megatron: RankPools, tmp_path: Path
@@ -215,38 +179,7 @@ def test_a_chunk_without_parameters_is_rejected_with_advice() -> None:
         train(f.words(f.MODEL_FLAGS, SIX, f.fsdp()))
 
 
-# -- exits and starts of a run --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("flags", "saved"),
-    [("--exit-interval 2", "iter_0000002"), ("--exit-duration-in-mins 30", "iter_0000001")],
-    ids=["interval", "duration"],
-)
-@pytest.mark.functional
-@on_megatron(2)
-def test_a_run_that_exits_early_saves_and_is_resumed(
-    tmp_path: Path, flags: str, saved: str
-) -> None:
-    """The start time of the training is set back by an hour."""
-    training = session.enter_rehearsal()["training"]
-    loop = training.train
-
-    def train_since_an_hour(*args: Any, **kwargs: Any) -> Any:
-        training._TRAIN_START_TIME -= 3600
-        return loop(*args, **kwargs)
-
-    uninterrupted = train(f.words(f.MODEL_FLAGS, SIX, f.fsdp()))
-    common = f.words(f.MODEL_FLAGS, SIX, f.fsdp(), f.saving(tmp_path, 99))
-    with (
-        mock.patch.object(training, "train", train_since_an_hour),
-        pytest.raises(SystemExit) as leaving,
-    ):
-        train([*common, *flags.split()])
-    folders = sorted(path.name for path in tmp_path.glob("iter_*"))
-    resumed = train([*common, *f.loading(tmp_path)])
-    assert (leaving.value.code, folders) == (0, [saved])
-    assert_equal(resumed, uninterrupted, after=int(saved[-1]))
+# -- loading --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -399,10 +332,8 @@ LONG_RUN = f"--train-iters {LONG} --global-batch-size 4 --eval-interval 50 --eva
 
 def measured_run(flags: Sequence[str]) -> Training:
     """Train; `extras` has resident bytes and live tensors after the warm-up and at the end."""
-    enter_rehearsal()
-    from megatron.training import training
-
-    log, calls, seen = training.training_log, itertools.count(1), []
+    training, calls, seen = enter_rehearsal()["training"], itertools.count(1), []
+    log = training.training_log
 
     def measured(*args: Any, **kwargs: Any) -> Any:
         if next(calls) in (WARM_UP, LONG):

@@ -67,8 +67,7 @@ def _norms(recipe: str) -> float | None:
 QUANTIZED: tuple[Row, ...] = (
     *(
         _row(f"{recipe} {gathers}", 2, _model(recipe, "--log-params-norm"), ours=gathers,
-             strategies=STRATEGIES, norms=_norms(recipe),
-             quick=int(recipe == "tensorwise" and not gathers))
+             strategies=STRATEGIES, norms=_norms(recipe))
         for recipe in FORMATS
         for gathers in ("", GATHERS[recipe])
     ),

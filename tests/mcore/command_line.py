@@ -120,9 +120,12 @@ def _run_to_exit(program: Callable[[], object], argv: list[str]) -> Run:
     return Run(0, written.getvalue())
 
 
-def torchrun(num_ranks: int, module: str, flags: Sequence[str], **environment: str) -> Run:
+def torchrun(
+    num_ranks: int, module: str, flags: Sequence[str], *, max_restarts: int = 0, **environment: str
+) -> Run:
     """Run `torchrun -m module` on this machine."""
-    return _run([*launcher(num_ranks), "-m", module, *flags], environment)
+    restarts = f"--max-restarts={max_restarts}"
+    return _run([*launcher(num_ranks), restarts, "-m", module, *flags], environment)
 
 
 def launcher(num_ranks: int) -> list[str]:

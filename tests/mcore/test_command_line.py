@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron_fsdp_v2_mcore.launch import launch
 from megatron_fsdp_v2_mcore.run import main as run_script
 from tests.cases import longer
 from tests.mcore.command_line import (
@@ -15,14 +17,14 @@ from tests.mcore.command_line import (
     PRINTED,
     ROOT,
     RUN,
-    Run,
     printed_losses,
+    run_each,
     run_module,
     torchrun,
 )
 from tests.mcore.flags import MODEL_FLAGS, fsdp, words
 from tests.mcore.trained import trained
-from tests.ranks import RankPools
+from tests.ranks import RankPools, free_port
 
 STEPS = "--train-iters 21"
 LONGER = words(MODEL_FLAGS, STEPS)
@@ -31,65 +33,44 @@ UNCLEAN = ("destroy_process_group", "Warning", "Traceback", "leaked")
 SCRIPT_STUB = Path(__file__).parent / "pretrain_as_megatron_does.py"
 
 
-@pytest.fixture(scope="module")
-def losses_of_ddp(megatron: RankPools) -> dict[int, float]:
-    """Printed losses of 20 iterations under Megatron's own DDP, which trains on a rank pool."""
-    return printed_losses(trained(megatron, 2, STEPS).losses[:20])
+def _of_ddp(megatron: RankPools, num_ranks: int) -> dict[int, float]:
+    """Return printed losses of 20 iterations under Megatron's own DDP, trained on a rank pool."""
+    return printed_losses(trained(megatron, num_ranks, STEPS, once=True).losses[:20])
 
 
-@pytest.fixture(scope="module")
-def sharded_run() -> Run:
-    """A sharded run from the command line, which exits after 20 of 21 iterations."""
-    run = torchrun(2, PRETRAIN, [*LONGER, *fsdp(), "--exit-interval", "20", "--cpu-rehearsal"])
-    assert run.code == 0, run.output[-3000:]
-    return run
-
-
-def test_printed_losses_of_20_iterations_equal_ddp(
-    sharded_run: Run, losses_of_ddp: dict[int, float]
+@pytest.mark.parametrize("num_ranks", [1, longer(2)])
+def test_command_prints_the_losses_of_ddp_and_few_other_lines(
+    megatron: RankPools, num_ranks: int
 ) -> None:
-    # The functional matrix trains at other world sizes on rank pools: starting torchrun is slower.
-    assert list(sharded_run.losses) == list(range(1, 21))
-    assert sharded_run.losses == pytest.approx(losses_of_ddp, rel=1e-6 + PRINTED)
-
-
-def test_run_prints_few_lines_before_training(sharded_run: Run) -> None:
-    lines = sharded_run.lines_before_training
+    """The run exits after 20 of 21 iterations; one rank is started without torchrun."""
+    flags = [*LONGER, *fsdp(), "--exit-interval", "20", "--cpu-rehearsal"]
+    if num_ranks == 1:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        run = run_module(PRETRAIN, flags, **address)
+    else:
+        run = torchrun(num_ranks, PRETRAIN, flags)
+    assert run.code == 0, run.output[-3000:]
+    assert list(run.losses) == list(range(1, 21))
+    assert run.losses == pytest.approx(_of_ddp(megatron, num_ranks), rel=1e-6 + PRINTED)
+    lines = run.lines_before_training
     assert 0 < len(lines) <= 25, "\n".join(lines)
-
-
-def test_run_with_an_exit_interval_ends_cleanly(sharded_run: Run) -> None:
-    assert max(sharded_run.losses) == 20
     for word in UNCLEAN:
-        assert word not in sharded_run.output
-
-
-@pytest.mark.functional
-def test_command_without_our_flags_trains_megatrons_ddp(
-    losses_of_ddp: dict[int, float],
-) -> None:
-    run = torchrun(2, PRETRAIN, [*LONGER, "--cpu-rehearsal"])
-    assert run.code == 0, run.output[-3000:]
-    assert len(run.losses) == 21
-    printed = {iteration: run.losses[iteration] for iteration in losses_of_ddp}
-    assert printed == pytest.approx(losses_of_ddp, rel=PRINTED)
+        assert word not in run.output
 
 
 @pytest.mark.parametrize(
     "own_flags", [longer([], id="by-config"), longer(["--by-provider"], id="by-provider")]
 )
-def test_run_with_a_script_like_megatrons_matches_pretrain_gpt(
-    sharded_run: Run, own_flags: list[str]
+def test_run_with_a_script_like_megatrons_matches_ddp(
+    megatron: RankPools, own_flags: list[str]
 ) -> None:
     script = str(SCRIPT_STUB.relative_to(ROOT))
     flags = words(LONGER, fsdp(), "--log-per-param-norm --cpu-rehearsal")
     ours = torchrun(2, RUN, [script, *own_flags, *flags])
     assert ours.code == 0, ours.output[-3000:]
     # This run trains all 21 iterations.
-    assert max(ours.losses) == 21
-    assert {i: ours.losses[i] for i in sharded_run.losses} == pytest.approx(
-        sharded_run.losses, rel=1e-6
-    )
+    assert ours.losses.pop(21)
+    assert ours.losses == pytest.approx(_of_ddp(megatron, 2), rel=1e-6 + PRINTED)
     assert f"script: {script} called as {script}" in ours.output
     # Only our wrapper logs these norms: losses would be the same with Megatron's own wrapper.
     assert "norms of every parameter at iteration 20" in ours.output
@@ -123,28 +104,13 @@ def test_run_preserves_path_flags_and_exit_code_of_a_script(
     (folder / "beside.py").write_text("NAME = 'beside'\n")
     (folder / "show.py").write_text(SHOW)
     script = str(folder / "show.py")
-    run = run_module(RUN, [script, "--lr", "1e-3", "--cpu-rehearsal", "--some-flag", "a b"])
+    flags = ["--lr", "1e-3", "--cpu-rehearsal", "--some-flag", "a b"]
+    (run,) = run_each(RUN, [[script, *flags]])
     assert run.code == 7, run.output[-3000:]
     seen = json.loads(run.output.strip().splitlines()[-1])
     assert (seen["file"], seen["beside"]) == (script, "beside")
     # `run` removes --cpu-rehearsal and adds no CPU flags, which a strict parser would reject.
     assert seen["argv"] == [script, "--lr", "1e-3", "--some-flag", "a b"]
-
-
-@pytest.mark.functional
-def test_install_after_a_script_parsed_its_arguments_is_rejected(tmp_path: Path) -> None:
-    script = tmp_path / "late.py"
-    script.write_text(
-        "import sys\n"
-        "from megatron_fsdp_v2_mcore import install, uninstall\n"
-        "from megatron.training.arguments import parse_and_validate_args\n"
-        "uninstall()\n"
-        "parse_and_validate_args()\n"
-        "install()\n"
-    )
-    run = run_module(RUN, words(str(script), MODEL_FLAGS, "--train-iters 1 --cpu-rehearsal"))
-    assert run.code == 1
-    assert "Megatron has parsed its arguments already" in run.output
 
 
 @pytest.mark.parametrize(
@@ -163,10 +129,14 @@ def test_run_without_a_script_prints_its_usage(
         run_script()
 
 
-def test_start_without_gpu_and_rehearsal_prints_one_sentence() -> None:
-    run = run_module(PRETRAIN, MODEL_FLAGS, CUDA_VISIBLE_DEVICES="")
-    assert run.code == 2
-    assert run.output.strip() == (
+def test_start_without_gpu_and_rehearsal_prints_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as leaving, launch(MODEL_FLAGS):
+        pytest.fail("a training starts")
+    assert leaving.value.code == 2
+    assert capsys.readouterr().err.strip() == (
         "No GPU was found. Add --cpu-rehearsal to run the same training on this machine's CPU."
     )
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp_v2.diagnostics import memory_tracker
@@ -25,6 +25,7 @@ from megatron_fsdp_v2.diagnostics.memory_ledger import Role
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
 from megatron_fsdp_v2.params.autograd import is_gathered_weight
 from tests.cases import longer
+from tests.distributed.wrapping import Dispatched
 from tests.mcore.flags import MODEL_FLAGS, fsdp
 from tests.mcore.session import Training, enter_rehearsal, merge_ranks, train
 from tests.mcore.trained import on_megatron
@@ -32,22 +33,6 @@ from tests.ranks import RankPools
 from tests.stream_safety import record_streams
 
 SIZES = (12, 7, 5)
-
-
-class DTensorCalls(TorchDispatchMode):
-    """Counts operations with and without DTensor arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            self.counts["dtensor"] += 1
-            return NotImplemented
-        self.counts["plain"] += 1
-        return func(*args, **(kwargs or {}))
 
 
 class Layers(nn.Module):
@@ -157,20 +142,22 @@ def test_steps_are_bitwise_identical_to_steps_without_offload(
 def test_step_dispatches_no_operations_through_dtensor(fraction: float) -> None:
     model = sharded_model()
     optimizer = _offloaded(model, fraction=fraction, overlaps=True)
-    calls = DTensorCalls()
+    calls: Counter[bool] = Counter()
+
+    def count(func: Any, args: Any, result: Any) -> None:
+        calls[any(isinstance(arg, DTensor) for arg in tree_leaves(args))] += 1
+
     # The first step creates state; the second copies changed weights.
     for step in range(2):
         backward(model, step)
         with torch.no_grad():
             next(model.parameters()).mul_(2)
-        with calls:
+        with Dispatched(count):
             optimizer.step()
-    control = DTensorCalls()
-    with control:
+    assert calls[False] > 20 and calls[True] == 0
+    with Dispatched(count):
         next(model.parameters()).detach().clone()
-    assert calls.counts["plain"] > 20
-    assert calls.counts["dtensor"] == 0
-    assert control.counts["dtensor"] > 0
+    assert calls[True] > 0
 
 
 @on_megatron(2)

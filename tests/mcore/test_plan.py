@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from megatron_fsdp_v2.diagnostics import Role, group_summary
 from megatron_fsdp_v2.plan import Strategy
 from megatron_fsdp_v2.plan.planner import plan_one
 from tests.cases import quick_only
+from tests.distributed.wrapping import count_collectives
 from tests.mcore import flags as f
 from tests.mcore import planned
 from tests.mcore.session import train
@@ -183,22 +183,14 @@ def test_planned_units_do_not_depend_on_the_number_of_ranks(described: dict[str,
 
 def _counted(flags: Sequence[str]) -> tuple[dict[str, int], Counter[Any]]:
     """Train; return this rank's bytes by role at the end, and the collectives of one step."""
-    from megatron_fsdp_v2.comm import backends
-
-    counts: Counter[Any] = Counter()
-
-    original = backends.CpuCommunicator.issue
-
-    def counted(self: Any, collective: Any, *, async_op: bool) -> Any:
-        axis, full = collective.axis, collective.full
-        if axis.size > 1:
-            counts[collective.kind.value, axis.size, full.numel() * full.element_size()] += 1
-        return original(self, collective, async_op=async_op)
-
-    with mock.patch.object(backends.CpuCommunicator, "issue", counted):
+    # Kinds of axes are not distinguished: none of them is the given one.
+    with count_collectives([None]) as counts:
         result = train(flags, _bytes_by_role)
     assert all(count % STEPS == 0 for count in counts.values()), counts
-    return result.extras, Counter({key: count // STEPS for key, count in counts.items()})
+    in_a_step = {
+        (kind, size, nbytes): count // STEPS for (kind, _, size, nbytes), count in counts.items()
+    }
+    return result.extras, Counter(in_a_step)
 
 
 def _bytes_by_role(chunks: Any, optimizer: Any) -> dict[Role, int]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import signal
-import subprocess
 import threading
 import time
 from datetime import timedelta
@@ -17,7 +14,7 @@ import torch.distributed as dist
 from megatron_fsdp_v2_mcore.restarts import agree_on_prefix, store_of_this_start
 from tests.cases import longer
 from tests.mcore import flags as f
-from tests.mcore.command_line import PRETRAIN, ROOT, environment_of, launcher, losses_in
+from tests.mcore.command_line import RUN, losses_in, torchrun
 from tests.mcore.flags import MODEL_FLAGS, ZERO3, fsdp, loading, saving, words
 from tests.mcore.session import distance
 from tests.mcore.trained import trained
@@ -72,81 +69,41 @@ def test_there_is_no_separate_store_without_restarts(monkeypatch: pytest.MonkeyP
     assert store_of_this_start(0, 2, PATIENT) is None
 
 
-def _worker(launcher: int, rank: int) -> int | None:
-    """Return the process of a rank that torchrun started, if there is one."""
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            status = (entry / "status").read_text()
-            environment = (entry / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if f"PPid:\t{launcher}\n" in status and f"RANK={rank}".encode() in environment:
-            return int(entry.name)
-    return None
+KILLED = """
+import os, signal
+from megatron.training import training
+from megatron_fsdp_v2_mcore.pretrain_gpt import gpt
+
+log, start = training.training_log, int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+def log_or_die(losses, total, rate, iteration, *args, **kwargs):
+    if int(os.environ["RANK"]) == start and iteration == 15 * (start + 1):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return log(losses, total, rate, iteration, *args, **kwargs)
+
+training.training_log = log_or_die
+gpt.train()
+"""
 
 
 @pytest.mark.functional
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
 def test_job_with_a_killed_rank_resumes_from_its_newest_checkpoint(tmp_path: Path) -> None:
-    """Rank 0 is killed, and rank 1 after the restart."""
-    killed = [0, 1]
-    log, folder = tmp_path / "log", str(tmp_path / "checkpoints")
+    """Rank 0 is killed at iteration 15, and rank 1 at iteration 30 of the restarted job."""
+    script, folder = tmp_path / "killed.py", str(tmp_path / "checkpoints")
+    script.write_text(KILLED)
     flags = words(MODEL_FLAGS, fsdp(), "--train-iters 60 --cpu-rehearsal")
     flags += [*saving(folder, 10), *loading(folder)]
-    with log.open("w") as output:
-        job = subprocess.Popen(
-            [*launcher(2), "--max-restarts=2", "-m", PRETRAIN, *flags],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            cwd=ROOT,
-            env=environment_of(),
-        )
-    try:
-        for count, rank in enumerate(killed):
-            # Each rank is killed in another start, some iterations after a checkpoint.
-            _wait_until(15 + 15 * count, count, log, job)
-            worker = _worker(job.pid, rank)
-            assert worker is not None
-            os.kill(worker, signal.SIGKILL)
-        assert job.wait(timeout=200) == 0, log.read_text()[-3000:]
-    finally:
-        job.kill()
-    seen = losses_in(log.read_text())
-    # Every iteration was trained.
-    losses = dict(seen)
-    assert list(losses) == sorted(losses) == list(range(1, 61))
-    # Megatron prints a mean in the second line of every start.
-    starts = _starts(seen)
-    assert len(starts) == 1 + len(killed)
-    means = {start + 1 for start in starts}
-    for start in starts[1:]:
-        iteration = seen[start][0]
-        assert iteration > 1 and iteration % 10 == 1
-        # Empty if the rank was killed before it trained past the checkpoint.
-        earlier = dict(pair for line, pair in enumerate(seen[:start]) if line not in means)
-        for line, (repeated, loss) in enumerate(seen[start:], start):
-            if line not in means:
-                assert loss == earlier.get(repeated, loss), repeated
-
-
-def _starts(seen: list[tuple[int, float]]) -> list[int]:
-    """Return the position of the first iteration of each start in a log."""
-    numbers = [0, *(iteration for iteration, _ in seen)]
-    return [i for i, (a, b) in enumerate(itertools.pairwise(numbers)) if b <= a or i == 0]
-
-
-def _wait_until(iteration: int, restarts: int, log: Path, job: subprocess.Popen[bytes]) -> None:
-    """Wait for an iteration of the start after this number of restarts."""
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline:
-        seen = losses_in(log.read_text())
-        if len(_starts(seen)) == restarts + 1 and seen and seen[-1][0] >= iteration:
-            return
-        assert job.poll() is None, log.read_text()[-3000:]
-        time.sleep(0.1)
-    raise AssertionError(log.read_text()[-3000:])
+    run = torchrun(2, RUN, [str(script), *flags], max_restarts=2)
+    assert run.code == 0, run.output[-3000:]
+    seen = losses_in(run.output)
+    numbers = [iteration for iteration, _ in seen]
+    pairs = enumerate(itertools.pairwise([0, *numbers]))
+    starts = [line for line, (before, number) in pairs if number <= before or line == 0]
+    assert [numbers[line] for line in starts] == [1, 11, 21]
+    assert sorted(set(numbers)) == list(range(1, 61))
+    # Repeated iterations have the same losses. The second line of a start is a mean.
+    exact = {pair for line, pair in enumerate(seen) if line - 1 not in starts}
+    assert len(exact) == len(dict(exact))
 
 
 def _folder(path: Path) -> list[str]:
@@ -180,11 +137,13 @@ def test_one_command_starts_stops_and_resumes_like_an_uninterrupted_run(
 def test_resume_without_optimizer_state_matches_megatrons_ddp(
     megatron: RankPools, tmp_path: Path, flag: str
 ) -> None:
-    losses = []
-    for name, flags in (("theirs", "--ckpt-format torch_dist"), ("ours", fsdp(f.ZERO1))):
-        common = [flags, f.saving(tmp_path / name, 9)]
-        trained(megatron, 2, *common, "--train-iters 2")
-        go_on = [*common, "--train-iters 6", f.loading(tmp_path / name), flag]
-        losses.append(trained(megatron, 2, *go_on).losses)
-    assert len(losses[0]) == (6 if flag == "--finetune" else 4)
-    assert distance(losses[1], losses[0]) < 1e-6
+    """From a checkpoint of the same kind of run, and from one of Megatron's DDP."""
+    kinds = {"theirs": "--ckpt-format torch_dist", "ours": " ".join(fsdp(f.ZERO1))}
+    for name, kind in kinds.items():
+        trained(megatron, 2, kind, f.saving(tmp_path / name, 9), "--train-iters 2")
+    theirs, *ours = (
+        trained(megatron, 2, kinds[kind], "--train-iters 6", f.loading(tmp_path / name), flag)
+        for kind, name in (("theirs", "theirs"), ("ours", "ours"), ("ours", "theirs"))
+    )
+    assert len(theirs.losses) == (6 if flag == "--finetune" else 4)
+    assert all(distance(run.losses, theirs.losses) < 1e-6 for run in ours)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._functional_collectives import all_gather_tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -21,8 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_fsdp_v2 import UnitOptions, checkpoint, fully_shard
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
-from megatron_fsdp_v2.tensor_parallel import COLUMN, TensorParallelRule, tensor_shards
+from megatron_fsdp_v2.tensor_parallel import tensor_shards
 from megatron_fsdp_v2_mcore.model.amax_mesh import name_amax_mesh
 from megatron_fsdp_v2_mcore.model.tensor_parallel_rules import TRANSFORMER_ENGINE_RULES
 from tests.cases import longer
@@ -39,37 +39,6 @@ HIDDEN, FFN, EXPERTS, TOKENS = 16, 24, (5, 3), 8
 STEPS = 3
 
 
-class Stacked(nn.Module):
-    """Experts in one parameter, `(experts, out, in)`, sharded by outputs, with an absent bias."""
-
-    def __init__(self, tp: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(len(EXPERTS), HIDDEN // tp, HIDDEN) / 4)
-        self.bias = torch.Tensor()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = torch.split(x, list(EXPERTS))
-        return torch.cat([p @ w.T for p, w in zip(parts, self.weight, strict=True)])
-
-
-RULES = (*TRANSFORMER_ENGINE_RULES, TensorParallelRule(Stacked, COLUMN))
-
-
-class _Gather(torch.autograd.Function):
-    """Concatenate the outputs of tensor-parallel ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.rank, ctx.size = dist.get_rank(group), dist.get_world_size(group)
-        parts = [torch.empty_like(x) for _ in range(ctx.size)]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts, -1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return grad.chunk(ctx.size, -1)[ctx.rank], None
-
-
 class Model(nn.Module):
     """Every module of the table, column-parallel and row-parallel, with and without biases."""
 
@@ -79,29 +48,18 @@ class Model(nn.Module):
 
         same: dict[str, Any] = dict(tp_group=group, tp_size=tp, device="cpu")
         self.group = group
+        fused: dict[str, Any] = dict(parameters_split=("query", "key"), bias=False)
         self.projections = te.LayerNormLinear(
-            HIDDEN,
-            2 * HIDDEN,
-            parallel_mode="column",
-            parameters_split=("query", "key"),
-            bias=False,
-            **same,
+            HIDDEN, 2 * HIDDEN, parallel_mode="column", **fused, **same
         )
         self.out = te.Linear(HIDDEN, HIDDEN, parallel_mode="row", **same)
-        self.mlp = te.LayerNormMLP(
-            HIDDEN,
-            FFN,
-            activation="swiglu",
-            set_parallel_mode=True,
-            normalization="RMSNorm",
-            **same,
-        )
+        gated: dict[str, Any] = dict(activation="swiglu", normalization="RMSNorm")
+        self.mlp = te.LayerNormMLP(HIDDEN, FFN, set_parallel_mode=True, **gated, **same)
         experts = len(EXPERTS), HIDDEN, HIDDEN
         # With tensor parallelism, GroupedLinear supports no bias.
         self.up = te.GroupedLinear(*experts, parallel_mode="column", bias=False, **same)
         self.down = te.GroupedLinear(*experts, parallel_mode="row", bias=False, **same)
         self.whole = te.Linear(HIDDEN, HIDDEN, device="cpu")
-        self.stacked = Stacked(tp)
         self.norm = te.RMSNorm(HIDDEN, device="cpu")
         self.last = te.LayerNorm(HIDDEN, device="cpu")
 
@@ -114,7 +72,6 @@ class Model(nn.Module):
         # Experts leave communication to the token dispatcher.
         routed = self.down(self.up(copied(x, self.group), splits), splits)
         x = self.norm(x + summed(routed, self.group))
-        x = x + _Gather.apply(self.stacked(copied(x, self.group)), self.group)
         out: torch.Tensor = self.last(self.whole(x))
         return out
 
@@ -126,16 +83,15 @@ def mesh_of(dp: int, tp: int) -> DeviceMesh:
 
 def _part(name: str, whole: torch.Tensor, rank: int, tp: int) -> torch.Tensor:
     """Return the shard of a full weight on one tensor-parallel rank, by parameter name."""
-    if "layer_norm" in name or name.startswith(("norm", "last", "whole")) or name == "out.bias":
-        return whole
-    if name == "mlp.fc2_bias":
+    replicated = ("norm", "last", "whole", "out.bias", "mlp.fc2_bias")
+    if "layer_norm" in name or name.startswith(replicated):
         return whole
     if name.startswith("mlp.fc1"):
         gate, up = whole.chunk(2)
         return torch.cat([gate.chunk(tp)[rank], up.chunk(tp)[rank]])
     if name.startswith(("out.weight", "mlp.fc2_weight", "down.weight")):
         return whole.chunk(tp, 1)[rank]
-    return whole.chunk(tp, 1 if name.startswith("stacked") else 0)[rank]
+    return whole.chunk(tp)[rank]
 
 
 def sharded(dp: int, tp: int, strategy: str = "optim_grads_params") -> tuple[Any, DeviceMesh]:
@@ -150,7 +106,7 @@ def sharded(dp: int, tp: int, strategy: str = "optim_grads_params") -> tuple[Any
         for name, param in model.named_parameters():
             param.copy_(_part(name, whole[name], mesh.get_local_rank("tp"), tp))
     for unit in (*model.children(), model):
-        shards = tensor_shards(unit, mesh=mesh, rules=RULES)
+        shards = tensor_shards(unit, mesh=mesh, rules=TRANSFORMER_ENGINE_RULES)
         options = UnitOptions(tensor_shards=shards)
         fully_shard(unit, mesh=mesh["dp"], options=options, sharding_strategy=strategy)
     return model, mesh
@@ -187,15 +143,10 @@ def train(model: Any, mesh: DeviceMesh, optimizer: Any, steps: range) -> list[fl
 def digests(model: Any, optimizer: Any) -> dict[str, str]:
     """Return digests of all full parameters and moments."""
     found = {}
-    state = optimizer.state_dict()["state"]
-    for number, (name, param) in enumerate(model.named_parameters()):
-        assert isinstance(param, UnevenDTensor)
+    for name, param in model.named_parameters():
         found[name] = digest(param)
         for moment in ("exp_avg", "exp_avg_sq"):
-            rows = state[number][moment]._local_tensor
-            full = param.detach().clone()
-            full._local_tensor.copy_(rows)
-            found[f"{name} {moment}"] = digest(full)
+            found[f"{name} {moment}"] = digest(optimizer.state[param][moment])
     return found
 
 
@@ -211,7 +162,7 @@ def save(folder: str, dp: int, tp: int) -> tuple[dict[str, str], list[float], bo
     checkpoint.save(folder, model, optimizer)
     saved = digests(model, optimizer)
     losses += train(model, mesh, optimizer, range(STEPS, 2 * STEPS))
-    absent = model.projections.query_bias, model.up.bias0, model.stacked.bias
+    absent = model.projections.query_bias, model.up.bias0
     stayed = all(type(bias) is torch.Tensor and not bias.numel() for bias in absent)
     return saved, losses, stayed and not any(bias in optimizer.state for bias in absent)
 
@@ -278,13 +229,13 @@ def output_in_fp8(tp: int, *, names_mesh: bool) -> tuple[torch.Tensor, list[str]
         )
         with torch.no_grad():
             layer.weight.copy_(whole.chunk(tp)[mesh.get_local_rank("tp")])
-        shards = tensor_shards(layer, mesh=mesh, rules=RULES)
+        shards = tensor_shards(layer, mesh=mesh, rules=TRANSFORMER_ENGINE_RULES)
         fully_shard(layer, mesh=mesh["dp"], options=UnitOptions(tensor_shards=shards))
         if names_mesh:
             name_amax_mesh(layer, mesh["tp"])
         with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
-            out = _Gather.apply(layer(x), group)  # type: ignore[no-untyped-call]
-    return out.detach(), [str(warning.message) for warning in said]
+            out = all_gather_tensor(layer(x).detach(), 1, group)
+    return out, [str(warning.message) for warning in said]
 
 
 EXTRA = "_extra_state"

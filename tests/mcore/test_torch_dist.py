@@ -105,15 +105,6 @@ def test_state_in_buckets_is_rejected_and_weights_load_without_it(
     assert resumed.losses[1:] != uninterrupted.losses[SAVED_AT + 1 :]
 
 
-@pytest.mark.functional
-def test_finetuning_starts_from_the_weights(megatron: RankPools, saved: Curve) -> None:
-    folder, uninterrupted = saved("megatron", 2, MEGATRON, SWIGLU)
-    flags = [STEPS, f.fsdp(), SWIGLU, "--finetune", f.loading(folder, SAVED_AT)]
-    tuned = trained(megatron, 2, *flags)
-    assert len(tuned.losses) == LAST
-    assert tuned.losses[0] < uninterrupted.losses[1]
-
-
 def test_a_checkpoint_of_another_model_is_rejected(megatron: RankPools, saved: Curve) -> None:
     folder, _ = saved("megatron", 2, MEGATRON, SWIGLU)
     with pytest.raises(

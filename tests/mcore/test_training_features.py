@@ -246,7 +246,7 @@ def train_below(flags: Sequence[str], threshold: float) -> Training:
         longer("", "--no-fsdp-flat-optimizer"),
         longer("", "--optimizer-cpu-offload"),
         longer("--optimizer lion --lr 1e-4", ""),
-        (f.MUON, ""),
+        longer(f.MUON, ""),
     ],
 )
 def test_iterations_with_a_norm_above_the_threshold_are_skipped(

@@ -5,50 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from functional_tests import probes
 from functional_tests.matrix import DDP, SHARDED, STRATEGIES, TOLERANCE, Resume, Row, Setup
-from functional_tests.probes import (
-    moment_bytes_per_element,
-    offloads,
-    prefetch_limits,
-    separate_gather_groups,
-    steps_flat_tensors,
-)
-from tests.mcore.flags import (
-    ALLTOALL,
-    CP2,
-    DEEPSEEK,
-    DROPOUT,
-    EP2,
-    ETP1,
-    FULL_RECOMPUTE,
-    GATED,
-    HFSDP,
-    HSDP,
-    LATENT,
-    LATENT_SIZES,
-    LOW_RANK_QUERIES,
-    MAMBA,
-    MODERN,
-    MOE,
-    MTP,
-    MUON,
-    NO_SHARD,
-    OVERLAP,
-    OVERLAP_GRADS,
-    OVERLAP_PARAMS,
-    PP2,
-    SPARSE,
-    TP2,
-    TP2_SP,
-    UNTIED,
-    VPP2,
-    ZERO1,
-    ZERO2,
-    ZERO3,
-)
+from tests.mcore import flags as f
+from tests.mcore.flags import NO_SHARD, ZERO1, ZERO2, ZERO3
 
 NORMS = "--log-params-norm --log-num-zeros-in-grad"
-FULL = FULL_RECOMPUTE
+FULL = f.FULL_RECOMPUTE
 SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn mlp"
 PER_TOKEN = "--calculate-per-token-loss"
 CLIPPED = "--clip-grad 0.05 --weight-decay 0.1 --adam-beta2 0.95 --lr-decay-style cosine"
@@ -67,12 +30,12 @@ DELTA_NET = (
 )
 EVERY_KIND = (
     "--hybrid-layer-pattern MG+-E --mamba-state-dim 16 --mamba-head-dim 16 --mamba-num-groups 2 "
-    f"--num-experts 2 --moe-router-topk 2 {LATENT_SIZES} {DELTA_SIZES} --q-lora-rank 24 "
+    f"--num-experts 2 --moe-router-topk 2 {f.LATENT_SIZES} {DELTA_SIZES} --q-lora-rank 24 "
     "--swiglu --normalization RMSNorm --disable-bias-linear"
 )
 TE = "--transformer-impl transformer_engine"
 UNFUSED_GRADS = "--no-gradient-accumulation-fusion"
-GROUPED = f"{ALLTOALL} --moe-grouped-gemm"
+GROUPED = f"{f.ALLTOALL} --moe-grouped-gemm"
 META = "--init-model-with-meta-device"
 BATCH1 = "--micro-batch-size 1"
 # The vocabulary is padded to the same size with every tensor-parallel size.
@@ -89,127 +52,126 @@ PLAIN = "--no-fsdp-flat-optimizer"
 AWARE = "--use-precision-aware-optimizer"
 BF16_STATE = f"{AWARE} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 DISTRIBUTED = "--use-distributed-optimizer"
-WHOLE_MATRICES = f"{TP2_SP} --muon-tp-mode duplicated"
+WHOLE_MATRICES = f"{f.TP2_SP} --muon-tp-mode duplicated"
 OVERLAPPING = (
-    f"{GROUPED} {EP2} --overlap-moe-expert-parallel-comm --moe-router-load-balancing-type none "
+    f"{GROUPED} {f.EP2} --overlap-moe-expert-parallel-comm --moe-router-load-balancing-type none "
     "--global-batch-size 16"
 )
 
 # fmt: off
 ROWS: tuple[Row, ...] = (
     # ------------------------------------------------------------------------------- 2 ranks
-    Row("dense", 2, f"{NORMS} {UNTIED} {EVALUATION}", strategies=STRATEGIES, iterations=6,
+    Row("dense", 2, f"{NORMS} {f.UNTIED} {EVALUATION}", strategies=STRATEGIES, iterations=6,
         quick=4),
     Row("dense, bf16", 2, "--bf16", strategies=STRATEGIES),
-    Row("both overlap flags, accumulation", 2, f"{OVERLAP_GRADS} --global-batch-size 16",
-        ours=OVERLAP_PARAMS, strategies=STRATEGIES),
+    Row("both overlap flags, accumulation", 2, f"{f.OVERLAP_GRADS} --global-batch-size 16",
+        ours=f.OVERLAP_PARAMS, strategies=STRATEGIES),
     Row("full recompute", 2, FULL, strategies=(ZERO3, ZERO2)),
-    Row("selective recompute", 2, f"{SELECTIVE} {MODERN}", strategies=(ZERO3, NO_SHARD)),
+    Row("selective recompute", 2, f"{SELECTIVE} {f.MODERN}", strategies=(ZERO3, NO_SHARD)),
     Row("per-token loss", 2, PER_TOKEN, strategies=STRATEGIES),
     Row("clipping, weight decay, cosine", 2, CLIPPED, strategies=STRATEGIES),
     Row("trace pool, evaluation in between", 2, EVALUATION,
-        ours=f"{OVERLAP_GRADS} {OVERLAP_PARAMS} --fsdp-trace-pool", strategies=(ZERO3, ZERO1)),
+        ours=f"{f.OVERLAP_GRADS} {f.OVERLAP_PARAMS} --fsdp-trace-pool", strategies=(ZERO3, ZERO1)),
     # Exact norms: otherwise, the order of the sum would change the last bit of the clipping factor.
     Row("fp16, dynamic loss scale", 2, FP16, strategies=STRATEGIES, quick=1),
-    Row("frozen embedding and norms", 2, f"{UNTIED} {NORMS}", strategies=STRATEGIES,
+    Row("frozen embedding and norms", 2, f"{f.UNTIED} {NORMS}", strategies=STRATEGIES,
         freezes=("embedding", "layernorm")),
     Row("frozen layer, full recompute", 2, FULL, strategies=(ZERO3, ZERO2),
         freezes=(r"layers\.1\.",)),
     Row("random initialization by rank", 2, "--data-parallel-random-init",
         strategies=(ZERO3, ZERO1)),
-    Row("latent attention", 2, f"{LOW_RANK_QUERIES} {NORMS}", strategies=STRATEGIES, quick=1),
-    Row("latent attention, experts, multi-token prediction", 2, f"{DEEPSEEK} --mtp-num-layers 1",
+    Row("latent attention", 2, f"{f.LOW_RANK_QUERIES} {NORMS}", strategies=STRATEGIES, quick=1),
+    Row("latent attention, experts, multi-token prediction", 2, f"{f.DEEPSEEK} --mtp-num-layers 1",
         strategies=STRATEGIES),
     Row("latent attention, experts, recompute of projections", 2,
-        f"{DEEPSEEK} --recompute-granularity selective --recompute-modules mla_up_proj moe_act",
+        f"{f.DEEPSEEK} --recompute-granularity selective --recompute-modules mla_up_proj moe_act",
         strategies=(ZERO3, ZERO2)),
     Row("zero-centered norms", 2, f"--apply-layernorm-1p {NORMS}", strategies=STRATEGIES),
     Row("hybrid of every kind of layer", 2, EVERY_KIND, strategies=(ZERO3,)),
-    Row("Muon", 2, f"{MODERN} {UNTIED} {MUON} {NORMS} --make-vocab-size-divisible-by 512",
+    Row("Muon", 2, f"{f.MODERN} {f.UNTIED} {f.MUON} {NORMS} --make-vocab-size-divisible-by 512",
         strategies=STRATEGIES, quick=1),
     Row("default layers", 2, f"{TE} {NORMS}", strategies=STRATEGIES),
     Row("default layers, bf16", 2, f"{TE} --bf16", strategies=(ZERO1,)),
     # Fused weight gradients accumulate in fp32: DDP sums micro-batches first, and then ranks.
     Row("default layers, bf16, one micro-batch", 2, f"{TE} --bf16 --global-batch-size 4"),
     Row("default layers, unfused weight gradients", 2, f"{TE} {UNFUSED_GRADS}"),
-    Row("default layers, GQA, SwiGLU, QK norm, untied", 2, f"{TE} {MODERN} {UNTIED}"),
+    Row("default layers, GQA, SwiGLU, QK norm, untied", 2, f"{TE} {f.MODERN} {f.UNTIED}"),
     Row("default layers, full recompute", 2, f"{TE} {FULL}"),
-    Row("default layers, selective recompute", 2, f"{TE} {SELECTIVE} {MODERN}",
+    Row("default layers, selective recompute", 2, f"{TE} {SELECTIVE} {f.MODERN}",
         strategies=(ZERO2,)),
     Row("default layers, grouped experts", 2, f"{TE} {GROUPED}", strategies=(ZERO3, ZERO1),
         quick=1),
-    Row("default layers, latent attention", 2, f"{TE} {LOW_RANK_QUERIES}"),
-    Row("default layers, multi-token prediction", 2, f"{TE} {MTP}"),
-    Row("default layers, PP2, tied", 2, f"{TE} {PP2}"),
-    Row("default layers, EP2", 2, f"{TE} {GROUPED} {EP2}", strategies=(ZERO2,)),
-    Row("default layers, hybrid Mamba", 2, f"{TE} {MAMBA}"),
-    Row("default layers, Muon", 2, f"{TE} {MODERN} {MUON}"),
-    Row("TP2", 2, f"{TP2} {NORMS}", strategies=(ZERO3, NO_SHARD)),
-    Row("PP2, tied", 2, f"{PP2} {NORMS}", strategies=(ZERO3, ZERO1)),
-    Row("EP2", 2, f"{ALLTOALL} {EP2} {NORMS}", strategies=(ZERO3, ZERO2)),
+    Row("default layers, latent attention", 2, f"{TE} {f.LOW_RANK_QUERIES}"),
+    Row("default layers, multi-token prediction", 2, f"{TE} {f.MTP}"),
+    Row("default layers, PP2, tied", 2, f"{TE} {f.PP2}"),
+    Row("default layers, EP2", 2, f"{TE} {GROUPED} {f.EP2}", strategies=(ZERO2,)),
+    Row("default layers, hybrid Mamba", 2, f"{TE} {f.MAMBA}"),
+    Row("default layers, Muon", 2, f"{TE} {f.MODERN} {f.MUON}"),
+    Row("TP2", 2, f"{f.TP2} {NORMS}", strategies=(ZERO3, NO_SHARD)),
+    Row("PP2, tied", 2, f"{f.PP2} {NORMS}", strategies=(ZERO3, ZERO1)),
+    Row("EP2", 2, f"{f.ALLTOALL} {f.EP2} {NORMS}", strategies=(ZERO3, ZERO2)),
     # ------------------------------------------------------------------------------- 4 ranks
-    Row("TP2 x DP2, sequence parallel", 4, f"{TP2_SP} {NORMS}", strategies=STRATEGIES, quick=1),
-    Row("TP2 x DP2, sequence parallel, GQA, SwiGLU", 4, f"{TP2_SP} {MODERN} {UNTIED}",
+    Row("TP2 x DP2, sequence parallel", 4, f"{f.TP2_SP} {NORMS}", strategies=STRATEGIES, quick=1),
+    Row("TP2 x DP2, sequence parallel, GQA, SwiGLU", 4, f"{f.TP2_SP} {f.MODERN} {f.UNTIED}",
         strategies=(ZERO1,)),
-    Row("TP2 x DP2, sequence parallel, bf16", 4, f"{TP2_SP} --bf16"),
-    Row("default layers, TP2 x DP2, sequence parallel", 4, f"{TE} {TP2_SP} {MODERN}"),
-    Row("PP2 x DP2, tied", 4, f"{PP2} {NORMS}", strategies=STRATEGIES),
-    Row("PP2 x DP2, untied, per-token loss", 4, f"{PP2} {UNTIED} {PER_TOKEN}",
+    Row("TP2 x DP2, sequence parallel, bf16", 4, f"{f.TP2_SP} --bf16"),
+    Row("default layers, TP2 x DP2, sequence parallel", 4, f"{TE} {f.TP2_SP} {f.MODERN}"),
+    Row("PP2 x DP2, tied", 4, f"{f.PP2} {NORMS}", strategies=STRATEGIES),
+    Row("PP2 x DP2, untied, per-token loss", 4, f"{f.PP2} {f.UNTIED} {PER_TOKEN}",
         strategies=(ZERO2,)),
-    Row("PP2 x DP2, virtual stages", 4, VPP2, strategies=(ZERO3, ZERO2, NO_SHARD)),
-    Row("PP2 x DP2, virtual stages, overlap flags", 4, f"{VPP2} {OVERLAP_GRADS}",
-        ours=OVERLAP_PARAMS, strategies=(ZERO1,)),
-    Row("PP2 x DP2, multi-token prediction", 4, f"{PP2} {MTP}"),
-    Row("CP2 x DP2", 4, f"{CP2} {NORMS}", strategies=STRATEGIES),
-    Row("CP2 x DP2, per-token loss, clipping", 4, f"{CP2} {PER_TOKEN} {CLIPPED}"),
-    Row("HSDP 2x2", 4, NORMS, ours=HSDP, strategies=STRATEGIES),
-    Row("HSDP 2x2, overlap flags, recompute", 4, f"{OVERLAP_GRADS} {FULL} --global-batch-size 16",
-        ours=f"{HSDP} {OVERLAP_PARAMS}"),
-    Row("HSDP 2x2, bf16", 4, "--bf16", ours=HSDP, strategies=(ZERO1,)),
-    Row("HFSDP 2x2", 4, NORMS, ours=HFSDP, strategies=SHARDED),
+    Row("PP2 x DP2, virtual stages", 4, f.VPP2, strategies=(ZERO3, ZERO2, NO_SHARD)),
+    Row("PP2 x DP2, virtual stages, overlap flags", 4, f"{f.VPP2} {f.OVERLAP_GRADS}",
+        ours=f.OVERLAP_PARAMS, strategies=(ZERO1,)),
+    Row("CP2 x DP2", 4, f"{f.CP2} {NORMS}", strategies=STRATEGIES),
+    Row("CP2 x DP2, per-token loss, clipping", 4, f"{f.CP2} {PER_TOKEN} {CLIPPED}"),
+    Row("HSDP 2x2", 4, NORMS, ours=f.HSDP, strategies=STRATEGIES),
+    Row("HSDP 2x2, overlap flags, recompute", 4, f"{f.OVERLAP_GRADS} {FULL} --global-batch-size 16",
+        ours=f"{f.HSDP} {f.OVERLAP_PARAMS}"),
+    Row("HSDP 2x2, bf16", 4, "--bf16", ours=f.HSDP, strategies=(ZERO1,)),
+    Row("HFSDP 2x2", 4, NORMS, ours=f.HFSDP, strategies=SHARDED),
     Row("HFSDP 2x2, per-token loss, overlap flags", 4,
-        f"{PER_TOKEN} {OVERLAP_GRADS} --global-batch-size 16", ours=f"{HFSDP} {OVERLAP_PARAMS}",
-        strategies=(ZERO2,)),
-    Row("HSDP 2x2, TP2", 4, f"{TP2_SP}", ours=HSDP),
-    Row("EP2 x DP2, all-to-all", 4, f"{ALLTOALL} {EP2} {NORMS}", strategies=STRATEGIES),
-    Row("EP2 x DP2, all-gather, grouped", 4, f"{MOE} {EP2} --moe-grouped-gemm"),
-    Row("EP2 x DP2, per-token loss, clipping", 4, f"{ALLTOALL} {EP2} {PER_TOKEN} {CLIPPED}"),
-    Row("EP2 x DP2, separate strategy of experts", 4, f"{ALLTOALL} {EP2}",
+        f"{PER_TOKEN} {f.OVERLAP_GRADS} --global-batch-size 16",
+        ours=f"{f.HFSDP} {f.OVERLAP_PARAMS}", strategies=(ZERO2,)),
+    Row("HSDP 2x2, TP2", 4, f"{f.TP2_SP}", ours=f.HSDP),
+    Row("EP2 x DP2, all-to-all", 4, f"{f.ALLTOALL} {f.EP2} {NORMS}", strategies=STRATEGIES),
+    Row("EP2 x DP2, all-gather, grouped", 4, f"{f.MOE} {f.EP2} --moe-grouped-gemm"),
+    Row("EP2 x DP2, per-token loss, clipping", 4, f"{f.ALLTOALL} {f.EP2} {PER_TOKEN} {CLIPPED}"),
+    Row("EP2 x DP2, separate strategy of experts", 4, f"{f.ALLTOALL} {f.EP2}",
         ours=f"--expert-data-parallel-sharding-strategy {ZERO3}", strategies=(ZERO1,)),
-    Row("EP2 x DP2, frozen experts, evaluation", 4, f"{ALLTOALL} {EP2} {EVALUATION} {NORMS}",
+    Row("EP2 x DP2, frozen experts, evaluation", 4, f"{f.ALLTOALL} {f.EP2} {EVALUATION} {NORMS}",
         freezes=(r"\.experts\.",)),
     Row("EP2 x DP2, overlap flags, recompute of experts", 4,
-        f"{ALLTOALL} {EP2} {OVERLAP_GRADS} --global-batch-size 16 "
+        f"{f.ALLTOALL} {f.EP2} {f.OVERLAP_GRADS} --global-batch-size 16 "
         "--recompute-granularity selective --recompute-modules moe",
-        ours=OVERLAP_PARAMS),
-    Row("EP2 x DP2, bf16", 4, f"{ALLTOALL} {EP2} --bf16", strategies=(ZERO2,)),
-    Row("EP2, HSDP 2x2", 4, f"{ALLTOALL} {EP2} {NORMS}", ours=HSDP, strategies=(ZERO3, ZERO2)),
-    Row("EP2 x TP2, expert TP1", 4, f"{ALLTOALL} {EP2} {TP2_SP} {ETP1} {NORMS}"),
-    Row("latent attention, TP2 x DP2", 4, f"{LOW_RANK_QUERIES} {TP2_SP} {NORMS}",
-        strategies=(ZERO3, NO_SHARD)),
-    Row("sparse attention, TP2 x DP2", 4, f"{SPARSE} {TP2_SP}", strategies=(ZERO3, ZERO2)),
+        ours=f.OVERLAP_PARAMS),
+    Row("EP2 x DP2, bf16", 4, f"{f.ALLTOALL} {f.EP2} --bf16", strategies=(ZERO2,)),
+    Row("EP2, HSDP 2x2", 4, f"{f.ALLTOALL} {f.EP2} {NORMS}", ours=f.HSDP,
+        strategies=(ZERO3, ZERO2)),
+    Row("sparse attention, TP2 x DP2", 4, f"{f.SPARSE} {f.TP2_SP}", strategies=(ZERO3, ZERO2)),
     Row("gated delta net, experts, EP2 x PP2", 4,
-        f"{DELTA_NET} {ALLTOALL} {EP2} {PP2} --apply-layernorm-1p", strategies=(ZERO3, ZERO2)),
-    Row("latent attention, CP2 x DP2", 4, f"{LATENT} {CP2}", strategies=(ZERO2,)),
-    Row("latent attention, experts, EP2 x TP2", 4, f"{DEEPSEEK} {EP2} {TP2_SP} {ETP1} {NORMS}"),
+        f"--apply-layernorm-1p {DELTA_NET} {f.ALLTOALL} {f.EP2} {f.PP2}",
+        strategies=(ZERO3, ZERO2)),
+    Row("latent attention, CP2 x DP2", 4, f"{f.LATENT} {f.CP2}", strategies=(ZERO2,)),
+    Row("latent attention, experts, EP2 x TP2", 4,
+        f"{f.DEEPSEEK} {f.EP2} {f.TP2_SP} {f.ETP1} {NORMS}"),
     Row("latent attention, experts, EP2 x PP2, multi-token prediction", 4,
-        f"{DEEPSEEK} {EP2} {PP2} --mtp-num-layers 1", strategies=(ZERO3, ZERO1)),
+        f"{f.DEEPSEEK} {f.EP2} {f.PP2} --mtp-num-layers 1", strategies=(ZERO3, ZERO1)),
     Row("experts in a latent space, shared expert, EP2 x TP2", 4,
-        f"{ALLTOALL} --moe-latent-size 32 --moe-shared-expert-intermediate-size 64 {EP2} {TP2_SP} "
-        f"{ETP1} {NORMS}", strategies=(ZERO3, ZERO1)),
-    Row("zero-centered norms, TP2 x DP2", 4, f"--apply-layernorm-1p {MODERN} {TP2_SP}",
+        f"{f.ALLTOALL} --moe-latent-size 32 --moe-shared-expert-intermediate-size 64 {f.EP2} "
+        f"{f.TP2_SP} {f.ETP1} {NORMS}", strategies=(ZERO3, ZERO1)),
+    Row("zero-centered norms, TP2 x DP2", 4, f"--apply-layernorm-1p {f.MODERN} {f.TP2_SP}",
         strategies=(ZERO1,)),
-    Row("hybrid Mamba, TP2 x DP2", 4, f"{MAMBA} {TP2_SP}", strategies=(ZERO3, ZERO2)),
+    Row("hybrid Mamba, TP2 x DP2", 4, f"{f.MAMBA} {f.TP2_SP}", strategies=(ZERO3, ZERO2)),
     # ------------------------------------------------------------------------------- 8 ranks
-    Row("TP2 x PP2 x DP2", 8, f"{TP2_SP} {PP2} {NORMS}", strategies=(ZERO3, NO_SHARD)),
-    Row("TP2 x CP2 x DP2", 8, f"{TP2_SP} {CP2} {MODERN}"),
-    Row("HSDP 2x4", 8, BATCH1, ours=HSDP, strategies=(ZERO1,)),
-    Row("HFSDP 2x2, TP2", 8, f"{TP2_SP}", ours=HFSDP, strategies=(ZERO2,)),
-    Row("EP2 x DP4, HSDP 2x4", 8, f"{ALLTOALL} {EP2} {BATCH1} {NORMS}", ours=HSDP,
+    Row("TP2 x PP2 x DP2", 8, f"{f.TP2_SP} {f.PP2} {NORMS}", strategies=(ZERO3, NO_SHARD)),
+    Row("TP2 x CP2 x DP2", 8, f"{f.TP2_SP} {f.CP2} {f.MODERN}"),
+    Row("HSDP 2x4", 8, BATCH1, ours=f.HSDP, strategies=(ZERO1,)),
+    Row("HFSDP 2x2, TP2", 8, f"{f.TP2_SP}", ours=f.HFSDP, strategies=(ZERO2,)),
+    Row("EP2 x DP4, HSDP 2x4", 8, f"{f.ALLTOALL} {f.EP2} {BATCH1} {NORMS}", ours=f.HSDP,
         strategies=(ZERO2,)),
-    Row("EP2 x DP4, HFSDP 2x4", 8, f"{ALLTOALL} {EP2} {BATCH1}", ours=HFSDP),
-    Row("EP2 x PP2 x DP2, virtual stages", 8, f"{ALLTOALL} {EP2} {VPP2} {BATCH1}"),
-    Row("EP2 x TP2 x DP2, expert TP2", 8, f"{ALLTOALL} {EP2} {TP2_SP}"),
+    Row("EP2 x DP4, HFSDP 2x4", 8, f"{f.ALLTOALL} {f.EP2} {BATCH1}", ours=f.HFSDP),
+    Row("EP2 x PP2 x DP2, virtual stages", 8, f"{f.ALLTOALL} {f.EP2} {f.VPP2} {BATCH1}"),
+    Row("EP2 x TP2 x DP2, expert TP2", 8, f"{f.ALLTOALL} {f.EP2} {f.TP2_SP}"),
     # -------------------------------------------------------------------- other numbers of ranks
     Row("one rank", 1, EVALUATION, strategies=(ZERO3, NO_SHARD)),
     Row("three ranks", 3, "--global-batch-size 12", strategies=(ZERO3, NO_SHARD)),
@@ -227,37 +189,37 @@ ROWS: tuple[Row, ...] = (
             ("Adam per parameter", "", PLAIN),
             ("Adam, offloaded", "", OFFLOAD),
             ("Lion", "--optimizer lion --lr 1e-4", ""),
-            ("Muon", MUON, ""),
+            ("Muon", f.MUON, ""),
         )
     ),
     *(
         Row(f"fp16, dynamic loss scale, {way}", 2, FP16, ours=way)
         for way in OFFLOADS[1:]
     ),
-    Row("Muon options", 2, f"{GATED} {MUON} --muon-nesterov --muon-momentum 0.8 "
+    Row("Muon options", 2, f"{f.GATED} {f.MUON} --muon-nesterov --muon-momentum 0.8 "
         "--muon-scale-mode unit_rms_norm --lion-beta1 0.8 --muon-num-ns-steps 3 "
         "--muon-extra-scale-factor 0.5 --muon-coefficient-type simple --muon-no-split-qkv "
         "--weight-decay 0.2"),
-    Row("Muon, bf16", 2, f"{GATED} {MUON} --muon-fp32-matmul-prec medium --bf16", tolerance=5e-4,
-        norms=5e-2),
+    Row("Muon, bf16", 2, f"{f.GATED} {f.MUON} --muon-fp32-matmul-prec medium --bf16",
+        tolerance=5e-4, norms=5e-2),
     *(
-        Row(f"Muon, TP2 x DP2, {mode}", 4, f"{GATED} {MUON} {TP2} --muon-tp-mode {mode}",
+        Row(f"Muon, TP2 x DP2, {mode}", 4, f"{f.GATED} {f.MUON} {f.TP2} --muon-tp-mode {mode}",
             strategies=(ZERO3, ZERO1, NO_SHARD))
         for mode in ("blockwise", "duplicated", "distributed")
     ),
     *(
-        Row(f"Muon, {name}", 4, f"{GATED} {MUON} {flags}", ours=ours)
+        Row(f"Muon, {name}", 4, f"{f.GATED} {f.MUON} {flags}", ours=ours)
         for name, flags, ours in (
-            ("HSDP", "", HSDP),
-            ("HFSDP", "", HFSDP),
-            ("PP2", PP2, ""),
-            ("CP2", CP2, ""),
-            ("TP2 x PP2", f"{PP2} {WHOLE_MATRICES}", ""),
-            ("virtual stages", VPP2, ""),
-            ("EP2", f"{ALLTOALL} {EP2}", ""),
-            ("EP2, experts not sharded", f"{ALLTOALL} {EP2}",
+            ("HSDP", "", f.HSDP),
+            ("HFSDP", "", f.HFSDP),
+            ("PP2", f.PP2, ""),
+            ("CP2", f.CP2, ""),
+            ("TP2 x PP2", f"{f.PP2} {WHOLE_MATRICES}", ""),
+            ("virtual stages", f.VPP2, ""),
+            ("EP2", f"{f.ALLTOALL} {f.EP2}", ""),
+            ("EP2, experts not sharded", f"{f.ALLTOALL} {f.EP2}",
              f"--expert-data-parallel-sharding-strategy {NO_SHARD}"),
-            ("EP2 x TP2", f"{ALLTOALL} {EP2} {WHOLE_MATRICES}", ""),
+            ("EP2 x TP2", f"{f.ALLTOALL} {f.EP2} {WHOLE_MATRICES}", ""),
             ("Lion for scalar parameters", "--muon-scalar-optimizer lion", ""),
             ("Lion for all parameters", "--optimizer lion", ""),
             ("per-token loss, loss scale", f"{PER_TOKEN} --loss-scale 8", ""),
@@ -268,7 +230,7 @@ ROWS: tuple[Row, ...] = (
     *(
         Row(f"default layers, state in {first} and {second}", 1,
             f"{TE} {AWARE} --exp-avg-dtype {first} --exp-avg-sq-dtype {second}",
-            theirs=DISTRIBUTED, iterations=4, probe=moment_bytes_per_element, finds=nbytes)
+            theirs=DISTRIBUTED, iterations=4, probe=probes.moment_bytes_per_element, finds=nbytes)
         for first, second, nbytes in (("fp16", "fp16", 4), ("fp8", "fp16", 3), ("fp8", "fp8", 2))
     ),
     # ---------------------------------------------------------------------- overlapped experts
@@ -277,40 +239,37 @@ ROWS: tuple[Row, ...] = (
         Row(f"overlapped experts: {flags} {ours}", 4, f"{OVERLAPPING} {flags}", ours=ours,
             iterations=3)
         for flags, ours in (
-            ("--global-batch-size 32", OVERLAP),
+            ("--global-batch-size 32", f.OVERLAP),
             ("--global-batch-size 32",
-             f"{OVERLAP} --fsdp-unshard-prefetch-depth 2 --fsdp-trace-pool"),
-            ("", HSDP),
-            (VPP2, ""),
-            (VPP2, OVERLAP),
-            (f"{TP2_SP} {ETP1}", ""),
-            ("--num-layers 3 --moe-layer-freq [0,1,1]", OVERLAP),
+             f"{f.OVERLAP} --fsdp-unshard-prefetch-depth 2 --fsdp-trace-pool"),
+            ("", f.HSDP),
+            (f.VPP2, ""),
+            (f.VPP2, f.OVERLAP),
+            (f"{f.TP2_SP} {f.ETP1}", ""),
+            ("--num-layers 3 --moe-layer-freq [0,1,1]", f.OVERLAP),
             ("--moe-shared-expert-intermediate-size 64 --ep-overlap-early-attn-memory-release",
-             OVERLAP),
-            ("--recompute-granularity selective --recompute-modules layernorm moe_act", OVERLAP),
-            (MTP, OVERLAP),
+             f.OVERLAP),
+            ("--recompute-granularity selective --recompute-modules layernorm moe_act", f.OVERLAP),
+            (f.MTP, f.OVERLAP),
             (f"--eval-interval 1 --eval-iters 1 {PER_TOKEN}", ""),
         )
     ),
     Row("overlapped experts, bf16", 2, f"{OVERLAPPING} --bf16", iterations=3),
     Row("overlapped shared expert", 2,
-        f"{ALLTOALL} {EP2} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-gate "
+        f"{f.ALLTOALL} {f.EP2} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-gate "
         "--moe-shared-expert-overlap", iterations=3, norms=1e-5),
     # ------------------------------------------------------------- features of Megatron's loop
     *(
         Row(f"feature: {flags}", 2, flags, iterations=6)
         for flags in (
-            "--decoupled-lr 5e-3 --decoupled-min-lr 1e-3",
             "--iterations-to-skip 3 5",
             "--train-sync-interval 2 --empty-unused-memory-level 2",
-            "--rerun-mode disabled",
             "--check-for-spiky-loss",
-            "--use-mup --mup-base-hidden-size 32",
             "--use-cpu-initialization",
             "--timing-log-level 2 --log-throughput --log-memory-interval 2",
             "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.2",
             "--dataloader-type cyclic",
-            "--deterministic-mode",
+            "--eval-interval 3 --eval-iters 2 --eval-micro-batch-size 1 --eval-global-batch-size 4",
         )
     ),
 )
@@ -319,11 +278,12 @@ ROWS: tuple[Row, ...] = (
 SAME: tuple[Row, ...] = tuple(replace(
     row, is_reference_sharded=True, tolerance=row.tolerance or 0, iterations=min(row.iterations, 4)
 ) for row in (
-    Row("overlap flags", 2, EVALUATION, ours=OVERLAP, quick=1),
+    Row("overlap flags", 2, EVALUATION, ours=f.OVERLAP, quick=1),
     # --------------------------------------------------------------- order of gathers, reductions
     *(
-        Row(f"gathers and reductions: {flags}", 2, OVERLAP, ours=flags, probe=prefetch_limits,
-            finds=finds, tolerance=tolerance, quick=int("--use-nccl-ub" not in flags))
+        Row(f"gathers and reductions: {flags}", 2, f.OVERLAP, ours=flags,
+            probe=probes.prefetch_limits, finds=finds, tolerance=tolerance,
+            quick=int("--use-nccl-ub" not in flags))
         for flags, finds, tolerance in (
             ("", (5, 1, None, 2, 0), 0),
             # Kept gathered after a step: the root and the units prefetched with it.
@@ -345,21 +305,21 @@ SAME: tuple[Row, ...] = tuple(replace(
     ),
     *(
         Row(f"separate all-gather groups: {name}", ranks, flags,
-            ours="--create-all-gather-group", probe=separate_gather_groups, finds=finds,
+            ours="--create-all-gather-group", probe=probes.separate_gather_groups, finds=finds,
             quick=is_quick)
         for name, ranks, flags, finds, is_quick in (
-            ("dense", 2, OVERLAP, [True], 1),
-            ("experts", 4, f"{ALLTOALL} {EP2}", [True, True], 0),
-            ("instances", 4, f"{HSDP} {OVERLAP_GRADS}", [True], 0),
+            ("dense", 2, f.OVERLAP, [True], 1),
+            ("experts", 4, f"{f.ALLTOALL} {f.EP2}", [True, True], 0),
+            ("instances", 4, f"{f.HSDP} {f.OVERLAP_GRADS}", [True], 0),
         )
     ),
     *(
         Row(f"trace pool: {flags}", ranks, flags, ours="--fsdp-trace-pool", quick=is_quick)
         for ranks, flags, is_quick in (
-            (2, f"{EVALUATION} {OVERLAP} --global-batch-size 16", 1),
-            (4, f"{PP2} --num-layers 4 --global-batch-size 16", 0),
-            (4, FULL_RECOMPUTE, 0),
-            (4, f"{ALLTOALL} {EP2}", 0),
+            (2, f"{EVALUATION} {f.OVERLAP} --global-batch-size 16", 1),
+            (4, f"{f.PP2} --num-layers 4 --global-batch-size 16", 0),
+            (4, f.FULL_RECOMPUTE, 0),
+            (4, f"{f.ALLTOALL} {f.EP2}", 0),
             (4, "--bf16 --accumulate-allreduce-grads-in-fp32", 0),
         )
     ),
@@ -369,17 +329,16 @@ SAME: tuple[Row, ...] = tuple(replace(
             "--bf16 --global-batch-size 16 --megatron-fsdp-grad-comm-dtype bf16 "
             f"--megatron-fsdp-main-params-dtype fp32 --megatron-fsdp-main-grads-dtype fp32 {axes}",
             ours="--ddp-reduce-scatter-with-fp32-accumulation")
-        for axes in ("", HFSDP)
+        for axes in ("", f.HFSDP)
     ),
     # ---------------------------------------------------------------------------- optimizers
-    Row("Adam on flat tensors", 2, f"--bf16 {OVERLAP}", theirs=PLAIN, strategies=(NO_SHARD,),
-        probe=steps_flat_tensors, finds=True, quick=1),
-    Row("Adam on flat tensors, sharded", 2, f"--bf16 {OVERLAP}", theirs=PLAIN, strategies=SHARDED),
-    Row("fused Adam on flat tensors, experts", 2, f"{TE} --bf16 {OVERLAP} {MOE}", theirs=PLAIN),
+    Row("Adam on flat tensors", 2, f"--bf16 {f.OVERLAP}", theirs=PLAIN,
+        strategies=(NO_SHARD, *SHARDED), probe=probes.steps_flat_tensors, finds=True, quick=1),
+    Row("fused Adam on flat tensors, experts", 2, f"{TE} --bf16 {f.OVERLAP} {f.MOE}", theirs=PLAIN),
     *(
         Row(f"{way}, {world_size} ranks", world_size,
             "--clip-grad 0.5 --log-params-norm --global-batch-size 12", ours=way,
-            strategies=STRATEGIES, probe=partial(offloads, fraction=share), finds=True,
+            strategies=STRATEGIES, probe=partial(probes.offloads, fraction=share), finds=True,
             quick=int(world_size == 2 and way == OFFLOADS[1]))
         for way, share in zip(OFFLOADS, (0.0, 0.5, 1.0, 0.25), strict=True)
         for world_size in (1, 2, 3)
@@ -389,16 +348,16 @@ SAME: tuple[Row, ...] = tuple(replace(
         for way in OFFLOADS[1:3]
         for flags in (
             "--optimizer muon",
-            f"--num-experts 4 {EP2}",
-            TP2,
-            PP2,
-            HFSDP,
+            f"--num-experts 4 {f.EP2}",
+            f.TP2,
+            f.PP2,
+            f.HFSDP,
             META,
-            f"--global-batch-size 24 {OVERLAP} --fsdp-trace-pool",
+            f"--global-batch-size 24 {f.OVERLAP} --fsdp-trace-pool",
         )
     ),
     Row("Muon, its Adam offloaded", 2, "--optimizer muon", ours=OFFLOAD,
-        probe=partial(offloads, fraction=1.0), finds=True),
+        probe=partial(probes.offloads, fraction=1.0), finds=True),
     *(
         Row(f"default layers, {flags}", 2, f"{TE} --bf16 {others}", ours=flags,
             tolerance=1e-2 if others else 1e-3, norms=1.0)
@@ -415,22 +374,22 @@ SAME: tuple[Row, ...] = tuple(replace(
     # ------------------------------------------------------------------------ weight gradients
     # apex's kernel computes the output layer's gradient. Tied weights would sum in another order.
     *(
-        Row(f"fused weight gradients: {flags}", ranks, f"{TE} {UNTIED} {flags}",
+        Row(f"fused weight gradients: {flags}", ranks, f"{TE} {f.UNTIED} {flags}",
             theirs=UNFUSED_GRADS, strategies=strategies)
         for ranks, flags, strategies in (
             (1, "--global-batch-size 2", (ZERO3,)),
             (1, "--global-batch-size 8", (ZERO3,)),
             (2, "--global-batch-size 4", (ZERO3,)),
-            (2, f"--global-batch-size 16 {OVERLAP}", STRATEGIES),
-            (2, f"--global-batch-size 16 {FULL_RECOMPUTE}", (ZERO3,)),
+            (2, f"--global-batch-size 16 {f.OVERLAP}", STRATEGIES),
+            (2, f"--global-batch-size 16 {f.FULL_RECOMPUTE}", (ZERO3,)),
             (2, GROUPED, (ZERO3,)),
-            (2, TP2_SP, (ZERO3,)),
+            (2, f.TP2_SP, (ZERO3,)),
         )
     ),
     # With delayed weight gradients, autograd's gradients are uninitialized memory.
     *(
         Row(f"delayed weight gradients {fusion}", 2,
-            f"{TE} {GROUPED} {EP2} --overlap-moe-expert-parallel-comm --bf16 {fusion}",
+            f"{TE} {GROUPED} {f.EP2} --overlap-moe-expert-parallel-comm --bf16 {fusion}",
             ours="--delay-wgrad-compute", strategies=(ZERO3, ZERO1))
         for fusion in ("", UNFUSED_GRADS)
     ),
@@ -441,64 +400,65 @@ MEGATRON = f"{DISTRIBUTED} --dist-ckpt-optim-fully-reshardable"
 # A learning rate that changes shows whether the schedule was loaded.
 SCHEDULED = "--swiglu --lr-decay-style cosine --lr-warmup-iters 2 --clip-grad 0.5"
 LOW_STATE = f"--bf16 {AWARE} --main-grads-dtype bf16 --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"
-BIASED = (f"{ALLTOALL} --moe-router-enable-expert-bias --moe-router-score-function sigmoid "
+BIASED = (f"{f.ALLTOALL} --moe-router-enable-expert-bias --moe-router-score-function sigmoid "
     "--moe-router-load-balancing-type none --moe-shared-expert-intermediate-size 32")
-MIXED = f"{ALLTOALL} --moe-layer-freq [0,1]"
+MIXED = f"{f.ALLTOALL} --moe-layer-freq [0,1]"
 DEEP = "--num-layers 4"
 
 RESUMES: tuple[Resume, ...] = (
     # ------------------------------------------------ other sizes; values are compared bitwise
-    _parallel("ZeRO-3 at 4 ranks, ZeRO-1 at 2", MODERN, Setup(4, ZERO3), Setup(2, ZERO1),
+    _parallel("ZeRO-3 at 4 ranks, ZeRO-1 at 2", f.MODERN, Setup(4, ZERO3), Setup(2, ZERO1),
         quick=True),
     *(
-        _parallel(f"expert parallel, {load}", BIASED, Setup(4, ZERO3, EP2), load)
+        _parallel(f"expert parallel, {load}", BIASED, Setup(4, ZERO3, f.EP2), load)
         for load in (
-            Setup(2, ZERO1), Setup(4, ZERO3, "--expert-model-parallel-size 4"), Setup(2, ZERO3, PP2)
+            Setup(2, ZERO1), Setup(2, ZERO3, f.PP2),
+            Setup(4, ZERO3, "--expert-model-parallel-size 4"),
         )
     ),
-    _parallel("to expert parallel", ALLTOALL, Setup(2, ZERO2), Setup(4, ZERO3, EP2)),
-    _parallel("to pipeline, tied embedding", MODERN, Setup(2, ZERO3),
-        Setup(4, ZERO1, PP2)),
+    _parallel("to expert parallel", f.ALLTOALL, Setup(2, ZERO2), Setup(4, ZERO3, f.EP2)),
+    _parallel("to pipeline, tied embedding", f.MODERN, Setup(2, ZERO3),
+        Setup(4, ZERO1, f.PP2)),
     _parallel("pipeline, to tensor parallel, tied embedding", "",
-        Setup(4, ZERO3, f"{PP2} {WHOLE_VOCABULARY}"), Setup(4, ZERO3, f"{TP2} {PP2}")),
+        Setup(4, ZERO3, f"{f.PP2} {WHOLE_VOCABULARY}"), Setup(4, ZERO3, f"{f.TP2} {f.PP2}")),
     *(
-        _parallel(f"virtual stages, {load}", DEEP, Setup(4, ZERO3, VPP2), load)
-        for load in (Setup(2, ZERO2, PP2), Setup(2, ZERO3), Setup(4, ZERO1, VPP2))
+        _parallel(f"virtual stages, {load}", DEEP, Setup(4, ZERO3, f.VPP2), load)
+        for load in (Setup(2, ZERO2, f.PP2), Setup(2, ZERO3), Setup(4, ZERO1, f.VPP2))
     ),
-    _parallel("virtual stages, experts, one rank", f"{ALLTOALL} {DEEP}", Setup(2, ZERO3, VPP2),
+    _parallel("virtual stages, experts, one rank", f"{f.ALLTOALL} {DEEP}", Setup(2, ZERO3, f.VPP2),
         Setup(1, ZERO3)),
-    _parallel("to virtual stages", f"{DEEP} {UNTIED}", Setup(2, ZERO3),
-        Setup(2, ZERO3, VPP2)),
-    _parallel("multi-token prediction, from pipeline", MTP, Setup(2, ZERO3, PP2),
+    _parallel("to virtual stages", f"{DEEP} {f.UNTIED}", Setup(2, ZERO3),
+        Setup(2, ZERO3, f.VPP2)),
+    _parallel("multi-token prediction, from pipeline", f.MTP, Setup(2, ZERO3, f.PP2),
         Setup(1, ZERO3)),
-    _parallel("multi-token prediction, to pipeline", MTP, Setup(2, ZERO3),
-        Setup(2, ZERO3, PP2)),
+    _parallel("multi-token prediction, to pipeline", f.MTP, Setup(2, ZERO3),
+        Setup(2, ZERO3, f.PP2)),
     *(
-        _parallel(f"HSDP 2x2, {load}", MODERN, Setup(4, ZERO3, HSDP), load)
+        _parallel(f"HSDP 2x2, {load}", f.MODERN, Setup(4, ZERO3, f.HSDP), load)
         for load in (Setup(2, ZERO1), Setup(2, NO_SHARD))
     ),
     *(
-        _parallel(f"no sharding, {load}", MODERN, Setup(2, NO_SHARD), load)
-        for load in (Setup(4, ZERO3, HFSDP), Setup(4, ZERO3, HSDP), Setup(1, ZERO1))
+        _parallel(f"no sharding, {load}", f.MODERN, Setup(2, NO_SHARD), load)
+        for load in (Setup(4, ZERO3, f.HFSDP), Setup(4, ZERO3, f.HSDP), Setup(1, ZERO1))
     ),
-    _parallel("from context parallel", MODERN, Setup(4, ZERO3, CP2), Setup(4, ZERO2)),
-    _parallel("TP2 x PP2 x DP2, 2 ranks", MODERN,
-        Setup(8, ZERO3, f"{TP2_SP} {PP2}"), Setup(2, ZERO3, WHOLE_VOCABULARY)),
-    _parallel("to a model built on the meta device", MODERN,
-        Setup(2, ZERO3, WHOLE_VOCABULARY), Setup(4, ZERO3, f"{TP2_SP} {META}")),
-    _parallel("hybrid Mamba, ZeRO-3 at 2 ranks, HSDP 2x2", MAMBA,
-        Setup(2, ZERO3), Setup(4, ZERO3, HSDP)),
-    _parallel("latent attention, EP2 x TP2, ZeRO-1 at 2 ranks", DEEPSEEK,
-        Setup(4, ZERO3, f"{EP2} {TP2_SP} {ETP1}"), Setup(2, ZERO1, WHOLE_VOCABULARY)),
+    _parallel("from context parallel", f.MODERN, Setup(4, ZERO3, f.CP2), Setup(4, ZERO2)),
+    _parallel("TP2 x PP2 x DP2, 2 ranks", f.MODERN,
+        Setup(8, ZERO3, f"{f.TP2_SP} {f.PP2}"), Setup(2, ZERO3, WHOLE_VOCABULARY)),
+    _parallel("to a model built on the meta device", f.MODERN,
+        Setup(2, ZERO3, WHOLE_VOCABULARY), Setup(4, ZERO3, f"{f.TP2_SP} {META}")),
+    _parallel("hybrid Mamba, ZeRO-3 at 2 ranks, HSDP 2x2", f.MAMBA,
+        Setup(2, ZERO3), Setup(4, ZERO3, f.HSDP)),
+    _parallel("latent attention, EP2 x TP2, ZeRO-1 at 2 ranks", f.DEEPSEEK,
+        Setup(4, ZERO3, f"{f.EP2} {f.TP2_SP} {f.ETP1}"), Setup(2, ZERO1, WHOLE_VOCABULARY)),
     *(
-        _parallel(f"EP2 x TP2, {load}", f"{ALLTOALL} --normalization RMSNorm",
-            Setup(4, ZERO3, f"{EP2} {TP2_SP} {ETP1}"), load)
+        _parallel(f"EP2 x TP2, {load}", f"{f.ALLTOALL} --normalization RMSNorm",
+            Setup(4, ZERO3, f"{f.EP2} {f.TP2_SP} {f.ETP1}"), load)
         for load in (
-            Setup(4, ZERO3, f"{EP2} {PP2} {WHOLE_VOCABULARY}"), Setup(2, ZERO3, WHOLE_VOCABULARY),
-            Setup(4, ZERO3, TP2_SP),
+            Setup(4, ZERO3, f"{f.EP2} {f.PP2} {WHOLE_VOCABULARY}"),
+            Setup(2, ZERO3, WHOLE_VOCABULARY), Setup(4, ZERO3, f.TP2_SP),
         )
     ),
-    _parallel("frozen layers, from pipeline", "--swiglu", Setup(2, ZERO3, PP2),
+    _parallel("frozen layers, from pipeline", "--swiglu", Setup(2, ZERO3, f.PP2),
         Setup(2, ZERO3), freezes=("mlp",)),
     *(
         Resume(f"ZeRO-3 at 2 ranks, {load}", "--swiglu --global-batch-size 12", Setup(2, ZERO3),
@@ -511,49 +471,49 @@ RESUMES: tuple[Resume, ...] = (
     # -------------------------------------------------------- bitwise identical at the same sizes
     *(
         Resume(f"bitwise: {flags or 'data parallel'}",
-            f"--bf16 {DROPOUT} --lr-decay-style cosine --lr-warmup-iters 3",
+            f"--bf16 {f.DROPOUT} --lr-decay-style cosine --lr-warmup-iters 3",
             Setup(2, ZERO3, flags), Setup(2, ZERO3, flags), tolerance=0)
-        for flags in ("", PP2, TP2)
+        for flags in ("", f.PP2, f.TP2)
     ),
     *(
         Resume(f"bitwise: {flags}, {setup}", flags, setup, setup, tolerance=0, quick=is_quick)
         for flags, setup, is_quick in (
             ("--fp16 --initial-loss-scale 1024 --loss-scale-window 3", Setup(2, ZERO3), False),
-            (f"{GATED} {MUON}", Setup(2, ZERO3), False),
+            (f"{f.GATED} {f.MUON}", Setup(2, ZERO3), False),
             (f"{TE} {LOW_STATE}", Setup(2, ZERO3), True),
-            (f"{TE} {TP2}", Setup(4, NO_SHARD), False),
-            (f"{TE} {TP2}", Setup(4, ZERO1), False),
-            (f"--async-save --optimizer muon --swiglu --num-experts 4 {EP2} {PP2} "
+            (f"{TE} {f.TP2}", Setup(4, NO_SHARD), False),
+            (f"{TE} {f.TP2}", Setup(4, ZERO1), False),
+            (f"--async-save --optimizer muon --swiglu --num-experts 4 {f.EP2} {f.PP2} "
              "--moe-token-dispatcher-type alltoall", Setup(4, ZERO3), False),
             # Megatron's own DDP, in a rehearsal.
-            (f"{GROUPED} {EP2}", Setup(2, DDP), False),
-            (f"{MAMBA} {TP2_SP}", Setup(2, DDP), False),
+            (f"{GROUPED} {f.EP2}", Setup(2, DDP), False),
+            (f"{f.MAMBA} {f.TP2_SP}", Setup(2, DDP), False),
         )
     ),
-    Resume("grouped to sequential experts, Megatron's own DDP", f"{ALLTOALL} {EP2}",
+    Resume("grouped to sequential experts, Megatron's own DDP", f"{f.ALLTOALL} {f.EP2}",
         Setup(2, DDP, "--moe-grouped-gemm"), Setup(2, DDP), tolerance=0),
     # ----------------------------------------------------------------------------- optimizers
     *(
-        Resume(f"{optimizer}, TP2 x DP2, {load}", f"{GATED} {MUON} --optimizer {optimizer} "
-            "--muon-tp-mode duplicated", Setup(4, ZERO3, TP2), load,
+        Resume(f"{optimizer}, TP2 x DP2, {load}", f"{f.GATED} {f.MUON} --optimizer {optimizer} "
+            "--muon-tp-mode duplicated", Setup(4, ZERO3, f.TP2), load,
             # Some of the first updates are signs, which rounding may flip.
             tolerance=TOLERANCE if optimizer == "muon" else 1e-4)
         for optimizer in ("muon", "adaptive_muon", "lion")
         for load in (
-            Setup(1, ZERO1, WHOLE_VOCABULARY), Setup(2, NO_SHARD, f"{PP2} {WHOLE_VOCABULARY}"),
-            Setup(2, ZERO2, TP2), Setup(4, ZERO3, f"{HFSDP} {WHOLE_VOCABULARY}"),
+            Setup(1, ZERO1, WHOLE_VOCABULARY), Setup(2, NO_SHARD, f"{f.PP2} {WHOLE_VOCABULARY}"),
+            Setup(2, ZERO2, f.TP2), Setup(4, ZERO3, f"{f.HFSDP} {WHOLE_VOCABULARY}"),
         )
     ),
-    Resume("flat tensors, to per parameter", UNTIED, Setup(2, NO_SHARD), Setup(2, ZERO3, PLAIN)),
-    Resume("per parameter, to flat tensors", UNTIED, Setup(2, ZERO3, PLAIN), Setup(2, NO_SHARD)),
-    Resume("fused Adam, from flat tensors, experts", f"{TE} {MOE}",
+    Resume("flat tensors, to per parameter", f.UNTIED, Setup(2, NO_SHARD), Setup(2, ZERO3, PLAIN)),
+    Resume("per parameter, to flat tensors", f.UNTIED, Setup(2, ZERO3, PLAIN), Setup(2, NO_SHARD)),
+    Resume("fused Adam, from flat tensors, experts", f"{TE} {f.MOE}",
         Setup(2, ZERO3), Setup(2, ZERO3, PLAIN)),
     *(
         Resume(f"scaled state, {load}", f"{TE} --global-batch-size 12", Setup(2, ZERO3, LOW_STATE),
             load, tolerance=1e-4)
         for load in (
             Setup(1, ZERO1, LOW_STATE), Setup(3, ZERO1, LOW_STATE),
-            Setup(2, ZERO1, f"{LOW_STATE} {PP2}"), Setup(2, ZERO1, "--bf16"),
+            Setup(2, ZERO1, f"{LOW_STATE} {f.PP2}"), Setup(2, ZERO1, "--bf16"),
             Setup(2, ZERO1, f"--bf16 {BF16_STATE}"),
         )
     ),
@@ -571,9 +531,8 @@ RESUMES: tuple[Resume, ...] = (
     *(
         Resume(f"offloaded, {load}", "--global-batch-size 12", Setup(2, ZERO3, OFFLOADS[1]), load)
         for load in (
-            Setup(1, ZERO3, OFFLOADS[0]), Setup(1, ZERO1, OFFLOADS[2]), Setup(2, NO_SHARD),
-            Setup(2, ZERO2, OFFLOADS[3]), Setup(3, ZERO1, OFFLOADS[1]),
-            Setup(3, NO_SHARD, OFFLOADS[2]), Setup(3, ZERO3, OFFLOADS[3]),
+            Setup(1, ZERO1, OFFLOADS[2]), Setup(2, NO_SHARD), Setup(3, ZERO1, OFFLOADS[1]),
+            Setup(3, ZERO3, OFFLOADS[3]),
         )
     ),
     # ------------------------------------------------------------------ from Megatron's own DDP
@@ -582,26 +541,28 @@ RESUMES: tuple[Resume, ...] = (
             tolerance=tolerance)
         for flags, saved, loads, tolerance in (
             (SCHEDULED, MEGATRON, (
-                Setup(1, ZERO3), Setup(2, ZERO3), Setup(4, ZERO3), Setup(4, ZERO3, HFSDP),
-                Setup(2, ZERO3, TP2), Setup(2, NO_SHARD), Setup(2, ZERO1), Setup(2, ZERO2),
+                Setup(1, ZERO3), Setup(2, ZERO3), Setup(4, ZERO3), Setup(4, ZERO3, f.HFSDP),
+                Setup(2, ZERO3, f.TP2), Setup(2, NO_SHARD), Setup(2, ZERO1), Setup(2, ZERO2),
                 Setup(2, DDP, MEGATRON),
             ), TOLERANCE),
-            (SCHEDULED, f"{MEGATRON} {TP2}", (Setup(2, ZERO3), Setup(4, ZERO3, TP2_SP)), TOLERANCE),
+            (SCHEDULED, f"{MEGATRON} {f.TP2}", (Setup(2, ZERO3), Setup(4, ZERO3, f.TP2_SP)),
+             TOLERANCE),
             ("--normalization RMSNorm --qk-layernorm --swiglu", "", (Setup(2, ZERO3),), TOLERANCE),
-            (ALLTOALL, f"{MEGATRON} {EP2}", (Setup(2, ZERO3), Setup(4, ZERO3, EP2)), TOLERANCE),
-            (DEEP, f"{MEGATRON} {PP2}", (Setup(2, ZERO3), Setup(4, ZERO3, PP2)), TOLERANCE),
-            (DROPOUT, MEGATRON, (Setup(2, ZERO3),), TOLERANCE),
-            (MIXED, MEGATRON, (Setup(2, ZERO3, EP2),), TOLERANCE),
-            (MAMBA, f"{MEGATRON} {TP2}", (Setup(2, ZERO3),), TOLERANCE),
-            (f"{SCHEDULED} --add-qkv-bias {UNTIED}", MEGATRON, (Setup(2, ZERO3),), TOLERANCE),
+            (f.ALLTOALL, f"{MEGATRON} {f.EP2}", (Setup(2, ZERO3), Setup(4, ZERO3, f.EP2)),
+             TOLERANCE),
+            (DEEP, f"{MEGATRON} {f.PP2}", (Setup(2, ZERO3), Setup(4, ZERO3, f.PP2)), TOLERANCE),
+            (f.DROPOUT, MEGATRON, (Setup(2, ZERO3),), TOLERANCE),
+            (MIXED, MEGATRON, (Setup(2, ZERO3, f.EP2),), TOLERANCE),
+            (f.MAMBA, f"{MEGATRON} {f.TP2}", (Setup(2, ZERO3),), TOLERANCE),
+            (f"{SCHEDULED} --add-qkv-bias {f.UNTIED}", MEGATRON, (Setup(2, ZERO3),), TOLERANCE),
             (f"{BIASED} --moe-grouped-gemm", MEGATRON, (Setup(2, ZERO3),), TOLERANCE),
-            (f"{MTP} --num-experts 4 --disable-bias-linear", MEGATRON, (Setup(2, ZERO3),),
+            (f"{f.MTP} --num-experts 4 --disable-bias-linear", MEGATRON, (Setup(2, ZERO3),),
              TOLERANCE),
             # Adam's small steps must start from main weights, not from weights rounded to bf16.
-            (f"{ALLTOALL} --bf16", MEGATRON, (Setup(2, ZERO3),), TOLERANCE),
-            (f"{ALLTOALL} --bf16", "", (Setup(2, ZERO3),), TOLERANCE),
-            (f"{GATED} {MUON}", "", (Setup(2, ZERO3),), TOLERANCE),
-            (f"{GATED} {MUON} --bf16", "", (Setup(2, ZERO3),), 5e-4),
+            (f"{f.ALLTOALL} --bf16", MEGATRON, (Setup(2, ZERO3),), TOLERANCE),
+            (f"{f.ALLTOALL} --bf16", "", (Setup(2, ZERO3),), TOLERANCE),
+            (f"{f.GATED} {f.MUON}", "", (Setup(2, ZERO3),), TOLERANCE),
+            (f"{f.GATED} {f.MUON} --bf16", "", (Setup(2, ZERO3),), 5e-4),
         )
         for load in loads
     ),
@@ -611,14 +572,14 @@ RESUMES: tuple[Resume, ...] = (
             Setup(2, DDP, f"{MEGATRON} {sizes}"))
         for flags, saves, sizes in (
             (SCHEDULED, Setup(2, ZERO3), ""),
-            (SCHEDULED, Setup(2, ZERO3), TP2),
-            (SCHEDULED, Setup(4, ZERO3, TP2), ""),
-            (ALLTOALL, Setup(2, ZERO3, EP2), EP2),
-            (DEEP, Setup(2, ZERO3, PP2), ""),
-            (f"{DROPOUT} --normalization RMSNorm --qk-layernorm --swiglu", Setup(2, ZERO3), ""),
-            (f"{MTP} --swiglu", Setup(2, ZERO3), ""),
+            (SCHEDULED, Setup(2, ZERO3), f.TP2),
+            (SCHEDULED, Setup(4, ZERO3, f.TP2), ""),
+            (f.ALLTOALL, Setup(2, ZERO3, f.EP2), f.EP2),
+            (DEEP, Setup(2, ZERO3, f.PP2), ""),
+            (f"{f.DROPOUT} --normalization RMSNorm --qk-layernorm --swiglu", Setup(2, ZERO3), ""),
+            (f"{f.MTP} --swiglu", Setup(2, ZERO3), ""),
             (MIXED, Setup(2, ZERO3), ""),
-            (MAMBA, Setup(2, ZERO3, TP2), ""),
+            (f.MAMBA, Setup(2, ZERO3, f.TP2), ""),
             (f"{BIASED} --moe-grouped-gemm", Setup(2, ZERO3), ""),
         )
     ),

@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 
-from functional_tests.matrix import (
-    RESUMED_TO,
-    SAVED,
-    STRATEGIES,
-    Resume,
-    Row,
-    Run,
-)
+from functional_tests.matrix import RESUMED_TO, SAVED, STRATEGIES, Resume, Row, Run
 from functional_tests.quantized import QUANTIZED, QUANTIZED_RESUMES, QUANTIZED_SAME
 from functional_tests.rows import RESUMES, ROWS, SAME
 from functional_tests.trainings import Difference, Table, Trainings, difference

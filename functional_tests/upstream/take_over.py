@@ -1,7 +1,7 @@
 """Import the flags of Megatron-LM's functional configurations as data.
 
 `python -m functional_tests.upstream.take_over path/to/Megatron-LM` writes `configurations.txt` from
-a checkout or a bare mirror. The file has names and values of flags only, without paths and without
+a checkout of the tag. The file has names and values of flags only, without paths and without
 flags of logging, timing, loading and saving.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from functional_tests.upstream.configurations import PATH, Configuration
+from functional_tests.upstream.configurations import FILE, PATH, Configuration
 
 TAG = "core_v0.19.0"
 FOLDER = "tests/functional_tests/test_cases"
@@ -61,13 +61,6 @@ _HEAD = """
 """
 
 
-def _git(repository: Path, *words: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(repository), *words], check=True, capture_output=True, text=True
-    )
-    return done.stdout
-
-
 def _words(value: Any) -> tuple[str, ...]:
     """Return the words after a flag's name on the command line of Megatron-LM's test runner."""
     if value is True:
@@ -80,28 +73,14 @@ def _words(value: Any) -> tuple[str, ...]:
     return (text,)
 
 
-def _trains(arguments: dict[str, Any]) -> bool:
-    return "--train-iters" in arguments or "--train-samples" in arguments
-
-
-def read(repository: Path, commit: str) -> tuple[list[Configuration], list[str]]:
-    """Read the configurations of a commit.
-
-    Args:
-        repository: A checkout or a mirror.
-        commit: Any name of a commit.
-
-    Returns:
-        Distinct configurations, and the names of configurations of other programs.
-    """
+def read(checkout: Path) -> tuple[list[Configuration], list[str]]:
+    """Return distinct configurations, and the names of configurations of other programs."""
     found: dict[tuple[tuple[str, ...], ...], list[str]] = {}
     others: list[str] = []
-    for path in _git(repository, "ls-tree", "-r", "--name-only", commit, FOLDER).splitlines():
-        if not path.endswith("/model_config.yaml"):
-            continue
-        family, name = path.split("/")[-3:-1]
-        arguments = yaml.safe_load(_git(repository, "show", f"{commit}:{path}")).get("MODEL_ARGS")
-        if not arguments or not _trains(arguments):
+    for path in (checkout / FOLDER).glob("*/*/model_config.yaml"):
+        family, name = path.parts[-3:-1]
+        arguments = yaml.safe_load(path.read_text()).get("MODEL_ARGS") or {}
+        if arguments.keys().isdisjoint({"--train-iters", "--train-samples"}):
             continue
         if family not in FAMILIES or OTHER_PROGRAMS in name:
             others.append(f"{family}/{name}")
@@ -127,26 +106,20 @@ def as_text(configurations: list[Configuration], others: list[str], commit: str)
     for configuration in configurations:
         words = [shlex.join([flag, *given]) for flag, given in configuration.flags.items()]
         lines += ["", *configuration.names]
-        lines += textwrap.wrap(
-            " ".join(words),
-            100,
-            initial_indent="  ",
-            subsequent_indent="  ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+        text = textwrap.fill(" ".join(words), 98, **options)
+        lines.append(textwrap.indent(text, "  "))
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     """Write `configurations.txt`."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("repository", type=Path, help="a checkout or mirror of Megatron-LM")
-    parser.add_argument("--commit", default=TAG, help="what to read (default: %(default)s)")
-    asked = parser.parse_args()
-    commit = _git(asked.repository, "rev-parse", f"{asked.commit}^{{commit}}").strip()
-    text = as_text(*read(asked.repository, commit), commit)
-    Path(__file__).with_name("configurations.txt").write_text(text)
+    parser.add_argument("checkout", type=Path, help="a checkout of Megatron-LM")
+    checkout = parser.parse_args().checkout
+    git = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
+    commit = subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
+    FILE.write_text(as_text(*read(checkout), commit))
 
 
 if __name__ == "__main__":

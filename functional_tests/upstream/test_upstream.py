@@ -7,26 +7,9 @@ import itertools
 import pytest
 
 from functional_tests.trainings import Difference, Table, Trainings, difference
+from functional_tests.upstream import shrink, sides
 from functional_tests.upstream.configurations import read
 from functional_tests.upstream.conftest import known_own_precision, known_rejections
-from functional_tests.upstream.shrink import (
-    AXES,
-    DATA,
-    ITERATIONS,
-    LOSS_SCALE,
-    MAMBA,
-    MOST_RANKS,
-    PATTERNS,
-    Shrunk,
-    shrunk,
-)
-from functional_tests.upstream.sides import (
-    in_fp32,
-    in_own_precision,
-    is_low_precision,
-    reference,
-    sharded,
-)
 from tests.mcore.trained import first_difference
 
 TOLERANCE = 1e-6
@@ -36,10 +19,10 @@ TOLERANCE = 1e-6
 ZEROS_BY_CHANCE = 128
 
 
-def _accepted() -> list[Shrunk]:
+def _accepted() -> list[shrink.Shrunk]:
     """Return the configurations that are not rejected."""
     rejected = known_rejections()
-    return [each for each in shrunk(read()) if each.name not in rejected]
+    return [each for each in shrink.shrunk(read()) if each.name not in rejected]
 
 
 def test_configurations_are_rejected_for_the_known_reasons(reasons: dict[str, str]) -> None:
@@ -48,30 +31,30 @@ def test_configurations_are_rejected_for_the_known_reasons(reasons: dict[str, st
 
 
 def test_shrinking_keeps_every_axis_and_every_flag() -> None:
-    by_name = {name: each for each in shrunk(read()) for name in each.names}
+    by_name = {name: each for each in shrink.shrunk(read()) for name in each.names}
     for configuration in read():
         small = by_name[configuration.names[0]]
         kept = dict(itertools.pairwise((*small.flags, "")))
         for flag, words in configuration.flags.items():
-            if flag == "--num-layers" and not PATTERNS.isdisjoint(kept):
+            if flag == "--num-layers" and not shrink.PATTERNS.isdisjoint(kept):
                 continue  # The pattern determines the number.
             assert flag in kept, (configuration.names, flag)
-            if flag in AXES:
+            if flag in shrink.AXES:
                 assert (int(words[0]) > 1) == (int(kept[flag]) > 1), (configuration.names, flag)
-        added = {"--global-batch-size", "--train-iters", "--num-layers", LOSS_SCALE, *DATA, *MAMBA}
         new = {word for word in small.flags if word.startswith("--")} - configuration.flags.keys()
-        assert new <= added, (configuration.names, new)
-        assert small.world_size <= MOST_RANKS
+        new -= {"--global-batch-size", "--train-iters", "--num-layers", shrink.LOSS_SCALE}
+        assert new <= shrink.DATA.keys() | shrink.MAMBA.keys(), (configuration.names, new)
+        assert small.world_size <= shrink.MOST_RANKS
 
 
-PRECISIONS = {"fp32": in_fp32, "own": in_own_precision}
+PRECISIONS = {"fp32": sides.in_fp32, "own": sides.in_own_precision}
 _OWN_PRECISION = known_own_precision()
 
 
 def test_configurations_compared_in_own_precision_are_accepted_and_low_precision() -> None:
     by_name = {each.name: each for each in _accepted()}
     assert by_name.keys() >= _OWN_PRECISION
-    assert all(is_low_precision(by_name[name]) for name in _OWN_PRECISION)
+    assert all(sides.is_low_precision(by_name[name]) for name in _OWN_PRECISION)
 
 
 @pytest.mark.functional
@@ -85,12 +68,12 @@ def test_configurations_compared_in_own_precision_are_accepted_and_low_precision
     ],
 )
 def test_configuration_matches_megatrons_ddp(
-    trainings: Trainings, table: Table, each: Shrunk, precision: str
+    trainings: Trainings, table: Table, each: shrink.Shrunk, precision: str
 ) -> None:
     in_precision = PRECISIONS[precision]
-    theirs = trainings(in_precision(reference(each)))
-    mine = trainings(in_precision(sharded(each)))
-    found = difference(mine, theirs, ITERATIONS, ZEROS_BY_CHANCE)
+    theirs = trainings(in_precision(sides.reference(each)))
+    mine = trainings(in_precision(sides.sharded(each)))
+    found = difference(mine, theirs, shrink.ITERATIONS, ZEROS_BY_CHANCE)
     where = first_difference(mine, theirs, TOLERANCE, TOLERANCE)
     assert found.within(Difference(TOLERANCE, TOLERANCE)), f"{found}; {where}"
     table.add((each.name, str(each.world_size), precision), found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -83,46 +84,30 @@ def prepare(code: str, names: dict[str, Any]) -> None:
             names[name] = provider(names, shards)
 
 
-def _mesh(names: dict[str, Any], shards: bool) -> Any:
-    del names, shards
+def _mesh() -> Any:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
 
 
-def _model(names: dict[str, Any], shards: bool) -> Any:
+def _sharded(mesh: Any) -> Any:
     model = Model()
-    return model if shards else wrap(model, model.layers, mesh=names["mesh"])
+    return wrap(model, model.layers, mesh=mesh)
 
 
-def _optimizer(names: dict[str, Any], shards: bool) -> Any:
-    del shards
-    return torch.optim.AdamW(names["model"].parameters(), lr=0.01)
-
-
-def _train_step(names: dict[str, Any], shards: bool) -> Any:
-    del shards
-
-    def train_step() -> None:
-        names["model"](torch.randn(4, WIDTH)).square().mean().backward()
-        if "optimizer" in names:
-            names["optimizer"].step()
-            names["optimizer"].zero_grad()
-
-    return train_step
-
-
-def _log(names: dict[str, Any], shards: bool) -> Any:
-    del shards
-    return lambda *values: names.setdefault("logged", []).append(values)
+def _train_step(names: dict[str, Any]) -> None:
+    names["model"](torch.randn(4, WIDTH)).square().mean().backward()
+    if "optimizer" in names:
+        names["optimizer"].step()
+        names["optimizer"].zero_grad()
 
 
 # In order of creation: a provider may use the names before it.
 PROVIDERS: dict[str, Callable[[dict[str, Any], bool], Any]] = {
-    "mesh": _mesh,
-    "model": _model,
-    "optimizer": _optimizer,
-    "train_step": _train_step,
+    "mesh": lambda names, shards: _mesh(),
+    "model": lambda names, shards: Model() if shards else _sharded(names["mesh"]),
+    "optimizer": lambda names, shards: torch.optim.AdamW(names["model"].parameters(), lr=0.01),
+    "train_step": lambda names, shards: functools.partial(_train_step, names),
     "build_model": lambda names, shards: Model,
-    "log": _log,
+    "log": lambda names, shards: lambda *values: names.setdefault("logged", []).append(values),
 }
 NEEDS: dict[str, set[str]] = {
     "train_step": {"optimizer", "model", "mesh"},

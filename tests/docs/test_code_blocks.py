@@ -74,9 +74,7 @@ def test_programs_accept_documented_commands(block: Block) -> None:
         check(command)
 
 
-def test_console_blocks_show_the_output_of_commands(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_console_blocks_show_the_output_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
     for block in _blocks_by_use("shell"):
         shown, typed = block.code.splitlines(), typed_lines(block.language, block.code)
         # Console blocks that show output.
@@ -124,12 +122,7 @@ PAGES = [
 _NAMED = re.compile(r"(?<![\w./*<$-])((?:\w+/)*\w+\.(?:py|toml|sh))(?![\w/*])")
 
 # Files of Megatron-LM and of users.
-EXTERNAL = {
-    "pretrain_gpt.py",
-    "pretrain_hybrid.py",
-    "gpt_builders.py",
-    "hybrid_layer_specs.py",
-}
+EXTERNAL = {"pretrain_gpt.py", "pretrain_hybrid.py", "gpt_builders.py", "hybrid_layer_specs.py"}
 EXTERNAL |= {"train.py", "your_script.py"}
 
 

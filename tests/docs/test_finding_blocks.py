@@ -13,16 +13,7 @@ def _block(text: str) -> Block:
     return block
 
 
-def test_blocks_have_lines_languages_and_comments() -> None:
-    page = (
-        "# Page\n\n```python\na = 1\n```\n\n<!-- output of: some:thing -->\n```text\nb\n```\n"
-        "<!-- not run: lost, since words follow -->\nwords\n"
-        "* item:\n\n  ~~~bash title=x\n  c\n  ~~~\n"
-    )
-    python, text, bash = blocks_in("page.md", page)
-    assert (python.line, python.language, python.code) == (4, "python", "a = 1\n")
-    assert (text.line, text.markers) == (9, {"output of": "some:thing"})
-    assert (bash.language, bash.code, bash.markers) == ("bash", "c\n", {})
+def test_block_that_is_not_closed_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"page\.md:2: the block is not closed"):
         blocks_in("page.md", "```python\na = 1\n")
 

@@ -1,13 +1,7 @@
-"""Forms of products of bf16 tensors, compared with the same product in fp32, rounded once.
-
-As a program, this module prints, as JSON, which forms differ and whether the CPU has bf16
-instructions. Environment variables, which torch reads at startup, disable these instructions.
-"""
+"""Forms of products of bf16 tensors, compared with the same product in fp32, rounded once."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +10,9 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from megatron_cpu_rehearsal.bf16_products import rounded_once
-
 BF16 = torch.bfloat16
-# Disable bf16 instructions in oneDNN, and then in torch's own vectorized kernels, too.
+# Variables that torch reads at startup. They disable bf16 instructions in oneDNN, and then also in
+# torch's own vectorized kernels.
 BF16_MASKED = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
 WITHOUT_BF16 = {**BF16_MASKED, "ATEN_CPU_CAPABILITY": "avx2"}
 
@@ -175,16 +168,3 @@ def _agrees(form: Form) -> bool:
 def _is_rounded(narrow: torch.Tensor | None, wide: torch.Tensor | None) -> bool:
     assert narrow is not None and wide is not None
     return narrow.dtype is BF16 and wide.dtype is torch.float32 and narrow.equal(wide.to(BF16))
-
-
-def main() -> None:
-    """Print the forms that differ, and whether the CPU has bf16 instructions."""
-    torch.set_num_threads(1)
-    with rounded_once():
-        differ = differing()
-    is_native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    json.dump({"differ": differ, "is_native": bool(is_native)}, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()

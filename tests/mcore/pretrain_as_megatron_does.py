@@ -19,9 +19,7 @@ from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
-from megatron.core.datasets.blended_megatron_dataset_builder import (  # noqa: E402
-    BlendedMegatronDatasetBuilder,
-)
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder  # noqa: E402
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -60,22 +61,13 @@ def real() -> Any:
 def layers(te: Any, recipe: str, *, quantized: bool = True, device: str = "cpu") -> nn.Sequential:
     """Return three linear layers; one height and one width are not multiples of 128."""
     torch.manual_seed(0)
-    shapes = zip(SIZES, (*SIZES[1:], 128), strict=True)
     kept = {"preserve_high_precision_init_val": True} if quantized else {}
+    same: dict[str, Any] = {"fuse_wgrad_accumulation": True, "params_dtype": torch.bfloat16}
+    made = []
     with te.quantized_model_init(enabled=quantized, recipe=recipe_of(recipe), **kept):
-        return nn.Sequential(
-            *(
-                te.Linear(
-                    inner,
-                    outer,
-                    bias=outer != 320,
-                    params_dtype=torch.bfloat16,
-                    fuse_wgrad_accumulation=True,
-                    device=device,
-                )
-                for inner, outer in shapes
-            )
-        )
+        for inner, outer in itertools.pairwise((*SIZES, 128)):
+            made.append(te.Linear(inner, outer, bias=outer != 320, device=device, **same))
+    return nn.Sequential(*made)
 
 
 def sharded(
@@ -110,16 +102,12 @@ def step(
     return loss.detach()
 
 
+_ROWWISE = ("_rowwise_data", "_rowwise_scale_inv")
 FIELDS = {
     "Float8Tensor": ("_data", "_scale_inv"),
-    "Float8BlockwiseQTensor": ("_rowwise_data", "_rowwise_scale_inv"),
-    "MXFP8Tensor": (
-        "_rowwise_data",
-        "_rowwise_scale_inv",
-        "_columnwise_data",
-        "_columnwise_scale_inv",
-    ),
-    "NVFP4Tensor": ("_rowwise_data", "_rowwise_scale_inv", "_amax_rowwise"),
+    "Float8BlockwiseQTensor": _ROWWISE,
+    "MXFP8Tensor": (*_ROWWISE, "_columnwise_data", "_columnwise_scale_inv"),
+    "NVFP4Tensor": (*_ROWWISE, "_amax_rowwise"),
 }
 
 
@@ -197,7 +185,7 @@ def _without_padding(mine: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Te
     return mine[:rows, :columns], theirs[:rows, :columns]
 
 
-def gathered_bytes(recipe: str, *, recomputes: bool = False) -> list[tuple[int, int]]:
+def gathered_bytes(recipe: str) -> list[tuple[int, int]]:
     """Return the bytes gathered in a forward and a backward, of quantized and of bf16 weights."""
     te = enter(recipe)
     found = []
@@ -207,11 +195,7 @@ def gathered_bytes(recipe: str, *, recomputes: bool = False) -> list[tuple[int, 
         wire = record_collectives(model)
         inputs = torch.randn(32, SIZES[0]).bfloat16()
         with te.autocast(enabled=True, recipe=recipe_of(recipe)):
-            x = inputs
-            for layer in model:
-                # Transformer Engine's checkpoint recomputes in FP8.
-                x = te.checkpoint(layer, x, use_reentrant=False) if recomputes else layer(x)
-            loss = x.float().square().mean()
+            loss = model(inputs).float().square().mean()
         forward = wire.nbytes("all_gather")
         loss.backward()
         found.append((forward, wire.nbytes("all_gather") - forward))

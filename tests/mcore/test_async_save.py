@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import textwrap
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from megatron_fsdp_v2.checkpoint import CheckpointError, saving
 from megatron_fsdp_v2.checkpoint.verifying import verify
 from tests.cases import longer
 from tests.mcore import flags as f
-from tests.mcore.command_line import torchrun
 from tests.mcore.session import enter_rehearsal, merge_ranks, rank, train
 from tests.mcore.trained import on_megatron, run_of_ranks
 from tests.ranks import RankPools
@@ -109,8 +107,7 @@ SIGNALED = "--exit-signal-handler"
 
 
 @pytest.mark.parametrize(
-    "words",
-    [pytest.param("--exit-interval 3", id="interval"), longer(SIGNALED, id="signal")],
+    "words", [pytest.param("--exit-interval 3", id="interval"), longer(SIGNALED, id="signal")]
 )
 @on_megatron(2)
 def test_exiting_run_waits_for_pending_saves(tmp_path: Path, words: str) -> None:
@@ -143,46 +140,6 @@ def test_checkpoints_between_retain_intervals_are_removed(
     run_of_ranks(megatron, 2, _flags(tmp_path, 9, more))
     kept = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
     assert kept == ["iter_0000004", "iter_0000008", "iter_0000009"]
-
-
-KILLED = """
-import os, signal
-from megatron_fsdp_v2.checkpoint import saving
-from megatron_fsdp_v2_mcore.pretrain_gpt import gpt
-
-write, saves = saving.Writer.write_data, []
-
-def write_once(writer, *args):
-    saves.append(writer)
-    written = write(writer, *args)
-    if len(saves) == 2 and os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return written
-
-saving.Writer.write_data = write_once
-gpt.train()
-"""
-
-
-@pytest.mark.functional
-def test_job_killed_during_a_save_resumes_from_the_previous_checkpoint(
-    megatron: RankPools, tmp_path: Path
-) -> None:
-    script, folder = tmp_path / "killed.py", tmp_path / "saved"
-    script.write_text(textwrap.dedent(KILLED))
-    flags = _flags(folder, 7)
-    uninterrupted = run_of_ranks(megatron, 2, _flags(tmp_path / "other", 7))
-    run = torchrun(2, "megatron_fsdp_v2_mcore.run", [str(script), *flags, "--cpu-rehearsal"])
-    assert run.code != 0
-    assert signal.SIGKILL.name in run.output or "exitcode: -9" in run.output.replace(" ", "")
-    assert _tracked(folder) == 2
-    assert verify(folder / "iter_0000002").is_good
-    assert not (folder / "iter_0000004" / ".metadata").exists()
-    resumed = run_of_ranks(megatron, 2, [*flags, *f.loading(folder)])
-    assert resumed.losses == uninterrupted.losses[2:]
-    for iteration in (2, 4, 6, 7):
-        assert verify(folder / f"iter_{iteration:07d}").is_good
-    assert not list(folder.glob("*.incomplete"))
 
 
 @on_megatron(2)

@@ -68,9 +68,10 @@ def test_run_with_a_script_like_megatrons_matches_ddp(
     flags = words(LONGER, fsdp(), "--log-per-param-norm --cpu-rehearsal")
     ours = torchrun(2, RUN, [script, *own_flags, *flags])
     assert ours.code == 0, ours.output[-3000:]
+    losses, expected = ours.losses, _of_ddp(megatron, 2)
     # This run trains all 21 iterations.
-    assert ours.losses.pop(21)
-    assert ours.losses == pytest.approx(_of_ddp(megatron, 2), rel=1e-6 + PRINTED)
+    assert max(losses) == 21
+    assert {i: losses[i] for i in expected} == pytest.approx(expected, rel=1e-6 + PRINTED)
     assert f"script: {script} called as {script}" in ours.output
     # Only our wrapper logs these norms: losses would be the same with Megatron's own wrapper.
     assert "norms of every parameter at iteration 20" in ours.output
@@ -96,9 +97,7 @@ sys.exit(7)
 """
 
 
-def test_run_preserves_path_flags_and_exit_code_of_a_script(
-    tmp_path: Path,
-) -> None:
+def test_run_preserves_path_flags_and_exit_code_of_a_script(tmp_path: Path) -> None:
     folder = tmp_path / "my scripts" / "gpt"
     folder.mkdir(parents=True)
     (folder / "beside.py").write_text("NAME = 'beside'\n")

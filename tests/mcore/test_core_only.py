@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+import megatron_fsdp_v2_mcore
+from megatron_fsdp_v2 import checkpoint
 from tests.cases import longer
+from tests.distributed.on_ranks import on_ranks
 from tests.docs.blocks import blocks_in
 from tests.mcore import core_only
 from tests.mcore.command_line import ROOT, RUN, run_code, torchrun
+from tests.mcore.core_only import changed, clean, enter, wrapping
 from tests.mcore.flags import NO_SHARD, ZERO1, ZERO2, ZERO3
 from tests.mcore.session import distance
+from tests.mcore.trained import TIMEOUT_S
 from tests.ranks import RankPools, rank_pools
 
 EXAMPLE = "examples/megatron_core_loop.py"
+on_core = functools.partial(on_ranks, pools="core", timeout_s=TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")
@@ -75,70 +87,155 @@ def test_example_matches_megatrons_ddp(
     assert distance(norms, their_norms) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "groups",
-    [
-        pytest.param(None, id="megatrons-groups"),
-        pytest.param(("dp", "dp_cp"), id="data-parallel-groups-alone"),
-    ],
-)
-def test_loop_with_an_optimizer_of_torch_matches_megatrons_ddp(
-    core: RankPools, groups: tuple[str, ...] | None
-) -> None:
-    ours, theirs = (
-        [loss for loss, _ in core(2).run(core_only.train_quickstart, options)[0]]
-        for options in ({"groups": groups}, {"ddp": True})
-    )
-    assert distance(ours, theirs) < 1e-6
+@on_core(2)
+def test_loop_with_an_optimizer_of_torch_matches_megatrons_ddp() -> None:
+    """With Megatron's process groups, and with data-parallel groups alone."""
+    example = enter()
+    losses = []
+    for options, names in (({"ddp": True}, ()), ({}, ()), ({}, ("dp", "dp_cp"))):
+        settings = example.Settings(iterations=4, micro_batches=1, **options)
+        with clean():
+            example.start(settings)
+            with wrapping(*names) if names else contextlib.nullcontext():
+                model = example.build(settings)
+            adam = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+            def step(model: Any = model, adam: Any = adam, ddp: bool = settings.ddp) -> Any:
+                for param in model.parameters() if ddp else ():
+                    param.grad = param.main_grad
+                adam.step()
+                return True, 0.0, None
+
+            optimizer = SimpleNamespace(zero_grad=adam.zero_grad, step=step)
+            history = example.run(settings, model, optimizer, example.batches())
+            losses.append([loss for loss, _ in history])
+    theirs, *ours = losses
+    assert all(distance(mine, theirs) < 1e-6 for mine in ours)
 
 
-def test_enable_does_not_change_unsharded_training(core: RankPools) -> None:
-    function = core_only.train_ddp_with_distributed_optimizer
-    enabled = core(2).run(function, is_enabled=True)
-    assert enabled == core(2).run(function, is_enabled=False)
+@on_core(2)
+def test_enable_does_not_change_unsharded_training() -> None:
+    example = enter()
+    histories = []
+    for enables in (True, False):
+        with (
+            changed("DistributedDataParallelConfig", use_distributed_optimizer=True),
+            changed("OptimizerConfig", use_distributed_optimizer=True),
+            clean(),
+        ):
+            if enables:
+                megatron_fsdp_v2_mcore.enable()
+            histories.append(example.train(example.Settings(iterations=3, ddp=True)))
+    assert histories[0] == histories[1]
 
 
 @pytest.mark.parametrize(
     "options", [pytest.param({}, id="data"), longer({"tensor_parallel": 2}, id="tensor")]
 )
+@on_core(2)
 def test_resume_from_the_packages_own_checkpoint_is_bitwise_identical(
-    core: RankPools, tmp_path: Path, options: dict[str, Any]
+    tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    results = core(2).run(core_only.save_and_continue, options, str(tmp_path / "saved"))
-    for uninterrupted, resumed in results:
-        assert len(resumed) == 2
-        assert resumed == uninterrupted
+    example = enter()
+    settings = example.Settings(iterations=2, **options)
+    histories = []
+    for call in (checkpoint.save, checkpoint.load):
+        with clean():
+            example.start(settings)
+            model = example.build(settings)
+            optimizer, data = example.build_optimizer(settings, model), example.batches()
+            if call is checkpoint.save:
+                example.run(settings, model, optimizer, data)
+            else:
+                for _ in range(2 * settings.micro_batches):
+                    next(data)
+            call(tmp_path / "saved", model.module, optimizer.optimizer)
+            histories.append(example.run(settings, model, optimizer, data))
+    uninterrupted, resumed = histories
+    assert len(resumed) == 2
+    assert resumed == uninterrupted
 
 
-def test_incorrect_scripts_are_rejected_by_name(core: RankPools) -> None:
-    told = core(2).run(core_only.errors)[0]
-    expected = {
-        "no call": "RuntimeError: FullyShardedDataParallel needs",
-        "another wrapper": "needs use_megatron_fsdp=True",
-        "plain optimizer": "ValueError: OptimizerConfig.use_distributed_optimizer = False",
-        "sgd": "OptimizerConfig.optimizer = 'sgd' (--optimizer) cannot be used with sharded",
-        "late": "TransformerConfig.delay_wgrad_compute = True (--delay-wgrad-compute)",
-        "offload": "TransformerConfig.cpu_offloading_weights = True",
-    }
-    assert told.keys() == expected.keys()
-    assert all(text in told[what] for what, text in expected.items()), told
-    assert "megatron_fsdp_v2_mcore.enable()" in told["no call"]
+def _with_field(name: str, value: Any) -> Any:
+    """Set a field of Megatron's configuration of layers in the example."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    def make(**options: Any) -> Any:
+        config = TransformerConfig(**options)
+        setattr(config, name, value)
+        return config
+
+    return mock.patch.object(enter(), "TransformerConfig", make)
 
 
-def test_missing_process_group_is_named(core: RankPools) -> None:
-    told = core(2).run(core_only.missing_groups)
-    assert told[0] == told[1]
-    assert "pg_collection has no group tp" in told[0]["tensor"]
-    assert "pg_collection has no group dp_cp" in told[0]["data"]
-    assert "pg_collection has no group expt_dp" in told[0]["experts"]
+def _error_of(change: Any) -> str:
+    """Return the error of the example after a change."""
+    example = enter()
+    settings = example.Settings()
+    try:
+        with change, clean():
+            example.start(settings)
+            example.build_optimizer(settings, example.build(settings))
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
-def test_script_is_warned_of_an_option_with_another_implementation(core: RankPools) -> None:
-    told, _ = core(2).run(core_only.warnings_of, fsdp_double_buffer=True)
-    assert any(
-        text.startswith("--fsdp-double-buffer: without the flag, apart from the root")
-        for text in told
-    )
+@on_core(2)
+def test_incorrect_scripts_are_rejected_by_name() -> None:
+    enter()
+    no_call = mock.patch.object(megatron_fsdp_v2_mcore, "enable", lambda: None)
+    wrapper = changed("DistributedDataParallelConfig", use_megatron_fsdp=False)
+    plain = changed("OptimizerConfig", use_distributed_optimizer=False)
+    sgd = "OptimizerConfig.optimizer = 'sgd' (--optimizer) cannot be used with sharded"
+    for change, said in (
+        (no_call, "RuntimeError: FullyShardedDataParallel needs"),
+        (no_call, "megatron_fsdp_v2_mcore.enable()"),
+        (wrapper, "needs use_megatron_fsdp=True"),
+        (plain, "ValueError: OptimizerConfig.use_distributed_optimizer = False"),
+        (changed("OptimizerConfig", optimizer="sgd"), sgd),
+        (
+            _with_field("delay_wgrad_compute", True),
+            "TransformerConfig.delay_wgrad_compute = True (--delay-wgrad-compute)",
+        ),
+        (
+            _with_field("cpu_offloading_weights", True),
+            "TransformerConfig.cpu_offloading_weights = True",
+        ),
+    ):
+        assert said in _error_of(change)
+    assert _error_of(contextlib.nullcontext()) == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "groups", "missing"),
+    [
+        ({"tensor_parallel": 2}, ("dp", "dp_cp"), "tp"),
+        ({}, ("tp",), "dp_cp"),
+        ({"expert_parallel": 2}, ("dp", "dp_cp", "tp"), "expt_dp"),
+    ],
+)
+@on_core(2)
+def test_missing_process_group_is_named(
+    options: dict[str, Any], groups: tuple[str, ...], missing: str
+) -> None:
+    example = enter()
+    settings = example.Settings(**options)
+    with clean():
+        example.start(settings)
+        message = f"pg_collection has no group {missing}"
+        with wrapping(*groups), pytest.raises(ValueError, match=message):
+            example.build(settings)
+
+
+@on_core(2)
+def test_script_is_warned_of_an_option_with_another_implementation() -> None:
+    example = enter()
+    said = "--fsdp-double-buffer: without the flag, apart from the root"
+    with changed("DistributedDataParallelConfig", fsdp_double_buffer=True), clean():
+        example.start(example.Settings())
+        with pytest.warns(UserWarning, match=said):
+            example.build(example.Settings())
 
 
 ALONE = """
@@ -183,20 +280,32 @@ def test_example_with_its_own_parser_rehearses_under_run(core: RankPools) -> Non
     assert "error: unrecognized arguments: --no-such-flag\n" in unknown.output
 
 
-def test_code_and_command_of_the_page_work(
-    core: RankPools,
-) -> None:
+@on_core(2)
+def test_code_and_command_of_the_page_work() -> None:
     page = "docs/megatron_core.md"
     blocks = blocks_in(page, (ROOT / page).read_text())
-    python = [block.code for block in blocks if block.language == "python"]
-    assert len(python) == 2
-    of_the_page = core(2).run(core_only.train_page, python)
-    assert of_the_page == core(2).run(core_only.train, {"iterations": 2})
+    first, second = (block.code for block in blocks if block.language == "python")
+    example = enter()
+    settings = example.Settings(iterations=2)
+
+    def run_block(code: str, **names: Any) -> dict[str, Any]:
+        module = example.build_module(settings)
+        names |= {"config": module.config, "module": module}
+        exec(compile(code, page, "exec"), names)
+        return names
+
+    with clean():
+        example.start(settings)
+        names = run_block(first)
+        run_block(second, **names)
+        trained = names["model"], names["optimizer"]
+        of_the_page = example.run(settings, *trained, example.batches())
+    assert of_the_page == core_only.train({"iterations": 2})
     (command,) = (block.code for block in blocks if block.language == "bash")
     words = shlex.split(command.replace("\\\n", " "))
     assert words[:6] == ["torchrun", "--nproc-per-node", "2", "-m", RUN, EXAMPLE]
     assert words[6] == "--cpu-rehearsal"
     # The script parses the rest; the longer test runs it.
-    for settings in core(2).run(core_only.parsed, words[7:]):
-        assert "pipeline_parallel=2" in settings
-        assert "tied=True" in settings
+    with mock.patch.object(sys, "argv", [EXAMPLE, *words[7:]]):
+        parsed = example.parse()
+    assert (parsed.pipeline_parallel, parsed.tied) == (2, True)

@@ -7,10 +7,7 @@ import dataclasses
 
 import pytest
 
-from megatron_fsdp_v2_mcore.flags.arguments import (
-    accepted_by_megatron,
-    check_arguments,
-)
+from megatron_fsdp_v2_mcore.flags.arguments import accepted_by_megatron, check_arguments
 from megatron_fsdp_v2_mcore.flags.table import NO_FLAG, REJECTED
 from tests.mcore.flags import fsdp
 from tests.mcore.parsing import parsed
@@ -28,9 +25,7 @@ def _word(flag: str) -> str:
     return flag.split(" ")[0]
 
 
-def test_precision_aware_has_no_effect_with_offload(
-    parser: argparse.ArgumentParser,
-) -> None:
+def test_precision_aware_has_no_effect_with_offload(parser: argparse.ArgumentParser) -> None:
     args = parsed(parser, *fsdp(), "--use-precision-aware-optimizer", "--optimizer-cpu-offload")
     check_arguments(args)
     with accepted_by_megatron(args):
@@ -44,9 +39,7 @@ def test_precision_aware_has_no_effect_with_offload(
     assert not args.use_precision_aware_optimizer
 
 
-def test_either_flag_sets_the_dtype_of_main_gradients(
-    parser: argparse.ArgumentParser,
-) -> None:
+def test_either_flag_sets_the_dtype_of_main_gradients(parser: argparse.ArgumentParser) -> None:
     aware = ("--use-precision-aware-optimizer", "--main-grads-dtype", "bf16")
     args = parsed(parser, *fsdp(), *aware)
     check_arguments(args)

@@ -24,12 +24,13 @@ from megatron_fsdp_v2.checkpoint.exporting import export
 from megatron_fsdp_v2.checkpoint.verifying import verify
 from megatron_fsdp_v2_mcore.checkpoint.compatibility import Compatibility, check_request
 from megatron_fsdp_v2_mcore.checkpoint.name_table import is_fp8_state
+from megatron_fsdp_v2_mcore.checkpoint.torch_dist.export import export as to_torch_dist
 from tests.docs.blocks import ROOT, blocks_in
 from tests.mcore import flags as f
 from tests.mcore.checkpoint_values import digest, fp8_digests, merged_digests
 from tests.mcore.command_line import torchrun
 from tests.mcore.quantized import enter
-from tests.mcore.session import Training, distance, train
+from tests.mcore.session import Training, distance
 from tests.mcore.test_checkpoint_compatibility import REQUESTED, _args, _saved
 from tests.mcore.trained import on_te, trained
 from tests.ranks import RankPools
@@ -61,9 +62,8 @@ def _state(folder: Path, iteration: int = 2) -> dict[str, torch.Tensor]:
 
 def _loaded(pools: RankPools, world_size: int, folder: Path, *flags: f.Flags) -> dict[str, str]:
     """Load iteration 2 without training; return digests of the state of delayed scaling."""
-    command = f.words(f.MODEL_FLAGS, COMMON, *flags, f.loading(folder, 2), _NO_MORE)
-    results = pools(world_size).run(train, command, fp8_digests)
-    return merged_digests([result.extras for result in results])
+    command = [COMMON, *flags, f.loading(folder, 2), _NO_MORE]
+    return merged_digests(trained(pools, world_size, *command, probe=fp8_digests).extras)
 
 
 # --------------------------------------------------------------------------------------- resuming
@@ -141,56 +141,44 @@ def test_checkpoint_has_delayed_scaling_state_once_per_module(saved: Saved) -> N
 _MLP = ("mlp.linear_fc1", "mlp.linear_fc2")
 
 
-def test_export_has_only_weights(saved: Saved, tmp_path: Path) -> None:
+def test_exports_have_only_weights(saved: Saved, tmp_path: Path) -> None:
     path = saved[0] / "iter_0000002"
     assert not verify(path).problems
     done = export(path, tmp_path / "model.safetensors")
-    names = load_file(done.files[0]).keys()
-    assert "decoder.layers.1.mlp.linear_fc1.weight" in names
-    assert not any(map(is_fp8_state, names))
+    of_megatron = to_torch_dist(saved[0], tmp_path, 2).path
+    stored = dcp.FileSystemReader(of_megatron).read_metadata().state_dict_metadata
+    for names in (load_file(done.files[0]).keys(), stored.keys()):
+        assert any(name.endswith("mlp.linear_fc1.weight") for name in names)
+        assert not any("fp8_state" in name for name in names)
     assert {key for key in done.left_out if key.startswith("model.")} == {
         f"model.{name}" for name in _state(saved[0])
     }
 
 
-def test_torch_dist_export_has_only_weights(saved: Saved, tmp_path: Path) -> None:
-    from megatron_fsdp_v2_mcore.checkpoint.torch_dist.export import export as to_torch_dist
-
-    path = to_torch_dist(saved[0], tmp_path, 2).path
-    keys = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    assert any(key.endswith("linear_fc1.weight") for key in keys)
-    assert not any("fp8_state" in key for key in keys)
-
-
 # ------------------------------------------------------------------------------------ mismatches
 
 LAYER = "model.decoder.layers.0.mlp.linear_fc1.fp8_state"
-FP8_REQUESTED = {
+FP8_REQUESTED: dict[str, Any] = {
     f"{LAYER}.scale_fwd": (3,),
     f"{LAYER}.amax_history_fwd": (16, 3),
     f"{LAYER}.scale_bwd": (2,),
     f"{LAYER}.amax_history_bwd": (16, 2),
 }
-FP8_SHAPES: dict[str, Any] = dict(FP8_REQUESTED)
-
-
 SCALE, MISSING = f"{LAYER}.scale_fwd", f"{LAYER}.scale_bwd"
-HISTORIES = {k: (4, *s[1:]) for k, s in FP8_REQUESTED.items() if "amax" in k}
-# State in the checkpoint, entries that are not loaded, and expected texts of the only note.
-HELD: dict[str, tuple[dict[str, Any], set[str], list[str]]] = {
-    "all": (FP8_SHAPES, set(), []),
-    "none": ({}, set(FP8_REQUESTED), ["has no scales of delayed scaling", "is reinitialized"]),
-    "some": ({k: s for k, s in FP8_SHAPES.items() if k != MISSING}, {MISSING}, [MISSING]),
-    "another length": (
-        FP8_SHAPES | HISTORIES,
-        set(HISTORIES),
-        ["have 4 steps, 16 in this run (--fp8-amax-history-len)"],
-    ),
+SOME = {name: shape for name, shape in FP8_REQUESTED.items() if name != MISSING}
+HISTORIES = {name: (4, *s[1:]) for name, s in FP8_REQUESTED.items() if "amax" in name}
+SHORTER = "have 4 steps, 16 in this run (--fp8-amax-history-len)"
+# State in the checkpoint, entries that are not loaded, and the expected text of the only note.
+HELD: dict[str, tuple[dict[str, Any], set[str], str]] = {
+    "all": (FP8_REQUESTED, set(), ""),
+    "none": ({}, set(FP8_REQUESTED), "has no scales of delayed scaling"),
+    "some": (SOME, {MISSING}, MISSING),
+    "another length": (FP8_REQUESTED | HISTORIES, set(HISTORIES), SHORTER),
     **{
         f"another shape {shape}": (
-            FP8_SHAPES | {SCALE: shape},
+            FP8_REQUESTED | {SCALE: shape},
             {SCALE},
-            [f"{SCALE} {shape} of torch.float32, in this run (3,)"],
+            f"{SCALE} {shape} of torch.float32, in this run (3,)",
         )
         for shape in [(6,), (), (3, 1)]
     },
@@ -205,17 +193,17 @@ def _absent_scales(result: Compatibility) -> set[str]:
 def test_matching_scales_are_loaded_and_reinitialized_state_is_noted(
     tmp_path: Path, what: str
 ) -> None:
-    held, without, texts = HELD[what]
-    result = check_request(
-        _saved(tmp_path, **held), {**REQUESTED, **FP8_REQUESTED}, _args(), _args()
-    )
+    held, without, text = HELD[what]
+    requested = {**REQUESTED, **FP8_REQUESTED}
+    result = check_request(_saved(tmp_path, **held), requested, _args(), _args())
     assert (result.problem, _absent_scales(result)) == ("", without)
-    assert len(result.notes) == bool(texts)
-    assert all(text in note for note in result.notes for text in texts)
+    assert [text in note and "reinitialized" in note for note in result.notes] == [True] * bool(
+        text
+    )
 
 
 def test_unrequested_scales_are_ignored(tmp_path: Path) -> None:
-    result = check_request(_saved(tmp_path, **FP8_SHAPES), REQUESTED, _args(), _args())
+    result = check_request(_saved(tmp_path, **FP8_REQUESTED), REQUESTED, _args(), _args())
     assert (result.problem, result.notes) == ("", [])
 
 
@@ -224,7 +212,7 @@ def test_scales_of_another_dtype_are_named_and_reinitialized(tmp_path: Path) -> 
     entries: dict[str, Any] = {k: torch.ones(s) for k, s in FP8_REQUESTED.items()}
     entries[key] = entries[key].long()
     dcp.save(entries, checkpoint_id=str(tmp_path), no_dist=True)
-    result = check_request(str(tmp_path), FP8_SHAPES, _args(), _args())
+    result = check_request(str(tmp_path), FP8_REQUESTED, _args(), _args())
     assert (result.problem, _absent_scales(result)) == ("", {key})
     assert "of torch.int64" in result.notes[0]
 

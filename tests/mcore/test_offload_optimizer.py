@@ -26,9 +26,9 @@ from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
 from megatron_fsdp_v2.params.autograd import is_gathered_weight
 from tests.cases import longer
 from tests.distributed.wrapping import Dispatched
-from tests.mcore.flags import MODEL_FLAGS, fsdp
-from tests.mcore.session import Training, enter_rehearsal, merge_ranks, train
-from tests.mcore.trained import on_megatron
+from tests.mcore.flags import fsdp
+from tests.mcore.session import Training, enter_rehearsal, train
+from tests.mcore.trained import assert_equal, on_megatron, trained
 from tests.ranks import RankPools
 from tests.stream_safety import record_streams
 
@@ -121,8 +121,7 @@ def _trained(strategy: str, offload: dict[str, Any] | None) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "strategy"),
-    [(1, "optim"), (2, "no_shard"), longer(3, "optim_grads_params")],
+    ("world_size", "strategy"), [(1, "optim"), (2, "no_shard"), longer(3, "optim_grads_params")]
 )
 @on_megatron("world_size")
 def test_steps_are_bitwise_identical_to_steps_without_offload(
@@ -282,7 +281,7 @@ def test_offloaded_optimizer_rejects_additional_groups() -> None:
         optimizer.add_param_group({"params": [torch.zeros(1)]})
 
 
-def train_with_activation_offload(flags: Sequence[str], modules: Sequence[str]) -> Training:
+def train_offloading(flags: Sequence[str], modules: Sequence[str]) -> Training:
     """Train while Megatron offloads the activations of some modules to the host.
 
     Megatron's command line supports this offload only with Transformer Engine and CUDA tensors.
@@ -318,10 +317,10 @@ def train_with_activation_offload(flags: Sequence[str], modules: Sequence[str]) 
         mock.patch.object(handler, "_can_manage_tensor_for_offload", staticmethod(is_managed)),
     ):
         try:
-            trained = train(flags)
+            result = train(flags)
         finally:
             offload.PipelineOffloadManager.reset_instance()
-    return dataclasses.replace(trained, extras=(len(moved), sum(moved)))
+    return dataclasses.replace(result, extras=(len(moved), sum(moved)))
 
 
 MOMENTS, COUNTER = 8, 4
@@ -333,13 +332,9 @@ def test_memory_tracker_separates_offloaded_state_from_state_on_the_device(
     tracks_from_the_start: bool, fraction: float | None
 ) -> None:
     model = sharded_model()
-    optimizer: Any = adam(model)
     # Live tensors that earlier tests offloaded would be counted.
     gc.collect()
-    if fraction is not None:
-        from megatron_fsdp_v2_mcore.optim.offload import ShardedHybridOptimizer
-
-        optimizer = ShardedHybridOptimizer(optimizer, fraction=fraction)
+    optimizer = adam(model) if fraction is None else _offloaded(model, fraction=fraction)
     if not tracks_from_the_start:
         backward(model, 0)
         optimizer.step()
@@ -369,17 +364,13 @@ def test_memory_tracker_separates_offloaded_state_from_state_on_the_device(
         assert memory.role_peaks[Role.OPTIMIZER] == 0
 
 
-def test_megatrons_activation_offload_composes_with_sharded_parameters(
-    megatron: RankPools,
-) -> None:
-    flags = [*MODEL_FLAGS, *fsdp(), "--train-iters", "3"]
-    plain = merge_ranks(megatron(2).run(train_with_activation_offload, flags, (), timeout_s=180))
+def test_megatrons_activation_offload_composes_with_sharded_parameters(megatron: RankPools) -> None:
     modules = ("attn_norm", "qkv_linear", "core_attn", "attn_proj")
-    moved = merge_ranks(
-        megatron(2).run(train_with_activation_offload, flags, modules, timeout_s=180)
+    plain, moved = (
+        trained(megatron, 2, fsdp(), "--train-iters 3", by=train_offloading, modules=names)
+        for names in ((), modules)
     )
-    assert moved.losses == plain.losses
-    assert moved.grad_norms == plain.grad_norms
+    assert_equal(moved, plain)
     for num_moved, num_weights in moved.extras:
         assert num_moved > 20
         assert num_weights == 0

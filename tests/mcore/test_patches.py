@@ -63,25 +63,18 @@ def test_checkout_compiles_its_dataset_helpers(
     assert calls == ["compiled"]
 
 
-def test_uninstall_restores_all_patched_functions() -> None:
-    before = _current()
-    install()
-    patches._apply(patches._SELECTED, Options())
-    changed = {name for name, value in _current().items() if value is not before[name]}
-    assert changed == set(before) - {"finalize_model_grads", "training_log"}
-    uninstall()
-    assert _current() == before
-    uninstall()
-    assert _current() == before
-
-
-def test_install_is_idempotent_and_works_after_uninstall() -> None:
+def test_install_is_idempotent_and_uninstall_restores_all_patched_functions() -> None:
     before = _current()
     install()
     once = _current()
     install()
     assert _current() == once
-    uninstall()
+    patches._apply(patches._SELECTED, Options())
+    changed = {name for name, value in _current().items() if value is not before[name]}
+    assert changed == set(before) - {"finalize_model_grads", "training_log"}
+    for _ in range(2):
+        uninstall()
+        assert _current() == before
     install()
     assert _current()["validation"] is not before["validation"]
 

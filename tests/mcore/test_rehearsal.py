@@ -43,55 +43,34 @@ from tests.ranks import RankPools
 
 def test_cpu_flags_are_added_and_user_flags_are_kept() -> None:
     given = ["--bf16", "--num-workers", "2", "--no-rope-fusion", *LOCAL]
+    # Values of flags that need no GPU.
+    given += ["--cuda-graph-impl", "none", "--moe-token-dispatcher-type", "allgather"]
     flags = with_cpu_flags(given)
     assert flags[: len(given)] == given
-    assert flags.count("--no-rope-fusion") == 1
-    assert flags.count("--num-workers") == 1
-    for flag in CPU_FLAGS:
-        assert flag.name in flags
+    assert flags.count("--no-rope-fusion") == flags.count("--num-workers") == 1
+    assert {flag.name for flag in CPU_FLAGS} <= set(flags)
 
 
-def test_values_that_need_no_gpu_are_kept() -> None:
-    flags = ["--cuda-graph-impl", "none", "--moe-token-dispatcher-type", "allgather"]
-    assert with_cpu_flags(flags)[:4] == flags
-
-
-@on_megatron(1)
-def test_every_added_or_rejected_flag_is_one_of_megatrons() -> None:
-    enter_rehearsal()
-    from megatron.training import arguments
-
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    arguments.add_megatron_arguments(parser)
-    options = {option for action in parser._actions for option in action.option_strings}
-    assert {flag.name for flag in (*CPU_FLAGS, *GPU_FLAGS)} <= options
-
-
-def _parsed_with_defaults(flags: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parse flags with Megatron's parser: once with added CPU flags, once with CPU defaults."""
-    enter_rehearsal()
-    from megatron.training import arguments
-
-    plain = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    other = with_cpu_defaults(arguments.add_megatron_arguments, flags)
-    parser = other(argparse.ArgumentParser(allow_abbrev=False))
-    as_flags, as_defaults = plain.parse_args(with_cpu_flags(flags)), parser.parse_args(flags)
-    return _comparable(as_flags), _comparable(as_defaults)
-
-
-def _comparable(args: argparse.Namespace) -> dict[str, Any]:
-    return {name: repr(value) for name, value in vars(args).items()}
+def _parser(add_arguments: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = add_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    return parser
 
 
 @on_megatron(1)
-def test_cpu_flags_equal_cpu_defaults_of_the_parser() -> None:
+def test_cpu_flags_are_those_of_megatrons_parser_and_equal_its_cpu_defaults() -> None:
+    enter_rehearsal()
+    from megatron.training.arguments import add_megatron_arguments as theirs
+
     flags = ["--bf16", "--num-workers", "2", "--attention-backend=unfused", *LOCAL]
-    as_flags, as_defaults = _parsed_with_defaults(flags)
-    assert as_defaults == as_flags
-    assert as_defaults["num_workers"] == "2"
-    assert as_defaults["distributed_backend"] == "'gloo'"
+    plain = _parser(theirs)
+    as_flags = vars(plain.parse_args(with_cpu_flags(flags)))
+    as_defaults = vars(_parser(with_cpu_defaults(theirs, flags)).parse_args(flags))
+    assert sorted(map(repr, as_defaults.items())) == sorted(map(repr, as_flags.items()))
+    assert (as_defaults["num_workers"], as_defaults["distributed_backend"]) == (2, "gloo")
     with pytest.raises(RehearsalError, match="--profile cannot be used on a CPU"):
-        _parsed_with_defaults(["--profile"])
+        _parser(with_cpu_defaults(theirs, ["--profile"]))
+    options = {option for action in plain._actions for option in action.option_strings}
+    assert {flag.name for flag in (*CPU_FLAGS, *GPU_FLAGS)} <= options
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from megatron_cpu_rehearsal.experimental_attention import (
-    causal_conv1d,
-    hadamard_rotation,
-    l2norm,
-)
+from megatron_cpu_rehearsal.experimental_attention import causal_conv1d, hadamard_rotation, l2norm
 from megatron_cpu_rehearsal.mamba_kernels import GroupedRMSNorm, split_conv1d_scan
 from megatron_cpu_rehearsal.norms import ZeroCenteredLayerNorm, ZeroCenteredRMSNorm
 from tests.mcore.test_te_kernels import hadamard, layer_norm, rms_norm

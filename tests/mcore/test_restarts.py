@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megatron_fsdp_v2.checkpoint.verifying import verify
 from megatron_fsdp_v2_mcore.restarts import agree_on_prefix, store_of_this_start
 from tests.cases import longer
 from tests.mcore import flags as f
@@ -69,32 +70,48 @@ def test_there_is_no_separate_store_without_restarts(monkeypatch: pytest.MonkeyP
     assert store_of_this_start(0, 2, PATIENT) is None
 
 
+# Checkpoints are written in the background; the tracker names the newest complete one.
 KILLED = """
-import os, signal
+import os, pathlib, signal, sys, time
 from megatron.training import training
+from megatron_fsdp_v2.checkpoint import saving
 from megatron_fsdp_v2_mcore.pretrain_gpt import gpt
 
-log, start = training.training_log, int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+rank, start = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+folder = pathlib.Path(sys.argv[sys.argv.index("--save") + 1])
+tracker = folder / "latest_checkpointed_iteration.txt"
+log, write, saves = training.training_log, saving.Writer.write_data, []
 
 def log_or_die(losses, total, rate, iteration, *args, **kwargs):
-    if int(os.environ["RANK"]) == start and iteration == 15 * (start + 1):
+    if (rank, start) == (0, 0) and iteration >= 15 and tracker.exists():
         os.kill(os.getpid(), signal.SIGKILL)
     return log(losses, total, rate, iteration, *args, **kwargs)
 
-training.training_log = log_or_die
+def write_or_die(writer, *args):
+    saves.append(writer)
+    written = write(writer, *args)
+    if (rank, start, len(saves)) == (1, 1, 2):
+        while tracker.read_text().strip() != "20":
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return written
+
+training.training_log, saving.Writer.write_data = log_or_die, write_or_die
 gpt.train()
 """
 
 
 @pytest.mark.functional
 def test_job_with_a_killed_rank_resumes_from_its_newest_checkpoint(tmp_path: Path) -> None:
-    """Rank 0 is killed at iteration 15, and rank 1 at iteration 30 of the restarted job."""
-    script, folder = tmp_path / "killed.py", str(tmp_path / "checkpoints")
+    """Rank 0 is killed between two saves, and rank 1 of the restarted job during a save."""
+    script, folder = tmp_path / "killed.py", tmp_path / "checkpoints"
     script.write_text(KILLED)
-    flags = words(MODEL_FLAGS, fsdp(), "--train-iters 60 --cpu-rehearsal")
+    flags = words(MODEL_FLAGS, fsdp(), "--train-iters 60 --cpu-rehearsal --async-save")
     flags += [*saving(folder, 10), *loading(folder)]
     run = torchrun(2, RUN, [str(script), *flags], max_restarts=2)
     assert run.code == 0, run.output[-3000:]
+    assert all(verify(folder / f"iter_{iteration:07d}").is_good for iteration in range(10, 61, 10))
+    assert not list(folder.glob("*.incomplete"))
     seen = losses_in(run.output)
     numbers = [iteration for iteration, _ in seen]
     pairs = enumerate(itertools.pairwise([0, *numbers]))

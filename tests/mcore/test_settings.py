@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
 from pathlib import Path
 from typing import Any
 
@@ -89,54 +89,32 @@ def test_unit_bytes_of_zero_is_an_error() -> None:
         Options(unit_bytes=0)
 
 
-POOL = Options(runtime=RuntimeOptions(enable_trace_pool=True))
+PLAIN, POOL = Options(), Options(runtime=RuntimeOptions(enable_trace_pool=True))
+DEPTH_2 = Options(runtime=RuntimeOptions(unshard_prefetch_depth=2))
+DOUBLE = {"fsdp_double_buffer": True}
+# Megatron's configuration enables fsdp_double_buffer with this field.
+MAX_POOL = {"megatron_fsdp_max_pool_double_buffer": True}
+UB = {"nccl_ub": True, "fsdp_manual_registration": True}
 FP8: dict[str, Any] = {"fp8": "e2m1"}
 FP4: dict[str, Any] = {"fp4": "e2m1"}
-UB = {"nccl_ub": True, "fsdp_manual_registration": True}
-# Fields and options of a run, and the beginning and end of the notice; empty without a notice.
-NOTICES: tuple[tuple[dict[str, Any], Options, str, str], ...] = (
-    ({}, Options(), "", ""),
-    (
-        {"fsdp_double_buffer": True},
-        Options(runtime=RuntimeOptions(unshard_prefetch_depth=2)),
-        "--fsdp-double-buffer: without the flag, apart from the root, at most 3 units are gathered",
-        "add --fsdp-trace-pool to keep their memory at fixed addresses between steps",
-    ),
-    ({"fsdp_double_buffer": True}, POOL, "--fsdp-double-buffer: ", "between steps"),
-    # Megatron's configuration enables fsdp_double_buffer with this field.
-    (
-        {"megatron_fsdp_max_pool_double_buffer": True},
-        Options(),
-        "--fsdp-double-buffer and --megatron-fsdp-max-pool-double-buffer: ",
-        "",
-    ),
-    (
-        UB,
-        Options(),
-        "--use-nccl-ub: no memory is registered",
-        "add --fsdp-trace-pool for fixed addresses",
-    ),
-    (UB, POOL, "", ""),
-    (
-        FP8,
-        Options(),
-        "--fp8-format: weights are gathered in bf16",
-        "add --fp8-param-gather to gather half the bytes without this cache",
-    ),
-    (
-        FP4,
-        Options(),
-        "--fp4-format: weights are gathered in bf16",
-        "add --fp4-param-gather to gather a quarter of the bytes without this cache",
-    ),
-    ({**FP8, "fp8_param_gather": True}, Options(), "", ""),
-    ({**FP4, "fp4_param_gather": True}, Options(), "", ""),
+# Fields and options of a run, and a pattern of the notice; empty without a notice.
+NOTICES: tuple[tuple[dict[str, Any], Options, str], ...] = (
+    ({}, PLAIN, ""),
+    (DOUBLE, DEPTH_2, "fsdp-double-buffer: without the flag, .* at most 3 .* add --fsdp-trace"),
+    (DOUBLE, POOL, "fsdp-double-buffer: .* between steps"),
+    (MAX_POOL, PLAIN, "fsdp-double-buffer and --megatron-fsdp-max-pool-double-buffer: "),
+    (UB, PLAIN, "use-nccl-ub: no memory is registered.* add --fsdp-trace-pool for fixed addresses"),
+    (UB, POOL, ""),
+    (FP8, PLAIN, "fp8-format: weights are gathered in bf16.* add --fp8-param-gather .* half the b"),
+    (FP4, PLAIN, "fp4-format: weights are gathered in bf16.* add --fp4-param-gather .* a quarter "),
+    ({**FP8, "fp8_param_gather": True}, PLAIN, ""),
+    ({**FP4, "fp4_param_gather": True}, PLAIN, ""),
 )
 
 
-@pytest.mark.parametrize(("fields", "options", "begins", "ends"), NOTICES)
+@pytest.mark.parametrize(("fields", "options", "pattern"), NOTICES)
 def test_options_with_another_implementation_yield_a_notice(
-    fields: dict[str, Any], options: Options, begins: str, ends: str
+    fields: dict[str, Any], options: Options, pattern: str
 ) -> None:
     quantized = {name: value for name, value in fields.items() if name.startswith("fp")}
     config = _config(**{name: fields[name] for name in fields.keys() - quantized.keys()})
@@ -144,8 +122,8 @@ def test_options_with_another_implementation_yield_a_notice(
         setattr(config, name, value)
     _settings(config)
     said = list(notices(config, options))
-    assert len(said) == bool(begins)
-    assert all(text.startswith(begins) and text.endswith(ends) for text in said)
+    assert len(said) == bool(pattern)
+    assert all(re.match(f"--{pattern}", text) for text in said)
 
 
 @pytest.fixture
@@ -169,34 +147,26 @@ def test_empty_folder_is_accepted_only_if_the_run_saves_to_it(tmp_path: Path) ->
         check_checkpoint_folder(tmp_path / "nowhere", may_be_empty=False)
 
 
-DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes | None], str]] = {
-    "a truncated shard": (
-        "__0_0.distcp",
-        lambda content: content[:100],
-        r"truncated: __0_0\.distcp has 100 of \d+ bytes",
-    ),
-    "a missing shard": ("__0_0.distcp", lambda _: None, r"__0_0\.distcp is missing"),
-    "no metadata": (".metadata", lambda _: None, "not an fsdp_dtensor checkpoint"),
-    "metadata cut short": (".metadata", lambda content: content[:50], "cannot be read"),
-    "metadata that would run code": (
-        ".metadata",
-        lambda _: b"cos\nsystem\n(S'true'\ntR.",
-        r"os\.system, which is not allowed",
-    ),
-}
-"""By kind of damage: the file, a function that changes its content, and the expected error."""
+SHARD, METADATA = "__0_0.distcp", ".metadata"
+# The damaged file, its new content or the number of bytes that are kept, and the expected error.
+DAMAGE: tuple[tuple[str, bytes | int | None, str], ...] = (
+    (SHARD, 100, r"truncated: __0_0\.distcp has 100 of \d+ bytes"),
+    (SHARD, None, r"__0_0\.distcp is missing"),
+    (METADATA, None, "not an fsdp_dtensor checkpoint"),
+    (METADATA, 50, "cannot be read"),
+    (METADATA, b"cos\nsystem\n(S'true'\ntR.", r"os\.system, which is not allowed"),
+)
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(("name", "kept", "message"), DAMAGE)
 def test_damaged_checkpoint_is_rejected_with_the_kind_of_damage(
-    checkpoint: Path, damage: str
+    checkpoint: Path, name: str, kept: bytes | int | None, message: str
 ) -> None:
-    name, changed, message = DAMAGE[damage]
     file = checkpoint / "iter_0000007" / name
-    content = changed(file.read_bytes())
+    content = file.read_bytes()
     file.unlink()
-    if content is not None:
-        file.write_bytes(content)
+    if kept is not None:
+        file.write_bytes(content[:kept] if isinstance(kept, int) else kept)
     with pytest.raises(FlagError, match=message):
         check_checkpoint_folder(checkpoint, may_be_empty=False)
 

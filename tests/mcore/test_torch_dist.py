@@ -165,26 +165,19 @@ def test_only_objects_that_megatron_saves_are_loaded(tmp_path: Path) -> None:
 def test_export_separates_optimizers_of_experts_as_in_the_loading_run(
     megatron: RankPools, saved: Curve, tmp_path: Path
 ) -> None:
-    run = saved("sharded", 2, SHARDED, f"{f.ALLTOALL} {f.EP2}")
-    folder, uninterrupted = _exported(run, tmp_path, expert_parallel=1)
-    resumed = _resume(megatron, 2, folder, MEGATRON, f.ALLTOALL)
+    folder, uninterrupted = saved("sharded", 2, SHARDED, f"{f.ALLTOALL} {f.EP2}")
+    assert _export(folder, tmp_path / "exported", expert_parallel=1) == 0
+    resumed = _resume(megatron, 2, tmp_path / "exported", MEGATRON, f.ALLTOALL)
     assert distance(resumed.losses, uninterrupted.losses[SAVED_AT:]) < 1e-6
 
 
 def test_resume_from_an_export_is_bitwise_identical(
     megatron: RankPools, saved: Curve, tmp_path: Path
 ) -> None:
-    folder, uninterrupted = _exported(saved("sharded", 2, SHARDED, ROUNDED), tmp_path)
-    resumed = _resume(megatron, 2, folder, SHARDED, ROUNDED)
+    folder, uninterrupted = saved("sharded", 2, SHARDED, ROUNDED)
+    assert _export(folder, tmp_path / "exported") == 0
+    resumed = _resume(megatron, 2, tmp_path / "exported", SHARDED, ROUNDED)
     assert resumed.losses == uninterrupted.losses[SAVED_AT:]
-
-
-def _exported(
-    run: tuple[Path, Training], folder: Path, expert_parallel: int | None = None
-) -> tuple[Path, Training]:
-    """Export the checkpoint of a training; return the export and the training."""
-    assert _export(run[0], folder / "exported", expert_parallel=expert_parallel) == 0
-    return folder / "exported", run[1]
 
 
 def _export(

@@ -23,11 +23,7 @@ _DONE: WeakKeyDictionary[RankPools, dict[Any, Training]] = WeakKeyDictionary()
 
 
 def trained(
-    pools: RankPools,
-    world_size: int,
-    *flags: Flags,
-    iterations: int | None = None,
-    **options: Any,
+    pools: RankPools, world_size: int, *flags: Flags, iterations: int | None = None, **options: Any
 ) -> Training:
     """Train the small model on every rank of a pool.
 

@@ -112,8 +112,6 @@ ROWS: tuple[Row, ...] = (
     Row("EP2", 2, f"{f.ALLTOALL} {f.EP2} {NORMS}", strategies=(ZERO3, ZERO2)),
     # ------------------------------------------------------------------------------- 4 ranks
     Row("TP2 x DP2, sequence parallel", 4, f"{f.TP2_SP} {NORMS}", strategies=STRATEGIES, quick=1),
-    Row("TP2 x DP2, sequence parallel, GQA, SwiGLU", 4, f"{f.TP2_SP} {f.MODERN} {f.UNTIED}",
-        strategies=(ZERO1,)),
     Row("TP2 x DP2, sequence parallel, bf16", 4, f"{f.TP2_SP} --bf16"),
     Row("default layers, TP2 x DP2, sequence parallel", 4, f"{TE} {f.TP2_SP} {f.MODERN}"),
     Row("PP2 x DP2, tied", 4, f"{f.PP2} {NORMS}", strategies=STRATEGIES),
@@ -159,8 +157,8 @@ ROWS: tuple[Row, ...] = (
     Row("experts in a latent space, shared expert, EP2 x TP2", 4,
         f"{f.ALLTOALL} --moe-latent-size 32 --moe-shared-expert-intermediate-size 64 {f.EP2} "
         f"{f.TP2_SP} {f.ETP1} {NORMS}", strategies=(ZERO3, ZERO1)),
-    Row("zero-centered norms, TP2 x DP2", 4, f"--apply-layernorm-1p {f.MODERN} {f.TP2_SP}",
-        strategies=(ZERO1,)),
+    Row("zero-centered norms, GQA, SwiGLU, TP2 x DP2", 4,
+        f"--apply-layernorm-1p {f.MODERN} {f.UNTIED} {f.TP2_SP}", strategies=(ZERO1,)),
     Row("hybrid Mamba, TP2 x DP2", 4, f"{f.MAMBA} {f.TP2_SP}", strategies=(ZERO3, ZERO2)),
     # ------------------------------------------------------------------------------- 8 ranks
     Row("TP2 x PP2 x DP2", 8, f"{f.TP2_SP} {f.PP2} {NORMS}", strategies=(ZERO3, NO_SHARD)),

@@ -41,7 +41,6 @@ ALIKE: dict[str, tuple[int, str, int, str]] = {
     "two-ranks": (2, "", 1, ""),
     "three-ranks": (3, "", 2, ""),
     "distributed-optimizer": (2, "--use-distributed-optimizer", 2, ""),
-    "megatrons-own-fsdp-no_shard": (2, f"{FSDP} no_shard", 2, ""),
     "megatrons-own-fsdp-zero3": (2, f"{FSDP} optim_grads_params", 2, ""),
     "tensor": (2, TENSOR, 1, WHOLE),
     "tensor-and-sequence": (2, SEQUENCE, 1, WHOLE),
@@ -77,7 +76,6 @@ MOE_ACT = "--recompute-granularity selective --recompute-modules moe_act"
 
 # Flags of two runs of two ranks that are bitwise identical.
 EQUAL: dict[str, tuple[str, str]] = {
-    "grouped-experts": (f"{ONE_EACH} {GROUPED}", ONE_EACH),
     "grouped-gated-experts": (f"{ONE_EACH} {GLU} {GROUPED}", f"{ONE_EACH} {GLU}"),
     "recompute-of-experts": (f"{EXPERTS} {GROUPED} {MOE_ACT}", f"{EXPERTS} {GROUPED}"),
 }

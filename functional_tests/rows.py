@@ -330,8 +330,10 @@ SAME: tuple[Row, ...] = tuple(replace(
         for axes in ("", f.HFSDP)
     ),
     # ---------------------------------------------------------------------------- optimizers
-    Row("Adam on flat tensors", 2, f"--bf16 {f.OVERLAP}", theirs=PLAIN,
-        strategies=(NO_SHARD, *SHARDED), probe=probes.steps_flat_tensors, finds=True, quick=1),
+    Row("Adam on flat tensors", 2, f"--bf16 {f.OVERLAP}", theirs=PLAIN, strategies=(NO_SHARD,),
+        probe=probes.steps_flat_tensors, finds=True, quick=1),
+    Row("Adam on flat tensors, sharded", 2, f"--bf16 {f.OVERLAP}", theirs=PLAIN,
+        strategies=SHARDED),
     Row("fused Adam on flat tensors, experts", 2, f"{TE} --bf16 {f.OVERLAP} {f.MOE}", theirs=PLAIN),
     *(
         Row(f"{way}, {world_size} ranks", world_size,

@@ -58,6 +58,13 @@ def test_command_prints_the_losses_of_ddp_and_few_other_lines(
         assert word not in run.output
 
 
+@pytest.mark.functional
+def test_command_without_our_flags_trains_megatrons_ddp(megatron: RankPools) -> None:
+    run = torchrun(2, PRETRAIN, [*LONGER, "--exit-interval", "20", "--cpu-rehearsal"])
+    assert run.code == 0, run.output[-3000:]
+    assert run.losses == pytest.approx(_of_ddp(megatron, 2), rel=PRINTED)
+
+
 @pytest.mark.parametrize(
     "own_flags", [longer([], id="by-config"), longer(["--by-provider"], id="by-provider")]
 )

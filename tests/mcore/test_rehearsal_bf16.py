@@ -83,7 +83,7 @@ def test_rehearsal_rounds_products_once() -> None:
     assert bf16_products.differing() == []
 
 
-# The order of other sums (of norms and losses) depends on the vector length of the CPU.
+# Other kernels depend on the CPU: the order of sums in norms and losses, and GELU's last bit.
 CURVES_APART = 1e-4
 
 
@@ -94,7 +94,7 @@ def test_bf16_training_is_the_same_with_and_without_bf16_instructions() -> None:
     runs = [torchrun(2, PRETRAIN, words, **variables) for variables in environments]
     for run in runs:
         assert run.code == 0, run.output[-3000:]
-    native, masked, older = (run.losses for run in runs)
+    native, *others = (run.losses for run in runs)
     assert list(native) == list(range(1, 11))
-    assert masked == native
-    assert older == pytest.approx(native, rel=CURVES_APART)
+    for losses in others:
+        assert losses == pytest.approx(native, rel=CURVES_APART)

@@ -137,6 +137,19 @@ def test_a_checkpoint_cannot_run_code(tmp_path: Path) -> None:
             common_state(MegatronFolder(tmp_path))
 
 
+@pytest.mark.parametrize("common", [{}, {"args": None}, {"args": {"num_layers": 2}}, None])
+def test_a_checkpoint_without_arguments_is_rejected(tmp_path: Path, common: Any) -> None:
+    from megatron_fsdp_v2.checkpoint import CheckpointError
+    from megatron_fsdp_v2.checkpoint.exporting import open_source
+    from megatron_fsdp_v2.checkpoint.writing import pickled, write_folder
+    from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import COMMON
+
+    write_folder(tmp_path, {COMMON: pickled([common])})
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    with pytest.raises(CheckpointError, match="has no arguments of a Megatron run"):
+        open_source(tmp_path)
+
+
 def test_only_objects_that_megatron_saves_are_loaded(tmp_path: Path) -> None:
     from megatron.core.enums import ModelType
     from megatron.core.optimizer import OptimizerConfig

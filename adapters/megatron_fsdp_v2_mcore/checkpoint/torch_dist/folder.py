@@ -143,7 +143,7 @@ def common_state(folder: MegatronFolder) -> dict[str, Any]:
         found = shards[0] if isinstance(shards, list | tuple) and shards else None
     else:
         raise FlagError(f"{folder.path} is not a complete torch_dist checkpoint: no {COMMON}")
-    if not isinstance(found, dict) or "args" not in found:
+    if not isinstance(found, dict) or not isinstance(found.get("args"), argparse.Namespace):
         raise FlagError(f"{folder.path} has no arguments of a Megatron run")
     return found
 

@@ -106,7 +106,7 @@ def _server(preloaded: tuple[str, ...]) -> forkserver.ForkServer:
 
 
 @contextlib.contextmanager
-def _forked_from(preloaded: Sequence[str]) -> Iterator[None]:
+def forked_from(preloaded: Sequence[str]) -> Iterator[None]:
     """Fork processes from a server that has also imported these modules, inside the context.
 
     Python itself has a single fork server, whose first user determines its imports.
@@ -156,7 +156,7 @@ class RankPool:
             process = context.Process(
                 target=_serve, args=(rank, self.world_size, port, theirs, self._device), daemon=True
             )
-            with _forked_from(self._preloaded):
+            with forked_from(self._preloaded):
                 process.start()
             theirs.close()
             self._connections.append(mine)

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tests.processes import ROOT
-from tests.ranks import _forked_from
+from tests.ranks import forked_from
 
 PRETRAIN = "megatron_fsdp_v2_mcore.pretrain_gpt"
 RUN = "megatron_fsdp_v2_mcore.run"
@@ -160,7 +160,7 @@ def call_in_process(function: Callable[..., Any], *args: Any) -> Any:
     mine, theirs = context.Pipe()
     process = context.Process(target=_answer, args=(function, args, theirs))
     # The fork server of the rank pools has imported the modules that take seconds to import.
-    with _forked_from(()):
+    with forked_from(()):
         process.start()
     assert mine.poll(240), "no answer in time"
     answer = mine.recv()

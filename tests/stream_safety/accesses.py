@@ -10,8 +10,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["Accesses", "accesses_of"]
-
 
 @dataclass(slots=True)
 class Accesses:

@@ -17,8 +17,6 @@ import torch
 if TYPE_CHECKING:
     from tests.stream_safety.recorder import RecordedEvent, RecordedStream
 
-__all__ = ["BackwardStreams"]
-
 
 class BackwardStreams:
     """Tracks the nodes that a backward runs.

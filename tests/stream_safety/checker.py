@@ -22,8 +22,6 @@ from tests.stream_safety.schedule import (
     StreamWait,
 )
 
-__all__ = ["Fault", "Violation", "find_violations"]
-
 
 class Fault(enum.Enum):
     """A kind of error in a pair of operations on one buffer."""

@@ -30,15 +30,6 @@ from tests.stream_safety.accesses import (
 from tests.stream_safety.backward import BackwardStreams, running_node
 from tests.stream_safety.schedule import HOST, Buffer, Region, Schedule
 
-__all__ = [
-    "COMPUTE",
-    "OperationMode",
-    "RecordedCollectives",
-    "RecordedEvent",
-    "RecordedStream",
-    "StreamRecorder",
-]
-
 COMPUTE = "compute"
 """Name of the default stream of computation."""
 
@@ -378,31 +369,34 @@ class RecordedCollectives(NcclCollectives):
     def __init__(self, recorder: StreamRecorder) -> None:
         self._recorder = recorder
 
+    @contextlib.contextmanager
+    def _recorded(
+        self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+    ) -> Iterator[None]:
+        """Record a collective; do not record the operations inside the context."""
+        self._recorder.operation(name, reads=reads, writes=writes)
+        with self._recorder.paused():
+            yield
+
     @override
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, axis: Axis) -> None:
         """Fill `output` with the shards of all ranks."""
-        self._recorder.operation("all_gather", reads=[shard], writes=[output])
-        with self._recorder.paused():
+        with self._recorded("all_gather", [shard], [output]):
             super().all_gather(output, shard, axis)
 
     @override
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, axis: Axis) -> None:
         """Fill `output` with the sum over ranks of this rank's slice of `full`."""
-        self._recorder.operation("reduce_scatter", reads=[full], writes=[output])
-        with self._recorder.paused():
+        with self._recorded("reduce_scatter", [full], [output]):
             received = torch.empty_like(full)
             dist.all_to_all_single(received, full, group=axis.group)
-            pieces = received.view(axis.size, -1)
-            total = pieces[0].to(torch.promote_types(full.dtype, torch.float32), copy=True)
-            for piece in pieces[1:]:
-                total.add_(piece)
-            output.copy_(total)
+            dtype = torch.promote_types(full.dtype, torch.float32)
+            output.copy_(received.view(axis.size, -1).sum(0, dtype=dtype))
 
     @override
     def all_reduce(self, full: torch.Tensor, axis: Axis) -> None:
         """Replace `full` with its sum over ranks."""
-        self._recorder.operation("all_reduce", reads=[], writes=[full])
-        with self._recorder.paused():
+        with self._recorded("all_reduce", [], [full]):
             super().all_reduce(full, axis)
 
     @override
@@ -410,8 +404,7 @@ class RecordedCollectives(NcclCollectives):
         self, received: torch.Tensor, sent: torch.Tensor, axis: Axis, *numels: Sequence[int]
     ) -> None:
         """Send every rank its part of `sent`, and receive the parts for this rank."""
-        self._recorder.operation("all_to_all", reads=[sent], writes=[received])
-        with self._recorder.paused():
+        with self._recorded("all_to_all", [sent], [received]):
             super().all_to_all(received, sent, axis, *numels)
 
 

@@ -14,8 +14,6 @@ from megatron_fsdp_v2.runtime.module import named_units
 from tests.stream_safety.checker import Violation, find_violations
 from tests.stream_safety.recorder import OperationMode, RecordedCollectives, StreamRecorder
 
-__all__ = ["Recording", "record_streams"]
-
 
 class Recording(StreamRecorder):
     """Steps that run on recorded streams.

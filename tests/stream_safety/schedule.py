@@ -6,20 +6,6 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = [
-    "HOST",
-    "Allocation",
-    "Buffer",
-    "EventRecord",
-    "EventWait",
-    "Free",
-    "Operation",
-    "Record",
-    "Region",
-    "Schedule",
-    "StreamWait",
-]
-
 HOST = "host"
 """Stream name of the host's own work and waits. Work on any other stream runs after all earlier
 records of the host."""

@@ -1,87 +1,41 @@
-"""Main weights, gradients, optimizer states and saved activations in host memory."""
+"""Copies to and from host memory, and checkpoints of offloaded models.
+
+`test_plan.py` measures the memory on the device and on the host, and the parity matrix compares
+results with those without offload.
+"""
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
-from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.comm.streams import StreamCommunicator
-from megatron_fsdp_v2.diagnostics import memory_tracker
-from megatron_fsdp_v2.diagnostics.memory_ledger import Role
-from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
 from megatron_fsdp_v2.params.autograd import save_activations_on_cpu
+from tests.distributed.checkpoint_trainings import digests, net, train
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import BF16, batch, on_mesh, wrap
+from tests.distributed.wrapping import batch, own_loss, wrap
 from tests.reference.models import INPUT, Block, Stack
 from tests.stream_safety import Recording, record_streams
 
 POLICY = fsdp.CPUOffloadPolicy(pin_memory=True)
 
 
-def _made(offloads: bool = True, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = wrap(Stack(), offload_policy=POLICY if offloads else None, **options)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
-
-
-def _train(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[torch.Tensor]:
-    """Train with two micro-batches a step; return losses, norms, evaluations and final weights."""
-    found = []
-    for step in steps:
-        # Both modes of zero_grad, and one step that accumulates.
-        if step != 1:
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
-        for micro in range(2):
-            with model.no_sync() if micro == 0 else contextlib.nullcontext():
-                loss = model(batch(dist.get_rank(), 2 * step + micro)).square().mean()
-                loss.backward()
-                found.append(loss.detach())
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        found.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        optimizer.step()
-        with torch.no_grad():
-            found.append(model(batch(0, step)).sum())
-    return [*found, *(local_of(param).clone() for param in model.parameters())]
-
-
-@on_ranks(4, name=["bf16", "optim", "hfsdp"])
-def test_offloaded_tensors_take_no_device_memory(name: str) -> None:
-    options = {"bf16": {"mp_policy": BF16}, "optim": {"sharding_strategy": "optim"}}
-    model, optimizer = _made(**options.get(name) or on_mesh("HFSDP 2x2"))
-    _train(model, optimizer, range(1))
-    with memory_tracker(model, optimizer) as memory:
-        optimizer.zero_grad()
-        model(batch(dist.get_rank())).square().mean().backward()
-        optimizer.step()
-    main = sum(4 * local_of(param).numel() for param in model.parameters())
-    here, there = memory.live, memory.offloaded
-    for role in (Role.MAIN_WEIGHT, Role.MAIN_GRAD):
-        assert here[role] == 0
-        assert there[role] >= main
-    # The state existed before tracking, as in a run in progress.
-    assert here[Role.OPTIMIZER] == 0
-    assert there[Role.OPTIMIZER] >= 2 * main
-    assert (here[Role.MODEL_WEIGHT] == 0) == (name == "bf16")
-
-
 def _recorded_steps() -> Recording:
-    model, optimizer = _made()
+    model = wrap(Stack(), offload_policy=POLICY)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     with record_streams(model) as recording:
         for step in range(2):
             # Gradients accumulate, so that they are copied to the device and back.
             optimizer.zero_grad(set_to_none=False)
             for _ in range(2):
-                model(batch(dist.get_rank(), step)).square().mean().backward()
+                own_loss(model, step).backward()
             optimizer.step()
     return recording
 
@@ -109,16 +63,24 @@ def test_host_memory_copies_run_on_communication_streams_without_races() -> None
 
 @on_ranks(2)
 def test_checkpoint_resumes_with_and_without_offload(tmp_path: Path) -> None:
-    model, optimizer = _made()
-    _train(model, optimizer, range(2))
+    def made(**options: Any) -> tuple[Any, torch.optim.Optimizer]:
+        model = net(**options)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+    model, optimizer = made(offload_policy=POLICY)
+    train(model, optimizer, 2)
     checkpoint.save(tmp_path / "k", model, optimizer)
-    expected = _train(model, optimizer, range(2, 4))
-    for how in ({"offloads": False}, {}, {"offloads": False, "sharding_strategy": "optim_grads"}):
-        again, later = _made(**how)  # type: ignore[arg-type]
+    expected = train(model, optimizer, 2, first=2)
+    options: list[dict[str, Any]] = [
+        {},
+        {"offload_policy": POLICY},
+        {"sharding_strategy": "optim_grads"},
+    ]
+    for each in options:
+        again, later = made(**each)
         checkpoint.load(tmp_path / "k", again, later)
-        found = _train(again, later, range(2, 4))
-        count = 2 * 4
-        assert all(map(torch.equal, expected[:count], found[:count])), how
+        assert train(again, later, 2, first=2) == expected, each
+        assert digests(again, later) == digests(model, optimizer), each
 
 
 @on_ranks(2)

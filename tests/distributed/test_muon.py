@@ -89,6 +89,11 @@ def _train(
         optimizer.step()
 
 
+def error_of(params: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """Relative error of full values. Collective."""
+    return relative_error([whole(p) for p in params], [p.detach() for p in expected])
+
+
 def check_updates(
     specs: Sequence[Spec],
     *places: Place,
@@ -106,12 +111,9 @@ def check_updates(
         params = sharded(specs, place, dtype)
         optimizer = Muon(params, ns_dtype=dtype, **options)
         _train(specs, params, optimizer, dtype)
-        momenta = [whole(optimizer.state[params[i]]["momentum_buffer"]) for i in trained]
-        weights = relative_error(
-            [whole(p) for p in params], [p.detach() for p in reference.matrices]
-        )
-        assert weights < tolerance, f"weights of {place}"
-        assert relative_error(momenta, [reference.momenta[i] for i in trained]) < tolerance, place
+        momenta = [optimizer.state[params[i]]["momentum_buffer"] for i in trained]
+        assert error_of(params, reference.matrices) < tolerance, f"weights of {place}"
+        assert error_of(momenta, [reference.momenta[i] for i in trained]) < tolerance, place
         assert not [p for p in params if not p.requires_grad and p in optimizer.state]
 
 
@@ -169,17 +171,23 @@ def test_options_equal_those_of_full_matrices(options: dict[str, Any]) -> None:
 ONE_EACH = tuple(Spec(shape) for shape in ((7, 5), (5, 7), (1, 6), (33, 20), (20, 33), (16, 4)))
 
 
-BESIDE_TORCH = [None, Place((3,)), Place((3,), "no_shard")]
-BIT_FOR_BIT: list[dict[str, Any]] = [
+BITWISE: list[dict[str, Any]] = [
     {},
     {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "lr": 0.02},
 ]
 
 
-def compare_with_torch(
-    place: Place | None, dtype: torch.dtype, **options: Any
-) -> tuple[list[Any], ...]:
-    """Weights of this package and of torch; check that momenta are bitwise identical."""
+@pytest.mark.parametrize("place", [None, Place((3,)), Place((3,), "no_shard")], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [*((torch.float32, options) for options in BITWISE), (torch.bfloat16, {})],
+    ids=str,
+)
+@on_ranks(3)
+def test_update_equals_that_of_torch(
+    place: Place | None, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """Momenta are bitwise identical, and so are weights except in bf16."""
     theirs = plain(ONE_EACH, dtype)
     reference = torch.optim.Muon(theirs, **options)
     mine = plain(ONE_EACH, dtype) if place is None else sharded(ONE_EACH, place, dtype)
@@ -189,21 +197,9 @@ def compare_with_torch(
     for a, b in zip(mine, theirs, strict=True):
         momentum = whole(optimizer.state[a]["momentum_buffer"])
         assert torch.equal(momentum, reference.state[b]["momentum_buffer"])
-    return [whole(param) for param in mine], [param.detach() for param in theirs]
-
-
-@pytest.mark.parametrize("place", BESIDE_TORCH, ids=str)
-@pytest.mark.parametrize("options", BIT_FOR_BIT, ids=str)
-@on_ranks(3)
-def test_update_is_bitwise_identical_to_torch(options: dict[str, Any], place: Place | None) -> None:
-    assert all(map(torch.equal, *compare_with_torch(place, torch.float32, **options)))
-
-
-@pytest.mark.parametrize("place", BESIDE_TORCH, ids=str)
-@on_ranks(3)
-def test_update_of_bf16_parameters_equals_torch_within_rounding(place: Place | None) -> None:
     # Torch rounds `w + alpha * u` in bf16 once or twice, depending on strides and on lengths.
-    assert relative_error(*compare_with_torch(place, torch.bfloat16)) < 2**-8
+    tolerance = 2**-8 if dtype is torch.bfloat16 else 0.0
+    assert error_of(mine, theirs) <= tolerance
 
 
 # -- mixtures -------------------------------------------------------------------------------------
@@ -222,9 +218,7 @@ def test_one_group_mixes_parameters_of_several_meshes_and_plain_parameters() -> 
     optimizer = Muon(params, lr=0.5, ns_dtype=dtype)
     for who in (reference, optimizer):
         _train(specs, who.matrices if who is reference else params, who, dtype)
-    assert (
-        relative_error([whole(p) for p in params], [p.detach() for p in reference.matrices]) < EXACT
-    )
+    assert error_of(params, reference.matrices) < EXACT
 
 
 OTHERS = (Spec((7,)), Spec((9, 4)), Spec((1,)), Spec((5, 2), is_frozen=True), Spec((2, 3, 4)))
@@ -254,10 +248,10 @@ def test_groups_without_muon_are_stepped_by_adamw(strategy: str, lr: Any) -> Non
             continue
         state = reference.adamw.state[b]
         for key in ("exp_avg", "exp_avg_sq"):
-            assert relative_error([whole(optimizer.state[a][key])], [state[key]]) < EXACT
+            assert error_of([optimizer.state[a][key]], [state[key]]) < EXACT
         if not hasattr(a, "row_shards") or local_of(a).numel():
             assert float(optimizer.state[a]["step"]) == float(state["step"])
-    assert relative_error([whole(p) for p in mine], [p.detach() for p in theirs]) < EXACT
+    assert error_of(mine, theirs) < EXACT
 
 
 # -- the matrix engine ----------------------------------------------------------------------------
@@ -443,7 +437,7 @@ def test_options_may_change_between_steps() -> None:
         for params, who in ((theirs, reference), (mine, optimizer)):
             set_gradients(params, gradients(SPECS_WORK, step, dtype))
             who.step()  # type: ignore[attr-defined]
-    assert relative_error([whole(p) for p in mine], [p.detach() for p in theirs]) < 1e-12
+    assert error_of(mine, theirs) < 1e-12
 
 
 def test_a_closure_computes_the_loss_with_gradients() -> None:

@@ -17,11 +17,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.profiler import ProfilerActivity, profile
 
+from tests.distributed.wrapping import wrap
 from tests.mcore.command_line import Run, environment_of
 from tests.processes import ROOT
 from tests.ranks import RankPool
+from tests.reference.models import Block
 from tests.shares import commit_of
 
 LIMIT_S = 900.0
@@ -234,9 +239,30 @@ def deterministic() -> Iterator[None]:
 
 
 @functools.cache
-def mesh_of(device: str, shape: tuple[int, ...]) -> DeviceMesh:
-    """Return the mesh of all ranks, outer axis first; called in a rank's process."""
+def mesh_of(device: str, *shape: int) -> DeviceMesh:
+    """Return the mesh of all ranks, outer axis first; one axis without a shape. On a rank."""
+    shape = shape or (dist.get_world_size(),)
     return init_device_mesh(device, shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
+
+
+def sharded_blocks(device: str, num: int, width: int, **options: Any) -> Any:
+    """Return a sequence of blocks, each of which is a unit; by default over one axis. On a rank."""
+    model: Any = nn.Sequential(*(Block(width) for _ in range(num))).to(device)
+    return wrap(model, list(model), **{"mesh": mesh_of(device), **options})
+
+
+def synchronize(device: str) -> None:
+    """Wait until the device is done."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def profiled(device: str) -> Iterator[profile]:
+    """Profile the host and, on CUDA, the device."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    with profile(activities=activities) as found:
+        yield found
 
 
 def has_transformer_engine() -> bool:

@@ -19,7 +19,7 @@ from megatron_fsdp_v2.comm.interface import (
     CommStream,
     Communicator,
 )
-from tests.gpu.machine import Machine
+from tests.gpu.machine import Machine, synchronize
 
 MIB = 1 << 20
 SIZES = (1, 16, 128, 512)
@@ -28,25 +28,15 @@ FLOOR = 0.9
 """Minimum fraction of torch's bandwidth, from 16 MiB on."""
 
 
-def _device(device: str) -> torch.device:
-    return (
-        torch.device(device, torch.cuda.current_device())
-        if device == "cuda"
-        else torch.device(device)
-    )
-
-
 def _seconds(device: str, call: Callable[[], None], repeats: int) -> float:
     """Return the median time of a call."""
     times = []
     for repeat in range(repeats + 2):
-        if device == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         dist.barrier()
         began = time.perf_counter()
         call()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         if repeat >= 2:
             times.append(time.perf_counter() - began)
     return statistics.median(times)
@@ -60,7 +50,7 @@ def bandwidths(device: str, sizes: tuple[int, ...], repeats: int) -> dict[str, d
     """Return GB/s by size, ours and torch's: bytes that a rank receives from others over time."""
     group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     assert group is not None
-    communicator = communicator_for(_device(device))
+    communicator = communicator_for(torch.empty(0, device=device).device)
     found: dict[str, dict[str, float]] = {}
     for mib in sizes:
         numel = mib * MIB // 2 // size * size

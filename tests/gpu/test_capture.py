@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from tests.distributed.wrapping import STRATEGIES, shards_of, wrap
-from tests.gpu.machine import Machine, deterministic, mesh_of
-from tests.reference.models import Block
+from tests.distributed.wrapping import STRATEGIES, shards_of
+from tests.gpu.machine import Machine, deterministic, sharded_blocks
 
 STEPS = 4
 
@@ -40,9 +38,7 @@ def _captured(device: str, step: Any) -> Any:
 def trained(device: str, strategy: str, width: int, *, in_graph: bool) -> list[torch.Tensor]:
     """Return this rank's weights, and the output of an evaluation, after some steps."""
     torch.manual_seed(0)
-    model: Any = nn.Sequential(*(Block(width) for _ in range(3))).to(device)
-    mesh = mesh_of(device, (dist.get_world_size(),))
-    wrap(model, list(model), mesh=mesh, sharding_strategy=strategy)
+    model = sharded_blocks(device, 3, width, sharding_strategy=strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, capturable=device == "cuda")
     data = torch.zeros(8, width, device=device)
 

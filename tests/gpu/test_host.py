@@ -6,17 +6,12 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
-from tests.distributed.wrapping import BF16, STRATEGIES, wrap
-from tests.gpu.machine import Machine, mesh_of
-from tests.reference.models import Block
+from tests.distributed.wrapping import BF16, STRATEGIES
+from tests.gpu.machine import Machine, profiled, sharded_blocks, synchronize
 
 UNITS = 32
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
@@ -25,8 +20,8 @@ LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaun
 @contextlib.contextmanager
 def _forbid_synchronization(device: str) -> Iterator[None]:
     """Make torch raise when the host synchronizes with the device."""
+    synchronize(device)
     if device == "cuda":
-        torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -38,9 +33,7 @@ def _forbid_synchronization(device: str) -> Iterator[None]:
 def host_cost_per_unit(device: str, strategy: str, units: int, width: int) -> dict[str, float]:
     """Return the host time in ms and the number of launches of a step, per unit."""
     torch.manual_seed(0)
-    model: Any = nn.Sequential(*(Block(width) for _ in range(units))).to(device)
-    mesh = mesh_of(device, (dist.get_world_size(),))
-    wrap(model, list(model), mesh=mesh, mp_policy=BF16, sharding_strategy=strategy)
+    model = sharded_blocks(device, units, width, mp_policy=BF16, sharding_strategy=strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     data = torch.ones(4, width, device=device)
 
@@ -57,11 +50,10 @@ def host_cost_per_unit(device: str, strategy: str, units: int, width: int) -> di
             began = time.perf_counter()
             step()
             times.append(1000 * (time.perf_counter() - began))
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
-    with profile(activities=activities) as profiled:
+    with profiled(device) as profile:
         step()
     names = LAUNCHES if device == "cuda" else ("aten::",)
-    launches = [event for event in profiled.events() or () if event.name.startswith(names)]
+    launches = [event for event in profile.events() or () if event.name.startswith(names)]
     return {"host ms": statistics.median(times) / units, "launches": len(launches) / units}
 
 

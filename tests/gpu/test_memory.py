@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2.diagnostics import memory_tracker
@@ -41,7 +40,7 @@ def measured(device: str, strategy: str, width: int) -> dict[str, int]:
     del warm
     before = allocated()
     model: Any = deep(width=width).to(device)
-    wrap(model, mesh=mesh_of(device, (dist.get_world_size(),)), sharding_strategy=strategy)
+    wrap(model, mesh=mesh_of(device), sharding_strategy=strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
 
     def step() -> None:

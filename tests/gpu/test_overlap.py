@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
-from tests.distributed.wrapping import BF16, wrap
-from tests.gpu.machine import Machine, mesh_of
-from tests.reference.models import Block
+from tests.distributed.wrapping import BF16
+from tests.gpu.machine import Machine, profiled, sharded_blocks, synchronize
 
 FLOOR = 0.6
 """Minimum fraction of communication time that overlaps computation.
@@ -67,18 +63,15 @@ def kernels_of(trace: Path) -> list[tuple[str, Interval]]:
 
 def traced(device: str, layers: int, width: int, folder: str) -> float | None:
     """Return the overlap fraction of a step at ZeRO-3 on this rank."""
-    model: Any = nn.Sequential(*(Block(width) for _ in range(layers))).to(device)
-    wrap(model, list(model), mesh=mesh_of(device, (dist.get_world_size(),)), mp_policy=BF16)
+    model = sharded_blocks(device, layers, width, mp_policy=BF16)
     data = torch.ones(4 * width, width, device=device)
     for _ in range(3):
         model(data).float().square().mean().backward()
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
-    with profile(activities=activities) as profiled:
+    with profiled(device) as profile:
         model(data).float().square().mean().backward()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
     trace = Path(folder) / f"trace_{dist.get_rank()}.json"
-    profiled.export_chrome_trace(str(trace))
+    profile.export_chrome_trace(str(trace))
     return overlap_fraction(kernels_of(trace))
 
 

@@ -22,9 +22,8 @@ from torch import nn
 
 from megatron_fsdp_v2.comm.interface import Collective, Communicator, Work
 from megatron_fsdp_v2.runtime.module import named_units
-from tests.distributed.wrapping import BF16, STRATEGIES, step_all, wrap
-from tests.gpu.machine import Machine, deterministic, mesh_of
-from tests.reference.models import Block
+from tests.distributed.wrapping import BF16, STRATEGIES, step_all
+from tests.gpu.machine import Machine, deterministic, mesh_of, sharded_blocks
 
 MAX_CYCLES = 4_000_000
 """Longest pause on a GPU in clock cycles: about two milliseconds."""
@@ -90,10 +89,10 @@ def trained(
 def _digest(device: str, shape: tuple[int, ...], strategy: str, width: int, seed: int) -> str:
     chance = random.Random(1000 * seed + dist.get_rank())
     torch.manual_seed(0)
-    model: Any = nn.Sequential(*(Block(width) for _ in range(4))).to(device)
     outer = "optim" if len(shape) > 1 and strategy != STRATEGIES[0] else "no_shard"
     options: dict[str, Any] = {"sharding_strategy": strategy, "outer_dp_sharding_strategy": outer}
-    wrap(model, list(model), mesh=mesh_of(device, shape), mp_policy=BF16, **options)
+    options |= {"mesh": mesh_of(device, *shape), "mp_policy": BF16}
+    model = sharded_blocks(device, 4, width, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def late(*_: object) -> None:

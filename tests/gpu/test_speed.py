@@ -15,7 +15,7 @@ import torch.distributed as dist
 from benchmarks import engines
 from benchmarks.cases import Case, Setting
 from benchmarks.model import batches
-from tests.gpu.machine import Machine, mesh_of
+from tests.gpu.machine import Machine, mesh_of, synchronize
 from tests.ranks import RankFailure
 
 MODELS = {
@@ -63,19 +63,18 @@ def peak_flops(device: str) -> float | None:
 def measured(device: str, engine: str, setting: Setting, steps: int) -> dict[str, Any]:
     """Return the seconds of a step, its peak memory and MFU on this rank."""
     on_cuda = device == "cuda"
-    training = engines.build(engine, setting, mesh_of(device, (dist.get_world_size(),)))
+    training = engines.build(engine, setting, mesh_of(device))
     times = []
     for step in range(steps + 2):
         inputs = batches(setting, dist.get_rank(), step, device)
+        synchronize(device)
         if on_cuda:
-            torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         dist.barrier()
         began = time.perf_counter()
         with engines.ENGINES[engine].context(device):
             training.step(inputs)
-        if on_cuda:
-            torch.cuda.synchronize()
+        synchronize(device)
         if step >= 2:
             times.append(time.perf_counter() - began)
     seconds = statistics.median(times)

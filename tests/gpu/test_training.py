@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp_v2 import checkpoint, fully_shard
 from megatron_fsdp_v2.optim import Muon
@@ -29,10 +28,6 @@ TOLERANCE = {"cpu": 1e-6, "cuda": 1e-5}
 LOW_PRECISION = 6e-2
 """Tolerance of a training in bf16, whose weights have 8 significant bits, against fp32."""
 LOW_PRECISION_PATTERNS = ("plain", "accumulation under no_sync", "checkpointing, non-reentrant")
-
-
-def _flat(device: str) -> DeviceMesh:
-    return mesh_of(device, (dist.get_world_size(),))
 
 
 def on_device(pattern: Pattern, device: str) -> Pattern:
@@ -50,9 +45,9 @@ def on_device(pattern: Pattern, device: str) -> Pattern:
     return dataclasses.replace(pattern, build=build)
 
 
-def _trained(pattern: Pattern, device: str, mesh: DeviceMesh, **options: Any) -> Trace:
+def _trained(pattern: Pattern, device: str, *shape: int, **options: Any) -> Trace:
     def shard(module: nn.Module) -> None:
-        fully_shard(module, mesh=mesh, **pattern.options, **options)
+        fully_shard(module, mesh=mesh_of(device, *shape), **pattern.options, **options)
 
     return train_sharded(on_device(pattern, device), shard)
 
@@ -71,13 +66,14 @@ def parity(
 ) -> dict[str, float]:
     """Return the largest relative error against an unsharded loop, by pattern and strategy."""
     assert torch.get_float32_matmul_precision() == "highest"
-    mesh = mesh_of(device, shape)
     options = {"outer_dp_sharding_strategy": outer, "mp_policy": POLICIES[precision]}
     found: dict[str, float] = {}
     for name in patterns:
         reference = _reference(PATTERNS[name], device)
         for strategy in strategies:
-            trained = _trained(PATTERNS[name], device, mesh, sharding_strategy=strategy, **options)
+            trained = _trained(
+                PATTERNS[name], device, *shape, sharding_strategy=strategy, **options
+            )
             found[f"{name}, {strategy}"] = compare(trained, reference)
     return found
 
@@ -114,7 +110,7 @@ def changed_by(device: str, option: str, setting: bool, patterns: Sequence[str])
     for name in patterns:
         for strategy in STRATEGIES:
             plain, other = (
-                _trained(PATTERNS[name], device, _flat(device), sharding_strategy=strategy, **more)
+                _trained(PATTERNS[name], device, sharding_strategy=strategy, **more)
                 for more in ({}, {option: setting})
             )
             if not same_bits(plain, other):
@@ -148,9 +144,7 @@ def muon(device: str) -> dict[str, float]:
     pattern = dataclasses.replace(PATTERNS["plain"], optimizer=optimizer)
     reference = _reference(pattern, device)
     return {
-        strategy: compare(
-            _trained(pattern, device, _flat(device), sharding_strategy=strategy), reference
-        )
+        strategy: compare(_trained(pattern, device, sharding_strategy=strategy), reference)
         for strategy in STRATEGIES
     }
 
@@ -162,7 +156,7 @@ def test_muon_of_sharded_parameters_matches_muon_of_full_ones(machine: Machine) 
 
 def _sharded_stack(device: str, strategy: str, seed: int) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = wrap(Stack().to(device), mesh=_flat(device), sharding_strategy=strategy)
+    model = wrap(Stack().to(device), mesh=mesh_of(device), sharding_strategy=strategy)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
@@ -224,7 +218,7 @@ def compiled(device: str, backend: str, width: int) -> dict[str, float]:
     found = {}
     for strategy in STRATEGIES:
         losses, expected = (
-            _trained(pattern, device, _flat(device), sharding_strategy=strategy).losses
+            _trained(pattern, device, sharding_strategy=strategy).losses
             for pattern in (dataclasses.replace(plain, build=build), plain)
         )
         found[strategy] = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))

@@ -21,19 +21,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from megatron_fsdp_v2 import FSDPModule, RuntimeOptions, checkpoint, fully_shard
+from megatron_fsdp_v2 import FSDPModule, checkpoint, fully_shard
+from tests.distributed.checkpoint_trainings import torch_load, torch_save
 from tests.distributed.test_operators import OF_ONE_TENSOR
 from tests.distributed.wrapping import mesh_of
 from tests.random.cases import Case, Event, Options
 from tests.random.models import INPUT, OPTIMIZERS, Call, Tree, build, tensors_of, units
 from tests.reference.failing import PlannedFailure
 from tests.reference.training import distances
+from tests.sharding import arguments
 
 TOLERANCES = {"float64": 1e-9, "float32": 3e-6}
 WEIGHT_TERMS: list[Callable[[Any], Any]] = [
@@ -142,7 +142,13 @@ def loss_of(output: Any) -> torch.Tensor:
 def shard(case: Case, options: Options) -> Any:
     """Build and shard the model of a case."""
     model = build(case)
-    runtime = RuntimeOptions(
+    given = arguments(
+        mesh=mesh_of(*options.mesh),
+        sharding_strategy=options.strategy,
+        outer_dp_sharding_strategy=options.outer,
+        reshard_after_forward=options.reshard,
+        shard_granularity=options.granularity,
+        gradient_scaling_factor=options.scale,
         enable_unshard_prefetch=options.prefetch > 0,
         unshard_prefetch_depth=max(1, options.prefetch) if options.ahead is None else None,
         unshard_prefetch_bytes=options.ahead,
@@ -153,16 +159,7 @@ def shard(case: Case, options: Options) -> Any:
         check_ranks=options.check,
     )
     for unit in units(model, case):
-        fully_shard(
-            unit,
-            mesh=mesh_of(*options.mesh),
-            sharding_strategy=options.strategy,
-            outer_dp_sharding_strategy=options.outer,
-            reshard_after_forward=options.reshard,
-            shard_granularity=options.granularity,
-            gradient_scaling_factor=options.scale,
-            options=runtime,
-        )
+        fully_shard(unit, **given)
     return model
 
 
@@ -607,8 +604,7 @@ class Run:
             copy.deepcopy(self.plain.state_dict()), copy.deepcopy(self.plain_optimizer.state_dict())
         )
         if event.how == "torch":
-            model, optimizer = get_state_dict(self.model, self.optimizer)
-            dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+            torch_save(path, self.model, self.optimizer)
         else:
             snapshot.future = checkpoint.save(
                 path, self.model, self.optimizer, async_save=event.how == "async"
@@ -635,19 +631,10 @@ class Run:
         # Torch's save does not copy tensors, and training would change the snapshot.
         self.plain_optimizer.load_state_dict(copy.deepcopy(snapshot.optimizer))
         self._zero(set_to_none=True)
-        if event.how == "torch":
-            self._load_with_torch(path)
-        else:
-            checkpoint.load(path, self.model, self.optimizer)
+        load = torch_load if event.how == "torch" else checkpoint.load
+        load(path, self.model, self.optimizer)
         self.compare_params()
         self.compare_states()
-
-    def _load_with_torch(self, path: str) -> None:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        state = {"model": model, "optimizer": optimizer}
-        dcp.load(state, checkpoint_id=path)
-        loaded = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-        set_state_dict(self.model, self.optimizer, **loaded)
 
 
 def run_case(case: Case, folder: str) -> Outcome:

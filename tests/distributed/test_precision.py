@@ -18,6 +18,7 @@ from megatron_fsdp_v2 import MixedPrecisionPolicy, checkpoint
 from megatron_fsdp_v2.checkpoint.exporting import export
 from megatron_fsdp_v2.checkpoint.verifying import verify
 from tests.cases import longer, quick_strategies
+from tests.distributed.checkpoint_trainings import digests
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     STRATEGIES,
@@ -32,7 +33,6 @@ from tests.distributed.wrapping import (
     shards_of,
     step_all,
     strategies_on,
-    weight_error,
     wrap,
 )
 from tests.reference.models import Elementless, Formula, MixedDtypes, Stack
@@ -134,26 +134,13 @@ class Noting(nn.Module):
         self.linear = nn.Linear(5, 5)
         self.seen: dict[str, Any] = {}
 
-    def forward(self, x: torch.Tensor, nested: Any = None, *, features: Any = None) -> Any:
+    def forward(self, x: torch.Tensor, nested: Any, *, features: Any) -> Any:
+        (inner, ids), flag = nested["list"], nested["flag"]
         self.seen["x"] = x.dtype
-        if nested is not None:
-            (inner, ids), flag = nested["list"], nested["flag"]
-            self.seen["nested"] = (inner.dtype, ids.dtype, flag.dtype, nested["text"])
-        if features is not None:
-            self.seen["features"] = (features.values.dtype, features.index.dtype)
+        self.seen["nested"] = (inner.dtype, ids.dtype, flag.dtype, nested["text"])
+        self.seen["features"] = (features.values.dtype, features.index.dtype)
         y = self.linear(x.to(self.linear.weight.dtype))
         return {"plain": y, "ids": torch.ones(2, dtype=torch.int64), "dataclass": Features(y, y)}
-
-
-def _dtypes_of_inputs(**options: Any) -> dict[str, Any]:
-    """Dtypes of nested inputs and outputs with a bf16 policy."""
-    model = wrap(Noting(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16, **options))
-    ids = torch.arange(3)
-    nested = {"list": [torch.ones(2, 5), ids], "flag": torch.tensor([True]), "text": "as it is"}
-    features = Features(torch.ones(2, dtype=FP64), torch.ones(1) > 0)
-    output = model(torch.ones(2, 5), nested, features=features)
-    kinds = {name: output[name].dtype for name in ("plain", "ids")}
-    return {**model.seen, **kinds, "dataclass": output["dataclass"].values.dtype}
 
 
 # Options, and dtypes of inputs, of inputs in a dataclass, and of outputs.
@@ -168,14 +155,18 @@ CASTS: list[tuple[dict[str, Any], torch.dtype, torch.dtype, torch.dtype]] = [
 def test_only_floating_point_inputs_and_outputs_are_cast_as_configured(
     options: dict[str, Any], x: torch.dtype, values: torch.dtype, output: torch.dtype
 ) -> None:
-    assert _dtypes_of_inputs(**options) == {
+    model = wrap(Noting(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16, **options))
+    ids, flag = torch.arange(3), torch.tensor([True])
+    nested = {"list": [torch.ones(2, 5), ids], "flag": flag, "text": "as it is"}
+    features = Features(torch.ones(2, dtype=FP64), torch.ones(1) > 0)
+    found = model(torch.ones(2, 5), nested, features=features)
+    assert model.seen == {
         "x": x,
         "nested": (x, torch.int64, torch.bool, "as it is"),
         "features": (values, torch.bool),
-        "plain": output,
-        "ids": torch.int64,
-        "dataclass": output,
     }
+    dtypes = [found["plain"].dtype, found["dataclass"].values.dtype, found["ids"].dtype]
+    assert dtypes == [output, output, torch.int64]
 
 
 # -- gradient scaling -----------------------------------------------------------------------------
@@ -367,35 +358,27 @@ def _shapes(state: Any) -> dict[str, Any]:
 def test_parameters_without_elements_are_saved_loaded_and_exported(
     tmp_path: Path, strategy: str
 ) -> None:
-    def sharded(strategy: str) -> Any:
+    def made(strategy: str) -> tuple[Any, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = Elementless()
-        return wrap(model, [model.alone], sharding_strategy=strategy)
-
-    def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
-        own_loss(model).backward()
-        step_all(optimizer)
+        wrap(model, [model.alone], sharding_strategy=strategy)
+        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
 
     path, others = tmp_path / "k", dict(zip(STRATEGIES, reversed(STRATEGIES), strict=True))
-    model, other = sharded(strategy), sharded(others[strategy])
-    optimizers = [
-        torch.optim.AdamW([param for param in each.parameters() if param.requires_grad])
-        for each in (model, other)
-    ]
-    step(model, optimizers[0])
-    checkpoint.save(path, model, optimizers[0])
-    checkpoint.load(path, other, optimizers[1])
-    step(model, optimizers[0])
-    step(other, optimizers[1])
-    plain = Elementless()
-    plain.load_state_dict({name: p.full_tensor() for name, p in model.state_dict().items()})
-    whole = get_model_state_dict(other, options=StateDictOptions(full_state_dict=True))
+    model, optimizer = made(strategy)
+    own_loss(model).backward()
+    step_all(optimizer)
+    checkpoint.save(path, model, optimizer)
+    other, its_optimizer = made(others[strategy])
+    checkpoint.load(path, other, its_optimizer)
     with torch.device("meta"):
-        built = sharded(strategy)
+        built, _ = made(strategy)
     checkpoint.load(path, built)
+    whole = get_model_state_dict(other, options=StateDictOptions(full_state_dict=True))
     built(batch(0))
-    built.load_state_dict(plain.state_dict())
-    assert max(weight_error(each, plain) for each in (other, built)) < 1e-5
+    built.load_state_dict(whole)
+    assert digests(model, optimizer) == digests(other, its_optimizer)
+    assert all(torch.equal(value.full_tensor(), whole[n]) for n, value in built.named_parameters())
     if dist.get_rank() == 0:
         (file,) = export(path, tmp_path / "m.pt").files
         expected = _shapes(Elementless().state_dict())

@@ -46,11 +46,9 @@ def _uneven(full: torch.Tensor, ranges: tuple[tuple[int, int], ...]) -> UnevenDT
 
 # -- sums and means outside of a forward, such as regularization losses ---------------------------
 
+# `test_operators.py` has the single operators.
 LOSSES: dict[str, Callable[[Any], Any]] = {
-    "largest magnitude": lambda p: p.norm(p=float("inf")),
-    "sum of two": lambda p: 0.1 * p.square().sum() + torch.sum(p),
     "added up in place": lambda p: sum_in_place(p),
-    "composite": lambda p: (p / p.norm()).square().mean(1).max(),
     "norms of a list": lambda p: torch.stack(torch._foreach_norm([p, 3 * p])).sum(),
     "as a vector": lambda p: nn.utils.parameters_to_vector([p]).square().mean(),
     "changed in place": lambda p: changed_in_place(2 * p).square().mean(),

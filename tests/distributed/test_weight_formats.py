@@ -66,28 +66,6 @@ def _with_quantized(plain: nn.Module, step: int) -> torch.Tensor:
     return torch.stack(losses).mean()
 
 
-def largest_errors(shape: tuple[int, ...], options: dict[str, Any]) -> list[float]:
-    """Largest errors over some steps: of the mean loss over ranks, and of the main weights."""
-    plain, model = _pair(shape, **options)
-    optimizers = [torch.optim.Adam(m.parameters(), lr=0.05) for m in (plain, model)]
-    worst = [0.0, 0.0]
-    for step in range(STEPS):
-        expected = _with_quantized(plain, step)
-        expected.backward()
-        own = own_loss(model, step)
-        own.backward()
-        step_all(*optimizers)
-        total = own.detach().clone()
-        dist.all_reduce(total)
-        worst[0] = max(worst[0], float((total / dist.get_world_size() - expected).abs()))
-        worst[1] = max(worst[1], weight_error(model, plain))
-        if step == 0:
-            # A forward without gradients writes and gathers the same weights.
-            with torch.no_grad():
-                model(batch(0, step))
-    return worst
-
-
 CASES = [((2,), strategy, {}) for strategy in STRATEGIES]
 CASES += [
     ((3,), "optim_grads_params", {}),
@@ -104,8 +82,25 @@ CASES += [
 def test_training_in_8_bits_equals_that_of_full_quantized_weights(
     shape: tuple[int, ...], strategy: str, more: dict[str, Any]
 ) -> None:
-    errors = largest_errors(shape, {"sharding_strategy": strategy, **more})
-    assert max(errors) < 2e-6, errors
+    plain, model = _pair(shape, sharding_strategy=strategy, **more)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.05) for m in (plain, model)]
+    worst = [0.0, 0.0]
+    for step in range(STEPS):
+        expected = _with_quantized(plain, step)
+        expected.backward()
+        own = own_loss(model, step)
+        own.backward()
+        step_all(*optimizers)
+        total = own.detach().clone()
+        dist.all_reduce(total)
+        worst[0] = max(worst[0], float((total / dist.get_world_size() - expected).abs()))
+        worst[1] = max(worst[1], weight_error(model, plain))
+        if step == 0:
+            # A forward without gradients writes and gathers the same weights.
+            with torch.no_grad():
+                model(batch(0, step))
+    # Of the mean loss over ranks, and of the main weights.
+    assert max(worst) < 2e-6, worst
 
 
 @on_ranks(2, strategy=STRATEGIES)
@@ -191,13 +186,12 @@ def train(strategy: str, shape: tuple[int, ...], recompute: str, options: dict[s
         loss.backward()
         both = [sent.numel for sent in recorded.sent if sent.dtype == torch.int16]
         gathered = [sum(forward), sum(both) - sum(forward)]
-        for param, grad in zip(model.parameters(), _gradients(plain, mains, step), strict=True):
+        grads = _gradients(plain, mains, step)
+        for param, grad in zip(model.parameters(), grads, strict=True):
             if param.grad is not None:
                 errors.append(held_error(param.grad, grad))
         step_all(optimizer)
-        for param, main, grad in zip(
-            model.parameters(), mains, _gradients(plain, mains, step), strict=True
-        ):
+        for param, main, grad in zip(model.parameters(), mains, grads, strict=True):
             main.sub_(grad, alpha=0.5)
             errors.append(held_error(param, main))
             main.copy_(param.full_tensor().detach())
@@ -206,14 +200,13 @@ def train(strategy: str, shape: tuple[int, ...], recompute: str, options: dict[s
     return max(errors), gathered
 
 
-NOT_AHEAD = {"enable_unshard_prefetch": False}
 CASES_PAYLOAD: list[tuple[str, tuple[int, ...], str, dict[str, Any]]] = [
     *((strategy, (2,), "", {}) for strategy in STRATEGIES),
     ("optim_grads_params", (3,), "", {}),
     ("optim_grads_params", (2,), "reentrant", {}),
     ("optim_grads_params", (2,), "not reentrant", {}),
     ("optim_grads_params", (2,), "", {"reshard_after_forward": False}),
-    ("optim_grads_params", (2,), "", NOT_AHEAD),
+    ("optim_grads_params", (2,), "", {"enable_unshard_prefetch": False}),
     ("optim_grads_params", (2,), "not reentrant", {"enable_trace_pool": True}),
     ("optim_grads_params", (2, 2), "", {}),
     ("optim", (2,), "", {"check_ranks": "always"}),
@@ -226,28 +219,21 @@ CASES_PAYLOAD: list[tuple[str, tuple[int, ...], str, dict[str, Any]]] = [
 def test_each_payload_is_gathered_for_its_use(
     strategy: str, shape: tuple[int, ...], recompute: str, options: dict[str, Any]
 ) -> None:
-    error, _ = train(strategy, shape, recompute, options)
+    error, (forward, backward) = train(strategy, shape, recompute, options)
     assert error < 2e-6
-
-
-@on_ranks(2, recompute=["", "reentrant", "not reentrant"])
-def test_use_gathers_only_its_own_payload(recompute: str) -> None:
-    _, (forward, backward) = train("optim_grads_params", (2,), recompute, {})
-    # Padding is at most one line of 128 bytes for each weight and rank.
-    padding = 3 * 2 * 64
-    assert NUMBERS <= forward <= NUMBERS + padding
-    times = 2 if recompute else 1
-    assert times * NUMBERS <= backward <= times * (NUMBERS + padding)
-
-
-def _sharded(**options: Any) -> Any:
-    register_format(TwoWayFormat)
-    return wrap(Layers(), **options)
+    if (strategy, shape, options) == ("optim_grads_params", (2,), {}):
+        # A use gathers only its own payload. Padding is at most one line of 128 bytes for each
+        # weight and rank.
+        padding = 3 * 2 * 64
+        assert NUMBERS <= forward <= NUMBERS + padding
+        times = 2 if recompute else 1
+        assert times * NUMBERS <= backward <= times * (NUMBERS + padding)
 
 
 @on_ranks(1)
 def test_gathered_parameter_stays_the_same_object() -> None:
-    model = _sharded()
+    register_format(TwoWayFormat)
+    model = wrap(Layers())
     seen: list[Any] = []
     model.blocks[0].register_forward_pre_hook(lambda module, _args: seen.append(module.weight))
     for _ in range(2):

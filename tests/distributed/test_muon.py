@@ -50,20 +50,8 @@ errors by up to `3.4445 ** 5`, so that even the same fp32 products in another or
 STRETCHED = 5 * FP32
 
 # Odd rows, fewer rows than ranks, one row, one column, stacks, and a frozen matrix.
-SPECS = (
-    Spec((7, 5)),
-    Spec((5, 7)),
-    Spec((1, 6)),
-    Spec((6, 1)),
-    Spec((2, 9)),
-    Spec((13, 3), is_frozen=True),
-    Spec((16, 4)),
-    Spec((3, 8, 5)),
-    Spec((7, 5)),
-    Spec((5, 4, 6)),
-    Spec((1, 1)),
-    Spec((1, 6)),
-)
+SHAPES = ((7, 5), (5, 7), (1, 6), (6, 1), (2, 9), (16, 4), (3, 8, 5), (7, 5), (5, 4, 6), (1, 1))
+SPECS = (*map(Spec, SHAPES), Spec((1, 6)), Spec((13, 3), is_frozen=True))
 TENSOR_SPECS = (
     Spec((8, 6), 0),
     Spec((6, 8), 1),

@@ -223,14 +223,15 @@ class Overlapping(nn.Module):
     """Two branches of one unit, the second branch on a separate stream.
 
     Attributes:
-        streams: A recording, or None for one stream.
+        streams: A recording.
         side: The stream of the second branch.
     """
 
+    streams: Any
+    side: Any
+
     def __init__(self, *, tied: bool) -> None:
         super().__init__()
-        self.streams: Any = None
-        self.side: Any = None
         self.routed = nn.Linear(WIDTH, WIDTH)
         self.up = nn.Linear(WIDTH, 2 * WIDTH + 1)
         self.down = nn.Linear(2 * WIDTH + 1, WIDTH)
@@ -238,21 +239,20 @@ class Overlapping(nn.Module):
         self.gate = self.routed if tied else nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with self._on_side():
+        with self.on_side():
             shared = self.down(torch.tanh(self.up(x))) * torch.sigmoid(self.gate(x))
         routed = torch.tanh(self.routed(x))
-        if self.streams is not None:
-            self.streams.current_stream().wait_stream(self.side)
+        self.join()
         return x + routed + shared
 
     @contextmanager
-    def _on_side(self) -> Iterator[None]:
-        if self.streams is None:
-            yield
-            return
+    def on_side(self) -> Iterator[None]:
         self.side.wait_stream(self.streams.current_stream())
         with self.streams.use(self.side):
             yield
+
+    def join(self) -> None:
+        self.streams.current_stream().wait_stream(self.side)
 
 
 class Overlapped(Stack):
@@ -273,18 +273,12 @@ class Overlapped(Stack):
     def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
         for number, block in enumerate(self.blocks):
             if number == 1 and self.whole:
-                with block._on_side():
+                with block.on_side():
                     x = block(x)
-                if block.streams is not None:
-                    block.streams.current_stream().wait_stream(block.side)
+                block.join()
             else:
                 x = checkpoint(block, x, use_reentrant=False) if self.recomputed else block(x)
         return x
-
-    def record(self, recording: Any) -> None:
-        side = recording.new_compute_stream("side")
-        for block in self.blocks:
-            block.streams, block.side = recording, side
 
 
 # Arguments of the model, and options of its units.
@@ -309,8 +303,9 @@ def test_gradients_of_a_side_stream_are_reduced_after_they_arrived(name: str) ->
     own, options = CASES[name]
     model = wrap(Overlapped(**own), **on_mesh(name if name in MESHES else "2"), **options)
     with record_streams(model) as recording:
-        model.record(recording)
-        train_own(model, num_micro=2)
+        side = recording.new_compute_stream("side")
+        with mock.patch.multiple(Overlapping, streams=recording, side=side, create=True):
+            train_own(model, num_micro=2)
     on_side: Counter[str] = Counter()
     for op in recording.schedule.operations("side"):
         for region in op.writes:

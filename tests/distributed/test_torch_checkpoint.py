@@ -46,7 +46,6 @@ from tests.distributed.wrapping import (
     of_all_ranks,
     own_loss,
     pair,
-    shards_of,
     step_all,
     weight_error,
     wrap,
@@ -283,36 +282,25 @@ def test_full_weights_are_gathered_and_broadcast_from_rank_0(build: Any) -> None
     assert weight_error(fresh, plain) == 0.0
 
 
-def _model(strategy: str) -> tuple[Any, Any]:
-    model = wrap(Stack().double(), sharding_strategy=strategy)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-
-
-def _step(model: Any, optimizer: Any, step: int) -> list[torch.Tensor]:
-    own_loss(model, step).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    step_all(optimizer)
-    return shards_of(model)
-
-
 @on_ranks(2, strategy=["no_shard", "optim_grads", "optim_grads_params"])
 def test_training_resumes_from_one_file_per_rank(tmp_path: Path, strategy: str) -> None:
     path = tmp_path / f"{strategy}-{dist.get_rank()}.pt"
-    model, optimizer = _model(strategy)
-    _step(model, optimizer, 0)
+    model = net(sharding_strategy=strategy)
+    optimizer = OPTIMIZERS["AdamW"](model)
+    train(model, optimizer, 1)
     # Between a forward and its backward, the state dict contains sharded parameters too.
-    loss = own_loss(model, 1)
+    loss = model(torch.ones(4, 5)).sum()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
     loss.backward()
-    optimizer.zero_grad()
-    wanted = _step(model, optimizer, 2)
+    train(model, optimizer, 1, first=2)
     for assign in (False, True):
-        other, resumed = _model(strategy)
+        other = net(sharding_strategy=strategy)
         state = torch.load(path, weights_only=True)
         other.load_state_dict(state["model"], assign=assign)
-        resumed = torch.optim.AdamW(other.parameters(), lr=0.1)
+        resumed = OPTIMIZERS["AdamW"](other)
         resumed.load_state_dict(state["optimizer"])
-        assert all(map(torch.equal, wanted, _step(other, resumed, 2)))
+        train(other, resumed, 1, first=2)
+        assert digests(other, resumed) == digests(model, optimizer)
 
 
 @on_ranks(2, strategy=["no_shard", "optim_grads_params"])

@@ -104,7 +104,7 @@ def _switch_cases() -> Iterator[Any]:
     for number, (name, pattern) in enumerate(ALL.items()):
         strategies = [s for s in STRATEGIES[2:] if not (pattern.skips and s == STRATEGIES[-1])]
         for strategy in strategies:
-            is_quick = strategy == strategies[-1] and number % 4 == 0
+            is_quick = strategy == strategies[-1] and number % 8 == 0
             yield quick_if(is_quick, name, strategy)
 
 

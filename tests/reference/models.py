@@ -189,38 +189,25 @@ class Experts(nn.Module):
 
     active: tuple[int, ...] = (0, 1, 2)
 
-    def __init__(self, width: int = WIDTH) -> None:
+    def __init__(self, width: int = WIDTH, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.shared = nn.Linear(width, width)
-        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(3)).to(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.shared(x)
         for index in self.active:
-            y = y + torch.tanh(self.experts[index](x))
+            expert = self.experts[index]
+            y = y + torch.tanh(expert(x.to(expert.weight.dtype))).to(x.dtype)
         return y
 
 
 MixtureOfExperts = functools.partial(Stack, 2, block=Experts)
 """Blocks with experts; ranks may use different experts."""
-
-
-class DoubleExperts(Experts):
-    """Experts in fp64, so that they form a parameter group that a rank may leave unused."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__(width)
-        self.experts.double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.shared(x)
-        for index in self.active:
-            y = y + torch.tanh(self.experts[index](x.double())).float()
-        return y
-
-
-MixtureOfDoubleExperts = functools.partial(Stack, 2, block=DoubleExperts)
-"""The same with a separate parameter group for the experts."""
+MixtureOfDoubleExperts = functools.partial(
+    Stack, 2, block=functools.partial(Experts, dtype=torch.float64)
+)
+"""The same with experts in fp64, a parameter group that a rank may leave unused."""
 
 
 class UnusedParameter(Stack):

@@ -75,13 +75,6 @@ class ReferenceMuon:
         rest = list(others)
         self.adamw = torch.optim.AdamW(rest, lr=lr, weight_decay=weight_decay) if rest else None
 
-    def zero_grad(self) -> None:
-        """Drop all gradients."""
-        for param in self.matrices:
-            param.grad = None
-        if self.adamw is not None:
-            self.adamw.zero_grad()
-
     @torch.no_grad()
     def step(self) -> None:
         """Step every trained parameter."""

@@ -22,11 +22,7 @@ from megatron_fsdp_v2.memory.observer import (
     Event,
     MainGradientAllocated,
 )
-from tests.stream_safety.accesses import (
-    Accesses,
-    accesses_of,
-    plain_tensors,
-)
+from tests.stream_safety.accesses import Accesses, accesses_of, plain_tensors
 from tests.stream_safety.backward import BackwardStreams, running_node
 from tests.stream_safety.schedule import HOST, Buffer, Region, Schedule
 
@@ -108,6 +104,7 @@ class StreamRecorder:
 
     Attributes:
         schedule: The schedule recorded so far.
+        is_paused: Whether recording of operations is paused.
     """
 
     def __init__(self) -> None:
@@ -119,7 +116,7 @@ class StreamRecorder:
         self._storages: dict[int, _Storage] = {}
         self._main_names: dict[torch.Tensor, str] = {}
         self._num_unnamed = 0
-        self._is_paused = False
+        self.is_paused = False
 
     # -- the device ---------------------------------------------------------------------------
 
@@ -175,19 +172,14 @@ class StreamRecorder:
 
     # -- operations ---------------------------------------------------------------------------
 
-    @property
-    def is_paused(self) -> bool:
-        """Whether recording of operations is paused."""
-        return self._is_paused
-
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Pause the recording of operations inside the context."""
-        before, self._is_paused = self._is_paused, True
+        before, self.is_paused = self.is_paused, True
         try:
             yield
         finally:
-            self._is_paused = before
+            self.is_paused = before
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is in host memory: offloaded, or computed there by the host."""

@@ -24,13 +24,9 @@ from tests.distributed.wrapping import STRATEGIES, error_message, record_collect
 MAIN_GRADS = (torch.float32, torch.bfloat16)
 
 
-def _group(*shape: int) -> Any:
-    return mesh_of(*shape).get_group(0)
-
-
 @on_ranks(2)
 def test_dtypes_that_nccl_does_not_support_raise() -> None:
-    group = _group(2)
+    group = mesh_of(2).get_group(0)
     for dtype in (torch.int16, torch.uint16, torch.uint32):
         tensor = torch.zeros(2, dtype=dtype)
         text = error_message(
@@ -45,7 +41,7 @@ def test_dtypes_that_nccl_does_not_support_raise() -> None:
 
 @on_ranks(2)
 def test_a_synchronous_call_returns_none_and_an_asynchronous_call_a_work_handle() -> None:
-    double = _group(2)
+    double = mesh_of(2).get_group(0)
     two, four = torch.zeros(2), torch.zeros(4)
     calls: dict[str, tuple[Any, ...]] = {
         "_allgather_base": (c10d.AllgatherOptions, four, two),
@@ -68,7 +64,7 @@ def test_a_synchronous_call_returns_none_and_an_asynchronous_call_a_work_handle(
 
 @on_ranks(2)
 def test_different_calls_across_ranks_raise() -> None:
-    group = _group(2)
+    group = mesh_of(2).get_group(0)
     tensor = torch.zeros(2 + dist.get_rank())
     text = error_message(RuntimeError, lambda: dist.all_reduce(tensor, group=group))
     assert "issue different calls" in text

@@ -294,38 +294,28 @@ def measure(case: Case) -> Measured:
         **options,
     )
     optimizer = optimizer_of(case, model)
-    offloaded = offloaded_bytes(case, model, optimizer) if case.is_offloaded else {}
     for _ in range(2):
         step(case, model, optimizer)
     axes = next(group.axes for _, unit in named_units(model) for group in unit.groups)
     with count_collectives(axes) as sent, StepRecorder(model) as recorder:
         step(case, model, optimizer)
     found = state_bytes(optimizer)
-    if case.is_offloaded:
-        offloaded["host"] -= found["counters"]
-    optimizer.zero_grad()
-    with memory_tracker(model, optimizer) as memory:
-        step(case, model, optimizer)
-    return Measured({**found, **offloaded}, memory.role_peaks, recorder.step, sent)
 
-
-def offloaded_bytes(case: Case, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes of a step in host memory, and bytes copied from and to host memory."""
-    copied: Counter[str] = Counter()
-
-    def look(func: Any, args: Any, _: Any) -> None:
+    def count_copies(func: Any, args: Any, _: Any) -> None:
         """Count bytes copied from and to host memory, in the dtype of the host tensor."""
         if func.overloadpacket is torch.ops.aten.copy_:
             to, source = map(is_in_host_memory, args[:2])
             if to is not source:
-                copied["to_host" if to else "to_device"] += args[not to].nbytes
+                found["to_host" if to else "to_device"] += args[not to].nbytes
 
-    step(case, model, optimizer)
-    with memory_tracker(model, optimizer) as memory, Dispatched(look):
+    optimizer.zero_grad()
+    with memory_tracker(model, optimizer) as memory, Dispatched(count_copies):
         step(case, model, optimizer)
-    on_host = (Role.MAIN_WEIGHT, Role.MAIN_GRAD, Role.OPTIMIZER)
-    assert [role for role in on_host if memory.live[role]] == []
-    return {"host": sum(memory.offloaded.values()), **copied}
+    if case.is_offloaded:
+        found["host"] = sum(memory.offloaded.values()) - found["counters"]
+        on_host = (Role.MAIN_WEIGHT, Role.MAIN_GRAD, Role.OPTIMIZER)
+        assert [role for role in on_host if memory.live[role]] == []
+    return Measured(found, memory.role_peaks, recorder.step, sent)
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> Counter[str]:

@@ -100,9 +100,8 @@ def plain(seed: int = 0) -> Any:
     return Language()
 
 
-def parallelized(mesh: DeviceMesh, model: Any = None) -> Any:
+def parallelized(mesh: DeviceMesh, model: Any) -> Any:
     """The model with its sequence, vocabulary, columns and rows sharded over the last axis."""
-    model = plain() if model is None else model
     plan: dict[str, Any] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
@@ -115,10 +114,10 @@ def parallelized(mesh: DeviceMesh, model: Any = None) -> Any:
     return parallelize_module(model, mesh["tp"], plan)
 
 
-def sharded(*shape: int, model: Any = None, **options: Any) -> Any:
+def sharded(*shape: int, model: Any = None, seed: int = 0, **options: Any) -> Any:
     """The parallelized model, sharded over the data-parallel axes block by block."""
     mesh = mesh_with_tp(*shape)
-    model = parallelized(mesh, model)
+    model = parallelized(mesh, plain(seed) if model is None else model)
     for unit in (*model.blocks, model):
         fully_shard(unit, mesh=data_axes(mesh), **options)
     return model
@@ -184,10 +183,6 @@ def _sharded_by_rules(*shape: int, seed: int = 0, **options: Any) -> Any:
     return model
 
 
-def _parallelized(*shape: int, seed: int = 0, **options: Any) -> Any:
-    return sharded(*shape, model=plain(seed), **options)
-
-
 def _loss_of_words(model: Any, rank: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + rank)
     loss: torch.Tensor = model(torch.randint(WORDS, (5,), generator=generator)).square().mean()
@@ -208,7 +203,7 @@ class Way:
 
 
 WAYS = {
-    "parallelize_module": Way(plain, _parallelized, loss_of),
+    "parallelize_module": Way(plain, sharded, loss_of),
     "rules": Way(whole, _sharded_by_rules, _loss_of_words),
 }
 KINDS = [(strategy, "sgd") for strategy in STRATEGIES]

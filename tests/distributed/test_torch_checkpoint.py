@@ -46,6 +46,7 @@ from tests.distributed.wrapping import (
     of_all_ranks,
     own_loss,
     pair,
+    shards_of,
     step_all,
     weight_error,
     wrap,
@@ -300,7 +301,7 @@ def test_training_resumes_from_one_file_per_rank(tmp_path: Path, strategy: str) 
         resumed = OPTIMIZERS["AdamW"](other)
         resumed.load_state_dict(state["optimizer"])
         train(other, resumed, 1, first=2)
-        assert digests(other, resumed) == digests(model, optimizer)
+        assert all(map(torch.equal, shards_of(other), shards_of(model)))
 
 
 @on_ranks(2, strategy=["no_shard", "optim_grads_params"])

@@ -33,17 +33,6 @@ from tests.distributed.wrapping import (
     wrap,
 )
 
-
-def _uneven(full: torch.Tensor, ranges: tuple[tuple[int, int], ...]) -> UnevenDTensor:
-    start, end = ranges[dist.get_rank()]
-    return UnevenDTensor.from_rows(
-        full[start:end].clone(),
-        mesh_of(dist.get_world_size()),
-        RowShards(ranges, (1,)),
-        tuple(full.shape),
-    )
-
-
 # -- sums and means outside of a forward, such as regularization losses ---------------------------
 
 # `test_operators.py` has the single operators.
@@ -266,14 +255,17 @@ def test_unsupported_operations_raise_by_name() -> None:
 
 @on_ranks(3)
 def test_gradients_of_the_full_tensor_are_summed_for_partial_placements() -> None:
-    full = torch.arange(20.0).view(5, 4)
+    full, ranges = torch.arange(20.0).view(5, 4), ((0, 0), (0, 4), (4, 5))
+    start, end = ranges[dist.get_rank()]
     for placements, factor in ((None, 1), ([Replicate()], 1), ([Partial()], 1 + 2 + 3)):
-        param = nn.Parameter(_uneven(full, ((0, 0), (0, 4), (4, 5))))
+        rows = RowShards(ranges, (1,))
+        sharded = UnevenDTensor.from_rows(full[start:end].clone(), mesh_of(3), rows, full.shape)
+        param = nn.Parameter(sharded)
         seen: list[Any] = []
         product = 1.0 * param
         product.register_hook(lambda grad, seen=seen: seen.append(type(grad)))
         share = dist.get_rank() + 1 if factor > 1 else 1
         (share * product.full_tensor(grad_placements=placements).square()).sum().backward()
-        expected = factor * 2 * full[slice(*param.local_rows)]
+        expected = factor * 2 * full[start:end]
         grad = torch.zeros_like(expected) if param.grad is None else param.grad.to_local()
         assert torch.equal(grad, expected) and seen == [UnevenDTensor]

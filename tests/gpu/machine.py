@@ -141,13 +141,8 @@ def _terminate(child: subprocess.Popen[bytes]) -> None:
 
 
 _PACKAGES = (
-    "torch",
-    "megatron-core",
-    "transformer_engine",
-    "transformer_engine_torch",
-    "emerging-optimizers",
-    "triton",
-    "numpy",
+    *("torch", "megatron-core", "transformer_engine", "transformer_engine_torch"),
+    *("emerging-optimizers", "triton", "numpy"),
 )
 
 

@@ -24,14 +24,8 @@ TOLERANCE = {"cpu": 2e-6, "cuda": 2e-4}
 LOW_PRECISION = 1e-2
 AS_CLOSE = 2.0
 _FP8 = [
-    "--fp8-format",
-    "hybrid",
-    "--fp8-recipe",
-    "tensorwise",
-    "--hidden-size",
-    "128",
-    "--ffn-hidden-size",
-    "256",
+    *("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"),
+    *("--hidden-size", "128", "--ffn-hidden-size", "256"),
 ]
 _GATHERED_IN_FP8 = ["--fp8-param-gather", "--megatron-fsdp-main-params-dtype", "fp32"]
 _SIZES = ("--tensor-model-parallel-size", "--context-parallel-size")

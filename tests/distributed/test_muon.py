@@ -138,17 +138,16 @@ def test_update_equals_full_matrices_on_eight_ranks() -> None:
         check_updates(TENSOR_SPECS, Place((2, 2, 2), outer=outer, has_tensor_axis=True))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"nesterov": False},
-        {"adjust_lr_fn": "match_rms_adamw"},
-        {"adjust_lr_fn": "original", "weight_decay": 0.0},
-        {"ns_steps": 2, "momentum": 0.5},
-        {"ns_coefficients": (3.0, -3.2, 1.2), "eps": 10.0},
-    ],
-)
-@on_ranks(2)
+OPTIONS: list[dict[str, Any]] = [
+    {"nesterov": False},
+    {"adjust_lr_fn": "match_rms_adamw"},
+    {"adjust_lr_fn": "original", "weight_decay": 0.0},
+    {"ns_steps": 2, "momentum": 0.5},
+    {"ns_coefficients": (3.0, -3.2, 1.2), "eps": 10.0},
+]
+
+
+@on_ranks(2, options=OPTIONS)
 def test_options_equal_those_of_full_matrices(options: dict[str, Any]) -> None:
     check_updates(SPECS, Place((2,)), **options)
 
@@ -242,6 +241,9 @@ def test_groups_without_muon_are_stepped_by_adamw(strategy: str, lr: Any) -> Non
     assert error_of(mine, theirs) < EXACT
 
 
+ON_FOUR_RANKS = [Place((4,)), Place((4,), "no_shard"), Place((2, 2)), Place((2, 2), outer="optim")]
+
+
 # -- the matrix engine ----------------------------------------------------------------------------
 
 
@@ -280,19 +282,8 @@ def test_ranks_with_replicated_parameters_can_each_compute_every_matrix() -> Non
     assert sum(work.sent_numel for work in shared.works) > 0
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        Place((4,)),
-        Place((4,), "no_shard"),
-        # Along an axis, some ranks have no work in some buckets, and other ranks have.
-        Place((2, 2), outer="optim"),
-        Place((2, 2), outer="no_shard"),
-        Place((2, 2), has_tensor_axis=True),
-    ],
-    ids=str,
-)
-@on_ranks(4)
+# Along an axis, some ranks have no work in some buckets, and other ranks have.
+@on_ranks(4, place=[*ON_FOUR_RANKS, Place((2, 2), has_tensor_axis=True)])
 def test_bucket_sizes_do_not_change_results(place: Place) -> None:
     # One owner has the large first matrix; other owners have no work in some buckets.
     specs = [Spec((40, 7)), Spec((6, 6)), *(Spec((5, 6 + n)) for n in range(14)), Spec((3, 4, 5))]
@@ -349,17 +340,16 @@ def _engine_work(optimizer: Muon) -> MatrixEngine:
 # -- collectives and FLOPs ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("place", "number"),
-    [
-        # Rows to the owner, and results back.
-        (Place((3,)), 2),
-        (Place((3,), "no_shard"), 1),
-        (Place((3,), granularity="tensor"), 0),
-        (Place((1,)), 0),
-    ],
-    ids=str,
-)
+ALL_TO_ALLS = [
+    # Rows to the owner, and results back.
+    (Place((3,)), 2),
+    (Place((3,), "no_shard"), 1),
+    (Place((3,), granularity="tensor"), 0),
+    (Place((1,)), 0),
+]
+
+
+@pytest.mark.parametrize(("place", "number"), ALL_TO_ALLS, ids=str)
 @on_ranks("place")
 def test_step_of_one_bucket_issues_at_most_two_all_to_alls(place: Place, number: int) -> None:
     _, optimizer = _stepped(SPECS_WORK, place)
@@ -371,12 +361,7 @@ def test_step_of_one_bucket_issues_at_most_two_all_to_alls(place: Place, number:
     assert found == Counter({"gloo:all_to_all": number, "c10d::alltoall_base_": number})
 
 
-@pytest.mark.parametrize(
-    "place",
-    [Place((4,)), Place((4,), "no_shard"), Place((2, 2)), Place((2, 2), outer="optim")],
-    ids=str,
-)
-@on_ranks(4)
+@on_ranks(4, place=ON_FOUR_RANKS)
 def test_every_matrix_is_computed_once_by_its_owner(place: Place) -> None:
     _, optimizer = _stepped(SPECS_WORK, place)
     with FlopCounterMode(display=False) as counter:
@@ -447,23 +432,22 @@ def test_a_closure_computes_the_loss_with_gradients() -> None:
 MATRIX = nn.Parameter(torch.ones(2, 2))
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"lr": -1.0}, "lr must be at least 0, got -1.0"),
-        ({"lr": torch.tensor([1.0, 2.0])}, "lr must have one element"),
-        ({"lr": float("nan")}, "lr must be at least 0"),
-        ({"momentum": -0.1}, "momentum must be at least 0"),
-        ({"weight_decay": -0.1}, "weight_decay must be at least 0"),
-        ({"ns_steps": 0}, "ns_steps must be from 1 to 99, got 0"),
-        ({"ns_steps": 100}, "ns_steps must be from 1 to 99, got 100"),
-        ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients must be"),
-        ({"adjust_lr_fn": "bad"}, "adjust_lr_fn must be 'original' or 'match_rms_adamw'"),
-        ({"betas": (0.9, 1.0)}, "betas[1] must be in [0, 1), got 1.0"),
-        ({"ns_dtype": torch.int32}, "ns_dtype must be a floating-point dtype"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
+OUT_OF_RANGE: list[tuple[dict[str, Any], str]] = [
+    ({"lr": -1.0}, "lr must be at least 0, got -1.0"),
+    ({"lr": torch.tensor([1.0, 2.0])}, "lr must have one element"),
+    ({"lr": float("nan")}, "lr must be at least 0"),
+    ({"momentum": -0.1}, "momentum must be at least 0"),
+    ({"weight_decay": -0.1}, "weight_decay must be at least 0"),
+    ({"ns_steps": 0}, "ns_steps must be from 1 to 99, got 0"),
+    ({"ns_steps": 100}, "ns_steps must be from 1 to 99, got 100"),
+    ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients must be"),
+    ({"adjust_lr_fn": "bad"}, "adjust_lr_fn must be 'original' or 'match_rms_adamw'"),
+    ({"betas": (0.9, 1.0)}, "betas[1] must be in [0, 1), got 1.0"),
+    ({"ns_dtype": torch.int32}, "ns_dtype must be a floating-point dtype"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), OUT_OF_RANGE, ids=str)
 def test_an_option_out_of_range_is_rejected_by_name(options: dict[str, Any], words: str) -> None:
     assert words in error_message(ValueError, lambda: Muon([MATRIX], **options))
 

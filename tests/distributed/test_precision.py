@@ -235,24 +235,20 @@ def _emulate(build: Any, policy: MixedPrecisionPolicy, world_size: int) -> list[
     """Main weights after a training in one process with explicit casts."""
     torch.manual_seed(0)
     model = build()
-    dtypes = [policy.resolve(param.dtype) for param in model.parameters()]
-    mains = [
-        param.detach().to(d.main_weight)
-        for param, d in zip(model.parameters(), dtypes, strict=True)
-    ]
-    for param, d in zip(model.parameters(), dtypes, strict=True):
-        param.data = param.data.to(d.model_weight)
+    params = list(model.parameters())
+    dtypes = [policy.resolve(param.dtype) for param in params]
+    mains = [p.detach().to(d.main_weight) for p, d in zip(params, dtypes, strict=True)]
     for step in range(STEPS):
+        for param, main, d in zip(params, mains, dtypes, strict=True):
+            param.data = main.to(d.model_weight, copy=True)
         totals = [
             torch.zeros_like(m, dtype=d.main_grad) for m, d in zip(mains, dtypes, strict=True)
         ]
-        for param, main in zip(model.parameters(), mains, strict=True):
-            param.data.copy_(main)
         for rank in range(world_size):
             model.zero_grad()
             inputs = batch(rank, step).to(policy.param_dtype or FP32)
             model(inputs).float().square().mean().backward()
-            for param, total, d in zip(model.parameters(), totals, dtypes, strict=True):
+            for param, total, d in zip(params, totals, dtypes, strict=True):
                 total.add_(param.grad.to(d.grad_comm).to(d.main_grad))
         for main, total in zip(mains, totals, strict=True):
             main.add_(total.mul_(1.0 / world_size), alpha=-LEARNING_RATE)

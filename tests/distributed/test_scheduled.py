@@ -184,17 +184,17 @@ class Trained:
         self.late = [m for m in self.model.modules() if isinstance(m, LateLinear)]
         for module in self.late:
             module.fuses = fuses
-        self.set_late(is_late=True)
+        self.drop_late()
         self.units = ScheduledUnits(self.model, parts(self.model))
         self.optimizers = [
             torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (self.plain, self.model)
         ]
         self.most_gathered = 0
 
-    def set_late(self, *, is_late: bool) -> None:
-        """Set whether weight gradients are deferred; drop the pending ones."""
+    def drop_late(self) -> None:
+        """Defer weight gradients from now on; drop the pending ones."""
         for module in self.late:
-            module.later = [] if is_late else None
+            module.later = []
 
     def _watch(self, *passes: Iterator[None]) -> None:
         """Run forwards and backwards alternately, node by node."""
@@ -226,11 +226,8 @@ class Trained:
     def evaluate(self) -> float:
         """Difference of the losses in an evaluation, which calls the model."""
         x = data(99, dist.get_rank())[0]
-        self.set_late(is_late=False)
         with torch.no_grad():
-            error = abs(float(self.model(x) - self.plain(x)))
-        self.set_late(is_late=True)
-        return error
+            return abs(float(self.model(x) - self.plain(x)))
 
 
 def _train(*how: str, **options: Any) -> int:
@@ -285,7 +282,7 @@ def test_schedule_is_reset_after_an_exception(strategy: str, how: str) -> None:
         worst = max(worst, trained.evaluate())
     assert not trained.units.is_open
     trained.optimizers[1].zero_grad()
-    trained.set_late(is_late=True)
+    trained.drop_late()
     assert max(worst, trained.step(2)) < 1e-12
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -368,6 +369,15 @@ def test_state_dict_of_a_parallelized_model_loads_into_a_model_from_meta() -> No
         model.load_state_dict(given, assign=assign)
         loss_of(model, 0, 0)
         assert full_error(model, plain(seed)) == 0.0
+
+
+@on_ranks(4)
+def test_a_file_of_one_rank_holds_its_tensor_parallel_rows() -> None:
+    first, second, file = sharded(2, 2), sharded(2, 2, seed=1), io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second.load_state_dict(torch.load(file, weights_only=True))
+    assert full_error(second, plain()) == 0.0
 
 
 @on_ranks(2)

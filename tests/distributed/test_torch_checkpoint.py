@@ -22,9 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
@@ -350,19 +348,3 @@ def test_unsupported_uses_of_one_ranks_file_raise() -> None:
     assert bool((copied["output.weight"].to_local() != 0).all())
     assert bool((shallow.to_local() == 0).all()) and isinstance(shallow, nn.Parameter)
     assert isinstance(parameter, nn.Parameter) and parameter.requires_grad
-
-
-@on_ranks(4)
-def test_a_file_holds_tensor_parallel_rows_too() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-
-    def build(seed: int) -> Any:
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh())
-        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
-        return fully_shard(model, mesh=mesh["dp"])
-
-    first, second = build(0), build(1)
-    second.load_state_dict(torch.load(_file_of(first.state_dict()), weights_only=True))
-    pairs = zip(first.parameters(), second.parameters(), strict=True)
-    assert max(float((a.full_tensor() - b.full_tensor()).abs().max()) for a, b in pairs) == 0.0

@@ -60,11 +60,12 @@ def test_attributes_are_on_sharded_and_on_gathered_parameters(
     torch.manual_seed(0)
     model: Any = Stack(2)
     model.output.requires_grad_(False)
-    numbers = {}
-    for index, (name, param) in enumerate(model.named_parameters()):
-        numbers[name] = index
-        param.number = index
-        for attribute, value in MARKS.items():
+    marks = {
+        name: {**MARKS, "number": number}
+        for number, (name, _) in enumerate(model.named_parameters())
+    }
+    for name, param in model.named_parameters():
+        for attribute, value in marks[name].items():
             setattr(param, attribute, value)
     policy = MixedPrecisionPolicy(param_dtype=param_dtype)
     wrap(model, sharding_strategy=strategy, mp_policy=policy)
@@ -74,10 +75,8 @@ def test_attributes_are_on_sharded_and_on_gathered_parameters(
         nonlocal looks
         for name, param in module.named_parameters(prefix=prefix):
             looks += 1
-            assert [n for n, v in MARKS.items() if getattr(param, n, "missing") is not v] == [], (
-                name
-            )
-            assert param.number == numbers[name], name
+            found = {attribute: getattr(param, attribute, "missing") for attribute in marks[name]}
+            assert found == marks[name], name
 
     look(model, "")
     for index, block in enumerate(model.blocks):
@@ -89,7 +88,7 @@ def test_attributes_are_on_sharded_and_on_gathered_parameters(
         optimizer.step()
     look(model, "")
     per_block = len(list(model.blocks[0].parameters()))
-    assert looks == 2 * len(numbers) + 4 * per_block
+    assert looks == 2 * len(marks) + 4 * per_block
 
 
 @on_ranks(2)

@@ -21,6 +21,7 @@ from tests.cases import longer, quick_strategies
 from tests.distributed.checkpoint_trainings import digests
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
+    MESHES,
     STRATEGIES,
     batch,
     held_error,
@@ -182,8 +183,7 @@ def _small_integers(rank: int) -> torch.Tensor:
     return ((torch.arange(21) * (rank + 2)) % 7 - 2).float().view(7, 3)
 
 
-@pytest.mark.parametrize("comm_dtype", [FP32, BF16, FP16], ids=str)
-@on_ranks("mesh_name", mesh_name=["1", "2", "3", "HSDP 2x2", "HFSDP 2x2"])
+@on_ranks("mesh_name", comm_dtype=[FP32, BF16, FP16], mesh_name=MESHES)
 def test_a_gradient_is_the_factor_times_the_sum_over_ranks_of_both_axes(
     mesh_name: str, comm_dtype: torch.dtype
 ) -> None:
@@ -323,9 +323,8 @@ FROZEN = [
 ]
 
 
-@pytest.mark.parametrize("strategy", quick_strategies(STRATEGIES))
 @pytest.mark.parametrize(("dtype", "casts", "shape"), FROZEN)
-@on_ranks("shape")
+@on_ranks("shape", strategy=quick_strategies(STRATEGIES))
 def test_frozen_weight_of_any_dtype_is_gathered_bitwise(
     dtype: torch.dtype, casts: bool, shape: tuple[int, ...], strategy: str
 ) -> None:

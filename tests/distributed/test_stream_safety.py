@@ -149,10 +149,7 @@ def faults_found(fault: str) -> list[tuple[str, str, str]]:
     return [(v.fault.value, v.buffer.name, str(v)) for v in recording.violations()]
 
 
-@pytest.mark.parametrize(
-    "fault", ["collectives are not waited for", "streams do not wait for each other"]
-)
-@on_ranks(2)
+@on_ranks(2, fault=["collectives are not waited for", "streams do not wait for each other"])
 def test_premature_reuse_of_trace_pool_memory_is_detected(fault: str) -> None:
     model = wrap(Stack(5), enable_trace_pool=True)
     for _ in range(4):
@@ -188,8 +185,7 @@ PLANTED: dict[str, list[tuple[Fault, str, str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("fault", PLANTED)
-@on_ranks(2)
+@on_ranks(2, fault=PLANTED)
 def test_planted_fault_is_detected_and_steps_without_faults_are_clean(fault: str) -> None:
     found = faults_found(fault)
     assert bool(found) == bool(PLANTED[fault]), found

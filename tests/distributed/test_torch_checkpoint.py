@@ -39,6 +39,7 @@ from tests.distributed.checkpoint_trainings import (
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     MESHES,
+    STRATEGIES,
     error_message,
     mesh_of,
     of_all_ranks,
@@ -235,9 +236,7 @@ def test_training_with_state_of_plain_dtensors_resumes_at_another_size(
         assert losses == pytest.approx(expected[0], rel=1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "AdamW, fused"])
-@on_ranks(2)
+@on_ranks(2, optimizer=["SGD", "AdamW", "AdamW, fused"], strategy=STRATEGIES[1:])
 def test_rank_without_rows_initializes_state_without_collectives(
     optimizer: str, strategy: str
 ) -> None:

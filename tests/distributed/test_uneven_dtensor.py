@@ -81,9 +81,8 @@ def penalty(p: Any) -> Any:
     return grad.square().mean()
 
 
-@pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(("granularity", "num_holders"), [("row", 2), ("tensor", 1)])
-@on_ranks(2, timeout_s=30)
+@on_ranks(2, timeout_s=30, name=LOSSES)
 def test_loss_of_a_sharded_parameter_and_its_gradient_equal_those_of_the_full_parameter(
     granularity: str, num_holders: int, name: str
 ) -> None:
@@ -169,8 +168,7 @@ def test_direct_gradient_of_a_sharded_parameter_is_added_once_to_the_reduced_gra
 # -- writes, and gradients of full tensors ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("granularity", ["row", "tensor"])
-@on_ranks(3)
+@on_ranks(3, granularity=["row", "tensor"])
 def test_writes_into_views_change_the_sharded_rows(granularity: str) -> None:
     plain, model = pair(lambda: nn.Conv1d(4, 6, 3), shard_granularity=granularity)
     weights = plain.weight, model.weight

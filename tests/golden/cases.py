@@ -91,31 +91,27 @@ _ON_MESHES = (
     "parameter group unused on some ranks",
 )
 _OFFLOAD = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
-_FEATURES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "bf16": (STRATEGIES, {"options": {"mp_policy": BF16}, "plain_dtype": torch.bfloat16}),
-    "CPU offload": (STRATEGIES, {"options": _OFFLOAD}),
-    "float8 and a scale": (STRATEGIES, {"build": _quantized}),
-    "weights in two forms": (STRATEGIES, {"build": _two_way}),
-    "trace pool": (STRATEGIES, {"options": {"enable_trace_pool": True}}),
-    "two blocks in one unit": (STRATEGIES, {"units": _pairs}),
-    "no prefetch": (STRATEGIES, {"options": {"enable_unshard_prefetch": False}}),
-    "reductions that are waited for": (
-        STRATEGIES,
-        {"options": {"enable_async_reduce_grad": False}},
-    ),
-    "one gradient buffer": (STRATEGIES, {"options": {"max_live_grad_buffers": 1}}),
-    "two units ahead": ((FULL,), {"options": {"unshard_prefetch_depth": 2}}),
-    "gathered after a step": ((FULL,), {"options": {"enable_unshard_after_step": True}}),
-    "kept after a forward": ((FULL,), {"options": {"reshard_after_forward": False}}),
-    "accumulation on a CPU": (
-        STRATEGIES,
-        {"pattern": "accumulation under no_sync", "has_streams": False},
-    ),
-    "bf16 on a CPU": (
-        STRATEGIES,
-        {"options": {"mp_policy": BF16}, "plain_dtype": torch.bfloat16, "has_streams": False},
-    ),
+_FEATURES: dict[str, dict[str, Any]] = {
+    "bf16": {"options": {"mp_policy": BF16}, "plain_dtype": torch.bfloat16},
+    "CPU offload": {"options": _OFFLOAD},
+    "float8 and a scale": {"build": _quantized},
+    "weights in two forms": {"build": _two_way},
+    "trace pool": {"options": {"enable_trace_pool": True}},
+    "two blocks in one unit": {"units": _pairs},
+    "no prefetch": {"options": {"enable_unshard_prefetch": False}},
+    "reductions that are waited for": {"options": {"enable_async_reduce_grad": False}},
+    "one gradient buffer": {"options": {"max_live_grad_buffers": 1}},
+    "two units ahead": {"options": {"unshard_prefetch_depth": 2}},
+    "gathered after a step": {"options": {"enable_unshard_after_step": True}},
+    "kept after a forward": {"options": {"reshard_after_forward": False}},
+    "accumulation on a CPU": {"pattern": "accumulation under no_sync", "has_streams": False},
+    "bf16 on a CPU": {
+        "options": {"mp_policy": BF16},
+        "plain_dtype": torch.bfloat16,
+        "has_streams": False,
+    },
 }
+_FEATURES_OF_ZERO_3 = ("two units ahead", "gathered after a step", "kept after a forward")
 _FEATURES_ON_MESHES = ("bf16", "CPU offload", "float8 and a scale", "accumulation on a CPU")
 
 
@@ -131,8 +127,8 @@ def _cases() -> Iterator[Case]:
             for strategy in strategies_on(mesh):
                 if not (PATTERNS[label].skips and strategy == FULL):
                     yield Case("meshes", label, strategy, mesh, label)
-    for label, (strategies, more) in _FEATURES.items():
-        for strategy in strategies:
+    for label, more in _FEATURES.items():
+        for strategy in (FULL,) if label in _FEATURES_OF_ZERO_3 else STRATEGIES:
             yield Case("features", label, strategy, "2", **more)
         if label in _FEATURES_ON_MESHES:
             for mesh in ("HSDP 2x2", "HFSDP 2x2"):

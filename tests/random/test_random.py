@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -75,11 +76,8 @@ def _fully_shard_with_fault(module: Any, **options: Any) -> Any:
 
 def run_with_fault(case: Case, folder: str) -> Outcome:
     """Run a case with the injected fault."""
-    program.fully_shard = _fully_shard_with_fault  # type: ignore[attr-defined]
-    try:
+    with mock.patch.object(program, "fully_shard", _fully_shard_with_fault):
         return run_case(case, folder)
-    finally:
-        program.fully_shard = fully_shard  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -165,12 +165,13 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, device: str) -> None:
     step_all(optimizer)
 
 
-def _values(model: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def _values(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Return this rank's rows of the weights and of their optimizer states."""
-    held = [*model.parameters()]
-    for state in (optimizer.state.get(param) for param in model.parameters()):
-        held += [state["exp_avg"], state["exp_avg_sq"]] if state else []
-    return [tensor.to_local().detach().clone() for tensor in held]
+    held = dict(model.named_parameters())
+    for name, param in model.named_parameters():
+        state = optimizer.state.get(param, {})
+        held |= {f"{name} {kind}": state[kind] for kind in ("exp_avg", "exp_avg_sq") if state}
+    return {name: tensor.to_local().detach().clone() for name, tensor in held.items()}
 
 
 def async_save(device: str, folder: str) -> list[str]:
@@ -190,8 +191,8 @@ def async_save(device: str, folder: str) -> list[str]:
         dist.barrier()
         other, its_optimizer = _sharded_stack(device, strategy, seed=1)
         checkpoint.load(path, other, its_optimizer)
-        pairs = zip(saved, _values(other, its_optimizer), strict=True)
-        if not all(torch.equal(*pair) for pair in pairs):
+        loaded = _values(other, its_optimizer)
+        if not all(torch.equal(loaded[name], value) for name, value in saved.items()):
             wrong.append(strategy)
     return wrong
 

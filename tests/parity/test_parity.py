@@ -24,13 +24,14 @@ from tests.cases import quick_if
 from tests.distributed.nccl_double import as_on_cuda
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import BF16, MESHES, STRATEGIES, on_mesh, strategies_on
+from tests.parity.differing import DIFFERING
 from tests.parity.patterns import PATTERNS, Pattern
 from tests.parity.unusual import UNUSUAL
 from tests.reference.training import Trace, compare, same_bits, train_reference, train_sharded
 from tests.sharding import arguments
 
 TOLERANCE = 1e-6
-ALL = PATTERNS | UNUSUAL
+ALL = PATTERNS | UNUSUAL | DIFFERING
 SWITCHES = ("enable_unshard_prefetch", "enable_async_reduce_grad")
 
 
@@ -131,7 +132,7 @@ def test_switches_give_bitwise_identical_results(pattern: str, strategy: str) ->
     ("pattern", "mesh_name"),
     [
         *itertools.product(PATTERNS, MESHES),
-        *itertools.product([p for p in UNUSUAL if p not in COLLIDING], ["2"]),
+        *itertools.product([p for p in ALL if p not in (*PATTERNS, *COLLIDING)], ["2"]),
     ],
 )
 @on_ranks("mesh_name")

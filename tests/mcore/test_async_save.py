@@ -57,6 +57,7 @@ def _trained(flags: list[str], folder: Path, held_until: int) -> tuple[Any, list
             may_write.set()
 
 
+@pytest.mark.functional
 def test_tracker_names_an_iteration_after_its_background_save_completes(
     megatron: RankPools, tmp_path: Path
 ) -> None:

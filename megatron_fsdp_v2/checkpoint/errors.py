@@ -42,7 +42,7 @@ class ReplacedError(CheckpointError):
 
 
 def warn(message: str) -> None:
-    """Warn, at the line that called this package's functions of checkpoints."""
+    """Issue a warning that names the first line of the call stack outside this folder."""
     warnings.warn(message, skip_file_prefixes=(str(Path(__file__).parent),))
 
 

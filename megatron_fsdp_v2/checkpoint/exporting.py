@@ -177,7 +177,7 @@ def _by_prefix(folder: CheckpointFolder, prefix: str | None) -> list[ModelTensor
 
 
 def _tied(folder: CheckpointFolder, found: Sequence[ModelTensor]) -> dict[str, str]:
-    """Other names of tied tensors: those that are stored at the same place."""
+    """Map the names of tensors that share the stored chunks of another one to its name."""
     order = {key: i for i, key in enumerate(folder.metadata.state_dict_metadata)}
     stored: dict[str, set[Any]] = {}
     for index, info in (folder.metadata.storage_data or {}).items():

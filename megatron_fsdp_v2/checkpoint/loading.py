@@ -442,7 +442,7 @@ def _compare_groups(
     """
     found.missing += [f"{OPTIMIZER_GROUPS} of {name}" for name in here if name not in there]
     found.unexpected += [f"{OPTIMIZER_GROUPS} of {name}" for name in there if name not in here]
-    # Groups are equal if indices here and indices there correspond one to one.
+    # The groups are equal if the numbers of the optimizer and of the checkpoint match one to one.
     for one, other, where in (
         (here, there, "in one group of the optimizer and in two there"),
         (there, here, "in two groups of the optimizer and in one there"),

@@ -98,7 +98,7 @@ class TensorSource:
 
     Attributes:
         tensors: Tensors of the model, in the order in which to read them.
-        read: Reads the tensor of a name, on the CPU.
+        read: Reads a tensor by its name, on the CPU.
         tied: Other names of tied tensors, each with the name under which to write the tensor.
         left_out: Names of entries that are not tensors of the model.
         files: The files it is read from, besides an index; empty for a folder.
@@ -114,13 +114,14 @@ class TensorSource:
 
 
 def converted(source: TensorSource, dtype: torch.dtype | None) -> TensorSource:
-    """Return a source of the same tensors as they will be written, each all of its storage.
+    """Return a source that reads tensors in the dtype they are written in.
 
-    Its `read` raises a CheckpointError if an element is too large for the dtype.
+    No tensor that it reads shares its storage. Its `read` raises a CheckpointError if an element is
+    too large for the dtype.
 
     Args:
-        source: Where tensors come from.
-        dtype: Of floating-point tensors; None leaves them as they are.
+        source: Source of the stored tensors.
+        dtype: Dtype of floating-point tensors; None keeps the stored dtypes.
     """
 
     def read(tensor: PlainTensor) -> torch.Tensor:
@@ -208,7 +209,7 @@ def write_safetensors(source: TensorSource, file: Path, max_shard_bytes: int) ->
     library's `save_model` and `load_model` do.
 
     Args:
-        source: Where tensors come from: see `converted`.
+        source: Source of the tensors, as `converted` returns it.
         file: The name of the file, if it is one.
         max_shard_bytes: Bytes of tensors that a file may hold, unless one alone has more.
 
@@ -361,7 +362,7 @@ def write_pt(source: TensorSource, file: Path) -> list[Path]:
     A tensor with several names is written once: what is loaded shares memory again.
 
     Args:
-        source: Where tensors come from: see `converted`.
+        source: Source of the tensors, as `converted` returns it.
         file: The name of the file.
 
     Returns:

@@ -26,7 +26,7 @@ from megatron_fsdp_v2.comm.interface import (
     Work,
 )
 
-__all__ = ["NcclCollectives", "Stream", "StreamCommunicator", "StreamDevice"]
+__all__ = ["NcclCollectives", "Numels", "Stream", "StreamCommunicator", "StreamDevice"]
 
 
 class Stream(Protocol):
@@ -62,6 +62,10 @@ class StreamDevice(Protocol):
         """Return a context in which operations are queued on a stream."""
 
 
+type Numels = tuple[Sequence[int], Sequence[int]]
+"""Numbers of elements by rank: received ones, and sent ones."""
+
+
 class NcclCollectives:
     """Collectives of NCCL among the ranks of an axis, queued on the current stream.
 
@@ -82,15 +86,15 @@ class NcclCollectives:
         dist.all_reduce(full, op=dist.ReduceOp.SUM, group=axis.group)
 
     def all_to_all(
-        self, received: torch.Tensor, sent: torch.Tensor, axis: Axis, *numels: Sequence[int]
+        self, received: torch.Tensor, sent: torch.Tensor, numels: Numels, axis: Axis
     ) -> None:
         """Send every rank its part of `sent`, and receive this rank's part from every rank.
 
         Args:
             received: Parts received, in rank order.
             sent: Parts to send, in rank order.
-            axis: Participating ranks.
             numels: Elements received from each rank, and elements sent to each rank.
+            axis: Participating ranks.
         """
         received_numels, sent_numels = map(list, numels)
         dist.all_to_all_single(received, sent, received_numels, sent_numels, group=axis.group)
@@ -207,7 +211,7 @@ class StreamCommunicator(Communicator):
                 # Allocated and freed on this stream only; the work handle keeps the sum.
                 received = torch.empty_like(c.input)
                 slices = [c.input.numel() // axis.size] * axis.size
-                collectives.all_to_all(received, c.input, axis, slices, slices)
+                collectives.all_to_all(received, c.input, (slices, slices), axis)
                 return received.view(axis.size, -1).sum(0, dtype=torch.float32)
             case CollectiveKind.REDUCE_SCATTER:
                 direct = c.output.dtype == c.input.dtype and not c.accumulate
@@ -219,7 +223,7 @@ class StreamCommunicator(Communicator):
                 collectives.all_reduce(c.input, axis)
                 return c.input
             case CollectiveKind.ALL_TO_ALL:
-                collectives.all_to_all(c.output, c.input, axis, c.output_numels, c.input_numels)
+                collectives.all_to_all(c.output, c.input, (c.output_numels, c.input_numels), axis)
         return c.output
 
     @override

@@ -458,7 +458,7 @@ def in_rows(result: Any, like: Any) -> Any:
     made = cast("ShardedRows", result)
     made.row_shards = like.row_shards
     if made.dtype == like.dtype:
-        # DTensor caches results per mesh layout; the cached mesh may have dead process groups.
+        # DTensor caches results per mesh layout; the cached mesh may have destroyed groups.
         made._spec = like._spec
     return made
 

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp_v2.comm.interface import Axis
-from megatron_fsdp_v2.comm.streams import NcclCollectives, Stream
+from megatron_fsdp_v2.comm.streams import NcclCollectives, Numels, Stream
 from megatron_fsdp_v2.memory.host_memory import is_in_host_memory
 from megatron_fsdp_v2.memory.observer import (
     BufferAcquired,
@@ -393,11 +393,11 @@ class RecordedCollectives(NcclCollectives):
 
     @override
     def all_to_all(
-        self, received: torch.Tensor, sent: torch.Tensor, axis: Axis, *numels: Sequence[int]
+        self, received: torch.Tensor, sent: torch.Tensor, numels: Numels, axis: Axis
     ) -> None:
         """Send every rank its part of `sent`, and receive the parts for this rank."""
         with self._recorded("all_to_all", [sent], [received]):
-            super().all_to_all(received, sent, axis, *numels)
+            super().all_to_all(received, sent, numels, axis)
 
 
 class OperationMode(TorchDispatchMode):

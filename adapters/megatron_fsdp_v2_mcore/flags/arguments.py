@@ -232,7 +232,7 @@ def accepted_by_megatron(args: Any) -> Iterator[None]:
 
 
 def check_validated_arguments(args: Any) -> None:
-    """Check arguments that select this package after Megatron's validation.
+    """Check the arguments of a sharded run after Megatron's validation.
 
     Raises:
         FlagError: Megatron has set an option to an unsupported value.

@@ -39,7 +39,7 @@ _OUR_DEFAULTS = ("auto", None)
 
 
 def offloads(args: Any) -> bool:
-    """Whether Megatron's arguments enable the offload of the optimizer to the host."""
+    """Whether Megatron's arguments enable offloading of the optimizer to the host."""
     return bool(getattr(args, "optimizer_cpu_offload", False))
 
 

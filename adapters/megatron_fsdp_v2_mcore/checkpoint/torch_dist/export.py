@@ -33,6 +33,7 @@ from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import (
     FULLY_RESHARDABLE,
     SHARDING_TYPE,
     MegatronFolder,
+    run_arguments,
 )
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import (
     CONFIG,
@@ -110,9 +111,7 @@ class Export:
         self._folder = folder
         self.num_tensors = self.num_bytes = 0
         self._non_tensors = self._read_non_tensors()
-        if not isinstance(self._non_tensors.get("args"), argparse.Namespace):
-            raise FlagError(f"{folder.path} has no arguments of a Megatron run")
-        self._args = self._non_tensors["args"]
+        self._args = run_arguments(self._non_tensors, folder.path)
         optimizer = self._non_tensors.get("optimizer", {})
         self._options: dict[str, dict[str, Any]] = optimizer.get(META, {})
         self._names = StoredNames.of(self._args)

@@ -40,6 +40,7 @@ __all__ = [
     "common_state",
     "load_plain",
     "optimizer_problem",
+    "run_arguments",
 ]
 
 COMMON = "common_state/shard_0_1"
@@ -86,7 +87,7 @@ def _megatron_classes() -> Iterator[tuple[str, Any]]:
 
 
 class _MegatronUnpickler(PlainUnpickler):
-    """Creates plain data, arrays of numbers, and the enumerations and options of Megatron."""
+    """Unpickler of plain data, numeric arrays, and Megatron's enumerations and options."""
 
     names: ClassVar = {
         **PlainUnpickler.names,
@@ -132,7 +133,7 @@ def common_state(folder: MegatronFolder) -> dict[str, Any]:
     """Read the arguments, iteration, schedule and optimizer options of a checkpoint.
 
     Raises:
-        FlagError: The checkpoint has no common state.
+        FlagError: The checkpoint has no common state, or no arguments in it.
         CheckpointError: The common state contains other objects than plain data.
     """
     legacy = file_inside(folder.path, LEGACY_COMMON)
@@ -143,9 +144,25 @@ def common_state(folder: MegatronFolder) -> dict[str, Any]:
         found = shards[0] if isinstance(shards, list | tuple) and shards else None
     else:
         raise FlagError(f"{folder.path} is not a complete torch_dist checkpoint: no {COMMON}")
-    if not isinstance(found, dict) or not isinstance(found.get("args"), argparse.Namespace):
-        raise FlagError(f"{folder.path} has no arguments of a Megatron run")
-    return found
+    run_arguments(found, folder.path)
+    content: dict[str, Any] = found
+    return content
+
+
+def run_arguments(content: Any, path: Path) -> argparse.Namespace:
+    """Return Megatron's arguments of the run that saved a checkpoint.
+
+    Args:
+        content: Non-tensor entries of the checkpoint.
+        path: Folder of the checkpoint, for the error message.
+
+    Raises:
+        FlagError: The entries contain no such arguments.
+    """
+    args = content.get("args") if isinstance(content, dict) else None
+    if not isinstance(args, argparse.Namespace):
+        raise FlagError(f"{path} has no arguments of a Megatron run")
+    return args
 
 
 def optimizer_problem(common: dict[str, Any]) -> str:

@@ -83,18 +83,19 @@ def test_rehearsal_rounds_products_once() -> None:
     assert bf16_products.differing() == []
 
 
-# Other kernels depend on the CPU: the order of sums in norms and losses, and GELU's last bit.
+# The order of other sums (of norms and losses) depends on the vector length of the CPU.
 CURVES_APART = 1e-4
 
 
 @pytest.mark.functional
 def test_bf16_training_is_the_same_with_and_without_bf16_instructions() -> None:
-    words = [*MODEL_FLAGS, "--bf16", "--train-iters", "10", *fsdp(), "--cpu-rehearsal"]
+    # Not GELU: the last bit of oneDNN's kernel for bf16 depends on the CPU's instructions.
+    words = [*MODEL_FLAGS, "--swiglu", "--bf16", "--train-iters", "10", *fsdp(), "--cpu-rehearsal"]
     environments = ({}, BF16_MASKED, WITHOUT_BF16)
     runs = [torchrun(2, PRETRAIN, words, **variables) for variables in environments]
     for run in runs:
         assert run.code == 0, run.output[-3000:]
-    native, *others = (run.losses for run in runs)
+    native, masked, older = (run.losses for run in runs)
     assert list(native) == list(range(1, 11))
-    for losses in others:
-        assert losses == pytest.approx(native, rel=CURVES_APART)
+    assert masked == native
+    assert older == pytest.approx(native, rel=CURVES_APART)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import itertools
 import math
 import os
@@ -23,6 +22,7 @@ from tests.mcore import flags as f
 from tests.mcore import session
 from tests.mcore.session import Training, enter_rehearsal, rank, train
 from tests.mcore.trained import assert_close, assert_equal, on_megatron, run_of_ranks, trained
+from tests.processes import num_live_tensors
 from tests.ranks import RankPools
 
 Scalars = dict[tuple[str, int], float]
@@ -357,8 +357,7 @@ def measured_run(flags: Sequence[str]) -> Training:
 
     def measured(*args: Any, **kwargs: Any) -> Any:
         if next(calls) in (WARM_UP, LONG):
-            gc.collect()
-            tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+            tensors = num_live_tensors()
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             seen.append((pages * os.sysconf("SC_PAGE_SIZE"), tensors))
         return log(*args, **kwargs)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self, override
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -94,15 +93,13 @@ class GroupWrite[FormatT](NamedTuple):
     payloads: Sequence[torch.Tensor]
 
 
-_ONE_PAYLOAD: Mapping[str, WeightUse] = MappingProxyType({"model_weight": WeightUse.BOTH})
-
-
-class WeightFormat(Protocol):
+class WeightFormat:
     """How the parameters of one group are stored, written from main weights, and bound to modules.
 
     Each parameter group has its own format object, constructed with the dtypes of its precision
     policy. The object itself keeps further data of a parameter, such as a scale, identically on
-    every rank.
+    every rank. A subclass defines `takes`; the defaults of all other methods and attributes are
+    those of plain numbers, cast to the compute dtype.
 
     Attributes:
         own_attributes: Names in a parameter's `__dict__` that belong to the format. Other
@@ -118,24 +115,25 @@ class WeightFormat(Protocol):
         payload_dtype: Dtype of the flat buffers.
     """
 
-    own_attributes: ClassVar[frozenset[str]]
-    communicates: ClassVar[bool]
-    packing: ClassVar[int]
-    payloads: ClassVar[Mapping[str, WeightUse]]
-    prepares: ClassVar[bool]
+    own_attributes: ClassVar[frozenset[str]] = frozenset()
+    communicates: ClassVar[bool] = False
+    packing: ClassVar[int] = 1
+    payloads: ClassVar[Mapping[str, WeightUse]] = {"model_weight": WeightUse.BOTH}
+    prepares: ClassVar[bool] = False
     payload_dtype: torch.dtype
 
-    def __init__(self, dtypes: GroupDtypes) -> None: ...
+    def __init__(self, dtypes: GroupDtypes) -> None:
+        self.payload_dtype = dtypes.model_weight
 
     @staticmethod
     def takes(param: torch.Tensor) -> bool:
         """Return whether this format accepts a parameter given to `fully_shard`."""
-        ...
+        raise NotImplementedError
 
     @staticmethod
     def itemsize(dtypes: GroupDtypes) -> int:
         """Return the bytes of one element of a payload."""
-        ...
+        return dtypes.model_weight.itemsize
 
     @staticmethod
     def problem(dtypes: GroupDtypes, placements: Sequence[AxisPlacements]) -> str | None:
@@ -145,7 +143,8 @@ class WeightFormat(Protocol):
             dtypes: Dtypes of weights and gradients.
             placements: Placements per mesh axis, outermost first.
         """
-        ...
+        del dtypes, placements
+        return None
 
     @staticmethod
     def values(param: torch.Tensor) -> torch.Tensor:
@@ -157,7 +156,7 @@ class WeightFormat(Protocol):
         Returns:
             A tensor of plain numbers, whose rows data parallelism shards.
         """
-        ...
+        return part_of(param)
 
     def bind(self, views: Sequence[torch.Tensor], index: int, like: torch.Tensor) -> torch.Tensor:
         """Return the tensor that modules compute with, over views of the gathered buffers.
@@ -170,7 +169,8 @@ class WeightFormat(Protocol):
             index: Index of the parameter in the group.
             like: The parameter given to `fully_shard`.
         """
-        ...
+        del index, like
+        return views[0]
 
     def adopt(self, params: Sequence[torch.Tensor]) -> None:
         """Receive the gathered parameters made from the results of `bind`; called once.
@@ -178,11 +178,11 @@ class WeightFormat(Protocol):
         Args:
             params: Gathered parameters of the group, in order.
         """
-        ...
 
     def memory(self, bound: torch.Tensor, index: int) -> Sequence[torch.Tensor]:
         """Return the tensors in a result of `bind` that alias the gathered buffers."""
-        ...
+        del index
+        return [bound]
 
     def prepare(self, uses: WeightUse) -> None:
         """Prepare parameters for computation after a gather.
@@ -190,11 +190,9 @@ class WeightFormat(Protocol):
         Args:
             uses: Uses of all gathered payloads.
         """
-        ...
 
     def forget(self) -> None:
         """Discard tensors made from gathered payloads, before their memory is freed."""
-        ...
 
     @classmethod
     def write(cls, parts: Sequence[GroupWrite[Self]], axes: Sequence[Axis]) -> None:
@@ -205,68 +203,20 @@ class WeightFormat(Protocol):
             axes: Axes of the data-parallel mesh that shard main weights; the innermost axis if none
                 does, whose ranks hold the same rows.
         """
-        ...
+        del axes
+        for part in parts:
+            part.payloads[0].copy_(part.main.tensor, non_blocking=True)
 
 
-class DenseFormat:
+class DenseFormat(WeightFormat):
     """Plain numbers, cast to the compute dtype."""
 
-    own_attributes: ClassVar[frozenset[str]] = frozenset()
-    communicates: ClassVar[bool] = False
-    packing: ClassVar[int] = 1
-    payloads: ClassVar[Mapping[str, WeightUse]] = _ONE_PAYLOAD
-    prepares: ClassVar[bool] = False
-
-    def __init__(self, dtypes: GroupDtypes) -> None:
-        self.payload_dtype = dtypes.model_weight
-
     @staticmethod
+    @override
     def takes(param: torch.Tensor) -> bool:
         """Return whether the parameter, or its local tensor, is not a wrapper of other tensors."""
         local = param._local_tensor if isinstance(param, DTensor) else param
         return not (is_traceable_wrapper_subclass(local) or hasattr(local, "fsdp_pre_all_gather"))
-
-    @staticmethod
-    def itemsize(dtypes: GroupDtypes) -> int:
-        """See `WeightFormat.itemsize`."""
-        return dtypes.model_weight.itemsize
-
-    @staticmethod
-    def problem(dtypes: GroupDtypes, placements: Sequence[AxisPlacements]) -> str | None:
-        """Return None: a cast supports all dtypes and placements."""
-        del dtypes, placements
-        return None
-
-    @staticmethod
-    def values(param: torch.Tensor) -> torch.Tensor:
-        """Return the parameter itself, or its local tensor."""
-        return part_of(param)
-
-    def bind(self, views: Sequence[torch.Tensor], index: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the view of the gathered buffer."""
-        del index, like
-        return views[0]
-
-    def adopt(self, params: Sequence[torch.Tensor]) -> None:
-        """No-op."""
-
-    def memory(self, bound: torch.Tensor, index: int) -> Sequence[torch.Tensor]:
-        """Return the bound tensor itself."""
-        del index
-        return [bound]
-
-    def prepare(self, uses: WeightUse) -> None:
-        """No-op: a view needs no preparation."""
-
-    def forget(self) -> None:
-        """No-op: no tensors are made from views."""
-
-    @classmethod
-    def write(cls, parts: Sequence[GroupWrite[Self]], axes: Sequence[Axis]) -> None:
-        """Cast main weights to the compute dtype."""
-        del axes
-        for part in parts:
-            part.payloads[0].copy_(part.main.tensor, non_blocking=True)
 
 
 _REGISTERED: list[type[WeightFormat]] = []

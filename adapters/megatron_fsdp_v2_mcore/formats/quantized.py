@@ -19,7 +19,7 @@ from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Tensor
 from transformer_engine.pytorch.tensor.utils import quantize_master_weights
 
 from megatron_fsdp_v2.params.buffer import DataParallelBuffer
-from megatron_fsdp_v2.params.formats import GroupWrite, WeightUse
+from megatron_fsdp_v2.params.formats import GroupWrite, WeightFormat, WeightUse
 from megatron_fsdp_v2_mcore.formats.axes import group_over
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ get_high_precision_init_val
 """
 
 
-class QuantizedFormat:
+class QuantizedFormat(WeightFormat):
     """Base of the quantized formats; see `WeightFormat`. Main weights are high-precision values.
 
     Attributes:
@@ -53,7 +53,6 @@ class QuantizedFormat:
 
     own_attributes: ClassVar[frozenset[str]] = frozenset(_OWN_ATTRIBUTES.split())
     communicates: ClassVar[bool] = True
-    packing: ClassVar[int] = 1
     payloads: ClassVar[Mapping[str, WeightUse]] = MappingProxyType({"fp8_weight": WeightUse.BOTH})
     prepares: ClassVar[bool] = True
     payload_dtype: torch.dtype = torch.uint8
@@ -71,17 +70,20 @@ class QuantizedFormat:
         self._payload_arguments: list[list[dict[str, torch.Tensor]]] = []
 
     @classmethod
+    @override
     def takes(cls, param: torch.Tensor) -> bool:
         """Whether a parameter is an instance of `tensor_class`."""
         return isinstance(param, cls.tensor_class)
 
     @staticmethod
+    @override
     def itemsize(dtypes: GroupDtypes) -> int:
         """Return the size of an element: one byte."""
         del dtypes
         return 1
 
     @staticmethod
+    @override
     def problem(dtypes: GroupDtypes, placements: Sequence[AxisPlacements]) -> str | None:
         """Return the reason why these parameters cannot be sharded, or None."""
         del placements
@@ -95,6 +97,7 @@ class QuantizedFormat:
         return None
 
     @staticmethod
+    @override
     def values(param: torch.Tensor) -> torch.Tensor:
         """Return the high-precision initial values if they were kept, else dequantized values."""
         kept = getattr(param, "get_high_precision_init_val", None)
@@ -103,6 +106,7 @@ class QuantizedFormat:
             values = param.dequantize()
         return values.to(param.device)
 
+    @override
     def bind(self, views: Sequence[torch.Tensor], index: int, like: Any) -> torch.Tensor:
         """Return a quantized tensor over the gathered bytes, with newly allocated scales."""
         assert index == len(self._views)
@@ -121,16 +125,19 @@ class QuantizedFormat:
         )
         return quantized
 
+    @override
     def adopt(self, params: Sequence[torch.Tensor]) -> None:
         """See `WeightFormat.adopt`."""
         self._params = params
 
+    @override
     def memory(self, bound: torch.Tensor, index: int) -> Sequence[torch.Tensor]:
         """Return the views: a quantized tensor references them and has no other memory."""
         del bound
         return self._views[index]
 
     @classmethod
+    @override
     def write(cls, parts: Sequence[GroupWrite[Self]], axes: Sequence[Axis]) -> None:
         """Quantize this rank's rows with the scales of the whole weights."""
         rows = [row for part in parts for row in part.format._rows(part.main, part.payloads)]
@@ -168,11 +175,13 @@ class QuantizedFormat:
             destination = destinations if len(destinations) > 1 else destinations[0]
             yield param, main.view(index).reshape(-1), start, destination
 
+    @override
     def prepare(self, uses: WeightUse) -> None:
         """Restore the gathered bytes and scales that modules have removed, for these uses."""
         for index, param in enumerate(self._params):
             self._set_payloads(index, param, uses)
 
+    @override
     def forget(self) -> None:
         """Drop transposes, unless they are kept until the weights change."""
         if not self.keeps_transposes:

@@ -34,17 +34,13 @@ __all__ = [
 ]
 
 
-# Looked up once, since `in_backward` is called many times per step.
-_graph_task: Callable[[], int] = torch._C._current_graph_task_id
-_NO_GRAPH_TASK = -1
-
-
 def in_backward() -> bool:
     """Return whether the calling thread runs in the autograd engine.
 
     A forward there is a recomputation.
     """
-    return _graph_task() != _NO_GRAPH_TASK
+    # -1 outside of the engine.
+    return torch._C._current_graph_task_id() != -1
 
 
 class InternalHook(functools.partial[None]):
@@ -86,16 +82,12 @@ def _map_dataclass(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     for field in dataclasses.fields(value):
         old = getattr(value, field.name)
         new = map_tensors(function, old)
-        if not _is_same(old, new):
+        # Leaves are compared, since `tree_map` always rebuilds containers.
+        if not all(map(operator.is_, tree_leaves(old), tree_leaves(new))):
             result = copy.copy(value) if result is value else result
             # `result` is a new copy; frozen dataclasses reject plain assignment.
             object.__setattr__(result, field.name, new)
     return result
-
-
-def _is_same(old: Any, new: Any) -> bool:
-    """Return whether all leaves are the same objects (`tree_map` always rebuilds containers)."""
-    return all(map(operator.is_, tree_leaves(old), tree_leaves(new)))
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
@@ -103,22 +95,17 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
 
 
+@dataclasses.dataclass(slots=True)
 class Inputs:
-    """Inputs of a unit's forward, with their versions at its beginning."""
+    """Inputs of a unit's forward that require gradients.
 
-    __slots__ = ("_has_others", "_views")
+    Attributes:
+        views: Views whose autograd nodes have hooks, each with its version when the forward began.
+        has_others: Whether an input has no hook.
+    """
 
-    def __init__(self) -> None:
-        self._views: list[tuple[torch.Tensor, int]] = []
-        self._has_others = False
-
-    def add(self, view: torch.Tensor) -> None:
-        """Add a view whose autograd node has a hook."""
-        self._views.append((view, view._version))
-
-    def add_other(self) -> None:
-        """Record an input that requires a gradient but has no hook."""
-        self._has_others = True
+    views: list[tuple[torch.Tensor, int]] = dataclasses.field(default_factory=list)
+    has_others: bool = False
 
     @property
     def lacks_end_hook(self) -> bool:
@@ -126,9 +113,9 @@ class Inputs:
 
         An in-place op replaces the tensor's grad_fn, so the node with the hook is bypassed.
         """
-        if not self._views:
-            return self._has_others
-        return any([view._version != version for view, version in self._views])
+        if not self.views:
+            return self.has_others
+        return any([view._version != version for view, version in self.views])
 
 
 def watch_inputs(record: ForwardRecord, args: Any, kwargs: Any) -> tuple[Any, Any, Inputs]:
@@ -148,13 +135,13 @@ def watch_inputs(record: ForwardRecord, args: Any, kwargs: Any) -> tuple[Any, An
         if not tensor.requires_grad:
             return tensor
         if tensor.layout is not torch.strided:
-            inputs.add_other()
+            inputs.has_others = True
             return tensor
         view = views.get(id(tensor))
         if view is None:
             is_first = not views
             view = views[id(tensor)] = tensor.view_as(tensor)
-            inputs.add(view)
+            inputs.views.append((view, view._version))
             node = view.grad_fn
             assert node is not None
             # Which inputs receive a gradient is unknown until the backward.
@@ -162,10 +149,7 @@ def watch_inputs(record: ForwardRecord, args: Any, kwargs: Any) -> tuple[Any, An
             node.register_hook(functools.partial(uncompiled(_node_ran), tell))
         return view
 
-    args = map_tensors(route, args)
-    if kwargs:
-        kwargs = map_tensors(route, kwargs)
-    return args, kwargs, inputs
+    return map_tensors(route, args), map_tensors(route, kwargs), inputs
 
 
 def _node_ran(tell: Callable[[], None], grad_inputs: Any, grad_outputs: Any) -> None:
@@ -226,12 +210,8 @@ def _tell_outermost_first(records: list[ForwardRecord], grad: torch.Tensor) -> N
         record.pre_backward()
 
 
-def tensors_within(value: Any) -> Iterable[torch.Tensor]:
-    """Return all tensors in containers, dataclasses and object attributes, without duplicates."""
-    return (value,) if isinstance(value, torch.Tensor) else _search(value)
-
-
-def _search(value: Any) -> Iterator[torch.Tensor]:
+def tensors_within(value: Any) -> Iterator[torch.Tensor]:
+    """Yield all tensors in containers, dataclasses and object attributes, without duplicates."""
     seen: set[int] = set()
     left = [value]
     while left:
@@ -258,21 +238,15 @@ def _search(value: Any) -> Iterator[torch.Tensor]:
 
 # Objects that hold no outputs; searching their attributes would reach the whole program.
 _LEAVES = (
-    bool,
     int,
     float,
-    complex,
     str,
     bytes,
     type,
     torch.nn.Module,
-    torch.dtype,
-    torch.device,
-    torch.Size,
     types.ModuleType,
     types.FunctionType,
     types.MethodType,
-    types.BuiltinFunctionType,
 )
 
 
@@ -285,10 +259,7 @@ def is_gathered_weight(tensor: torch.Tensor) -> bool:
     Saved-tensor hooks should return such a tensor unchanged: it has no memory between forward and
     backward, and the backward gathers it again.
     """
-    if hasattr(tensor, "_owner_slot"):
-        return True
-    base = tensor._base if tensor._is_view() else None
-    return base is not None and hasattr(base, "_owner_slot")
+    return hasattr(tensor, "_owner_slot") or hasattr(tensor._base, "_owner_slot")
 
 
 class save_activations_on_cpu(saved_tensors_hooks):

@@ -266,7 +266,7 @@ class DataParallelBuffer:
     @property
     def nbytes(self) -> int:
         """Bytes of the span."""
-        return self.tensor.numel() * self.tensor.element_size()
+        return self.tensor.nbytes
 
     def rows(self, index: int) -> tuple[int, int]:
         """Return the row range of a parameter in this span: first row, one past the last row."""
@@ -387,14 +387,13 @@ class DataParallelBuffer:
             )
             is_async = async_op and (is_queued or is_last)
             if axis.size > 1 and context.observer.subscribers:
-                full, is_temporary = collective.full, out.memory is not None
                 issued = CollectiveIssued(
                     context.name,
                     kind.value,
                     number,
-                    full.numel(),
-                    full.itemsize,
-                    is_temporary,
+                    collective.full.numel(),
+                    collective.full.itemsize,
+                    out.memory is not None,
                     is_async,
                 )
                 issue = functools.partial(context.comm.issue, collective, async_op=is_async)

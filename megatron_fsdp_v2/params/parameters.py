@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
+import traceback
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FusedGradient",
-    "GatheredParameter",
     "GroupParameters",
     "OwnedParameter",
     "OwnerSlot",
@@ -159,11 +158,8 @@ class GroupParameters:
             memory: Sequence[torch.Tensor] = [local_of(param)]
         else:
             bound = self._format.bind(views, index, owned.param)
-            if type(bound) is torch.Tensor:
-                param = GatheredParameter(bound, requires_grad=is_trained)
-            else:
-                param = nn.Parameter(bound, requires_grad=is_trained)
-                param.__class__ = _gathered_class(type(param))
+            param = nn.Parameter(bound, requires_grad=is_trained)
+            param.__class__ = _gathered_class(type(param))
             memory = self._format.memory(param, index)
         # Weak: the cycle parameter -> group -> parameter would outlive the model.
         param._owner_slot = (weakref.ref(owner), index)  # type: ignore[attr-defined]
@@ -194,7 +190,7 @@ class GroupParameters:
                     continue
                 with plain_attributes():
                     hooks: Any = original._post_accumulate_grad_hooks
-                    undo.callback(_unmark_stale, original, hooks, _STALE.slots.get(original))  # type: ignore[no-untyped-call]
+                    undo.callback(_unmark_stale, original, hooks)
                     if hooks:
                         self.sharded[index]._post_accumulate_grad_hooks = hooks
                     original._post_accumulate_grad_hooks = None  # type: ignore[assignment]
@@ -318,10 +314,9 @@ class GroupParameters:
         Raises:
             ValueError: A change of shape, dtype or identity is not supported.
         """
-        if not all(map(operator.is_, map(local_of, self.sharded), self.views)):
-            for index, param in enumerate(self.sharded):
-                if local_of(param) is not self.views[index]:
-                    self._rebind(index, param)
+        for index, param in enumerate(self.sharded):
+            if local_of(param) is not self.views[index]:
+                self._rebind(index, param)
         found = list(self._replaced())
         for index, module, attribute, other in found:
             self._replace(index, f"{attribute} of {type(module).__name__}", other)
@@ -409,8 +404,8 @@ class GroupParameters:
             since: When the tensor was in use, for error messages.
         """
         slot = OwnerSlot(self._info, index, self.names[index], since)
-        _STALE.put(param, slot)
-        _STALE.count += 1
+        _STALE[param] = slot
+        _STALE.num_marked += 1
         if param.requires_grad and param.is_leaf:
             hook = InternalHook(_refuse_gradient, slot.label)
             param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -438,32 +433,27 @@ class OwnerSlot:
         return f"{self.name} of {self.info.label.name} as it was {self.since}"
 
 
-class _StaleParameters:
+class _StaleParameters(WeakIdKeyDictionary):
     """Weak dictionary from stale parameters to their owner slots; a copy of a parameter has none.
 
     Parameters in use are not in the dictionary: torch swaps their contents (`module.to()`), which
     raises if a weak reference exists.
+
+    Attributes:
+        num_marked: How many parameters were marked stale so far.
     """
 
-    def __init__(self) -> None:
-        self.slots: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self.count = 0
-
-    def put(self, param: torch.Tensor, slot: OwnerSlot | None) -> None:
-        if slot is None:
-            self.slots.pop(param, None)  # type: ignore[no-untyped-call]
-        else:
-            self.slots[param] = slot
+    num_marked = 0
 
 
 _STALE = _StaleParameters()
 
 
-def _unmark_stale(param: torch.Tensor, hooks: Any, slot: OwnerSlot | None) -> None:
+def _unmark_stale(param: torch.Tensor, hooks: Any) -> None:
     """Undo marking a parameter as stale."""
     with plain_attributes():
         param._post_accumulate_grad_hooks = hooks
-    _STALE.put(param, slot)
+    _STALE.pop(param, None)  # type: ignore[no-untyped-call]
 
 
 def _refuse_gradient(name: str, param: torch.Tensor) -> None:
@@ -477,12 +467,12 @@ def _refuse_gradient(name: str, param: torch.Tensor) -> None:
 
 def num_stale() -> int:
     """Return how many parameters were marked stale so far, as a version for caches."""
-    return _STALE.count
+    return _STALE.num_marked
 
 
 def find_owner_slot(param: torch.Tensor) -> OwnerSlot | None:
     """Return the owner slot of a stale parameter; None if not stale or if its group was deleted."""
-    slot: OwnerSlot | None = _STALE.slots.get(param)  # type: ignore[no-untyped-call]
+    slot: OwnerSlot | None = _STALE.get(param)  # type: ignore[no-untyped-call]
     return None if slot is None or slot.info.owner() is None else slot
 
 
@@ -492,12 +482,8 @@ def _in_functional_call() -> bool:
     `functional_call` writes tensors to a module's parameter table for one call; only the stack
     distinguishes that from an assignment. Called only if a parameter was replaced.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is stateless._functional_call.__code__:
-            return True
-        frame = frame.f_back
-    return False
+    frames = traceback.walk_stack(inspect.currentframe())
+    return any(frame.f_code is stateless._functional_call.__code__ for frame, _ in frames)
 
 
 # -- attributes and hooks of users ------------------------------------------------------------
@@ -609,15 +595,9 @@ class FusedGradient:
         del value
 
 
-class GatheredParameter(FusedGradient, nn.Parameter):
-    """A view of the gathered buffer, with attributes for fused kernels.
-
-    In all other respects an ordinary `nn.Parameter`.
-    """
-
-
 @functools.cache
 def _gathered_class(of: type) -> type:
+    """Return a subclass of a parameter's class that has the attributes for fused kernels."""
     return type(f"Gathered{of.__name__}", (FusedGradient, of), {"__module__": of.__module__})
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import traceback
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -67,7 +68,7 @@ def _pre_forward(module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return unit.cast_inputs(args, kwargs)
     if unit.unset:
         check_has_values(unit)
-    if unit.method_frame is not None and _runs_method(unit):
+    if _runs_method(unit):
         return unit.cast_inputs(args, kwargs)
     # A recomputation runs a single module, for its own backward.
     if len(unit.modules) == 1 or in_backward():
@@ -93,7 +94,7 @@ def _post_forward(module: Any, args: Any, output: Any) -> Any:
     unit: Unit = module._fsdp_unit
     if _is_scheduled(unit):
         return unit.cast_outputs(output)
-    if unit.method_frame is not None and _runs_method(unit):
+    if _runs_method(unit):
         return unit.wrap_outputs(output)
     if len(unit.modules) > 1 and not in_backward():
         unit.pending_modules.discard(id(module))
@@ -114,9 +115,7 @@ def _after_forward(module: Any, args: Any, output: Any) -> None:
     """Forward hook of a module that also runs if its forward or an earlier hook raised."""
     del args, output
     unit: Unit = module._fsdp_unit
-    if not unit.is_under_way or _is_scheduled(unit):
-        return
-    if unit.method_frame is not None and _runs_method(unit):
+    if not unit.is_under_way or _is_scheduled(unit) or _runs_method(unit):
         return
     if unit.pending_modules and not in_backward():
         if id(module) not in unit.pending_modules:
@@ -183,11 +182,8 @@ def _runs_method(unit: Unit) -> bool:
     """
     if unit.method_frame is None or in_backward():
         return False
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame is unit.method_frame:
-            return True
-        frame = frame.f_back
+    if any(frame is unit.method_frame for frame, _ in traceback.walk_stack(sys._getframe())):
+        return True
     unit.method_frame = None
     return False
 

@@ -67,7 +67,8 @@ class RuntimeOptions:
             if name == "check_ranks":
                 CheckRanks.check(value)
             elif name.startswith("enable_"):
-                check_is_bool(name, value)
+                if not isinstance(value, bool):
+                    raise ValueError(f"{name} must be True or False, got {value!r}")
             elif value is not None:
                 check_at_least_one(name, value)
 
@@ -133,32 +134,15 @@ def check_at_least_one(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
-def check_is_bool(name: str, value: object) -> None:
-    """Check the value of a switch.
-
-    Raises:
-        ValueError: The value is neither True nor False.
-    """
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {value!r}")
-
-
 def given_options(runtime: RuntimeOptions | None, **switches: bool | None) -> dict[str, Any]:
     """Return the shared options passed to one call of `fully_shard`, by name.
 
     Args:
         runtime: All shared options, or None.
         switches: Arguments of `fully_shard`, None if not given. They take precedence.
-
-    Raises:
-        ValueError: A switch is neither True nor False.
     """
     given = {} if runtime is None else {f.name: getattr(runtime, f.name) for f in fields(runtime)}
-    for name, value in switches.items():
-        if value is not None:
-            check_is_bool(name, value)
-            given[name] = value
-    return given
+    return given | {name: value for name, value in switches.items() if value is not None}
 
 
 def merge_options(given: Iterable[tuple[str, Mapping[str, Any]]]) -> RuntimeOptions:
@@ -168,7 +152,7 @@ def merge_options(given: Iterable[tuple[str, Mapping[str, Any]]]) -> RuntimeOpti
         given: Per unit, its name and the options passed to it.
 
     Raises:
-        ValueError: Two units were given different values.
+        ValueError: Two units were given different values, or a value is outside its range.
     """
     known: dict[str, tuple[str, Any]] = {}
     for name, options in given:

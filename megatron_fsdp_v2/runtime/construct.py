@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ from megatron_fsdp_v2.params.parameters import (
 )
 from megatron_fsdp_v2.runtime.context import Context
 from megatron_fsdp_v2.runtime.hooks import install_hooks
-from megatron_fsdp_v2.runtime.materialize import materialize, without_values
+from megatron_fsdp_v2.runtime.materialize import materialize
 from megatron_fsdp_v2.runtime.module import FSDPModule, swap_class, unit_of
 from megatron_fsdp_v2.runtime.optimizer_steps import watch_optimizers
 from megatron_fsdp_v2.runtime.options import RuntimeOptions
@@ -360,7 +361,9 @@ def make_unit(plan: UnitPlan) -> None:
     own = list(own_modules(with_number_prefixes(modules)))
     with ExitStack() as undo:
         _keep(undo, (part for _, part in own))
-        unset = materialize(owned, own, plan.device, plan.axes, plan.param_init_fn, undo)
+        unset_names, unset = materialize(
+            owned, modules, own, plan.device, plan.axes, plan.param_init_fn, undo
+        )
         for parameter in owned:
             # An initialization may set the tensor-parallel attributes of its parameters.
             if parameter.meta_original is not None and parameter.dtensor is None:
@@ -378,7 +381,11 @@ def make_unit(plan: UnitPlan) -> None:
             reshard_after_forward=plan.reshard_after_forward,
             root_options=plan.root_options,
         )
-        unit.unset = without_values(groups, *unset)
+        for group in groups:
+            for index, name in enumerate(group.names):
+                if name in unset_names:
+                    unset.append((name, functools.partial(group.main_weight.view, index)))
+        unit.unset = unset
         # Until here, only tensors on the meta device have changed.
         _keep(undo, (group.parameters for group in tied_groups))
         for group, members in made:

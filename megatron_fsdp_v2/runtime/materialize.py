@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,35 +25,39 @@ from megatron_fsdp_v2.params.parameters import propagate_attributes
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.comm.interface import Axis
-    from megatron_fsdp_v2.params.group import ParameterGroup
     from megatron_fsdp_v2.params.parameters import OwnedParameter
     from megatron_fsdp_v2.runtime.unit import Unit
 
-__all__ = ["check_has_values", "materialize", "without_values"]
+__all__ = ["UnsetTensor", "check_has_values", "materialize"]
+
+# The name of a tensor without values, and a function that looks the tensor up.
+type UnsetTensor = tuple[str, Callable[[], torch.Tensor | None]]
 
 
 def materialize(
     owned: Sequence[OwnedParameter],
-    modules: Sequence[tuple[str, nn.Module]],
+    roots: Sequence[nn.Module],
+    modules: Iterable[tuple[str, nn.Module]],
     device: torch.device,
     axes: Sequence[Axis],
     param_init_fn: Callable[[nn.Module], None] | None,
     undo: ExitStack,
-) -> tuple[set[str], list[tuple[str, nn.Module, str]]]:
+) -> tuple[set[str], list[UnsetTensor]]:
     """Allocate and initialize a unit's meta parameters and buffers, in place.
 
     Collective if there are any; otherwise a no-op.
 
-    Calls `reset_parameters()` of every module that has meta tensors, children before parents and
-    siblings in order of registration. Modules are constructed in this order, so they draw the same
-    random numbers as without the meta device; torch's default generators keep their state. The
+    Calls `reset_parameters()` of every module that has meta tensors once, children before parents
+    and siblings in order of registration. Modules are constructed in this order, so they draw the
+    same random numbers as without the meta device; torch's default generators keep their state. The
     first rank broadcasts its values, so that every rank shards the same full parameters, however
     ranks are seeded. Memory: the full parameters of this unit, until the caller has sharded them.
 
     Args:
         owned: Parameters of the unit; meta parameters are replaced by allocated ones, with the same
             ties.
-        modules: The unit's own modules with names, parents before children.
+        roots: The modules given to `fully_shard`.
+        modules: The unit's own modules with names.
         device: Device to allocate on.
         axes: Axes of the data-parallel mesh.
         param_init_fn: Called with the module instead of `reset_parameters()`.
@@ -63,7 +66,7 @@ def materialize(
 
     Returns:
         Tensors that have no values, because their module has no `reset_parameters()` or it skips
-        them: names of parameters; and buffers as name, module and attribute.
+        them: names of parameters; and buffers.
 
     Raises:
         ValueError: A module replaced a parameter by one of another shape, or on the meta device.
@@ -82,22 +85,36 @@ def materialize(
         _materialize_parameter(parameter, device)
     made = {id(parameter.param) for parameter in fresh}
     made |= {id(module._buffers[attribute]) for _, module, attribute in empty_buffers}
+
+    def initialize(module: Any) -> None:
+        if id(module) not in holders:
+            return
+        # A module that several modules register is visited for each of them.
+        holders.remove(id(module))
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and id(tensor) not in made:
+                undo.callback(tensor.detach().copy_, tensor.detach().clone())
+        reset = getattr(module, "reset_parameters", None)
+        with torch.no_grad():
+            if param_init_fn is not None:
+                param_init_fn(module)
+            elif reset is not None:
+                reset()
+
     if holders:
-        with _initial_values(device, modules[0][1], undo):
-            for _, module in _children_first(modules):
-                if id(module) in holders:
-                    for tensor in (*module._parameters.values(), *module._buffers.values()):
-                        if tensor is not None and id(tensor) not in made:
-                            undo.callback(_set_values, tensor, tensor.detach().clone())
-                    _initialize(module, param_init_fn)
+        with _initial_values(device, roots[0], undo):
+            for root in roots:
+                root.apply(initialize)
     for parameter in fresh:
         _copy_from_replacement(parameter)
-    buffers = [(one[1]._buffers[one[2]], one) for one in empty_buffers]
-    for parameter in fresh:
         if parameter.dtensor is not None and parameter.dtensor.placement.is_replicate():
             _share(part_of(parameter.param), parameter.dtensor.mesh.get_group())
     tensors = [_values(parameter) for parameter in fresh]
-    tensors += [buffer for buffer, _ in buffers if buffer is not None]
+    buffers = [
+        (label, functools.partial(_buffer_of, weakref.ref(module), attribute))
+        for label, module, attribute in empty_buffers
+    ]
+    tensors += [buffer for _, look_up in buffers if (buffer := look_up()) is not None]
     for tensor in tensors:
         # Along one axis after the other.
         for axis in axes:
@@ -105,7 +122,7 @@ def materialize(
                 _share(tensor, axis.group)
     # Checked after the broadcast, so that all ranks find the same tensors.
     unset = {p.name for p in fresh if _is_unset(_values(p))}
-    return unset, [one for buffer, one in buffers if buffer is not None and _is_unset(buffer)]
+    return unset, [(label, look_up) for label, look_up in buffers if _is_unset(look_up())]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,17 +187,6 @@ def _values(parameter: OwnedParameter) -> torch.Tensor:
     return part_of(parameter.param) if parameter.values is None else parameter.values
 
 
-def _children_first(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Return the modules with children before parents; siblings keep their order."""
-    ordered: list[tuple[str, nn.Module]] = []
-    above: list[tuple[str, nn.Module]] = []
-    for name, module in modules:
-        while above and above[-1][0] and not name.startswith(f"{above[-1][0]}."):
-            ordered.append(above.pop())
-        above.append((name, module))
-    return ordered + above[::-1]
-
-
 def _materialize_parameter(parameter: OwnedParameter, device: torch.device) -> None:
     old = parameter.param
     made = nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
@@ -191,20 +197,6 @@ def _materialize_parameter(parameter: OwnedParameter, device: torch.device) -> N
     parameter.param, parameter.meta_original = made, old
     for module, attribute in parameter.sites:
         module._parameters[attribute] = made
-
-
-def _set_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    with torch.no_grad():
-        tensor.copy_(values)
-
-
-def _initialize(module: Any, param_init_fn: Callable[[nn.Module], None] | None) -> None:
-    reset = getattr(module, "reset_parameters", None)
-    with torch.no_grad():
-        if param_init_fn is not None:
-            param_init_fn(module)
-        elif reset is not None:
-            reset()
 
 
 def _copy_from_replacement(parameter: OwnedParameter) -> None:
@@ -272,29 +264,6 @@ def _is_unset(tensor: torch.Tensor | None) -> bool:
 def _buffer_of(module: weakref.ref[nn.Module], attribute: str) -> torch.Tensor | None:
     owner = module()
     return None if owner is None else owner._buffers.get(attribute)
-
-
-def without_values(
-    groups: Sequence[ParameterGroup],
-    params: AbstractSet[str],
-    buffers: Sequence[tuple[str, nn.Module, str]],
-) -> list[tuple[str, Callable[[], torch.Tensor | None]]]:
-    """Return the names of tensors without values, each with a function that looks the tensor up.
-
-    Args:
-        groups: Parameter groups of the unit.
-        params: Names of parameters without values.
-        buffers: Buffers without values: name, module and attribute.
-    """
-    found: list[tuple[str, Callable[[], torch.Tensor | None]]] = [
-        (name, functools.partial(_buffer_of, weakref.ref(module), attribute))
-        for name, module, attribute in buffers
-    ]
-    for group in groups:
-        for index, name in enumerate(group.names):
-            if name in params:
-                found.append((name, functools.partial(group.main_weight.view, index)))
-    return found
 
 
 def check_has_values(unit: Unit) -> None:

@@ -216,9 +216,8 @@ def _copy_from_replacement(parameter: OwnedParameter) -> None:
                 "write the values into the parameter that is there"
             )
         found_format = format_of(found)
-        if found_format not in (None, DenseFormat):
+        if found_format is not None and found_format is not DenseFormat:
             # The initialization quantized its values; the module keeps the quantized parameter.
-            assert found_format is not None
             propagate_attributes(made, found)
             parameter.param, parameter.values = found, found_format.values(found)
             return
@@ -237,15 +236,15 @@ def _share(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 # -- tensors without values -------------------------------------------------------------------
 
-# The smallest value of these dtypes (0, False) is a common value of buffers, not a marker.
-_WITHOUT_MARK = (torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
-
 
 def _mark_unset(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill a tensor with the marker. Booleans, unsigned and complex dtypes have no marker."""
+    """Fill a tensor with the marker. Booleans, unsigned and complex dtypes have no marker.
+
+    The smallest value of booleans and unsigned dtypes (False, 0) is a common value of buffers.
+    """
     if tensor.is_floating_point():
         tensor.fill_(float("nan"))
-    elif tensor.dtype not in _WITHOUT_MARK and not tensor.is_complex():
+    elif tensor.dtype.is_signed and not tensor.is_complex():
         tensor.fill_(torch.iinfo(tensor.dtype).min)
     return tensor
 
@@ -256,7 +255,7 @@ def _is_unset(tensor: torch.Tensor | None) -> bool:
         return False
     if tensor.is_floating_point():
         return bool(tensor.isnan().all())
-    if tensor.dtype in _WITHOUT_MARK or tensor.is_complex():
+    if not tensor.dtype.is_signed or tensor.is_complex():
         return False
     return bool((tensor == torch.iinfo(tensor.dtype).min).all())
 

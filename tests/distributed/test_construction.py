@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, override
+from typing import Any, cast, override
 
 import pytest
 import torch
@@ -150,6 +150,22 @@ def test_modules_without_reset_parameters_load_a_state_dict(strategy: str) -> No
     assert all("table, weight of unit 0 (Bare) had no values" in error for error in errors)
     assert max(distances.values()) < 1e-6, distances
     assert bool((full == 0.5).all())
+
+
+@on_ranks(2)
+def test_meta_module_with_two_parents_is_initialized_once() -> None:
+    def build() -> nn.Module:
+        shared = nn.Linear(4, 4)
+        return nn.Sequential(nn.Sequential(shared), nn.Sequential(shared), nn.Linear(4, 2))
+
+    torch.manual_seed(0)
+    real = build()
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = build()
+    fully_shard(model)
+    for name, param in model.named_parameters():
+        assert torch.equal(cast("Any", param).full_tensor(), real.get_parameter(name)), name
 
 
 class Rewrapping(nn.Module):

@@ -241,14 +241,11 @@ class GroupParameters:
     def copy_requires_grad_to_gathered(self) -> None:
         """Set `requires_grad` of gathered parameters to that of the sharded ones."""
         with plain_attributes():
-            trained = list(map(raw_requires_grad, self.sharded))
+            self._trained = list(map(raw_requires_grad, self.sharded))
             found = list(map(raw_requires_grad, self.gathered))
-        # A gathered parameter may have been frozen while it was registered.
-        if trained == self._trained == found:
-            return
-        self._trained = trained
-        for is_trained, gathered in zip(trained, self.gathered, strict=True):
-            if gathered.requires_grad != is_trained:
+        for gathered, was, is_trained in zip(self.gathered, found, self._trained, strict=True):
+            # A gathered parameter may have been frozen while it was registered.
+            if was != is_trained:
                 gathered.requires_grad_(is_trained)
 
     def has_changed_requires_grad(self) -> bool:

@@ -138,9 +138,8 @@ def _begin_method(module: Any, frame: FrameType, args: Any, kwargs: Any) -> tupl
         The arguments for the method.
     """
     unit: Unit = module._fsdp_unit
-    is_inside = _runs_method(unit)
     args, kwargs = _pre_forward(module, args, kwargs)
-    if not is_inside:
+    if not _runs_method(unit):
         unit.method_frame = frame
     return args, kwargs
 

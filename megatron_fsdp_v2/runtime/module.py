@@ -94,10 +94,9 @@ class FSDPModule(fsdp.FSDPModule):
             unit.reshard()
         unit.context.note_replays()
         unit.unshard(WeightUse.BOTH, async_op=async_op)
-        handle = UnshardHandle(unit)
         if async_op:
-            return handle
-        handle.wait()
+            return UnshardHandle(unit)
+        unit.wait_for_unshard()
         return None
 
     @override

@@ -7,6 +7,7 @@ smallest integer. If it still holds only the marker at the unit's first forward,
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -86,25 +87,17 @@ def materialize(
     made = {id(parameter.param) for parameter in fresh}
     made |= {id(module._buffers[attribute]) for _, module, attribute in empty_buffers}
 
-    def initialize(module: Any) -> None:
-        if id(module) not in holders:
-            return
-        # A module that several modules register is visited for each of them.
-        holders.remove(id(module))
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None and id(tensor) not in made:
-                undo.callback(tensor.detach().copy_, tensor.detach().clone())
-        reset = getattr(module, "reset_parameters", None)
-        with torch.no_grad():
-            if param_init_fn is not None:
-                param_init_fn(module)
-            elif reset is not None:
-                reset()
-
     if holders:
         with _initial_values(device, roots[0], undo):
-            for root in roots:
-                root.apply(initialize)
+            for module in itertools.chain.from_iterable(map(_children_first, roots)):
+                if id(module) not in holders:
+                    continue
+                # A module that several modules register is visited for each of them.
+                holders.remove(id(module))
+                for tensor in (*module._parameters.values(), *module._buffers.values()):
+                    if tensor is not None and id(tensor) not in made:
+                        undo.callback(tensor.detach().copy_, tensor.detach().clone())
+                _initialize(module, param_init_fn)
     for parameter in fresh:
         _copy_from_replacement(parameter)
         if parameter.dtensor is not None and parameter.dtensor.placement.is_replicate():
@@ -226,6 +219,22 @@ def _copy_from_replacement(parameter: OwnedParameter) -> None:
                 made.copy_(found)
         propagate_attributes(found, made)
         module._parameters[attribute] = made
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and all below it. Unlike `Module.apply`, no method of theirs is called."""
+    for child in module.children():
+        yield from _children_first(child)
+    yield module
+
+
+def _initialize(module: Any, param_init_fn: Callable[[nn.Module], None] | None) -> None:
+    reset = getattr(module, "reset_parameters", None)
+    with torch.no_grad():
+        if param_init_fn is not None:
+            param_init_fn(module)
+        elif reset is not None:
+            reset()
 
 
 def _share(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:

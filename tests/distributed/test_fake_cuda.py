@@ -111,8 +111,7 @@ def _train(model: Any, optimizer: torch.optim.Optimizer, *, last_only: bool) -> 
     for micro in range(2):
         with model.no_sync() if last_only and micro == 0 else contextlib.nullcontext():
             model(torch.randn(4, 5, device="cuda")).float().square().mean().backward()
-        with torch.no_grad():
-            model(torch.randn(4, 5, device="cuda"))
+        _evaluate(model)
     assert sum(p.grad is not None for p in model.parameters()) > 0
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     step_all(optimizer)
@@ -162,6 +161,20 @@ def captured(mesh_name: str, strategy: str) -> dict[str, Any]:
             _evaluate(model)
             noted()
     return {"gathers": gathers, "wrong": wrong, "waits": host.waits}
+
+
+def captured_mistakes() -> list[str]:
+    """In a capture, wait for an operation queued before it, and leave a stream not joined."""
+    host = _host()
+    host.reset()
+    current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    earlier = current.record_event()
+    with host.step(), host.capture() as wrong:
+        current.wait_event(earlier)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            torch.ones(3, device="cuda")
+    return wrong
 
 
 def changed_after_step(*, flag: bool) -> dict[str, Any]:
@@ -306,6 +319,13 @@ def test_captured_step_gathers_weights_and_marks_them_stale(
         assert second < first
     elif len(mesh_name) == 1:
         assert second == first
+
+
+def test_wrong_capture_is_detected(process: RankPool) -> None:
+    (wrong,) = process.run(captured_mistakes)
+    outside, not_joined = wrong
+    assert outside.endswith("waits for what is not captured")
+    assert not_joined.endswith("is not joined")
 
 
 def test_weights_gathered_after_a_step_are_compared_on_the_device(process: RankPool) -> None:

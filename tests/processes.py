@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import time
 from collections.abc import Mapping
@@ -23,6 +24,12 @@ def ran(
     return subprocess.run(
         words, cwd=cwd, env=env, timeout=timeout, capture_output=True, text=True, check=False
     )
+
+
+def resident_nbytes() -> int:
+    """Return the resident memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def num_live_tensors() -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 FILE = Path(__file__).with_name("configurations.txt")
 EXAMPLES = Path(__file__).with_name("examples.txt")
+"""Megatron-LM's examples of its own FSDP."""
 _OTHERS = "other programs:"
 
 PATH = "PATH"
@@ -38,21 +39,13 @@ def _blocks(file: Path) -> list[tuple[list[str], list[str]]]:
     return [block for block in blocks if block[0]]
 
 
-def read() -> list[Configuration]:
-    """Return the distinct configurations, in the order of the file."""
+def read(file: Path = FILE) -> list[Configuration]:
+    """Return the distinct configurations of the functional tests or of `EXAMPLES`, in order."""
     return [
         Configuration(tuple(names), _flags(" ".join(lines)))
-        for names, lines in _blocks(FILE)
+        for names, lines in _blocks(file)
         if names != [_OTHERS]
     ]
-
-
-def examples() -> dict[str, Configuration]:
-    """Return Megatron-LM's examples of its own FSDP, by name."""
-    return {
-        names[0]: Configuration(tuple(names), _flags(" ".join(lines)))
-        for names, lines in _blocks(EXAMPLES)
-    }
 
 
 def _flags(text: str) -> dict[str, tuple[str, ...]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from functional_tests.upstream.configurations import examples
+from functional_tests.upstream.configurations import EXAMPLES, read
 from tests.mcore import planned
 
 # Building models of this size takes seconds, on the meta device too.
@@ -24,7 +24,7 @@ DEEPSEEK_PARAMETERS = 682.5e9
 
 
 def _words(name: str, without: Collection[str] = ()) -> list[str]:
-    flags = examples()[name].flags
+    (flags,) = (each.flags for each in read(EXAMPLES) if name in each.names)
     return [API, *(word for flag in flags if flag not in without for word in (flag, *flags[flag]))]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from functional_tests.upstream.shrink import Shrunk
 from functional_tests.upstream.sides import sharded, user_flags
 from tests.mcore.command_line import call_in_process
+from tests.mcore.flags import LOCAL
 
 
 def rejections(configurations: Sequence[Shrunk]) -> list[str]:
@@ -19,18 +20,14 @@ def rejections(configurations: Sequence[Shrunk]) -> list[str]:
         The reason why each configuration is rejected; empty for valid configurations.
     """
     calls = [(user_flags(each), sharded(each).flags, each.world_size) for each in configurations]
-    answers: list[str] = call_in_process(_validate_each, calls)
-    return answers
-
-
-# Configurations are not trained, so that the implementation of layers does not matter.
-LOCAL = ["--transformer-impl", "local"]
+    return call_in_process(_validate_each, calls)
 
 
 def _validate_each(calls: Sequence[Any]) -> list[str]:
     from megatron_cpu_rehearsal import rehearse
     from megatron_fsdp_v2_mcore import install
 
+    # Configurations are not trained, so that the implementation of layers does not matter.
     with contextlib.redirect_stdout(io.StringIO()), rehearse(LOCAL):
         install()
         _keep_one_parser()

@@ -112,7 +112,6 @@ def sharded(
     data, size, rank = both, 1, 0
     if place.has_tensor_axis:
         names = both.mesh_dim_names
-        assert names is not None
         data = both[names[0]] if len(names) == 2 else both[names[:-1]]
         size, rank = place.mesh[-1], both.get_local_rank(len(names) - 1)
     parts = [
@@ -153,12 +152,6 @@ def set_gradients(params: Sequence[nn.Parameter], grads: Sequence[torch.Tensor])
             grad = torch.zeros_like(param)
             grad.copy_(whole)
             param.grad = grad
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor. Collective if the tensor is sharded."""
-    found = tensor.detach()
-    return tensor.full_tensor().detach() if hasattr(tensor, "full_tensor") else found
 
 
 def relative_error(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:

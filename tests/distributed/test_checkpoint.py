@@ -22,7 +22,7 @@ from megatron_fsdp_v2.checkpoint.metadata import Manifest
 from megatron_fsdp_v2.checkpoint.verifying import verify
 from tests.distributed.checkpoint_trainings import Net, digests, flip_bit, net, train
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import error_message, wrap
+from tests.distributed.wrapping import error_message, fill, wrap
 from tests.ranks import RankPool, RankPools
 from tests.unit.checkpoints import no_file_longer_than
 
@@ -53,7 +53,6 @@ def test_replicas_write_once_and_an_unsharded_model_loads_the_checkpoint_and_its
     saved = pools(4).run(_saves, str(tmp_path / "saved"))[0]
     assert pools(1).run(_loads_plain, str(tmp_path / "saved"))[0] == saved
     manifest = Manifest.read(tmp_path / "saved")
-    assert manifest is not None
     assert manifest.world_size == 4
     # Replicas write no file.
     assert verify(tmp_path / "saved").notes == []
@@ -93,7 +92,6 @@ def test_two_saves_to_one_path_do_not_mix(tmp_path: Path) -> None:
     folder, model, may_write = str(tmp_path / "saved"), net(), threading.Event()
     saving._BACKGROUND.submit(may_write.wait)
     first = checkpoint.save(folder, model, extra=1, async_save=True)
-    assert first is not None
     kind: Any = CheckpointError if dist.get_rank() else RuntimeError
     second = error_message(kind, lambda: checkpoint.save(folder, model, extra=2))
     may_write.set()
@@ -150,16 +148,13 @@ def test_async_save_blocks_training_only_for_the_copy_and_training_resumes(
     may_write = threading.Event()
     saving._BACKGROUND.submit(may_write.wait)
     future = checkpoint.save(folder, model, optimizer, async_save=True)
-    assert future is not None
     waits = not future.done() and not list(tmp_path.rglob("*.distcp"))
     uninterrupted = train(model, optimizer, 3, first=3)
     dist.barrier()
     may_write.set()
     future.result()
     again = net(sharding_strategy="optim")
-    with torch.no_grad():
-        for param in again.parameters():
-            param.zero_()
+    fill(again, 0.0)
     other = torch.optim.AdamW(again.parameters(), lr=1.0)
     checkpoint.load(folder, again, other)
     assert waits
@@ -171,14 +166,11 @@ def test_async_save_blocks_training_only_for_the_copy_and_training_resumes(
 def test_concurrent_saves_do_not_interfere(tmp_path: Path) -> None:
     model, futures = _model(0.0), []
     for number in range(5):
-        with torch.no_grad():
-            for param in model.parameters():
-                param.fill_(number)
+        fill(model, number)
         path = f"{tmp_path}/{number}"
         futures.append(checkpoint.save(path, model, extra=number, async_save=True))
     assert checkpoint.save(f"{tmp_path}/blocking", model, extra="blocking") is None
     for number, future in enumerate(futures):
-        assert future is not None
         future.result()
         assert _reads(f"{tmp_path}/{number}") == (number, [float(number)])
     assert all(verify(path).is_good for path in tmp_path.iterdir())
@@ -187,9 +179,7 @@ def test_concurrent_saves_do_not_interfere(tmp_path: Path) -> None:
 def _model(value: float) -> Any:
     layers = [nn.Linear(256, 256, bias=False) for _ in range(4)]
     model = wrap(nn.Sequential(*layers), units=layers)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.fill_(value)
+    fill(model, value)
     return model
 
 
@@ -247,7 +237,6 @@ def _destroys_its_group(folder: str, destroyers: list[int], moment: str) -> None
 
     setattr(place, moment, wait_and_go_on)
     future = checkpoint.save(folder, model, extra=2, async_save=True)
-    assert future is not None
     if dist.get_rank() in destroyers:
         dist.destroy_process_group()
     is_destroyed.set()

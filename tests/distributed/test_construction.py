@@ -31,6 +31,7 @@ from tests.distributed.wrapping import (
     backward_both,
     batch,
     error_message,
+    fill,
     gradient_error,
     mesh_of,
     of_all_ranks,
@@ -38,12 +39,12 @@ from tests.distributed.wrapping import (
     weight_error,
     wrap,
 )
+from tests.reference.failing import PlannedFailure
 from tests.reference.models import TiedInside
 from tests.sharding import shard
 
 
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
-@on_ranks("sizes", sizes=[(1,), (2,), (3,), (2, 2)])
+@on_ranks("sizes", sizes=[(1,), (2,), (3,), (2, 2)], strategy=["optim_grads_params", "no_shard"])
 def test_meta_model_is_identical_across_ranks_and_peaks_at_one_unit(
     sizes: tuple[int, ...], strategy: str
 ) -> None:
@@ -143,9 +144,8 @@ def test_modules_without_reset_parameters_load_a_state_dict(strategy: str) -> No
         backward_both(real, model)
         distances[how] = max(weight_error(model, real), gradient_error(model, real))
     model.to_empty(device="cpu")
-    with torch.no_grad():
-        for param in model.parameters():
-            nn.init.constant_(param, 0.5)
+    for param in model.parameters():
+        nn.init.constant_(param, 0.5)
     full = torch.cat([p.full_tensor().flatten() for p in model.parameters()])
     assert all("table, weight of unit 0 (Bare) had no values" in error for error in errors)
     assert max(distances.values()) < 1e-6, distances
@@ -221,9 +221,7 @@ def test_ranks_agree_on_whether_weights_have_values() -> None:
     with torch.device("meta"):
         module: Any = LeftAsItIs()
     fully_shard(module)
-    with torch.no_grad():
-        for param in module.parameters():
-            param.fill_(2.0)
+    fill(module, 2.0)
     assert float(module(torch.ones(1, 5)).sum()) == 30.0
 
 
@@ -262,9 +260,7 @@ def _drawn() -> nn.Module:
 
 
 @on_ranks(2, unit_by_unit=[False, True])
-def test_weights_and_random_state_equal_those_of_an_unsharded_program(
-    unit_by_unit: bool,
-) -> None:
+def test_weights_and_random_state_equal_those_of_an_unsharded_program(unit_by_unit: bool) -> None:
     real = _drawn()
     with torch.device("meta"):
         model: Any = _drawn()
@@ -295,9 +291,7 @@ class Late(nn.Module):
         nn.init.normal_(self.weight)
         self.scale.fill_(0.5)
         self.number += 1
-        self.was_reset = True
 
-    @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(x @ self.weight) * self.scale * self.number
 
@@ -314,7 +308,6 @@ class Mixed(nn.Module):
         self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
         self.last = nn.Linear(WIDTH, WIDTH)
 
-    @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.tied(self.late(self.first(x))) * self.frozen)
 
@@ -396,10 +389,6 @@ def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return [key for key in both if before.get(key, "none") != after.get(key, "none")]
 
 
-class Injected(Exception):
-    """Raised on purpose."""
-
-
 def fail_at(number: int, call: Callable[[], Any], events: tuple[str, ...]) -> bool:
     """Make a call fail at the n-th of some trace events in functions of the package.
 
@@ -410,7 +399,6 @@ def fail_at(number: int, call: Callable[[], Any], events: tuple[str, ...]) -> bo
 
     def trace(frame: Any, event: str, arg: Any) -> Any:
         nonlocal left
-        del arg
         code = frame.f_code
         # A generator may be entered to be closed, where Python ignores errors.
         if not code.co_filename.startswith(PACKAGE) or code.co_flags & inspect.CO_GENERATOR:
@@ -421,13 +409,13 @@ def fail_at(number: int, call: Callable[[], Any], events: tuple[str, ...]) -> bo
         if event in events and not is_over:
             left -= 1
             if not left:
-                raise Injected(f"{code.co_qualname}, {event}")
+                raise PlannedFailure(f"{code.co_qualname}, {event}")
         return trace
 
     sys.settrace(trace)
     try:
         call()
-    except Injected:
+    except PlannedFailure:
         return True
     finally:
         sys.settrace(None)
@@ -494,7 +482,7 @@ def _initialize_and_raise(module: Any) -> None:
     module.reset_parameters()
     module.extra = nn.Parameter(torch.ones(1))
     module.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
-    raise Injected("an initialization that raises")
+    raise PlannedFailure("an initialization that raises")
 
 
 @on_ranks(2)

@@ -31,6 +31,7 @@ from tests.distributed.wrapping import (
     plain_loss,
     train_both,
     weight_error,
+    whole,
     wrap,
 )
 from tests.reference.models import Formula, Stack
@@ -86,7 +87,7 @@ def test_optimizer_with_a_schedule_steps_like_the_unsharded_one(name: str) -> No
 
 
 def _number(norm: Any) -> float:
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    return float(whole(norm))
 
 
 @on_ranks(RANKS)
@@ -141,7 +142,6 @@ class WithBuffers(Stack):
 
 @on_ranks(2)
 def test_sharded_module_keeps_the_behavior_of_a_module() -> None:
-    torch.manual_seed(0)
     model = WithBuffers()
     buffers = dict(model.named_buffers())
     wrap(model)
@@ -210,10 +210,8 @@ def _with_gradients(strategy: str = STRATEGIES[-1]) -> tuple[Any, Any]:
     return plain, model
 
 
-@pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
-@pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize(("name", "num_holders"), [("few", 2), ("many", 3)])
-@on_ranks(4, timeout_s=20)
+@on_ranks(4, timeout_s=20, foreach=[True, False], order=[1.0, 2.0, float("inf")])
 def test_subset_without_rows_on_a_rank_is_clipped_to_the_unsharded_norm(
     name: str, num_holders: int, foreach: bool, order: float
 ) -> None:
@@ -348,7 +346,6 @@ class Lars(_Optimizer):
     """Gradient descent with a rate computed from norms that are read on the host."""
 
     def _update(self, param: Any, state: Any, lr: float) -> None:
-        del state
         of_param, of_grad = torch.norm(param).item(), torch.norm(param.grad).item()
         rate = of_param / (of_grad + 1e-3) if of_param > 0 and of_grad > 0 else 1.0
         param.add_(param.grad, alpha=-lr * rate)

@@ -46,6 +46,7 @@ from tests.distributed.wrapping import (
     record_collectives,
     step_all,
     weight_error,
+    whole,
     wrap,
 )
 from tests.parity.unusual import Generating
@@ -531,6 +532,6 @@ def test_ddp_and_replicate_around_a_sharded_unit_train_like_the_plain_model(wrap
     for step in range(3):
         backward_both(plain, model, step)
         step_all(*optimizers)
-    full = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
+    full = [whole(param) for param in model.parameters()]
     pairs = zip(full, plain.parameters(), strict=True)
     assert max(float((a - b).abs().max()) for a, b in pairs) < 1e-5

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from megatron_fsdp_v2.dtensor.row_shards import RowShards
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from tests.cases import longer
-from tests.distributed.wrapping import mesh_of
+from tests.distributed.wrapping import mesh_of, whole
 from tests.ranks import RankPools
 
 pytest.importorskip("expecttest", reason="torch's OpInfo needs it; `make setup` installs it")
@@ -94,15 +94,14 @@ def sharded_at(length: int, ranks: int, rows: str) -> list[tuple[int, int]]:
     return list(itertools.pairwise(cuts))
 
 
-def sharded(whole: torch.Tensor, rows: str) -> torch.Tensor:
+def sharded(full: torch.Tensor, rows: str) -> torch.Tensor:
     """A tensor, sharded as in this package."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    ranges = sharded_at(whole.shape[0], ranks, rows)
+    ranges = sharded_at(full.shape[0], ranks, rows)
     start, end = ranges[rank]
-    local = whole.detach()[start:end].clone()
-    return UnevenDTensor.from_rows(
-        local, mesh_of(ranks), RowShards(tuple(ranges), (1,)), whole.shape
-    )
+    local = full.detach()[start:end].clone()
+    shards = RowShards(tuple(ranges), (1,))
+    return UnevenDTensor.from_rows(local, mesh_of(ranks), shards, full.shape)
 
 
 def samples(name: str, most: int) -> Iterator[Any]:
@@ -124,10 +123,6 @@ def samples(name: str, most: int) -> Iterator[Any]:
             return
 
 
-def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
 def _outcome(func: Callable[..., Any], param: torch.Tensor, rest: Any, trains: bool) -> Any:
     """Results and the gradient, as full plain tensors."""
     args, kwargs = rest
@@ -136,7 +131,7 @@ def _outcome(func: Callable[..., Any], param: torch.Tensor, rest: Any, trains: b
     for leaf in found:
         if type(leaf) is DTensor and isinstance(param, UnevenDTensor):
             assert all(p.is_replicate() for p in leaf.placements), f"DTensor {leaf.placements}"
-    wholes = [_whole(leaf) for leaf in found]
+    wholes = [whole(leaf) for leaf in found]
     trained = [w for w in wholes if isinstance(w, torch.Tensor) and w.requires_grad]
     grad = None
     if trains and trained:
@@ -148,7 +143,7 @@ def _outcome(func: Callable[..., Any], param: torch.Tensor, rest: Any, trains: b
         grad = param.grad
         if type(grad) is DTensor and isinstance(param, UnevenDTensor):
             raise AssertionError("gradient is a DTensor")
-        grad = None if grad is None else _whole(grad)
+        grad = None if grad is None else whole(grad)
     return [w.detach() if isinstance(w, torch.Tensor) else w for w in wholes], grad
 
 
@@ -183,10 +178,10 @@ def verdict(name: str, rows: str, *, mixed: bool = False, most: int = 3) -> list
             has_rows = leaf.layout is torch.strided and leaf.shape[0]
             return sharded(leaf, rows) if has_rows else leaf
 
-        whole = torch.nn.Parameter(sample.input.detach().clone(), requires_grad=trains)
+        plain = torch.nn.Parameter(sample.input.detach().clone(), requires_grad=trains)
         try:
             copies = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, rest)
-            expected = _outcome(op.op, whole, copies, trains)
+            expected = _outcome(op.op, plain, copies, trains)
         except Exception:
             found.append((SKIPPED, "the unsharded one fails"))
             continue
@@ -240,9 +235,7 @@ def _check(pools: RankPools, names: list[str], rows: str, ranks: int, mixed: boo
     assert right >= (FEWEST_MIXED if mixed else FEWEST) * decided, (right, decided)
 
 
-def test_selected_operators_equal_the_unsharded_ones_forward_and_backward(
-    pools: RankPools,
-) -> None:
+def test_selected_operators_equal_the_unsharded_ones_forward_and_backward(pools: RankPools) -> None:
     _check(pools, SOME.split(), "empty", 3, mixed=False)
 
 

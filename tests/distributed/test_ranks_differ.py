@@ -20,6 +20,7 @@ from megatron_fsdp_v2.comm import interface
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import error_message, on_mesh, wrap
 from tests.ranks import RankFailure, RankPool, RankPools
+from tests.reference.failing import PlannedFailure, fail
 from tests.reference.models import Skipping, Stack
 
 
@@ -117,7 +118,6 @@ class Block(nn.Module):
 def _mesh_of_its_own(timeout_s: float) -> DeviceMesh:
     ranks = list(range(dist.get_world_size()))
     group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
-    assert isinstance(group, dist.ProcessGroup)
     return DeviceMesh.from_group(group, "cpu")
 
 
@@ -138,22 +138,14 @@ def _step(model: nn.Module) -> torch.Tensor:
     return loss.detach()
 
 
-class _StoppedError(Exception):
-    pass
-
-
-def _stop_responding() -> None:
-    raise _StoppedError
-
-
 def _error_without_rank_1(strategy: str, *, in_backward: bool) -> str:
     """Stop rank 1 at the middle unit; return the error message of rank 0."""
     model, blocks = _model(TIMEOUT_S, strategy)
     if dist.get_rank() == 1:
-        setattr(blocks[1], "in_backward" if in_backward else "before", _stop_responding)
+        setattr(blocks[1], "in_backward" if in_backward else "before", fail)
     try:
         _step(model)
-    except _StoppedError:
+    except PlannedFailure:
         # Like a rank that hangs: its process exists and issues no collective.
         time.sleep(TIMEOUT_S + 0.3)
         return ""

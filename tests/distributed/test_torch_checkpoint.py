@@ -41,6 +41,7 @@ from tests.distributed.wrapping import (
     MESHES,
     STRATEGIES,
     error_message,
+    fill,
     mesh_of,
     of_all_ranks,
     own_loss,
@@ -114,9 +115,7 @@ def _loaded(
     found = {}
     for name in names:
         model = net(mesh_name, sharding_strategy=strategy)
-        with torch.no_grad():
-            for param in model.parameters():
-                param.fill_(0.5)
+        fill(model, 0.5)
         optimizer = OPTIMIZERS[name](model)
         train(model, optimizer, steps, first=7)
         optimizer.zero_grad()
@@ -241,7 +240,6 @@ def test_rank_without_rows_initializes_state_without_collectives(
     optimizer: str, strategy: str
 ) -> None:
     """Torch initializes state by an optimizer step, which must not issue collectives."""
-    torch.manual_seed(0)
     model = fully_shard(nn.Linear(8, 1, bias=False), sharding_strategy=strategy)
     made = OPTIMIZERS[optimizer](model)
     for _ in range(3):
@@ -270,8 +268,7 @@ def test_full_weights_are_gathered_and_broadcast_from_rank_0(build: Any) -> None
     plain, model = pair(build)
     weights = get_model_state_dict(model, options=FULL)
     fresh = wrap(build())
-    for param in fresh.parameters():
-        nn.init.constant_(param, 0.1)
+    fill(fresh, 0.1)
     from_rank_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     are_equal = all(torch.equal(weights[n], value) for n, value in plain.state_dict().items())
     given = {} if dist.get_rank() > 0 else weights

@@ -30,6 +30,7 @@ from tests.distributed.wrapping import (
     pair,
     plain_loss,
     strategies_on,
+    whole,
     wrap,
 )
 
@@ -47,10 +48,6 @@ LOSSES: dict[str, Callable[[Any], Any]] = {
     "gradient of a gradient": lambda p: penalty(p),
     "zeros without memory": lambda p: torch.sgn(p).sum() + torch.sgn(p.sum(1)).sum(),
 }
-
-
-def whole(tensor: Any) -> Any:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def replicate(tensor: Any) -> Any:
@@ -114,8 +111,7 @@ def test_backward_of_sharded_tensors_honors_its_arguments_without_communication(
         assert not any("all" in name or "reduce" in name for name in seen.names), seen.names
     assert gradient_error(model, plain) < 1e-5
     check_error_messages(
-        RuntimeError,
-        {"only for scalar outputs": lambda: (2 * model.weight).backward()},
+        RuntimeError, {"only for scalar outputs": lambda: (2 * model.weight).backward()}
     )
 
 

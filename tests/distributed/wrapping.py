@@ -7,13 +7,14 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, override
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp_v2 import FSDPModule, MixedPrecisionPolicy
@@ -128,7 +129,6 @@ class Dispatched(TorchDispatchMode):
         super().__init__()
         self._look = look
 
-    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self._look(func, args, result)
@@ -211,6 +211,18 @@ def of_all_ranks(value: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
+
+
+@torch.no_grad()
+def fill(model: nn.Module, value: float) -> None:
+    """Set all elements of all parameters."""
+    for param in model.parameters():
+        param.fill_(value)
+
+
+def whole(tensor: Any) -> Any:
+    """The full tensor of a sharded one; any other value unchanged. Collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shards_of(model: nn.Module) -> list[torch.Tensor]:
@@ -301,17 +313,12 @@ def own_loss(model: nn.Module, step: int = 0) -> torch.Tensor:
     return loss_of(model, dist.get_rank(), step)
 
 
-def backward_both(
-    plain: nn.Module,
-    sharded: nn.Module,
-    step: int = 0,
-    loss: Callable[[Any, int, int], torch.Tensor] = loss_of,
-) -> None:
+def backward_both(plain: nn.Module, sharded: nn.Module, step: int = 0) -> None:
     """Run backwards of a plain model on all ranks' data and of a sharded model on this rank's."""
     size = dist.get_world_size()
     for rank in range(size):
-        (loss(plain, rank, step) / size).backward()
-    loss(sharded, dist.get_rank(), step).backward()
+        (loss_of(plain, rank, step) / size).backward()
+    own_loss(sharded, step).backward()
 
 
 def step_all(*optimizers: Any) -> None:

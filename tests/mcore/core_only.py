@@ -12,10 +12,10 @@ from unittest import mock
 
 import torch
 
+from tests.mcore.flags import LOCAL
 from tests.mcore.session import end_groups
 
 _STACK = contextlib.ExitStack()
-LOCAL = ["--transformer-impl", "local"]
 
 
 def enter() -> Any:
@@ -61,8 +61,7 @@ def train(options: dict[str, Any]) -> list[tuple[float | None, float]]:
     """Run the example on this rank. Collective over the pool."""
     example = enter()
     with clean():
-        history: list[tuple[float | None, float]] = example.train(example.Settings(**options))
-        return history
+        return example.train(example.Settings(**options))
 
 
 def changed(name: str, **fields: Any) -> Any:

@@ -28,7 +28,7 @@ from megatron_fsdp_v2_mcore.model.tensor_parallel_rules import TRANSFORMER_ENGIN
 from tests.cases import longer
 from tests.distributed.checkpoint_trainings import WAYS
 from tests.distributed.plain_parallel_model import copied, summed
-from tests.distributed.wrapping import error_message
+from tests.distributed.wrapping import error_message, fill
 from tests.mcore.checkpoint_values import digest
 from tests.mcore.flags import STRATEGIES
 from tests.mcore.session import enter_rehearsal, enter_te
@@ -72,8 +72,7 @@ class Model(nn.Module):
         # Experts leave communication to the token dispatcher.
         routed = self.down(self.up(copied(x, self.group), splits), splits)
         x = self.norm(x + summed(routed, self.group))
-        out: torch.Tensor = self.last(self.whole(x))
-        return out
+        return self.last(self.whole(x))
 
 
 def mesh_of(dp: int, tp: int) -> DeviceMesh:
@@ -282,9 +281,7 @@ def test_checkpoints_omit_extra_state_of_fp8_modules(tmp_path: Path, way: str) -
     before = [param.detach().full_tensor() for param in model.parameters()]  # type: ignore[attr-defined]
     # A longer amax history.
     other = quantized(16)
-    with torch.no_grad():
-        for param in other.parameters():
-            param.zero_()
+    fill(other, 0.0)
     if way == "ours":
         checkpoint.load(path, other)
     else:

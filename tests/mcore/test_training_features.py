@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from tests.mcore import flags as f
 from tests.mcore import session
 from tests.mcore.session import Training, enter_rehearsal, rank, train
 from tests.mcore.trained import assert_close, assert_equal, on_megatron, run_of_ranks, trained
-from tests.processes import num_live_tensors
+from tests.processes import num_live_tensors, resident_nbytes
 from tests.ranks import RankPools
 
 Scalars = dict[tuple[str, int], float]
@@ -90,7 +89,6 @@ def test_norms_of_parameters_are_logged_at_the_interval(
 
 def norms_of_ddp(model: Any, optimizer: Any) -> dict[str, tuple[float, float]]:
     """Return norms of weights and of unclipped gradients, by name without wrappers."""
-    del optimizer
     return {
         re.sub(r"^(module\.)+", "", name): (float(param.norm()), float(param.main_grad.norm()))
         for name, param in model[0].named_parameters()
@@ -288,7 +286,6 @@ STEPS = "--check-weight-hash-across-dp-replicas-interval 2 --train-iters 4 --glo
 
 def _probe(chunks: Any, optimizer: Any) -> list[str]:
     """Compare weights, then change one on the last rank; return the error of a comparison."""
-    del optimizer
     compare(chunks)
     (unit,) = (unit for name, unit in named_units(chunks[0]) if name.endswith("decoder.layers.1"))
     (group,) = unit.groups
@@ -358,8 +355,7 @@ def measured_run(flags: Sequence[str]) -> Training:
     def measured(*args: Any, **kwargs: Any) -> Any:
         if next(calls) in (WARM_UP, LONG):
             tensors = num_live_tensors()
-            pages = int(Path("/proc/self/statm").read_text().split()[1])
-            seen.append((pages * os.sysconf("SC_PAGE_SIZE"), tensors))
+            seen.append((resident_nbytes(), tensors))
         return log(*args, **kwargs)
 
     with mock.patch.object(training, "training_log", measured):

@@ -152,8 +152,7 @@ _NESTED: dict[str, Any] = {"tree": Node, "children": Node, "options": Options, "
 
 def from_json(text: str) -> Case:
     """Convert the result of `to_json` back to a case."""
-    case: Case = _made(Case, json.loads(text))
-    return case
+    return _made(Case, json.loads(text))
 
 
 def _made(kind: Any, data: dict[str, Any]) -> Any:

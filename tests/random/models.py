@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from megatron_fsdp_v2.optim import flat_optimizer
 from tests.random.cases import Case, Node
 from tests.reference.failing import PlannedFailure, fail
+from tests.reference.models import Parts
 
 INPUT = 4
 OUTPUT = 3
@@ -37,16 +38,8 @@ class Call:
     fails_in: str = ""
 
 
-@dataclass
-class Parts:
-    """A structured value."""
-
-    first: torch.Tensor
-    rest: dict[str, Any]
-
-
 class Named(NamedTuple):
-    """A structured value of another kind."""
+    """A structured value."""
 
     first: torch.Tensor
     second: torch.Tensor | None

@@ -22,13 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp_v2 import FSDPModule, checkpoint, fully_shard
 from tests.distributed.checkpoint_trainings import torch_load, torch_save
 from tests.distributed.test_operators import OF_ONE_TENSOR
-from tests.distributed.wrapping import mesh_of
+from tests.distributed.wrapping import mesh_of, whole
 from tests.random.cases import Case, Event, Options
 from tests.random.models import INPUT, OPTIMIZERS, Call, Tree, build, tensors_of, units
 from tests.reference.failing import PlannedFailure
@@ -49,10 +48,6 @@ WEIGHT_TERMS: list[Callable[[Any], Any]] = [
 
 OPERATORS = OF_ONE_TENSOR.split()
 """Operators of losses of parameters, used where they are smooth."""
-
-
-def whole(tensor: Any) -> Any:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def by_operator(name: str) -> Callable[[Any], Any]:
@@ -255,8 +250,8 @@ class Run:
     def compare_rows(self, what: str, pairs: dict[str, tuple[Any, Any]]) -> None:
         """Compare local rows with the rows of full tensors."""
         held = {n: (mine.local_rows, mine.to_local().detach()) for n, (mine, _) in pairs.items()}
-        whole = {name: full.detach() for name, (_, full) in pairs.items()}
-        for name, error in zip(pairs, distances(held, whole), strict=True):
+        full = {name: theirs.detach() for name, (_, theirs) in pairs.items()}
+        for name, error in zip(pairs, distances(held, full), strict=True):
             self.check_error(f"{what} of {name}", error)
 
     def pairs(self) -> dict[str, tuple[Any, Any]]:
@@ -383,12 +378,14 @@ class Run:
         """A gradient with respect to the input alone, without gradients of parameters."""
         if self.unsynced:
             return
-        with _plain():
+
+        def gradient(model: Any) -> torch.Tensor:
             x, call = self.own(event)
-            expected = torch.autograd.grad(loss_of(self.plain(x.requires_grad_(True), call)), x)[0]
-        x, call = self.own(event)
-        found = torch.autograd.grad(loss_of(self.model(x.requires_grad_(True), call)), x)[0]
-        self.check_error("gradient of the input alone", _distance(found, expected))
+            return torch.autograd.grad(loss_of(model(x.requires_grad_(True), call)), x)[0]
+
+        with _plain():
+            expected = gradient(self.plain)
+        self.check_error("gradient of the input alone", _distance(gradient(self.model), expected))
         self.compare_grads()
 
     def do_penalty(self, event: Event) -> None:
@@ -451,13 +448,14 @@ class Run:
         self._forward_alone(event, torch.enable_grad)
 
     def _forward_alone(self, event: Event, context: Any) -> None:
-        with _plain(), context():
-            x, call = self.own(event)
-            expected = loss_of(self.plain(x, call)).detach()
-        with context():
-            x, call = self.own(event)
-            found = loss_of(self.model(x, call)).detach()
-        self.compare_numbers("loss", found, expected)
+        def loss(model: Any) -> torch.Tensor:
+            with context():
+                x, call = self.own(event)
+                return loss_of(model(x, call)).detach()
+
+        with _plain():
+            expected = loss(self.plain)
+        self.compare_numbers("loss", loss(self.model), expected)
 
     def do_fail(self, event: Event) -> None:
         """A step that fails at a node, followed by clearing the gradients for a retry.
@@ -509,7 +507,6 @@ class Run:
 
     def do_step(self, event: Event) -> None:
         """Step both optimizers."""
-        del event
         if self.unsynced:
             return
         self.slots.clear()
@@ -529,7 +526,6 @@ class Run:
 
     def do_state(self, event: Event) -> None:
         """Compare the state dict."""
-        del event
         theirs = self.plain.state_dict()
         mine = self.model.state_dict()
         if list(mine) != list(theirs):
@@ -543,7 +539,6 @@ class Run:
 
     def do_full(self, event: Event) -> None:
         """Gather every parameter in full. Collective."""
-        del event
         for name, (mine, full) in self.pairs().items():
             found = mine.full_tensor().detach().double()
             self.check_error(f"full {name}", _distance(found, full.detach().double()))

@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron_fsdp_v2 import checkpoint
 from tests.distributed.wrapping import wrap
-from tests.processes import num_live_tensors
+from tests.processes import num_live_tensors, resident_nbytes
 from tests.ranks import RankPools
 from tests.reference.models import INPUT, Stack
 
@@ -28,11 +28,10 @@ MIB = 2**20
 def _measurements(seconds: list[float], loss: float) -> dict[str, float]:
     """Return the median step time of a quarter, and memory and counts at its end, on this rank."""
     tensors = num_live_tensors()
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     threads, files = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd"))
     return {
         "seconds": statistics.median(seconds),
-        "resident bytes": resident,
+        "resident bytes": resident_nbytes(),
         "tensors": tensors,
         "threads": threads,
         "open files": files,

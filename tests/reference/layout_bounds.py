@@ -9,12 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 Shape = tuple[int, ...]
 
 
-def _llama(hidden: int, ffn: int, kv: int = 1024) -> list[Shape]:
+def _llama(hidden: int, ffn: int) -> list[Shape]:
     """A decoder layer: q, k, v, o, gate, up, down, two norms."""
+    kv = 1024
     attention = [(hidden, hidden), (kv, hidden), (kv, hidden), (hidden, hidden)]
     return [*attention, (ffn, hidden), (ffn, hidden), (hidden, ffn), (hidden,), (hidden,)]
 
@@ -64,7 +66,7 @@ def contiguous_bound(shapes: Sequence[Shape], num_shards: int) -> int:
     best = sum(-(-sum(n) // (num_shards * r)) * r for r, n in by_row.items())
     if min(min(numels) for numels in by_row.values()) <= 2 * best:
         raise ValueError("a matrix is not longer than two slices, so the bound does not hold")
-    for partition in _partitions(singles):
+    for partition in set_partitions(singles):
         best = min(best, _least(partition, row, shared_numel, num_shards, best))
     return best
 
@@ -92,14 +94,15 @@ def _least(
     return best
 
 
-def _partitions(items: Sequence[tuple[int, int]]) -> Iterator[list[list[tuple[int, int]]]]:
+def set_partitions(items: Sequence[Any]) -> Iterator[list[list[Any]]]:
     """Yield all partitions of the items."""
-    for labels in itertools.product(*(range(i + 1) for i in range(len(items)))):
-        if sorted(set(labels)) == list(range(len(set(labels)))):
-            blocks: list[list[tuple[int, int]]] = [[] for _ in set(labels)]
-            for label, item in zip(labels, items, strict=True):
-                blocks[label].append(item)
-            yield blocks
+    if not items:
+        yield []
+        return
+    for partition in set_partitions(items[1:]):
+        yield [[items[0]], *partition]
+        for i in range(len(partition)):
+            yield [*partition[:i], [items[0], *partition[i]], *partition[i + 1 :]]
 
 
 def _root(vocabulary: int, hidden: int) -> list[Shape]:

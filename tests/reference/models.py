@@ -93,8 +93,7 @@ class CheckpointedRegion(Checkpointed):
 
     def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
         run = functools.partial(Stack.run_blocks, self)
-        result: torch.Tensor = checkpoint(run, x, use_reentrant=self.use_reentrant)
-        return result
+        return checkpoint(run, x, use_reentrant=self.use_reentrant)
 
 
 class InnerCheckpoint(nn.Module):
@@ -131,11 +130,9 @@ class Skipping(Stack):
 class Detached(Stack):
     """The second block gets a detached input."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.input(x)
+    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
         x = self.blocks[0](x)
-        y = self.blocks[1](x.detach())
-        return self.output(x + y + self.blocks[2](x))
+        return x + self.blocks[1](x.detach()) + self.blocks[2](x)
 
 
 @dataclass
@@ -143,7 +140,7 @@ class Parts:
     """An output whose tensors are in dataclass fields."""
 
     first: torch.Tensor
-    rest: dict[str, list[torch.Tensor]]
+    rest: dict[str, Any]
 
 
 class PartsBlock(Block):

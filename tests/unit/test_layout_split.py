@@ -6,7 +6,7 @@ import functools
 import itertools
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from megatron_fsdp_v2.layout.buffer_layout import BufferLayout, Granularity
 from megatron_fsdp_v2.layout.split import aligned_buffers, split_for_padding
 from tests.pages import check_part, table
-from tests.reference.layout_bounds import RANKS, UNITS, Shape, contiguous_bound, numel_of
+from tests.reference.layout_bounds import (
+    RANKS,
+    UNITS,
+    Shape,
+    contiguous_bound,
+    numel_of,
+    set_partitions,
+)
 
 TINY_SHAPE = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
 TINY_SHAPES = st.lists(TINY_SHAPE, min_size=1, max_size=5)
@@ -40,25 +47,10 @@ def _slices(
     return sum(plan.shard_numel for plan in plans)
 
 
-def _aligned_slices(shapes: Sequence[Shape], num_shards: int) -> int:
-    """Return the number of elements of a rank's slices of the planned buffers, aligned for bf16."""
-    return sum(plan.shard_numel for _, plan in aligned_buffers(shapes, num_shards, ROW, 2))
-
-
 def _padding(
     shapes: Sequence[Shape], split: Sequence[Sequence[int]], num_shards: int, granularity: Any = ROW
 ) -> int:
     return num_shards * _slices(shapes, split, num_shards, granularity) - numel_of(shapes)
-
-
-def _set_partitions(items: list[int]) -> Iterator[list[list[int]]]:
-    if not items:
-        yield []
-        return
-    for partition in _set_partitions(items[1:]):
-        yield [[items[0]], *partition]
-        for i in range(len(partition)):
-            yield [*partition[:i], [items[0], *partition[i]], *partition[i + 1 :]]
 
 
 @settings(max_examples=60)
@@ -73,7 +65,7 @@ def test_split_of_a_few_parameters_is_the_best_set_partition(
     padding = _padding(shapes, split, num_shards, granularity)
     others = [
         (_padding(shapes, other, num_shards, granularity), len(other))
-        for other in _set_partitions(list(range(len(shapes))))
+        for other in set_partitions(range(len(shapes)))
     ]
     tolerated = [buffers for other, buffers in others if other <= tolerance * numel]
     if tolerated:
@@ -154,7 +146,9 @@ def _table() -> str:
             return f"{max(100 * (ranks * slices / numel - 1), 0):.2f} %"
 
         for ranks in RANKS:
-            slices, least = _aligned_slices(shapes, ranks), ""
+            # The planned buffers are aligned for bf16.
+            planned = aligned_buffers(shapes, ranks, ROW, 2)
+            slices, least = sum(plan.shard_numel for _, plan in planned), ""
             if ranks * slices > 1.01 * numel:
                 assert slices == contiguous_bound(shapes, ranks), (unit, ranks)
                 least = percent(slices, ranks)

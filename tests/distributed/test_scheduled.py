@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, override
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from tests.distributed.wrapping import (
     weight_error,
 )
 from tests.reference.late_product import LateProduct
+from tests.reference.models import Stack
 
 WIDTH = 5
 MICRO_BATCHES = 3
@@ -41,7 +42,6 @@ class LateLinear(nn.Linear):
         self.later: list[Any] | None = None
         self.fuses = False
 
-    @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.later is None:
             return super().forward(x)
@@ -54,13 +54,11 @@ class LateLinear(nn.Linear):
             # A kernel that accumulates into the gradient reads its address in the backward.
             main_grad, placeholder = weight.main_grad, torch.empty_like(weight)
             weight.grad_added_to_main_grad = True
-        assert self.later is not None
         self.later.append((grad.t() @ x, main_grad))
         return placeholder
 
     def backward_dw(self) -> None:
         """Compute the weight's gradient of the oldest backward."""
-        assert self.later is not None
         grad, main_grad = self.later.pop(0)
         if main_grad is None:
             self.weight.grad = grad
@@ -81,20 +79,15 @@ class Layer(nn.Module):
         return self.last(self.experts(torch.tanh(self.attention(x))))
 
 
-class Model(nn.Module):
-    """A root with layers."""
+class Model(Stack):
+    """A root whose blocks are layers, and whose output layer defers its weight gradients."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.input = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(BLOCKS))
+        super().__init__(BLOCKS, WIDTH, block=lambda _: Layer(), ends=(WIDTH, WIDTH))
         self.output = LateLinear(WIDTH)
 
     def forward(self, x: torch.Tensor) -> Any:
-        x = self.input(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.output(x).square().mean()
+        return super().forward(x).square().mean()
 
 
 class Node:
@@ -127,7 +120,7 @@ class MicroBatch:
         units.begin()
         x = self._run(self.model.input, self.x)
         yield
-        for layer in self.model.layers:
+        for layer in self.model.blocks:
             units.begin_forward(layer)
             x = self._run(lambda x, layer=layer: torch.tanh(layer.attention(x)), x)
             yield
@@ -146,7 +139,7 @@ class MicroBatch:
         units.expect_gradients()
         grad = self.nodes.pop().backward(None)
         yield
-        for layer in reversed(self.model.layers):
+        for layer in reversed(self.model.blocks):
             units.begin_backward(layer)
             grad = self.nodes.pop().backward(grad)
             yield
@@ -177,7 +170,7 @@ class Trained:
         self, strategy: str, mesh_name: str = "2", *, fuses: bool = False, **options: Any
     ) -> None:
         def parts(model: Any) -> list[nn.Module]:
-            return [part for layer in model.layers for part in (layer.experts, layer)]
+            return [part for layer in model.blocks for part in (layer.experts, layer)]
 
         options = {"sharding_strategy": strategy, **on_mesh(mesh_name), **options}
         self.plain, self.model = pair(lambda: Model().double(), parts, **options)
@@ -290,7 +283,7 @@ def test_schedule_is_reset_after_an_exception(strategy: str, how: str) -> None:
 def test_undeclared_uses_in_a_schedule_raise_errors_that_name_the_unit() -> None:
     trained = Trained("optim_grads_params")
     model, units = trained.model, trained.units
-    layer = model.layers[0]
+    layer = model.blocks[0]
     x = torch.randn(3, WIDTH, dtype=torch.float64)
     not_begun = error_message(RuntimeError, lambda: units.begin_forward(layer))
     with torch.no_grad():
@@ -306,11 +299,11 @@ def test_undeclared_uses_in_a_schedule_raise_errors_that_name_the_unit() -> None
     assert "end was called with no micro-batch under way" in error_message(RuntimeError, units.end)
     assert "begin_forward was called with no micro-batch under way" in not_begun
     assert "gradients disabled" in no_gradients
-    assert not_used.startswith("layers.0.experts (Sequential) runs outside the uses")
-    assert never_begun.startswith("layers.0 (Layer) is not in use")
-    assert gradient.startswith("a gradient of layers.0.experts (Sequential) arrived")
+    assert not_used.startswith("blocks.0.experts (Sequential) runs outside the uses")
+    assert never_begun.startswith("blocks.0 (Layer) is not in use")
+    assert gradient.startswith("a gradient of blocks.0.experts (Sequential) arrived")
     no_root: dict[str, Callable[[], Any]] = {
-        "layers.0 (Layer) is inside another unit": lambda: ScheduledUnits(layer, []),
+        "blocks.0 (Layer) is inside another unit": lambda: ScheduledUnits(layer, []),
         "Linear is not sharded": lambda: ScheduledUnits(model, [model.input]),
     }
     check_error_messages(ValueError, no_root)

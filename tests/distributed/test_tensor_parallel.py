@@ -30,7 +30,6 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.utils.checkpoint import checkpoint as recompute
 
 from megatron_fsdp_v2 import UnitOptions, checkpoint, fully_shard
 from megatron_fsdp_v2.checkpoint.entries import state_entries
@@ -52,36 +51,18 @@ from tests.distributed.on_ranks import on_ranks
 from tests.distributed.plain_parallel_model import CUT, RULES, WORDS, Column, parts, whole
 from tests.distributed.wrapping import STRATEGIES, error_message, mesh_of, of_all_ranks
 from tests.ranks import RankPools
-from tests.reference.models import Block
+from tests.reference.models import Block, Checkpointed, Stack
 from tests.reference.wrapping_momentum import WrappingMomentum
 
 VOCAB, HIDDEN, FFN, SEQUENCE, BATCH = 10, 6, 8, 4, 3
 
 
-class Language(nn.Module):
-    """Embedding, two blocks, column-parallel and row-parallel, norm, head.
-
-    Attributes:
-        use_reentrant: How blocks are recomputed; None if they are not.
-    """
-
-    use_reentrant: bool | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCAB, HIDDEN)
-        self.blocks = nn.ModuleList(Block(HIDDEN, FFN) for _ in range(2))
-        self.norm = nn.LayerNorm(HIDDEN)
-        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            if self.use_reentrant is None:
-                x = block(x)
-            else:
-                x = recompute(block, x, use_reentrant=self.use_reentrant)
-        return self.head(self.norm(x))
+def language(kind: Any = Stack, **options: Any) -> Any:
+    """Embedding, two blocks, norm and head."""
+    model = kind(2, HIDDEN, block=lambda width: Block(width, FFN), **options)
+    model.input = nn.Embedding(VOCAB, HIDDEN)
+    model.output = nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCAB, bias=False))
+    return model
 
 
 @functools.cache
@@ -95,18 +76,18 @@ def data_axes(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[("dp_outer", "dp")[-(mesh.ndim - 1) :]]
 
 
-def plain(seed: int = 0) -> Any:
-    """The unsharded model."""
+def plain(seed: int = 0, *kind: Any, **options: Any) -> Any:
+    """The unsharded model; `kind` and `options` are those of `language`."""
     torch.manual_seed(seed)
-    return Language()
+    return language(*kind, **options)
 
 
 def parallelized(mesh: DeviceMesh, model: Any) -> Any:
     """The model with its sequence, vocabulary, columns and rows sharded over the last axis."""
     plan: dict[str, Any] = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        "input": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "output.0": SequenceParallel(),
+        "output.1": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     }
     for number in range(len(model.blocks)):
         plan[f"blocks.{number}.norm"] = SequenceParallel()
@@ -186,8 +167,7 @@ def _sharded_by_rules(*shape: int, seed: int = 0, **options: Any) -> Any:
 
 def _loss_of_words(model: Any, rank: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + rank)
-    loss: torch.Tensor = model(torch.randint(WORDS, (5,), generator=generator)).square().mean()
-    return loss
+    return model(torch.randint(WORDS, (5,), generator=generator)).square().mean()
 
 
 @dataclass(frozen=True)
@@ -312,21 +292,16 @@ def test_a_checkpoint_loads_bit_equal_at_other_data_and_tensor_parallel_sizes(
 # -- recomputation, pool, outer axes and frozen layers -------------------------------------------
 
 
-def _recomputed(use_reentrant: bool) -> Any:
-    model = plain()
-    model.use_reentrant = use_reentrant
-    return model
-
-
 def _frozen() -> Any:
     model = plain()
     model.blocks[0].up.requires_grad_(False)
     return model
 
 
+_RECOMPUTED = partial(plain, 0, Checkpointed)
 VARIANTS: dict[str, Callable[[], Any]] = {
-    "recomputed": lambda: sharded(2, 2, model=_recomputed(False)),
-    "recomputed, reentrant": lambda: sharded(2, 2, model=_recomputed(True)),
+    "recomputed": lambda: sharded(2, 2, model=_RECOMPUTED(use_reentrant=False)),
+    "recomputed, reentrant": lambda: sharded(2, 2, model=_RECOMPUTED(use_reentrant=True)),
     "trace pool": lambda: sharded(2, 2, enable_trace_pool=True),
     "outer axis": lambda: sharded(2, 1, 2),
     "outer axis, sharded": lambda: sharded(2, 1, 2, outer_dp_sharding_strategy="optim"),
@@ -362,7 +337,7 @@ def test_gathered_parameters_are_dtensors_over_the_tensor_parallel_mesh() -> Non
 @on_ranks(2)
 def test_state_dict_of_a_parallelized_model_loads_into_a_model_from_meta() -> None:
     with torch.device("meta"):
-        skeleton = Language()
+        skeleton = language()
     model = sharded(1, 2, model=skeleton)
     for seed, assign in ((3, False), (4, True)):
         given = parallelized(mesh_with_tp(1, 2), plain(seed)).state_dict()

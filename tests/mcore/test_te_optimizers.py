@@ -16,23 +16,19 @@ from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
 from tests.mcore.session import enter_rehearsal
 from tests.mcore.trained import on_te
+from tests.reference.models import Formula
 
 STEPS = 5
 LR, BETAS, EPS, DECAY = 0.05, (0.9, 0.99), 1e-6, 0.1
 LARGEST = {torch.float16: 32752.0, torch.uint8: 448.0}
 
 
-class Model(nn.Module):
-    """A model with uneven shards; `scalar` is on one rank only, and `unused` has zero gradients."""
+def _forward(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return (x @ model.weight.T).square().mean() * model.scalar + 0.0 * model.unused.sum()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(7, 5))
-        self.scalar = nn.Parameter(torch.randn(1))
-        self.unused = nn.Parameter(torch.randn(6, 4))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x @ self.weight.T).square().mean() * self.scalar + 0.0 * self.unused.sum()
+# Shards are uneven; `scalar` is on one rank only, and `unused` has zero gradients.
+SHAPES = {"weight": (7, 5), "scalar": (1,), "unused": (6, 4)}
 
 
 def make(policy: MixedPrecisionPolicy | None = None, **options: Any) -> tuple[nn.Module, Any]:
@@ -43,7 +39,8 @@ def make(policy: MixedPrecisionPolicy | None = None, **options: Any) -> tuple[nn
     from megatron_fsdp_v2_mcore.optim.optimizer_state import reset_zero_scales_after_steps
 
     torch.manual_seed(0)
-    model = fully_shard(Model(), mp_policy=policy or MixedPrecisionPolicy())
+    params = {name: nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
+    model = fully_shard(Formula(_forward, **params), mp_policy=policy or MixedPrecisionPolicy())
     optimizer = FusedAdam(
         list(model.parameters()), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, **options
     )

@@ -256,7 +256,7 @@ class _SharedByUnits(Stack):
 class _Framed(Stack):
     """First and last layer are one unit, with blocks between them; some modules are recomputed."""
 
-    def __init__(self, recomputed: str = "", use_reentrant: bool = False) -> None:
+    def __init__(self, recomputed: str, use_reentrant: bool) -> None:
         super().__init__()
         self.recomputed, self.use_reentrant = recomputed, use_reentrant
 
@@ -302,24 +302,20 @@ def _generated(register: Any, model: Any, step: int, micro: int, rank: int) -> t
     if step == 2:
         with contextlib.suppress(PlannedFailure):
             model.generate(x, fails=True)
-    loss: torch.Tensor = model.generate(x).square().mean() + mean_square(model, step, micro, rank)
-    return loss
+    return model.generate(x).square().mean() + mean_square(model, step, micro, rank)
 
 
 # -- units that run without their root ------------------------------------------------------------
 
 
-class _Coder(nn.Module):
-    """A root whose units are also called directly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(INPUT, 6), nn.Tanh(), nn.Linear(6, INPUT))
-        self.decoder = nn.Sequential(nn.Linear(INPUT, 6), nn.Tanh(), nn.Linear(6, INPUT))
-        self.scale = nn.Parameter(torch.ones(INPUT))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.decoder(self.encoder(x)) * self.scale
+def _coder() -> nn.Module:
+    """Build a root whose units are also called directly."""
+    return Formula(
+        lambda m, x: m.decoder(m.encoder(x)) * m.scale,
+        encoder=nn.Sequential(nn.Linear(INPUT, 6), nn.Tanh(), nn.Linear(6, INPUT)),
+        decoder=nn.Sequential(nn.Linear(INPUT, 6), nn.Tanh(), nn.Linear(6, INPUT)),
+        scale=nn.Parameter(torch.ones(INPUT)),
+    )
 
 
 def _units_of_coder(model: Any) -> list[nn.Module]:
@@ -535,7 +531,7 @@ def _fused(kind: str, times: int, tied: bool = False, **more: Any) -> Pattern:
     return Pattern(build, list, num_micro=3, sync="no_sync", **more)
 
 
-_CODER = functools.partial(Pattern, _Coder, _units_of_coder, num_micro=3)
+_CODER = functools.partial(Pattern, _coder, _units_of_coder, num_micro=3)
 
 UNUSUAL: dict[str, Pattern] = {
     **{f"in place: {name}": Pattern(_in_place(*case)) for name, case in _IN_PLACE.items()},

@@ -36,7 +36,6 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], Path]
 
     @functools.cache
     def folder(run: Run) -> Path:
-        del run
         return tmp_path_factory.mktemp("saved")
 
     return folder

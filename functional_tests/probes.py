@@ -14,14 +14,12 @@ from megatron_fsdp_v2.runtime.module import named_units
 
 def gathered_units(chunks: Any, optimizer: Any) -> list[str]:
     """Return the units that are still gathered; a chunk of Megatron's DDP has none."""
-    del optimizer
     units = (pair for chunk in chunks for pair in named_units(chunk))
     return [name for name, unit in units if unit.is_unsharded]
 
 
 def prefetch_limits(chunks: Any, optimizer: Any) -> tuple[int, int | None, int | None, int, int]:
     """Return the number of units, the prefetch and buffer limits, and the units kept gathered."""
-    del optimizer
     units = [unit for _, unit in named_units(chunks[0].module)]
     context, gathered = units[0].context, sum(unit.is_gathered_after_step for unit in units)
     limit = context.gathers.limit
@@ -31,7 +29,6 @@ def prefetch_limits(chunks: Any, optimizer: Any) -> tuple[int, int | None, int |
 
 def separate_gather_groups(chunks: Any, optimizer: Any) -> list[bool]:
     """Return, for each all-gather group, whether it is a separate group of the same ranks."""
-    del optimizer
     found: dict[str, bool] = {}
     for _, unit in named_units(chunks[0]):
         for axis in (group.axes[-1] for group in unit.groups):
@@ -50,7 +47,6 @@ def _torch_optimizers(optimizer: Any) -> list[Any]:
 
 def steps_flat_tensors(chunks: Any, optimizer: Any) -> bool:
     """Return whether Adam stepped flat tensors: fewer nonempty tensors than parameters."""
-    del chunks
     stepped = given = 0
     for part in _torch_optimizers(optimizer):
         assert isinstance(part, FlatOptimizer) and part._plan is not None
@@ -61,7 +57,6 @@ def steps_flat_tensors(chunks: Any, optimizer: Any) -> bool:
 
 def offloads(chunks: Any, optimizer: Any, *, fraction: float) -> bool:
     """Return whether the offloaded moments exceed this fraction by less than one parameter."""
-    del chunks
     moments = [
         local_of(state["exp_avg"])
         for part in _torch_optimizers(optimizer)
@@ -75,7 +70,6 @@ def offloads(chunks: Any, optimizer: Any, *, fraction: float) -> bool:
 
 def moment_bytes_per_element(chunks: Any, optimizer: Any) -> float:
     """Return the bytes of both moments per parameter element on this rank."""
-    del chunks
     (part,) = _torch_optimizers(optimizer)
     moments = [
         (moment, getattr(moment, "_data", moment))

@@ -17,9 +17,9 @@ LENGTH = 7
 ROWS = 2
 
 
-def _tokens(seed: int, length: int = LENGTH, rows: int = ROWS) -> torch.Tensor:
+def _tokens(seed: int, length: int = LENGTH) -> torch.Tensor:
     # Numbers below 3 are special tokens.
-    return torch.randint(3, VOCABULARY, (rows, length), generator=_numbers(seed))
+    return torch.randint(3, VOCABULARY, (ROWS, length), generator=_numbers(seed))
 
 
 def _numbers(seed: int) -> torch.Generator:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, field
-from typing import Any, override
+from typing import Any
 from unittest import mock
 
 import torch
@@ -47,7 +47,6 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList([Block(WIDTH), Block(WIDTH)])
         self.out = nn.Linear(WIDTH, 1)
 
-    @override
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.table(tokens)
         x = x + torch.tanh(self.conv(x.unsqueeze(1))).mean((1, 2, 3))[:, None, None]
@@ -106,10 +105,6 @@ def _is_matrix(param: nn.Parameter) -> bool:
     return param.ndim == 2
 
 
-def _sam(**options: Any) -> Callable[..., Any]:
-    return _with(base_optimizer=torch.optim.AdamW, **options)
-
-
 _ON_TWO_RANKS = Usage(ranks=(2,))
 _USAGES: dict[str, Usage] = {
     "torch.optim.Muon pytorch_optimizer.DeMo pytorch_optimizer.LoRARite": Usage(chosen=_is_matrix),
@@ -131,7 +126,7 @@ _USAGES: dict[str, Usage] = {
     "pytorch_optimizer.BSAM": Usage(_with(num_data=8), calls=True),
     "pytorch_optimizer.Ranger21": Usage(_with(num_iterations=STEPS)),
     "pytorch_optimizer.SAM pytorch_optimizer.FriendlySAM pytorch_optimizer.LookSAM": Usage(
-        _sam(), calls=True
+        _with(base_optimizer=torch.optim.AdamW), calls=True
     ),
     "pytorch_optimizer.WSAM": Usage(
         lambda cls, model, params: cls(model, params, torch.optim.AdamW), calls=True

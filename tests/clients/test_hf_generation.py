@@ -41,7 +41,6 @@ _CACHED = ("keys", "values", "conv_states", "recurrent_states")
 
 def evaluate(name: str, new_tokens: Any, model: Any, step: int, rank: int) -> dict[str, Any]:
     """Return the outputs of a forward and of `generate()`, with scores and caches."""
-    del step
     model.eval()
     found: dict[str, torch.Tensor] = {}
     with torch.no_grad():
@@ -114,9 +113,7 @@ def generate_different_lengths_and_train() -> None:
     difference(training_of("Llama", options=options, evaluate=evaluated))
 
 
-def test_check_ranks_detects_different_lengths_without_synced_gpus(
-    clients: RankPools,
-) -> None:
+def test_check_ranks_detects_different_lengths_without_synced_gpus(clients: RankPools) -> None:
     with pytest.raises(RankFailure, match="is about to"):
         clients(2).run(generate_different_lengths_and_train)
 
@@ -142,8 +139,6 @@ def test_gradients_through_a_cache_match_unsharded(measure: Measure, strategy: s
     measure("transformers", compared, 2, difference_through_cache, strategy)
 
 
-def test_gradients_through_a_cache_raise_an_error_at_zero3(
-    clients: RankPools,
-) -> None:
+def test_gradients_through_a_cache_raise_an_error_at_zero3(clients: RankPools) -> None:
     with pytest.raises(RankFailure, match="out of bounds for storage of size 0"):
         clients(2).run(difference_through_cache, "ZeRO-3")

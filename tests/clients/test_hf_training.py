@@ -160,7 +160,6 @@ class InOrder(transformers.Trainer):
     """A Trainer that does not shuffle its data."""
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> SequentialSampler:
-        del args, kwargs
         return SequentialSampler(self.train_dataset)
 
 

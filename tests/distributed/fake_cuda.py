@@ -159,9 +159,6 @@ class _Stream(RecordedStream):
         self.host.note("Stream.synchronize")
         super().synchronize()
 
-    def query(self) -> bool:
-        return True
-
 
 class _Event:
     """Replaces `torch.cuda.Event`."""
@@ -170,12 +167,6 @@ class _Event:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.recorded: RecordedEvent | None = None
-
-    def record(self, stream: _Stream | None = None) -> None:
-        (stream or _current_stream()).record_event(self)
-
-    def wait(self, stream: _Stream | None = None) -> None:
-        (stream or _current_stream()).wait_event(self)
 
     def synchronize(self) -> None:
         self.host.note("Event.synchronize")

@@ -15,7 +15,7 @@ import datetime
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, override
+from typing import Any
 from unittest import mock
 
 import torch
@@ -35,12 +35,7 @@ TIMEOUT = datetime.timedelta(seconds=30)
 TEXT = 160
 """Bytes of a call's description, which is compared across ranks."""
 
-FLOAT8 = (
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 DTYPES = (
     *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, *FLOAT8),
@@ -76,13 +71,7 @@ def _op_of(opts: Any) -> str:
 class _Done(Work):
     """The work handle of a completed collective; on CUDA, of a queued one."""
 
-    @override
     def wait(self, timeout: Any = None) -> bool:
-        del timeout
-        return True
-
-    @override
-    def is_completed(self) -> bool:
         return True
 
 
@@ -141,13 +130,11 @@ class NcclDouble(PythonGroup):
 
     # -- collectives, under the names that c10d calls -----------------------------------------
 
-    @override
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         self._check("all_gather", input)
         output.view(-1).copy_(torch.cat(self._gathered(input)))
         return self._answer(opts)
 
-    @override
     def allgather_into_tensor_coalesced(
         self, output_lists: Any, input_list: Any, opts: Any = None
     ) -> Any:
@@ -155,7 +142,6 @@ class NcclDouble(PythonGroup):
             self._allgather_base(output, given)
         return self._answer(opts)
 
-    @override
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
         (outputs,), (given,) = output_tensors, input_tensors
         self._check("all_gather", given)
@@ -163,7 +149,6 @@ class NcclDouble(PythonGroup):
             output.copy_(found.view_as(output))
         return self._answer(opts)
 
-    @override
     def _reduce_scatter_base(
         self, outputTensor: torch.Tensor, inputTensor: torch.Tensor, opts: Any = None
     ) -> Any:
@@ -172,7 +157,6 @@ class NcclDouble(PythonGroup):
         outputTensor.view(-1).copy_(self._reduced(inputTensor, op)[self.rank()])
         return self._answer(opts)
 
-    @override
     def reduce_scatter_tensor_coalesced(
         self, outputTensors: Any, inputTensors: Any, opts: Any = None
     ) -> Any:
@@ -180,7 +164,6 @@ class NcclDouble(PythonGroup):
             self._reduce_scatter_base(output, given, opts)
         return self._answer(opts)
 
-    @override
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         op = _op_of(opts)
         for tensor in tensors:
@@ -188,11 +171,9 @@ class NcclDouble(PythonGroup):
             tensor.copy_(torch.cat(self._reduced(tensor, op)).view_as(tensor))
         return self._answer(opts)
 
-    @override
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         return self.allreduce(tensors, opts)
 
-    @override
     def alltoall_base(
         self,
         output_tensor: torch.Tensor,
@@ -206,14 +187,12 @@ class NcclDouble(PythonGroup):
         self._gloo.alltoall_base(output_tensor, input_tensor, *splits).wait()
         return self._answer(opts)
 
-    @override
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         (tensor,) = tensors
         self._check(f"broadcast from {opts.rootRank}", tensor)
         tensor.copy_(self._gathered(tensor)[opts.rootRank].view_as(tensor))
         return self._answer(opts)
 
-    @override
     def barrier(self, opts: Any = None) -> Any:
         self._check("barrier")
         return self._answer(opts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -98,11 +99,11 @@ def _train(model: Any, optimizer: Any, steps: range = range(2)) -> None:
         step_all(optimizer)
 
 
-def _trained_pair(steps: int = 2, **options: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+def _trained_pair() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """A trained model and its optimizer, with a plain and with a flat optimizer."""
-    plain, flat = _made(is_flat=False, **options), _made(is_flat=True, **options)
-    for model, optimizer in (plain, flat):
-        _train(model, optimizer, range(steps))
+    plain, flat = _made(is_flat=False), _made(is_flat=True)
+    for made in (plain, flat):
+        _train(*made)
     return plain, flat
 
 
@@ -289,6 +290,15 @@ def test_a_deep_copy_has_the_state_of_parameters() -> None:
 # -- schedulers, closures, hooks and scalers ------------------------------------------------------
 
 
+def _clipped_loss(model: Any, optimizer: Any, step: int) -> torch.Tensor:
+    """Compute the loss of a step and its gradients, which are clipped."""
+    optimizer.zero_grad()
+    loss = own_loss(model, step)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    return loss
+
+
 @on_ranks(2)
 def test_schedulers_closures_hooks_clipping_and_new_groups_work() -> None:
     made = []
@@ -303,16 +313,7 @@ def test_schedulers_closures_hooks_clipping_and_new_groups_work() -> None:
         optimizer.register_step_pre_hook(lambda *_, calls=calls: calls.append("before"))
         optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append("after"))
         for step in range(3):
-
-            def closure(
-                model: Any = model, optimizer: Any = optimizer, step: int = step
-            ) -> torch.Tensor:
-                optimizer.zero_grad()
-                loss = own_loss(model, step)
-                loss.backward()
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                return loss
-
+            closure = functools.partial(_clipped_loss, model, optimizer, step)
             assert optimizer.step(closure).requires_grad
             scheduler.step()
             if step == 0:
@@ -383,16 +384,10 @@ class _Own(optim.SGD):
     """An elementwise optimizer that this package does not know."""
 
 
-class _Lamb(optim.SGD):
-    pass
-
-
-_Lamb.__name__ = "LAMB"
-
-
 @on_ranks(2)
 def test_non_elementwise_optimizers_are_rejected_and_unknown_ones_need_an_assertion() -> None:
-    for kind in (optim.LBFGS, optim.Adafactor, optim.SparseAdam, Muon, _Lamb):
+    lamb: Any = type("LAMB", (optim.SGD,), {})
+    for kind in (optim.LBFGS, optim.Adafactor, optim.SparseAdam, Muon, lamb):
         for elementwise in (False, True):
             text = error_message(
                 ValueError,

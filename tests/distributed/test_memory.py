@@ -202,8 +202,7 @@ WAYS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@on_ranks("mesh_name", mesh_name=["2", "HSDP 2x2"])
+@on_ranks("mesh_name", mesh_name=["2", "HSDP 2x2"], way=WAYS)
 def test_setting_gradients_to_none_frees_their_memory_immediately(mesh_name: str, way: str) -> None:
     for strategy in STRATEGIES if mesh_name == "2" else STRATEGIES[2:]:
         model = wrap(Stack(), sharding_strategy=strategy, **on_mesh(mesh_name))
@@ -381,9 +380,6 @@ class _Watched:
         self._tensors = [(tensor, tensor.data_ptr()) for tensor in operands]
         self._keys = [tensor.untyped_storage()._cdata for tensor in operands]
         used.update(self._keys)
-
-    def is_completed(self) -> bool:
-        return bool(self._work.is_completed())
 
     def wait(self) -> None:
         self._work.wait()

@@ -29,7 +29,6 @@ from tests.distributed.cut_parameters import (
     relative_error,
     set_gradients,
     sharded,
-    whole,
 )
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
@@ -38,6 +37,7 @@ from tests.distributed.wrapping import (
     error_message,
     mesh_of,
     of_all_ranks,
+    whole,
 )
 from tests.reference.muon import ReferenceMuon
 
@@ -79,7 +79,7 @@ def _train(
 
 def error_of(params: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
     """Relative error of full values. Collective."""
-    return relative_error([whole(p) for p in params], [p.detach() for p in expected])
+    return relative_error([whole(p.detach()) for p in params], [p.detach() for p in expected])
 
 
 def check_updates(
@@ -207,9 +207,8 @@ def test_one_group_mixes_parameters_of_several_meshes_and_plain_parameters() -> 
 OTHERS = (Spec((7,)), Spec((9, 4)), Spec((1,)), Spec((5, 2), is_frozen=True), Spec((2, 3, 4)))
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
 @pytest.mark.parametrize("lr", [0.02, torch.tensor(0.02, dtype=torch.float64)], ids=str)
-@on_ranks(3)
+@on_ranks(3, strategy=["no_shard", "optim_grads_params"])
 def test_groups_without_muon_are_stepped_by_adamw(strategy: str, lr: Any) -> None:
     specs, dtype = [*SPECS, *OTHERS], torch.float64
     theirs, mine = plain(specs, dtype), sharded(specs, Place((3,), strategy), dtype)
@@ -224,7 +223,6 @@ def test_groups_without_muon_are_stepped_by_adamw(strategy: str, lr: Any) -> Non
                 # AdamW skips parameters without a gradient.
                 params[count].grad = None
             who.step()
-    assert reference.adamw is not None
     for a, b in zip(mine[count:], theirs[count:], strict=True):
         if not b.requires_grad:
             assert a not in optimizer.state
@@ -329,7 +327,6 @@ def _stepped(specs: Sequence[Spec], place: Place, **options: Any) -> tuple[list[
 
 
 def _engine_work(optimizer: Muon) -> MatrixEngine:
-    assert optimizer._engine is not None
     return optimizer._engine[1]
 
 

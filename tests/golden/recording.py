@@ -7,7 +7,7 @@ import dataclasses
 import gc
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, override
+from typing import Any
 from unittest import mock
 
 import torch
@@ -70,7 +70,6 @@ class Recorder(LiveBytes):
         self.micro_batches = [list(events) for events in self._events]
         self.steady_bytes = self.now
 
-    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._is_in_collective:
             return func(*args, **(kwargs or {}))

@@ -10,7 +10,7 @@ import os
 import platform
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,27 +89,20 @@ class Machine:
             pool.close()
 
 
-def run_command(
-    words: Sequence[str],
-    log: Path,
-    *,
-    limit_s: float = LIMIT_S,
-    environment: dict[str, str | None] | None = None,
-) -> Run:
+def run_command(words: Sequence[str], log: Path, *, environment: Mapping[str, str | None]) -> Run:
     """Run a command in a new session and write its output to a file.
 
     Args:
         words: The command.
         log: The file for the output.
-        limit_s: Time limit; afterwards the command is terminated.
         environment: Variables to set; None removes a variable.
 
     Raises:
-        TimeoutError: The command exceeded the time limit.
+        TimeoutError: The command exceeded `LIMIT_S` and was terminated.
     """
-    added = environment or {}
-    variables = environment_of(**{n: value for n, value in added.items() if value is not None})
-    for name in [name for name, value in added.items() if value is None]:
+    kept = {name: value for name, value in environment.items() if value is not None}
+    variables = environment_of(**kept)
+    for name in environment.keys() - kept.keys():
         variables.pop(name, None)
     with log.open("w", encoding="utf-8") as file:
         child = subprocess.Popen(
@@ -121,9 +114,9 @@ def run_command(
             start_new_session=True,
         )
         try:
-            code = child.wait(limit_s)
+            code = child.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
-            raise TimeoutError(f"not done after {limit_s:g} s; see {log}") from None
+            raise TimeoutError(f"not done after {LIMIT_S:g} s; see {log}") from None
         finally:
             _terminate(child)
     return Run(code, log.read_text(encoding="utf-8", errors="replace"))

@@ -34,7 +34,6 @@ def on_device(pattern: Pattern, device: str) -> Pattern:
     """Return the pattern with its model on a device; the model moves its inputs there."""
 
     def move(module: nn.Module, args: Any) -> Any:
-        del module
         return tuple(arg.to(device) for arg in args)
 
     def build() -> nn.Module:

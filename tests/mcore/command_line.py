@@ -78,8 +78,7 @@ def run_module(module: str, arguments: Sequence[str], **environment: str) -> Run
 
 def run_code(code: str, *arguments: str) -> Run:
     """Run a short program in a new process, which has imported only torch."""
-    found: Run = call_in_process(_run_code, code, arguments)
-    return found
+    return call_in_process(_run_code, code, arguments)
 
 
 def _run_code(code: str, arguments: Sequence[str]) -> Run:
@@ -92,17 +91,14 @@ def run_each(module: str, command_lines: Sequence[Sequence[str]]) -> list[Run]:
     Importing Megatron takes seconds. All command lines except the last must be rejected before a
     process group exists.
     """
-    found: list[Run] = call_in_process(_run_each, module, command_lines)
-    return found
+    return call_in_process(_run_each, module, command_lines)
 
 
 def _run_each(module: str, command_lines: Sequence[Sequence[str]]) -> list[Run]:
-    return [_main(module, line) for line in command_lines]
+    def program() -> None:
+        runpy.run_module(module, run_name="__main__")
 
-
-def _main(module: str, arguments: Sequence[str]) -> Run:
-    """Run `python -m module` in this process."""
-    return _run_to_exit(lambda: runpy.run_module(module, run_name="__main__"), [module, *arguments])
+    return [_run_to_exit(program, [module, *line]) for line in command_lines]
 
 
 def _run_to_exit(program: Callable[[], object], argv: list[str]) -> Run:

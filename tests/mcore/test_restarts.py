@@ -123,10 +123,6 @@ def test_job_with_a_killed_rank_resumes_from_its_newest_checkpoint(tmp_path: Pat
     assert len(exact) == len(dict(exact))
 
 
-def _folder(path: Path) -> list[str]:
-    return [*f.loading(path), *f.saving(path, 100)]
-
-
 @pytest.mark.parametrize(
     ("strategy", "flags"),
     [
@@ -142,7 +138,8 @@ def test_one_command_starts_stops_and_resumes_like_an_uninterrupted_run(
 ) -> None:
     common = [fsdp(strategy), flags]
     uninterrupted = trained(megatron, 2, *common, "--train-iters 5", iterations=5)
-    command = [*common, _folder(tmp_path), "--override-opt-param-scheduler"]
+    folder = [*f.loading(tmp_path), *f.saving(tmp_path, 100)]
+    command = [*common, folder, "--override-opt-param-scheduler"]
     first = trained(megatron, 2, *command, "--train-iters 3", iterations=3)
     rest = trained(megatron, 2, *command, "--train-iters 5", iterations=2)
     assert [*first.losses, *rest.losses] == uninterrupted.losses

@@ -59,7 +59,6 @@ class ScaledFloat8(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
         if func is torch.ops.aten.detach.default:
             return ScaledFloat8(args[0].payload, args[0].scale)
         args, kwargs = tree_map_only(ScaledFloat8, ScaledFloat8.numbers, (args, kwargs or {}))
@@ -91,7 +90,6 @@ class ScaledFloat8Format(DenseFormat):
     communicates: ClassVar[bool] = True
 
     def __init__(self, dtypes: GroupDtypes) -> None:
-        del dtypes
         self.payload_dtype = torch.float8_e4m3fn
         self._scales: list[torch.Tensor] = []
 
@@ -101,22 +99,18 @@ class ScaledFloat8Format(DenseFormat):
 
     @staticmethod
     def itemsize(dtypes: GroupDtypes) -> int:
-        del dtypes
         return 1
 
     @staticmethod
     def values(param: torch.Tensor) -> torch.Tensor:
-        assert isinstance(param, ScaledFloat8)
         return param.numbers()
 
     def bind(self, views: Sequence[torch.Tensor], index: int, like: torch.Tensor) -> torch.Tensor:
-        assert index == len(self._scales) and isinstance(like, ScaledFloat8)
+        assert index == len(self._scales)
         self._scales.append(like.scale.clone())
         return ScaledFloat8(views[0], self._scales[index])
 
     def memory(self, bound: torch.Tensor, index: int) -> Sequence[torch.Tensor]:
-        del index
-        assert isinstance(bound, ScaledFloat8)
         return [bound.payload]
 
     @classmethod

@@ -44,7 +44,6 @@ class TwoWay(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types, kwargs
         assert func is torch.ops.aten.detach.default, f"{func} of a weight in two forms"
         return TwoWay(args[0].forms, args[0].shape)
 
@@ -89,7 +88,6 @@ class TwoWayFormat(DenseFormat):
     prepares: ClassVar[bool] = True
 
     def __init__(self, dtypes: GroupDtypes) -> None:
-        del dtypes
         self.payload_dtype = torch.int16
         self._views: list[Sequence[torch.Tensor]] = []
         self._params: Sequence[Any] = []
@@ -100,12 +98,10 @@ class TwoWayFormat(DenseFormat):
 
     @staticmethod
     def itemsize(dtypes: GroupDtypes) -> int:
-        del dtypes
         return 2
 
     @staticmethod
     def values(param: torch.Tensor) -> torch.Tensor:
-        assert isinstance(param, TwoWay)
         return param.numbers(0)
 
     def bind(self, views: Sequence[torch.Tensor], index: int, like: torch.Tensor) -> torch.Tensor:
@@ -117,7 +113,6 @@ class TwoWayFormat(DenseFormat):
         self._params = params
 
     def memory(self, bound: torch.Tensor, index: int) -> Sequence[torch.Tensor]:
-        del bound
         return self._views[index]
 
     def prepare(self, uses: WeightUse) -> None:
@@ -132,7 +127,6 @@ class TwoWayFormat(DenseFormat):
 
     @classmethod
     def write(cls, parts: Sequence[GroupWrite[Self]], axes: Sequence[Axis]) -> None:
-        del axes
         for _, main, payloads in parts:
             for payload, form in zip(payloads, FORMS, strict=True):
                 payload.copy_(main.tensor.to(form).view(torch.int16))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, override
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -18,7 +18,6 @@ class WrappingMomentum(torch.optim.Optimizer):
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
 
-    @override
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -32,7 +31,6 @@ class WrappingMomentum(torch.optim.Optimizer):
                     rows.sub_(momentum, alpha=group["lr"] / group["step"])
                     torch.autograd.graph.increment_version(param)
 
-    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         for param, state in self.state.items():

@@ -147,7 +147,6 @@ class BackwardStreams:
                     left.append(consumer)
 
     def _done(self, grad_inputs: Any, grad_outputs: Any) -> None:
-        del grad_inputs, grad_outputs
         # A backward inside a node runs other nodes.
         self._adds_up = running_node() is self._running
 

@@ -362,9 +362,9 @@ def test_no_memory_is_allocated_for_optimizer_state_that_is_not_stored(tmp_path:
     assert optimizer.state[model.weight]["momentum_buffer"].shape == (6, 4)
 
 
-def header(changed: dict[str, Any] | str, more: int = 48) -> bytes:
+def header(changed: dict[str, Any] | str) -> bytes:
     content = changed if isinstance(changed, str) else json.dumps(changed)
-    return struct.pack("<Q", len(content)) + content.encode() + bytes(more)
+    return struct.pack("<Q", len(content)) + content.encode() + bytes(48)
 
 
 A = {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}

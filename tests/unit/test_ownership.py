@@ -41,21 +41,14 @@ def _strides(grid: Grid) -> tuple[tuple[int, ...], int]:
     return tuple(strides), stride
 
 
-def _layouts(grid: Grid, shapes: Sequence[Shape], granularity: str = "row") -> list[MatrixLayout]:
+def _layouts(grid: Grid, shapes: Sequence[Shape]) -> list[MatrixLayout]:
     """Return the layouts of matrices in one buffer, sharded over a grid."""
     strides, count = _strides(grid)
-    buffer = BufferLayout.plan(shapes, count, Granularity.parse(granularity))
+    buffer = BufferLayout.plan(shapes, count)
     return [
         MatrixLayout(grid, RowShards(buffer.row_ranges(index), strides), shape, strides)
         for index, shape in enumerate(shapes)
     ]
-
-
-def _squares(
-    flops: Sequence[int], ranks_holding_whole: Sequence[tuple[int, ...]] = ()
-) -> list[Matrix]:
-    places = [*ranks_holding_whole, *[()] * (len(flops) - len(ranks_holding_whole))]
-    return [Matrix(i, 0, (2, 2), f, 0, places[i]) for i, f in enumerate(flops)]
 
 
 # -- owners ---------------------------------------------------------------------------------------
@@ -76,7 +69,9 @@ def _squares(
 def test_owners_of_matrices_match_plans_made_by_hand(
     flops: list[int], ranks_holding_whole: list[tuple[int, ...]], owners: tuple[int, ...]
 ) -> None:
-    plan = Ownership.plan(_squares(flops, ranks_holding_whole), 3, ANY_BUCKET)
+    places = itertools.zip_longest(flops, ranks_holding_whole, fillvalue=())
+    squares = [Matrix(i, 0, (2, 2), work, 0, ranks) for i, (work, ranks) in enumerate(places)]
+    plan = Ownership.plan(squares, 3, ANY_BUCKET)
     assert plan.owners == owners
     work = [sum(f for f, o in zip(flops, owners, strict=True) if o == r) for r in range(3)]
     assert plan.flops == tuple(work)

@@ -62,7 +62,6 @@ def test_step_gathers_the_first_units_of_the_next_forward_once(policy: Any) -> N
 
 
 def _change_untracked(model: Any, optimizer: Any) -> None:
-    del optimizer
     for module in (model, *model.blocks):
         for group in unit_of(module).held_groups:
             # Otherwise a late gather may read the changed weights of one rank without an error.

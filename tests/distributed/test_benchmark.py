@@ -76,7 +76,6 @@ def test_engines_measured_together_train_like_the_plain_loop(changed: dict[str, 
 
 def _without_reduction(model: Model, mesh: DeviceMesh, setting: Setting) -> Training:
     """An engine that does not reduce gradients."""
-    del mesh
     return Training(model, adamw(model.parameters(), setting))
 
 

@@ -81,10 +81,9 @@ def _full(rank: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(PIECE * dist.get_world_size(), generator=generator).to(dtype)
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.3])
 @pytest.mark.parametrize("accumulate", [False, True], ids=["overwrite", "accumulate"])
 @pytest.mark.parametrize("comm_dtype", [torch.float32, torch.bfloat16], ids=str)
-@on_ranks("world_size", world_size=[2, 3, 4], chunk=[1000, 1536])
+@on_ranks("world_size", world_size=[2, 3, 4], chunk=[1000, 1536], scale=[1.0, 0.3])
 def test_reduce_scatter_sums_in_rank_order_in_the_dtype_of_the_result(
     world_size: int, chunk: int, comm_dtype: torch.dtype, accumulate: bool, scale: float
 ) -> None:

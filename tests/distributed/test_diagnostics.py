@@ -326,9 +326,8 @@ def _main_grad(group: Any) -> int:
     return int(group.main_weight.tensor.numel() * group.spec.dtypes.main_grad.itemsize)
 
 
-@pytest.mark.parametrize("mesh_name", MESH_NAMES)
 @pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
-@on_ranks("mesh_name")
+@on_ranks("mesh_name", mesh_name=MESH_NAMES)
 def test_summary_bytes_equal_storage_bytes(
     mesh_name: str, policy: MixedPrecisionPolicy | None
 ) -> None:
@@ -422,9 +421,7 @@ PHASES = (
 
 
 @on_ranks(2, is_async=[True, False])
-def test_profile_ranges_are_in_a_trace_only_when_enabled(
-    is_async: bool,
-) -> None:
+def test_profile_ranges_are_in_a_trace_only_when_enabled(is_async: bool) -> None:
     model = _sharded(enable_async_reduce_grad=is_async, enable_unshard_prefetch=is_async)
     names = []
     for enabled in (None, True, False):

@@ -317,14 +317,10 @@ def test_freezing_takes_effect_while_weights_are_gathered(strategy: str) -> None
     assert changes == [True, False, True]
 
 
-class _Lost:
-    def wait(self) -> None:
-        raise RuntimeError("Connection closed by peer")
-
-
 @on_ranks(2, is_async=[False, True], at_issue=[False, True])
 def test_next_forward_gathers_weights_after_a_failed_gather(is_async: bool, at_issue: bool) -> None:
     plain, model = pair(enable_unshard_prefetch=is_async)
+    lost = mock.Mock(side_effect=RuntimeError("Connection closed by peer"))
     with torch.no_grad():
         own_loss(model, 0)
     group = unit_of(model.blocks[1]).groups[0]
@@ -333,8 +329,9 @@ def test_next_forward_gathers_weights_after_a_failed_gather(is_async: bool, at_i
         assert async_op is is_async
         collective.output.fill_(float("nan"))
         if at_issue:
-            raise RuntimeError("Connection closed by peer")
-        with mock.patch.object(backends, "all_gather_single", lambda *_, **__: _Lost()):
+            lost()
+        work = mock.Mock(wait=lost)
+        with mock.patch.object(backends, "all_gather_single", return_value=work):
             return communicator.issue(collective, async_op=async_op)
 
     broken: Any = mock.Mock(has_streams=False, issue=fails)

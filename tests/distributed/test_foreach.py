@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
@@ -216,8 +215,7 @@ def _num_cached() -> int:
     return len(FakeTensorMode.cache) + propagator.propagate_op_sharding.cache_info().currsize
 
 
-@pytest.mark.parametrize("foreach", [False, True])
-@on_ranks(2)
+@on_ranks(2, foreach=[False, True])
 def test_learning_rate_changes_add_no_cache_entries(foreach: bool) -> None:
     """DTensor's dispatcher caches an entry for every scalar argument of an operation."""
     # Evenly sharded rows, which a plain DTensor could represent.

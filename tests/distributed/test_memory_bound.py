@@ -331,8 +331,7 @@ def printed_report(path: str) -> str:
     memory.plot(path)
     labels = {(moment.phase, moment.unit) for moment in memory.intervals}
     assert {("forward", "blocks.2"), ("backward", "blocks.2"), ("optimizer step", "")} <= labels
-    report: str = memory.report()
-    return report
+    return memory.report()
 
 
 def _without_temporaries(report: str) -> str:

@@ -57,7 +57,6 @@ MARKS: dict[str, Any] = {
 def test_attributes_are_on_sharded_and_on_gathered_parameters(
     strategy: str, param_dtype: torch.dtype
 ) -> None:
-    torch.manual_seed(0)
     model: Any = Stack(2)
     model.output.requires_grad_(False)
     marks = {
@@ -224,7 +223,6 @@ def test_hooks_of_parameters_without_gradients_are_not_called(strategy: str) -> 
 
 @on_ranks(2, meta=[False, True])
 def test_hooks_registered_before_sharding_are_kept_or_rejected(meta: bool) -> None:
-    torch.manual_seed(0)
     with torch.device("meta" if meta else "cpu"):
         layer = nn.Linear(4, 4)
     called: list[Any] = []

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, override
+from typing import Any
 
 import pytest
 import torch
@@ -305,7 +305,6 @@ class Quantized(nn.Module):
         self.scale = nn.Parameter(torch.tensor([0.5]), requires_grad=False)
         self.layer = nn.Linear(7, 3)
 
-    @override
     def forward(self, x: torch.Tensor) -> Any:
         weight = self.weight.abs() if self.weight.is_complex() else self.weight
         self.seen = self.weight.dtype

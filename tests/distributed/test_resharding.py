@@ -113,8 +113,7 @@ def _check(pools: RankPools, folder: Path, trials: Iterable[tuple[Pair, str]]) -
         loads_of.setdefault(loads, set()).add((saves, name))
 
     def run(place: Place, function: Any, *args: Any) -> list[Any]:
-        results: list[Any] = pools(math.prod(place.mesh)).run(function, str(folder), *args)
-        return results
+        return pools(math.prod(place.mesh)).run(function, str(folder), *args)
 
     expected: dict[Source, dict[str, str]] = {}
     for place, sources in saves_of.items():

@@ -182,7 +182,6 @@ def test_units_with_conflicting_addresses_are_both_named() -> None:
     for _ in range(4):
         _step(model)
     report = next(r for r in model.trace_pool().reports() if r.kind.is_weight)
-    assert report.plan is not None
     weights = [report.names.index(f"blocks.{index}/0/model_weight") for index in range(5)]
     first, second = next(
         (i, j) for i, j in PAIRS if report.plan.overlaps[weights[i]] >> weights[j] & 1

@@ -16,8 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.distributed.wrapping import wrap
 from tests.reference.models import Block
 
-__all__ = ["free_names", "matrix_parameters", "prepare", "tensor_parallel_modules"]
-
 WIDTH = 8
 
 
@@ -32,8 +30,7 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
-        result: torch.Tensor = self.output(x)
-        return result
+        return self.output(x)
 
 
 def free_names(tree: ast.AST) -> set[str]:
@@ -143,8 +140,7 @@ def matrix_parameters() -> dict[str, Any]:
 
     def my_polar_factor(matrices: torch.Tensor) -> torch.Tensor:
         left, _, right = torch.linalg.svd(matrices, full_matrices=False)
-        product: torch.Tensor = left @ right
-        return product
+        return left @ right
 
     updates = [torch.randn_like(param.to_local()) for param in params]
     return {**names, "params": params, "updates": updates, "my_polar_factor": my_polar_factor}

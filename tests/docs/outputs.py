@@ -13,8 +13,6 @@ from tests.distributed.test_stream_safety import faults_found
 from tests.distributed.test_trace_pool import Deep, _sharded, _step
 from tests.reference.models import Stack
 
-__all__ = ["not_finite", "pool_report", "violation"]
-
 
 def not_finite() -> str:
     """Return the error message for a gradient that contains NaN."""
@@ -35,8 +33,7 @@ def pool_report() -> str:
     model: Any = _sharded(Deep(6))
     for _ in range(4):
         _step(model, evaluates=True)
-    report: str = model.trace_pool().report()
-    return report
+    return model.trace_pool().report()
 
 
 def violation() -> str:

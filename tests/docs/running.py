@@ -11,8 +11,6 @@ from typing import Any
 
 from tests.docs.given import prepare
 
-__all__ = ["load", "run_page"]
-
 
 def load(name: str) -> Any:
     """Return the function that `module:function` names.

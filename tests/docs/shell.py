@@ -22,8 +22,6 @@ from string import Template
 from megatron_fsdp_v2.cli import build_parser, discover_commands
 from tests.processes import ROOT, ran
 
-__all__ = ["Command", "check", "check_flags", "commands_of", "typed_lines"]
-
 _ELLIPSIS = "..."
 _PLACEHOLDER = re.compile(r"<[a-z][a-z _-]*>")
 _ASSIGNMENT = re.compile(r"\w+=")
@@ -118,8 +116,7 @@ def _megatron_parser() -> argparse.ArgumentParser:
     from megatron_fsdp_v2_mcore.flags.arguments import add_arguments
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    found: argparse.ArgumentParser = add_arguments(add_megatron_arguments(parser))
-    return found
+    return add_arguments(add_megatron_arguments(parser))
 
 
 def _parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:

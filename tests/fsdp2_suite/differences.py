@@ -44,8 +44,7 @@ REASONS = {
         "`reshard_after_forward=2` of 4 ranks",
     ),
     "conversion": _REJECTED(
-        r"ValueError: the parameters of unit .* cannot become",
-        "`model.to(dtype)` after sharding",
+        r"ValueError: the parameters of unit .* cannot become", "`model.to(dtype)` after sharding"
     ),
     "extensions": _REJECTED(
         r"ValueError: parameter .* which is made of other tensors or defines fsdp_pre_all_gather",

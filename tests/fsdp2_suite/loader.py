@@ -33,7 +33,6 @@ OURS, TORCHS = "ours", "torch"
 
 def _unchanged(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
     """Return a decorator without effect."""
-    del args, kwargs
     return lambda function: function
 
 

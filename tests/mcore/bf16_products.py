@@ -29,8 +29,7 @@ def _into(product: Callable[..., torch.Tensor], *shape: int) -> _Multiply:
 
 
 def _recomputed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = checkpoint(functional.linear, x, w, use_reentrant=True)
-    return result
+    return checkpoint(functional.linear, x, w, use_reentrant=True)
 
 
 class _OwnBackward(torch.autograd.Function):

@@ -9,8 +9,6 @@ import pytest
 from megatron_fsdp_v2_mcore.flags.arguments import add_arguments
 from tests.mcore.flags import MODEL_FLAGS
 
-__all__ = ["parsed", "parser"]
-
 
 @pytest.fixture(scope="session")
 def parser() -> argparse.ArgumentParser:

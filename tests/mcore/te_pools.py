@@ -9,8 +9,6 @@ import pytest
 from tests.mcore.session import impl_of
 from tests.ranks import RankPools, rank_pools
 
-__all__ = ["blackwell_te", "megatron_te", "pools_for", "recipe_te"]
-
 RECIPES = ("delayed", "tensorwise", "blockwise")
 BLACKWELL_RECIPES = ("mxfp8", "nvfp4")
 """Recipes that need a Blackwell GPU."""
@@ -39,8 +37,7 @@ def blackwell_te() -> Iterator[RankPools]:
 def recipe_te(request: pytest.FixtureRequest, recipe: str) -> RankPools:
     """Return the process groups for the argument `recipe` of a test."""
     name = "blackwell_te" if recipe in BLACKWELL_RECIPES else "megatron_te"
-    found: RankPools = request.getfixturevalue(name)
-    return found
+    return request.getfixturevalue(name)
 
 
 def pools_for(request: pytest.FixtureRequest, flags: Sequence[str]) -> RankPools:
@@ -48,8 +45,7 @@ def pools_for(request: pytest.FixtureRequest, flags: Sequence[str]) -> RankPools
     name = "megatron"
     if impl_of(flags) == "transformer_engine":
         name = "megatron_te" if {"mxfp8", "nvfp4"}.isdisjoint(flags) else "blackwell_te"
-    found: RankPools = request.getfixturevalue(name)
-    return found
+    return request.getfixturevalue(name)
 
 
 def _skip_without_transformer_engine() -> None:

@@ -53,7 +53,6 @@ def train_with_patched_adaptive_muon(flags: Sequence[str]) -> Training:
 
 def full_matrices(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     """Return the full matrices of the layers, including this rank's experts. Collective."""
-    del optimizer
     return {
         name.replace("module.", ""): param.detach().full_tensor()
         if isinstance(param, UnevenDTensor)
@@ -85,6 +84,7 @@ def give_gradients(whole: nn.Sequential, sharded: nn.Sequential) -> None:
         set_gradients(list(model.parameters()), grads)
 
 
+Saved = tuple[Path, list[float]]
 STEPS = "--global-batch-size 8 --train-iters 8"
 # Fused projections of several groups, gated layers, and Newton-Schulz in fp32.
 MUON = f"{f.GATED} {f.MUON}"
@@ -109,18 +109,14 @@ def test_adaptive_muon_matches_emerging_optimizers(megatron: RankPools) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(
-    megatron: RankPools, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, list[float]]:
+def saved(megatron: RankPools, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """A checkpoint of iteration 4 at 2 ranks, ZeRO-3, and the losses of the uninterrupted run."""
     folder = tmp_path_factory.mktemp("muon")
     return folder, _train(megatron, MUON, fsdp(), f.saving(folder, 4)).losses
 
 
 @pytest.mark.functional
-def test_state_of_another_optimizer_is_rejected(
-    megatron: RankPools, saved: tuple[Path, list[float]]
-) -> None:
+def test_state_of_another_optimizer_is_rejected(megatron: RankPools, saved: Saved) -> None:
     folder, uninterrupted = saved
     flags = [f.GATED, fsdp(), f.loading(folder, 4)]
     with pytest.raises(RankFailure, match="--optimizer was muon and is adam: resume with"):
@@ -131,7 +127,7 @@ def test_state_of_another_optimizer_is_rejected(
 
 @pytest.mark.parametrize("optimizer", ["adam", "muon"])
 def test_bf16_run_starts_from_weights_without_optimizer_state(
-    megatron: RankPools, saved: tuple[Path, list[float]], optimizer: str
+    megatron: RankPools, saved: Saved, optimizer: str
 ) -> None:
     """With bf16 weights, Megatron requests main weights that are rebuilt from loaded weights."""
     folder, uninterrupted = saved
@@ -141,7 +137,7 @@ def test_bf16_run_starts_from_weights_without_optimizer_state(
 
 
 def test_weights_are_exported_without_optimizer_state(
-    megatron: RankPools, saved: tuple[Path, list[float]], tmp_path: Path
+    megatron: RankPools, saved: Saved, tmp_path: Path
 ) -> None:
     from megatron_fsdp_v2_mcore.checkpoint.torch_dist.export import export
 

@@ -8,7 +8,7 @@ import gc
 from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, override
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -42,7 +42,6 @@ class Layers(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(size, size) for size in SIZES)
 
-    @override
     def forward(self, step: int, without: tuple[int, ...]) -> torch.Tensor:
         loss = torch.zeros(())
         for index, layer in enumerate(self.layers):

@@ -52,8 +52,7 @@ def test_cpu_flags_are_added_and_user_flags_are_kept() -> None:
 
 
 def _parser(add_arguments: Any) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = add_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    return parser
+    return add_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
 @on_megatron(1)

@@ -118,7 +118,6 @@ def test_context_parallel_rank_has_an_early_and_a_late_chunk() -> None:
 
 
 def _layers(model: list[Any], optimizer: Any) -> list[str]:
-    del optimizer
     return [type(layer).__name__ for layer in model[0].module.decoder.layers]
 
 

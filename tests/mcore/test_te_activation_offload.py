@@ -35,7 +35,6 @@ def _train_offloading(flags: Sequence[str]) -> Training:
     counts = {"bytes": 0, "spoiled": 0, "parameters": 0, "gathered": 0}
 
     def is_moved(state: Any, tensor: torch.Tensor) -> bool:
-        del state
         if isinstance(tensor, torch.nn.Parameter):
             counts["parameters"] += 1
             return False

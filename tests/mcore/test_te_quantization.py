@@ -79,7 +79,6 @@ def test_scale_of_a_tensor_is_delayed_or_current_and_common_to_ranks() -> None:
 @on_te(2)
 def test_scale_of_a_block_is_a_power_of_two_from_its_amax() -> None:
     te = enter_te()
-    torch.manual_seed(0)
     x = torch.randn(256, 384) * torch.rand(256, 1) * 10
     for dim in (1, 2):
         made = te.Float8BlockQuantizer(
@@ -102,7 +101,6 @@ def test_scale_of_a_block_is_a_power_of_two_from_its_amax() -> None:
 @on_te(2)
 def test_mxfp8_has_an_exponent_for_32_elements_in_both_directions() -> None:
     te = enter_te()
-    torch.manual_seed(0)
     x = (torch.randn(64, 96) * torch.rand(64, 1) * 10).bfloat16()
     made = te.MXFP8Quantizer(te.DType.kFloat8E4M3)(x)
     for way, (rows, cols) in (("rowwise", (1, 32)), ("columnwise", (32, 1))):
@@ -172,7 +170,6 @@ def test_products_multiply_the_stored_values(name: str) -> None:
     te = enter_te()
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
-    torch.manual_seed(0)
     shapes = ((256, 128), (64, 128), (64, 256))
     weight, x, grad = (torch.randn(*shape).bfloat16() for shape in shapes)
     one, other = (_quantizers(te, of_weights=is_weight)[name] for is_weight in (True, False))

@@ -18,6 +18,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_fsdp_v2.checkpoint import CheckpointError
+from megatron_fsdp_v2.checkpoint.exporting import open_source
+from megatron_fsdp_v2.checkpoint.writing import pickled, write_folder
 from tests.mcore import flags as f
 from tests.mcore.session import Training, distance, train
 from tests.mcore.trained import trained
@@ -71,7 +74,6 @@ def _train_and_count(flags: list[str]) -> tuple[Training, int]:
 
 
 def _num_elements(model: Any, optimizer: Any) -> int:
-    del optimizer
     return sum(param.numel() for chunk in model for param in chunk.parameters())
 
 
@@ -121,8 +123,6 @@ class _RunsCode:
 
 
 def test_a_checkpoint_cannot_run_code(tmp_path: Path) -> None:
-    from megatron_fsdp_v2.checkpoint import CheckpointError
-    from megatron_fsdp_v2.checkpoint.writing import pickled, write_folder
     from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import (
         COMMON,
         MegatronFolder,
@@ -139,9 +139,6 @@ def test_a_checkpoint_cannot_run_code(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("common", [{}, {"args": None}, {"args": {"num_layers": 2}}, None])
 def test_a_checkpoint_without_arguments_is_rejected(tmp_path: Path, common: Any) -> None:
-    from megatron_fsdp_v2.checkpoint import CheckpointError
-    from megatron_fsdp_v2.checkpoint.exporting import open_source
-    from megatron_fsdp_v2.checkpoint.writing import pickled, write_folder
     from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import COMMON
 
     write_folder(tmp_path, {COMMON: pickled([common])})
@@ -154,7 +151,6 @@ def test_only_objects_that_megatron_saves_are_loaded(tmp_path: Path) -> None:
     from megatron.core.enums import ModelType
     from megatron.core.optimizer import OptimizerConfig
 
-    from megatron_fsdp_v2.checkpoint import CheckpointError
     from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import load_plain
 
     file, kind, config = tmp_path / "x.pt", ModelType.encoder_or_decoder, OptimizerConfig(lr=0.5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, override
+from typing import Any
 
 import numpy as np
 import pytest
@@ -173,11 +173,9 @@ class Counter(nn.Module):
         self.weight = nn.Parameter(torch.full((2,), float(count)))
         self.count, self.limit = count, limit
 
-    @override
     def get_extra_state(self) -> int:
         return self.count
 
-    @override
     def set_extra_state(self, state: int) -> None:
         if state > self.limit:
             raise RuntimeError("too much")

@@ -209,9 +209,7 @@ def saved_in_a_child(path: Path, value: int, kill_number: int) -> bool:
     return status == 0
 
 
-def test_kill_at_any_file_operation_leaves_a_complete_checkpoint(
-    tmp_path: Path,
-) -> None:
+def test_kill_at_any_file_operation_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "run" / "k"
     save(path, 1)
     outcomes = []

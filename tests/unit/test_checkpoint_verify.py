@@ -82,7 +82,6 @@ def test_foreign_files_are_noted(folder: Path) -> None:
 
 def test_data_file_without_a_manifest_entry_is_a_problem(folder: Path) -> None:
     manifest = Manifest.read(folder)
-    assert manifest is not None
     files = {name: file for name, file in manifest.files.items() if name != FIRST}
     Manifest(1, torch.__version__, files=files).write(folder)
     assert verify(folder).problems == [f"not in the manifest: {FIRST}"]

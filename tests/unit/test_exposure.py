@@ -51,10 +51,7 @@ def planned(sizes: tuple[int, ...], seconds: float, **options: Any) -> OverlapRe
     rules = ModelTraits(flops_of=lambda name, params: seconds if name else 0.0)
     units, _ = describe_module(model, list(model), rules)
     training = TrainingDescription(
-        units,
-        {"dp": MeshDescription(NUM_RANKS)},
-        tokens=1,
-        options=RuntimeOptions(**options),
+        units, {"dp": MeshDescription(NUM_RANKS)}, tokens=1, options=RuntimeOptions(**options)
     )
     plan = plan_one(training, FULL, MACHINE)
     assert plan.overlap.exposed_seconds == pytest.approx(plan.exposed_seconds)

@@ -24,7 +24,6 @@ LAYERS = {
 MCORE = "megatron_fsdp_v2_mcore"
 ADAPTER = f"../adapters/{MCORE}"
 REHEARSAL = "adapters/megatron_cpu_rehearsal"
-WRAPPER = f"adapters/{MCORE}/model/wrapper.py"
 
 
 @pytest.fixture

@@ -22,9 +22,7 @@ def test_no_formats_are_registered_without_transformer_engine(
     assert formats.register_formats() is False
 
 
-def test_untested_version_warns_and_missing_classes_raise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_untested_version_warns_and_missing_classes_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package can be imported and has none of the known tensor classes."""
     monkeypatch.setitem(sys.modules, "transformer_engine", types.ModuleType("transformer_engine"))
     monkeypatch.delitem(sys.modules, "megatron_fsdp_v2_mcore.formats.quantized", raising=False)

@@ -248,10 +248,7 @@ def _forward(units: Sequence[Any], ran: Sequence[int]) -> RootPass:
 
 
 def _backward(
-    units: Sequence[Any],
-    ordered: OrderedReductions,
-    passed: RootPass,
-    ended: Sequence[int],
+    units: Sequence[Any], ordered: OrderedReductions, passed: RootPass, ended: Sequence[int]
 ) -> list[list[int]]:
     """Return the units reduced after each use, and last those at the end of the backward."""
     ordered.begin(passed)

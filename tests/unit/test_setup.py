@@ -8,11 +8,7 @@ import stat
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import (
-    PackageNotFoundError,
-    packages_distributions,
-    requires,
-)
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
 import pytest

@@ -216,9 +216,7 @@ def test_attention_takes_two_products_in_forward_and_five_in_backward(
     assert backward == pytest.approx(2.5 * forward)
 
 
-def test_operations_compute_nothing_and_take_no_physical_memory(
-    streams: VirtualStreams,
-) -> None:
+def test_operations_compute_nothing_and_take_no_physical_memory(streams: VirtualStreams) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with Operations(streams, RooflineCosts(MACHINE, 1e12)) as operations:
         layer = nn.Linear(2**15, 2**15, bias=False)

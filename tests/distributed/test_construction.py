@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, cast, override
+from typing import Any, cast
 
 import pytest
 import torch

@@ -38,7 +38,7 @@ class _OptimizerFacts:
     Attributes:
         cache_key: State that the facts depend on; they are computed again when it changes.
         held: `id()`s of all parameters that the optimizer holds.
-        contexts: Contexts whose parameters it holds.
+        contexts: Contexts whose parameters it holds, in the order of sharding.
         has_sharded_state: Whether hooks on its state dict are registered.
         unchanged: During a step that only initializes state: the groups whose model weights are up
             to date.
@@ -67,18 +67,17 @@ class _OptimizerWatch:
     """
 
     def __init__(self) -> None:
-        self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
-        self._num_added = 0
+        # In the order of sharding, which is the same on all ranks: gathers follow it.
+        self._contexts: list[weakref.ref[Context]] = []
         self._watched: weakref.WeakKeyDictionary[Optimizer, _OptimizerFacts] = (
             weakref.WeakKeyDictionary()
         )
 
     def add(self, context: Context) -> None:
-        if not self._num_added:
+        if not self._contexts:
             register_optimizer_step_pre_hook(uncompiled(self._before_step))
             register_optimizer_step_post_hook(uncompiled(self._after_step))
-        self._contexts.add(context)
-        self._num_added += 1
+        self._contexts.append(weakref.ref(context))
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         watched = self._facts_of(optimizer)
@@ -103,12 +102,12 @@ class _OptimizerWatch:
 
     def _facts_of(self, optimizer: Optimizer) -> _OptimizerFacts:
         """Return the facts about an optimizer; check its parameters if they changed."""
-        held = frozenset([id(p) for group in optimizer.param_groups for p in group["params"]])
-        cache_key = (num_stale(), self._num_added, held)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        held = frozenset(map(id, params))
+        cache_key = (num_stale(), len(self._contexts), held)
         watched = self._watched.setdefault(optimizer, _OptimizerFacts())
         if watched.cache_key == cache_key:
             return watched
-        params = [param for group in optimizer.param_groups for param in group["params"]]
         for param in params:
             _check_is_current(param)
         # Before its first step, an optimizer's state is the same on all ranks. An optimizer that
@@ -120,9 +119,10 @@ class _OptimizerWatch:
             watched.has_sharded_state = True
         watched.held, watched.cache_key = held, cache_key
         watched.contexts = [
-            weakref.ref(context)
-            for context in self._contexts
-            if any(id(p) in held for g in context.groups() for p in g.sharded_params)
+            ref
+            for ref in self._contexts
+            if (context := ref()) is not None
+            and any(id(p) in held for g in context.groups() for p in g.sharded_params)
         ]
         return watched
 
@@ -195,9 +195,9 @@ def _initializes_state(optimizer: Optimizer, contexts: Sequence[Context]) -> boo
         contexts: Contexts whose parameters it holds.
     """
     groups = optimizer.param_groups
-    if any(context.is_capturing for context in contexts):
+    if not contexts or any(context.is_capturing for context in contexts):
         return False
-    if not (contexts and all("lr" in group and _is_zero(group["lr"]) for group in groups)):
+    if not all("lr" in group and _is_zero(group["lr"]) for group in groups):
         return False
     grads: list[Any] = [p.grad for group in groups for p in group["params"] if p.requires_grad]
     if not grads or any(grad is None for grad in grads):
@@ -206,12 +206,9 @@ def _initializes_state(optimizer: Optimizer, contexts: Sequence[Context]) -> boo
     units = (unit for context in contexts for unit in context.units())
     if any(known.param_grads_and_main()[1] is not None for unit in units for known in unit.grads()):
         return False
-    return not any(_rows_of(grad).count_nonzero() for grad in grads)
-
-
-def _rows_of(grad: torch.Tensor) -> torch.Tensor:
-    # Local also for a plain DTensor, whose operations would count over all ranks.
-    return local_of(grad) if isinstance(grad, DTensor) else grad
+    # Local rows also of a plain DTensor, whose operations would count over all ranks.
+    rows = (local_of(grad) if isinstance(grad, DTensor) else grad for grad in grads)
+    return not any(each.count_nonzero() for each in rows)
 
 
 def _is_zero(lr: Any) -> bool:
@@ -232,13 +229,11 @@ def _check_is_current(param: Any) -> None:
             "model.parameters()"
         )
     slot = find_owner_slot(param)
-    if slot is None:
-        return
-    raise RuntimeError(
-        f"the optimizer holds {slot.label}; "
-        "the model no longer uses that tensor. Build the optimizer from model.parameters() after "
-        "fully_shard"
-    )
+    if slot is not None:
+        raise RuntimeError(
+            f"the optimizer holds {slot.label}; the model no longer uses that tensor. Build the "
+            "optimizer from model.parameters() after fully_shard"
+        )
 
 
 _WATCH = _OptimizerWatch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -128,6 +129,21 @@ def test_a_unit_is_gathered_once_after_all_optimizers_of_its_parameters(split: s
     # Forward and backward of three blocks, and the root, once each.
     assert recorded.count("all_gather") == before + 2 * 3 + 1
     assert all(map(torch.equal, shards_of(model), shards_of(plain)))
+
+
+@on_ranks(2)
+def test_roots_of_one_optimizer_are_gathered_in_the_order_of_sharding() -> None:
+    roots = [wrap(nn.Linear(4, 4), [], **AHEAD) for _ in range(16)]
+    gathered: list[int] = []
+    for index, root in enumerate(roots):
+        record_collectives(root, functools.partial(gathered.append, index))
+    optimizer = torch.optim.SGD((p for root in roots for p in root.parameters()), lr=0.1)
+    for root in roots:
+        root(torch.ones(2, 4)).sum().backward()
+    gathered.clear()
+    step_all(optimizer)
+    # Ranks issue these gathers in one order, since collectives of a process group pair by order.
+    assert gathered == list(range(16))
 
 
 @on_ranks(2)

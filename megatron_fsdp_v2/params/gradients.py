@@ -151,10 +151,10 @@ class GroupGrads:
         # The side stream that wrote a parameter's gradient to the full buffer.
         self._written_aside: dict[int, Any] = {}
         # The main gradient: a weak reference, and a strong one while reductions are under way.
-        self._main: weakref.ref[torch.Tensor] | None = None
+        self._main: Callable[[], torch.Tensor | None] = lambda: None
         self._held: torch.Tensor | None = None
         # The last reduction that reads the partial buffer or writes the main gradient.
-        self._last_work: Work | None = None
+        self._last_work = DONE
         # Whether this rank had a gradient in any reduction into the current main gradient.
         self._contributed = False
         self._may_be_unused = False
@@ -208,7 +208,7 @@ class GroupGrads:
     @property
     def main(self) -> DataParallelBuffer | None:
         """The main gradient; None if it has no memory, since every `param.grad` is None."""
-        flat = None if self._main is None else self._main()
+        flat = self._main()
         if flat is None:
             return None
         return DataParallelBuffer(self._context, self._placements, flat, staging=self._staging)
@@ -279,8 +279,7 @@ class GroupGrads:
         if grad.layout is not torch.strided:
             self._zeroed_view(index).add_(grad)
             return
-        if self._context.comm.has_streams:
-            self._order_write(index)
+        self._order_write(index)
         if self._filled[index]:
             self._views[index].add_(grad)
         else:
@@ -289,8 +288,7 @@ class GroupGrads:
 
     def _zeroed_view(self, index: int) -> torch.Tensor:
         """Return a parameter's view for a kernel that adds to it; zero the view the first time."""
-        if self._context.comm.has_streams:
-            self._order_write(index)
+        self._order_write(index)
         if not self._filled[index]:
             self._views[index].zero_()
             self._filled[index] = True
@@ -298,12 +296,10 @@ class GroupGrads:
 
     def _order_write(self, index: int) -> None:
         """Order the current stream's write of a gradient after writes of other streams."""
-        comm = self._context.comm
-        side = comm.side_stream()
-        aside = self._written_aside
-        if side is None and not aside:
+        comm, aside = self._context.comm, self._written_aside
+        if not comm.has_streams:
             return
-        writer = aside.get(index)
+        side, writer = comm.side_stream(), aside.get(index)
         if side == writer:
             return
         # A side stream waits for the compute stream before its first write, and before it adds to
@@ -329,13 +325,11 @@ class GroupGrads:
         addition, so the sum is all -0.0 exactly if no rank had a gradient; finding that out takes
         no extra communication.
         """
-        unset = self._gaps
-        if not all(self._filled):
-            if not any(self._filled):
-                self.full.tensor.fill_(-0.0)
-                return
-            zipped = zip(self._views, self._filled, strict=True)
-            unset = unset + [view for view, filled in zipped if not filled]
+        if not self.has_gradient:
+            self.full.tensor.fill_(-0.0)
+            return
+        filled = zip(self._views, self._filled, strict=True)
+        unset = self._gaps + [view for view, is_filled in filled if not is_filled]
         if unset:
             torch._foreach_zero_(unset)
 
@@ -370,13 +364,12 @@ class GroupGrads:
         before, after = self._factors()
         if self.reduces and before != 1.0:
             self.full.tensor.mul_(before)
+        self._full_state = self._moved(self._full_state, GradState.REDUCING)
         if self.has_outer_axis:
             assert self.partial is not None
             accumulate = self.has_partial
-            self._full_state = self._moved(self._full_state, GradState.REDUCING)
             self._partial_state = self._moved(self._partial_state, GradState.ACCUMULATED)
             return self.full.redistribute(self.partial, accumulate=accumulate, async_op=async_op)
-        self._full_state = self._moved(self._full_state, GradState.REDUCING)
         if self.reduces:
             return self._into_main(self.full, after, async_op=async_op)
         return self._into_main(self.full.part(self._placements), 1.0, async_op=False)
@@ -409,7 +402,7 @@ class GroupGrads:
 
     def end_reductions(self) -> None:
         """Finish a backward, after the caller waited for all reductions."""
-        self._last_work = None
+        self._last_work = DONE
         if self._context.host is not None:
             self._context.comm.synchronize()
         self._drop_unused()
@@ -425,9 +418,8 @@ class GroupGrads:
             engine.queue_callback(self._hide_empty)
 
     def _wait_for_last(self) -> None:
-        if self._last_work is not None:
-            self._last_work.wait()
-            self._last_work = None
+        self._last_work.wait()
+        self._last_work = DONE
 
     def _into_main(self, source: DataParallelBuffer, scale: float, *, async_op: bool) -> Work:
         """Reduce a buffer into the main gradient, and set `param.grad`."""
@@ -474,7 +466,7 @@ class GroupGrads:
         if all(grad is None for grad in grads):
             self._held = self._new_main(is_overwritten=True)
             return False
-        flat = None if self._main is None else self._main()
+        flat = self._main()
         if flat is None or not all(
             self._is_published(index, grad, flat) or not param.requires_grad
             for index, (grad, param) in enumerate(zip(grads, self._params, strict=True))
@@ -487,12 +479,9 @@ class GroupGrads:
         return True
 
     def _new_main(self, *, is_overwritten: bool) -> torch.Tensor:
-        if torch.is_inference_mode_enabled():
-            # Tensors made in inference mode could not be modified in place later.
-            with torch.inference_mode(False):
-                return self._new_main(is_overwritten=is_overwritten)
         context = self._context
-        with context.comm.allocation_context():
+        # Tensors made in inference mode could not be modified in place later.
+        with torch.inference_mode(False), context.comm.allocation_context():
             flat = context.main_memory(
                 self._main_span, context.dtypes.main_grad, is_overwritten=is_overwritten
             )
@@ -587,7 +576,7 @@ class GroupGrads:
             stale values of gradients that are unset; and the rows of gradients that a user
             assigned.
         """
-        grads, flat = self.param_grads(), None if self._main is None else self._main()
+        grads, flat = self.param_grads(), self._main()
         is_main, others = False, []
         for index, grad in enumerate(grads):
             if grad is None or self._places[index] is None:
@@ -662,7 +651,7 @@ class GroupGrads:
             before: Result of `param_grads()` before the last reduction of the backward.
         """
         self._may_be_unused = self._is_new = self._is_certainly_new = False
-        flat = None if self._main is None else self._main()
+        flat = self._main()
         if flat is None:
             return
         for index, (param, grad) in enumerate(zip(self._params, before, strict=True)):
@@ -678,7 +667,7 @@ class GroupGrads:
         self._filled = [False] * len(self._filled)
         self._contributed = False
         self._full_state = self._partial_state = GradState.ABSENT
-        self._last_work = self._held = None
+        self._last_work, self._held = DONE, None
         for buffer in self.buffers():
             buffer.drop()
 

@@ -11,18 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_fsdp_v2.comm.interface import Label
+from megatron_fsdp_v2.comm.interface import DONE, Label
 from megatron_fsdp_v2.dtensor.row_shards import GroupInfo, RowShards
 from megatron_fsdp_v2.layout.buffer_layout import Granularity
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.memory.allocator import BufferUse
-from megatron_fsdp_v2.params.buffer import (
-    BufferContext,
-    DataParallelBuffer,
-    Offload,
-    ShardGrid,
-)
+from megatron_fsdp_v2.params.buffer import BufferContext, DataParallelBuffer, Offload, ShardGrid
 from megatron_fsdp_v2.params.formats import DenseFormat, GroupWrite, WeightFormat, WeightUse
 from megatron_fsdp_v2.params.gradients import GroupGrads
 from megatron_fsdp_v2.params.parameters import GroupParameters, OwnedParameter
@@ -176,9 +171,9 @@ class ParameterGroup:
         self.unsharded_params = self.parameters.gathered
         self.grads = GroupGrads(self, self._context) if spec.requires_grad else None
         self._reference_count = 0
-        # Work handles to wait for; None if no collective is under way.
+        # Gathers to wait for; None if no gather is under way.
         self._gathering: list[Work] | None = None
-        self._refreshing: Work | None = None
+        self._refreshing = DONE
         self._refreshed_at: tuple[int, tuple[int, ...]] | None = None
         self._written_at: tuple[int, tuple[int, ...]] | None = None
 
@@ -289,10 +284,10 @@ class ParameterGroup:
         """
         self._context.name = self._label.name = name
         self._context.allocator, self._context.observer = allocator, observer
-        for kind, memory in self.temporaries().items():
-            memory.name = f"{name}/{kind}"
         for buffer in self._buffers():
             if buffer.memory is not None:
+                kind = buffer.memory.name.rpartition("/")[2]
+                buffer.memory.name = f"{name}/{kind}"
                 buffer.memory = allocator.replacement_for(buffer.memory)
 
     def state(self) -> Iterator[object]:
@@ -403,12 +398,16 @@ class ParameterGroup:
             if self._is_streamed:
                 gathered.take()
                 source = gathered.part(self.main_weight.placements)
-                part = GroupWrite(self.format, self.main_weight, [source.tensor])
-                write = functools.partial(self.format.write, [part], self.sharded_axes)
+                write = functools.partial(self._cast_main_weight, source.tensor)
             work = source.redistribute(gathered, async_op=async_op, before=write)
             if self._gathering is None:
                 self._gathering = []
             self._gathering.append(work)
+
+    def _cast_main_weight(self, piece: torch.Tensor) -> None:
+        """Write the main weight into this rank's piece of the gathered weight."""
+        part = GroupWrite(self.format, self.main_weight, [piece])
+        self.format.write([part], self.sharded_axes)
 
     def wait_for_unshard(self) -> None:
         """Wait for gathers and register the gathered parameters, with current `requires_grad`."""
@@ -469,9 +468,7 @@ class ParameterGroup:
             expected = payload.model.tensor
             if self._is_streamed:
                 expected = piece.clone()
-                self.format.write(
-                    [GroupWrite(self.format, self.main_weight, [expected])], self.sharded_axes
-                )
+                self._cast_main_weight(expected)
             # Compared as bytes, so that a NaN equals itself.
             differs = (piece.view(torch.uint8) != expected.view(torch.uint8)).any()
             found = differs if found is None else found | differs
@@ -521,9 +518,8 @@ class ParameterGroup:
         self._refreshed_at = (weight_version, self.parameters.versions())
 
     def _wait_for_refresh(self) -> None:
-        if self._refreshing is not None:
-            self._refreshing.wait()
-            self._refreshing = None
+        self._refreshing.wait()
+        self._refreshing = DONE
 
     def to_write(self) -> GroupWrite[WeightFormat]:
         """Return the main weights and payloads for `WeightFormat.write`."""

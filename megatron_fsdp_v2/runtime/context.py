@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from megatron_fsdp_v2.runtime.schedule import (
     OrderedReductions,
     ReductionQueue,
     RootPass,
+    live,
 )
 from megatron_fsdp_v2.runtime.unit_checks import compare_unit
 
@@ -63,6 +64,7 @@ class Context:
         device: Device of the units' buffers.
         is_captured: Whether the latest pass is captured in a CUDA graph.
         has_graph: Whether a pass or a step was captured: replays change weights and run no hook.
+        deferred: Forwards whose backward has to be ended from outside, by number.
         deferred_flags: Flags that the host has not read yet: name of a group, and whether its
             weights changed after they were gathered.
     """
@@ -93,14 +95,14 @@ class Context:
         self.device: torch.device | None = None
         self.is_captured = False
         self.has_graph = False
+        self.deferred: dict[int, ForwardRecord] = {}
         self.deferred_flags: list[tuple[str, DeferredFlag]] = []
-        self._pass_unit: weakref.ref[Unit] | None = None
+        self._pass_unit: Callable[[], Unit | None] = lambda: None
         self._units: list[weakref.ref[Unit]] = []
         # Kept gathered for their backwards, the oldest one first.
         self._recomputed: dict[weakref.ref[Unit], None] = {}
-        self._in_backward: weakref.ref[Unit] | None = None
-        # Forwards whose backward has to be ended from outside, by number.
-        self._deferred: dict[int, ForwardRecord] = {}
+        # The unit whose backward began last.
+        self._in_backward: Callable[[], Unit | None] = lambda: None
         self._end_of_backward: weakref.ref[object] | None = None
 
     def set_units(self, units: Sequence[Unit]) -> None:
@@ -122,7 +124,7 @@ class Context:
 
     def units(self) -> list[Unit]:
         """Live units, parents before children."""
-        return [unit for ref in self._units if (unit := ref()) is not None]
+        return live(self._units)
 
     def groups(self) -> list[ParameterGroup]:
         """Parameter groups of all live units."""
@@ -160,11 +162,11 @@ class Context:
     @property
     def is_in_forward(self) -> bool:
         """Whether a pass is under way: a forward of the root, or of a unit outside it."""
-        return self._pass_unit is not None and self._pass_unit() is not None
+        return self._pass_unit() is not None
 
     def is_pass_of(self, unit: Unit) -> bool:
         """Whether the pass under way began with this unit."""
-        return self._pass_unit is not None and self._pass_unit() is unit
+        return self._pass_unit() is unit
 
     def begin_forward(self, unit: Unit, *, has_grad: bool) -> None:
         """Begin a pass (not a recomputation).
@@ -200,7 +202,7 @@ class Context:
             failed: Whether it ended in an exception. Collectives under way are left to `repair`:
                 waiting for them could block on other ranks and delay the exception.
         """
-        self._pass_unit = None
+        self._pass_unit = lambda: None
         self.forward_failed |= failed
 
     def end_pass(self, name: str) -> None:
@@ -257,21 +259,13 @@ class Context:
         if self.ordered_reductions is not None:
             self.ordered_reductions.begin(passed)
 
-    def defer_post_backward(self, record: ForwardRecord) -> None:
-        """Defer the end of a unit's backward until the backward of an earlier forward begins."""
-        self._deferred[record.number] = record
-
     def finish_deferred_backwards(self, number: int) -> None:
         """End deferred backwards of forwards that began after this one.
 
         The engine runs the most recently created nodes first, so these backwards are over.
         """
-        while self._deferred and (latest := max(self._deferred)) > number:
-            self._deferred.pop(latest).finish()
-
-    def forget_deferred(self, record: ForwardRecord) -> None:
-        """Drop a deferred backward that was ended by its hook."""
-        self._deferred.pop(record.number, None)
+        while self.deferred and (latest := max(self.deferred)) > number:
+            self.deferred.pop(latest).finish()
 
     def finish_backward(self) -> None:
         """End a backward: reduce remaining gradients and bring every unit to IDLE. Collective."""
@@ -286,7 +280,6 @@ class Context:
             unit.end_backward()
         self.gathers.drop_prefetched()
         self._end_reductions()
-        self.forget_recomputed()
         # An optimizer without torch's step hooks may step now.
         self.weight_version += synchronize
         self.has_unreduced = not synchronize
@@ -316,7 +309,9 @@ class Context:
 
     def _forget_backward(self) -> None:
         self._end_of_backward = None
-        self._deferred.clear()
+        self._in_backward = lambda: None
+        self.deferred.clear()
+        self._recomputed.clear()
 
     # -- recomputations -----------------------------------------------------------------------
 
@@ -326,8 +321,9 @@ class Context:
         Reshards the oldest recomputed units if they and this unit exceed the prefetch limit.
         """
         self._recomputed.pop(weakref.ref(unit), None)
-        waiting = list(self._recomputed)
-        current = None if self._in_backward is None else self._in_backward()
+        # These units run next in the backward, the newest first.
+        waiting = live(reversed(self._recomputed))
+        current = self._in_backward()
         # The recomputed region belongs to a unit whose backward has begun and that is gathered.
         is_for_another = (
             current is not None
@@ -335,16 +331,11 @@ class Context:
             and current.is_unsharded
             and not unit.is_inside(current)
         )
-        # Waiting units run next in the backward, the newest first.
-        ahead = [unit] if is_for_another else []
-        ahead += [each for ref in reversed(waiting) if (each := ref()) is not None]
-        fitting = self.gathers.limit.fitting(ahead, lambda each: each.gathered_nbytes)
-        room = len(fitting) - is_for_another
-        for ref in waiting[: max(0, len(waiting) - max(0, room))]:
-            del self._recomputed[ref]
-            oldest = ref()
-            if oldest is not None:
-                oldest.reshard()
+        kept = self.gathers.limit.fitting([unit, *waiting] if is_for_another else waiting)
+        for other in reversed(waiting):
+            if other not in kept:
+                del self._recomputed[weakref.ref(other)]
+                other.reshard()
 
     def keep_recomputed(self, unit: Unit) -> None:
         """Leave a recomputed unit gathered for its backward."""
@@ -352,13 +343,10 @@ class Context:
         self._recomputed.pop(ref, None)
         self._recomputed[ref] = None
 
-    def forget_recomputed(self, unit: Unit | None = None) -> None:
-        """Forget a recomputed unit whose backward begins; without a unit, forget all."""
-        self._in_backward = None if unit is None else weakref.ref(unit)
-        if unit is None:
-            self._recomputed.clear()
-        elif self._recomputed:
-            self._recomputed.pop(weakref.ref(unit), None)
+    def forget_recomputed(self, unit: Unit) -> None:
+        """Forget a recomputed unit whose backward begins."""
+        self._in_backward = ref = weakref.ref(unit)
+        self._recomputed.pop(ref, None)
 
     # -- reductions ---------------------------------------------------------------------------
 
@@ -374,7 +362,7 @@ class Context:
             self._reduce(unit, synchronize=unit.syncs_gradients)
 
     def _reduce(self, unit: Unit, *, synchronize: bool) -> None:
-        """Reduce the gradients of a unit that arrived. Collective.
+        """Reduce the gradients of a unit that arrived, if they are due. Collective.
 
         A unit whose backward ran takes part with all its groups: which of them got a gradient may
         differ between ranks.
@@ -384,22 +372,20 @@ class Context:
             synchronize: Whether gradients are reduced into `param.grad`. Otherwise they stay
                 unreduced between micro-batches if the strategy accumulates them.
         """
-        reductions = self.reductions
         is_pending, unit.has_pending_reduction = unit.has_pending_reduction, False
         with unit.observed_phase("reduce_grad"):
-            arrived = [
+            due = [
                 group.grads
                 for group in unit.groups
                 if group.grads is not None
                 and (group.grads.has_gradient or (is_pending and group.is_trained))
+                and (synchronize or not group.grads.accumulates_unreduced)
             ]
-            if not arrived and reductions.is_async:
-                return
-            due = reductions.due(arrived, synchronize=synchronize)
             if due and self.options.check_ranks == CheckRanks.ALWAYS:
-                along_all = any(due.values()) and not self.ranks_may_differ
+                has_outer = synchronize and any(grads.has_outer_axis for grads in due)
+                along_all = has_outer and not self.ranks_may_differ
                 compare_unit(self, unit, "reduce", along_all=along_all)
-            reductions.reduce(due)
+            self.reductions.reduce(due, synchronize=synchronize)
 
     def _reduce_rest(self, unit: Unit, *, synchronize: bool) -> None:
         """Reduce remaining gradients of a unit, including partial ones along the outer axis."""
@@ -460,7 +446,6 @@ class Context:
                 self._drop_gradients()
         self.num_scheduled = 0
         self._forget_backward()
-        self.forget_recomputed()
         self.end_forward()
         self.forward_failed = False
         for unit in self.units():

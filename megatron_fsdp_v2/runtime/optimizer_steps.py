@@ -22,6 +22,7 @@ from megatron_fsdp_v2.dtensor.optimizer_state import watch_state
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 from megatron_fsdp_v2.params.autograd import in_backward
 from megatron_fsdp_v2.params.parameters import find_owner_slot, gathered_name, num_stale
+from megatron_fsdp_v2.runtime.schedule import live
 from megatron_fsdp_v2.runtime.unit_checks import check_capture
 
 if TYPE_CHECKING:
@@ -53,9 +54,6 @@ class _OptimizerFacts:
     unchanged: Sequence[tuple[Context, ParameterGroup]] | None = None
     generators: Sequence[torch.Tensor] | None = None
 
-    def live_contexts(self) -> list[Context]:
-        return [context for ref in self.contexts if (context := ref()) is not None]
-
 
 class _OptimizerWatch:
     """Global pre-step and post-step hooks of all optimizers.
@@ -81,7 +79,7 @@ class _OptimizerWatch:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         watched = self._facts_of(optimizer)
-        contexts = watched.live_contexts()
+        contexts = live(watched.contexts)
         watched.unchanged = watched.generators = None
         # Not with a closure, which may draw random numbers, for example for dropout.
         if contexts and len(args) < 2 and not kwargs and needs_all_ranks(type(optimizer)):
@@ -143,7 +141,7 @@ class _OptimizerWatch:
             for context, group in unchanged:
                 group.note_refreshed(context.weight_version)
             return
-        for context in watched.live_contexts():
+        for context in live(watched.contexts):
             context.weight_version += 1
             if context.options.enable_unshard_after_step:
                 _unshard_after_step(context, watched.held)

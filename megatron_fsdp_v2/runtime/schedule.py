@@ -20,10 +20,9 @@ from __future__ import annotations
 
 import enum
 import itertools
-import operator
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -43,7 +42,13 @@ __all__ = [
     "ReductionQueue",
     "RootPass",
     "WaitReason",
+    "live",
 ]
+
+
+def live[T](refs: Iterable[Callable[[], T | None]]) -> list[T]:
+    """Return the referenced objects that are not deleted."""
+    return [each for ref in refs if (each := ref()) is not None]
 
 
 # -- gathers ---------------------------------------------------------------------------------------
@@ -68,28 +73,22 @@ class PrefetchLimit:
         """Whether nothing is gathered ahead."""
         return self.units == 0
 
-    def fitting[UnitT](
-        self, following: Iterable[UnitT], nbytes: Callable[[UnitT], int]
-    ) -> Sequence[UnitT]:
+    def fitting(self, following: Iterable[Unit]) -> list[Unit]:
         """Return the first of the next units that fit into the limit.
 
         Args:
             following: The next units, in order.
-            nbytes: Returns the gathered bytes of a unit.
         """
         if self.nbytes is None:
             return list(itertools.islice(following, self.units))
-        ahead: list[UnitT] = []
+        ahead: list[Unit] = []
         total = 0
         for unit in following:
-            total += nbytes(unit)
+            total += unit.gathered_nbytes
             if len(ahead) == self.units or (ahead and total > self.nbytes):
                 break
             ahead.append(unit)
         return ahead
-
-
-_gathered_nbytes: Callable[[Unit], int] = operator.attrgetter("gathered_nbytes")
 
 
 class ExecutionOrder:
@@ -135,8 +134,6 @@ class ExecutionOrder:
     def remaining(self) -> Iterable[Unit]:
         """Return the units that are still expected. Lazy, since callers read only a few."""
         left = range(self._next, len(self._expected))
-        if not left:
-            return ()
         return (unit for position in left if (unit := self._expected[position]()) is not None)
 
     def beginning(self, limit: PrefetchLimit) -> list[Unit]:
@@ -145,12 +142,8 @@ class ExecutionOrder:
         Args:
             limit: Limit of the units after the first one.
         """
-        refs = self._ran or self._expected
-        first = refs[0]() if refs else None
-        if first is None:
-            return []
-        following = (unit for ref in refs[1:] if (unit := ref()) is not None)
-        return [first, *limit.fitting(following, _gathered_nbytes)]
+        units = live(self._ran or self._expected)
+        return [*units[:1], *limit.fitting(units[1:])]
 
 
 class GatherSchedule:
@@ -275,18 +268,16 @@ class GatherSchedule:
         chosen: Sequence[weakref.ref[Unit]],
     ) -> None:
         following = order.after(unit) if unit.gathered_nbytes else order.remaining()
-        if not (following or chosen) or self.limit.is_none:
+        if self.limit.is_none:
             return
         if chosen:
             # Chosen units stay gathered until they run or the pass ends.
-            for ref in chosen:
-                requested = ref()
-                if requested is not None:
-                    requested.prefetch()
-                    self._requested.append(ref)
+            for requested in live(chosen):
+                requested.prefetch()
+                self._requested.append(weakref.ref(requested))
             return
         due = []
-        for expected in self.limit.fitting(following, _gathered_nbytes):
+        for expected in self.limit.fitting(following):
             # A unit that is in use, or kept for its backward, must not be dropped as a
             # misprediction.
             if not expected.is_unsharded:
@@ -307,12 +298,10 @@ class GatherSchedule:
 
     def drop_prefetched(self) -> None:
         """Drop all prefetched units at the end of a pass."""
-        for ref in [*self._prefetched, *self._requested]:
-            unit = ref()
-            if unit is not None:
-                unit.reshard()
+        for unit in live([*self._prefetched, *self._requested]):
+            unit.reshard()
         self._prefetched.clear()
-        self._requested = []
+        self._requested.clear()
 
 
 # -- ordered reductions ----------------------------------------------------------------------------
@@ -325,13 +314,14 @@ class RootPass:
     forward holds this object, which is deleted when no backward can follow.
 
     Attributes:
+        uses: Number of uses of each unit.
         has_root: Whether the root ran in this pass.
         is_over: Whether its backward has begun, so that later forwards are another pass.
     """
 
     def __init__(self) -> None:
-        # A dict of weak references takes a tenth of the time of a WeakKeyDictionary.
-        self._uses: dict[weakref.ref[Unit], int] = {}
+        # Counting weak references takes a fraction of the time of a WeakKeyDictionary.
+        self.uses: Counter[weakref.ref[Unit]] = Counter()
         self.has_root = False
         self.is_over = False
 
@@ -342,12 +332,7 @@ class RootPass:
             units: The unit, and the owners of its tied groups.
         """
         for unit in units:
-            ref = weakref.ref(unit)
-            self._uses[ref] = self._uses.get(ref, 0) + 1
-
-    def num_uses(self, unit: Unit) -> int:
-        """Return the number of uses of a unit."""
-        return self._uses.get(weakref.ref(unit), 0)
+            self.uses[weakref.ref(unit)] += 1
 
 
 class OrderedReductions:
@@ -370,17 +355,16 @@ class OrderedReductions:
 
     def __init__(self, units: Sequence[Unit], *, in_order: bool = True) -> None:
         self.in_order = in_order
-        turns = list(reversed(units))
-        self._order = [weakref.ref(unit) for unit in turns]
-        self._positions = {ref: position for position, ref in enumerate(self._order)}
+        self._order = [weakref.ref(unit) for unit in reversed(units)]
+        # Index of the unit whose turn is next.
         self._next = 0
-        self._left = [0] * len(turns)
+        # Uses of each unit whose backward is pending.
+        self._left: Counter[weakref.ref[Unit]] = Counter()
 
     def begin(self, passed: RootPass) -> None:
         """Begin the backward of a pass."""
         self._next = 0
-        units = (ref() for ref in self._order)
-        self._left = [0 if unit is None else passed.num_uses(unit) for unit in units]
+        self._left = passed.uses.copy()
 
     def count_backward(self, *units: Unit) -> list[Unit]:
         """Count the backward of one use, and return the units to reduce now, in order.
@@ -392,26 +376,25 @@ class OrderedReductions:
         """
         ready: list[Unit] = []
         for unit in units:
-            position = self._positions[weakref.ref(unit)]
-            self._left[position] -= 1
-            if not self.in_order:
-                if self._left[position] <= 0:
-                    ready.append(unit)
-                continue
-            while self._next < len(self._order):
-                following = self._order[self._next]()
-                if following is not None:
-                    if self._left[self._next] > 0:
-                        break
-                    ready.append(following)
-                self._next += 1
+            ref = weakref.ref(unit)
+            self._left[ref] -= 1
+            if not self.in_order and self._left[ref] <= 0:
+                ready.append(unit)
+        while self.in_order and self._next < len(self._order):
+            ref = self._order[self._next]
+            following = ref()
+            if following is not None:
+                if self._left[ref] > 0:
+                    break
+                ready.append(following)
+            self._next += 1
         return ready
 
     def remaining(self) -> list[Unit]:
         """Return the units whose turn is still pending at the end of a backward."""
         if not self.in_order:
             return []
-        left = [unit for ref in self._order[self._next :] if (unit := ref()) is not None]
+        left = live(self._order[self._next :])
         self._next = len(self._order)
         return left
 
@@ -487,27 +470,13 @@ class ReductionQueue:
         """Return the number of units in an inner reduction."""
         return len(self._inner)
 
-    def due(self, arrived: Iterable[GroupGrads], *, synchronize: bool) -> Mapping[GroupGrads, bool]:
-        """Return the groups of a unit to reduce at the end of its backward.
-
-        Args:
-            arrived: Groups that have a gradient, on this or another rank.
-            synchronize: Whether gradients are reduced into `param.grad`.
-
-        Returns:
-            The groups, each with whether the outer axis is reduced next.
-        """
-        return {
-            grads: synchronize and grads.has_outer_axis
-            for grads in arrived
-            if synchronize or not grads.accumulates_unreduced
-        }
-
-    def reduce(self, due: Mapping[GroupGrads, bool]) -> None:
+    def reduce(self, due: Sequence[GroupGrads], *, synchronize: bool) -> None:
         """Reduce groups of one unit, after waiting until another unit may be in flight. Collective.
 
         Args:
-            due: Result of `due`.
+            due: The groups; may be empty.
+            synchronize: Whether gradients are reduced into `param.grad`, so that the reduction
+                along an outer axis follows.
         """
         if due:
             # Needed here too: buffers that accumulate micro-batches were allocated without a wait.
@@ -515,8 +484,12 @@ class ReductionQueue:
             _issue(
                 self._inner,
                 (
-                    _Reduction(grads, grads.reduce(self, async_op=self.is_async), then_outer)
-                    for grads, then_outer in due.items()
+                    _Reduction(
+                        grads,
+                        grads.reduce(self, async_op=self.is_async),
+                        synchronize and grads.has_outer_axis,
+                    )
+                    for grads in due
                 ),
             )
         if not self.is_async:
@@ -595,11 +568,7 @@ class ReductionQueue:
                 reduction.grads.end_outer()
 
     def _has_inner(self, grads: GroupGrads) -> bool:
-        for issued in self._inner:
-            for reduction in issued:
-                if reduction.grads is grads:
-                    return True
-        return False
+        return any(one.grads is grads for issued in self._inner for one in issued)
 
     def _phase(self, grads: GroupGrads) -> AbstractContextManager[Any]:
         return self._observer.phase(grads.name, "finish_reduction")

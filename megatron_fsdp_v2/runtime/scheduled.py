@@ -29,6 +29,7 @@ from torch import nn
 from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.runtime.materialize import check_has_values
 from megatron_fsdp_v2.runtime.module import named_units, unit_of
+from megatron_fsdp_v2.runtime.schedule import live
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.runtime.unit import Unit
@@ -167,7 +168,7 @@ class ScheduledUnits:
 
     @property
     def _held(self) -> list[Unit]:
-        return [unit for ref in self._others if (unit := ref()) is not None]
+        return live(self._others)
 
     def _check_is_open(self, method: str) -> None:
         if not self.is_open:

@@ -26,6 +26,7 @@ from megatron_fsdp_v2.params.autograd import (
 from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.params.group import write_stale_weights
 from megatron_fsdp_v2.runtime.context import Context
+from megatron_fsdp_v2.runtime.schedule import live
 from megatron_fsdp_v2.runtime.unit_checks import (
     check_capture,
     check_captured_pass,
@@ -334,9 +335,7 @@ class Unit:
 
     def reshard_if_replaced(self) -> None:
         """Sync parameters that were assigned while weights were gathered, and reshard."""
-        if self.is_unsharded and any(
-            [group.parameters.is_replaced() for group in self.held_groups]
-        ):
+        if self.is_unsharded and any(g.parameters.is_replaced() for g in self.held_groups):
             for group in self.held_groups:
                 group.parameters.sync()
             self.reshard()
@@ -469,8 +468,7 @@ class Unit:
 
     def _reduced(self) -> list[Unit]:
         """Return this unit and the owners of its tied groups."""
-        owners = (group.unit() for group in self.tied_groups)
-        return [self, *(owner for owner in owners if owner is not None)]
+        return [self, *live(group.unit for group in self.tied_groups)]
 
     def _begin_pass(self) -> None:
         """Start a new pass, at a forward of the root or of a unit outside the root's forward.
@@ -554,7 +552,7 @@ class Unit:
             self._join_backward(record.passed)
             self.move(Phase.BACKWARD)
             if not record.has_post_backward_hook:
-                context.defer_post_backward(record)
+                record.defer_post_backward()
             self.has_pending_reduction = True
             self.is_recomputed, self._was_recomputed = self._was_recomputed, False
             context.forget_recomputed(self)
@@ -592,7 +590,7 @@ class Unit:
         if self.phase is not Phase.BACKWARD:
             self._check_is_gathered(self.held_groups)
             self.pre_backward(record)
-        context.forget_deferred(record)
+        context.deferred.pop(record.number, None)
         with self.observed_phase("post_backward"):
             self.num_pending_backwards = max(0, self.num_pending_backwards - 1)
             if self.reshard_after_backward:
@@ -687,7 +685,7 @@ class ForwardRecord:
 
     def defer_post_backward(self) -> None:
         """Called when the engine has run an input's node; other nodes of the unit may follow."""
-        self._unit.context.defer_post_backward(self)
+        self._unit.context.deferred[self.number] = self
 
     def finish(self) -> None:
         """End its backward if it is under way; the engine runs other nodes next."""

@@ -228,14 +228,13 @@ def compare_unit(context: Context, unit: Unit, action: str, *, along_all: bool =
     """
     if not unit.groups:
         return
-    units, group = context.units(), unit.groups[0]
-    actions = ("gather", "reduce")
-    names = [f"{known} {other.name}" for other in units for known in actions]
-    code = units.index(unit) * len(actions) + actions.index(action)
+    group = unit.groups[0]
+    steps = [f"{known} {u.name}" for u in context.units() for known in ("gather", "reduce")]
+    code = steps.index(f"{action} {unit.name}")
     for axis in group.axes if along_all else group.axes[-1:]:
         # With a separate gather group, gathers pair with gathers and reductions with reductions.
         compared = axis.for_gathers() if action == "gather" else axis
-        compare_steps(code, names, compared, group.device)
+        compare_steps(code, steps, compared, group.device)
 
 
 def check_outputs(unit: Unit, output: Any) -> None:

@@ -186,16 +186,17 @@ class ParameterGroup:
         main_dtype = context.dtypes.main_weight
         is_cast = context.host is not None or dtype != main_dtype
         is_placed_alike = grid.span(model) == grid.span(main)
+        is_written_locally = is_placed_alike and not weight_format.communicates
         self.gathers_for_use = grid.span(model).count < grid.num_slices
         self.single_payload = len(weight_format.payloads) == 1
-        is_written_alone = self.single_payload and not weight_format.communicates
         # Main weights are cast into the gathered buffer; no model weight is kept.
         self._is_streamed = (
-            is_written_alone and is_cast and is_placed_alike and self.gathers_for_use
+            is_written_locally and is_cast and self.single_payload and self.gathers_for_use
         )
         self.shares_main = self._is_streamed or (is_placed_alike and not is_cast)
-        is_here = is_placed_alike and context.host is None and not weight_format.communicates
-        self.is_refreshed_locally = self.shares_main or is_here
+        self.is_refreshed_locally = self.shares_main or (
+            is_written_locally and context.host is None
+        )
         memory = context.main_memory(grid.span(main), main_dtype)
         self.main_weight = DataParallelBuffer(context, main, memory)
         self.payloads: list[Payload] = []

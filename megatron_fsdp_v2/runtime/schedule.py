@@ -18,11 +18,12 @@ freed.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import itertools
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -259,13 +260,10 @@ class GatherSchedule:
     def in_schedule(self, unit: Unit) -> None:
         """Prefetch the next units after a unit is gathered for a use of a schedule."""
         self._scheduled_order.note(unit)
-        self._look_ahead(self._scheduled_order, unit, ())
+        self._look_ahead(self._scheduled_order, unit)
 
     def _look_ahead(
-        self,
-        order: ExecutionOrder,
-        unit: Unit,
-        chosen: Sequence[weakref.ref[Unit]],
+        self, order: ExecutionOrder, unit: Unit, chosen: Sequence[weakref.ref[Unit]] = ()
     ) -> None:
         following = order.after(unit) if unit.gathered_nbytes else order.remaining()
         if self.limit.is_none:
@@ -428,12 +426,12 @@ class _Reduction:
     then_outer: bool = False
 
 
-def _issue(queue: deque[list[_Reduction]], reductions: Iterable[_Reduction]) -> None:
-    """Issue the reductions of one unit, and add those under way to a queue, also after an error."""
+@contextlib.contextmanager
+def _queued(queue: deque[list[_Reduction]]) -> Iterator[list[_Reduction]]:
+    """Yield a list for the reductions of one unit, and add it to a queue, also after an error."""
     issued: list[_Reduction] = []
     try:
-        for reduction in reductions:
-            issued.append(reduction)
+        yield issued
     finally:
         if issued:
             queue.append(issued)
@@ -481,17 +479,10 @@ class ReductionQueue:
         if due:
             # Needed here too: buffers that accumulate micro-batches were allocated without a wait.
             self._make_room()
-            _issue(
-                self._inner,
-                (
-                    _Reduction(
-                        grads,
-                        grads.reduce(self, async_op=self.is_async),
-                        synchronize and grads.has_outer_axis,
-                    )
-                    for grads in due
-                ),
-            )
+            with _queued(self._inner) as issued:
+                for grads in due:
+                    work = grads.reduce(self, async_op=self.is_async)
+                    issued.append(_Reduction(grads, work, synchronize and grads.has_outer_axis))
         if not self.is_async:
             self.drain(WaitReason.AT_ONCE)
 
@@ -551,11 +542,9 @@ class ReductionQueue:
         # Otherwise partial shards of all units would be live at the end of a backward.
         while len(self._outer) >= self.options.max_live_grad_buffers:
             self._finish_outer(self._outer.popleft())
-        with self._phase(groups[0]):
-            _issue(
-                self._outer,
-                (_Reduction(grads, grads.reduce_outer(async_op=self.is_async)) for grads in groups),
-            )
+        with self._phase(groups[0]), _queued(self._outer) as issued:
+            for grads in groups:
+                issued.append(_Reduction(grads, grads.reduce_outer(async_op=self.is_async)))
 
     def _finish_outer(self, done: Sequence[_Reduction]) -> None:
         with self._phase(done[0].grads):

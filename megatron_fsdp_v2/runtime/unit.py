@@ -452,11 +452,8 @@ class Unit:
         output = self.cast_outputs(output)
         if torch.is_grad_enabled():
             # A forward may enable gradients for its caller, after `pre_forward` ran without.
-            record, inputs, since = self._running or (
-                ForwardRecord(self),
-                Inputs(),
-                next_node_number(),
-            )
+            running = self._running or (ForwardRecord(self), Inputs(), next_node_number())
+            record, inputs, since = running
             record.has_post_backward_hook = not inputs.lacks_end_hook
             watch_outputs(record, output, since)
         return output
@@ -557,8 +554,7 @@ class Unit:
             self.is_recomputed, self._was_recomputed = self._was_recomputed, False
             context.forget_recomputed(self)
             context.gathers.before_use(self)
-            self.unshard(WeightUse.BACKWARD, async_op=False)
-            self.wait_for_unshard()
+            self.unshard_for(WeightUse.BACKWARD)
             context.gathers.in_backward(self, self.backward_prefetch)
 
     def _join_backward(self, passed: RootPass) -> None:

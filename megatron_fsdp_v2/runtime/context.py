@@ -273,7 +273,7 @@ class Context:
         synchronize = any(unit.syncs_gradients for unit in units)
         self.finish_ordered_reductions()
         for unit in reversed(units):
-            if unit.reshard_after_backward and unit.is_unsharded:
+            if unit.reshard_after_backward:
                 unit.reshard()
             if unit.has_pending_reduction or any([group.has_unreduced for group in unit.groups]):
                 self._reduce_rest(unit, synchronize=unit.syncs_gradients)

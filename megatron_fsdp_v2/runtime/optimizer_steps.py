@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -67,9 +68,7 @@ class _OptimizerWatch:
     def __init__(self) -> None:
         # In the order of sharding, which is the same on all ranks: gathers follow it.
         self._contexts: list[weakref.ref[Context]] = []
-        self._watched: weakref.WeakKeyDictionary[Optimizer, _OptimizerFacts] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._watched: WeakKeyDictionary[Optimizer, _OptimizerFacts] = WeakKeyDictionary()
 
     def add(self, context: Context) -> None:
         if not self._contexts:

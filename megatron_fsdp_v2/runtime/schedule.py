@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.comm.interface import Work
@@ -162,9 +163,7 @@ class GatherSchedule:
         self.limit = limit
         self.num_uses = 0
         # Keyed by the unit that a pass begins with.
-        self._forward_orders: weakref.WeakKeyDictionary[Unit, ExecutionOrder] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._forward_orders: WeakKeyDictionary[Unit, ExecutionOrder] = WeakKeyDictionary()
         self._forward_order: ExecutionOrder = ExecutionOrder()
         self._backward_order: ExecutionOrder = ExecutionOrder()
         self._scheduled_order: ExecutionOrder = ExecutionOrder()
@@ -240,8 +239,7 @@ class GatherSchedule:
                     break
                 if prefetched is not None:
                     prefetched.reshard()
-        if self._requested:
-            self._requested = [ref for ref in self._requested if ref() is not unit]
+        self._requested = [ref for ref in self._requested if ref() is not unit]
 
     def in_forward(self, unit: Unit, chosen: Sequence[weakref.ref[Unit]] = ()) -> None:
         """Prefetch the next units after a unit is gathered for its forward.

@@ -370,7 +370,7 @@ class Unit:
             if recomputes:
                 self.is_recomputed = self._was_recomputed = True
                 context.prepare_recomputation(self)
-            elif self.is_unsharded:
+            else:
                 self.reshard_if_replaced()
             self.unshard_for(WeightUse.FORWARD)
             if not recomputes:
@@ -504,16 +504,13 @@ class Unit:
             return
         # Ranks may run different units, so every rank refreshes and unfreezes all groups here, not
         # at a unit's use: a rank that skips a unit still reduces with the others.
-        due = []
+        # A unit that the pass skips would not wait for its refresh before a capture ends.
+        is_async = not (context.gathers.limit.is_none or is_capturing)
         for group in context.groups():
             group.unfreeze_if_trained()
             if not group.is_refreshed_locally and not group.is_held:
                 group.parameters.sync()
-                due.append(group)
-        # A unit that the pass skips would not wait for its refresh before a capture ends.
-        is_async = not (context.gathers.limit.is_none or is_capturing)
-        for group in due:
-            group.refresh(context.weight_version, async_op=is_async)
+                group.refresh(context.weight_version, async_op=is_async)
 
     def begin_schedule(self) -> None:
         """Start a new pass for a schedule that runs modules part by part."""

@@ -136,7 +136,6 @@ def check_units(context: Context) -> None:
     Raises:
         RuntimeError: Ranks differ, or a unit shares a parameter with a unit of another root.
     """
-    context.is_checked = True
     units = context.units()
     for unit in units:
         for group in unit.tied_groups:
@@ -147,15 +146,16 @@ def check_units(context: Context) -> None:
                 )
     if units[0].is_root:
         _warn_of_large_root(units)
-    if context.options.check_ranks == CheckRanks.NEVER:
-        return
-    by_mesh: dict[Any, list[Unit]] = {}
-    for unit in units:
-        if unit.groups:
-            by_mesh.setdefault(unit.groups[0].mesh, []).append(unit)
-    for members in by_mesh.values():
-        group = members[0].groups[0]
-        compare_units([_record(unit) for unit in members], group.axes, group.device)
+    if context.options.check_ranks != CheckRanks.NEVER:
+        by_mesh: dict[Any, list[Unit]] = {}
+        for unit in units:
+            if unit.groups:
+                by_mesh.setdefault(unit.groups[0].mesh, []).append(unit)
+        for members in by_mesh.values():
+            group = members[0].groups[0]
+            compare_units([_record(unit) for unit in members], group.axes, group.device)
+    # A use after an error is checked again.
+    context.is_checked = True
 
 
 NOTABLE_NBYTES = 64 << 20

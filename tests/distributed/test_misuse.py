@@ -188,6 +188,9 @@ def _shared_with_another_root() -> None:
         fully_shard(model.blocks[0])
         fully_shard(model)
     first(torch.ones(2, 5))
+    with contextlib.suppress(RuntimeError):
+        second(torch.ones(2, 5))
+    # The error is raised at every use.
     second(torch.ones(2, 5))
 
 

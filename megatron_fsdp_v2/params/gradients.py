@@ -276,18 +276,15 @@ class GroupGrads:
 
         A sparse gradient, for example of `nn.Embedding(sparse=True)`, becomes dense.
         """
-        if grad.layout is not torch.strided:
+        if self._filled[index] or grad.layout is not torch.strided:
             self._zeroed_view(index).add_(grad)
             return
         self._order_write(index)
-        if self._filled[index]:
-            self._views[index].add_(grad)
-        else:
-            self._views[index].copy_(grad)
-            self._filled[index] = True
+        self._views[index].copy_(grad)
+        self._filled[index] = True
 
     def _zeroed_view(self, index: int) -> torch.Tensor:
-        """Return a parameter's view for a kernel that adds to it; zero the view the first time."""
+        """Return a parameter's view to add a gradient to; zero the view the first time."""
         self._order_write(index)
         if not self._filled[index]:
             self._views[index].zero_()

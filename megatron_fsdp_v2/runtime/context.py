@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_fsdp_v2._compiler import uncompiled
 from megatron_fsdp_v2.comm.backends import is_capturing
 from megatron_fsdp_v2.comm.rank_checks import CheckRanks
 from megatron_fsdp_v2.memory.observer import Observer
@@ -20,7 +22,7 @@ from megatron_fsdp_v2.runtime.schedule import (
     RootPass,
     live,
 )
-from megatron_fsdp_v2.runtime.unit_checks import compare_unit
+from megatron_fsdp_v2.runtime.unit_checks import check_captured_pass, compare_unit
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.comm.backends import DeferredFlag
@@ -237,23 +239,31 @@ class Context:
         """
         return self._end_of_backward is not None and self._end_of_backward() is None
 
-    def begin_backward(self, passed: RootPass, end_of_backward: object) -> None:
-        """Begin a backward.
+    def join_backward(self, passed: RootPass, name: str) -> None:
+        """Begin a backward, with a callback at its end, unless one is under way.
 
         Args:
-            passed: The pass that the backward belongs to.
-            end_of_backward: The callback at the end of the backward. Only the engine holds it.
+            passed: The pass of the unit whose backward begins.
+            name: Name of the unit, for error messages.
         """
-        self._end_of_backward = weakref.ref(end_of_backward)
-        self.has_gradient = False
-        if self.ranks_may_differ:
-            syncing = (unit for unit in self.units() if unit.syncs_gradients)
-            self.synced_in_backward = weakref.WeakSet(syncing)
-        self.gathers.begin_backward()
-        self.begin_ordered_reductions(passed)
-
-    def begin_ordered_reductions(self, passed: RootPass) -> None:
-        """Start the ordered reductions of a pass."""
+        if self.backward_failed:
+            self.repair()
+        if not self.is_in_backward:
+            check_captured_pass(self, f"the backward of {name}")
+            # Only the engine holds the callback, so it is freed when the backward ends or fails.
+            end = functools.partial(uncompiled(Context.finish_backward), self)
+            self._end_of_backward = weakref.ref(end)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+            self.has_gradient = False
+            if self.ranks_may_differ:
+                syncing = (unit for unit in self.units() if unit.syncs_gradients)
+                self.synced_in_backward = weakref.WeakSet(syncing)
+            self.gathers.begin_backward()
+        elif passed is self.backward_pass:
+            return
+        else:
+            # One backward through several forwards of the root reduces each unit once per forward.
+            self.finish_ordered_reductions()
         self.backward_pass = passed
         passed.is_over = True
         if self.ordered_reductions is not None:

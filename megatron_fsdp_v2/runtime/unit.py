@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from megatron_fsdp_v2._compiler import reject_compiled_autograd, uncompiled
+from megatron_fsdp_v2._compiler import reject_compiled_autograd
 from megatron_fsdp_v2.comm.rank_checks import CheckRanks
 from megatron_fsdp_v2.params.autograd import (
     Inputs,
@@ -25,7 +25,6 @@ from megatron_fsdp_v2.params.autograd import (
 )
 from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.params.group import write_stale_weights
-from megatron_fsdp_v2.runtime.context import Context
 from megatron_fsdp_v2.runtime.schedule import live
 from megatron_fsdp_v2.runtime.unit_checks import (
     check_capture,
@@ -43,7 +42,8 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
     from megatron_fsdp_v2.params.gradients import GroupGrads
     from megatron_fsdp_v2.params.group import ParameterGroup
-    from megatron_fsdp_v2.runtime.schedule import ReductionQueue, RootPass
+    from megatron_fsdp_v2.runtime.context import Context
+    from megatron_fsdp_v2.runtime.schedule import ReductionQueue
 
 __all__ = ["ForwardRecord", "Phase", "Unit", "class_names"]
 
@@ -543,7 +543,7 @@ class Unit:
                 "after it (ZeRO-3); use sharding_strategy='optim_grads' to differentiate twice"
             )
         with self.observed_phase("pre_backward"):
-            self._join_backward(record.passed)
+            context.join_backward(record.passed, self.name)
             self.move(Phase.BACKWARD)
             if not record.has_post_backward_hook:
                 record.defer_post_backward()
@@ -553,22 +553,6 @@ class Unit:
             context.gathers.before_use(self)
             self.unshard_for(WeightUse.BACKWARD)
             context.gathers.in_backward(self, self.backward_prefetch)
-
-    def _join_backward(self, passed: RootPass) -> None:
-        """Queue the end-of-backward callback once per backward, and start ordered reductions."""
-        context = self.context
-        if context.backward_failed:
-            context.repair()
-        if not context.is_in_backward:
-            check_captured_pass(context, f"the backward of {self.name}")
-            # Only the engine holds the callback, so it is freed when the backward ends or fails.
-            end = functools.partial(uncompiled(Context.finish_backward), context)
-            context.begin_backward(passed, end)
-            torch.autograd.Variable._execution_engine.queue_callback(end)
-        elif passed is not context.backward_pass:
-            # One backward through several forwards of the root reduces each unit once per forward.
-            context.finish_ordered_reductions()
-            context.begin_ordered_reductions(passed)
 
     def post_backward(self, record: ForwardRecord) -> None:
         """After the module's backward: reshard, and reduce gradients.
@@ -632,7 +616,7 @@ class Unit:
                     "each use with begin_backward and end_backward"
                 )
             self._check_is_gathered([group])
-            self._join_backward(context.root_pass)
+            context.join_backward(context.root_pass, self.name)
         context.has_gradient = True
         return context.reductions
 

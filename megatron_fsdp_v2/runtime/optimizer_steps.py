@@ -67,14 +67,16 @@ class _OptimizerWatch:
 
     def __init__(self) -> None:
         # In the order of sharding, which is the same on all ranks: gathers follow it.
-        self._contexts: list[weakref.ref[Context]] = []
+        self._contexts: WeakKeyDictionary[Context, None] = WeakKeyDictionary()
+        self._num_added = 0
         self._watched: WeakKeyDictionary[Optimizer, _OptimizerFacts] = WeakKeyDictionary()
 
     def add(self, context: Context) -> None:
-        if not self._contexts:
+        if not self._num_added:
             register_optimizer_step_pre_hook(uncompiled(self._before_step))
             register_optimizer_step_post_hook(uncompiled(self._after_step))
-        self._contexts.append(weakref.ref(context))
+        self._contexts[context] = None
+        self._num_added += 1
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         watched = self._facts_of(optimizer)
@@ -101,7 +103,7 @@ class _OptimizerWatch:
         """Return the facts about an optimizer; check its parameters if they changed."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         held = frozenset(map(id, params))
-        cache_key = (num_stale(), len(self._contexts), held)
+        cache_key = (num_stale(), self._num_added, held)
         watched = self._watched.setdefault(optimizer, _OptimizerFacts())
         if watched.cache_key == cache_key:
             return watched
@@ -116,10 +118,9 @@ class _OptimizerWatch:
             watched.has_sharded_state = True
         watched.held, watched.cache_key = held, cache_key
         watched.contexts = [
-            ref
-            for ref in self._contexts
-            if (context := ref()) is not None
-            and any(id(p) in held for g in context.groups() for p in g.sharded_params)
+            weakref.ref(context)
+            for context in self._contexts
+            if any(id(p) in held for g in context.groups() for p in g.sharded_params)
         ]
         return watched
 

@@ -271,8 +271,8 @@ class FSDPModule(fsdp.FSDPModule):
         """
         for unit in _units(self, recurse=recurse):
             unit.check_is_between_steps("set_requires_gradient_reduction")
-            for grads in unit.grads():
-                grads.reduces = requires_gradient_reduction
+            for group in unit.groups:
+                group.set_reduction(reduces=requires_gradient_reduction)
 
     @override
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -290,7 +290,7 @@ class FSDPModule(fsdp.FSDPModule):
         unit = unit_of(self)
         unit.check_is_between_steps("set_gradient_divide_factor")
         for group in unit.groups:
-            group.set_scale(1.0 / factor)
+            group.set_reduction(scale=1.0 / factor)
 
     @override
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:

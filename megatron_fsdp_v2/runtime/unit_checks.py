@@ -204,7 +204,7 @@ def _record(unit: Unit) -> UnitRecord:
         options += [",".join(group.names), group.layout.fingerprint, repr(group.spec)]
         if group.axes[-1].gather_group is not None:
             options.append("gathered in a group of its own")
-        if group.grads is not None and not group.grads.reduces:
+        if not group.spec.reduces:
             continue
         for axis, placements in enumerate(group.spec.placements):
             replicated = placements.main_weight is Placement.REPLICATE

@@ -239,17 +239,17 @@ class Context:
         """
         return self._end_of_backward is not None and self._end_of_backward() is None
 
-    def join_backward(self, passed: RootPass, name: str) -> None:
+    def join_backward(self, passed: RootPass, unit: Unit) -> None:
         """Begin a backward, with a callback at its end, unless one is under way.
 
         Args:
             passed: The pass of the unit whose backward begins.
-            name: Name of the unit, for error messages.
+            unit: The unit, for error messages.
         """
         if self.backward_failed:
             self.repair()
         if not self.is_in_backward:
-            check_captured_pass(self, f"the backward of {name}")
+            check_captured_pass(self, f"the backward of {unit.name}")
             # Only the engine holds the callback, so it is freed when the backward ends or fails.
             end = functools.partial(uncompiled(Context.finish_backward), self)
             self._end_of_backward = weakref.ref(end)

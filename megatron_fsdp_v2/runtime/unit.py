@@ -543,7 +543,7 @@ class Unit:
                 "after it (ZeRO-3); use sharding_strategy='optim_grads' to differentiate twice"
             )
         with self.observed_phase("pre_backward"):
-            context.join_backward(record.passed, self.name)
+            context.join_backward(record.passed, self)
             self.move(Phase.BACKWARD)
             if not record.has_post_backward_hook:
                 record.defer_post_backward()
@@ -616,7 +616,7 @@ class Unit:
                     "each use with begin_backward and end_backward"
                 )
             self._check_is_gathered([group])
-            context.join_backward(context.root_pass, self.name)
+            context.join_backward(context.root_pass, self)
         context.has_gradient = True
         return context.reductions
 

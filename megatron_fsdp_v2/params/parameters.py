@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FusedGradient",
+    "GatheredParameter",
     "GroupParameters",
     "OwnedParameter",
     "OwnerSlot",
@@ -158,8 +159,11 @@ class GroupParameters:
             memory: Sequence[torch.Tensor] = [local_of(param)]
         else:
             bound = self._format.bind(views, index, owned.param)
-            param = nn.Parameter(bound, requires_grad=is_trained)
-            param.__class__ = _gathered_class(type(param))
+            if type(bound) is torch.Tensor:
+                param = GatheredParameter(bound, requires_grad=is_trained)
+            else:
+                param = nn.Parameter(bound, requires_grad=is_trained)
+                param.__class__ = _gathered_class(type(param))
             memory = self._format.memory(param, index)
         # Weak: the cycle parameter -> group -> parameter would outlive the model.
         param._owner_slot = (weakref.ref(owner), index)  # type: ignore[attr-defined]
@@ -590,6 +594,13 @@ class FusedGradient:
     def overwrite_main_grad(self, value: bool) -> None:
         # Model code sets it when it has no earlier gradient, but other uses may have one.
         del value
+
+
+class GatheredParameter(FusedGradient, nn.Parameter):
+    """A view of the gathered buffer, with attributes for fused kernels.
+
+    In all other respects an ordinary `nn.Parameter`. Compiled graphs import the class by name.
+    """
 
 
 @functools.cache

@@ -37,7 +37,7 @@ __all__ = [
 def in_backward() -> bool:
     """Return whether the calling thread runs in the autograd engine.
 
-    A forward there is a recomputation.
+    A forward that runs in the engine is a recomputation.
     """
     # -1 outside of the engine.
     return torch._C._current_graph_task_id() != -1

@@ -94,7 +94,7 @@ class GroupWrite[FormatT](NamedTuple):
 
 
 class WeightFormat:
-    """How the parameters of one group are stored, written from main weights, and bound to modules.
+    """Defines how weights of a group are stored, written from main weights and bound to modules.
 
     Each parameter group has its own format object, constructed with the dtypes of its precision
     policy. The object itself keeps further data of a parameter, such as a scale, identically on
@@ -137,7 +137,7 @@ class WeightFormat:
 
     @staticmethod
     def problem(dtypes: GroupDtypes, placements: Sequence[AxisPlacements]) -> str | None:
-        """Return in one sentence why such parameters cannot be sharded this way; None if they can.
+        """Return the reason why such parameters cannot be sharded, as one sentence, or None.
 
         Args:
             dtypes: Dtypes of weights and gradients.
@@ -223,7 +223,7 @@ _REGISTERED: list[type[WeightFormat]] = []
 
 
 def register_format(format_type: type[WeightFormat]) -> None:
-    """Register a format, so that `fully_shard` accepts its parameters. Idempotent."""
+    """Register a weight format: `fully_shard` then accepts the parameters that the format takes."""
     if format_type not in _REGISTERED:
         _REGISTERED.append(format_type)
 

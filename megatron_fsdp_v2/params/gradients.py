@@ -99,9 +99,8 @@ class GroupGrads:
         full: Buffer that gradients arrive in.
         partial: Buffer for the reduction along an outer axis; None without an outer axis.
         accumulates_unreduced: Whether the full buffer accumulates until the synchronized backward.
-        reduces: Whether gradients are summed over ranks. Otherwise the main gradient is this rank's
-            own gradient of its rows, without scaling.
-        scale: Factor of the sum over data-parallel ranks.
+        spec: Spec of the group. If not `reduces`, the main gradient is this rank's own gradient of
+            its rows, without scaling.
     """
 
     def __init__(self, group: ParameterGroup, context: BufferContext) -> None:
@@ -112,8 +111,7 @@ class GroupGrads:
             context: Context of its buffers.
         """
         spec, parameters = group.spec, group.parameters
-        self.reduces = spec.reduces
-        self.scale = spec.scale
+        self.spec = spec
         self._group = weakref.ref(group)
         self._context = context
         self._parameters = parameters
@@ -198,7 +196,7 @@ class GroupGrads:
     @property
     def has_outer_axis(self) -> bool:
         """Whether a second reduction follows, along an outer axis."""
-        return self.partial is not None and self.reduces
+        return self.partial is not None and self.spec.reduces
 
     @property
     def has_partial(self) -> bool:
@@ -359,7 +357,7 @@ class GroupGrads:
         self._contributed |= has_gradient
         self._filled = [False] * len(self._filled)
         before, after = self._factors()
-        if self.reduces and before != 1.0:
+        if self.spec.reduces and before != 1.0:
             self.full.tensor.mul_(before)
         self._full_state = self._moved(self._full_state, GradState.REDUCING)
         if self.has_outer_axis:
@@ -367,7 +365,7 @@ class GroupGrads:
             accumulate = self.has_partial
             self._partial_state = self._moved(self._partial_state, GradState.ACCUMULATED)
             return self.full.redistribute(self.partial, accumulate=accumulate, async_op=async_op)
-        if self.reduces:
+        if self.spec.reduces:
             return self._into_main(self.full, after, async_op=async_op)
         return self._into_main(self.full.part(self._placements), 1.0, async_op=False)
 
@@ -429,16 +427,16 @@ class GroupGrads:
         return self._last_work
 
     def _factors(self) -> tuple[float, float]:
-        """Return the factors of the terms and of their sum; their product is `scale`.
+        """Return the factors of the terms and of their sum; their product is `spec.scale`.
 
         The whole factor is applied to the sum, because the sum is a shard and the terms are full
         buffers. A fp16 sum may exceed 65504 and overflow, so with fp16 the terms are multiplied by
         the power of two in a factor below 1, which is exact unless a gradient underflows.
         """
         if torch.float16 not in (self._context.dtypes.grad_comm, self._context.dtypes.main_grad):
-            return 1.0, self.scale
-        before = min(1.0, 2.0 ** (math.frexp(self.scale)[1] - 1))
-        return before, self.scale / before
+            return 1.0, self.spec.scale
+        before = min(1.0, 2.0 ** (math.frexp(self.spec.scale)[1] - 1))
+        return before, self.spec.scale / before
 
     def _moved(self, state: GradState, to: GradState) -> GradState:
         if to not in _MOVES[state]:

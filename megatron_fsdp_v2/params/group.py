@@ -7,7 +7,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -305,11 +305,11 @@ class ParameterGroup:
         axes = (*self.axes[:-1], dataclasses.replace(self.axes[-1], gather_group=group))
         self._context.grid = dataclasses.replace(self._context.grid, axes=axes)
 
-    def set_reduction(self, **changes: Any) -> None:
-        """Set `reduces` or `scale` of the spec, also if parameters are frozen now."""
-        self.spec = dataclasses.replace(self.spec, **changes)
+    def set_reduction(self, *, reduces: bool, scale: float) -> None:
+        """Set `reduces` and `scale` of the spec, also of parameters that are frozen now."""
+        self.spec = dataclasses.replace(self.spec, reduces=reduces, scale=scale)
         if self.grads is not None:
-            self.grads.reduces, self.grads.scale = self.spec.reduces, self.spec.scale
+            self.grads.spec = self.spec
 
     def holds(self, param: torch.Tensor) -> bool:
         """Return whether a tensor is one of the group's sharded parameters."""

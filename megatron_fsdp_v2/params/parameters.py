@@ -71,7 +71,7 @@ class OwnedParameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape that data parallelism shards: the parameter's, or that of its TP-local shard."""
+        """Shape of the tensor that data parallelism shards: the parameter or its TP-local shard."""
         return tuple(part_of(self.param).shape)
 
 
@@ -451,7 +451,7 @@ _STALE = _StaleParameters()
 
 
 def _unmark_stale(param: torch.Tensor, hooks: Any) -> None:
-    """Undo marking a parameter as stale."""
+    """Restore the hooks of a parameter that was marked stale, and remove the mark."""
     with plain_attributes():
         param._post_accumulate_grad_hooks = hooks
     _STALE.pop(param, None)  # type: ignore[no-untyped-call]

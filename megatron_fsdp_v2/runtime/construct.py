@@ -109,7 +109,7 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
 
 
 def with_number_prefixes(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Return modules with a name prefix: the module's number, or "" for a single module."""
+    """Return each module with the prefix of its names: its position, or "" for a single module."""
     return [("" if len(modules) == 1 else str(i), module) for i, module in enumerate(modules)]
 
 

@@ -353,8 +353,8 @@ class Context:
         self._recomputed.pop(ref, None)
         self._recomputed[ref] = None
 
-    def forget_recomputed(self, unit: Unit) -> None:
-        """Forget a recomputed unit whose backward begins."""
+    def note_backward(self, unit: Unit) -> None:
+        """Record that the backward of a unit begins, which ends its recomputation."""
         self._in_backward = ref = weakref.ref(unit)
         self._recomputed.pop(ref, None)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -66,8 +66,8 @@ def materialize(
             restores registered parameters and buffers.
 
     Returns:
-        Tensors that have no values, because their module has no `reset_parameters()` or it skips
-        them: names of parameters; and buffers.
+        Names of parameters without values, and buffers without values. A tensor has no values if
+        its module has no `reset_parameters()`, or if that method skips the tensor.
 
     Raises:
         ValueError: A module replaced a parameter by one of another shape, or on the meta device.
@@ -90,14 +90,10 @@ def materialize(
     if holders:
         with _initial_values(device, roots[0], undo):
             for module in itertools.chain.from_iterable(map(_children_first, roots)):
-                if id(module) not in holders:
-                    continue
                 # A module that several modules register is visited for each of them.
-                holders.remove(id(module))
-                for tensor in (*module._parameters.values(), *module._buffers.values()):
-                    if tensor is not None and id(tensor) not in made:
-                        undo.callback(tensor.detach().copy_, tensor.detach().clone())
-                _initialize(module, param_init_fn)
+                if id(module) in holders:
+                    holders.remove(id(module))
+                    _initialize(module, param_init_fn, made, undo)
     for parameter in fresh:
         _copy_from_replacement(parameter)
         if parameter.dtensor is not None and parameter.dtensor.placement.is_replicate():
@@ -222,13 +218,29 @@ def _copy_from_replacement(parameter: OwnedParameter) -> None:
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and all below it. Unlike `Module.apply`, no method of theirs is called."""
+    """Yield the modules below a module, and the module. Calls no method that users override."""
     for child in module.children():
         yield from _children_first(child)
     yield module
 
 
-def _initialize(module: Any, param_init_fn: Callable[[nn.Module], None] | None) -> None:
+def _initialize(
+    module: Any,
+    param_init_fn: Callable[[nn.Module], None] | None,
+    made: Container[int],
+    undo: ExitStack,
+) -> None:
+    """Initialize a module; `undo` restores its tensors, except the newly made ones.
+
+    Args:
+        module: The module.
+        param_init_fn: Called with the module instead of `reset_parameters()`.
+        made: `id()`s of the tensors that were made for meta tensors.
+        undo: Restores the other tensors.
+    """
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None and id(tensor) not in made:
+            undo.callback(tensor.detach().copy_, tensor.detach().clone())
     reset = getattr(module, "reset_parameters", None)
     with torch.no_grad():
         if param_init_fn is not None:

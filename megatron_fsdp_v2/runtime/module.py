@@ -113,7 +113,7 @@ class FSDPModule(fsdp.FSDPModule):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Set whether to reshard after a backward.
+        """Set whether the module reshards its parameters after a backward.
 
         If False, the next forward uses the gathered parameters, unless an optimizer stepped in
         between. Until then the module's registered parameters are the gathered ones.
@@ -272,7 +272,7 @@ class FSDPModule(fsdp.FSDPModule):
         for unit in _units(self, recurse=recurse):
             unit.check_is_between_steps("set_requires_gradient_reduction")
             for group in unit.groups:
-                group.set_reduction(reduces=requires_gradient_reduction)
+                group.set_reduction(reduces=requires_gradient_reduction, scale=group.spec.scale)
 
     @override
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -290,7 +290,7 @@ class FSDPModule(fsdp.FSDPModule):
         unit = unit_of(self)
         unit.check_is_between_steps("set_gradient_divide_factor")
         for group in unit.groups:
-            group.set_reduction(scale=1.0 / factor)
+            group.set_reduction(reduces=group.spec.reduces, scale=1.0 / factor)
 
     @override
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:

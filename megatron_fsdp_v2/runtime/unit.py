@@ -303,7 +303,7 @@ class Unit:
             self.unshard(uses, async_op=True)
 
     def wait_for_unshard(self) -> None:
-        """Wait for the all-gather and install the full parameters."""
+        """Wait for the all-gathers and register the gathered parameters on the modules."""
         with self.observed_phase("wait_for_unshard"):
             for group in self.held_groups:
                 group.wait_for_unshard()
@@ -317,7 +317,7 @@ class Unit:
             check_unchanged(self.context)
 
     def reshard(self) -> None:
-        """Install sharded parameters and free gathered weights. Idempotent."""
+        """Register the sharded parameters and free gathered weights, if weights are gathered."""
         if not self.is_unsharded:
             return
         with self.observed_phase("reshard"):
@@ -355,7 +355,7 @@ class Unit:
     # -- forward ------------------------------------------------------------------------------
 
     def pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Before the module's forward: gather, cast inputs, add post-backward hooks."""
+        """Gather weights, cast inputs and add post-backward hooks, before the module's forward."""
         context = self.context
         self.is_under_way = True
         with self.observed_phase("pre_forward"):
@@ -384,7 +384,7 @@ class Unit:
         return args, kwargs
 
     def post_forward(self, output: Any) -> Any:
-        """After the module's forward: reshard, add pre-backward hooks."""
+        """Reshard and add pre-backward hooks, after the module's forward."""
         check_outputs(self, output)
         self.end_forward()
         output = self.wrap_outputs(output)
@@ -521,7 +521,7 @@ class Unit:
     # -- backward -----------------------------------------------------------------------------
 
     def pre_backward(self, record: ForwardRecord) -> None:
-        """Before the module's backward: gather, and queue the end-of-backward callback.
+        """Gather weights and queue the end-of-backward callback, before the module's backward.
 
         Args:
             record: The forward that this backward belongs to.
@@ -549,13 +549,13 @@ class Unit:
                 record.defer_post_backward()
             self.has_pending_reduction = True
             self.is_recomputed, self._was_recomputed = self._was_recomputed, False
-            context.forget_recomputed(self)
+            context.note_backward(self)
             context.gathers.before_use(self)
             self.unshard_for(WeightUse.BACKWARD)
             context.gathers.in_backward(self, self.backward_prefetch)
 
     def post_backward(self, record: ForwardRecord) -> None:
-        """After the module's backward: reshard, and reduce gradients.
+        """Reshard and reduce gradients, after the module's backward.
 
         Args:
             record: The forward that this backward belongs to.

@@ -204,7 +204,7 @@ class QuantizedFormat(WeightFormat):
             setattr(param, f"_{name}", None)
 
     def _metadata(self, like: Any) -> dict[str, Any]:
-        """Return the constructor arguments of a tensor, after checking them."""
+        """Check a quantized tensor, and return the arguments that construct one like it."""
         metadata: dict[str, Any] = like.get_metadata()
         return metadata
 

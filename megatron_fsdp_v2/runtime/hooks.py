@@ -22,7 +22,6 @@ from torch.distributed import fsdp
 
 from megatron_fsdp_v2._compiler import not_compiled, uncompiled
 from megatron_fsdp_v2.params.autograd import in_backward
-from megatron_fsdp_v2.runtime.materialize import check_has_values
 from megatron_fsdp_v2.runtime.unit_checks import check_outputs
 
 if TYPE_CHECKING:
@@ -66,8 +65,6 @@ def _pre_forward(module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
                 "not gathered; report each use with begin_forward and end_forward"
             )
         return unit.cast_inputs(args, kwargs)
-    if unit.unset:
-        check_has_values(unit)
     if _runs_method(unit):
         return unit.cast_inputs(args, kwargs)
     # A recomputation runs a single module, for its own backward.

@@ -1,7 +1,7 @@
 """Materialization of parameters on the meta device, unit by unit, identical on every rank.
 
 A parameter or buffer that its module does not initialize is filled with a marker: NaN, or the
-smallest integer. If it still holds only the marker at the unit's first forward, an error names it.
+smallest integer. If it still holds only the marker at the root's first use, an error names it.
 """
 
 from __future__ import annotations
@@ -287,11 +287,13 @@ def _buffer_of(module: weakref.ref[nn.Module], attribute: str) -> torch.Tensor |
 
 
 def check_has_values(unit: Unit) -> None:
-    """Check before a unit's first forward that all tensors have values. Collective.
+    """Check that all tensors of a unit have values. Collective if some had none when it was made.
 
     Raises:
         RuntimeError: A tensor has no values on some rank.
     """
+    if not unit.unset:
+        return
     for group in unit.groups:
         group.parameters.sync()
     found = [_is_unset(look_up()) for _, look_up in unit.unset]

@@ -27,7 +27,6 @@ import torch
 from torch import nn
 
 from megatron_fsdp_v2.params.formats import WeightUse
-from megatron_fsdp_v2.runtime.materialize import check_has_values
 from megatron_fsdp_v2.runtime.module import named_units, unit_of
 from megatron_fsdp_v2.runtime.schedule import live
 
@@ -181,8 +180,6 @@ class ScheduledUnits:
         self._use(unit_of(part))
 
     def _use(self, unit: Unit) -> None:
-        if unit.unset:
-            check_has_values(unit)
         unit.num_users += 1
         unit.context.gathers.before_use(unit)
         unit.unshard_for(WeightUse.BOTH)

@@ -21,6 +21,7 @@ from megatron_fsdp_v2.comm.rank_checks import (
 )
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.params.autograd import tensors_within
+from megatron_fsdp_v2.runtime.materialize import check_has_values
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.params.group import ParameterGroup
@@ -134,7 +135,8 @@ def check_units(context: Context) -> None:
     """Check at the first use that all ranks sharded the model identically. Collective.
 
     Raises:
-        RuntimeError: Ranks differ, or a unit shares a parameter with a unit of another root.
+        RuntimeError: Ranks differ, a unit shares a parameter with a unit of another root, or a
+            parameter or buffer that was on the meta device has no values.
     """
     units = context.units()
     for unit in units:
@@ -154,6 +156,9 @@ def check_units(context: Context) -> None:
         for members in by_mesh.values():
             group = members[0].groups[0]
             compare_units([_record(unit) for unit in members], group.axes, group.device)
+    # Of all units, and not at a unit's own first use: a rank may skip that.
+    for unit in units:
+        check_has_values(unit)
     # A use after an error is checked again.
     context.is_checked = True
 

@@ -152,6 +152,26 @@ def test_modules_without_reset_parameters_load_a_state_dict(strategy: str) -> No
     assert bool((full == 0.5).all())
 
 
+class _SkipsBare(nn.Sequential):
+    """Runs its first module unless `skips`."""
+
+    skips = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self[1](x[:, :1] if self.skips else self[0](x))
+
+
+@on_ranks(2)
+def test_a_rank_may_skip_a_loaded_unit_of_the_meta_device_at_first() -> None:
+    with torch.device("meta"):
+        model: Any = _SkipsBare(Bare(), nn.Linear(1, 2))
+    wrap(model, [model[0]], sharding_strategy="optim_grads")
+    model.load_state_dict(_SkipsBare(Bare(), nn.Linear(1, 2)).state_dict())
+    for model.skips in (dist.get_rank() == 1, False):
+        model(torch.ones(2, 5)).sum().backward()
+    assert model[0].weight.grad.to_local().any()
+
+
 @on_ranks(2)
 def test_meta_module_with_two_parents_is_initialized_once() -> None:
     def build() -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp_v2 import fully_shard
+from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp_v2.comm import interface
+from tests.distributed.nccl_double import as_on_cuda
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import error_message, on_mesh, wrap
 from tests.ranks import RankFailure, RankPool, RankPools
@@ -75,9 +77,14 @@ def test_a_unit_skipped_on_one_rank_of_the_outermost_axis_is_named(mesh: str) ->
         assert text.startswith(f"{does[rank]} (Block) where {does[1 - rank]}")
 
 
-@on_ranks(2, strategy=["no_shard", "optim", "optim_grads"])
-def test_only_a_unit_skipped_on_all_ranks_has_no_gradient(strategy: str) -> None:
-    model = wrap(Skipping(), sharding_strategy=strategy)
+@on_ranks(2, strategy=["no_shard", "optim", "optim_grads"], as_nccl=[False, True])
+def test_only_a_unit_skipped_on_all_ranks_has_no_gradient(strategy: str, as_nccl: bool) -> None:
+    policy = MixedPrecisionPolicy(
+        grad_comm_dtype=torch.bfloat16,
+        reduce_scatter_with_fp32_accumulation=as_nccl and strategy != "no_shard",
+    )
+    with as_on_cuda() if as_nccl else nullcontext():
+        model = wrap(Skipping(), sharding_strategy=strategy, mp_policy=policy)
     found = []
     for skips in (True, dist.get_rank() == 0):
         model.zero_grad()

@@ -110,6 +110,10 @@ ROWS: tuple[Row, ...] = (
     Row("TP2", 2, f"{f.TP2} {NORMS}", strategies=(ZERO3, NO_SHARD)),
     Row("PP2, tied", 2, f"{f.PP2} {NORMS}", strategies=(ZERO3, ZERO1)),
     Row("EP2", 2, f"{f.ALLTOALL} {f.EP2} {NORMS}", strategies=(ZERO3, ZERO2)),
+    # Only the first stage has a gradient of the embedding that both hold.
+    Row("PP2, untied, multi-token prediction with detached heads", 2,
+        f"{f.PP2} {f.UNTIED} {f.MTP} --mtp-detach-heads {NORMS}", strategies=(ZERO3, NO_SHARD),
+        iterations=4, quick=1),
     # ------------------------------------------------------------------------------- 4 ranks
     Row("TP2 x DP2, sequence parallel", 4, f"{f.TP2_SP} {NORMS}", strategies=STRATEGIES, quick=1),
     Row("TP2 x DP2, sequence parallel, bf16", 4, f"{f.TP2_SP} --bf16"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -13,6 +14,8 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp_v2.runtime.module import named_units
 from megatron_fsdp_v2_mcore.model.weight_hashes import compare
@@ -183,6 +186,25 @@ class _WithoutParameters(torch.nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
+
+
+@on_megatron(2)
+def test_embedding_that_one_stage_froze_is_named() -> None:
+    enter_rehearsal()
+    from megatron_fsdp_v2 import fully_shard
+    from megatron_fsdp_v2_mcore.model.units import all_reduce_embedding_grads
+
+    alone = [dist.new_group([one]) for one in range(2)][rank()]
+    stage: Any = torch.nn.Linear(2, 2, bias=False).requires_grad_(rank() == 1)
+    stage.pre_process = True
+    fully_shard(stage, mesh=DeviceMesh.from_group(alone, "cpu"))
+    if rank() == 1:
+        stage(torch.ones(1, 2)).sum().backward()
+    reduce_grad = all_reduce_embedding_grads(pytest.fail)
+    stages = dist.group.WORLD
+    fails = pytest.raises(RuntimeError, match="is frozen on this stage, and another stage trains")
+    with fails if rank() == 0 else contextlib.nullcontext():
+        reduce_grad([stage], stages, stages, lambda model: model.weight)
 
 
 @on_megatron(2)

@@ -20,6 +20,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import nn
 
 from megatron_fsdp_v2 import group_modules
+from megatron_fsdp_v2.dtensor.sharded_rows import rows_like
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 from megatron_fsdp_v2_mcore.model.meshes import Meshes
 from megatron_fsdp_v2_mcore.model.tensor_shards import is_expert
@@ -211,7 +212,8 @@ def all_reduce_embedding_grads(original: Callable[..., None]) -> Callable[..., N
     """Replace Megatron's reduction, which assigns a plain tensor to the gradient of a DTensor.
 
     Both stages shard the embedding identically (see `shared_by_stages`), so that the sum of
-    their local shards is the shard of the summed gradient.
+    their local shards is the shard of the summed gradient. A stage without a gradient adds zeros,
+    as Megatron's DDP does: whether this rank has one must not decide whether it communicates.
     """
 
     def reduce_grad(
@@ -231,8 +233,20 @@ def all_reduce_embedding_grads(original: Callable[..., None]) -> Callable[..., N
             return
         chunk = model[0] if is_pp_first_stage(pp_group) else model[-1]
         weight = weight_getter(get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True))
-        if weight is not None and weight.grad is not None:
-            dist.all_reduce(local_of(weight.grad), group=embd_group)
+        # The stages have equal rows, but one of them may have no gradient (--mtp-detach-heads).
+        if weight is None or not local_of(weight).numel():
+            return
+        grad = weight.grad
+        if grad is None:
+            grad = rows_like(torch.zeros_like(local_of(weight), dtype=weight.grad_dtype), weight)
+        dist.all_reduce(local_of(grad), group=embd_group)
+        if weight.requires_grad:
+            weight.grad = grad
+        elif local_of(grad).any():
+            raise RuntimeError(
+                "the embedding that pipeline stages share is frozen on this stage, and another "
+                "stage trains its copy; freeze the copies of all stages, or none"
+            )
 
     return reduce_grad
 

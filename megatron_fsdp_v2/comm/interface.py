@@ -251,9 +251,9 @@ _ANYWHERE: AbstractContextManager[Any] = nullcontext()
 
 
 def store_scaled(into: torch.Tensor, value: torch.Tensor, scale: float, accumulate: bool) -> None:
-    """Compute `into = scale * value`, or `into += scale * value`, in one pass over both.
+    """Compute `into = scale * value`, or `into += scale * value`, without a converted copy.
 
-    The product is computed in the wider of both dtypes.
+    Products and sums are computed in the wider of both dtypes and rounded once.
 
     Args:
         into: Flat destination; may be `value` itself.
@@ -268,9 +268,8 @@ def store_scaled(into: torch.Tensor, value: torch.Tensor, scale: float, accumula
         if scale != 1.0:
             into.mul_(scale)
     elif accumulate:
-        # `add_` converts a narrower `value` itself; a converted copy would take as much memory as
-        # `into`.
-        into.add_(value if wider == into.dtype else value.to(into.dtype), alpha=scale)
+        # `add_` converts elements itself; a converted copy would take as much memory as `into`.
+        into.add_(value, alpha=scale)
     elif scale == 1.0:
         into.copy_(value)
     elif wider == value.dtype:

@@ -17,7 +17,13 @@ from megatron_fsdp_v2 import MixedPrecisionPolicy
 from megatron_fsdp_v2.comm import backends
 from megatron_fsdp_v2.comm.calls import broadcast_shards, is_gloo
 from megatron_fsdp_v2.comm.groups import group_of_same_ranks, new_local_group
-from megatron_fsdp_v2.comm.interface import Axis, Collective, CollectiveKind, CommStream
+from megatron_fsdp_v2.comm.interface import (
+    Axis,
+    Collective,
+    CollectiveKind,
+    CommStream,
+    store_scaled,
+)
 from megatron_fsdp_v2.runtime.module import named_units, unit_of
 from megatron_fsdp_v2.runtime.registered_pool import register_pool
 from tests.cases import longer, quick_if
@@ -64,6 +70,18 @@ def test_broadcast_shards_gathers_the_shards_of_each_group(
         broadcast_shards(output, shard, group=group).wait()
         expected = torch.cat([_shard(other, dtype) for other in ranks])
         assert torch.equal(output.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_scaled_sum_is_rounded_once_if_the_value_is_wider(accumulate: bool) -> None:
+    value = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    before = torch.linspace(-1, 1, 1000).bfloat16()
+    into = before.clone()
+
+    store_scaled(into, value, 0.3, accumulate)
+
+    exact = 0.3 * value.double() + (before.double() if accumulate else 0)
+    assert ((into.double() - exact).abs() <= exact.abs() * 2**-8 * 1.001).all()
 
 
 @on_ranks(2)

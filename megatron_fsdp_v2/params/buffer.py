@@ -422,7 +422,7 @@ class DataParallelBuffer:
                 gather = CollectiveKind.ALL_GATHER
                 steps.append(_Transfer(gather, number, axis.for_gathers(), CommStream.GATHER, held))
         if not steps:
-            # A copy, queued in the stream of the reductions that write the same buffer.
+            # Equal placements: an all-reduce over one rank, which copies, scales or adds.
             alone = Axis(axes[-1].group, 1, 0)
             steps.append(
                 _Transfer(CollectiveKind.ALL_REDUCE, 0, alone, CommStream.REDUCE, out.span)

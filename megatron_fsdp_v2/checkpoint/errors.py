@@ -73,14 +73,19 @@ def naming_full_disk(path: Path) -> Iterator[None]:
 
 
 def all_ranks_or_raise[T](
-    what: str, do: Callable[[], T], undo: Callable[[], object] | None = None
+    what: str,
+    do: Callable[[], T],
+    undo: Callable[[], object] | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
 ) -> T:
-    """Call a function on every rank; if it raises on one, raise on all. Collective over all ranks.
+    """Call a function on every rank; if it raises on one, raise on all. Collective.
 
     Args:
         what: What it does, for the sentence "rank 3 could not ...".
         do: The function; it may raise on some ranks only.
         undo: Called on every rank if it raised on one.
+        group: The ranks; None for all.
 
     Returns:
         The value of `do` on this rank.
@@ -95,19 +100,22 @@ def all_ranks_or_raise[T](
         result = do()
     except Exception as error:
         problem = error
-    said = everyones(None if problem is None else f"{type(problem).__name__}: {problem}")
+    said = everyones(None if problem is None else f"{type(problem).__name__}: {problem}", group)
     failed = next((rank for rank, text in enumerate(said) if text is not None), None)
     if failed is None:
         return cast(T, result)
     if undo is not None:
         undo()
-    raise problem or CheckpointError(f"rank {failed} could not {what}: {said[failed]}")
+    if problem is not None:
+        raise problem
+    rank = dist.get_process_group_ranks(group)[failed]
+    raise CheckpointError(f"rank {rank} could not {what}: {said[failed]}")
 
 
-def everyones[T](value: T) -> list[T]:
-    """Gather a value from every rank, by rank. Collective over all ranks."""
+def everyones[T](value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Gather a value from every rank of a group (None: of the job), in its order. Collective."""
     if not dist.is_initialized():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values

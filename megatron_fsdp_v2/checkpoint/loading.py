@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, override
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
@@ -49,6 +50,7 @@ from megatron_fsdp_v2.checkpoint.errors import (
     warn,
 )
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, ReadRequest
+from megatron_fsdp_v2.checkpoint.ranks import group_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 
 __all__ = ["Comparison", "compare", "load", "requests_for"]
@@ -63,8 +65,11 @@ def load(
     optimizer: Optimizer | None = None,
     *,
     strict: bool = True,
+    process_group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """Load what `save` saved, in place. Collective over all ranks.
+    """Load what `save` saved, in place. Collective over the ranks of the model's meshes.
+
+    A model that is not sharded is loaded by all ranks.
 
     Names, shapes, dtypes, parameter groups and every byte that any rank will read are checked
     first: after an error, model and optimizer are unchanged on all ranks. The next forward uses the
@@ -78,6 +83,8 @@ def load(
         strict: Whether missing or unexpected names, or parameter groups of other parameters, are
             errors. If False, they are warnings and the common entries are loaded. Another shape, a
             dtype that does not convert and an optimizer of another class are always errors.
+        process_group: Ranks that load together, instead of those of the model's meshes. It must
+            contain those.
 
     Returns:
         The `extra` of `save`; tensors in it are on the CPU.
@@ -85,8 +92,10 @@ def load(
     Raises:
         CheckpointError: There is no complete checkpoint, it is damaged, or of another model; raised
             on every rank when one of them finds it.
+        ValueError: `process_group` lacks ranks of the model.
     """
-    ready = _ready_everywhere(path, lambda: _checked(path, model, optimizer, strict))
+    group = group_of(model, process_group)
+    ready = _ready_everywhere(path, lambda: _checked(path, model, optimizer, strict), group)
     if ready.extra_states:
         own = model.state_dict()
         before = {name: own[name] for name in ready.extra_states}
@@ -94,8 +103,9 @@ def load(
             f"set extra state from {path}",
             lambda: model.load_state_dict(ready.extra_states, strict=False),
             undo=lambda: model.load_state_dict(before, strict=False),
+            group=group,
         )
-    all_ranks_or_raise(f"load {path}", lambda: _write(ready, model, optimizer))
+    all_ranks_or_raise(f"load {path}", lambda: _write(ready, model, optimizer), group=group)
     return ready.extra
 
 
@@ -120,7 +130,9 @@ class _Ready:
     extra: Any = None
 
 
-def _ready_everywhere(path: str | os.PathLike[str], check: Callable[[], _Ready]) -> _Ready:
+def _ready_everywhere(
+    path: str | os.PathLike[str], check: Callable[[], _Ready], group: Any
+) -> _Ready:
     """Check the same checkpoint on all ranks; repeated if it is replaced meanwhile."""
 
     def check_unless_replaced() -> _Ready | None:
@@ -129,11 +141,14 @@ def _ready_everywhere(path: str | os.PathLike[str], check: Callable[[], _Ready])
         return None
 
     for _ in range(_ATTEMPTS):
-        ready = all_ranks_or_raise(f"load {path}", check_unless_replaced)
-        identities = everyones(ready.folder.identity if ready is not None else None)
+        ready = all_ranks_or_raise(f"load {path}", check_unless_replaced, group=group)
+        identities = everyones(ready.folder.identity if ready is not None else None, group)
         if ready is not None and len(set(identities)) == 1:
             return ready
         time.sleep(_PAUSE_S)
+    paths = sorted(set(everyones(os.path.realpath(path), group)))
+    if len(paths) > 1:
+        raise CheckpointError(f"ranks load different checkpoints: {listed(paths, _MOST_NAMES)}")
     raise CheckpointError(f"{path} is replaced faster than all ranks can read it")
 
 

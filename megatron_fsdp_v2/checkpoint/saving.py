@@ -37,6 +37,13 @@ from megatron_fsdp_v2.checkpoint.entries import (
     tied_entries,
 )
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, all_ranks_or_raise, naming_full_disk
+from megatron_fsdp_v2.checkpoint.ranks import (
+    background_group,
+    check_same_path,
+    forget_group,
+    group_of,
+    reserve_path,
+)
 from megatron_fsdp_v2.checkpoint.replacing import (
     acquire_lock,
     check_replaceable,
@@ -59,10 +66,9 @@ _DESTROYED = (
     "the save before destroy_process_group()"
 )
 
-_background_group: dict[str, Any] = {}
 _BACKGROUND = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-"""Saves run one after the other, on all ranks in the order of the calls: they share a process
-group. A process waits for its saves before it exits."""
+"""Saves run one after the other, on all ranks in the order of the calls: saves of the same ranks
+share a process group. A process waits for its saves before it exits."""
 
 
 def save(
@@ -72,8 +78,12 @@ def save(
     *,
     extra: Any = None,
     async_save: bool = False,
+    process_group: dist.ProcessGroup | None = None,
 ) -> Future[None] | None:
-    """Save a model, its optimizer and plain data. Collective over all ranks.
+    """Save a model, its optimizer and plain data. Collective over the ranks of the model's meshes.
+
+    Models on different ranks of a job are saved independently, to different paths. A model that is
+    not sharded is saved by all ranks.
 
     Everything is written to a temporary folder, `<path>.<token>.incomplete`, which is renamed when
     it is complete and on disk. Until then a checkpoint at `path` is unchanged, and a concurrent
@@ -81,13 +91,15 @@ def save(
     The checkpoint can be loaded at any world size and with any strategy.
 
     Args:
-        path: The folder to create. A checkpoint or an empty folder is replaced. If it is a link,
-            its target is replaced.
+        path: The folder to create, the same on all these ranks. A checkpoint or an empty folder is
+            replaced. If it is a link, its target is replaced.
         model: Sharded by `fully_shard`, or not at all.
         optimizer: Any `torch.optim` optimizer of its parameters.
         extra: Numbers, strings, tuples, lists, dictionaries and tensors, the same on all ranks; the
             first rank's is kept.
         async_save: Return when everything is copied to host memory; training can continue.
+        process_group: Ranks that write one checkpoint, instead of those of the model's meshes: for
+            models of several ranks with different names (pipeline stages). It must contain those.
 
     Returns:
         With `async_save` a future; its `result()` waits, and raises what went wrong.
@@ -96,8 +108,11 @@ def save(
         CheckpointError: Something cannot be saved, or writing failed on a rank.
         RuntimeError: Another save to the same path is under way, by this job or another one. On
             ranks other than the first a CheckpointError that says so.
-        ValueError: `path` is not a checkpoint.
+        ValueError: `path` is not a checkpoint, or other ranks of this job save another model there;
+            ranks name different paths; or `process_group` lacks ranks of the model. Nothing is
+            written.
     """
+    group = group_of(model, process_group)
 
     def staged() -> _Staged:
         tied = tied_entries(model)
@@ -111,11 +126,11 @@ def save(
         entries = _stage(values, pack, copies=async_save)
         # Every rank checks its own value.
         content = pack(EXTRA, extra)
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if not dist.is_initialized() or dist.get_rank(group) == 0:
             entries[EXTRA] = content
         return _Staged(entries, tied=tied)
 
-    return _Job(path, is_async=async_save).run(staged)
+    return _Job(path, group, is_async=async_save).run(staged)
 
 
 def save_nested(
@@ -146,7 +161,7 @@ def save_nested(
         values = _stage(entries, lambda _, value: pickled(value), copies=async_save)
         return _Staged(values, paths=paths)
 
-    return _Job(path, is_async=async_save).run(staged)
+    return _Job(path, None, is_async=async_save).run(staged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,25 +186,32 @@ class _Job:
 
     Args:
         path: Path of the checkpoint.
-        is_async: Whether it is written in the background, over a process group of its own.
+        group: Process group of its ranks; None for all ranks.
+        is_async: Whether it is written in the background, over another process group.
 
     Attributes:
         target: The resolved path of the checkpoint.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, is_async: bool) -> None:
+    def __init__(self, path: str | os.PathLike[str], group: Any, *, is_async: bool) -> None:
         self.target = Path(os.path.realpath(path))
         self._folder = temporary_name(self.target, uuid.uuid4().hex)
         self._staged, self._is_async = _Staged({}), is_async
         self._lock: BaseFileLock | None = None
         self._is_alone = not dist.is_initialized()
-        self._rank = 0 if self._is_alone else dist.get_rank()
+        self._rank = 0 if self._is_alone else dist.get_rank(group)
         self._world: Any = None if self._is_alone else dist.group.WORLD
-        self._group = _dedicated_group(self._world) if is_async and not self._is_alone else None
+        self._group = group
 
     def run(self, staged: Callable[[], _Staged]) -> Future[None] | None:
-        """Save what `staged` returns. Collective over all ranks; returns a future if async."""
-        all_ranks_or_raise(f"save to {self.target}", lambda: self.begin(staged), undo=self.end)
+        """Save what `staged` returns. Collective over its ranks; returns a future if async."""
+        group = self._group
+        check_same_path(self.target, group)
+        if self._is_async and not self._is_alone:
+            self._group = background_group(group)
+        all_ranks_or_raise(
+            f"save to {self.target}", lambda: self.begin(staged), undo=self.end, group=group
+        )
         if self._is_async:
             return _in_background(self.write)
         self.write()
@@ -200,13 +222,12 @@ class _Job:
         if self._is_alone:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=0, group=self._group)
+        dist.broadcast_object_list(values, group_src=0, group=self._group)
         return values[0]
 
     def _leave(self) -> None:
         """Drop a broken process group, so that ranks that wait for this one get an error."""
-        if _background_group.get("group") is self._group:
-            _background_group.clear()
+        forget_group(self._group)
         self._group = self._world = None
 
     @property
@@ -220,6 +241,7 @@ class _Job:
         self._staged = staged()
         if self._rank != 0:
             return
+        reserve_path(self.target, self._group)
         try:
             with naming_full_disk(self.target):
                 self.target.parent.mkdir(parents=True, exist_ok=True)
@@ -393,13 +415,6 @@ def _plain_tensor(path: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_meta:
         raise CheckpointError(f"{path} is on the meta device and has no values to save")
     return own_storage(tensor.detach().cpu().resolve_conj().resolve_neg())
-
-
-def _dedicated_group(world: Any) -> Any:
-    """The process group of asynchronous saves, created once for each default process group."""
-    if _background_group.get("world") is not world:
-        _background_group.update(world=world, group=dist.new_group(backend="gloo"))
-    return _background_group["group"]
 
 
 def _in_background(write: Callable[[], None]) -> Future[None]:

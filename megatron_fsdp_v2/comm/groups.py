@@ -15,12 +15,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["check_gather_group", "group_of_same_ranks", "new_local_group"]
+__all__ = ["check_gather_group", "default_store", "group_of_same_ranks", "new_local_group"]
 
 _num_made: Counter[str] = Counter()
 
 
-def new_local_group(ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
+def new_local_group(
+    ranks: Sequence[int], purpose: str, backend: str | None = None
+) -> dist.ProcessGroup:
     """Make a process group. Collective over its ranks only.
 
     `new_group(use_local_synchronization=True)` names a group after its ranks and the number of
@@ -37,10 +39,12 @@ def new_local_group(ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
         ranks: Global ranks, including this one, in the order of the group.
         purpose: Purpose of the group. All ranks must make groups of the same ranks and purpose in
             the same order.
+        backend: Default: that of the default group.
     """
     core: Any = distributed_c10d
     world: Any = dist.group.WORLD
-    backend, store = core._world.pg_map[world]
+    default, store = core._world.pg_map[world]
+    backend = default if backend is None else backend
     label = f"{purpose} of {'-'.join(map(str, ranks))}"
     name = f"megatron_fsdp_v2: {label}, number {_num_made[label]}"
     _num_made[label] += 1
@@ -61,6 +65,12 @@ def new_local_group(ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
     core._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     made: dist.ProcessGroup = group
     return made
+
+
+def default_store() -> Any:
+    """Return the key-value store of the default process group, which all ranks share."""
+    core: Any = distributed_c10d
+    return core._world.pg_map[dist.group.WORLD][1]
 
 
 def check_gather_group(group: object, mesh: DeviceMesh) -> None:

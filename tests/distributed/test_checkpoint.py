@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp_v2 import checkpoint, fully_shard
 from megatron_fsdp_v2.checkpoint import CheckpointError, saving
@@ -22,7 +23,7 @@ from megatron_fsdp_v2.checkpoint.metadata import Manifest
 from megatron_fsdp_v2.checkpoint.verifying import verify
 from tests.distributed.checkpoint_trainings import Net, digests, flip_bit, net, train
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import error_message, fill, wrap
+from tests.distributed.wrapping import error_message, fill, mesh_of, wrap
 from tests.ranks import RankPool, RankPools
 from tests.unit.checkpoints import no_file_longer_than
 
@@ -114,6 +115,121 @@ def test_save_error_of_one_rank_raises_on_all_ranks(tmp_path: Path) -> None:
         assert unkept.startswith("extra is of the type object")
     else:
         assert "rank 2 could not save to" in unkept and "does not keep" in unkept
+
+
+# -- models on parts of a job ----------------------------------------------------------------------
+
+
+def _half() -> tuple[int, Any]:
+    """Number of this rank's half of four ranks, and its mesh."""
+    return dist.get_rank() // 2, mesh_of(2, 2)["inner"]
+
+
+def _weights(model: Any) -> torch.Tensor:
+    return torch.cat([param.full_tensor().flatten() for param in model.parameters()])
+
+
+@on_ranks(4, is_async=[False, True])
+def test_parts_of_a_job_save_and_load_their_models_at_the_same_time(
+    tmp_path: Path, is_async: bool
+) -> None:
+    part, mesh = _half()
+    folders = [f"{tmp_path}/{name}" for name in ("actor", "critic")]
+    model = net(mesh=mesh)
+    fill(model, part + 1.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    train(model, optimizer, 1)
+    # The second save finds the process group of the first one.
+    for _ in range(2):
+        future = checkpoint.save(folders[part], model, optimizer, extra=part, async_save=is_async)
+        if future is not None:
+            future.result()
+    before = _weights(model)
+    uninterrupted = train(model, optimizer, 1, first=1)
+    loaded = checkpoint.load(folders[part], model, optimizer)
+    after, again = _weights(model), train(model, optimizer, 1, first=1)
+    dist.barrier()
+    on_all, found = net(), []
+    for folder in folders:
+        found.append((checkpoint.load(folder, on_all), _weights(on_all)))
+    assert loaded == part
+    assert torch.equal(before, after) and uninterrupted == again
+    assert [extra for extra, _ in found] == [0, 1]
+    assert torch.equal(found[part][1], before)
+    assert verify(folders[part]).is_good and Manifest.read(Path(folders[part])).world_size == 2
+
+
+@on_ranks(3)
+def test_one_part_of_a_job_saves_and_loads_alone(tmp_path: Path) -> None:
+    """A model on two ranks, and one on a single rank; the other part does nothing meanwhile."""
+    folder, rank = str(tmp_path / "saved"), dist.get_rank()
+    meshes = [DeviceMesh("cpu", ranks) for ranks in ([0, 1], [2])]
+    found = []
+    for part, mesh in enumerate(meshes):
+        if part == rank // 2:
+            model = net(mesh=mesh)
+            fill(model, part + 1.0)
+            checkpoint.save(f"{folder}.{part}", model, extra=part, async_save=True).result()
+            checkpoint.save(f"{folder}.{part}", model, extra=part)
+            fill(model, 0.0)
+            found = [checkpoint.load(f"{folder}.{part}", model), *_weights(model).unique().tolist()]
+        dist.barrier()
+    assert found == [rank // 2, rank // 2 + 1.0]
+
+
+@on_ranks(4)
+def test_saves_that_would_overwrite_each_other_are_rejected_before_they_write(
+    tmp_path: Path,
+) -> None:
+    (part, mesh), rank, pair = _half(), dist.get_rank(), 2 * (dist.get_rank() // 2)
+    model, shared = net(mesh=mesh), f"{tmp_path}/shared"
+
+    def save(path: str, **options: Any) -> str:
+        return error_message(ValueError, lambda: checkpoint.save(path, model, **options))
+
+    differ = save(f"{tmp_path}/{rank}"), save(f"{tmp_path}/{rank}", async_save=True)
+    names = [path.name for path in tmp_path.iterdir()]
+    dist.barrier()
+    first = save(shared, extra=0) if part == 0 else "no error"
+    dist.barrier()
+    second = save(shared, extra=1) if part == 1 else "other ranks save"
+    dist.barrier()
+    smaller = save(shared, process_group=mesh_of(2, 2).get_group("outer"))
+    extra = checkpoint.load(shared, model)
+    assert names == []
+    for text in differ:
+        assert f"rank {pair} to {tmp_path}/{pair}, rank {pair + 1} to {tmp_path}/{pair + 1}" in text
+    assert first == "no error" and "other ranks" in second and extra == 0
+    assert "process_group has the ranks" in smaller
+
+
+@on_ranks(4)
+def test_process_group_saves_models_of_several_parts_in_one_checkpoint(tmp_path: Path) -> None:
+    part, mesh = _half()
+    stage = nn.Module()
+    stage.add_module(f"stage{part}", wrap(nn.Linear(4, 4), mesh=mesh))
+    fill(stage, part + 1.0)
+    world: Any = dist.group.WORLD
+    checkpoint.save(f"{tmp_path}/saved", stage, process_group=world)
+    fill(stage, 0.0)
+    with pytest.warns(UserWarning, match=f"not in the model: model.stage{1 - part}"):
+        checkpoint.load(f"{tmp_path}/saved", stage, strict=False, process_group=world)
+    assert _weights(stage).unique().tolist() == [part + 1.0]
+    assert Manifest.read(tmp_path / "saved").world_size == 4
+
+
+@on_ranks(4)
+def test_ranks_of_a_save_are_those_of_all_meshes_of_the_model(tmp_path: Path) -> None:
+    whole, (part, inner), sizes = mesh_of(2, 2), _half(), {}
+    meshes = {"whole": (whole, whole), "experts on a part": (inner, whole), "part": (inner, inner)}
+    for name, (of_up, of_root) in meshes.items():
+        torch.manual_seed(0)
+        model = Net()
+        fully_shard(model.up, mesh=of_up)
+        folder = tmp_path / (f"{name} {part}" if of_root is inner else name)
+        checkpoint.save(folder, fully_shard(model, mesh=of_root))
+        sizes[name] = Manifest.read(folder).world_size
+    assert sizes == {"whole": 4, "experts on a part": 4, "part": 2}
 
 
 # -- cost of a save, concurrent saves and failures ------------------------------------------------

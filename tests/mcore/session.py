@@ -329,13 +329,13 @@ def _tear_down() -> None:
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.training import async_utils, checkpointing, global_vars
 
-    from megatron_fsdp_v2.checkpoint import saving
+    from megatron_fsdp_v2.checkpoint import ranks
     from megatron_fsdp_v2_mcore import uninstall
 
     uninstall()
     async_utils._async_calls_queue = None
     # The process group of asynchronous saves is destroyed below.
-    saving._background_group.clear()
+    ranks._groups.clear()
     global_vars.destroy_global_vars()
     global_vars._GLOBAL_TIMERS = None
     destroy_num_microbatches_calculator()

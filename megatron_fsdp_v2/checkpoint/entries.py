@@ -1,7 +1,8 @@
 """The entries of a checkpoint: names and values of a model and its optimizer.
 
 Names are those of torch's own calls: `model.<parameter>`, `optimizer.state.<parameter>.<state>`,
-`optimizer.param_groups`, and `extra`. They say nothing of how anything was sharded.
+`optimizer.param_groups`, and `extra`. They say nothing of how anything was sharded. Callers have
+made sure that the modules register sharded parameters (`make_idle`, `showing_sharded`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from torch.optim import Optimizer
 from megatron_fsdp_v2.dtensor.optimizer_state import saved_by_other_ranks, wrap_foreign_state
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.optim.flat import FlatOptimizer
-from megatron_fsdp_v2.runtime.module import make_idle
 
 __all__ = [
     "EXTRA",
@@ -60,8 +60,6 @@ def model_entries(model: nn.Module) -> dict[str, Any]:
     Raises:
         ValueError: Two entries have one name without wrappers.
     """
-    # After a forward whose backward failed or never came, modules hold gathered parameters.
-    make_idle(model)
     entries: dict[str, Any] = {}
     for name, value in model.state_dict().items():
         key = MODEL + _plain_name(model, name)
@@ -103,7 +101,6 @@ def extra_state_names(model: nn.Module) -> dict[str, str]:
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
     """Names of parameters without wrappers; of tied ones the first."""
-    make_idle(model)
     return {param: _plain_name(model, name) for name, param in model.named_parameters()}
 
 

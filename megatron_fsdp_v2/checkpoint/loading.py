@@ -52,6 +52,7 @@ from megatron_fsdp_v2.checkpoint.errors import (
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, ReadRequest
 from megatron_fsdp_v2.checkpoint.ranks import group_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
+from megatron_fsdp_v2.runtime.module import make_idle, showing_sharded
 
 __all__ = ["Comparison", "compare", "load", "requests_for"]
 
@@ -156,6 +157,7 @@ def _checked(
     path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None, strict: bool
 ) -> _Ready:
     """Read and verify everything, without changing model or optimizer."""
+    make_idle(model)
     folder = CheckpointFolder(Path(path))
     difference = _compare_model(folder, model)
     saved_groups: list[dict[str, Any]] = []
@@ -258,15 +260,18 @@ def compare(
 ) -> Comparison:
     """Compare a checkpoint with a model by name, shape and dtype, and with its optimizer.
 
-    Reads only metadata and options of the optimizer, without communication.
+    Reads only metadata and options of the optimizer. A rank may call it alone: it neither
+    communicates nor reshards.
 
     Raises:
         CheckpointError: There is no complete checkpoint.
+        ValueError: The optimizer steps a parameter that the model does not have.
     """
     folder = CheckpointFolder(Path(path))
-    found = _compare_model(folder, model)
-    if optimizer is not None:
-        _compare_optimizer(folder, model, optimizer, found)
+    with showing_sharded(model):
+        found = _compare_model(folder, model)
+        if optimizer is not None:
+            _compare_optimizer(folder, model, optimizer, found)
     return found
 
 

@@ -58,6 +58,7 @@ from megatron_fsdp_v2.checkpoint.writing import Planner, Writer, own_storage, pi
 from megatron_fsdp_v2.comm.backends import host_block, wait_for_device
 from megatron_fsdp_v2.dtensor.sharded_rows import rows_like, rows_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
+from megatron_fsdp_v2.runtime.module import make_idle
 
 __all__ = ["pack", "save", "save_nested"]
 
@@ -115,6 +116,8 @@ def save(
     group = group_of(model, process_group)
 
     def staged() -> _Staged:
+        # After a forward whose backward failed or never came, modules hold gathered parameters.
+        make_idle(model)
         tied = tied_entries(model)
         # Tied tensors are written under their first name.
         values = {key: value for key, value in model_entries(model).items() if key not in tied}

@@ -34,6 +34,7 @@ __all__ = [
     "FSDPModule",
     "make_idle",
     "named_units",
+    "showing_sharded",
     "swap_class",
     "unit_of",
 ]
@@ -538,6 +539,21 @@ def make_idle(root: nn.Module) -> None:
         context.gathers.drop_prefetched()
         for unit in context.units():
             unit.reshard()
+
+
+@contextlib.contextmanager
+def showing_sharded(root: nn.Module) -> Iterator[None]:
+    """Register sharded parameters inside the context, without communication.
+
+    Gathered weights are kept and registered again afterwards. No-op for modules without units.
+    """
+    groups = [group for _, unit in named_units(root) for group in unit.held_groups]
+    hidden = [group for group in groups if group.install_sharded()]
+    try:
+        yield
+    finally:
+        for group in hidden:
+            group.install_unsharded()
 
 
 def _units(module: object, *, recurse: bool = True) -> list[Unit]:

@@ -21,6 +21,7 @@ from megatron_fsdp_v2.checkpoint import CheckpointError, saving
 from megatron_fsdp_v2.checkpoint.exporting import export
 from megatron_fsdp_v2.checkpoint.metadata import Manifest
 from megatron_fsdp_v2.checkpoint.verifying import verify
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from tests.distributed.checkpoint_trainings import Net, digests, flip_bit, net, train
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import error_message, fill, mesh_of, wrap
@@ -79,6 +80,27 @@ def test_load_into_a_different_model_is_rejected_with_names_and_shapes(tmp_path:
     assert "strict=False loads what both have" in names
     assert "not in the model: model." in str(caught[-1].message)
     assert (len(difference.missing), len(difference.unexpected)) == (2, 5)
+
+
+@on_ranks(2)
+def test_compare_on_one_rank_between_forward_and_backward_changes_nothing(tmp_path: Path) -> None:
+    """The backward would wait for this rank, if it had to gather weights again."""
+    model = net(enable_unshard_after_step=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    train(model, optimizer, 1)
+    checkpoint.save(tmp_path / "saved", model, optimizer)
+    differences = []
+    for _ in range(2):
+        loss = model(torch.ones(4, 5)).square().mean()
+        if dist.get_rank() == 1:
+            gathered = [param for param in model.parameters() if type(param) is not UnevenDTensor]
+            differences.append(str(checkpoint.compare(tmp_path / "saved", model, optimizer)))
+            assert gathered
+        loss.backward()
+        optimizer.step()
+        if dist.get_rank() == 1:
+            differences.append(str(checkpoint.compare(tmp_path / "saved", model, optimizer)))
+    assert set(differences) <= {"everything fits"}
 
 
 @on_ranks(1)

@@ -549,15 +549,21 @@ def _reject_storage(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _set_data(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Copy the values into the local rows; a real assignment would replace their storage."""
+    """Use the local rows of the value. The group copies them into its main weight at the next use.
+
+    A copy into the own rows would change tensors that `data` returned before.
+    """
     target, value = args
     if value.shape != target.shape or value.dtype != target.dtype:
         raise ValueError(
             f"a sharded tensor of shape {tuple(target.shape)} and {target.dtype} cannot take data "
             f"of shape {tuple(value.shape)} and {value.dtype}; change both before sharding"
         )
-    with torch.no_grad():
-        target.detach().copy_(value)
+    # Tensors made in inference mode have no version counter.
+    with torch.inference_mode(False), torch.no_grad():
+        rows = local_of(shard_like(target, value)).detach().to(local_of(target).device)
+        target._local_tensor = rows.clone() if rows.is_inference() else rows
+    torch.autograd.graph.increment_version(target)
 
 
 def _data_ptr(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -305,6 +305,11 @@ class DataParallelBuffer:
 
     # -- memory -------------------------------------------------------------------------------
 
+    def reallocate(self) -> None:
+        """Move the values of a main weight to new memory. Views of the old memory keep it."""
+        memory = self.context.main_memory(self.span, self.tensor.dtype, is_overwritten=True)
+        self.tensor = memory.copy_(self.tensor)
+
     @property
     def is_live(self) -> bool:
         """Whether the buffer has memory."""

@@ -110,6 +110,10 @@ class GroupParameters:
             mesh: The data-parallel mesh.
         """
         self._info = owner.info
+        self._main_weight = owner.main_weight
+        self._num_moves = 0
+        # Gathered parameters that share memory with the main weight, with their indices.
+        self._in_main_weight: list[tuple[int, torch.Tensor]] = []
         self._format = owner.format
         self._grad_dtype = owner.spec.dtypes.main_grad
         self._trained = [owner.spec.requires_grad] * len(owned)
@@ -169,6 +173,8 @@ class GroupParameters:
         param._owner_slot = (weakref.ref(owner), index)  # type: ignore[attr-defined]
         for buffer, part in zip(buffers, memory, strict=True):
             buffer.track_alias(part)
+            if buffer is owner.main_weight:
+                self._in_main_weight.append((index, part))
         propagate_attributes(self.sharded[index], param)
         return param
 
@@ -279,7 +285,7 @@ class GroupParameters:
         with plain_attributes():
             # Local rows are looked up each time, since assigning `data` replaces them.
             rows = map(local_of, self.sharded)
-            return (*map(raw_version, self.sharded), *map(raw_version, rows))
+            return (self._num_moves, *map(raw_version, self.sharded), *map(raw_version, rows))
 
     def check_hooks(self) -> None:
         """Check that no parameter has a `register_hook` hook, which would never be called.
@@ -315,14 +321,15 @@ class GroupParameters:
         Raises:
             ValueError: A change of shape, dtype or identity is not supported.
         """
-        for index, param in enumerate(self.sharded):
-            if local_of(param) is not self.views[index]:
-                self._rebind(index, param)
         found = list(self._replaced())
         for index, module, attribute, other in found:
             self._replace(index, f"{attribute} of {type(module).__name__}", other)
         if found:
             self.install(self.sharded)
+        pairs = zip(map(local_of, self.sharded), self.views, strict=True)
+        changed = [index for index, (local, view) in enumerate(pairs) if local is not view]
+        if changed:
+            self._adopt_assigned(changed)
 
     def is_replaced(self) -> bool:
         """Return whether another tensor is registered in place of a parameter."""
@@ -333,9 +340,34 @@ class GroupParameters:
             if other is not self.gathered[index]:
                 yield index, module, attribute, other
 
-    def _rebind(self, index: int, param: nn.Parameter) -> None:
-        """Copy a DTensor's replaced local tensor into the flat buffer, and use the buffer again."""
-        view, local = self.views[index], local_of(param)
+    def _adopt_assigned(self, changed: Sequence[int]) -> None:
+        """Copy local tensors that user code assigned into the main weight, and use it again.
+
+        The main weight moves to new memory before: tensors that share memory with the parameters
+        from before the assignment (`backup = param.data`) keep their values, as in torch.
+
+        Args:
+            changed: Indices of the parameters.
+        """
+        assigned = [(index, local_of(self.sharded[index])) for index in changed]
+        for index, local in assigned:
+            self._check_rows(index, local)
+        if any(local.data_ptr() != self.views[index].data_ptr() for index, local in assigned):
+            # A later training could not modify tensors made in inference mode.
+            with torch.inference_mode(False), torch.no_grad():
+                self._main_weight.reallocate()
+                self._num_moves += 1
+                self.views[:] = map(self._main_weight.view, range(len(self.views)))
+                for index, part in self._in_main_weight:
+                    part.data = self.views[index]
+                for index, local in assigned:
+                    self.views[index].copy_(local)
+        for param, view in zip(self.sharded, self.views, strict=True):
+            cast("UnevenDTensor", param)._local_tensor = view
+
+    def _check_rows(self, index: int, local: torch.Tensor) -> None:
+        """Raise if a local tensor cannot be copied into the main weight."""
+        view = self.views[index]
         if local.dtype != view.dtype or local.shape != view.shape or local.device != view.device:
             raise ValueError(
                 f"parameter {self.label(index)} was changed after fully_shard: "
@@ -343,10 +375,6 @@ class GroupParameters:
                 f"{tuple(local.shape)} {local.dtype} {local.device}; convert a model before "
                 "sharding it, and set compute dtypes with a MixedPrecisionPolicy"
             )
-        if local.data_ptr() != view.data_ptr():
-            with torch.no_grad():
-                view.copy_(local)
-        cast("UnevenDTensor", param)._local_tensor = view
 
     def _replace(self, index: int, place: str, other: torch.Tensor | None) -> None:
         """Copy the values of a registered replacement, or use the replacement itself."""
@@ -372,13 +400,12 @@ class GroupParameters:
                 raise ValueError(
                     f"{name} changed from {own.dtype} to {other.dtype}; keep its dtype"
                 )
-            with torch.no_grad():
-                own.copy_(other)
+            own.data = other
             self._mark_stale(other, index, "before the parameter was sharded again")
             return
         if other.row_shards != self.row_shards[index]:
             raise ValueError(f"{name} was replaced by a DTensor that is sharded differently")
-        self._rebind(index, other)
+        self._check_rows(index, local_of(other))
         propagate_attributes(own, other)
         self.sharded[index] = other
         self._mark_stale(own, index, "before the parameter was replaced")

@@ -6,14 +6,17 @@ import contextlib
 import gc
 import types
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import AdamW
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy
+from megatron_fsdp_v2.optim import flat_optimizer
 from tests.cases import quick_strategies
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
@@ -21,6 +24,7 @@ from tests.distributed.wrapping import (
     backward_both,
     batch,
     error_message,
+    fill,
     fp64_pair,
     mesh_of,
     own_loss,
@@ -310,3 +314,78 @@ def test_replaced_parameters_keep_their_values_and_continue_to_train(
     model = wrap(Stack(), sharding_strategy=strategy)
     CHANGES[change](model)
     assert _losses(model) == expected
+
+
+# -- averaged weights that are swapped in for an evaluation -------------------------------------
+
+
+def _swap_references(params: list[Any], averages: list[Any]) -> Callable[[], object]:
+    kept = [param.data for param in params]
+    for param, average in zip(params, averages, strict=True):
+        param.data = average.data
+    return lambda: _swap_references(params, kept)
+
+
+def _swap_whole(params: list[Any], averages: list[Any]) -> Callable[[], object]:
+    return _swap_references(params, [average.full_tensor() * 1.0 for average in averages])
+
+
+def _swap_copies(params: list[Any], averages: list[Any]) -> Callable[[], object]:
+    kept = [param.data.clone() for param in params]
+    torch._foreach_copy_([param.data for param in params], averages)
+    return lambda: [param.data.copy_(data) for param, data in zip(params, kept, strict=True)]
+
+
+def _exchange(params: list[Any], averages: list[Any]) -> Callable[[], object]:
+    for param, average in zip(params, averages, strict=True):
+        param.data, average.data = average.data, param.data
+    return lambda: _exchange(params, averages)
+
+
+def _swap_tensors(params: list[Any], averages: list[Any]) -> Callable[[], object]:
+    for param, average in zip(params, averages, strict=True):
+        torch.utils.swap_tensors(param, average)
+    return lambda: _swap_tensors(params, averages)
+
+
+SWAPS = {
+    "references": _swap_references,
+    "whole tensors": _swap_whole,
+    "copies": _swap_copies,
+    "exchanged": _exchange,
+    "swap_tensors": _swap_tensors,
+}
+
+
+@on_ranks("size", size=(1, 2), strategy=("optim_grads_params", "optim_grads", "no_shard"))
+def test_averaged_weights_are_swapped_in_for_an_evaluation_and_out_again(
+    size: int, strategy: str
+) -> None:
+    x = torch.linspace(-1, 1, 10).view(2, 5)
+    averaged = wrap(Stack())
+    fill(averaged, 0.5)
+    expected = averaged(x).detach()
+
+    def losses(swap: Any, dtype: Any, kind: Any) -> list[float]:
+        torch.manual_seed(0)
+        policy = MixedPrecisionPolicy(param_dtype=dtype)
+        model = wrap(Stack(), sharding_strategy=strategy, mp_policy=policy)
+        optimizer = kind(model.parameters(), lr=0.05)
+        found = [step(model, optimizer)]
+        params = list(model.parameters())
+        averages = [nn.Parameter(torch.full_like(param, 0.5)) for param in params]
+        if swap is not None:
+            with torch.no_grad():
+                restore = swap(params, averages)
+                with torch.inference_mode():
+                    output = model(x)
+                restore()
+            torch.testing.assert_close(output, expected.to(output.dtype), rtol=0.01, atol=0.0)
+        found += [step(model, optimizer) for _ in range(2)]
+        assert all(bool((average.to_local() == 0.5).all()) for average in averages)
+        return found
+
+    for dtype, kind in ((None, AdamW), (torch.bfloat16, flat_optimizer(AdamW))):
+        undisturbed = losses(None, dtype, kind)
+        for name, swap in SWAPS.items():
+            assert losses(swap, dtype, kind) == undisturbed, name

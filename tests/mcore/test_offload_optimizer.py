@@ -172,6 +172,7 @@ def test_step_uses_externally_changed_weights() -> None:
                 params[0].mul_(3)
                 torch._foreach_mul_(params[1:3], 0.5)
                 params[3].data.copy_(torch.ones_like(params[3]))
+                params[4].data = torch.full_like(params[4], 0.5)
         results.append(full_parameters(model))
     assert bitwise_identical(*results)
 

@@ -205,6 +205,10 @@ class ShardedHybridOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("an offloaded optimizer takes no closure")
         for slot in self._slots:
+            local = local_of(slot.param)
+            if slot.rows.data_ptr() != local.data_ptr():
+                # After `param.data = other`, the rows are in other memory.
+                slot.rows.data, slot.version = local, None
             # A gradient must have the tensor's dtype. The cast runs on the current stream.
             grad = slot.param.grad
             slot.rows.grad = None if grad is None else local_of(grad).to(slot.rows.dtype)

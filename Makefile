@@ -10,6 +10,7 @@ RANKS    ?= 2
 ITERS    ?= 300
 OUT      ?= out/pretrain
 ONE_IN   ?= 1
+TIME     ?=
 CASES    ?= 1000
 SEED     ?= 0
 DEVICE   ?= cuda
@@ -20,6 +21,9 @@ WRITE    ?=
 PY := $(VENV)/bin/python
 LONGER := $(PY) -m pytest --one-in "$(ONE_IN)"
 PEERS := $(VENV)-peers
+RANDOM_CASES := $(PY) -W ignore -m tests.random.campaign
+CLIENTS_PY := $(VENV)-clients/bin/python
+NEWEST_PY := .venv-torch-$(NEWEST_TORCH)/bin/python
 
 # Tests of features that change between versions of torch (collectives, DTensor, the autograd engine,
 # FSDP2's classes, distributed checkpoint, streams and storages), and a training with Megatron.
@@ -37,7 +41,7 @@ TEXT_OPTION = --text "$(TEXT)"
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain test test-random test-functional test-upstream test-matrices test-trainings test-share test-clients test-fsdp2 test-torch lint golden test-gpu bench
+.PHONY: help setup pretrain test test-all test-random test-functional test-upstream test-matrices test-trainings test-share test-clients test-fsdp2 test-torch lint golden test-gpu bench
 
 help: ## list the targets and their variables
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +56,7 @@ help: ## list the targets and their variables
 	  '  TEXT=path      pretrain: a file or folder of text (the sources of the Python library)' \
 	  '  OUT=path       pretrain: folder for data, logs, checkpoints and the plot (out/pretrain)' \
 	  '  ONE_IN=n       longer tests: run one of every n tests, selected by the commit (1)' \
+	  '  TIME=minutes   test-all: start no test after this time; the next call continues (no limit)' \
 	  '  CASES=n        test-random: number of cases (1000)' \
 	  '  SEED=n         test-random: seed of the first case (0)' \
 	  '  DEVICE=name    test-gpu: cuda, or cpu to rehearse the checks (cuda)' \
@@ -70,8 +75,19 @@ pretrain: setup ## pretrain a small GPT on real text, save, resume, show the res
 test: $(if $(TORCH),setup,lint) ## lint, then the tests and the quick rows of the functional matrix
 	@$(PY) -m pytest -m "not gpu and not functional"
 
+test-all: lint ## every suite once, with the time left; not again what passed on this commit
+	@VENV="$(VENV)" tools/setup_clients.sh
+	@$(MAKE) --no-print-directory setup TORCH=$(NEWEST_TORCH)
+	@$(PY) -m tools.test_all $(if $(TIME),--minutes "$(TIME)") \
+	  --suite 'tests: $(PY) -m pytest -m "not gpu"' \
+	  --suite 'clients: $(CLIENTS_PY) -m pytest tests/clients' \
+	  --suite 'torch $(NEWEST_TORCH): $(NEWEST_PY) -m pytest -m "not gpu and not functional" $(TORCH_SAMPLE)' \
+	  --program 'random cases from 0: $(RANDOM_CASES) --cases 334 --seed 0' \
+	  --program 'random cases from 334: $(RANDOM_CASES) --cases 333 --seed 334' \
+	  --program 'random cases from 667: $(RANDOM_CASES) --cases 333 --seed 667'
+
 test-random: setup ## random cases against a plain loop, then a training of 2,000 steps
-	@$(PY) -W ignore -m tests.random.campaign --cases "$(CASES)" --seed "$(SEED)"
+	@$(RANDOM_CASES) --cases "$(CASES)" --seed "$(SEED)"
 	@$(PY) -m pytest -m functional tests/random
 
 test-functional: setup ## the whole functional matrix against Megatron's own DDP
@@ -91,12 +107,12 @@ test-share: setup ## a sample of the four suites above: one of every ONE_IN test
 
 test-clients: setup ## programs of other libraries (transformers, peft, Lightning, ...), sharded
 	@VENV="$(VENV)" tools/setup_clients.sh
-	@$(VENV)-clients/bin/python -m pytest --tables --one-in "$(ONE_IN)" tests/clients
+	@$(CLIENTS_PY) -m pytest --tables --one-in "$(ONE_IN)" tests/clients
 
 test-fsdp2: setup ## PyTorch's own tests of FSDP2, from PYTORCH, run with this package
 	@test -d "$(PYTORCH)/test/distributed" || { echo "PYTORCH=path/to/checkout must name a checkout of PyTorch with its tests" >&2; exit 2; }
 	@VENV="$(VENV)" tools/setup_clients.sh
-	@$(VENV)-clients/bin/python -m pytest tests/fsdp2_suite --pytorch "$(PYTORCH)"
+	@$(CLIENTS_PY) -m pytest tests/fsdp2_suite --pytorch "$(PYTORCH)"
 
 test-torch: ## a sample of the tests with the newest supported torch
 	@$(MAKE) --no-print-directory setup TORCH=$(NEWEST_TORCH)

@@ -32,6 +32,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--one-in", type=int, default=1, help="run one of every N tests that are marked functional"
     )
     parser.addoption(
+        "--quick-one-in", type=int, default=1, help="run one of every N of the other tests"
+    )
+    parser.addoption(
         "--chosen-by", default=None, help="text that selects these tests (default: the commit)"
     )
 
@@ -39,8 +42,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Check the options, set the default selection, and remove temporary files at the end."""
     _collect_litter(config)
-    if config.getoption("--one-in") < 1:
-        raise pytest.UsageError(f"--one-in must be at least 1, got {config.getoption('--one-in')}")
+    for option in ("--one-in", "--quick-one-in"):
+        if config.getoption(option) < 1:
+            raise pytest.UsageError(f"{option} must be at least 1, got {config.getoption(option)}")
     if config.getoption("--chosen-by") is None:
         config.option.chosen_by = commit_of(config.rootpath)
 
@@ -61,10 +65,11 @@ def _collect_litter(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str | None:
     """Print the selection of the sample, so that it can be repeated."""
-    one_in = config.getoption("--one-in")
-    if one_in == 1:
+    one_in, quick_one_in = config.getoption("--one-in"), config.getoption("--quick-one-in")
+    if one_in == quick_one_in == 1:
         return None
-    return f"longer tests: one of {one_in}, selected by {config.getoption('--chosen-by')}"
+    quick = f", other tests: one of {quick_one_in}" if quick_one_in > 1 else ""
+    return f"longer tests: one of {one_in}{quick}, selected by {config.getoption('--chosen-by')}"
 
 
 def pytest_terminal_summary(
@@ -77,11 +82,14 @@ def pytest_terminal_summary(
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests that are not part of the sample."""
-    one_in, chosen_by = config.getoption("--one-in"), config.getoption("--chosen-by")
+    longer, quick = config.getoption("--one-in"), config.getoption("--quick-one-in")
+    chosen_by = config.getoption("--chosen-by")
     left_out = [
         item
         for item in items
-        if item.get_closest_marker("functional") and not is_chosen(item.nodeid, one_in, chosen_by)
+        if not is_chosen(
+            item.nodeid, longer if item.get_closest_marker("functional") else quick, chosen_by
+        )
     ]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

@@ -42,6 +42,16 @@ def test_quick_tests_run_in_every_sample(suite: pytest.Pytester) -> None:
     assert suite.runpytest().parseoutcomes() == {"passed": 51}
 
 
+def test_a_sample_can_leave_out_quick_tests_too(suite: pytest.Pytester) -> None:
+    suite.makepyfile(
+        test_many="import pytest\n@pytest.mark.parametrize('n', range(50))\ndef test_quick(n): pass"
+    )
+    result = suite.runpytest("--quick-one-in", "5", "--chosen-by", "a")
+    outcomes = result.parseoutcomes()
+    assert 50 + 3 <= outcomes["passed"] <= 50 + 20
+    result.stdout.fnmatch_lines(["longer tests: one of 1, other tests: one of 5, selected by a"])
+
+
 def test_sample_for_another_torch_names_existing_files() -> None:
     done = ran("make", "-n", "sample")
     assert done.returncode == 0, done.stderr

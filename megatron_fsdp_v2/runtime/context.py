@@ -394,6 +394,8 @@ class Context:
             if due and self.options.check_ranks == CheckRanks.ALWAYS:
                 has_outer = synchronize and any(grads.has_outer_axis for grads in due)
                 along_all = has_outer and not self.ranks_may_differ
+                # First: on a rank with gradients of the unit, their arrival made room already.
+                self.reductions.make_room()
                 compare_unit(self, unit, "reduce", along_all=along_all)
             self.reductions.reduce(due, synchronize=synchronize)
 

@@ -476,7 +476,7 @@ class ReductionQueue:
         """
         if due:
             # Needed here too: buffers that accumulate micro-batches were allocated without a wait.
-            self._make_room()
+            self.make_room()
             with _queued(self._inner) as issued:
                 for grads in due:
                     work = grads.reduce(self, async_op=self.is_async)
@@ -492,7 +492,7 @@ class ReductionQueue:
 
     def reserve(self, grads: GroupGrads) -> None:
         """Wait until the bound allows another full buffer, and this group's own is free."""
-        self._make_room()
+        self.make_room()
         while self._has_inner(grads):
             self._drain_one()
 
@@ -517,7 +517,8 @@ class ReductionQueue:
         self._inner.clear()
         self._outer.clear()
 
-    def _make_room(self) -> None:
+    def make_room(self) -> None:
+        """Wait for the oldest reductions until the bound allows another unit."""
         self.wait_reason = WaitReason.BUFFER_LIMIT
         while len(self._inner) >= self.options.max_live_grad_buffers:
             self._drain_one()

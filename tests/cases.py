@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import itertools
+import random
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -35,3 +37,38 @@ def quick_strategies(strategies: Iterable[str]) -> list[Any]:
 def quick_rows(rows: Iterable[tuple[Any, ...]], quick: Collection[Any]) -> list[Any]:
     """Return cases of several values; all except the quick ones run in the longer suites only."""
     return [quick_if(row in quick, *row) for row in rows]
+
+
+def pairwise(
+    levels: Mapping[str, Iterable[str]], conflict: Callable[[Mapping[str, str]], bool]
+) -> list[dict[str, str]]:
+    """Return few cases in which all pairs of levels of two factors occur (a greedy cover).
+
+    Args:
+        levels: Levels by factor.
+        conflict: Whether two levels that cannot be combined are among the given ones, which are of
+            two factors or more.
+    """
+    items = [[(factor, level) for level in of] for factor, of in levels.items()]
+    # A dictionary, since the order of a set of strings differs between processes.
+    left = dict.fromkeys(
+        frozenset(pair)
+        for first, second in itertools.combinations(items, 2)
+        for pair in itertools.product(first, second)
+        if not conflict(dict(pair))
+    )
+    cases, shuffled = [], random.Random(0)
+    while left:
+        case = dict(next(iter(left)))
+        for of in items:
+            if of[0][0] not in case:
+                free = [item for item in of if not conflict(dict([*case.items(), item]))]
+                shuffled.shuffle(free)
+                new = {
+                    item: sum(frozenset((item, o)) in left for o in case.items()) for item in free
+                }
+                case.update([max(free, key=new.__getitem__)])
+        for pair in itertools.combinations(case.items(), 2):
+            left.pop(frozenset(pair), None)
+        cases.append({factor: case[factor] for factor in levels})
+    return cases

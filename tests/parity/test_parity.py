@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,17 +18,24 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from megatron_fsdp_v2 import fully_shard
+from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp_v2.comm import backends
 from megatron_fsdp_v2.params.autograd import save_activations_on_cpu
-from tests.cases import quick_if
+from tests.cases import pairwise, quick_if
 from tests.distributed.nccl_double import as_on_cuda
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import BF16, MESHES, STRATEGIES, on_mesh, strategies_on
 from tests.parity.differing import DIFFERING
 from tests.parity.patterns import PATTERNS, Pattern
 from tests.parity.unusual import UNUSUAL
-from tests.reference.training import Trace, compare, same_bits, train_reference, train_sharded
+from tests.reference.training import (
+    Trace,
+    compare,
+    error_of_params,
+    same_bits,
+    train_reference,
+    train_sharded,
+)
 from tests.sharding import arguments
 
 TOLERANCE = 1e-6
@@ -245,3 +253,77 @@ def test_option_gives_bitwise_identical_results(name: str) -> None:
         with row.context():
             changed = train_pattern(row.pattern, strategy, row.mesh, **row.options | row.change)
         assert same_bits(plain, changed), strategy
+
+
+# -- options of reductions, in pairs ---------------------------------------------------------------
+
+_IN_FP32 = {"reduce_scatter_with_fp32_accumulation": True}
+_SUMS: dict[str, tuple[dict[str, Any], float, float]] = {
+    "fp32": ({}, TOLERANCE, TOLERANCE),
+    "bf16": ({"grad_comm_dtype": torch.bfloat16}, 2e-2, 2e-3),
+    "bf16 in fp32": ({"grad_comm_dtype": torch.bfloat16, **_IN_FP32}, 2e-2, 2e-3),
+    "fp16": ({"grad_comm_dtype": torch.float16}, 1e-2, 3e-4),
+}
+"""Options of the policy, and the tolerances of gradients and weights."""
+
+_SYNCS = ("of the pattern", "no_sync", "finalized", "all_reduce")
+_QUEUES: dict[str, dict[str, Any]] = {
+    "two buffers": {},
+    "one buffer": {"max_live_grad_buffers": 1},
+    "waits": {"enable_async_reduce_grad": False},
+}
+_PLACES: dict[str, dict[str, Any]] = {"device": {}, "host": _ON_HOST}
+_ALLOCATORS: dict[str, dict[str, Any]] = {"plain": {}, "pool": _POOL}
+_LEVELS: dict[str, Iterable[str]] = {
+    "pattern": ALL,
+    "strategy": STRATEGIES,
+    "mesh_name": ("3", "HSDP 2x2", "HFSDP 2x2"),
+    "sums": _SUMS,
+    "sync": _SYNCS,
+    "queue": _QUEUES,
+    "place": _PLACES,
+    "allocator": _ALLOCATORS,
+}
+
+
+def _conflict(levels: Mapping[str, str]) -> bool:
+    """Return whether `fully_shard` or the pattern rejects two of these levels."""
+    name, strategy = levels.get("pattern", "plain"), levels.get("strategy")
+    pattern, is_ddp = ALL[name], strategy == "no_shard"
+    return any(
+        [
+            is_ddp and levels.get("mesh_name") == "HFSDP 2x2",
+            is_ddp and levels.get("sums") == "bf16 in fp32",
+            pattern.skips and strategy == "optim_grads_params",
+            name in COLLIDING and levels.get("allocator") == "pool",
+            pattern.sync != "every" and levels.get("sync", _SYNCS[0]) != _SYNCS[0],
+        ]
+    )
+
+
+def _pairs() -> Iterator[Any]:
+    """Yield cases with all pairs of levels; `make test` runs those of one pattern."""
+    for case in pairwise(_LEVELS, _conflict):
+        is_quick = case["pattern"] == "unit skipped on some ranks"
+        yield quick_if(is_quick, case, id=", ".join(case.values()))
+
+
+@pytest.mark.parametrize("case", list(_pairs()))
+@on_ranks(lambda case: math.prod(MESHES[case["mesh_name"]][0]))
+def test_pairs_of_options_with_nccl_train_like_the_reference(case: dict[str, str]) -> None:
+    """The process groups are doubles of NCCL, and collectives are issued as on CUDA."""
+    pattern = ALL[case["pattern"]]
+    if pattern.set_to_none is None:
+        # After zeros, gradients of zeros would not differ from None.
+        pattern = dataclasses.replace(pattern, set_to_none=True)
+    if case["sync"] != _SYNCS[0]:
+        micros = max(2, pattern.num_micro)
+        pattern = dataclasses.replace(pattern, sync=case["sync"], num_micro=micros)
+    policy, of_grads, of_weights = _SUMS[case["sums"]]
+    options = _QUEUES[case["queue"]] | _PLACES[case["place"]] | _ALLOCATORS[case["allocator"]]
+    options["mp_policy"] = MixedPrecisionPolicy(**policy)
+    with as_on_cuda():
+        reference = train_reference(pattern, dist.get_world_size(), dist.get_rank())
+        trace = train_pattern(pattern, case["strategy"], case["mesh_name"], **options)
+    errors = compare(trace, reference), error_of_params(trace, reference)
+    assert errors[0] < of_grads and errors[1] < of_weights, errors

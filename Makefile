@@ -55,7 +55,7 @@ help: ## list the targets and their variables
 	  '  ITERS=n        pretrain: iterations of the first run (300)' \
 	  '  TEXT=path      pretrain: a file or folder of text (the sources of the Python library)' \
 	  '  OUT=path       pretrain: folder for data, logs, checkpoints and the plot (out/pretrain)' \
-	  '  ONE_IN=n       longer tests: run one of every n tests, selected by the commit (1)' \
+	  '  ONE_IN=n       longer tests, test-torch: run one of every n tests, selected by the commit (1)' \
 	  '  TIME=minutes   test-all: start no test after this time; the next call continues (no limit)' \
 	  '  CASES=n        test-random: number of cases (1000)' \
 	  '  SEED=n         test-random: seed of the first case (0)' \
@@ -120,7 +120,7 @@ test-torch: ## a sample of the tests with the newest supported torch
 
 .PHONY: sample
 sample: # the sample of the tests, in the existing environment
-	@$(PY) -m pytest -m "not gpu and not functional" $(TORCH_SAMPLE)
+	@$(PY) -m pytest -m "not gpu and not functional" --quick-one-in "$(ONE_IN)" $(TORCH_SAMPLE)
 
 golden: setup ## write the golden records: collectives, memory, numbers
 	@$(PY) -m tests.golden --write

@@ -1,7 +1,7 @@
 """Selection of a share of the longer tests by commit.
 
-The tests marked `functional` take most of an hour. Continuous integration runs a different share of
-them for each commit: all tests run over time, and the same commit repeats a failure.
+The tests marked `functional` take about an hour and a half. Continuous integration runs a different
+share of them for each commit: all tests run over time, and the same commit repeats a failure.
 """
 
 from __future__ import annotations

@@ -119,8 +119,7 @@ def _all_gather(c: Collective) -> _Started:
 def _reduce_scatter(c: Collective) -> _Started:
     """Reduce-scatter as an all-to-all and a local sum; gloo's is several times slower.
 
-    The sum is computed in rank order and in the output's dtype, for all communication dtypes; in
-    fp32 with `sums_in_fp32`.
+    The sum is computed in rank order; `_sum_into` defines its dtype.
     """
     size, rank, full = c.axis.size, c.axis.rank, c.input
     # This rank's own piece is not sent, which saves its memory in the receive buffer.
@@ -184,13 +183,14 @@ def _move_to_end(pieces: Sequence[torch.Tensor], index: int) -> int:
 
 
 def _sum_into(c: Collective, pieces: list[torch.Tensor]) -> None:
-    """Store or add a collective's sum of pieces, computed in their order in the output's dtype.
+    """Store or add a collective's sum of pieces, computed in their order.
 
-    May overwrite the pieces. If a piece aliases the end of the output, each chunk of the sum is
-    stored over the same chunk of that piece, or before it.
+    The sum is computed in the dtype of the pieces, the communication dtype, as NCCL does; in fp32
+    with `sums_in_fp32`. May overwrite the pieces. If a piece aliases the end of the output, each
+    chunk of the sum is stored over the same chunk of that piece, or before it.
     """
     into, scale, accumulate = c.output, c.scale, c.accumulate
-    dtype = torch.promote_types(into.dtype, torch.float32) if c.sums_in_fp32 else into.dtype
+    dtype = torch.float32 if c.sums_in_fp32 else pieces[0].dtype
     if not accumulate and pieces[0].dtype == dtype == into.dtype:
         torch.add(pieces[0], pieces[1], out=into)
         for piece in pieces[2:]:
@@ -200,8 +200,8 @@ def _sum_into(c: Collective, pieces: list[torch.Tensor]) -> None:
         return
     tensors = (torch.split(tensor, SUM_CHUNK) for tensor in (into, *pieces))
     for target, first, *others in zip(*tensors, strict=True):
-        # A piece of another dtype is converted by a copy, which is small for a chunk.
-        total = first.to(dtype)
+        # Several pieces are summed in a copy, since one of them may alias the target.
+        total = first.to(dtype, copy=bool(others))
         for other in others:
             total.add_(other)
         store_scaled(target, total, scale, accumulate)

@@ -100,24 +100,36 @@ def _full(rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("accumulate", [False, True], ids=["overwrite", "accumulate"])
-@pytest.mark.parametrize("comm_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("comm_dtype", "in_fp32"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+    ids=["fp32", "bf16", "bf16 in fp32"],
+)
 @on_ranks("world_size", world_size=[2, 3, 4], chunk=[1000, 1536], scale=[1.0, 0.3])
-def test_reduce_scatter_sums_in_rank_order_in_the_dtype_of_the_result(
-    world_size: int, chunk: int, comm_dtype: torch.dtype, accumulate: bool, scale: float
+def test_reduce_scatter_sums_in_rank_order_in_the_communication_dtype_or_fp32(
+    world_size: int,
+    chunk: int,
+    comm_dtype: torch.dtype,
+    in_fp32: bool,
+    accumulate: bool,
+    scale: float,
 ) -> None:
     rank = dist.get_rank()
-    total = torch.zeros(PIECE)
-    for other in range(world_size):
-        piece = _full(other, comm_dtype).view(world_size, -1)[rank].float()
-        total = piece if other == 0 else total + piece
+    first, *others = (_full(r, comm_dtype).view(world_size, -1)[rank] for r in range(world_size))
+    total = first.float() if in_fp32 else first
+    for piece in others:
+        total = total + piece
     # Ones, so that an unwanted accumulation changes the result.
     into = torch.ones(PIECE)
-    expected = torch.add(into, total, alpha=scale) if accumulate else total * scale
+    scaled = total.float()
+    expected = torch.add(into, scaled, alpha=scale) if accumulate else scaled * scale
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "SUM_CHUNK", chunk)
         full, axis = _full(rank, comm_dtype), Axis(dist.group.WORLD, world_size, rank)
         kind, stream = CollectiveKind.REDUCE_SCATTER, CommStream.REDUCE
-        collective = Collective(kind, into, full, axis, stream, scale, accumulate)
+        collective = Collective(
+            kind, into, full, axis, stream, scale, accumulate, sums_in_fp32=in_fp32
+        )
         work = backends.CpuCommunicator().issue(collective, async_op=True)
         work.wait()
         work.wait()

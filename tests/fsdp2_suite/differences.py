@@ -129,8 +129,8 @@ REASONS = {
     ),
     "half-sums": _DIFFERS(
         r"in _test_(compute_dtype|reduce_dtype_bf16_reduce)[\s\S]*Tensor-likes are not close",
-        "on a CPU, gradients communicated in bf16 or fp16 are summed in fp32 and not rounded after "
-        "each term",
+        "on a CPU, gradients communicated in bf16 or fp16 are summed in the order of ranks, and by "
+        "gloo in the order of a ring; each term is rounded",
     ),
 }
 

@@ -48,6 +48,24 @@ def test_dtypes_and_overlap_reach_fully_shard() -> None:
     assert settings.policy.grad_comm_dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(
+    ("fields", "dtype"),
+    [
+        ({}, torch.bfloat16),
+        ({"grad_reduce_in_fp32": True}, torch.float32),
+        ({"megatron_fsdp_main_grads_dtype": torch.float32}, torch.float32),
+        ({"megatron_fsdp_grad_comm_dtype": torch.float32}, torch.float32),
+    ],
+    ids=str,
+)
+def test_gradients_are_reduced_in_the_requested_dtype(
+    fields: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Main gradients have the dtype of the main weights; see docs/megatron_flags.md."""
+    dtypes = _settings(_config(**fields)).policy.resolve(torch.bfloat16)
+    assert (dtypes.grad_comm, dtypes.main_grad) == (dtype, torch.float32)
+
+
 def test_half_of_the_suggested_communication_unit_is_prefetched() -> None:
     def runtime(suggested: int | None, options: Options | None = None) -> RuntimeOptions:
         config = _config(overlap_param_gather=True, suggested_communication_unit_size=suggested)

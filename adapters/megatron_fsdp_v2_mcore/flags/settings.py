@@ -186,13 +186,18 @@ def sharding_settings(
         runtime = dataclasses.replace(runtime, unshard_prefetch_bytes=prefetch_bytes)
         unit_bytes = unit_bytes or max(1, suggested * params_dtype.itemsize)
     main_grads = ddp_config.megatron_fsdp_main_grads_dtype
-    if main_grads is None and ddp_config.grad_reduce_in_fp32:
-        main_grads = torch.float32
+    grad_comm = ddp_config.megatron_fsdp_grad_comm_dtype
+    if main_grads is None:
+        if ddp_config.grad_reduce_in_fp32:
+            main_grads = torch.float32
+        else:
+            # Main gradients keep the dtype of the main weights, which the optimizer reads.
+            grad_comm = grad_comm or params_dtype
     return ShardingSettings(
         policy=MixedPrecisionPolicy(
             main_params_dtype=ddp_config.megatron_fsdp_main_params_dtype,
             main_grads_dtype=main_grads,
-            grad_comm_dtype=ddp_config.megatron_fsdp_grad_comm_dtype,
+            grad_comm_dtype=grad_comm,
             # Megatron's Float16Module casts inputs; rotary embeddings stay in fp32.
             cast_forward_inputs=False,
             reduce_scatter_with_fp32_accumulation=ddp_config.reduce_scatter_with_fp32_accumulation,

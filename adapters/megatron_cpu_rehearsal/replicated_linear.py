@@ -134,7 +134,8 @@ class NormedColumnParallelLinear(ColumnParallelLinear):
         super().__init__(input_size, output_size, config=config, **options)
         norm: Any = WrappedTorchNorm(config, input_size, config.layernorm_epsilon)
         norm.to(device=self.weight.device, dtype=config.params_dtype)
-        self.layer_norm_bias: nn.Parameter | None = None
+        # An RMS norm has no bias.
+        self.register_parameter("layer_norm_bias", None)
         for name, param in norm.named_parameters():
             self.register_parameter(f"layer_norm_{name}", param)
 

@@ -127,6 +127,8 @@ GPU_FLAGS: tuple[GpuFlag, ...] = (
     GpuFlag("--cpu-offloading-num-layers", _ITS_IMPL, only_local=True),
     GpuFlag("--optimizer-cpu-offload", _OFFLOAD),
     GpuFlag("--profile", "it records CUDA activity"),
+    GpuFlag("--log-straggler", "it queries the GPU's driver"),
+    GpuFlag("--gpu-sniff-test-interval", "it tests GPUs and NCCL"),
     GpuFlag("--record-memory-history", "it records device memory"),
     GpuFlag("--log-energy", "it queries the GPU's driver"),
 )

@@ -146,7 +146,8 @@ def _check_parallel_sizes(args: Any) -> None:
     """
     dense = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     experts = ("expert_model_parallel_size", "expert_tensor_parallel_size", dense[1])
-    sizes = {name: getattr(args, name) for name in (*dense, *experts, "num_experts")}
+    instances = "num_distributed_optimizer_instances"
+    sizes = {name: getattr(args, name) for name in (*dense, *experts, "num_experts", instances)}
     tensor, pipeline, context = (sizes[name] for name in dense)
     sizes["expert_tensor_parallel_size"] = sizes["expert_tensor_parallel_size"] or tensor
     expert, expert_tensor, _ = (sizes[name] for name in experts)
@@ -154,7 +155,8 @@ def _check_parallel_sizes(args: Any) -> None:
     def flags(*names: str) -> str:
         return " x ".join(f"{flag_of(name)} {sizes[name]}" for name in names)
 
-    for names in (dense, experts) if expert > 1 else (dense,):
+    outer = (instances,) if sizes[instances] > 1 else ()
+    for names in [(*part, *outer) for part in ((dense, experts) if expert > 1 else (dense,))]:
         if args.world_size % math.prod(sizes[name] for name in names):
             raise FlagError(f"{args.world_size} ranks cannot be divided by {flags(*names)}")
     differ = tensor * context != expert * expert_tensor

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_v2_mcore.flags.errors import optimizer_field
+from megatron_fsdp_v2_mcore.flags.errors import FlagError, optimizer_field
 from megatron_fsdp_v2_mcore.flags.precision import dtype_name, offload_problem, precision_problem
 from megatron_fsdp_v2_mcore.optim.optimizer_state import supports_any_grad_dtype
 
@@ -72,13 +72,13 @@ def clipping_config(config: Any, params: Iterable[torch.Tensor]) -> Any:
         params: Sharded parameters.
 
     Raises:
-        ValueError: Clipping is enabled and Megatron does not clip gradients of this dtype.
+        FlagError: Clipping is enabled and Megatron does not clip gradients of this dtype.
     """
     dtypes = {param.grad_dtype for param in params if param.requires_grad} - {torch.float32}
     if not dtypes:
         return config
     if config.clip_grad > 0 and not dtypes <= {torch.bfloat16}:
-        raise ValueError(
+        raise FlagError(
             f"--clip-grad {config.clip_grad} cannot be used with gradients in "
             f"{', '.join(sorted(map(dtype_name, dtypes)))}: Megatron clips fp32 and bf16; give "
             "--clip-grad 0, or --megatron-fsdp-main-grads-dtype fp32 or bf16"
@@ -92,14 +92,14 @@ def check_gradients(optimizer: torch.optim.Optimizer, params: Iterable[torch.Ten
     """Check that an optimizer supports the dtypes of the parameters' gradients.
 
     Raises:
-        ValueError: The optimizer does not support a dtype. The message names the flags.
+        FlagError: The optimizer does not support a dtype. The message names the flags.
     """
     if supports_any_grad_dtype(optimizer):
         return
     for param in params:
         if param.grad_dtype != param.dtype:
             cls = type(optimizer)
-            raise ValueError(
+            raise FlagError(
                 f"{cls.__module__}.{cls.__qualname__} cannot step main weights in "
                 f"{dtype_name(param.dtype)} with gradients in {dtype_name(param.grad_dtype)}: only "
                 "Transformer Engine's FusedAdam can; add --megatron-fsdp-main-grads-dtype "

@@ -5,8 +5,9 @@ Integers only. Every rank knows the row ranges of all ranks without communicatio
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, override
 
 import torch
@@ -167,6 +168,16 @@ class RowShards:
         if self.tensor is not None and self.tensor.mesh is not None:
             cuts.append(self.tensor.dim)
         return tuple(Replicate() if dim is None else Shard(dim) for dim in cuts)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether torch's `Shard(0)` along one axis describes the row ranges."""
+        num, length = len(self.row_ranges), max(end for _, end in self.row_ranges)
+        chunk = -(-length // num)
+        starts = [min(i * chunk, length) for i in range(num + 1)]
+        even = replace(self, row_ranges=list(itertools.pairwise(starts)))
+        is_cut_once = sum(map(bool, self.strides)) == 1
+        return is_cut_once and self == even and (self.tensor is None or self.tensor.size == 1)
 
     def global_shape(self, part: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the whole for the shape of this rank's tensor-parallel part."""

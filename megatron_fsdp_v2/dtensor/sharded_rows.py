@@ -117,10 +117,12 @@ class _BlockShard(Shard):
     Attributes:
         block: Size and offset; None in a copy that torch makes of the placement.
         is_of_several: Whether this rank holds a block of each of several fused sub-tensors.
+        rows: Row ranges of every rank.
     """
 
     block: tuple[int, int] | None = None
     is_of_several: bool = False
+    rows: RowShards | None = None
 
     @override
     def _local_shard_size_and_offset(
@@ -134,6 +136,19 @@ class _BlockShard(Shard):
             )
         even = super()._local_shard_size_and_offset
         return self.block or even(curr_local_size, num_chunks, rank)
+
+    @override
+    def __hash__(self) -> int:
+        # Torch hashes the spec of a plain DTensor before it computes with the DTensor.
+        is_of_spec = isinstance(sys._getframe(1).f_locals.get("self"), DTensorSpec)
+        if is_of_spec and self.rows is not None and not self.rows.is_even:
+            raise RuntimeError(
+                f"a plain DTensor has the placements of {self.rows.label or 'a sharded tensor'}, "
+                "and torch would compute as if every rank held equally many rows; make it with "
+                "torch.zeros_like(param) or param.detach().clone(), which keep the row ranges of "
+                "all ranks, and copy local rows into its to_local()"
+            )
+        return super().__hash__()
 
 
 class ShardedRows(FastAttributes):
@@ -214,6 +229,7 @@ class ShardedRows(FastAttributes):
                 dim = placement.dim
                 found.append(shard := _BlockShard(dim))
                 shard.block, shard.is_of_several = (sizes[dim], offsets[dim]), is_of_several
+                shard.rows = self.row_shards
                 sizes[dim], offsets[dim] = self.shape[dim], 0
             else:
                 found.append(placement)

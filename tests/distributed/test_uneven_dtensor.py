@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from megatron_fsdp_v2.dtensor.row_shards import RowShards
+from megatron_fsdp_v2.comm.interface import Label
+from megatron_fsdp_v2.dtensor.row_shards import GroupInfo, RowShards
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from tests.cases import longer
 from tests.distributed.on_ranks import on_ranks
@@ -21,6 +22,7 @@ from tests.distributed.wrapping import (
     MESHES,
     Operations,
     check_error_messages,
+    error_message,
     fp64_pair,
     gradient_error,
     mesh_of,
@@ -245,6 +247,38 @@ def test_unsupported_operations_raise_by_name() -> None:
             "to_local: the gradient": lambda: weight.to_local(grad_placements=[Replicate()]),
         },
     )
+
+
+@on_ranks(2, ranges=[((0, 1), (1, 5)), ((0, 3), (3, 5))])
+def test_plain_dtensor_over_local_rows_is_right_or_an_error_by_name(ranges: Any) -> None:
+    full, (start, end) = torch.arange(20.0).view(5, 4), ranges[dist.get_rank()]
+    shards = RowShards(ranges, (1,), name="weight", info=GroupInfo(Label("unit")))
+    param = UnevenDTensor.from_rows(full[start:end].clone(), mesh_of(2), shards, full.shape)
+    where = {"device_mesh": param.device_mesh, "placements": param.placements}
+
+    def made() -> Any:
+        # As for a shadow of the local rows.
+        rows = param.detach().to_local().clone()
+        return DTensor.from_local(rows, **where, shape=param.shape, stride=param.stride())
+
+    calls: list[Callable[[], Any]] = [
+        lambda: made().full_tensor(),
+        lambda: (2.0 * made()).full_tensor() / 2.0,
+        lambda: made().mul_(0.5).add_(param.detach(), alpha=0.5).full_tensor(),
+        lambda: made().lerp_(param.detach(), 0.5).full_tensor(),
+        lambda: param.detach().clone().copy_(made()).full_tensor(),
+        lambda: distribute_tensor(made().full_tensor(), **where).full_tensor(),
+    ]
+    for call in calls:
+        if ranges[0] == (0, 3):
+            assert torch.equal(call(), full)
+        else:
+            message = error_message(RuntimeError, call)
+            assert "a plain DTensor has the placements of weight of unit" in message
+    # Torch reads the rows of this rank without computing, and splits whole tensors evenly.
+    assert torch.equal(made().to_local(), param.to_local())
+    assert torch.equal(distribute_tensor(full, **where).full_tensor(), full)
+    assert len({param.placements: 1, tuple(param.placements): 2}) == 1
 
 
 @on_ranks(3)

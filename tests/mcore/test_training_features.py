@@ -25,7 +25,7 @@ from tests.mcore import session
 from tests.mcore.session import Training, enter_rehearsal, rank, train
 from tests.mcore.trained import assert_close, assert_equal, on_megatron, run_of_ranks, trained
 from tests.processes import num_live_tensors, resident_nbytes
-from tests.ranks import RankPools
+from tests.ranks import RankFailure, RankPools
 
 Scalars = dict[tuple[str, int], float]
 
@@ -264,6 +264,140 @@ def test_flags_of_loading_do_not_change_the_resumed_run(
     plain = trained(megatron, 2, load, once=True)
     assert len(plain.losses) == 3
     assert_equal(run_of_ranks(megatron, 2, f.words(model, load, flags)), plain)
+
+
+# Values that both a checkpoint and the command line of a resumed run have, and who wins.
+SAVED_WITH = (
+    f"{f.UNTIED} --fp16 --train-iters 2 --seed 1 --lr 1e-3 --min-lr 1e-5 --decoupled-lr 2e-3 "
+    "--lr-decay-style cosine --lr-decay-iters 10 --lr-warmup-iters 1 --weight-decay 0.1 "
+    "--adam-beta1 0.9 --adam-eps 1e-8 --initial-loss-scale 1024"
+)
+GIVEN = (
+    "--seed 2 --lr-decay-style linear --lr-decay-iters 12 --weight-decay 0.2 --adam-beta1 0.8 "
+    "--adam-eps 1e-7 --initial-loss-scale 512"
+)
+# Megatron's own optimizers find no saved group for parameters with other learning rates.
+RATES = "--lr 4e-3 --min-lr 4e-5 --decoupled-lr 6e-3"
+MEGATRON = (
+    "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --ckpt-format torch_dist"
+)
+OVERRIDE = "--override-opt_param-scheduler"
+FROM_FILE = "--use-checkpoint-opt_param-scheduler"
+
+_VALUES = (
+    "max_lr", "min_lr", "lr", "weight_decay", "betas", "eps", "scale", "random", "iteration",
+)  # fmt: skip
+WINNERS = {
+    # With the flag of the key, in the order of `_VALUES`. "new" starts again.
+    OVERRIDE: "given given given given file file file file 2",
+    # Megatron uses the saved weight decay from the second iteration on.
+    FROM_FILE: "file file file given file file file file 2",
+    f"{OVERRIDE} --no-load-rng": "given given given given file file file given 2",
+    f"{OVERRIDE} --override-ckpt-iteration 1": "given given new given file file file file 1",
+    "--no-load-optim": "given given new given given given given file 2",
+    "--finetune": "given given given given given given given given 0",
+}
+
+
+def values_of_run(chunks: Any, optimizer: Any) -> dict[str, Any]:
+    """Return the values of a run that a checkpoint may replace."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    from megatron.training import get_args
+
+    groups = [group for group in optimizer.param_groups if group["params"]]
+    states = get_cuda_rng_tracker().get_states()
+    return {
+        **{key: sorted({group[key] for group in groups}) for key in _VALUES[:6]},
+        "scale": float(optimizer.get_loss_scale()),
+        "random": {name: state.tolist() for name, state in states.items()},
+        "iteration": get_args().iteration,
+        "samples": get_args().consumed_train_samples,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Saved:
+    """A run that saved, to be resumed with the same kind of optimizer."""
+
+    pools: RankPools
+    folder: Path
+    kind: f.Flags
+
+    def values(self, *flags: f.Flags) -> dict[str, Any]:
+        """Run with more flags; return the values of the run."""
+        result = trained(
+            self.pools, 2, SAVED_WITH, self.kind, *flags, once=True, probe=values_of_run
+        )
+        values: dict[str, Any] = result.extras[0]
+        return values
+
+    def winners(self, given: str, flags: str) -> str:
+        """Resume with other values; return for each value the run that it comes from."""
+        saving = f.saving(self.folder, 2)
+        runs = {"given": self.values(given), "file": self.values(saving)}
+        found = self.values(given, flags, f.loading(self.folder))
+        assert found["samples"] == 2 * 12
+        names = [
+            next((name for name, run in runs.items() if run[key] == found[key]), "new")
+            for key in _VALUES[:-1]
+        ]
+        return " ".join([*names, str(found["iteration"])])
+
+
+@pytest.fixture(scope="module")
+def sharded(megatron: RankPools, tmp_path_factory: pytest.TempPathFactory) -> _Saved:
+    return _Saved(megatron, tmp_path_factory.mktemp("sharded"), f.fsdp())
+
+
+@pytest.fixture(scope="module")
+def megatrons(megatron: RankPools, tmp_path_factory: pytest.TempPathFactory) -> _Saved:
+    return _Saved(megatron, tmp_path_factory.mktemp("megatrons"), MEGATRON)
+
+
+@pytest.mark.parametrize("flags", quick_only(WINNERS, OVERRIDE, FROM_FILE))
+def test_values_of_a_resumed_run_come_from_the_file_or_the_command_line(
+    sharded: _Saved, flags: str
+) -> None:
+    assert sharded.winners(f"{GIVEN} {RATES}", flags) == WINNERS[flags]
+
+
+@pytest.mark.parametrize("flags", WINNERS)
+@pytest.mark.functional
+def test_values_of_a_run_that_megatrons_optimizer_resumes_come_from_the_same(
+    megatrons: _Saved, flags: str
+) -> None:
+    # The two rates of the groups are equal in both runs.
+    assert megatrons.winners(GIVEN, flags).split()[2:] == WINNERS[flags].split()[2:]
+
+
+@pytest.mark.functional
+def test_megatrons_checkpoint_is_resumed_with_other_rates(
+    sharded: _Saved, megatrons: _Saved
+) -> None:
+    saved = megatrons.values(f.saving(megatrons.folder, 2))
+    given, load = f"{GIVEN} --lr 4e-3", f.loading(megatrons.folder)
+    fresh, found = sharded.values(given), sharded.values(given, OVERRIDE, load)
+    assert [found[key] for key in _VALUES[:4]] == [fresh[key] for key in _VALUES[:4]]
+    assert [found[key] for key in _VALUES[4:8]] == [saved[key] for key in _VALUES[4:8]]
+    # Two saved groups differ in their rates only.
+    with pytest.raises(RankFailure, match=r"no optimizer options for .* with {'max_lr'"):
+        sharded.values(given, FROM_FILE, load)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--decoupled-lr 6e-3", "weight: max_lr 0.002, here 0.006; use the flags"),
+        longer("--lr 4e-3", "max_lr 0.001, here 0.004; use the flags"),
+        longer("--min-lr 4e-5", "min_lr 1e-05, here 4e-05; use the flags"),
+        longer("--weight-decay 0.2", "start weight decay do not match"),
+        longer("--lr-decay-iters 12", "total number of iterations do not match"),
+    ],
+)
+def test_other_values_of_the_schedule_need_a_flag(sharded: _Saved, given: str, said: str) -> None:
+    sharded.values(f.saving(sharded.folder, 2))
+    with pytest.raises(RankFailure, match=said):
+        sharded.values(given, f.loading(sharded.folder))
 
 
 def train_below(flags: Sequence[str], threshold: float) -> Training:

@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_fsdp_v2.checkpoint.errors import all_ranks_or_raise
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2_mcore.checkpoint import fp8_state
 from megatron_fsdp_v2_mcore.checkpoint.compatibility import compare_with_file
+from megatron_fsdp_v2_mcore.checkpoint.group_options import restored_options
 from megatron_fsdp_v2_mcore.checkpoint.names import (
     CanonicalName,
     canonical_names,
@@ -104,7 +106,7 @@ def load_by_global_names(
     request = translation.for_loading()
     _remove_missing(request, path, saved.get("args"), args)
     loaded, *rest = original(load_dir, args, rank0, request, **kwargs)
-    return (_to_local_names(translation, request, loaded), *rest)
+    return (_to_local_names(translation, request, loaded, args), *rest)
 
 
 class Translation:
@@ -221,9 +223,9 @@ def _remove_missing(request: dict[str, Any], path: str, saved: Any, args: Any) -
 
 
 def _to_local_names(
-    translation: Translation, request: dict[str, Any], loaded: dict[str, Any]
+    translation: Translation, request: dict[str, Any], loaded: dict[str, Any], args: Any
 ) -> dict[str, Any]:
-    """Return the loaded values in Megatron's state dict, under its local names."""
+    """Return the loaded values in Megatron's state dict, under its local names. Collective."""
     raw = translation.raw
     scales = {key: value for key, value in translation.scales.items() if key in request["model"]}
     fp8_state.restore(translation.chunks, scales)
@@ -232,29 +234,35 @@ def _to_local_names(
     if "rng_state" in raw:
         result.setdefault("rng_state", raw["rng_state"])
     if "optimizer" in raw:
-        for part in translation.optimizers():
-            _copy_plain_values(part, request["optimizer"], translation.names_by_fqn)
+        all_ranks_or_raise(
+            "resume its optimizer",
+            lambda: _copy_plain_values(translation, request["optimizer"], args),
+        )
         result["optimizer"] = raw["optimizer"]
     return result
 
 
-def _copy_plain_values(
-    part: dict[str, Any], read: dict[str, Any], names: dict[str, CanonicalName]
-) -> None:
-    """Copy non-tensor values to an optimizer's state dict; tensors were read in place."""
-    for fqn in list(part["state"]):
-        if names[fqn].is_unused:
-            continue
-        found = read["state"].get(names[fqn].keys[0])
-        if found is None:
-            del part["state"][fqn]
-            continue
-        for option, value in found.items():
-            if not hasattr(value, "shape"):
-                part["state"][fqn][option] = value
-    part[META] = {fqn: read[META][fqn] for fqn in part[META] if not names[fqn].is_unused}
-    if "grad_scaler" in part and "grad_scaler" in read:
-        part["grad_scaler"] = read["grad_scaler"]
+def _copy_plain_values(translation: Translation, read: dict[str, Any], args: Any) -> None:
+    """Copy non-tensor values to the optimizers' state dicts; tensors were read in place."""
+    names = translation.names_by_fqn
+    for part in translation.optimizers():
+        for fqn in list(part["state"]):
+            if names[fqn].is_unused:
+                continue
+            found = read["state"].get(names[fqn].keys[0])
+            if found is None:
+                del part["state"][fqn]
+                continue
+            for option, value in found.items():
+                if not hasattr(value, "shape"):
+                    part["state"][fqn][option] = value
+        part[META] = {
+            fqn: restored_options(fqn, given, read[META][fqn], args)
+            for fqn, given in part[META].items()
+            if not names[fqn].is_unused
+        }
+        if "grad_scaler" in part and "grad_scaler" in read:
+            part["grad_scaler"] = read["grad_scaler"]
 
 
 def checkpoint_entries(name: CanonicalName, value: Any) -> list[tuple[str, Any]]:

@@ -29,6 +29,7 @@ from megatron_fsdp_v2.checkpoint.unpickling import (
     file_inside,
     set_attributes,
 )
+from megatron_fsdp_v2_mcore.checkpoint.group_options import EXPERT, restored_options
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
 __all__ = [
@@ -49,7 +50,11 @@ LEGACY_COMMON = "common.pt"
 SHARDING_TYPE = "distrib_optim_sharding_type"
 FULLY_RESHARDABLE = "fully_reshardable"
 
-_EXPERT = "is_expert_parallel"
+_RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
+"""Options by which groups are found only if no flag says which of two values to use."""
+
+_OF_THE_RUN = (EXPERT, "step", "lr", "weight_decay", "default_config")
+"""Options that are not read from a group: the schedule sets the rates of the step."""
 
 _NUMERIC_DTYPE = re.compile(r"[<|=]?[biufc]\d{1,2}")
 
@@ -212,33 +217,41 @@ class SavedGroups:
             found.step = max(found.step, float(step or 0))
         return found
 
-    def options(self, current: dict[str, Any]) -> dict[str, Any]:
-        """Return the options of a parameter of this run, updated with those of its saved group.
+    def options(self, name: str, given: dict[str, Any], args: Any) -> dict[str, Any]:
+        """Return the options of a parameter of a resumed run; see `restored_options`.
 
         Args:
-            current: The parameter's options in this run.
+            name: Name of the parameter, for errors.
+            given: Its options by the command line.
+            args: Megatron's arguments.
 
         Raises:
-            FlagError: No saved group matches these options.
+            FlagError: No saved group, or one of several, is that of the parameter.
         """
         keys = param_group_identifier_keys
-        saved = self._find_group(current, keys) or self._find_group(
-            current, [key for key in keys if key != _EXPERT]
-        )
-        if saved is None:
-            identifiers = {key: current[key] for key in keys if key in current}
+        dense = [key for key in keys if key != EXPERT]
+        found = (self._matching(given, keys) or self._matching(given, dense))[:1]
+        if args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler:
+            found = found or self._matching(given, [key for key in dense if key not in _RATES])
+        options = [
+            {k: v for k, v in group.items() if k in given and k not in _OF_THE_RUN}
+            for group in found
+        ]
+        restored = [restored_options(name, given, {**given, **saved}, args) for saved in options]
+        if not restored or any(other != restored[0] for other in restored):
+            identifiers = {key: given[key] for key in keys if key in given}
             raise FlagError(
-                f"the checkpoint has no optimizer options for parameters with {identifiers}; use "
+                f"the checkpoint has no optimizer options for {name} with {identifiers}; use "
                 "the flags of the run that saved it, or add --no-load-optim"
             )
-        restored = {k: v for k, v in saved.items() if k in current and k not in (_EXPERT, "step")}
-        return {**current, **restored, **({"step": int(self.step)} if "step" in current else {})}
+        return {**restored[0], **({"step": int(self.step)} if "step" in given else {})}
 
-    def _find_group(self, current: dict[str, Any], keys: Sequence[str]) -> dict[str, Any] | None:
-        for group in self.groups:
-            if all(_option(group, key) == _option(current, key) for key in keys):
-                return group
-        return None
+    def _matching(self, given: dict[str, Any], keys: Sequence[str]) -> list[dict[str, Any]]:
+        return [
+            group
+            for group in self.groups
+            if all(_option(group, key) == _option(given, key) for key in keys)
+        ]
 
 
 def _option(group: dict[str, Any], key: str) -> Any:

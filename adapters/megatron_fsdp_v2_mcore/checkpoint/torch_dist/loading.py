@@ -124,19 +124,17 @@ class _Loader:
             result["rng_state"] = self._rng_state(request["rng_state"], args)
         # A release contains weights only.
         optimizer = None if is_release else request.get("optimizer")
-        self._load_tensors(request, StoredNames.of(args), with_optimizer=optimizer is not None)
+        self._load_tensors(request, args, with_optimizer=optimizer is not None)
         return result
 
     @torch.no_grad()
-    def _load_tensors(
-        self, request: dict[str, Any], rules: StoredNames, *, with_optimizer: bool
-    ) -> None:
-        translation = Translation(request[CHUNKS], request)
+    def _load_tensors(self, request: dict[str, Any], args: Any, *, with_optimizer: bool) -> None:
+        translation, rules = Translation(request[CHUNKS], request), StoredNames.of(args)
         for name, value in translation.model_entries():
             for key, piece in () if name.is_unused else checkpoint_entries(name, value):
                 self._request_weight(rules.place(key), piece, has_optimizer=with_optimizer)
         if with_optimizer:
-            self._request_states(translation, rules)
+            self._request_states(translation, rules, args)
         if self._problems:
             problems = listed(sorted(self._problems), _MAX_LISTED)
             others = [p for p in self._problems if not p.startswith(f"it does not contain {STATE}")]
@@ -155,7 +153,7 @@ class _Loader:
                 # The values were written to the parameter's memory without a version change.
                 torch.autograd.graph.increment_version(param)
 
-    def _request_states(self, translation: Translation, rules: StoredNames) -> None:
+    def _request_states(self, translation: Translation, rules: StoredNames, args: Any) -> None:
         """Request the moments, and set steps and options."""
         saved = SavedGroups.of(self._common)
         for part in translation.optimizers():
@@ -170,7 +168,7 @@ class _Loader:
                             self._request(f"{STATE}{option}.{place.key}", place, piece)
                 if "step" in entry:
                     entry["step"] = torch.full_like(torch.as_tensor(entry["step"]), saved.step)
-            part[META] = {fqn: saved.options(meta) for fqn, meta in part[META].items()}
+            part[META] = {fqn: saved.options(fqn, given, args) for fqn, given in part[META].items()}
             if "grad_scaler" in part:
                 part["grad_scaler"] = self._grad_scaler() or part["grad_scaler"]
 

@@ -402,13 +402,14 @@ SAME: tuple[Row, ...] = tuple(replace(
     ),
 ))
 
+BIASED = (f"{f.ALLTOALL} --moe-router-enable-expert-bias --moe-router-score-function sigmoid "
+    "--moe-router-load-balancing-type none --moe-shared-expert-intermediate-size 32")
+
 _parallel = partial(Resume, values=True)
 MEGATRON = f"{DISTRIBUTED} --dist-ckpt-optim-fully-reshardable"
 # A learning rate that changes shows whether the schedule was loaded.
 SCHEDULED = "--swiglu --lr-decay-style cosine --lr-warmup-iters 2 --clip-grad 0.5"
 LOW_STATE = f"--bf16 {AWARE} --main-grads-dtype bf16 --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"
-BIASED = (f"{f.ALLTOALL} --moe-router-enable-expert-bias --moe-router-score-function sigmoid "
-    "--moe-router-load-balancing-type none --moe-shared-expert-intermediate-size 32")
 MIXED = f"{f.ALLTOALL} --moe-layer-freq [0,1]"
 DEEP = "--num-layers 4"
 
@@ -457,6 +458,8 @@ RESUMES: tuple[Resume, ...] = (
         Setup(2, ZERO3), Setup(4, ZERO3, f.HSDP)),
     _parallel("latent attention, EP2 x TP2, ZeRO-1 at 2 ranks", f.DEEPSEEK,
         Setup(4, ZERO3, f"{f.EP2} {f.TP2_SP} {f.ETP1}"), Setup(2, ZERO1, WHOLE_VOCABULARY)),
+    _parallel("attention sinks, TP2, 1 rank", "--softmax-type learnable",
+        Setup(2, ZERO3, f.TP2), Setup(1, ZERO1, WHOLE_VOCABULARY), quick=True),
     *(
         _parallel(f"EP2 x TP2, {load}", f"{f.ALLTOALL} --normalization RMSNorm",
             Setup(4, ZERO3, f"{f.EP2} {f.TP2_SP} {f.ETP1}"), load)
@@ -490,6 +493,7 @@ RESUMES: tuple[Resume, ...] = (
             (f"{TE} {LOW_STATE}", Setup(2, ZERO3), True),
             (f"{TE} {f.TP2}", Setup(4, NO_SHARD), False),
             (f"{TE} {f.TP2}", Setup(4, ZERO1), False),
+            (f"--softmax-type learnable {f.TP2_SP}", Setup(4, ZERO3), False),
             (f"--async-save --optimizer muon --swiglu --num-experts 4 {f.EP2} {f.PP2} "
              "--moe-token-dispatcher-type alltoall", Setup(4, ZERO3), False),
             # Megatron's own DDP, in a rehearsal.
@@ -558,6 +562,7 @@ RESUMES: tuple[Resume, ...] = (
             (f.DROPOUT, MEGATRON, (Setup(2, ZERO3),)),
             (MIXED, MEGATRON, (Setup(2, ZERO3, f.EP2),)),
             (f.MAMBA, f"{MEGATRON} {f.TP2}", (Setup(2, ZERO3),)),
+            ("--softmax-type learnable", f"{MEGATRON} {f.TP2}", (Setup(2, ZERO3, f.TP2),)),
             (f"{SCHEDULED} --add-qkv-bias {f.UNTIED}", MEGATRON, (Setup(2, ZERO3),)),
             (f"{BIASED} --moe-grouped-gemm", MEGATRON, (Setup(2, ZERO3),)),
             (f"{f.MTP} --num-experts 4 --disable-bias-linear", MEGATRON, (Setup(2, ZERO3),)),
@@ -584,6 +589,7 @@ RESUMES: tuple[Resume, ...] = (
             (f"{f.MTP} --swiglu", Setup(2, ZERO3), ""),
             (MIXED, Setup(2, ZERO3), ""),
             (f.MAMBA, Setup(2, ZERO3, f.TP2), ""),
+            ("--softmax-type learnable", Setup(2, ZERO3, f.TP2), ""),
             (f"{BIASED} --moe-grouped-gemm", Setup(2, ZERO3), ""),
         )
     ),

@@ -1,16 +1,22 @@
-"""Tensor-parallel shards of modules that mark their parameters in `reset_parameters`."""
+"""Tensor-parallel shards and replicas of Megatron's parameters."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp_v2 import UnitOptions, fully_shard
 from megatron_fsdp_v2_mcore.model.meshes import Meshes
-from tests.mcore.trained import on_megatron
+from tests.mcore import flags as f
+from tests.mcore import session
+from tests.mcore.trained import on_megatron, trained
+from tests.ranks import RankFailure, RankPools
 
 
 class ColumnLinear(nn.Module):
@@ -46,3 +52,44 @@ def test_weight_marked_in_reset_parameters_is_a_tensor_parallel_shard() -> None:
     shapes = [tuple(param.detach().full_tensor().shape) for param in (weight, bias)]
     assert shapes == [(8, 3), (3,)]
     assert weight.tensor_model_parallel and bias.sequence_parallel
+
+
+def train_with_other_weights(name: str, *flags: f.Flags) -> None:
+    """Run a training in which a parameter is larger on the last rank."""
+    gpt = session.enter_rehearsal()["gpt"]
+    build = gpt.build_model
+
+    def build_model(*args: Any, **kwargs: Any) -> nn.Module:
+        model: nn.Module = build(*args, **kwargs)
+        if session.rank() == torch.distributed.get_world_size() - 1:
+            with torch.no_grad():
+                model.get_parameter(name).add_(1.0)
+        return model
+
+    with mock.patch.object(gpt, "build_model", build_model):
+        session.train(f.words(f.MODEL_FLAGS, "--train-iters 1", f.fsdp(), *flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "said"),
+    [
+        (f.TP2, "decoder.layers.1.input_layernorm.weight", r"layers\.1\.input_layernorm\.weight"),
+        (f.PP2, "output_layer.weight", "the shared embedding"),
+    ],
+)
+def test_replicas_that_differ_before_the_first_step_are_named(
+    megatron: RankPools, flags: str, name: str, said: str
+) -> None:
+    message = f"RuntimeError: replicas differ: .*{said} of rank 1 and of rank 0 before the first"
+    with pytest.raises(RankFailure, match=message):
+        megatron(2).run(train_with_other_weights, name, flags)
+
+
+def test_replicas_that_differ_at_a_save_need_a_flag(megatron: RankPools, tmp_path: Path) -> None:
+    # Megatron sums gradients of the shared rotary key with sequence parallelism only.
+    save = f"{f.LATENT} {f.TP2} --train-iters 1 --save {tmp_path} --save-interval 1"
+    message = "replicas differ: .*linear_kv_down_proj.* before a save; .*differing-replicas"
+    with pytest.raises(RankFailure, match=message):
+        trained(megatron, 2, f.fsdp(), save)
+    trained(megatron, 2, f.fsdp(), save, "--fsdp-save-differing-replicas", iterations=1)
+    assert (tmp_path / "iter_0000001").is_dir()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import nn
 
 from megatron_fsdp_v2.checkpoint.errors import all_ranks_or_raise
@@ -28,6 +29,8 @@ from megatron_fsdp_v2_mcore.checkpoint.names import (
     unwrapped,
 )
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import reject_gpt_layers
+from megatron_fsdp_v2_mcore.flags.options import active_options
+from megatron_fsdp_v2_mcore.model.replicas import check_before_save
 
 __all__ = [
     "CHUNKS",
@@ -65,6 +68,11 @@ def save_by_global_names(original: Callable[..., Any]) -> Callable[..., Any]:
         state_dict = raw_state_dict.copy()
         chunks = state_dict.pop(CHUNKS, None)
         if chunks is not None:
+            check_before_save(
+                chunks,
+                parallel_state.get_embedding_group(check_initialized=False),
+                may_differ=active_options().saves_differing_replicas,
+            )
             return Translation(chunks, state_dict).for_saving()
         if any(isinstance(value, UnevenDTensor) for value in state_dict["model"].values()):
             # The request of `load_by_global_names` is already translated.

@@ -39,6 +39,8 @@ class Options:
         runtime: Options of the units, apart from those that Megatron's configuration sets.
         steps_each_parameter: Whether Adam steps each parameter even if it could step flat tensors.
         uses_gather_groups: Whether weights are gathered in dedicated process groups.
+        saves_differing_replicas: Whether a save continues, with a warning, if the replicas of a
+            parameter differ between tensor-parallel ranks or pipeline stages.
 
     Raises:
         ValueError: A strategy is unknown, or `unit_bytes` is less than 1.
@@ -51,6 +53,7 @@ class Options:
     runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
     steps_each_parameter: bool = False
     uses_gather_groups: bool = False
+    saves_differing_replicas: bool = False
 
     def __post_init__(self) -> None:
         if self.expert_strategy not in (None, *STRATEGIES):

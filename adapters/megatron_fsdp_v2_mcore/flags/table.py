@@ -260,5 +260,12 @@ OWN_FLAGS: tuple[Flag, ...] = (
         "to TensorBoard and Weights & Biases if they are enabled, and to rank 0's output.",
         option="logs_parameter_norms",
     ),
+    Flag(
+        "fsdp_save_differing_replicas",
+        "Save, with a warning, although the replicas of a parameter differ between tensor-parallel "
+        "ranks or pipeline stages: the checkpoint has the values of the first rank. Without "
+        "--sequence-parallel, Megatron trains latent attention so.",
+        option="saves_differing_replicas",
+    ),
 )
 """Flags of this package."""

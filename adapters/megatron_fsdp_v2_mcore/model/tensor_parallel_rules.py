@@ -20,6 +20,11 @@ from megatron_fsdp_v2.tensor_parallel import (
 __all__ = ["MEGATRON_RULES", "TRANSFORMER_ENGINE_RULES"]
 
 
+_UNMARKED_SHARDS = ("softmax_offset",)
+"""Parameters that Megatron splits without setting attributes: the attention sinks of a rank's heads
+(`--softmax-type learnable`), in its own and in Transformer Engine's attention."""
+
+
 def _cuts_of_attributes(module: nn.Module) -> PlacementPatterns:
     """Return the sharding that Megatron's attributes describe; other parameters are replicated."""
     placements: dict[str, Replicate | Shard] = {}
@@ -30,6 +35,8 @@ def _cuts_of_attributes(module: nn.Module) -> PlacementPatterns:
             kind = "weight" if name.startswith("weight") else "bias"
             is_stacked = bool(getattr(module, f"single_grouped_{kind}", False))
             placements[name] = Shard(int(param.partition_dim) + is_stacked)  # type: ignore[attr-defined]
+        elif name in _UNMARKED_SHARDS:
+            placements[name] = Shard(0)
     return placements
 
 

@@ -25,7 +25,11 @@ from megatron_fsdp_v2.runtime.registered_pool import register_pool
 from megatron_fsdp_v2.runtime.scheduled import ScheduledUnits
 from megatron_fsdp_v2_mcore.flags.arguments import reject_model_options
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
-from megatron_fsdp_v2_mcore.flags.options import Options, active_options, require_active
+from megatron_fsdp_v2_mcore.flags.options import (
+    Options,
+    active_options,
+    require_active,
+)
 from megatron_fsdp_v2_mcore.flags.settings import notices, sharding_settings
 from megatron_fsdp_v2_mcore.formats import register_formats
 from megatron_fsdp_v2_mcore.model.fp8_weights import limit_weight_caches
@@ -70,6 +74,7 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
 
     Attributes:
         options: Options without a field in Megatron's configuration; see `with_active_options`.
+        embedding_group: The group of the pipeline stages that share an embedding, if any.
 
     Raises:
         RuntimeError: `enable()` was not called and Megatron's command line did not select this
@@ -115,6 +120,7 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         device_type = _device_type(module)
         _check_tensor_groups(groups, config)
+        self.embedding_group = getattr(groups, "embd", None)
         hybrid = ddp_config.num_distributed_optimizer_instances > 1
         self._dense = dense_meshes(groups, device_type, is_hybrid=hybrid)
         self._expert: Meshes | None = None

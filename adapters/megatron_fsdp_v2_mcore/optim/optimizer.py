@@ -29,6 +29,7 @@ from megatron_fsdp_v2.optim import step_flat
 from megatron_fsdp_v2_mcore.checkpoint.names import canonical_parameter_names
 from megatron_fsdp_v2_mcore.flags.options import Options
 from megatron_fsdp_v2_mcore.flags.settings import reject
+from megatron_fsdp_v2_mcore.model.replicas import check_before_step, note_after_step
 from megatron_fsdp_v2_mcore.optim.config import (
     check_config,
     check_gradients,
@@ -68,6 +69,7 @@ class ShardedOptimizer(DistributedOptimizer):
 
     _checkpoint_names: dict[torch.nn.Parameter, str] | None = None
     grad_norms_by_group: dict[str, float]
+    has_stepped = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Create an optimizer of this class, or of Megatron's class for an unsharded model."""
@@ -249,10 +251,17 @@ class ShardedChain(ChainedOptimizer):
     @override
     def step(self) -> tuple[bool, Any, Any]:
         """Clip and step; see `ChainedOptimizer.step`."""
+        owner = self.chained_optimizers[0]
+        is_first, owner.has_stepped = not owner.has_stepped, True
+        replicas = owner.model_chunks, owner.model_chunks[0].embedding_group
+        if is_first:
+            check_before_step(*replicas)
         optimizers = [each.optimizer for each in self.chained_optimizers]
         needs_all = any(needs_all_ranks(type(optimizer)) for optimizer in optimizers)
         with contextlib.nullcontext() if needs_all else hide_empty_gradients():
             result: tuple[bool, Any, Any] = super().step()
+        if is_first:
+            note_after_step(*replicas)
         return result
 
     @override

@@ -65,9 +65,10 @@ SELECTED = r"""
 --num-experts 6 --expert-model-parallel-size 3 : 4 ranks cannot be divided by --expert-model-parallel-size 3 x --expert-tensor-parallel-size 1 x --pipeline-model-parallel-size 1
 --num-experts 4 --expert-model-parallel-size 2 --tensor-model-parallel-size 4 : 4 ranks cannot be divided by --expert-model-parallel-size 2 x --expert-tensor-parallel-size 4 x --pipeline-model-parallel-size 1
 --tensor-model-parallel-size 2 --context-parallel-size 3 : 4 ranks cannot be divided by --tensor-model-parallel-size 2 x --pipeline-model-parallel-size 1 x --context-parallel-size 3
---tensor-model-parallel-size 2 --experimental-attention-variant gated_delta_net : gated_delta_net cannot be used with --tensor-model-parallel-size 2
 --num-experts 4 --expert-model-parallel-size 4 --num-distributed-optimizer-instances 2 : 4 ranks cannot be divided by --expert-model-parallel-size 4 x --expert-tensor-parallel-size 1 x --pipeline-model-parallel-size 1 x --num-distributed-optimizer-instances 2
 --tensor-model-parallel-size 4 --num-distributed-optimizer-instances 2 : 4 ranks cannot be divided by --tensor-model-parallel-size 4 .* x --num-distributed-optimizer-instances 2
+--tensor-model-parallel-size 2 --experimental-attention-variant gated_delta_net : gated_delta_net\) cannot be used with --tensor-model-parallel-size 2
+--tensor-model-parallel-size 2 --hybrid-layer-pattern M*G- : --hybrid-layer-pattern M\*G-\) cannot be used with --tensor-model-parallel-size 2
 --use-tp-pp-dp-mapping --pipeline-model-parallel-size 2 --num-experts 4 --expert-model-parallel-size 2 : --use-tp-pp-dp-mapping cannot be used with --pipeline-model-parallel-size 2
 --delay-wgrad-compute : --delay-wgrad-compute needs --overlap-moe-expert-parallel-comm
 --overlap-moe-expert-parallel-comm --moe-latent-size 32 : --moe-latent-size cannot be used with --overlap-moe-expert-parallel-comm

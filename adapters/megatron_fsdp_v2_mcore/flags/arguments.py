@@ -167,11 +167,12 @@ def _check_parallel_sizes(args: Any) -> None:
             "products; omit --use-tp-pp-dp-mapping"
         )
     variant = getattr(args, "experimental_attention_variant", None)
-    if variant == "gated_delta_net" and tensor > 1:
+    pattern = getattr(args, "hybrid_layer_pattern", None) or ""
+    if tensor > 1 and (variant == "gated_delta_net" or "G" in pattern):
+        layers = f"--hybrid-layer-pattern {pattern}" if "G" in pattern else variant
         raise FlagError(
-            f"--experimental-attention-variant {variant} cannot be used with {flags(dense[0])}: "
-            "Megatron does not describe how its fused projections are sharded, which checkpoints "
-            "need"
+            f"gated delta nets ({layers}) cannot be used with {flags(dense[0])}: Megatron does not "
+            "describe how their fused projections are sharded, which checkpoints need"
         )
     if expert == 1:
         return

@@ -160,6 +160,14 @@ EVALUATED = "--eval-interval 2 --eval-iters 1"
 _QUICK = Setup(2, ZERO3, f"{DELAYED_GATHERED} {EVALUATED}")
 
 # Checkpoints contain main weights, so runs with and without quantized weights load them.
+QUANTIZED_EVALUATED: tuple[Row, ...] = tuple(
+    Row(f"{recipe} {gathers}", 2, _model(recipe), ours=gathers, iterations=2,
+        strategies=STRATEGIES if gathers else (ZERO3,),
+        quick=int(recipe == "delayed" and bool(gathers)))
+    for recipe in FORMATS
+    for gathers in ("", GATHERS[recipe])
+)
+
 QUANTIZED_RESUMES: tuple[Resume, ...] = (
     *(
         Resume(name, MODEL, saves, loads, tolerance, exact_norms=True)

@@ -405,6 +405,22 @@ SAME: tuple[Row, ...] = tuple(replace(
 BIASED = (f"{f.ALLTOALL} --moe-router-enable-expert-bias --moe-router-score-function sigmoid "
     "--moe-router-load-balancing-type none --moe-shared-expert-intermediate-size 32")
 
+# Evaluations with `--skip-train`, bitwise identical to those of the run that saved.
+EVALUATED: tuple[Row, ...] = tuple(replace(row, iterations=2) for row in (
+    Row("dense", 2, f.GATED, strategies=STRATEGIES, quick=1),
+    Row("bf16, trace pool, overlap flags", 2, "--bf16", ours=f"{f.OVERLAP} --fsdp-trace-pool",
+        strategies=(ZERO3, ZERO1)),
+    Row("PP2, tied", 2, f"--swiglu {f.PP2}", strategies=(ZERO3, ZERO1), quick=1),
+    Row("virtual stages", 2, f.VPP2, strategies=(ZERO3, ZERO2)),
+    Row("TP2, attention sinks", 2, f"{f.TP2_SP} --softmax-type learnable"),
+    Row("EP2", 2, f"{BIASED} {f.EP2}", strategies=STRATEGIES, quick=1),
+    Row("multi-token prediction, PP2", 2, f"{f.MTP} {f.PP2}"),
+    Row("hybrid Mamba", 2, f.MAMBA),
+    Row("built on the meta device", 2, f"--swiglu {META}"),
+    Row("HSDP 2x2", 4, f.MODERN, ours=f.HSDP),
+    Row("EP2 x PP2", 4, f"{f.ALLTOALL} {f.EP2} {f.PP2} --bf16", strategies=(ZERO3, ZERO2)),
+))
+
 _parallel = partial(Resume, values=True)
 MEGATRON = f"{DISTRIBUTED} --dist-ckpt-optim-fully-reshardable"
 # A learning rate that changes shows whether the schedule was loaded.

@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 
 from functional_tests.matrix import RESUMED_TO, SAVED, STRATEGIES, Resume, Row, Run
-from functional_tests.quantized import QUANTIZED, QUANTIZED_RESUMES, QUANTIZED_SAME
-from functional_tests.rows import RESUMES, ROWS, SAME
+from functional_tests.quantized import (
+    QUANTIZED,
+    QUANTIZED_EVALUATED,
+    QUANTIZED_RESUMES,
+    QUANTIZED_SAME,
+)
+from functional_tests.rows import EVALUATED, RESUMES, ROWS, SAME
 from functional_tests.trainings import Difference, Table, Trainings, difference
 from megatron_fsdp_v2_mcore.checkpoint.torch_dist.export import export
 from tests.cases import quick_if
@@ -90,6 +95,18 @@ def test_run_resumes_from_the_checkpoint_of_another_run(
         loaded = trainings(replace(loads.adding(*loading(folder)), probe=digests))
         assert merged_digests(loaded.extras) == merged_digests(uninterrupted.extras)
     table.resumes.append((resume.name, f"{loss:.0e}"))
+
+
+@pytest.mark.parametrize(("row", "strategy"), _cases((*EVALUATED, *QUANTIZED_EVALUATED)))
+def test_evaluation_without_training_equals_that_of_the_training(
+    trainings: Trainings, folder_of: Callable[[Run], Path], row: Row, strategy: str
+) -> None:
+    run = row.sharded(strategy).adding("--eval-iters", "2")
+    folder = folder_of(run)
+    trained = trainings(run.adding(*saving(folder, row.iterations)))
+    assert len(trained.evaluations) == 2
+    alone = trainings(run.adding(*loading(folder), "--skip-train"))
+    assert (alone.evaluations, alone.losses) == (trained.evaluations, [])
 
 
 def test_every_strategy_is_trained_at_every_world_size() -> None:

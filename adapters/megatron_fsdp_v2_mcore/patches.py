@@ -137,6 +137,20 @@ PATCHES: tuple[Patch, ...] = (
         parameters=("config", "ddp_config", "module"),
     ),
     _selected(
+        "megatron.training.training:get_model",
+        "--skip-train: without an optimizer, Megatron omits the wrapper, so that every rank would "
+        "hold the whole model and read a checkpoint by rank-local names",
+        wrap="megatron_fsdp_v2_mcore.model.wrapper:sharded_without_training",
+        parameters=("model_provider_func", "model_type", "wrap_with_ddp"),
+    ),
+    _selected(
+        "megatron.training.models.dist_utils:"
+        "prepare_existing_model_chunks_for_distributed_training",
+        "--skip-train, as above, for models that a builder builds",
+        wrap="megatron_fsdp_v2_mcore.model.wrapper:sharded_without_training",
+        parameters=("model_list", "transformer_config", "pg_collection"),
+    ),
+    _selected(
         "megatron.core.optimizer:DistributedOptimizer",
         "the class that steps main weights: gradient statistics count replicated elements once, "
         "with every strategy",

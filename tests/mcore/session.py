@@ -170,8 +170,8 @@ def _sum_norms_in_fp64(patches: Any) -> None:
 
 def merge_ranks(results: Sequence[Training]) -> Training:
     """Merge the measurements of all ranks. Only the last pipeline stage has losses."""
-    seen = [result for result in results if result.losses]
-    # A run that loads its last iteration does not train.
+    seen = [result for result in results if result.losses or result.evaluations]
+    # A run that loads its last iteration neither trains nor evaluates.
     first = (seen or results)[0]
     on_all = ("grad_norms", "params_norms", "num_zeros", "loss_scales")
     for found, names in ((seen, ("losses", "evaluations")), (results, on_all)):

@@ -218,3 +218,21 @@ def test_export_prints_its_result_or_an_error_in_one_line(
         written = capsys.readouterr().err
         assert problem in written
         assert written.count("\n") == 1
+
+
+def load_into_plain_chunks(flags: str) -> None:
+    """Train, and load into chunks without shards as a script for inference might."""
+    from megatron.training import checkpointing, get_args
+
+    def load(chunks: Any, optimizer: Any) -> None:
+        del optimizer
+        plain = {"model": {"weight": torch.zeros(1)}}
+        checkpointing._load_base_checkpoint(get_args().save, get_args(), False, plain)
+
+    train(f.words(f.MODEL_FLAGS, f.fsdp(), flags), probe=load)
+
+
+def test_chunks_without_shards_are_rejected(megatron: RankPools, tmp_path: Path) -> None:
+    flags = f"--train-iters 1 --save {tmp_path} --save-interval 1"
+    with pytest.raises(RankFailure, match=r"build them with get_model\(\.\.\., wrap_with_ddp=True"):
+        megatron(2).run(load_into_plain_chunks, flags)

@@ -223,24 +223,11 @@ def test_a_chunk_without_parameters_is_rejected_with_advice() -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(megatron: RankPools, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """Checkpoints of iterations 3 and 6, and losses of evaluations after training."""
+def saved(megatron: RankPools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with a checkpoint of iteration 3."""
     folder = tmp_path_factory.mktemp("features")
-    return folder, _evaluations(megatron, f.saving(folder, 3))
-
-
-def _evaluations(pools: RankPools, *flags: f.Flags) -> list[float]:
-    words = f.words(f.MODEL_FLAGS, SIX, f.fsdp(), "--eval-iters 2", *flags)
-    return list(pools(2).run(train, words)[0].evaluations)
-
-
-@pytest.mark.functional
-def test_evaluation_without_training_matches_evaluation_after_training(
-    megatron: RankPools, saved: tuple[Path, Any]
-) -> None:
-    folder, losses = saved
-    assert len(losses) == 2
-    assert _evaluations(megatron, f.loading(folder), "--skip-train") == losses
+    trained(megatron, 2, SIX, f.fsdp(), f.saving(folder, 3), iterations=6)
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -254,13 +241,13 @@ def test_evaluation_without_training_matches_evaluation_after_training(
 )
 @pytest.mark.functional
 def test_flags_of_loading_do_not_change_the_resumed_run(
-    megatron: RankPools, saved: tuple[Path, Any], flags: str
+    megatron: RankPools, saved: Path, flags: str
 ) -> None:
     model = list(f.MODEL_FLAGS)
     if flags == "--use-checkpoint-args":
         at = model.index("--num-layers")
         del model[at : at + 2]
-    load = f.words(SIX, f.fsdp(), f.loading(saved[0], 3))
+    load = f.words(SIX, f.fsdp(), f.loading(saved, 3))
     plain = trained(megatron, 2, load, once=True)
     assert len(plain.losses) == 3
     assert_equal(run_of_ranks(megatron, 2, f.words(model, load, flags)), plain)

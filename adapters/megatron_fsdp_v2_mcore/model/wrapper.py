@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, override
 
@@ -29,6 +29,7 @@ from megatron_fsdp_v2_mcore.flags.options import (
     Options,
     active_options,
     require_active,
+    training_globals,
 )
 from megatron_fsdp_v2_mcore.flags.settings import notices, sharding_settings
 from megatron_fsdp_v2_mcore.formats import register_formats
@@ -47,7 +48,7 @@ from megatron_fsdp_v2_mcore.model.units import (
     synchronize_embeddings,
 )
 
-__all__ = ["FullyShardedDataParallel", "with_active_options"]
+__all__ = ["FullyShardedDataParallel", "sharded_without_training", "with_active_options"]
 
 
 class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
@@ -315,6 +316,21 @@ def with_active_options(original: type) -> type[FullyShardedDataParallel]:
     del original
     attributes = {"options": active_options(), "_has_command_line": True}
     return type(FullyShardedDataParallel.__name__, (FullyShardedDataParallel,), attributes)
+
+
+def sharded_without_training(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function that builds model chunks, to shard them with `--skip-train` too.
+
+    Megatron omits the wrapper if it does not train. Every rank would then hold the whole model, and
+    a checkpoint would be read by names that are local to a rank.
+    """
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        if training_globals().get_args().skip_train:
+            kwargs["wrap_with_ddp"] = True
+        return original(*args, **kwargs)
+
+    return build
 
 
 def _check_tensor_groups(groups: Any, config: Any) -> None:

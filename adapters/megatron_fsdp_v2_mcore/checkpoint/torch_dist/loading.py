@@ -65,6 +65,11 @@ def with_torch_dist(original: Callable[..., Any]) -> Callable[..., Any]:
         sharded_state_dict: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
+        if sharded_state_dict is not None and CHUNKS not in sharded_state_dict:
+            raise RuntimeError(
+                f"load_checkpoint reads {load_dir} into shards, and got chunks without them; build "
+                "them with get_model(..., wrap_with_ddp=True)"
+            )
         found = None
         if load_dir is not None and args.non_persistent_ckpt_type is None:
             found = find_checkpoint(load_dir, getattr(args, "ckpt_step", None) or None)

@@ -236,7 +236,12 @@ class PooledBuffer(TemporaryBuffer):
         """Assign another backing storage to the buffer's tensors, without copying values."""
         self.tracked_aliases[:] = [ref for ref in self.tracked_aliases if ref() is not None]
         # Tensors made in inference mode cannot be assigned to `data` of other tensors.
-        with torch.inference_mode(False), torch.no_grad():
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            # Gathered parameters without memory reject other writers.
+            torch._C.DisableTorchFunctionSubclass(),
+        ):
             for tensor in self.aliases():
                 shape, offset = tuple(tensor.shape), int(tensor.storage_offset())
                 tensor.data = view_of(backing.storage, tensor.dtype, offset, shape)

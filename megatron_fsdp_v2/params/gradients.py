@@ -36,7 +36,7 @@ from megatron_fsdp_v2.memory.allocator import BufferUse
 from megatron_fsdp_v2.memory.observer import MainGradientAllocated
 from megatron_fsdp_v2.params.autograd import InternalHook
 from megatron_fsdp_v2.params.buffer import BufferContext, DataParallelBuffer, place_in
-from megatron_fsdp_v2.params.parameters import FusedGradient
+from megatron_fsdp_v2.params.gathered import FusedGradient
 
 if TYPE_CHECKING:
     from torch import nn

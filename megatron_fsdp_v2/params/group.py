@@ -24,6 +24,7 @@ from megatron_fsdp_v2.params.parameters import GroupParameters, OwnedParameter
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
     from megatron_fsdp_v2.comm.interface import Axis, Communicator, Work
@@ -414,6 +415,8 @@ class ParameterGroup:
         """Wait for gathers and register the gathered parameters, with current `requires_grad`."""
         if not self._wait():
             return
+        if self.gathers_for_use:
+            self.parameters.mark_live()
         if self.grads is None:
             self.unfreeze_if_trained()
         self.parameters.copy_requires_grad_to_gathered()
@@ -452,6 +455,7 @@ class ParameterGroup:
 
     def _drop_gathered(self) -> None:
         if self.gathers_for_use:
+            self.parameters.mark_freed()
             for payload in self.payloads:
                 payload.gathered.drop()
 
@@ -534,22 +538,19 @@ class ParameterGroup:
 
     # -- registered parameters ----------------------------------------------------------------
 
-    def install_sharded(self) -> bool:
-        """Register the sharded parameters while weights are gathered.
+    def show_sharded(self, module: nn.Module) -> bool:
+        """Register the sharded parameters on a module where it registers gathered ones.
 
         Returns:
-            Whether other parameters were registered before.
+            Whether it did.
         """
-        others = next(self.parameters.unexpected(), None)
-        if others is None or not self.is_held:
-            return False
-        self.parameters.install(self.sharded_params)
-        return True
+        params = self.parameters
+        return self.is_held and params.swap(module, params.gathered, params.sharded)
 
-    def install_unsharded(self) -> None:
-        """Register the gathered parameters again, if weights are gathered."""
+    def show_gathered(self, module: nn.Module) -> None:
+        """Register the gathered parameters on a module again, if weights are gathered."""
         if self.is_held and self._gathering is None:
-            self.parameters.install(self.unsharded_params)
+            self.parameters.swap(module, self.sharded_params, self.unsharded_params)
 
     # -- gradients ----------------------------------------------------------------------------
 

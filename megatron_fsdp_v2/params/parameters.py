@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import traceback
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,7 +20,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from megatron_fsdp_v2.dtensor.sharded_rows import raw_hooks, raw_requires_grad, raw_version
 from megatron_fsdp_v2.dtensor.tp_params import part_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
-from megatron_fsdp_v2.params.autograd import InternalHook, in_backward
+from megatron_fsdp_v2.params.autograd import InternalHook
+from megatron_fsdp_v2.params.gathered import GatheredParameter, freed_class, gathered_class
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,13 +32,11 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.params.group import ParameterGroup
 
 __all__ = [
-    "FusedGradient",
-    "GatheredParameter",
     "GroupParameters",
     "OwnedParameter",
     "OwnerSlot",
     "find_owner_slot",
-    "gathered_name",
+    "groups_of",
     "num_stale",
     "propagate_attributes",
     "tensor_hook_rejection",
@@ -130,6 +128,8 @@ class GroupParameters:
             self.expect_gradients()
         self.gathered = [self._gathered(i, p, owner) for i, p in enumerate(owned)]
         self._format.adopt(self.gathered)
+        self._live = [(param, type(param)) for param in self.gathered]
+        self._freed = [(param, freed_class(cls)) for param, cls in self._live]
         self.views = [local_of(param) for param in self.sharded]
 
     def _sharded(
@@ -167,7 +167,7 @@ class GroupParameters:
                 param = GatheredParameter(bound, requires_grad=is_trained)
             else:
                 param = nn.Parameter(bound, requires_grad=is_trained)
-                param.__class__ = _gathered_class(type(param))
+                param.__class__ = gathered_class(type(param))
             memory = self._format.memory(param, index)
         # Weak: the cycle parameter -> group -> parameter would outlive the model.
         param._owner_slot = (weakref.ref(owner), index)  # type: ignore[attr-defined]
@@ -230,15 +230,30 @@ class GroupParameters:
             if module is not None:
                 module._parameters[attribute] = params[index]
 
-    def unexpected(self) -> Iterator[tuple[int, nn.Module, str, torch.Tensor | None]]:
-        """Yield sites without the sharded parameter: index, module, name, registered tensor."""
+    def swap(
+        self, module: nn.Module, old: Sequence[nn.Parameter], new: Sequence[nn.Parameter]
+    ) -> bool:
+        """Register new parameters on one module where old ones are registered.
+
+        Returns:
+            Whether there were any.
+        """
+        found = False
         for index, module_ref, attribute in self._sites:
-            module = module_ref()
-            if module is None:
-                continue
-            found = module._parameters.get(attribute)
-            if found is not self.sharded[index]:
-                yield index, module, attribute, found
+            if module_ref() is module and module._parameters.get(attribute) is old[index]:
+                module._parameters[attribute] = new[index]
+                found = True
+        return found
+
+    def mark_live(self) -> None:
+        """Allow operations on gathered parameters, which have memory now."""
+        for param, cls in self._live:
+            param.__class__ = cls
+
+    def mark_freed(self) -> None:
+        """Make operations on gathered parameters raise, since their memory is freed."""
+        for param, cls in self._freed:
+            param.__class__ = cls
 
     # -- requires_grad ------------------------------------------------------------------------
 
@@ -315,15 +330,21 @@ class GroupParameters:
                     "a schedule, disable that option"
                 )
 
-    def sync(self) -> None:
+    def sync(self, *, adopts: bool = True) -> None:
         """Apply changes that user code made to parameters after they were sharded.
+
+        Args:
+            adopts: Whether a DTensor of the same rows that replaced a parameter is used in its
+                place. Otherwise its values are copied, as those of other tensors.
 
         Raises:
             ValueError: A change of shape, dtype or identity is not supported.
         """
         found = list(self._replaced())
         for index, module, attribute, other in found:
-            self._replace(index, f"{attribute} of {type(module).__name__}", other)
+            self._replace(index, f"{attribute} of {type(module).__name__}", other, adopts=adopts)
+            # Through `__setattr__`, since an RNN keeps a list of the parameters set on it.
+            setattr(module, attribute, self.gathered[index])
         if found:
             self.install(self.sharded)
         pairs = zip(map(local_of, self.sharded), self.views, strict=True)
@@ -336,9 +357,14 @@ class GroupParameters:
         return next(self._replaced(), None) is not None
 
     def _replaced(self) -> Iterator[tuple[int, nn.Module, str, torch.Tensor | None]]:
-        for index, module, attribute, other in self.unexpected():
-            if other is not self.gathered[index]:
-                yield index, module, attribute, other
+        """Yield sites with another tensor: index, module, name, registered tensor."""
+        for index, module_ref, attribute in self._sites:
+            module = module_ref()
+            if module is None:
+                continue
+            found = module._parameters.get(attribute)
+            if found is not self.sharded[index] and found is not self.gathered[index]:
+                yield index, module, attribute, found
 
     def _adopt_assigned(self, changed: Sequence[int]) -> None:
         """Copy local tensors that user code assigned into the main weight, and use it again.
@@ -376,7 +402,7 @@ class GroupParameters:
                 "sharding it, and set compute dtypes with a MixedPrecisionPolicy"
             )
 
-    def _replace(self, index: int, place: str, other: torch.Tensor | None) -> None:
+    def _replace(self, index: int, place: str, other: torch.Tensor | None, *, adopts: bool) -> None:
         """Copy the values of a registered replacement, or use the replacement itself."""
         own = self.sharded[index]
         name = f"parameter {self.label(index)} (registered as {place})"
@@ -395,7 +421,7 @@ class GroupParameters:
                 f"{name} was replaced after fully_shard: shape {tuple(own.shape)} before, "
                 f"{tuple(other.shape)} now; build the model as it should be before sharding it"
             )
-        if not isinstance(other, UnevenDTensor) or other.row_shards.saved:
+        if not adopts or not isinstance(other, UnevenDTensor) or other.row_shards.saved:
             if other.dtype != own.dtype:
                 raise ValueError(
                     f"{name} changed from {own.dtype} to {other.dtype}; keep its dtype"
@@ -561,85 +587,12 @@ def tensor_hook_rejection(name: str, param: torch.Tensor) -> str:
     )
 
 
-# -- gathered parameters ----------------------------------------------------------------------
-
-
-class FusedGradient:
-    """Attributes of a parameter through which fused kernels write the full gradient buffer.
-
-    A kernel that accumulates weight gradients itself (`gradient_accumulation_fusion` of Megatron
-    and Transformer Engine) adds to `main_grad` in the backward, sets `grad_added_to_main_grad` and
-    returns a placeholder gradient, which is dropped. For a parameter with `zero_out_wgrad` (tied,
-    with uses outside fused kernels) the kernel returns zeros, so that autograd's gradient is that
-    of the other uses, which is added. `main_grad` is zeroed at its first use in a reduction period,
-    so kernels must always add: `overwrite_main_grad` is False.
-    """
-
-    grad_added_to_main_grad: bool = False
-    requires_grad: bool
-    # Transformer Engine evaluates annotations of subclasses, so no names imported for type
-    # checking.
-    _owner_slot: tuple[Callable[[], Any], int]
-
-    def get_main_grad(self) -> torch.Tensor:
-        """Return the full gradient of this parameter, a view of the flat buffer, of `self.shape`.
-
-        Allocates the buffer if it has no memory, which may wait for earlier reductions.
-
-        Raises:
-            AttributeError: Outside a backward, or for a frozen parameter.
-        """
-        owner: ParameterGroup | None = self._owner_slot[0]()
-        if owner is None or owner.grads is None or not self.requires_grad or not in_backward():
-            raise AttributeError(
-                "main_grad exists in the backward of a trained parameter only; after it, read "
-                "the reduced gradient from the sharded parameter's .grad"
-            )
-        return owner.grads.kernel_grad(self._owner_slot[1])
-
-    @property
-    def main_grad(self) -> torch.Tensor:
-        """See `get_main_grad`."""
-        return self.get_main_grad()
-
-    @main_grad.setter
-    def main_grad(self, value: torch.Tensor | None) -> None:
-        # Model code may restore the value it read in the forward: None.
-        if value is not None and value.data_ptr() != self.get_main_grad().data_ptr():
-            raise AttributeError("main_grad is a view of the flat gradient buffer; write into it")
-
-    @property
-    def overwrite_main_grad(self) -> bool:
-        """Whether a kernel may overwrite `main_grad` instead of adding to it: always False.
-
-        Transformer Engine reads it in the forward and overwrites in the backward. In between, other
-        micro-batches or another use of the module may have added to `main_grad`.
-        """
-        return False
-
-    @overwrite_main_grad.setter
-    def overwrite_main_grad(self, value: bool) -> None:
-        # Model code sets it when it has no earlier gradient, but other uses may have one.
-        del value
-
-
-class GatheredParameter(FusedGradient, nn.Parameter):
-    """A view of the gathered buffer, with attributes for fused kernels.
-
-    In all other respects an ordinary `nn.Parameter`. Compiled graphs import the class by name.
-    """
-
-
-@functools.cache
-def _gathered_class(of: type) -> type:
-    """Return a subclass of a parameter's class that has the attributes for fused kernels."""
-    return type(f"Gathered{of.__name__}", (FusedGradient, of), {"__module__": of.__module__})
-
-
-def gathered_name(param: torch.Tensor) -> str | None:
-    """Return the name of a gathered parameter; None for any other tensor."""
-    if not hasattr(param, "_owner_slot"):
-        return None
-    group, index = param._owner_slot
-    owner: ParameterGroup | None = group()
-    return None if owner is None else owner.label(index)
+def groups_of(module: nn.Module) -> list[ParameterGroup]:
+    """Return the groups of the sharded and gathered parameters that a module registers."""
+    found: list[Any] = []
+    for param in module._parameters.values():
+        if isinstance(param, UnevenDTensor):
+            found.append(param.row_shards.info.owner())
+        elif (slot := getattr(param, "_owner_slot", None)) is not None:
+            found.append(slot[0]())
+    return [group for group in dict.fromkeys(found) if group is not None]

@@ -39,7 +39,7 @@ from megatron_fsdp_v2.params.parameters import (
     tensor_hook_rejection,
 )
 from megatron_fsdp_v2.runtime.context import Context
-from megatron_fsdp_v2.runtime.hooks import install_hooks
+from megatron_fsdp_v2.runtime.hooks import install_hooks, install_state_dict_hooks
 from megatron_fsdp_v2.runtime.materialize import materialize
 from megatron_fsdp_v2.runtime.module import FSDPModule, swap_class, unit_of
 from megatron_fsdp_v2.runtime.optimizer_steps import watch_optimizers
@@ -393,6 +393,8 @@ def make_unit(plan: UnitPlan) -> None:
         for parameter, group, index in plan.tied:
             for below, attribute in parameter.sites:
                 group.parameters.add_site(index, below, attribute)
+        for part in dict.fromkeys(part for _, part in own):
+            install_state_dict_hooks(part)
         for part in modules:
             swap_class(part)
             part._fsdp_unit = unit  # type: ignore[assignment]

@@ -22,6 +22,7 @@ from torch.distributed import fsdp
 
 from megatron_fsdp_v2._compiler import not_compiled, uncompiled
 from megatron_fsdp_v2.params.autograd import in_backward
+from megatron_fsdp_v2.params.parameters import groups_of
 from megatron_fsdp_v2.runtime.unit_checks import check_outputs
 
 if TYPE_CHECKING:
@@ -29,7 +30,12 @@ if TYPE_CHECKING:
 
     from megatron_fsdp_v2.runtime.unit import Unit
 
-__all__ = ["UnitState", "install_hooks", "register_fsdp_forward_method"]
+__all__ = [
+    "UnitState",
+    "install_hooks",
+    "install_state_dict_hooks",
+    "register_fsdp_forward_method",
+]
 
 
 def install_hooks(module: nn.Module) -> None:
@@ -41,10 +47,17 @@ def install_hooks(module: nn.Module) -> None:
     module.register_forward_pre_hook(uncompiled(_pre_forward), prepend=True, with_kwargs=True)
     module.register_forward_hook(uncompiled(_post_forward))
     module.register_forward_hook(uncompiled(_after_forward), always_call=True)
-    # State dicts hold sharded parameters, also between a forward and its backward.
+
+
+def install_state_dict_hooks(module: nn.Module) -> None:
+    """Register the hooks of state dicts on a module that registers parameters of units.
+
+    State dicts hold sharded parameters, also between a forward and its backward, and loads write
+    them.
+    """
     module.register_state_dict_pre_hook(_show_sharded)  # type: ignore[no-untyped-call]
-    module.register_state_dict_post_hook(_after_state_dict)  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_pre_hook(_show_sharded)  # type: ignore[no-untyped-call]
+    module.register_state_dict_post_hook(_show_gathered)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
 
 
@@ -279,29 +292,38 @@ class UnitState:
 
 # -- state dicts ------------------------------------------------------------------------------
 
+# The hooks find groups by the registered parameters: a module that refers to its groups could not
+# be pickled.
+
 
 def _show_sharded(module: Any, *args: Any) -> None:
-    """Install sharded parameters before a state dict is made or loaded."""
+    """Register sharded parameters on a module before its state dict is made."""
     del args
-    unit: Unit = module._fsdp_unit
-    unit.hidden_groups = [group for group in unit.held_groups if group.install_sharded()]
+    module._fsdp_hidden = [group for group in groups_of(module) if group.show_sharded(module)]
 
 
-def _after_state_dict(module: Any, state_dict: Any, prefix: str, metadata: Any) -> None:
-    del state_dict, prefix, metadata
-    unit: Unit = module._fsdp_unit
-    # A group shared with an enclosing module is in the `hidden_groups` of that module's unit
-    # instead.
-    for group in unit.hidden_groups:
-        group.install_unsharded()
-    unit.hidden_groups = ()
+def _show_gathered(module: nn.Module, *args: Any) -> None:
+    """Register gathered parameters again after a state dict was made."""
+    del args
+    for group in vars(module).pop("_fsdp_hidden", ()):
+        group.show_gathered(module)
+
+
+def _before_load(module: Any, *args: Any) -> None:
+    """Reshard, so that a load writes sharded parameters and the next use gathers them."""
+    del args
+    module._fsdp_loading = groups = groups_of(module)
+    for group in groups:
+        owner = group.unit()
+        if group.is_held and owner is not None:
+            for unit in owner.context.units():
+                if group in unit.held_groups:
+                    unit.sync()
+                    unit.reshard()
 
 
 def _after_load(module: Any, incompatible_keys: Any) -> None:
-    """Reshard, so that the next use gathers the loaded weights."""
+    """Copy parameters that a load with `assign=True` registered into the sharded ones."""
     del incompatible_keys
-    unit: Unit = module._fsdp_unit
-    unit.hidden_groups = ()
-    for group in unit.held_groups:
-        group.parameters.sync()
-    unit.reshard()
+    for group in vars(module).pop("_fsdp_loading", ()):
+        group.parameters.sync(adopts=False)

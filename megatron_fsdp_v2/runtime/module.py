@@ -22,6 +22,7 @@ from megatron_fsdp_v2.comm.groups import group_of_same_ranks
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.params.autograd import in_backward
 from megatron_fsdp_v2.params.formats import WeightUse
+from megatron_fsdp_v2.params.parameters import groups_of
 from megatron_fsdp_v2.runtime.hooks import UnitState
 from megatron_fsdp_v2.runtime.options import check_at_least_one
 from megatron_fsdp_v2.runtime.unit_checks import check_unchanged
@@ -547,13 +548,13 @@ def showing_sharded(root: nn.Module) -> Iterator[None]:
 
     Gathered weights are kept and registered again afterwards. No-op for modules without units.
     """
-    groups = [group for _, unit in named_units(root) for group in unit.held_groups]
-    hidden = [group for group in groups if group.install_sharded()]
+    pairs = [(group, module) for module in root.modules() for group in groups_of(module)]
+    hidden = [(group, module) for group, module in pairs if group.show_sharded(module)]
     try:
         yield
     finally:
-        for group in hidden:
-            group.install_unsharded()
+        for group, module in hidden:
+            group.show_gathered(module)
 
 
 def _units(module: object, *, recurse: bool = True) -> list[Unit]:

@@ -22,7 +22,8 @@ from megatron_fsdp_v2.dtensor.optimizer_kinds import needs_all_ranks, rejected
 from megatron_fsdp_v2.dtensor.optimizer_state import watch_state
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 from megatron_fsdp_v2.params.autograd import in_backward
-from megatron_fsdp_v2.params.parameters import find_owner_slot, gathered_name, num_stale
+from megatron_fsdp_v2.params.gathered import gathered_name
+from megatron_fsdp_v2.params.parameters import find_owner_slot, num_stale
 from megatron_fsdp_v2.runtime.schedule import live
 from megatron_fsdp_v2.runtime.unit_checks import check_capture
 

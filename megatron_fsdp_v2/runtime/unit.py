@@ -85,8 +85,6 @@ class Unit:
         tied_groups: Groups of other units that have a parameter tied to one of its own; gathered by
             this unit too, reduced by their owner.
         held_groups: The groups it gathers: `groups` and `tied_groups`.
-        hidden_groups: Groups whose gathered parameters are uninstalled while a state dict is made
-            or loaded.
         policy: Dtypes of inputs and outputs.
         root_options: Root options passed to this unit; all others come from the root.
         phase: Current phase.
@@ -133,7 +131,6 @@ class Unit:
         self.groups = list(groups)
         self.tied_groups = list(tied_groups)
         self.held_groups = [*self.groups, *self.tied_groups]
-        self.hidden_groups: Sequence[ParameterGroup] = ()
         self.policy = policy
         self.root_options = dict(root_options)
         self.phase = Phase.IDLE
@@ -336,9 +333,13 @@ class Unit:
     def reshard_if_replaced(self) -> None:
         """Sync parameters that were assigned while weights were gathered, and reshard."""
         if self.is_unsharded and any(g.parameters.is_replaced() for g in self.held_groups):
-            for group in self.held_groups:
-                group.parameters.sync()
+            self.sync()
             self.reshard()
+
+    def sync(self) -> None:
+        """Apply changes that user code made to parameters."""
+        for group in self.held_groups:
+            group.parameters.sync()
 
     def is_stepped(self, stepped: AbstractSet[int]) -> bool:
         """Return whether gathered weights are up to date once these parameters were stepped.

@@ -269,6 +269,14 @@ def _computes_with_an_original() -> None:
     wrap(module)(torch.ones(2, 4)).sum().backward()
 
 
+def _reads_freed_weight() -> None:
+    model = wrap(Stack())
+    loss = loss_of(model, 0)
+    kept = list(model.output.parameters())
+    loss.backward()
+    kept[0].square()
+
+
 def _changes_a_leaf() -> None:
     model = wrap(Formula(lambda m, x: m.layer(x.relu_()), layer=nn.Linear(4, 4)))
     model(torch.ones(2, 4, requires_grad=True))
@@ -364,6 +372,7 @@ RUNTIME: dict[str, Callable[[], Any]] = {
     ),
     "no gradient arrived for unused": _without_a_gradient,
     "for layer.weight of Formula/0 as it was before fully_shard": _computes_with_an_original,
+    "square reads output.weight of Stack/0, whose gathered memory": _reads_freed_weight,
     "a leaf Variable that requires grad": _changes_a_leaf,
     "cannot be deep-copied": lambda: copy.deepcopy(_linear()),
     "cannot be pickled": lambda: pickle.dumps(_linear()),

@@ -30,10 +30,12 @@ from tests.distributed.wrapping import (
     own_loss,
     pair,
     plain_loss,
+    train_both,
     weight_error,
+    whole,
     wrap,
 )
-from tests.reference.models import Checkpointed, Stack, TiedInside, UsedTwice
+from tests.reference.models import INPUT, Checkpointed, Stack, TiedInside, UsedTwice
 
 
 class Marker:
@@ -280,9 +282,6 @@ def _assign_sharded(model: Any) -> None:
 def _assign_full(model: Any) -> None:
     state = {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
-    # An optimizer needs sharded parameters; the next use of the model restores them.
-    with torch.no_grad():
-        model(torch.ones(1, 5))
 
 
 def _move(model: Any) -> None:
@@ -389,3 +388,56 @@ def test_averaged_weights_are_swapped_in_for_an_evaluation_and_out_again(
         undisturbed = losses(None, dtype, kind)
         for name, swap in SWAPS.items():
             assert losses(swap, dtype, kind) == undisturbed, name
+
+
+@on_ranks(2, strategy=("optim_grads_params", "optim_grads"))
+def test_state_dicts_and_loads_of_every_module_see_sharded_parameters(strategy: str) -> None:
+    plain, model = pair(sharding_strategy=strategy)
+    errors = []
+    for place in ("output", "blocks.1.up", "blocks", ""):
+        same, part = plain.get_submodule(place), model.get_submodule(place)
+        loss = own_loss(model)
+        state = part.state_dict()
+        loss.backward()
+        errors += [
+            float((whole(state[name]) - value).abs().max())
+            for name, value in same.state_dict().items()
+        ]
+        loaded = {name: value + 1 for name, value in same.state_dict().items()}
+        same.load_state_dict(loaded)
+        loss = own_loss(model)
+        part.load_state_dict(loaded)
+        loss.backward()
+        own_loss(model).backward()
+        errors.append(weight_error(model, plain))
+    assert max(errors) == 0.0
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer, which keeps a list of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(INPUT, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.rnn(x)[0]
+        return outputs
+
+
+@on_ranks(2, build=(Stack, Recurrent), full=(False, True))
+def test_load_with_assign_keeps_parameters_for_their_optimizer(build: Any, full: bool) -> None:
+    plain, model = pair(build)
+    params = list(model.parameters())
+    optimizers = KINDS["momentum"](plain.parameters()), KINDS["momentum"](params)
+    kept = []
+    for step in range(2):
+        train_both(plain, model, optimizers, range(step, step + 1))
+        state = {n: 2 * (whole(v) if full else v) for n, v in model.state_dict().items()}
+        own_loss(model)
+        model.load_state_dict(state, assign=True)
+        plain.load_state_dict({name: 2 * value for name, value in plain.state_dict().items()})
+        kept += [a is b for a, b in zip(params, model.parameters(), strict=True)]
+    train_both(plain, model, optimizers, range(2, 3))
+    assert all(kept)
+    assert weight_error(model, plain) < 1e-6

@@ -520,12 +520,11 @@ def _grad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 _AS_DTENSORS = (
     "__hash__ __len__ __repr__ _has_compatible_shallow_copy_type can_cast constant_ data_ptr "
     "detach detach_ get_device has_names is_complex is_contiguous is_floating_point is_inference "
-    "is_nonzero is_pinned is_same_size is_shared is_signed kaiming_normal_ kaiming_uniform_ "
-    "nelement ndimension numel pin_memory register_post_accumulate_grad_hook requires_grad_ "
-    "result_type retain_grad share_memory_ storage_offset untyped_storage "
+    "is_nonzero is_pinned is_same_size is_shared is_signed nelement ndimension "
+    "numel pin_memory register_post_accumulate_grad_hook requires_grad_ result_type "
+    "retain_grad share_memory_ storage_offset untyped_storage "
     # Every rank draws random numbers for its own rows.
-    "alpha_dropout bernoulli bernoulli_ cauchy_ dropout exponential_ feature_alpha_dropout "
-    "geometric_ log_normal_ normal_ rand_like randint_like randn_like random_ uniform_"
+    "alpha_dropout bernoulli dropout feature_alpha_dropout"
 )
 """Names of functions that read no values or write all elements; DTensor runs them locally."""
 
@@ -534,6 +533,12 @@ _DRAWS_OF_ALL = (
     "gumbel_softmax multinomial normal pca_lowrank poisson rrelu rrelu_ svd_lowrank"
 )
 """Names of functions that draw random numbers for the whole tensor."""
+
+_DRAWS = (
+    "bernoulli_ cauchy_ exponential_ geometric_ kaiming_normal_ kaiming_uniform_ log_normal_ "
+    "normal_ rand_like randint_like randn_like random_ uniform_"
+)
+"""Names of functions that draw a random number for every element, and read no values."""
 
 # -- rules for sharded tensors only ----------------------------------------------------------------
 
@@ -571,6 +576,30 @@ def _data_ptr(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # The optimizer may branch on the address, which differs between ranks.
         raise RuntimeError("it asks for the address of a tensor, which differs between ranks")
     return as_dtensors(func, args, kwargs)
+
+
+def _draw(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Draw numbers for the whole tensor, and keep this rank's.
+
+    Each rank's rows are then those of an unsharded tensor for the seed. DTensor draws so on devices
+    whose generators have an offset; on a CPU, ranks with one seed would draw equal rows.
+    """
+    # Functions of `nn.init` give their tensor by name, and disable gradients themselves.
+    is_init = inspect.isfunction(func)
+    target = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
+    given = [*args, *kwargs.values()]
+    if (
+        not isinstance(target, UnevenDTensor)
+        or local_of(target).device.type != "cpu"
+        or (is_tracked(target) and not is_init)
+        or sum(map(torch.is_tensor, given)) > 1
+    ):
+        return as_dtensors(func, args, kwargs)
+    whole = torch.empty(target.shape, dtype=target.dtype)
+    args, kwargs = tree_map(lambda value: whole if value is target else value, (args, kwargs))
+    with torch.no_grad():
+        drawn = func(*args, **kwargs)
+        return target.copy_(whole) if drawn is whole else shard_like(target, drawn)
 
 
 def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -641,6 +670,7 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys(("new_empty", "new_full", "new_ones", "new_zeros"), _new),
     **dict.fromkeys(("linalg_vector_norm", "norm"), _norm),
     **dict.fromkeys((torch.Tensor.backward, torch.autograd.backward), _backward),
+    **dict.fromkeys(_DRAWS.split(), _draw),
     "_amp_foreach_non_finite_check_and_unscale_": unscale,
     "__setitem__": _set_item,
     "_foreach_norm": _norms,

@@ -151,6 +151,8 @@ def check_units(context: Context) -> None:
     if context.options.check_ranks != CheckRanks.NEVER:
         by_mesh: dict[Any, list[Unit]] = {}
         for unit in units:
+            # Converted or replaced parameters (`to_empty()`) are compared with their values.
+            unit.sync()
             if unit.groups:
                 by_mesh.setdefault(unit.groups[0].mesh, []).append(unit)
         for members in by_mesh.values():

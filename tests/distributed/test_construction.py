@@ -35,12 +35,13 @@ from tests.distributed.wrapping import (
     gradient_error,
     mesh_of,
     of_all_ranks,
+    pair,
     step_all,
     weight_error,
     wrap,
 )
 from tests.reference.failing import PlannedFailure
-from tests.reference.models import TiedInside
+from tests.reference.models import INPUT, TiedInside
 from tests.sharding import shard
 
 
@@ -292,6 +293,40 @@ def test_weights_and_random_state_equal_those_of_an_unsharded_program(unit_by_un
     assert torch.equal(torch.get_rng_state(), before)
     found = [param.full_tensor() for param in model.parameters()]
     assert all(map(torch.equal, found, real.parameters()))
+
+
+def _initialize(model: nn.Module) -> None:
+    """Draw values of all parameters, in several ways."""
+    torch.manual_seed(8)
+    first, second, *others = model.parameters()
+    nn.init.trunc_normal_(first)
+    nn.init.kaiming_uniform_(first)
+    with torch.no_grad():
+        second.copy_(torch.randn_like(second)).exponential_()
+    for param in others:
+        nn.init.normal_(param)
+
+
+@on_ranks(2, strategy=["no_shard", "optim_grads_params"])
+def test_random_initialization_after_sharding_draws_the_values_of_whole_parameters(
+    strategy: str,
+) -> None:
+    plain, model = pair(_drawn, lambda model: [model[1]], sharding_strategy=strategy)
+    model.to_empty(device="cpu")
+    for each in (plain, model):
+        _initialize(each)
+    found = [param.full_tensor() for param in model.parameters()]
+    assert all(map(torch.equal, found, plain.parameters()))
+
+
+@on_ranks(2)
+def test_replicas_that_differ_after_to_empty_are_found() -> None:
+    model = wrap(nn.Linear(INPUT, 2), [], sharding_strategy="no_shard")
+    model.to_empty(device="cpu")
+    torch.manual_seed(dist.get_rank())
+    model.reset_parameters()
+    text = error_message(RuntimeError, lambda: model(batch(0)))
+    assert "copies of one weight must be identical across ranks" in text
 
 
 WIDTH = 5

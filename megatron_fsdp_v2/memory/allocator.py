@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import enum
 import weakref
+from typing import Any
 
 import torch
 
-__all__ = ["Allocator", "BufferUse", "OwnMemory", "TemporaryBuffer", "alias_of", "view_of"]
+__all__ = [
+    "Allocator",
+    "BufferUse",
+    "OwnMemory",
+    "TemporaryBuffer",
+    "alias_of",
+    "set_data",
+    "view_of",
+]
 
 
 class BufferUse(enum.Enum):
@@ -200,3 +209,12 @@ def view_of(
     # Assigned to `data`, so that the result is not a view for autograd.
     view.data = torch.ops.aten._reshape_alias.default(start, shape, stride)
     return view
+
+
+_BASE: Any = torch._C.TensorBase
+
+
+def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Assign `data` of a tensor, also of a gathered parameter, which rejects other assignments."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _BASE.data.__set__(tensor, value)

@@ -21,6 +21,7 @@ from megatron_fsdp_v2.memory.allocator import (
     BufferUse,
     OwnMemory,
     TemporaryBuffer,
+    set_data,
     view_of,
 )
 
@@ -236,15 +237,10 @@ class PooledBuffer(TemporaryBuffer):
         """Assign another backing storage to the buffer's tensors, without copying values."""
         self.tracked_aliases[:] = [ref for ref in self.tracked_aliases if ref() is not None]
         # Tensors made in inference mode cannot be assigned to `data` of other tensors.
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            # Gathered parameters without memory reject other writers.
-            torch._C.DisableTorchFunctionSubclass(),
-        ):
+        with torch.inference_mode(False), torch.no_grad():
             for tensor in self.aliases():
                 shape, offset = tuple(tensor.shape), int(tensor.storage_offset())
-                tensor.data = view_of(backing.storage, tensor.dtype, offset, shape)
+                set_data(tensor, view_of(backing.storage, tensor.dtype, offset, shape))
         self.backing = backing
 
 

@@ -84,6 +84,19 @@ class GatheredParameter(FusedGradient, nn.Parameter):
     In all other respects an ordinary `nn.Parameter`. Compiled graphs import the class by name.
     """
 
+    def _detached(self) -> torch.Tensor:
+        # Torch's `data` has its own version counter, which would hide writes.
+        return self.detach()
+
+    def _assign(self, value: torch.Tensor) -> None:
+        if value.data_ptr() != self.data_ptr() or value.dtype != self.dtype:
+            raise RuntimeError(
+                f"{gathered_name(self) or 'a parameter'} is gathered, and data assigned to it "
+                "would not reach the sharded parameter; assign it between steps, after reshard()"
+            )
+
+    data: Any = property(_detached, _assign)
+
 
 @functools.cache
 def gathered_class(of: type) -> type:

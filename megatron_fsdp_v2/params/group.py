@@ -426,6 +426,7 @@ class ParameterGroup:
                 if payload.gathered.is_live:
                     uses |= payload.uses
             self.format.prepare(uses)
+            self.parameters.note_written()
         self.parameters.install(self.unsharded_params)
 
     def _wait(self) -> bool:
@@ -438,11 +439,16 @@ class ParameterGroup:
         self._gathering = None
         return True
 
-    def reshard(self) -> None:
-        """Drop a reference; free the gathered weights with the last one."""
+    def reshard(self) -> str:
+        """Drop a reference; free the gathered weights with the last one.
+
+        Returns:
+            The name of a gathered weight that was changed in place, which is lost now, or "".
+        """
         self._reference_count -= 1
         if self._reference_count:
-            return
+            return ""
+        written = self.parameters.find_written()
         if not self._wait() and self.parameters.has_changed_requires_grad():
             self.parameters.copy_requires_grad_to_sharded()
         self.parameters.install(self.sharded_params)
@@ -452,6 +458,7 @@ class ParameterGroup:
         if self.gathers_for_use and self.format.prepares:
             self.format.forget()
         self._drop_gathered()
+        return written
 
     def _drop_gathered(self) -> None:
         if self.gathers_for_use:

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from megatron_fsdp_v2.dtensor.sharded_rows import raw_hooks, raw_requires_grad, raw_version
 from megatron_fsdp_v2.dtensor.tp_params import part_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
+from megatron_fsdp_v2.memory.allocator import set_data
 from megatron_fsdp_v2.params.autograd import InternalHook
 from megatron_fsdp_v2.params.gathered import GatheredParameter, freed_class, gathered_class
 
@@ -130,6 +131,7 @@ class GroupParameters:
         self._format.adopt(self.gathered)
         self._live = [(param, type(param)) for param in self.gathered]
         self._freed = [(param, freed_class(cls)) for param, cls in self._live]
+        self.note_written()
         self.views = [local_of(param) for param in self.sharded]
 
     def _sharded(
@@ -230,6 +232,13 @@ class GroupParameters:
             if module is not None:
                 module._parameters[attribute] = params[index]
 
+    def sites(self) -> Iterator[tuple[nn.Module, str]]:
+        """Yield the modules that register parameters, with the names of the parameters."""
+        for _, module_ref, attribute in self._sites:
+            module = module_ref()
+            if module is not None:
+                yield module, attribute
+
     def swap(
         self, module: nn.Module, old: Sequence[nn.Parameter], new: Sequence[nn.Parameter]
     ) -> bool:
@@ -254,6 +263,19 @@ class GroupParameters:
         """Make operations on gathered parameters raise, since their memory is freed."""
         for param, cls in self._freed:
             param.__class__ = cls
+
+    def note_written(self) -> None:
+        """Note that changes of gathered weights until now are those of gathers and formats."""
+        self._versions = [param._version for param in self.gathered]
+
+    def find_written(self) -> str:
+        """Return the name of a gathered weight that other code changed in place, or ""."""
+        before, found = self._versions, [param._version for param in self.gathered]
+        if found == before:
+            return ""
+        self._versions = found
+        pairs = zip(found, before, strict=True)
+        return self.label(next(i for i, (now, then) in enumerate(pairs) if now != then))
 
     # -- requires_grad ------------------------------------------------------------------------
 
@@ -330,12 +352,23 @@ class GroupParameters:
                     "a schedule, disable that option"
                 )
 
-    def sync(self, *, adopts: bool = True) -> None:
+    def sync(self) -> None:
         """Apply changes that user code made to parameters after they were sharded.
 
+        Raises:
+            ValueError: A change of shape, dtype or identity is not supported.
+        """
+        self.restore_replaced()
+        pairs = zip(map(local_of, self.sharded), self.views, strict=True)
+        changed = [index for index, (local, view) in enumerate(pairs) if local is not view]
+        if changed:
+            self._adopt_assigned(changed)
+
+    def restore_replaced(self, *, adopts: bool = True) -> None:
+        """Register sharded parameters where other tensors are registered, with their values.
+
         Args:
-            adopts: Whether a DTensor of the same rows that replaced a parameter is used in its
-                place. Otherwise its values are copied, as those of other tensors.
+            adopts: Whether a DTensor of the same rows becomes the sharded parameter itself.
 
         Raises:
             ValueError: A change of shape, dtype or identity is not supported.
@@ -347,10 +380,6 @@ class GroupParameters:
             setattr(module, attribute, self.gathered[index])
         if found:
             self.install(self.sharded)
-        pairs = zip(map(local_of, self.sharded), self.views, strict=True)
-        changed = [index for index, (local, view) in enumerate(pairs) if local is not view]
-        if changed:
-            self._adopt_assigned(changed)
 
     def is_replaced(self) -> bool:
         """Return whether another tensor is registered in place of a parameter."""
@@ -385,7 +414,7 @@ class GroupParameters:
                 self._num_moves += 1
                 self.views[:] = map(self._main_weight.view, range(len(self.views)))
                 for index, part in self._in_main_weight:
-                    part.data = self.views[index]
+                    set_data(part, self.views[index])
                 for index, local in assigned:
                     self.views[index].copy_(local)
         for param, view in zip(self.sharded, self.views, strict=True):

@@ -45,6 +45,7 @@ from megatron_fsdp_v2.runtime.module import FSDPModule, swap_class, unit_of
 from megatron_fsdp_v2.runtime.optimizer_steps import watch_optimizers
 from megatron_fsdp_v2.runtime.options import RuntimeOptions
 from megatron_fsdp_v2.runtime.unit import Unit, class_names
+from megatron_fsdp_v2.runtime.unit_checks import REGISTRATIONS, note_ignored
 
 __all__ = [
     "TiedParameter",
@@ -395,12 +396,14 @@ def make_unit(plan: UnitPlan) -> None:
                 group.parameters.add_site(index, below, attribute)
         for part in dict.fromkeys(part for _, part in own):
             install_state_dict_hooks(part)
+            note_ignored(part)
         for part in modules:
             swap_class(part)
             part._fsdp_unit = unit  # type: ignore[assignment]
             install_hooks(part)
         _join(modules, context, undo)
         watch_optimizers(context)
+        REGISTRATIONS.watch()
         undo.pop_all()
 
 

@@ -59,6 +59,8 @@ class Context:
         pass_has_grad: Whether gradients were enabled when the latest pass began.
         forward_failed: Whether a pass ended in an exception.
         is_checked: Whether ranks have compared their units.
+        num_registrations: Registrations of parameters at the latest check of those that no unit
+            owns; see `check_owned`.
         has_formats: Whether the weight format of any group communicates.
         num_scheduled: Micro-batches under way in a schedule that runs modules part by part; see
             `ScheduledUnits`.
@@ -91,6 +93,7 @@ class Context:
         self.pass_has_grad = False
         self.forward_failed = False
         self.is_checked = False
+        self.num_registrations = 0
         self.has_formats = False
         self.num_scheduled = 0
         self.forward_numbers = itertools.count()

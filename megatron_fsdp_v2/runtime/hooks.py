@@ -323,7 +323,7 @@ def _before_load(module: Any, *args: Any) -> None:
 
 
 def _after_load(module: Any, incompatible_keys: Any) -> None:
-    """Copy parameters that a load with `assign=True` registered into the sharded ones."""
+    """Give the sharded parameters the values that a load with `assign=True` registered."""
     del incompatible_keys
     for group in vars(module).pop("_fsdp_loading", ()):
-        group.parameters.sync(adopts=False)
+        group.parameters.restore_replaced(adopts=False)

@@ -27,9 +27,11 @@ from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.params.group import write_stale_weights
 from megatron_fsdp_v2.runtime.schedule import live
 from megatron_fsdp_v2.runtime.unit_checks import (
+    REGISTRATIONS,
     check_capture,
     check_captured_pass,
     check_outputs,
+    check_owned,
     check_unchanged,
     check_units,
     compare_after_step,
@@ -313,14 +315,28 @@ class Unit:
             compare_after_step(self.context, self)
             check_unchanged(self.context)
 
-    def reshard(self) -> None:
-        """Register the sharded parameters and free gathered weights, if weights are gathered."""
+    def reshard(self, *, after_error: bool = False) -> None:
+        """Register the sharded parameters and free gathered weights, if weights are gathered.
+
+        Args:
+            after_error: Whether an error was raised already, so that none is raised here.
+
+        Raises:
+            RuntimeError: A gathered weight was changed in place.
+        """
         if not self.is_unsharded:
             return
         with self.observed_phase("reshard"):
             self.is_unsharded = self.is_gathered_after_step = False
-            for group in self.held_groups:
-                group.reshard()
+            written = [name for group in self.held_groups if (name := group.reshard())]
+        if written and not after_error:
+            raise RuntimeError(
+                f"{written[0]} was changed in place while it was gathered, in the forward or "
+                "backward of a module, in a hook, or between unshard() and reshard(). Where "
+                "weights are sharded, that changes a temporary copy and is lost. Change the "
+                "parameter between steps (under torch.no_grad(), after reshard()), compute with "
+                "weight.clone(), or make a value that forwards change a buffer"
+            )
 
     def reshard_if_stale(self) -> None:
         """Reshard if gathered weights are stale, or their parameters were frozen or unfrozen."""
@@ -489,6 +505,8 @@ class Unit:
         if context.deferred_flags:
             check_unchanged(context)
         has_grad = torch.is_grad_enabled()
+        if has_grad and self.is_root and context.num_registrations != REGISTRATIONS.num:
+            check_owned(context, live(self.modules))
         for unit in units:
             unit.reshard_if_stale()
             if has_grad:
@@ -594,7 +612,7 @@ class Unit:
         self.num_pending_backwards = 0
         self.num_users = 0
         self.has_pending_reduction = False
-        self.reshard()
+        self.reshard(after_error=True)
 
     def before_gradient(self, group: ParameterGroup) -> ReductionQueue:
         """Before a gradient is collected: check weights, and queue the end-of-backward callback.

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from megatron_fsdp_v2._text import readable_size
 from megatron_fsdp_v2.comm.backends import DeferredFlag
@@ -19,6 +24,7 @@ from megatron_fsdp_v2.comm.rank_checks import (
     compare_steps,
     compare_units,
 )
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.params.autograd import tensors_within
 from megatron_fsdp_v2.runtime.materialize import check_has_values
@@ -29,14 +35,42 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.runtime.unit import Unit
 
 __all__ = [
+    "REGISTRATIONS",
     "check_capture",
     "check_captured_pass",
     "check_outputs",
+    "check_owned",
     "check_unchanged",
     "check_units",
     "compare_after_step",
     "compare_unit",
+    "note_ignored",
 ]
+
+
+class Registrations:
+    """Counts parameters and modules that any module registers, from the first sharded one on.
+
+    Attributes:
+        num: Number of registrations.
+    """
+
+    def __init__(self) -> None:
+        self.num = 0
+
+    def watch(self) -> None:
+        """Begin to count. Idempotent."""
+        if not self.num:
+            self.num = 1
+            register_module_parameter_registration_hook(self._count)
+            register_module_module_registration_hook(self._count)
+
+    def _count(self, *args: Any) -> None:
+        del args
+        self.num += 1
+
+
+REGISTRATIONS = Registrations()
 
 
 def check_capture(context: Context) -> None:
@@ -129,6 +163,47 @@ def check_unchanged(context: Context, *, wait: bool = False) -> None:
                 "it computed with the weights as they were. Call reshard() on the model after such "
                 "a change, or leave enable_unshard_after_step off"
             )
+
+
+def note_ignored(module: nn.Module) -> None:
+    """Note which parameters of a module no unit owns, for `check_owned`."""
+    names = [
+        name
+        for name, param in module._parameters.items()
+        if not isinstance(param, UnevenDTensor | None)
+    ]
+    if names:
+        module._fsdp_ignored = names  # type: ignore[assignment]
+
+
+def check_owned(context: Context, roots: Iterable[nn.Module]) -> None:
+    """Check that no trained parameter was registered after sharding, which no unit would reduce.
+
+    Raises:
+        RuntimeError: There is one.
+    """
+    context.num_registrations = REGISTRATIONS.num
+    groups = [group for unit in context.units() for group in unit.held_groups]
+    sites = {(id(m), name) for group in groups for m, name in group.parameters.sites()}
+    for name, module in (named for root in roots for named in root.named_modules()):
+        known = vars(module).get("_fsdp_ignored", ())
+        for attribute, param in module._parameters.items():
+            if (
+                param is None
+                or (id(module), attribute) in sites
+                or attribute in known
+                or not getattr(param, "requires_gradient_reduction", True)
+            ):
+                continue
+            if param.requires_grad:
+                raise RuntimeError(
+                    f"parameter {name}.{attribute} was registered after fully_shard, so no unit "
+                    "shards it or reduces its gradient. Register it before fully_shard, freeze it, "
+                    "or, to reduce its gradient yourself, set its attribute "
+                    "requires_gradient_reduction to False"
+                )
+            # It may be trained later, which is no registration.
+            context.num_registrations = 0
 
 
 def check_units(context: Context) -> None:

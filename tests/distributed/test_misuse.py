@@ -277,6 +277,13 @@ def _reads_freed_weight() -> None:
     kept[0].square()
 
 
+def _adds_parameters_late() -> None:
+    model = wrap(Stack())
+    loss_of(model, 0).backward()
+    model.blocks[0].adapter = nn.Linear(2, 2)
+    loss_of(model, 0)
+
+
 def _changes_a_leaf() -> None:
     model = wrap(Formula(lambda m, x: m.layer(x.relu_()), layer=nn.Linear(4, 4)))
     model(torch.ones(2, 4, requires_grad=True))
@@ -373,6 +380,7 @@ RUNTIME: dict[str, Callable[[], Any]] = {
     "no gradient arrived for unused": _without_a_gradient,
     "for layer.weight of Formula/0 as it was before fully_shard": _computes_with_an_original,
     "square reads output.weight of Stack/0, whose gathered memory": _reads_freed_weight,
+    "parameter blocks.0.adapter.weight was registered after fully_shard": _adds_parameters_late,
     "a leaf Variable that requires grad": _changes_a_leaf,
     "cannot be deep-copied": lambda: copy.deepcopy(_linear()),
     "cannot be pickled": lambda: pickle.dumps(_linear()),

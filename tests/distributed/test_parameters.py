@@ -26,6 +26,7 @@ from tests.distributed.wrapping import (
     error_message,
     fill,
     fp64_pair,
+    gradient_error,
     mesh_of,
     own_loss,
     pair,
@@ -441,3 +442,66 @@ def test_load_with_assign_keeps_parameters_for_their_optimizer(build: Any, full:
     train_both(plain, model, optimizers, range(2, 3))
     assert all(kept)
     assert weight_error(model, plain) < 1e-6
+
+
+def _initializes_unsharded(model: Any) -> None:
+    model.unshard()
+    nn.init.ones_(model.output.weight)
+    model.reshard()
+
+
+def _in_hook(change: Any) -> Any:
+    def hook(module: Any, args: Any) -> None:
+        del args
+        change(module.weight)
+
+    def run(model: Any) -> None:
+        handle = model.blocks[1].up.register_forward_pre_hook(hook)
+        try:
+            with torch.no_grad():
+                own_loss(model)
+        finally:
+            handle.remove()
+
+    return run
+
+
+WRITES = {
+    "output.weight of Stack/0 was changed in place": _initializes_unsharded,
+    "up.weight of blocks.1/0 was changed in place": _in_hook(lambda w: w[0].mul_(2.0)),
+    "up.weight of blocks.1/0 was changed": _in_hook(lambda w: w.data.clamp_(-0.01, 0.01)),
+    "up.weight of blocks.1/0 is gathered, and data assigned": _in_hook(
+        lambda w: setattr(w, "data", w * 2.0)
+    ),
+}
+
+
+@on_ranks("size", size=(1, 2), strategy=("no_shard", "optim_grads_params"))
+def test_changes_of_gathered_weights_raise_on_any_number_of_ranks(size: int, strategy: str) -> None:
+    plain, model = pair(sharding_strategy=strategy)
+    found = {text: error_message(RuntimeError, lambda w=w: w(model)) for text, w in WRITES.items()}
+    wrong = {text: error for text, error in found.items() if text not in error}
+    model.reset_iter_state()
+    model.load_state_dict(plain.state_dict())
+    backward_both(plain, model)
+    assert not wrong
+    assert gradient_error(model, plain) < 1e-6
+
+
+@on_ranks(2)
+def test_parameters_added_after_sharding_may_be_frozen_or_reduced_by_the_program() -> None:
+    model: Any = Stack()
+    wrap(model, ignored_params=set(model.output.parameters()))
+    own_loss(model)
+    model.extra = nn.Linear(2, 2).requires_grad_(False)
+    model.own = nn.Linear(2, 2)
+    for param in model.own.parameters():
+        param.requires_gradient_reduction = False
+    model.output.bias = nn.Parameter(torch.zeros(3))
+    rebuild(model.blocks[0])
+    own_loss(model).backward()
+    model.extra.requires_grad_(True)
+    with torch.no_grad():
+        own_loss(model)
+    text = error_message(RuntimeError, lambda: own_loss(model))
+    assert "parameter extra.weight was registered after fully_shard" in text

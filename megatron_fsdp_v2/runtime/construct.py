@@ -397,6 +397,8 @@ def make_unit(plan: UnitPlan) -> None:
         for part in dict.fromkeys(part for _, part in own):
             install_state_dict_hooks(part)
             note_ignored(part)
+            if isinstance(part, nn.RNNBase):
+                part.flatten_parameters = _leave_in_place  # type: ignore[method-assign]
         for part in modules:
             swap_class(part)
             part._fsdp_unit = unit  # type: ignore[assignment]
@@ -405,6 +407,13 @@ def make_unit(plan: UnitPlan) -> None:
         watch_optimizers(context)
         REGISTRATIONS.watch()
         undo.pop_all()
+
+
+def _leave_in_place() -> None:
+    """Stand in for `flatten_parameters` of an RNN, which moves weights to memory of cuDNN.
+
+    Later gathers would not reach the weights there.
+    """
 
 
 def _tied_groups(plan: UnitPlan) -> list[ParameterGroup]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_fsdp_v2._text import listed
+from megatron_fsdp_v2.checkpoint.errors import everyones
 from megatron_fsdp_v2.checkpoint.folder import ReadRequest
 from megatron_fsdp_v2.checkpoint.loading import requests_for
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
@@ -96,6 +99,9 @@ class _Loader:
         self._folder = folder
         self._common = common
         self._requests: list[ReadRequest] = []
+        # Requests of main weights, each with the name of the model weight in the file, and whether
+        # this rank counts its elements.
+        self._main_weights: list[tuple[str, ReadRequest, bool]] = []
         self._problems: list[str] = []
 
     def load(self, request: dict[str, Any] | None, args: Any) -> dict[str, Any]:
@@ -153,6 +159,7 @@ class _Loader:
                     f"{self._folder.path} is incomplete: it has {count} of "
                     f"{entry.target.numel()} elements at {entry.offset} of {entry.key}"
                 )
+        self._correct_main_weights()
         for chunk in translation.chunks:
             for param in chunk.parameters():
                 # The values were written to the parameter's memory without a version change.
@@ -186,8 +193,39 @@ class _Loader:
         """Request main weights if the checkpoint has them, since they are more precise."""
         is_float = isinstance(tensor, UnevenDTensor) and tensor.dtype == torch.float32
         main_keys = [f"{STATE}{name}.{place.key}" for name in MAIN_WEIGHTS]
-        found = filter(self._folder.has, main_keys if has_optimizer and is_float else ())
-        self._request(next(found, place.key), place, tensor)
+        found = next(filter(self._folder.has, main_keys if has_optimizer and is_float else ()), "")
+        num_before = len(self._requests)
+        self._request(found or place.key, place, tensor)
+        if isinstance(tensor, UnevenDTensor) and found and not self._has_quantized_weights():
+            is_counted = tensor.owns_replica
+            for request in self._requests[num_before:]:
+                self._main_weights.append((place.key, request, is_counted))
+
+    def _has_quantized_weights(self) -> bool:
+        """Whether model weights were rounded to FP8 or FP4, with scales that are not stored."""
+        args = self._common["args"]
+        return any(getattr(args, f"{kind}_param_gather", False) for kind in ("fp8", "fp4"))
+
+    def _correct_main_weights(self) -> None:
+        """Replace main weights that do not round to the model weights in the file. Collective.
+
+        Megatron's `fully_reshardable` format may store a main weight at a wrong place; see
+        docs/checkpoint_conversion.md.
+        """
+        dtypes = {key: entry.properties.dtype for key, entry in self._folder.tensors()}
+        counts: Counter[str] = Counter()
+        for key, request, is_counted in self._main_weights:
+            main, model = request.target, torch.zeros_like(request.target)
+            self._folder.fill([ReadRequest(key, request.offset, model)])
+            rounding = (main - main.to(dtypes[key])).abs()
+            # Of two nearest values, either may have been stored. NaN is unequal.
+            is_wrong = ~((main - model).abs() <= rounding)
+            if number := int(is_wrong.sum()):
+                main.copy_(torch.where(is_wrong, model, main))
+                counts[key] += number * is_counted
+        total = sum(everyones(counts), Counter())
+        if total:
+            _report(self._folder, total)
 
     def _request(self, key: str, place: Place, tensor: torch.Tensor) -> None:
         stored, local_shape = self._folder.shape(key), tuple(tensor.shape)
@@ -228,6 +266,20 @@ class _Loader:
         if len(states) < (dp_size if args.data_parallel_random_init else 1):
             return current
         return {f"({pp}, {tp})": states}
+
+
+def _report(folder: MegatronFolder, counts: Mapping[str, int]) -> None:
+    """Print the parameters whose main weights were replaced, with the numbers of elements."""
+    if dist.get_rank() == 0:
+        found = [
+            f"{key} ({count} of {math.prod(folder.shape(key) or ())} elements)"
+            for key, count in sorted(counts.items())
+        ]
+        sys.stdout.write(
+            f"{folder.path}: these main weights do not round to the model weights, which are used "
+            f"instead: {listed(found, _MAX_LISTED)}. Their moments are probably wrong as well and "
+            "are loaded; see docs/checkpoint_conversion.md\n"
+        )
 
 
 def _is_padded(key: str) -> bool:

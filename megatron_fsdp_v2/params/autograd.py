@@ -26,6 +26,7 @@ __all__ = [
     "in_backward",
     "is_gathered_weight",
     "map_tensors",
+    "may_be_recomputed",
     "next_node_number",
     "save_activations_on_cpu",
     "tensors_within",
@@ -35,12 +36,20 @@ __all__ = [
 
 
 def in_backward() -> bool:
-    """Return whether the calling thread runs in the autograd engine.
-
-    A forward that runs in the engine is a recomputation.
-    """
+    """Return whether the calling thread runs in the autograd engine."""
     # -1 outside of the engine.
     return torch._C._current_graph_task_id() != -1
+
+
+def may_be_recomputed() -> bool:
+    """Return whether a backward may have to repeat a forward that runs now.
+
+    Recomputation requires that the forward records no graph (reentrant checkpoints) or saves its
+    tensors through hooks (non-reentrant ones).
+    """
+    if not torch.is_grad_enabled():
+        return True
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 class InternalHook(functools.partial[None]):

@@ -18,6 +18,7 @@ from megatron_fsdp_v2.memory.observer import Observer
 from megatron_fsdp_v2.runtime.schedule import (
     GatherSchedule,
     OrderedReductions,
+    PrefetchLimit,
     ReductionQueue,
     RootPass,
     live,
@@ -34,6 +35,21 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.runtime.unit import ForwardRecord, Unit
 
 __all__ = ["Context"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _NestedPass:
+    """A pass nested in a backward, and what the context holds again at its end.
+
+    Attributes:
+        unit: The unit that the pass began with.
+        gathers: Order of gathers of the enclosing backward.
+        pass_has_grad: Whether gradients were enabled when the enclosing pass began.
+    """
+
+    unit: weakref.ref[Unit]
+    gathers: GatherSchedule
+    pass_has_grad: bool
 
 
 class Context:
@@ -103,6 +119,7 @@ class Context:
         self.deferred: dict[int, ForwardRecord] = {}
         self.deferred_flags: list[tuple[str, DeferredFlag]] = []
         self._pass_unit: Callable[[], Unit | None] = lambda: None
+        self._nested: _NestedPass | None = None
         self._units: list[weakref.ref[Unit]] = []
         # Kept gathered for their backwards, the oldest one first.
         self._recomputed: dict[weakref.ref[Unit], None] = {}
@@ -169,9 +186,23 @@ class Context:
         """Whether a pass is under way: a forward of the root, or of a unit outside it."""
         return self._pass_unit() is not None
 
+    @property
+    def is_nested(self) -> bool:
+        """Whether the pass under way is nested in a backward of the same root."""
+        return self._nested is not None
+
+    @property
+    def belongs_to_backward(self) -> bool:
+        """Whether what begins now is part of the backward under way, not of a nested pass.
+
+        The backward and its recomputations use the weights of their forward.
+        """
+        return self._nested is None and self.runs_backward
+
     def is_pass_of(self, unit: Unit) -> bool:
         """Whether the pass under way began with this unit."""
-        return self._pass_unit() is unit
+        begun = self._pass_unit if self._nested is None else self._nested.unit
+        return begun() is unit
 
     def begin_forward(self, unit: Unit, *, has_grad: bool) -> None:
         """Begin a pass (not a recomputation).
@@ -200,6 +231,27 @@ class Context:
             self.gathers.forget_backwards()
         self.root_pass.has_root |= has_root
 
+    def begin_nested_pass(self, unit: Unit, *, has_grad: bool) -> None:
+        """Begin a pass inside the backward under way, such as a forward in a tensor hook.
+
+        The pass prefetches nothing and does not change the expected order of the backward. Its
+        buffers are part of the backward's allocation trace.
+
+        Args:
+            unit: The unit that the pass begins with.
+            has_grad: Whether gradients are enabled.
+        """
+        self._nested = _NestedPass(weakref.ref(unit), self.gathers, self.pass_has_grad)
+        self.gathers = GatherSchedule(PrefetchLimit(units=0))
+        self.pass_has_grad = has_grad
+        if self.root_pass.is_over:
+            self.root_pass = RootPass()
+
+    def _end_nested_pass(self) -> None:
+        if self._nested is not None:
+            self.gathers, self.pass_has_grad = self._nested.gathers, self._nested.pass_has_grad
+            self._nested = None
+
     def end_forward(self, *, failed: bool = False) -> None:
         """End the forward that began the pass.
 
@@ -207,7 +259,9 @@ class Context:
             failed: Whether it ended in an exception. Collectives under way are left to `repair`:
                 waiting for them could block on other ranks and delay the exception.
         """
-        self._pass_unit = lambda: None
+        if self._nested is None:
+            self._pass_unit = lambda: None
+        self._end_nested_pass()
         self.forward_failed |= failed
 
     def end_pass(self, name: str) -> None:
@@ -321,6 +375,7 @@ class Context:
         self.has_gradient = False
 
     def _forget_backward(self) -> None:
+        self._end_nested_pass()
         self._end_of_backward = None
         self._in_backward = lambda: None
         self.deferred.clear()

@@ -21,7 +21,6 @@ from torch import nn
 from torch.distributed import fsdp
 
 from megatron_fsdp_v2._compiler import not_compiled, uncompiled
-from megatron_fsdp_v2.params.autograd import in_backward
 from megatron_fsdp_v2.params.parameters import groups_of
 from megatron_fsdp_v2.runtime.unit_checks import check_outputs
 
@@ -81,13 +80,14 @@ def _pre_forward(module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     if _runs_method(unit):
         return unit.cast_inputs(args, kwargs)
     # A recomputation runs a single module, for its own backward.
-    if len(unit.modules) == 1 or in_backward():
+    if len(unit.modules) == 1 or unit.recomputes:
         return unit.pre_forward(args, kwargs)
     if unit.pending_modules and id(module) not in unit.pending_modules:
         # The module ran already: a new forward begins, and the previous forward skipped the pending
         # modules.
         unit.end_forward()
     if unit.pending_modules:
+        unit.note_if_recomputable()
         return unit.cast_inputs(args, kwargs)
     routed = unit.pre_forward(args, kwargs)
     unit.pending_modules = {id(ref()) for ref in unit.modules}
@@ -106,7 +106,7 @@ def _post_forward(module: Any, args: Any, output: Any) -> Any:
         return unit.cast_outputs(output)
     if _runs_method(unit):
         return unit.wrap_outputs(output)
-    if len(unit.modules) > 1 and not in_backward():
+    if len(unit.modules) > 1 and not unit.is_recomputing:
         unit.pending_modules.discard(id(module))
         if unit.pending_modules:
             if not torch.is_grad_enabled() and unit.context.pass_has_grad:
@@ -114,7 +114,7 @@ def _post_forward(module: Any, args: Any, output: Any) -> Any:
                 unit.count_use()
             check_outputs(unit, output)
             return unit.wrap_outputs(output)
-    if unit.is_root and not in_backward():
+    if unit.is_root and not unit.is_recomputing:
         for other in unit.context.units():
             if other.pending_modules:
                 other.end_forward()
@@ -127,7 +127,7 @@ def _after_forward(module: Any, args: Any, output: Any) -> None:
     unit: Unit = module._fsdp_unit
     if not unit.is_under_way or _is_scheduled(unit) or _runs_method(unit):
         return
-    if unit.pending_modules and not in_backward():
+    if unit.pending_modules and not unit.is_recomputing:
         if id(module) not in unit.pending_modules:
             # Other modules of the unit have not run yet.
             return
@@ -189,7 +189,7 @@ def _runs_method(unit: Unit) -> bool:
 
     Searches the stack, because callers of `_begin_method` need not report that the method raised.
     """
-    if unit.method_frame is None or in_backward():
+    if unit.method_frame is None or unit.recomputes:
         return False
     if any(frame is unit.method_frame for frame, _ in traceback.walk_stack(sys._getframe())):
         return True

@@ -20,7 +20,6 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, Regi
 
 from megatron_fsdp_v2.comm.groups import group_of_same_ranks
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
-from megatron_fsdp_v2.params.autograd import in_backward
 from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.params.parameters import groups_of
 from megatron_fsdp_v2.runtime.hooks import UnitState
@@ -530,7 +529,7 @@ def make_idle(root: nn.Module) -> None:
         RuntimeError: A backward is under way.
     """
     contexts = {unit.context for _, unit in named_units(root)}
-    if contexts and in_backward():
+    if any(context.runs_backward for context in contexts):
         raise RuntimeError("a backward is under way; do this between two steps")
     for context in contexts:
         if context.needs_repair:
@@ -577,7 +576,7 @@ def _root(module: object, method: str) -> Unit:
 
 def _root_between_passes(module: object, method: str) -> Unit:
     unit = _root(module, method)
-    if in_backward():
+    if unit.context.runs_backward:
         raise RuntimeError(f"a backward is under way; call {method} when it is over")
     return unit
 

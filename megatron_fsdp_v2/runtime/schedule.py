@@ -311,6 +311,7 @@ class RootPass:
 
     Attributes:
         uses: Number of uses of each unit.
+        recomputable: Units whose forward the backward may have to repeat.
         has_root: Whether the root ran in this pass.
         is_over: Whether its backward has begun, so that later forwards are another pass.
     """
@@ -318,6 +319,7 @@ class RootPass:
     def __init__(self) -> None:
         # Counting weak references takes a fraction of the time of a WeakKeyDictionary.
         self.uses: Counter[weakref.ref[Unit]] = Counter()
+        self.recomputable: set[weakref.ref[Unit]] = set()
         self.has_root = False
         self.is_over = False
 

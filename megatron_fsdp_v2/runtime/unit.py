@@ -18,7 +18,7 @@ from megatron_fsdp_v2.comm.rank_checks import CheckRanks
 from megatron_fsdp_v2.params.autograd import (
     Inputs,
     cast_floats,
-    in_backward,
+    may_be_recomputed,
     next_node_number,
     watch_inputs,
     watch_outputs,
@@ -107,6 +107,7 @@ class Unit:
         single_payload: Whether weights gathered for one use serve every use.
         is_gathered_after_step: Whether an optimizer's step gathered it and no use followed.
         is_recomputed: Whether its forward was recomputed in the latest backward.
+        is_recomputing: Whether its latest forward is a recomputation.
         num_pending_backwards: Number of forwards whose backward is expected; it may never run.
         has_pending_reduction: Whether it takes part in its next reduction even without a gradient.
         is_unsharded: Whether gathered weights are installed, or a gather is under way.
@@ -151,7 +152,12 @@ class Unit:
         self.single_payload = all(group.single_payload for group in self.held_groups)
         self.is_gathered_after_step = False
         self.is_recomputed = False
+        self.is_recomputing = False
         self._was_recomputed = False
+        # Whether weights were already gathered for a backward when a forward inside it began.
+        self._is_gathered_around = False
+        # Number of the forward whose backward is under way.
+        self._backward_number = 0
         self.num_pending_backwards = 0
         self.has_pending_reduction = False
         self.is_unsharded = False
@@ -187,10 +193,23 @@ class Unit:
     @property
     def will_reshard_after_forward(self) -> bool:
         """Whether a forward that ends now reshards."""
-        if in_backward():
+        if self.is_recomputing:
             return False
         # The root stays gathered: its backward follows its forward at once.
         return not (torch.is_grad_enabled() and (self.is_root or not self.reshard_after_forward))
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a forward that begins now is a recomputation.
+
+        A recomputation repeats a forward of the pass whose backward is under way, and uses the
+        weights of that forward. Any other forward inside a backward, such as one in a tensor hook,
+        is a pass of its own: it refreshes stale weights.
+        """
+        context = self.context
+        if not context.belongs_to_backward:
+            return False
+        return weakref.ref(self) in context.backward_pass.recomputable
 
     @property
     def needs_no_collective(self) -> bool:
@@ -252,7 +271,7 @@ class Unit:
     # -- weights ------------------------------------------------------------------------------
 
     def unshard(self, uses: WeightUse, *, async_op: bool) -> None:
-        """Gather weights. Outside a backward, refresh stale model weights first. Collective.
+        """Gather weights. Unless for a backward, refresh stale model weights first. Collective.
 
         Args:
             uses: Uses to gather for.
@@ -269,7 +288,7 @@ class Unit:
                 check_units(context)
             if context.options.check_ranks == CheckRanks.ALWAYS and not self.needs_no_collective:
                 version = context.weight_version
-                refreshes = not in_backward() and any(
+                refreshes = not context.belongs_to_backward and any(
                     not group.is_refreshed_locally and group.is_stale(version) for group in groups
                 )
                 compare_unit(context, self, "gather", along_all=refreshes)
@@ -277,7 +296,7 @@ class Unit:
                 for group in groups:
                     group.gather(uses, async_op=async_op)
                 return
-            in_forward = not in_backward()
+            in_forward = not context.belongs_to_backward
             for index, group in enumerate(groups):
                 try:
                     group.unshard(
@@ -294,7 +313,7 @@ class Unit:
         if self.is_unsharded and self.single_payload:
             return
         uses = WeightUse.FORWARD
-        if in_backward():
+        if self.context.belongs_to_backward:
             # A recomputed unit runs its forward first, then its backward.
             uses = WeightUse.BOTH if self.is_recomputed else WeightUse.BACKWARD
         # Not a generator: `has_room` records every group without room for the next plan.
@@ -376,18 +395,23 @@ class Unit:
         context = self.context
         self.is_under_way = True
         with self.observed_phase("pre_forward"):
-            recomputes = in_backward()
-            if not recomputes and (self.is_root or not context.is_in_forward):
+            recomputes = self.is_recomputing = self.recomputes
+            self._is_gathered_around = context.runs_backward and self.is_unsharded
+            if not recomputes and context.belongs_to_backward:
+                context.begin_nested_pass(self, has_grad=torch.is_grad_enabled())
+                self._refresh_all()
+            elif not context.runs_backward and (self.is_root or not context.is_in_forward):
                 self._begin_pass()
             elif context.is_capturing:
                 check_captured_pass(context, self.name)
+            self.note_if_recomputable()
             if self.phase is not Phase.BACKWARD:
                 self.move(Phase.FORWARD)
             context.gathers.before_use(self)
             if recomputes:
                 self.is_recomputed = self._was_recomputed = True
                 context.prepare_recomputation(self)
-            else:
+            elif not self._is_gathered_around:
                 self.reshard_if_replaced()
             self.unshard_for(WeightUse.FORWARD)
             if not recomputes:
@@ -413,31 +437,34 @@ class Unit:
         """End a forward: reshard, and count a pending backward if gradients are enabled."""
         context = self.context
         with self.observed_phase("post_forward"):
-            if in_backward():
+            if self.is_recomputing:
                 self._end_recomputation()
                 return
             self.pending_modules.clear()
-            self.move(Phase.IDLE)
+            is_nested = context.is_nested
+            if not is_nested or self.phase is Phase.FORWARD:
+                self.move(Phase.IDLE)
             has_grad, ends_pass = torch.is_grad_enabled(), context.is_pass_of(self)
+            pass_has_grad = context.pass_has_grad
             if ends_pass:
                 # Prefetched weights would be stale if an optimizer stepped next.
                 context.gathers.drop_prefetched()
                 context.end_forward()
             # A unit to be recomputed runs its first forward without grad, in a pass with grad.
-            if has_grad or context.pass_has_grad:
+            if has_grad or pass_has_grad:
                 context.gathers.expect_backward(self)
                 self.num_pending_backwards += 1
                 self.count_use()
-            if self.will_reshard_after_forward:
+            if self.will_reshard_after_forward and not self._is_gathered_around:
                 self.reshard()
-            if ends_pass and not has_grad:
+            if ends_pass and not (has_grad or is_nested):
                 context.end_pass("")
 
     def after_forward(self) -> None:
         """Return to IDLE after a forward that raised."""
         self._running = None
         self.is_under_way = False
-        if in_backward():
+        if self.is_recomputing:
             # A recomputation may stop early by an exception, once all saved tensors are recomputed.
             self._end_recomputation()
             return
@@ -474,6 +501,11 @@ class Unit:
             record.has_post_backward_hook = not inputs.lacks_end_hook
             watch_outputs(record, output, since)
         return output
+
+    def note_if_recomputable(self) -> None:
+        """Record that the backward of the pass may have to repeat a forward that begins now."""
+        if self.context.pass_has_grad and not self.is_recomputing and may_be_recomputed():
+            self.context.root_pass.recomputable.add(weakref.ref(self))
 
     def count_use(self) -> None:
         """Count a use of the unit's parameters, whose backward its reduction has to wait for."""
@@ -513,6 +545,11 @@ class Unit:
                 for group in unit.groups:
                     group.parameters.check_hooks()
         context.begin_forward(self, has_grad=has_grad)
+        self._refresh_all()
+
+    def _refresh_all(self) -> None:
+        """Refresh what is refreshed when a pass begins, not at a unit's use. Collective."""
+        context = self.context
         if not (context.ranks_may_differ or context.has_formats):
             return
         if not context.is_checked:
@@ -524,7 +561,7 @@ class Unit:
         # Ranks may run different units, so every rank refreshes and unfreezes all groups here, not
         # at a unit's use: a rank that skips a unit still reduces with the others.
         # A unit that the pass skips would not wait for its refresh before a capture ends.
-        is_async = not (context.gathers.limit.is_none or is_capturing)
+        is_async = not (context.gathers.limit.is_none or context.is_captured)
         for group in context.groups():
             group.unfreeze_if_trained()
             if not group.is_refreshed_locally and not group.is_held:
@@ -564,6 +601,7 @@ class Unit:
         with self.observed_phase("pre_backward"):
             context.join_backward(record.passed, self)
             self.move(Phase.BACKWARD)
+            self._backward_number = record.number
             if not record.has_post_backward_hook:
                 record.defer_post_backward()
             self.has_pending_reduction = True
@@ -589,6 +627,9 @@ class Unit:
         context.deferred.pop(record.number, None)
         with self.observed_phase("post_backward"):
             self.num_pending_backwards = max(0, self.num_pending_backwards - 1)
+            if record.is_nested and record.number > self._backward_number:
+                # The backward of an earlier forward, in which this one is nested, goes on.
+                return
             if self.reshard_after_backward:
                 # First: a reduction may allocate memory, and wait for earlier reductions.
                 self.reshard()
@@ -658,16 +699,18 @@ class ForwardRecord:
     Attributes:
         passed: The forward of the root that it was part of.
         number: Sequence number; forwards that begin later have larger numbers.
+        is_nested: Whether it ran in a pass nested in a backward.
         has_post_backward_hook: False if inputs require gradients, but no hook may mark the end of
             its backward.
     """
 
-    __slots__ = ("_unit", "has_post_backward_hook", "number", "passed")
+    __slots__ = ("_unit", "has_post_backward_hook", "is_nested", "number", "passed")
 
     def __init__(self, unit: Unit) -> None:
         context = unit.context
         self._unit = unit
-        self.passed = context.backward_pass if in_backward() else context.root_pass
+        self.passed = context.backward_pass if unit.is_recomputing else context.root_pass
+        self.is_nested = context.is_nested
         self.number = next(context.forward_numbers)
         self.has_post_backward_hook = True
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.linalg import vector_norm
 from megatron_fsdp_v2.dtensor.optimizer_kinds import hide_empty_gradients
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
+    BF16,
     MESHES,
     STRATEGIES,
     Dispatched,
@@ -168,6 +171,70 @@ def test_sharded_module_keeps_the_behavior_of_a_module() -> None:
         [(n, tuple(p.shape)) for n, p in m.named_parameters()] for m in (model, WithBuffers())
     ]
     assert shapes[0] == shapes[1]
+
+
+# -- forwards inside a backward ------------------------------------------------------------------
+
+
+class _RunInBackward(torch.autograd.Function):
+    """Call a function in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, run: Callable[[], None]) -> torch.Tensor:
+        ctx.run = run
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.run()
+        return grads[0], None
+
+
+def _in_hook(x: torch.Tensor, run: Callable[[], None]) -> torch.Tensor:
+    x = x.clone()
+    x.register_hook(lambda grad: run())
+    return x
+
+
+def _in_callback(x: torch.Tensor, run: Callable[[], None]) -> torch.Tensor:
+    queue: Any = torch.autograd.Variable._execution_engine.queue_callback
+    return _in_hook(x, lambda: queue(run))
+
+
+INSIDE: dict[str, Callable[[torch.Tensor, Callable[[], None]], torch.Tensor]] = {
+    "hook": _in_hook,
+    "function": _RunInBackward.apply,
+    "callback": _in_callback,
+}
+
+
+@on_ranks("size", size=[1, 2], inside=INSIDE)
+def test_forward_inside_a_backward_computes_with_current_weights(size: int, inside: str) -> None:
+    """The last step follows a forward without a backward, which expects no recomputation."""
+    errors: dict[str, float] = {}
+    for strategy in STRATEGIES:
+        plain, model = pair(sharding_strategy=strategy, mp_policy=BF16)
+        other = wrap(Stack(), sharding_strategy=strategy)
+        params = [*plain.parameters(), *model.parameters()]
+        for step in range(3):
+            expected = copy.deepcopy(plain).bfloat16()(batch(1).bfloat16())
+            found: list[torch.Tensor] = []
+            # In another model's backward, and in one without a model.
+            for x in (other(batch(0)), batch(0).requires_grad_()):
+                run = functools.partial(_append_output, model, found)
+                INSIDE[inside](x, run).sum().backward()
+            errors[f"{strategy} {step}"] = max(float((y - expected).abs().max()) for y in found)
+            assert len(found) == 2
+            if step == 1:
+                model(batch(0))
+            with torch.no_grad():
+                for param in params:
+                    param.mul_(1.5)
+    assert max(errors.values()) == 0, errors
+
+
+def _append_output(model: Any, found: list[torch.Tensor]) -> None:
+    found.append(model(batch(1)).detach())
 
 
 # -- collectives of gradient clipping, gradient scaling, optimizers with norms --------------------

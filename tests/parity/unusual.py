@@ -191,6 +191,49 @@ def gradient_penalty(model: Any, step: int, micro: int, rank: int) -> torch.Tens
     return loss + grad.square().sum()
 
 
+# -- forwards inside a backward -------------------------------------------------------------------
+
+
+def _last_block(model: Any, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Run a unit whose backward is over."""
+    return grad * model.blocks[2](torch.ones(1, WIDTH) * x.mean()).mean()
+
+
+@torch.enable_grad()
+def _with_backward(model: Any, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Run a forward and its backward, which adds to the gradients of parameters."""
+    loss = model(x).square().mean()
+    loss.backward(grad.sum())
+    return grad * loss.detach()
+
+
+def _hooked(
+    run: Callable[..., torch.Tensor], model: Any, step: int, micro: int, rank: int
+) -> torch.Tensor:
+    """Call `run` with gradients: of the loss, of the model's output, and of a block's input."""
+    hook = functools.partial(run, model, batch(step, micro + 40, rank))
+
+    def pre_hook(_: nn.Module, args: Any) -> None:
+        args[0].register_hook(hook)
+
+    handle = model.blocks[1].register_forward_pre_hook(pre_hook)
+    output = model(batch(step, micro, rank))
+    handle.remove()
+    output.register_hook(hook)
+    loss = output.square().mean()
+    loss.register_hook(hook)
+    return loss
+
+
+_HOOKED: dict[str, Callable[..., torch.Tensor]] = {
+    "model": lambda model, x, grad: grad * model(x).mean(),
+    "model, with gradients": torch.enable_grad()(
+        lambda model, x, grad: grad * model(x).mean().detach()
+    ),
+    "block": _last_block,
+    "model and its backward": _with_backward,
+}
+
 # -- recomputed regions ---------------------------------------------------------------------------
 
 
@@ -543,6 +586,13 @@ UNUSUAL: dict[str, Pattern] = {
     ),
     "a weight of the root returned": Pattern(_TiedHead),
     "gradient penalty": Pattern(Stack, loss=gradient_penalty, skips=True),
+    **{
+        f"in hooks of the backward: {name}{', recomputed' * (build is not Stack)}": Pattern(
+            build, loss=functools.partial(_hooked, run), optimizer=plain_sgd
+        )
+        for name, run in _HOOKED.items()
+        for build in (Stack, functools.partial(Checkpointed, use_reentrant="grad" in name))
+    },
     "unit recomputed three times, reentrant": Pattern(
         lambda: _SharedInRegion(True), lambda m: [m.blocks[1][2], *m.blocks]
     ),

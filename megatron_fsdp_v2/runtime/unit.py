@@ -214,7 +214,7 @@ class Unit:
     @property
     def needs_no_collective(self) -> bool:
         """Whether no use of the unit is a collective, so that a rank may skip it."""
-        return not any(group.gathers_for_use for group in self.groups)
+        return not any(group.gathers_for_use for group in self.held_groups)
 
     @property
     def syncs_gradients(self) -> bool:

@@ -308,9 +308,10 @@ def compare_unit(context: Context, unit: Unit, action: str, *, along_all: bool =
     Raises:
         RuntimeError: A rank is about to issue another collective.
     """
-    if not unit.groups:
+    groups = unit.held_groups if action == "gather" else unit.groups
+    if not groups:
         return
-    group = unit.groups[0]
+    group = groups[0]
     steps = [f"{known} {u.name}" for u in context.units() for known in ("gather", "reduce")]
     code = steps.index(f"{action} {unit.name}")
     for axis in group.axes if along_all else group.axes[-1:]:

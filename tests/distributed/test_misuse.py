@@ -398,6 +398,14 @@ def test_every_invalid_call_raises_an_error_with_its_cause() -> None:
     check_error_messages(RuntimeError, RUNTIME)
 
 
+def _tied_head(**options: Any) -> Any:
+    """Shard a model with a unit whose only weight is another unit's."""
+    layers = {name: nn.Linear(3, 3, bias=False) for name in ("first", "head")}
+    layers["head"].weight = layers["first"].weight
+    model = Formula(lambda m, x: m.head(m.first(x)), **layers)
+    return wrap(model, layers.values(), **options)
+
+
 @on_ranks(2, pool=[False, True])
 def test_modules_that_zero_3_cannot_run_raise_errors_that_name_the_unit(pool: bool) -> None:
     def trained(build: Callable[[], Any], frozen: bool = False) -> str:
@@ -412,6 +420,12 @@ def test_modules_that_zero_3_cannot_run_raise_errors_that_name_the_unit(pool: bo
     for what in ("weight", "view", "detached"):
         leaking = trained(lambda what=what: Regularized(what))
         assert "the forward of blocks.0 (Leaking) returns its weight up.weight" in leaking
+    tied = _tied_head(enable_trace_pool=pool)
+    x = torch.randn(2, 3, requires_grad=True)
+    alone = error_message(
+        RuntimeError, lambda: torch.autograd.grad(tied.head(x).sum(), x, create_graph=True)
+    )
+    assert alone.startswith("head (Linear) is in a backward with create_graph=True")
     plain, model = pair(enable_trace_pool=pool)
     twice = error_message(RuntimeError, lambda: gradient_penalty(model, 0, 0, dist.get_rank()))
     assert twice.startswith("the root (Stack) is in a backward with create_graph=True")

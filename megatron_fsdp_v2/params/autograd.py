@@ -7,26 +7,27 @@ import dataclasses
 import functools
 import operator
 import types
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megatron_fsdp_v2._compiler import uncompiled
 
 if TYPE_CHECKING:
-    from megatron_fsdp_v2.runtime.unit import ForwardRecord
+    from megatron_fsdp_v2.runtime.phases import ForwardRecord
 
 __all__ = [
     "Inputs",
     "InternalHook",
+    "ReplacedTensors",
     "cast_floats",
     "in_backward",
     "is_gathered_weight",
     "map_tensors",
-    "may_be_recomputed",
     "next_node_number",
     "save_activations_on_cpu",
     "tensors_within",
@@ -41,17 +42,6 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def may_be_recomputed() -> bool:
-    """Return whether a backward may have to repeat a forward that runs now.
-
-    Recomputation requires that the forward records no graph (reentrant checkpoints) or saves its
-    tensors through hooks (non-reentrant ones).
-    """
-    if not torch.is_grad_enabled():
-        return True
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
 class InternalHook(functools.partial[None]):
     """A hook of this package on a tensor that may be a parameter, not a user's hook."""
 
@@ -64,44 +54,163 @@ def next_node_number() -> int:
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """Apply a function to every tensor in nested containers and dataclasses.
 
-    Containers are those that `torch.utils._pytree` supports. A dataclass is copied only if one of
-    its tensors changed.
+    Containers are those that `torch.utils._pytree` supports. Lists, deques, dicts and dataclasses
+    stay the same objects, in which changed tensors are replaced, so that their owner sees what a
+    forward writes into them. Other containers and frozen dataclasses are copied if they change.
     """
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if type(value) in (tuple, dict) and not value:
+    # The common cases; the general walk takes longer than a small layer.
+    if type(value) is dict and not value:
         return value
     # Lists are faster than generators, which run a frame per item.
     if type(value) is tuple and all([isinstance(item, torch.Tensor) for item in value]):
-        # The common case; the general walk below takes longer than a small layer.
         return tuple([function(item) for item in value])
-
-    def visit(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return function(leaf)
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            return _map_dataclass(function, leaf)
-        return leaf
-
-    return tree_map(visit, value)
+    return _map(function, value, set())
 
 
-def _map_dataclass(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+def _map(function: Callable[[torch.Tensor], Any], value: Any, seen: set[int]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, _PLAIN):
+        return value
+    kind = type(value)
+    if kind is tuple:
+        items = [_map(function, item, seen) for item in value]
+        return value if all(map(operator.is_, items, value)) else tuple(items)
+    if id(value) in seen:
+        return value
+    if kind is list or kind is deque:
+        seen.add(id(value))
+        for index, item in enumerate(value):
+            value[index] = _map(function, item, seen)
+        return value
+    if isinstance(value, dict) and (kind in _DICTS or not _is_leaf(_flatten(value)[0], value)):
+        seen.add(id(value))
+        for key, item in value.items():
+            new = _map(function, item, seen)
+            if new is not item:
+                value[key] = new
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        seen.add(id(value))
+        return _map_dataclass(function, value, seen)
+    parts, spec = _flatten(value)
+    if _is_leaf(parts, value):
+        return value
+    items = [_map(function, part, seen) for part in parts]
+    return value if all(map(operator.is_, items, parts)) else tree_unflatten(items, spec)
+
+
+_PLAIN = (types.NoneType, bool, int, float, str)
+_DICTS = (dict, OrderedDict, defaultdict)
+
+
+def _flatten(value: Any) -> tuple[list[Any], TreeSpec]:
+    """Return the direct parts of a container, or the value itself if it is not a container."""
+    return tree_flatten(value, is_leaf=lambda part: part is not value)
+
+
+def _is_leaf(parts: Sequence[Any], value: Any) -> bool:
+    return len(parts) == 1 and parts[0] is value
+
+
+def _map_dataclass(function: Callable[[torch.Tensor], Any], value: Any, seen: set[int]) -> Any:
     result = value
     for field in dataclasses.fields(value):
-        old = getattr(value, field.name)
-        new = map_tensors(function, old)
-        # Leaves are compared, since `tree_map` always rebuilds containers.
-        if not all(map(operator.is_, tree_leaves(old), tree_leaves(new))):
+        old = getattr(value, field.name, None)
+        new = _map(function, old, seen)
+        if new is old:
+            continue
+        try:
+            setattr(result, field.name, new)
+        except dataclasses.FrozenInstanceError:
             result = copy.copy(value) if result is value else result
-            # `result` is a new copy; frozen dataclasses reject plain assignment.
             object.__setattr__(result, field.name, new)
     return result
 
 
-def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Cast every floating-point tensor in nested containers and dataclasses."""
-    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+def cast_floats(value: Any, dtype: torch.dtype, replaced: ReplacedTensors | None = None) -> Any:
+    """Cast every floating-point tensor in nested containers and dataclasses.
+
+    Args:
+        value: The containers.
+        dtype: Dtype to cast to.
+        replaced: Receives the tensors that are replaced.
+    """
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point() or tensor.dtype == dtype:
+            return tensor
+        if replaced is None or not replaced.containers:
+            return tensor.to(dtype)
+        if torch.is_inference_mode_enabled():
+            # Tensors made in inference mode have no version counter.
+            with torch.inference_mode(False), torch.no_grad():
+                new = tensor.to(dtype)
+        else:
+            new = tensor.to(dtype)
+        replaced.originals[id(new)] = (new, tensor, new._version)
+        return new
+
+    return map_tensors(cast, value)
+
+
+class ReplacedTensors:
+    """Tensors that are replaced in the arguments of a forward while it runs: by casts, by views.
+
+    Attributes:
+        containers: Arguments that may hold tensors.
+        originals: By `id()` of a replacement: the replacement, its original, and its version, which
+            changes if the forward writes into it; None for a view, which shares memory with its
+            original.
+    """
+
+    def __init__(self) -> None:
+        self.containers: list[Any] = []
+        self.originals: dict[int, tuple[torch.Tensor, torch.Tensor, int | None]] = {}
+
+    def hold(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Note the arguments of a forward that begins."""
+        values = (*args, *kwargs.values())
+        self.containers += [v for v in values if not isinstance(v, (torch.Tensor, *_PLAIN))]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that the containers hold now."""
+        found: list[torch.Tensor] = []
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            found.append(tensor)
+            return tensor
+
+        if self.containers:
+            map_tensors(note, self.containers)
+        return found
+
+    def written(self, since: int) -> list[torch.Tensor]:
+        """Return the tensors in the containers that the forward made.
+
+        Args:
+            since: `next_node_number()` when the forward began.
+        """
+        if not self.containers:
+            return []
+        held = [self._original(tensor) for tensor in self.tensors()]
+        nodes = [tensor.grad_fn for tensor in held]
+        return [t for t, n in zip(held, nodes, strict=True) if n and n._sequence_nr() >= since]
+
+    def restore(self) -> None:
+        """Put the originals back into the containers, except for casts that were written."""
+        if self.originals:
+            map_tensors(self._original, self.containers)
+            self.originals.clear()
+        self.containers.clear()
+
+    def _original(self, tensor: torch.Tensor) -> torch.Tensor:
+        while (known := self.originals.get(id(tensor))) is not None:
+            _, original, version = known
+            if version is not None and tensor._version != version:
+                break
+            tensor = original
+        return tensor
 
 
 @dataclasses.dataclass(slots=True)
@@ -127,12 +236,20 @@ class Inputs:
         return any([view._version != version for view, version in self.views])
 
 
-def watch_inputs(record: ForwardRecord, args: Any, kwargs: Any) -> tuple[Any, Any, Inputs]:
+def watch_inputs(
+    record: ForwardRecord, args: Any, kwargs: Any, replaced: ReplacedTensors
+) -> tuple[Any, Any, Inputs]:
     """Replace inputs that require gradients by views whose nodes call `post_backward`.
 
     In-place operations on a view follow autograd's rules for views. The engine runs ready nodes in
     reverse order of creation, and gradient accumulation first. The node of the first view is the
     unit's earliest node; when it runs, the unit's backward is over and its gradients have arrived.
+
+    Args:
+        record: The forward, whose `post_backward` is called.
+        args: Positional arguments of the forward.
+        kwargs: Keyword arguments of the forward.
+        replaced: Receives the tensors that are replaced.
 
     Returns:
         The arguments for the forward, and a record of the inputs.
@@ -151,6 +268,8 @@ def watch_inputs(record: ForwardRecord, args: Any, kwargs: Any) -> tuple[Any, An
             is_first = not views
             view = views[id(tensor)] = tensor.view_as(tensor)
             inputs.views.append((view, view._version))
+            if replaced.containers:
+                replaced.originals[id(view)] = (view, tensor, None)
             node = view.grad_fn
             assert node is not None
             # Which inputs receive a gradient is unknown until the backward.

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.params.gradients import GroupGrads
     from megatron_fsdp_v2.params.group import ParameterGroup
     from megatron_fsdp_v2.runtime.options import RuntimeOptions
-    from megatron_fsdp_v2.runtime.unit import ForwardRecord, Unit
+    from megatron_fsdp_v2.runtime.phases import ForwardRecord
+    from megatron_fsdp_v2.runtime.unit import Unit
 
 __all__ = ["Context"]
 

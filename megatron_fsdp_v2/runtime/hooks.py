@@ -103,6 +103,7 @@ def _post_forward(module: Any, args: Any, output: Any) -> Any:
     del args
     unit: Unit = module._fsdp_unit
     if _is_scheduled(unit):
+        unit.replaced.restore()
         return unit.cast_outputs(output)
     if _runs_method(unit):
         return unit.wrap_outputs(output)
@@ -113,7 +114,9 @@ def _post_forward(module: Any, args: Any, output: Any) -> Any:
                 # The recomputation of this module has a backward of its own.
                 unit.count_use()
             check_outputs(unit, output)
-            return unit.wrap_outputs(output)
+            output = unit.wrap_outputs(output)
+            unit.replaced.restore()
+            return output
     if unit.is_root and not unit.is_recomputing:
         for other in unit.context.units():
             if other.pending_modules:

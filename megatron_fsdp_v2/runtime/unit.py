@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -17,14 +16,15 @@ from megatron_fsdp_v2._compiler import reject_compiled_autograd
 from megatron_fsdp_v2.comm.rank_checks import CheckRanks
 from megatron_fsdp_v2.params.autograd import (
     Inputs,
+    ReplacedTensors,
     cast_floats,
-    may_be_recomputed,
     next_node_number,
     watch_inputs,
     watch_outputs,
 )
 from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.params.group import write_stale_weights
+from megatron_fsdp_v2.runtime.phases import LEGAL_MOVES, ForwardRecord, Phase
 from megatron_fsdp_v2.runtime.schedule import live
 from megatron_fsdp_v2.runtime.unit_checks import (
     REGISTRATIONS,
@@ -47,29 +47,7 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.runtime.context import Context
     from megatron_fsdp_v2.runtime.schedule import ReductionQueue
 
-__all__ = ["ForwardRecord", "Phase", "Unit", "class_names"]
-
-
-class Phase(enum.Enum):
-    """Phase of a unit."""
-
-    IDLE = "idle"
-    """Not running. Its modules hold sharded parameters unless weights are kept gathered."""
-    FORWARD = "forward"
-    """In its forward, or in a recomputation of it."""
-    BACKWARD = "backward"
-    """Between the first gradient of its outputs and the last gradient of its inputs."""
-
-    # Faster than the `__hash__` of enums, which is written in Python.
-    __hash__ = object.__hash__
-
-
-LEGAL_MOVES = {
-    Phase.IDLE: {Phase.FORWARD, Phase.BACKWARD},
-    # In a unit of several modules, a backward may begin before the last module has run.
-    Phase.FORWARD: {Phase.IDLE, Phase.BACKWARD},
-    Phase.BACKWARD: {Phase.IDLE},
-}
+__all__ = ["Unit", "class_names"]
 
 
 class Unit:
@@ -111,6 +89,7 @@ class Unit:
         num_pending_backwards: Number of forwards whose backward is expected; it may never run.
         has_pending_reduction: Whether it takes part in its next reduction even without a gradient.
         is_unsharded: Whether gathered weights are installed, or a gather is under way.
+        replaced: Tensors replaced in the arguments of the running forward.
     """
 
     def __init__(
@@ -161,6 +140,7 @@ class Unit:
         self.num_pending_backwards = 0
         self.has_pending_reduction = False
         self.is_unsharded = False
+        self.replaced = ReplacedTensors()
         # The running forward: its record, its inputs, and the number of its first autograd node.
         self._running: tuple[ForwardRecord, Inputs, int] | None = None
 
@@ -395,12 +375,13 @@ class Unit:
         context = self.context
         self.is_under_way = True
         with self.observed_phase("pre_forward"):
-            recomputes = self.is_recomputing = self.recomputes
-            self._is_gathered_around = context.runs_backward and self.is_unsharded
-            if not recomputes and context.belongs_to_backward:
+            inside = context.runs_backward
+            recomputes = self.is_recomputing = inside and self.recomputes
+            self._is_gathered_around = inside and self.is_unsharded
+            if inside and not (recomputes or context.is_nested):
                 context.begin_nested_pass(self, has_grad=torch.is_grad_enabled())
                 self._refresh_all()
-            elif not context.runs_backward and (self.is_root or not context.is_in_forward):
+            elif not inside and (self.is_root or not context.is_in_forward):
                 self._begin_pass()
             elif context.is_capturing:
                 check_captured_pass(context, self.name)
@@ -420,7 +401,7 @@ class Unit:
         self._running = None
         if torch.is_grad_enabled():
             record, since = ForwardRecord(self), next_node_number()
-            args, kwargs, inputs = watch_inputs(record, args, kwargs)
+            args, kwargs, inputs = watch_inputs(record, args, kwargs, self.replaced)
             self._running = record, inputs, since
         return args, kwargs
 
@@ -429,6 +410,7 @@ class Unit:
         check_outputs(self, output)
         self.end_forward()
         output = self.wrap_outputs(output)
+        self.replaced.restore()
         self._running = None
         self.is_under_way = False
         return output
@@ -462,6 +444,7 @@ class Unit:
 
     def after_forward(self) -> None:
         """Return to IDLE after a forward that raised."""
+        self.replaced.restore()
         self._running = None
         self.is_under_way = False
         if self.is_recomputing:
@@ -480,10 +463,11 @@ class Unit:
             self.context.keep_recomputed(self)
 
     def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return forward inputs in the dtypes of the policy."""
+        """Return forward inputs in the dtypes of the policy, until `replaced` is restored."""
+        self.replaced.hold(args, kwargs)
         dtype = self.policy.param_dtype
         if dtype is not None and self.policy.cast_forward_inputs:
-            args, kwargs = cast_floats((args, kwargs), dtype)
+            args, kwargs = cast_floats((args, kwargs), dtype, self.replaced)
         return args, kwargs
 
     def cast_outputs(self, output: Any) -> Any:
@@ -499,12 +483,20 @@ class Unit:
             running = self._running or (ForwardRecord(self), Inputs(), next_node_number())
             record, inputs, since = running
             record.has_post_backward_hook = not inputs.lacks_end_hook
-            watch_outputs(record, output, since)
+            # The caller may use what the forward wrote into its arguments, as it uses outputs.
+            watch_outputs(record, (output, self.replaced.written(since)), since)
         return output
 
     def note_if_recomputable(self) -> None:
-        """Record that the backward of the pass may have to repeat a forward that begins now."""
-        if self.context.pass_has_grad and not self.is_recomputing and may_be_recomputed():
+        """Record whether the backward of the pass may have to repeat a forward that begins now.
+
+        A forward to be repeated records no graph (reentrant checkpoints), or saves its tensors
+        through hooks (non-reentrant ones).
+        """
+        if not self.context.pass_has_grad or self.is_recomputing:
+            return
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is not None or not torch.is_grad_enabled():
             self.context.root_pass.recomputable.add(weakref.ref(self))
 
     def count_use(self) -> None:
@@ -653,6 +645,7 @@ class Unit:
         self.num_pending_backwards = 0
         self.num_users = 0
         self.has_pending_reduction = False
+        self.replaced.restore()
         self.reshard(after_error=True)
 
     def before_gradient(self, group: ParameterGroup) -> ReductionQueue:
@@ -691,45 +684,6 @@ class Unit:
             "searched), or stores tensors that are used outside its forward. Return these tensors, "
             "or use sharding_strategy='optim_grads'"
         )
-
-
-class ForwardRecord:
-    """One forward of a unit, held by the hooks in its graph.
-
-    Attributes:
-        passed: The forward of the root that it was part of.
-        number: Sequence number; forwards that begin later have larger numbers.
-        is_nested: Whether it ran in a pass nested in a backward.
-        has_post_backward_hook: False if inputs require gradients, but no hook may mark the end of
-            its backward.
-    """
-
-    __slots__ = ("_unit", "has_post_backward_hook", "is_nested", "number", "passed")
-
-    def __init__(self, unit: Unit) -> None:
-        context = unit.context
-        self._unit = unit
-        self.passed = context.backward_pass if unit.is_recomputing else context.root_pass
-        self.is_nested = context.is_nested
-        self.number = next(context.forward_numbers)
-        self.has_post_backward_hook = True
-
-    def pre_backward(self) -> None:
-        """Called when the first gradient reaches an output."""
-        self._unit.pre_backward(self)
-
-    def post_backward(self) -> None:
-        """Called when the engine has run the unit's last node in the backward."""
-        self._unit.post_backward(self)
-
-    def defer_post_backward(self) -> None:
-        """Called when the engine has run an input's node; other nodes of the unit may follow."""
-        self._unit.context.deferred[self.number] = self
-
-    def finish(self) -> None:
-        """End its backward if it is under way; the engine runs other nodes next."""
-        if self._unit.phase is Phase.BACKWARD:
-            self._unit.post_backward(self)
 
 
 def class_names(modules: Sequence[nn.Module]) -> str:

@@ -321,7 +321,9 @@ def compare_unit(context: Context, unit: Unit, action: str, *, along_all: bool =
 
 
 def check_outputs(unit: Unit, output: Any) -> None:
-    """Check that no output of a forward is a view of weights that are freed at its end.
+    """Check that a forward returns no view of weights that are freed at its end.
+
+    The forward may also return tensors in its arguments, such as by appending to a list.
 
     Most operations of torch do not check whether a tensor has memory: they crash or read freed
     memory.
@@ -336,7 +338,8 @@ def check_outputs(unit: Unit, output: Any) -> None:
     if not unit.gathered_nbytes or not unit.will_reshard_after_forward:
         return
     dropped = [group for group in unit.held_groups if group.gathers_for_use]
-    for tensor in tensors_within(output):
+    held = unit.replaced.tensors() if unit.replaced.containers else ()
+    for tensor in (*tensors_within(output), *held):
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if not torch._C._has_storage(local):
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from tests.distributed.wrapping import (
     strategies_on,
     wrap,
 )
+from tests.reference.failing import PlannedFailure
 from tests.reference.models import Elementless, Formula, MixedDtypes, Stack
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -168,6 +170,41 @@ def test_only_floating_point_inputs_and_outputs_are_cast_as_configured(
     }
     dtypes = [found["plain"].dtype, found["dataclass"].values.dtype, found["ids"].dtype]
     assert dtypes == [output, output, torch.int64]
+
+
+@dataclass
+class _Carried:
+    """A mutable argument."""
+
+    kept: torch.Tensor
+    total: torch.Tensor
+    more: dict[str, Any]
+
+
+@on_ranks(2, mode=["enable_grad", "no_grad", "inference_mode"], fails=[False, True])
+def test_cast_arguments_are_the_callers_again_with_what_the_forward_wrote(
+    mode: str, fails: bool
+) -> None:
+    seen = set()
+
+    def forward(model: Any, x: torch.Tensor, state: _Carried) -> torch.Tensor:
+        seen.update((x.dtype, state.kept.dtype, state.more["pair"][0].dtype))
+        state.total += model.layer(state.kept).sum()
+        state.more["new"] = [model.layer(x)]
+        if fails:
+            raise PlannedFailure
+        return x
+
+    model = wrap(
+        Formula(forward, layer=nn.Linear(5, 5)), mp_policy=MixedPrecisionPolicy(param_dtype=BF16)
+    )
+    kept, part, more = torch.ones(2, 5, requires_grad=True), torch.ones(2), {}
+    more["pair"], state = (part, 1), _Carried(kept, torch.zeros(()), more)
+    with getattr(torch, mode)(), contextlib.suppress(PlannedFailure):
+        model(kept, state)
+    assert seen == {BF16}
+    assert state.kept is kept and state.more is more and more["pair"][0] is part
+    assert state.total.dtype == more["new"][0].dtype == BF16 and state.total != 0
 
 
 # -- gradient scaling -----------------------------------------------------------------------------

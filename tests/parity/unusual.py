@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -104,6 +106,87 @@ _IN_PLACE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "one of two inputs": (_both_inputs, _two_inputs),
     "one input given twice": (_both_inputs, lambda unit, x: unit(x, x)),
 }
+
+# -- what a forward writes into its arguments -----------------------------------------------------
+
+
+@dataclasses.dataclass
+class _State:
+    """A mutable argument."""
+
+    aux: Any
+    more: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Frozen:
+    losses: list[torch.Tensor]
+
+
+class _Router(Block):
+    """A unit that writes a loss of its output into an argument, as routers of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor, state: Any, add: Callable[[Any, torch.Tensor], None]) -> Any:
+        y = super().forward(x)
+        add(state, self.gate(y).logsumexp(1).square().mean())
+        return y
+
+
+def _add_to_item(state: Any, loss: torch.Tensor) -> None:
+    state["aux"] = state.get("aux", 0) + loss
+    state.setdefault("outputs", []).append(loss)
+
+
+def _add_to_field(state: Any, loss: torch.Tensor) -> None:
+    state.aux += loss
+    state.more["losses"] = (*state.more.get("losses", ()), loss)
+
+
+# An argument, a function that writes a loss into it, and a function that reads the losses.
+_WRITTEN: dict[str, tuple[Callable[[], Any], Callable[..., Any], Callable[[Any], Any]]] = {
+    "list": (list, list.append, sum),
+    "deque": (collections.deque, collections.deque.append, sum),
+    "dict": (dict, _add_to_item, lambda state: state["aux"] + sum(state["outputs"])),
+    "ordered dict in a list": (
+        lambda: [collections.OrderedDict()],
+        lambda state, loss: _add_to_item(state[0], loss),
+        lambda state: state[0]["aux"] + sum(state[0]["outputs"]),
+    ),
+    "defaultdict": (
+        lambda: collections.defaultdict(list),
+        lambda state, loss: state["aux"].append(loss),
+        lambda state: sum(state["aux"]),
+    ),
+    "dataclass": (
+        lambda: _State(torch.zeros(()), {}),
+        _add_to_field,
+        lambda state: state.aux + sum(state.more["losses"]),
+    ),
+    "list in a frozen dataclass": (
+        lambda: _Frozen([]),
+        lambda state, loss: state.losses.append(loss),
+        lambda state: sum(state.losses),
+    ),
+}
+
+
+class _Routed(Stack):
+    """A stack of routers; its output includes their losses."""
+
+    def __init__(self, build: Callable[[], Any], add: Any, read: Any) -> None:
+        super().__init__(block=lambda _: _Router())
+        self.build, self.add, self.read = build, add, read
+
+    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        state = self.build()
+        for block in self.blocks:
+            x = block(x, state, add=self.add)
+        return x + self.read(state)
+
 
 # -- outputs without visible tensors --------------------------------------------------------------
 
@@ -578,6 +661,12 @@ _CODER = functools.partial(Pattern, _coder, _units_of_coder, num_micro=3)
 
 UNUSUAL: dict[str, Pattern] = {
     **{f"in place: {name}": Pattern(_in_place(*case)) for name, case in _IN_PLACE.items()},
+    **{
+        f"losses written into a {name}": Pattern(
+            functools.partial(_Routed, *case), evaluate=mean_output
+        )
+        for name, case in _WRITTEN.items()
+    },
     "outputs in plain objects": Pattern(lambda: Unpacking(block=ObjectBlock)),
     "outputs in closures": Pattern(lambda: Unpacking(block=ClosureBlock), skips=True),
     "a copy of a weight returned": Pattern(lambda: Regularized("copy")),

@@ -329,21 +329,40 @@ def _common_mesh(name: str, operands: Sequence[torch.Tensor]) -> DeviceMesh:
 
 def _mixed(name: str, operands: Sequence[torch.Tensor], shapes: Sequence[Any]) -> RuntimeError:
     """Return the error for an operation that mixes sharded and plain tensors."""
+    plain = [operand for operand in operands if not isinstance(operand, DTensor)]
     for operand in operands:
-        label = operand.row_shards.label if isinstance(operand, ShardedRows) else None
-        if label is not None and isinstance(operand, torch.nn.Parameter):
+        label = _parameter_label(operand)
+        if label is None:
+            continue
+        if plain and all(isinstance(each, torch.nn.Parameter) for each in plain):
             return RuntimeError(
-                f"{name} computes with {label}, which is sharded: this rank holds some of its "
-                "rows. Its module or weight was used outside of the forward of the unit that "
-                "gathers it. Call unshard() on that unit before and reshard() after, or register "
-                "the method with register_fsdp_forward_method(unit, name), or call fully_shard on "
-                "the module itself, before its unit"
+                f"{name} computes with {label}, which is sharded, and with a plain parameter. If "
+                "that is the gathered weight of another module, which stays gathered after a "
+                "forward with gradients enabled (a frozen teacher), call reshard() on that module "
+                "before, or run its forward under torch.no_grad()"
             )
+        return RuntimeError(
+            f"{name} computes with {label}, which is sharded: this rank holds some of its "
+            "rows. Its module or weight was used outside of the forward of the unit that "
+            "gathers it. Call unshard() on that unit before and reshard() after, or register "
+            "the method with register_fsdp_forward_method(unit, name), or call fully_shard on "
+            "the module itself, before its unit; if the forward of another unit reads the weight, "
+            "give that unit UnitOptions(used_params=...)"
+        )
     return RuntimeError(
         f"{name} mixes sharded tensors, or what was computed from them, with plain tensors of "
         f"shapes {shapes}, which may differ between ranks; make those DTensors "
         "(distribute_tensor), or compute with full_tensor()"
     )
+
+
+def _parameter_label(operand: torch.Tensor) -> str | None:
+    """Return the name of the parameter that an operand is, or is a view of, such as a transpose."""
+    bases = operand.bases if isinstance(operand, ReplicatedDTensor) else ()
+    for tensor in (operand, *(base.tensor for base in bases)):
+        if isinstance(tensor, ShardedRows) and isinstance(tensor, torch.nn.Parameter):
+            return tensor.row_shards.label
+    return None
 
 
 def _untracked_writes(func: Any, name: str, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:

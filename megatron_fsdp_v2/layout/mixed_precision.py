@@ -64,8 +64,14 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
     output_dtype: torch.dtype | None = None
     reduce_scatter_with_fp32_accumulation: bool = False
+    reduce_dtype: dataclasses.InitVar[None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, reduce_dtype: None) -> None:
+        if reduce_dtype is not None:
+            raise TypeError(
+                "MixedPrecisionPolicy has no reduce_dtype; the communication dtype of gradients is "
+                "grad_comm_dtype, and the dtype in which they are accumulated main_grads_dtype"
+            )
         for name in (f.name for f in dataclasses.fields(self) if f.name.endswith("_dtype")):
             dtype = getattr(self, name)
             is_fit = isinstance(dtype, torch.dtype) and dtype.is_floating_point

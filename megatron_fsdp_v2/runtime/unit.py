@@ -32,6 +32,7 @@ from megatron_fsdp_v2.runtime.unit_checks import (
     check_captured_pass,
     check_outputs,
     check_owned,
+    check_transforms,
     check_unchanged,
     check_units,
     compare_after_step,
@@ -514,6 +515,7 @@ class Unit:
         Repairs the state that an exception left, and refreshes stale weights.
         """
         context = self.context
+        check_transforms(self)
         units = context.units()
         is_capturing = context.is_capturing
         if is_capturing:

@@ -40,6 +40,7 @@ __all__ = [
     "check_captured_pass",
     "check_outputs",
     "check_owned",
+    "check_transforms",
     "check_unchanged",
     "check_units",
     "compare_after_step",
@@ -124,6 +125,26 @@ def check_captured_pass(context: Context, what: str) -> None:
         raise RuntimeError(
             f"{what} runs {here} the capture of a CUDA graph, and the forward of "
             f"{context.units()[0].name} began {there} it; capture forward and backward together"
+        )
+
+
+def check_transforms(unit: Unit) -> None:
+    """Check that a pass runs inside no transform of `torch.func` that differentiates.
+
+    Such a transform cannot record writes to buffers outside of it: gathers and refreshes.
+
+    Args:
+        unit: The unit that the pass begins with.
+
+    Raises:
+        RuntimeError: The pass runs inside `torch.func.vjp`, `jvp`, `grad` or a similar function.
+    """
+    transform = torch._C._functorch.peek_interpreter_stack()
+    if transform is not None and transform.key() != torch._C._functorch.TransformType.Vmap:
+        raise RuntimeError(
+            f"{unit.name} runs inside torch.func.{transform.key().name.lower()} or a function "
+            "based on it (vjp, jacrev, jvp, ...), which cannot differentiate a sharded module; use "
+            "torch.autograd.grad, or torch.autograd.forward_ad for forward-mode derivatives"
         )
 
 

@@ -365,6 +365,9 @@ if not torch.cuda.is_available():
 TYPE: dict[str, Callable[[], Any]] = {
     "give it as options=RuntimeOptions(check_ranks=...)": lambda: _linear(check_ranks=None),
     "give it as options=UnitOptions(used_params=...)": lambda: _linear(used_params=None),
+    "has no reduce_dtype; the communication dtype of gradients is grad_comm_dtype": (
+        lambda: MixedPrecisionPolicy(reduce_dtype=torch.float32)  # type: ignore[arg-type]
+    ),
     "unexpected keyword argument 'sharding'": lambda: _linear(sharding=None),
 }
 RUNTIME: dict[str, Callable[[], Any]] = {
@@ -387,6 +390,20 @@ RUNTIME: dict[str, Callable[[], Any]] = {
     "holds input.weight of Stack/0 as it was before fully_shard": _stale_optimizer,
     "holds input.weight of Stack/0 as it was before the parameter was replaced": (
         _optimizer_before_rebuilding
+    ),
+}
+
+
+def _transformed(transform: Callable[..., Any], *more: Any) -> None:
+    transform(wrap(Stack()), *more)
+
+
+RUNTIME |= {
+    "the root (Stack) runs inside torch.func.grad or": partial(
+        _transformed, torch.func.vjp, torch.ones(2, 5)
+    ),
+    "the root (Stack) runs inside torch.func.jvp or": partial(
+        _transformed, torch.func.jvp, (torch.ones(2, 5),), (torch.ones(2, 5),)
     ),
 }
 
@@ -496,11 +513,21 @@ def test_module_run_outside_its_units_forward_raises_by_name() -> None:
         ("norm.weight of blocks.1", lambda: block.norm(x)),
         ("0.weight of Sequential", lambda: embedding[0](torch.tensor([1, 2]))),
         ("up.weight of blocks.1", lambda: torch.matmul(torch.randn(2, INPUT), block.up.weight)),
+        ("up.weight of blocks.1", lambda: torch.matmul(x, block.up.weight.t())),
     ):
         text = error_message(RuntimeError, call)
         assert "which is sharded: this rank holds some of its rows" in text, name
         assert "unshard()" in text and "register_fsdp_forward_method" in text
+        assert "UnitOptions(used_params=...)" in text
         assert f"computes with {name}" in text
+    # A root stays gathered after a forward with gradients enabled.
+    teacher: Any = wrap(Stack())
+    teacher(batch(0))
+    with torch.no_grad():
+        text = error_message(
+            RuntimeError, lambda: teacher.input.weight.lerp_(model.input.weight, 0.1)
+        )
+    assert "call reshard() on that module" in text
     # Errors of other causes keep their message.
     shape = error_message(RuntimeError, lambda: model.input.weight.view(-1, 11))
     assert "which is sharded" not in shape and shape != "no error"

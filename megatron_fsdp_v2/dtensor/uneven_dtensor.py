@@ -537,7 +537,7 @@ def _grad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 _AS_DTENSORS = (
-    "__hash__ __len__ __repr__ _has_compatible_shallow_copy_type can_cast constant_ data_ptr "
+    "__hash__ __len__ __repr__ _has_compatible_shallow_copy_type can_cast constant_ "
     "detach detach_ get_device has_names is_complex is_contiguous is_floating_point is_inference "
     "is_nonzero is_pinned is_same_size is_shared is_signed nelement ndimension "
     "numel pin_memory register_post_accumulate_grad_hook requires_grad_ result_type "
@@ -590,11 +590,15 @@ def _set_data(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     torch.autograd.graph.increment_version(target)
 
 
-def _data_ptr(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _data_ptr(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
+    """Return 0: the tensor has no memory of its own, only its local tensor has.
+
+    Torch would return the offset of the local tensor, which its stagers take for memory.
+    """
     if all_ranks_optimizer() is not None:
         # The optimizer may branch on the address, which differs between ranks.
         raise RuntimeError("it asks for the address of a tensor, which differs between ranks")
-    return as_dtensors(func, args, kwargs)
+    return 0
 
 
 def _draw(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -679,7 +683,7 @@ def _register_hook(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(tensor, lambda grad: hook(in_rows(grad, tensor)))
 
 
-_COMMON = (as_dtensors, _reject_random, _backward, _grad)
+_COMMON = (as_dtensors, _reject_random, _backward, _grad, _data_ptr)
 """Rules that apply to replicated results as well as to sharded tensors."""
 
 _RULES: dict[Any, Rule] = {

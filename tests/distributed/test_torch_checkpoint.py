@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -14,14 +15,19 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn, optim
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2 import fully_shard
@@ -51,7 +57,7 @@ from tests.distributed.wrapping import (
     weight_error,
     wrap,
 )
-from tests.ranks import RankPools
+from tests.ranks import RankPools, free_port
 from tests.reference.models import Formula, Stack, TiedInside
 from tests.reference.wrapping_momentum import WrappingMomentum
 
@@ -171,6 +177,105 @@ def test_checkpoints_of_torch_and_this_package_are_interchangeable(
     saved = pools(3).run(_saved, str(tmp_path), saves, names, *SAVED_BY)[0][0]
     for found in pools(2).run(_loaded, str(tmp_path), loads, names, "2", "optim_grads"):
         assert found == saved
+
+
+# -- every saver, stager and executor ------------------------------------------------------------
+
+type Save = Callable[[Any, str, Any], Callable[[], object]]
+"""Starts to save a state to a folder over a process group; returns what waits for the end."""
+
+
+def _in_call(**options: Any) -> Save:
+    def save(state: Any, folder: str, group: Any) -> Callable[[], object]:
+        dcp.save(state, checkpoint_id=folder, process_group=group, **options)
+        return lambda: None
+
+    return save
+
+
+def _async(stager: Callable[[], Any], executor: str = "THREAD") -> Save:
+    def save(state: Any, folder: str, group: Any) -> Callable[[], object]:
+        saving: Any = dcp.async_save(
+            state,
+            checkpoint_id=folder,
+            process_group=group,
+            async_checkpointer_type=AsyncCheckpointerType[executor],
+            async_stager=stager(),
+        )
+        if isinstance(saving, AsyncSaveResponse):
+            saving.staging_completion.result()
+            saving = saving.upload_completion
+        return saving.result
+
+    return save
+
+
+def _staging(*, shares: bool, in_thread: bool) -> Callable[[], DefaultStager]:
+    # Pinned memory and copies beside the host's work need a GPU.
+    options = StagingOptions(
+        use_pinned_memory=False,
+        use_shared_memory=shares,
+        use_async_staging=in_thread,
+        use_non_blocking_copy=False,
+    )
+    return lambda: DefaultStager(options)
+
+
+STAGERS: dict[str, Callable[[], Any]] = {
+    "default": lambda: None,
+    "in the call": _staging(shares=False, in_thread=False),
+    "in a thread": _staging(shares=False, in_thread=True),
+    "shared memory": _staging(shares=True, in_thread=False),
+    "shared memory in a thread": _staging(shares=True, in_thread=True),
+    "blocking": BlockingAsyncStager,
+}
+SAVES: dict[str, Save] = {
+    "in the call": _in_call(),
+    "cached plans": _in_call(planner=DefaultSavePlanner(enable_plan_caching=True)),
+    **{f"staged, {name}": _async(stager) for name, stager in STAGERS.items()},
+}
+
+
+def _check_saves(saves: dict[str, Save], folder: str) -> None:
+    group = dist.new_group()
+    for name, save in saves.items():
+        model = net()
+        optimizer = OPTIMIZERS["AdamW"](model)
+        train(model, optimizer, 2)
+        saved = digests(model, optimizer)
+        weights, state = get_state_dict(model, optimizer)
+        finish = save({"model": weights, "optimizer": state}, f"{folder}/{name}", group)
+        # The state of the call is saved, not that of later steps.
+        train(model, optimizer, 1, first=7)
+        finish()
+        model = net()
+        fill(model, 0.5)
+        optimizer = OPTIMIZERS["AdamW"](model)
+        torch_load(f"{folder}/{name}", model, optimizer)
+        assert digests(model, optimizer) == saved, name
+    empty = of_all_ranks(any(not param.to_local().numel() for param in model.parameters()))
+    assert any(empty) or dist.get_world_size() < 3
+
+
+@on_ranks("size", size=[3, longer(2)])
+def test_every_saver_and_stager_of_torch_saves_the_state_of_its_call(
+    tmp_path: Path, size: int
+) -> None:
+    _check_saves(SAVES, str(tmp_path))
+
+
+def _check_in_processes(rank: int, size: int, port: int, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    _check_saves({name: _async(each, "PROCESS") for name, each in STAGERS.items()}, folder)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [longer(2), longer(3)])
+def test_every_stager_of_torch_saves_in_another_process(tmp_path: Path, size: int) -> None:
+    # Ranks of a pool may not start processes.
+    args = (size, free_port(), str(tmp_path))
+    torch.multiprocessing.spawn(_check_in_processes, args, nprocs=size)
 
 
 # -- ranks without rows --------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,9 @@ from megatron_fsdp_v2.comm.backends import is_capturing
 from megatron_fsdp_v2.comm.rank_checks import CheckRanks
 from megatron_fsdp_v2.memory.observer import Observer
 from megatron_fsdp_v2.runtime.schedule import (
+    AT_END,
+    FORWARD_NUMBERS,
+    UNKNOWN,
     GatherSchedule,
     OrderedReductions,
     PrefetchLimit,
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.runtime.unit import Unit
 
 __all__ = ["Context"]
+
+# Contexts whose backward began and has neither ended nor been repaired.
+_UNDER_WAY: weakref.WeakSet[Context] = weakref.WeakSet()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +86,8 @@ class Context:
         has_formats: Whether the weight format of any group communicates.
         num_scheduled: Micro-batches under way in a schedule that runs modules part by part; see
             `ScheduledUnits`.
-        forward_numbers: Increasing numbers, one for each forward of a unit.
+        graph_task: Number that the engine gave that backward.
+        position: Number of the forward that the backward under way has reached.
         device: Device of the units' buffers.
         is_captured: Whether the latest pass is captured in a CUDA graph.
         has_graph: Whether a pass or a step was captured: replays change weights and run no hook.
@@ -113,7 +119,8 @@ class Context:
         self.num_registrations = 0
         self.has_formats = False
         self.num_scheduled = 0
-        self.forward_numbers = itertools.count()
+        self.graph_task = -1
+        self.position = UNKNOWN
         self.device: torch.device | None = None
         self.is_captured = False
         self.has_graph = False
@@ -231,6 +238,8 @@ class Context:
             self.root_pass = RootPass()
             self.gathers.forget_backwards()
         self.root_pass.has_root |= has_root
+        if has_grad and self.ranks_may_differ:
+            self.root_pass.begin()
 
     def begin_nested_pass(self, unit: Unit, *, has_grad: bool) -> None:
         """Begin a pass inside the backward under way, such as a forward in a tensor hook.
@@ -247,6 +256,8 @@ class Context:
         self.pass_has_grad = has_grad
         if self.root_pass.is_over:
             self.root_pass = RootPass()
+        if has_grad and self.ranks_may_differ:
+            self.root_pass.begin()
 
     def _end_nested_pass(self) -> None:
         if self._nested is not None:
@@ -260,6 +271,13 @@ class Context:
             failed: Whether it ended in an exception. Collectives under way are left to `repair`:
                 waiting for them could block on other ranks and delay the exception.
         """
+        unit = self._pass_unit() if self._nested is None else self._nested.unit()
+        if (
+            unit is not None
+            and self.pass_has_grad
+            and (unit.is_root or not self.root_pass.has_root)
+        ):
+            self.root_pass.turn = next(FORWARD_NUMBERS)
         if self._nested is None:
             self._pass_unit = lambda: None
         self._end_nested_pass()
@@ -297,12 +315,13 @@ class Context:
         """
         return self._end_of_backward is not None and self._end_of_backward() is None
 
-    def join_backward(self, passed: RootPass, unit: Unit) -> None:
+    def join_backward(self, passed: RootPass, unit: Unit, position: int = UNKNOWN) -> None:
         """Begin a backward, with a callback at its end, unless one is under way.
 
         Args:
             passed: The pass of the unit whose backward begins.
             unit: The unit, for error messages.
+            position: Number of the forward that the engine has reached, if known.
         """
         if self.backward_failed:
             self.repair()
@@ -317,11 +336,14 @@ class Context:
                 syncing = (unit for unit in self.units() if unit.syncs_gradients)
                 self.synced_in_backward = weakref.WeakSet(syncing)
             self.gathers.begin_backward()
+            self.graph_task = torch._C._current_graph_task_id()
         elif passed is self.backward_pass:
             return
-        else:
+        self.reduce_in_turn(position)
+        if self in _UNDER_WAY:
             # One backward through several forwards of the root reduces each unit once per forward.
             self.finish_ordered_reductions()
+        _UNDER_WAY.add(self)
         self.backward_pass = passed
         passed.is_over = True
         if self.ordered_reductions is not None:
@@ -339,7 +361,12 @@ class Context:
         """End a backward: reduce remaining gradients and bring every unit to IDLE. Collective."""
         units = self.units()
         synchronize = any(unit.syncs_gradients for unit in units)
-        self.finish_ordered_reductions()
+        # The callbacks of several roots may run in another order on another rank.
+        self.reduce_in_turn(AT_END)
+        for context in self._in_same_backward():
+            if context is self:
+                break
+            context.reductions.drain()
         for unit in reversed(units):
             if unit.reshard_after_backward:
                 unit.reshard()
@@ -375,8 +402,17 @@ class Context:
         self._run_hooks_of_synced()
         self.has_gradient = False
 
+    def _in_same_backward(self) -> list[Context]:
+        """Return the contexts of all roots in the backward under way, in order of their turns."""
+        found = [context for context in _UNDER_WAY if context.graph_task == self.graph_task]
+        if len(found) > 1:
+            found.sort(key=lambda context: context.backward_pass.turn, reverse=True)
+        return found
+
     def _forget_backward(self) -> None:
         self._end_nested_pass()
+        _UNDER_WAY.discard(self)
+        self.graph_task, self.position = -1, UNKNOWN
         self._end_of_backward = None
         self._in_backward = lambda: None
         self.deferred.clear()
@@ -423,6 +459,24 @@ class Context:
         """Reduce the units that have not been reduced in this backward yet. Collective."""
         if self.ordered_reductions is not None:
             self.reduce_in_order(self.ordered_reductions.remaining())
+
+    def reduce_in_turn(self, position: int) -> None:
+        """Reduce units whose turn has come, of all roots in the backward under way. Collective.
+
+        Args:
+            position: Number of the forward that the engine has reached.
+        """
+        self.position = position
+        for context in self._in_same_backward():
+            passed, ordered = context.backward_pass, context.ordered_reductions
+            if ordered is None or not ordered.in_order:
+                continue
+            if passed.waits(position):
+                return
+            if ready := ordered.ready(uncertain=passed.first > position):
+                context.reduce_in_order(ready)
+            if not ordered.is_done:
+                return
 
     def reduce_in_order(self, units: Sequence[Unit]) -> None:
         """Reduce units in turn, with or without a gradient on this rank. Collective."""
@@ -508,8 +562,13 @@ class Context:
 
         Drops the gradients of a failed backward that were collected but not reduced. Also drops
         gradients whose reduction was under way: it may have written them after a `zero_grad`. After
-        a failed forward, no gradient is dropped.
+        a failed forward, no gradient is dropped. Roots in the same backward are repaired together,
+        since ranks that did not fail reduced their units in order.
         """
+        for context in self._in_same_backward() or [self]:
+            context._repair()
+
+    def _repair(self) -> None:
         if self.is_in_backward or self.is_scheduled:
             # `repair` may run in inference mode, and the gradients written here are used outside
             # it.

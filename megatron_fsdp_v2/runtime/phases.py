@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
+from megatron_fsdp_v2.runtime.schedule import FORWARD_NUMBERS
+
 if TYPE_CHECKING:
     from megatron_fsdp_v2.runtime.unit import Unit
 
@@ -39,19 +41,33 @@ class ForwardRecord:
     Attributes:
         passed: The forward of the root that it was part of.
         number: Sequence number; forwards that begin later have larger numbers.
+        begins: Position of a backward that ends the unit's backward; see `RootPass`.
+        ends: Position of a backward that begins the unit's backward.
+        is_recomputed: Whether it repeats a forward.
         is_nested: Whether it ran in a pass nested in a backward.
         has_post_backward_hook: False if inputs require gradients, but no hook may mark the end of
             its backward.
     """
 
-    __slots__ = ("_unit", "has_post_backward_hook", "is_nested", "number", "passed")
+    __slots__ = (
+        "_unit",
+        "begins",
+        "ends",
+        "has_post_backward_hook",
+        "is_nested",
+        "is_recomputed",
+        "number",
+        "passed",
+    )
 
     def __init__(self, unit: Unit) -> None:
         context = unit.context
         self._unit = unit
-        self.passed = context.backward_pass if unit.is_recomputing else context.root_pass
+        self.is_recomputed = unit.is_recomputing
+        self.passed = context.backward_pass if self.is_recomputed else context.root_pass
         self.is_nested = context.is_nested
-        self.number = next(context.forward_numbers)
+        self.number = next(FORWARD_NUMBERS)
+        self.begins = self.ends = context.position if self.is_recomputed else self.number
         self.has_post_backward_hook = True
 
     def pre_backward(self) -> None:

@@ -7,7 +7,7 @@
   bytes (`PrefetchLimit`). Prefetched units that were expected before the current unit, and were not
   used, are resharded (`GatherSchedule`).
 * **Ordered reductions**: a unit is reduced once in a backward, after the last use of its parameters
-  (`OrderedReductions`).
+  (`OrderedReductions`); in a backward through several roots, one pass after the other (`RootPass`).
 * **Bounded in-flight queue**: before the number of full gradient buffers exceeds its bound, the
   oldest reduction is waited for; the reduction along the outer axis follows, with its own bound
   (`ReductionQueue`).
@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
+import sys
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.runtime.unit import Unit
 
 __all__ = [
+    "AT_END",
+    "FORWARD_NUMBERS",
+    "UNKNOWN",
     "ExecutionOrder",
     "GatherSchedule",
     "OrderedReductions",
@@ -303,17 +307,38 @@ class GatherSchedule:
 # -- ordered reductions ----------------------------------------------------------------------------
 
 
+FORWARD_NUMBERS = itertools.count()
+"""Numbers of the beginnings and ends of forwards, of all roots."""
+
+UNKNOWN = sys.maxsize
+"""Position of a backward before the first unit that it reaches."""
+
+AT_END = -2
+"""Position of a backward that has left every forward."""
+
+# Passes whose units are reduced in order, and are not all reduced yet.
+_UNREDUCED: weakref.WeakSet[RootPass] = weakref.WeakSet()
+
+
 class RootPass:
     """Number of uses of each unit in one forward of the root, and in units run outside it.
 
     A unit's gradients are complete after as many backwards as uses. The autograd graph of the
     forward holds this object, which is deleted when no backward can follow.
 
+    One backward may run through several roots whose ranks run different units. Passes are then
+    reduced one after the other, the latest root forward first: the order is the same on all ranks,
+    and that of the engine, which runs the most recently created nodes first. Forwards of all roots
+    are numbered in one sequence, so that `position`, the number of the forward that the engine has
+    reached, tells which passes the backward has left.
+
     Attributes:
         uses: Number of uses of each unit.
         recomputable: Units whose forward the backward may have to repeat.
         has_root: Whether the root ran in this pass.
         is_over: Whether its backward has begun, so that later forwards are another pass.
+        first: Number of its first forward; -1 if it has none.
+        turn: Number of the end of the root's forward; the largest one is reduced first.
     """
 
     def __init__(self) -> None:
@@ -322,6 +347,18 @@ class RootPass:
         self.recomputable: set[weakref.ref[Unit]] = set()
         self.has_root = False
         self.is_over = False
+        self.first = -1
+        self.turn = -1
+
+    def begin(self) -> None:
+        """Record the beginning of a forward whose units are reduced in order."""
+        if self.first < 0:
+            self.first = next(FORWARD_NUMBERS)
+        _UNREDUCED.add(self)
+
+    def waits(self, position: int) -> bool:
+        """Return whether gradients of a pass that is reduced before this one may still arrive."""
+        return any([p.turn > self.turn and p.first < position for p in _UNREDUCED])
 
     def add_use(self, *units: Unit) -> None:
         """Count a use of a unit's parameters.
@@ -349,52 +386,59 @@ class OrderedReductions:
     Args:
         units: All units, parents before children, in order of registration.
         in_order: Whether all units are reduced, in the fixed order.
+
+    Attributes:
+        is_done: Whether all units had their turn.
     """
 
     def __init__(self, units: Sequence[Unit], *, in_order: bool = True) -> None:
         self.in_order = in_order
+        self.is_done = True
         self._order = [weakref.ref(unit) for unit in reversed(units)]
         # Index of the unit whose turn is next.
         self._next = 0
         # Uses of each unit whose backward is pending.
         self._left: Counter[weakref.ref[Unit]] = Counter()
+        self._passed = RootPass()
 
     def begin(self, passed: RootPass) -> None:
         """Begin the backward of a pass."""
-        self._next = 0
+        self._next, self.is_done = 0, False
         self._left = passed.uses.copy()
+        self._passed = passed
+        if self.in_order:
+            _UNREDUCED.add(passed)
 
     def count_backward(self, *units: Unit) -> list[Unit]:
-        """Count the backward of one use, and return the units to reduce now, in order.
-
-        Empty if earlier turns, or more uses of the unit, are pending.
+        """Count the backward of one use, and return the units to reduce now without an order.
 
         Args:
             units: The arguments of `RootPass.add_use`.
         """
-        ready: list[Unit] = []
         for unit in units:
-            ref = weakref.ref(unit)
-            self._left[ref] -= 1
-            if not self.in_order and self._left[ref] <= 0:
-                ready.append(unit)
-        while self.in_order and self._next < len(self._order):
+            self._left[weakref.ref(unit)] -= 1
+        return [] if self.in_order else [u for u in units if self._left[weakref.ref(u)] <= 0]
+
+    def ready(self, *, uncertain: bool = False) -> list[Unit]:
+        """Return the units whose turn has come, up to the first one with a pending use.
+
+        Args:
+            uncertain: Whether units with a pending use are returned as well.
+        """
+        start = self._next
+        while self._next < len(self._order):
             ref = self._order[self._next]
-            following = ref()
-            if following is not None:
-                if self._left[ref] > 0:
-                    break
-                ready.append(following)
+            if not uncertain and self._left[ref] > 0 and ref() is not None:
+                break
             self._next += 1
-        return ready
+        else:
+            self.is_done = True
+            _UNREDUCED.discard(self._passed)
+        return [unit for ref in self._order[start : self._next] if (unit := ref()) is not None]
 
     def remaining(self) -> list[Unit]:
         """Return the units whose turn is still pending at the end of a backward."""
-        if not self.in_order:
-            return []
-        left = live(self._order[self._next :])
-        self._next = len(self._order)
-        return left
+        return self.ready(uncertain=True) if self.in_order else []
 
 
 # -- bounded in-flight queue -----------------------------------------------------------------------

@@ -25,7 +25,7 @@ from megatron_fsdp_v2.params.autograd import (
 from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.params.group import write_stale_weights
 from megatron_fsdp_v2.runtime.phases import LEGAL_MOVES, ForwardRecord, Phase
-from megatron_fsdp_v2.runtime.schedule import live
+from megatron_fsdp_v2.runtime.schedule import FORWARD_NUMBERS, live
 from megatron_fsdp_v2.runtime.unit_checks import (
     REGISTRATIONS,
     check_capture,
@@ -484,6 +484,8 @@ class Unit:
             running = self._running or (ForwardRecord(self), Inputs(), next_node_number())
             record, inputs, since = running
             record.has_post_backward_hook = not inputs.lacks_end_hook
+            if not record.is_recomputed:
+                record.ends = next(FORWARD_NUMBERS)
             # The caller may use what the forward wrote into its arguments, as it uses outputs.
             watch_outputs(record, (output, self.replaced.written(since)), since)
         return output
@@ -593,7 +595,7 @@ class Unit:
                 "after it (ZeRO-3); use sharding_strategy='optim_grads' to differentiate twice"
             )
         with self.observed_phase("pre_backward"):
-            context.join_backward(record.passed, self)
+            context.join_backward(record.passed, self, record.ends)
             self.move(Phase.BACKWARD)
             self._backward_number = record.number
             if not record.has_post_backward_hook:
@@ -628,8 +630,10 @@ class Unit:
                 # First: a reduction may allocate memory, and wait for earlier reductions.
                 self.reshard()
             ordered = context.ordered_reductions
-            ready = [self] if ordered is None else ordered.count_backward(*self._reduced())
-            context.reduce_in_order(ready)
+            if ready := [self] if ordered is None else ordered.count_backward(*self._reduced()):
+                context.reduce_in_order(ready)
+            if ordered is not None and ordered.in_order:
+                context.reduce_in_turn(record.begins)
             self.move(Phase.IDLE)
 
     def end_backward(self) -> None:

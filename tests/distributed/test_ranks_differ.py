@@ -20,7 +20,14 @@ from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp_v2.comm import interface
 from tests.distributed.nccl_double import as_on_cuda
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import error_message, on_mesh, wrap
+from tests.distributed.wrapping import (
+    batch,
+    error_message,
+    gradient_error,
+    on_mesh,
+    pair,
+    wrap,
+)
 from tests.ranks import RankFailure, RankPool, RankPools
 from tests.reference.failing import PlannedFailure, fail
 from tests.reference.models import Skipping, Stack
@@ -96,6 +103,61 @@ def test_only_a_unit_skipped_on_all_ranks_has_no_gradient(strategy: str, as_nccl
     assert nowhere
     assert not any(nowhere)
     assert all(somewhere)
+
+
+class Partial(Stack):
+    """A stack that runs the blocks whose indices are in `runs`, and then `inside`."""
+
+    runs: tuple[int, ...] = (0, 1)
+    inside: Callable[[torch.Tensor], Any] | None = None
+
+    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.runs:
+            x = self.blocks[index](x)
+        return x if self.inside is None else x + self.inside(x[:, :5]).mean()
+
+
+def _in_sequence(a: Any, b: Any, x: torch.Tensor) -> Any:
+    return a(x) + b(x)
+
+
+def _first_again(a: Any, b: Any, x: torch.Tensor) -> Any:
+    return a(x) + b(x) + a(2 * x)
+
+
+def _alternating(a: Any, b: Any, x: torch.Tensor) -> Any:
+    found = a(x) + b(x)
+    runs = [model.blocks[0] for model in (a, b, a) if 0 in model.runs]
+    return found + sum(block(torch.ones(1, 7)).square().mean() for block in runs)
+
+
+def _nested(a: Any, b: Any, x: torch.Tensor) -> Any:
+    vars(a)["inside"] = b
+    return a(x)
+
+
+ROOTS = {
+    "in sequence": _in_sequence,
+    "the first one again": _first_again,
+    "alternating": _alternating,
+    "one inside the other": _nested,
+}
+
+
+@on_ranks("mesh", mesh=["2", "HSDP 2x2"], order=list(ROOTS))
+def test_units_of_several_roots_may_be_skipped_in_one_loss(mesh: str, order: str) -> None:
+    options = on_mesh(mesh) | {"sharding_strategy": "optim_grads", "max_live_grad_buffers": 1}
+    pairs = [pair(lambda: Partial(2), **options) for _ in range(2)]
+    plain, sharded = zip(*pairs, strict=True)
+    # Blocks that ranks run, of both roots; all blocks have the same size.
+    for runs in (((0, 1), (0, 1)), ((0, 1), ())), (((1,), (0, 1)), ((0,), (1,))):
+        for rank in range(size := dist.get_world_size()):
+            for a, b in (plain, sharded) if rank == dist.get_rank() else (plain,):
+                a.runs, b.runs = runs[rank % 2]
+                loss = ROOTS[order](a, b, batch(rank)).square().mean()
+                (loss / size if a is plain[0] else loss).backward()
+    errors = [gradient_error(mine, theirs) for theirs, mine in pairs]
+    assert max(errors) < 1e-6, errors
 
 
 TIMEOUT_S = 1.5

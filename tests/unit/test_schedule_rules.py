@@ -252,7 +252,10 @@ def _backward(
 ) -> list[list[int]]:
     """Return the units reduced after each use, and last those at the end of the backward."""
     ordered.begin(passed)
-    reduced = [[unit.name for unit in ordered.count_backward(units[name])] for name in ended]
+    reduced = []
+    for name in ended:
+        ready = ordered.count_backward(units[name])
+        reduced.append([unit.name for unit in (ordered.ready() if ordered.in_order else ready)])
     return [*reduced, [unit.name for unit in ordered.remaining()]]
 
 

@@ -264,6 +264,13 @@ class Context:
             self.gathers, self.pass_has_grad = self._nested.gathers, self._nested.pass_has_grad
             self._nested = None
 
+    def count_forward(self, unit: Unit) -> None:
+        """Count a forward of a unit that may have a backward, to find units with several."""
+        ordered = self.ordered_reductions
+        has_backward = self.pass_has_grad or torch.is_grad_enabled()
+        if has_backward and ordered is not None and not ordered.in_order:
+            self.root_pass.begin_forward(*unit.reduced_units())
+
     def end_forward(self, *, failed: bool = False) -> None:
         """End the forward that began the pass.
 
@@ -450,6 +457,10 @@ class Context:
 
     def note_backward(self, unit: Unit) -> None:
         """Record that the backward of a unit begins, which ends its recomputation."""
+        unit.has_pending_reduction = True
+        for group in unit.tied_groups:
+            if (owner := group.unit()) is not None:
+                owner.has_pending_reduction = True
         self._in_backward = ref = weakref.ref(unit)
         self._recomputed.pop(ref, None)
 
@@ -459,6 +470,19 @@ class Context:
         """Reduce the units that have not been reduced in this backward yet. Collective."""
         if self.ordered_reductions is not None:
             self.reduce_in_order(self.ordered_reductions.remaining())
+
+    def reduce_after(self, unit: Unit, position: int) -> None:
+        """Reduce the units whose turn has come after the backward of one use. Collective.
+
+        Args:
+            unit: The unit whose backward ended.
+            position: Number of the forward that the engine has reached.
+        """
+        ordered = self.ordered_reductions
+        units = [unit] if ordered is None else ordered.count_backward(*unit.reduced_units())
+        self.reduce_in_order(units)
+        if ordered is not None and ordered.in_order:
+            self.reduce_in_turn(position)
 
     def reduce_in_turn(self, position: int) -> None:
         """Reduce units whose turn has come, of all roots in the backward under way. Collective.

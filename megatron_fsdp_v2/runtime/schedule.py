@@ -337,6 +337,8 @@ class RootPass:
         recomputable: Units whose forward the backward may have to repeat.
         has_root: Whether the root ran in this pass.
         is_over: Whether its backward has begun, so that later forwards are another pass.
+        begun: Number of each unit's first forward, if units are reduced without a fixed order.
+        repeated: Units with more than one forward.
         first: Number of its first forward; -1 if it has none.
         turn: Number of the end of the root's forward; the largest one is reduced first.
     """
@@ -347,6 +349,8 @@ class RootPass:
         self.recomputable: set[weakref.ref[Unit]] = set()
         self.has_root = False
         self.is_over = False
+        self.begun: dict[weakref.ref[Unit], int] = {}
+        self.repeated: set[weakref.ref[Unit]] = set()
         self.first = -1
         self.turn = -1
 
@@ -359,6 +363,18 @@ class RootPass:
     def waits(self, position: int) -> bool:
         """Return whether gradients of a pass that is reduced before this one may still arrive."""
         return any([p.turn > self.turn and p.first < position for p in _UNREDUCED])
+
+    def begin_forward(self, *units: Unit) -> None:
+        """Record the beginning of a unit's forward.
+
+        Args:
+            units: The arguments of `add_use`.
+        """
+        for ref in map(weakref.ref, units):
+            if ref in self.begun:
+                self.repeated.add(ref)
+            else:
+                self.begun[ref] = next(FORWARD_NUMBERS)
 
     def add_use(self, *units: Unit) -> None:
         """Count a use of a unit's parameters.
@@ -375,6 +391,10 @@ class OrderedReductions:
 
     A unit is reduced once, after the last use of its parameters: ranks may use them different
     numbers of times, so their gradients may arrive at different times.
+
+    If uses need gathers (ZeRO-3), all ranks run the same forwards, but the gradients of a unit with
+    several forwards need not reach the same ones. Such a unit is therefore reduced together with
+    the next unit that has a single forward, once the backward has left all its own.
 
     If no use of a unit needs a gather (ZeRO-0, 1, 2), a rank may skip a unit that others run, or
     run it more often. Its reductions must still pair with theirs, and collectives pair by order. So
@@ -400,6 +420,8 @@ class OrderedReductions:
         # Uses of each unit whose backward is pending.
         self._left: Counter[weakref.ref[Unit]] = Counter()
         self._passed = RootPass()
+        # Units with several forwards in order of the first one, not reduced yet.
+        self._repeated: list[weakref.ref[Unit]] = []
 
     def begin(self, passed: RootPass) -> None:
         """Begin the backward of a pass."""
@@ -408,16 +430,28 @@ class OrderedReductions:
         self._passed = passed
         if self.in_order:
             _UNREDUCED.add(passed)
+        self._repeated = [ref for ref in passed.begun if ref in passed.repeated]
 
     def count_backward(self, *units: Unit) -> list[Unit]:
-        """Count the backward of one use, and return the units to reduce now without an order.
+        """Count the backward of one use; without a fixed order, return the units to reduce now.
 
         Args:
             units: The arguments of `RootPass.add_use`.
         """
-        for unit in units:
-            self._left[weakref.ref(unit)] -= 1
-        return [] if self.in_order else [u for u in units if self._left[weakref.ref(u)] <= 0]
+        refs = [weakref.ref(unit) for unit in units]
+        for ref in refs:
+            self._left[ref] -= 1
+        if self.in_order:
+            return []
+        begun, repeated, left = self._passed.begun, self._passed.repeated, self._repeated
+        found = []
+        if refs[0] not in repeated:
+            while left and begun[left[-1]] > begun.get(refs[0], 0):
+                unit = left.pop()()
+                if unit is not None and unit.has_pending_reduction:
+                    found.append(unit)
+        ready = zip(units, refs, strict=True)
+        return found + [u for u, ref in ready if self._left[ref] <= 0 and ref not in repeated]
 
     def ready(self, *, uncertain: bool = False) -> list[Unit]:
         """Return the units whose turn has come, up to the first one with a pending use.

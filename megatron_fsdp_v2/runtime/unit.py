@@ -398,6 +398,7 @@ class Unit:
             self.unshard_for(WeightUse.FORWARD)
             if not recomputes:
                 context.gathers.in_forward(self, self.forward_prefetch)
+                context.count_forward(self)
         args, kwargs = self.cast_inputs(args, kwargs)
         self._running = None
         if torch.is_grad_enabled():
@@ -505,9 +506,9 @@ class Unit:
     def count_use(self) -> None:
         """Count a use of the unit's parameters, whose backward its reduction has to wait for."""
         if self.context.ordered_reductions is not None:
-            self.context.root_pass.add_use(*self._reduced())
+            self.context.root_pass.add_use(*self.reduced_units())
 
-    def _reduced(self) -> list[Unit]:
+    def reduced_units(self) -> list[Unit]:
         """Return this unit and the owners of its tied groups."""
         return [self, *live(group.unit for group in self.tied_groups)]
 
@@ -600,7 +601,6 @@ class Unit:
             self._backward_number = record.number
             if not record.has_post_backward_hook:
                 record.defer_post_backward()
-            self.has_pending_reduction = True
             self.is_recomputed, self._was_recomputed = self._was_recomputed, False
             context.note_backward(self)
             context.gathers.before_use(self)
@@ -629,11 +629,7 @@ class Unit:
             if self.reshard_after_backward:
                 # First: a reduction may allocate memory, and wait for earlier reductions.
                 self.reshard()
-            ordered = context.ordered_reductions
-            if ready := [self] if ordered is None else ordered.count_backward(*self._reduced()):
-                context.reduce_in_order(ready)
-            if ordered is not None and ordered.in_order:
-                context.reduce_in_turn(record.begins)
+            context.reduce_after(self, record.begins)
             self.move(Phase.IDLE)
 
     def end_backward(self) -> None:

@@ -160,6 +160,31 @@ def test_units_of_several_roots_may_be_skipped_in_one_loss(mesh: str, order: str
     assert max(errors) < 1e-6, errors
 
 
+class Repeated(Stack):
+    """A stack whose middle block runs again; a gradient does not reach the forward `detached`."""
+
+    detached = -1
+
+    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        for place, index in enumerate((0, 1, 2, 1)):
+            added = self.blocks[index](x) - x
+            x = x + (added.detach() if place == self.detached else added)
+        return x
+
+
+@on_ranks(2, depth=[1, 2])
+def test_a_unit_run_twice_may_lack_the_gradient_of_one_forward_on_a_rank(depth: int) -> None:
+    plain, sharded = pair(Repeated, unshard_prefetch_depth=depth)
+    # From the second step on, units are prefetched in the forward as well.
+    for detached in (-1, 1, 3):
+        for rank in range(2):
+            for model in (plain, sharded) if rank == dist.get_rank() else (plain,):
+                model.detached = detached if rank == 1 else -1
+                loss = model(batch(rank)).square().mean()
+                (loss / 2 if model is plain else loss).backward()
+    assert gradient_error(sharded, plain) < 1e-6
+
+
 TIMEOUT_S = 1.5
 WIDTH = 8
 

@@ -232,6 +232,7 @@ class NamedUnit:
 
     def __init__(self, name: int) -> None:
         self.name = name
+        self.has_pending_reduction = True
 
 
 def _ordered_reductions(count: int) -> tuple[list[Any], OrderedReductions]:
@@ -243,6 +244,7 @@ def _ordered_reductions(count: int) -> tuple[list[Any], OrderedReductions]:
 def _forward(units: Sequence[Any], ran: Sequence[int]) -> RootPass:
     passed: RootPass = RootPass()
     for name in ran:
+        passed.begin_forward(units[name])
         passed.add_use(units[name])
     return passed
 
@@ -281,8 +283,11 @@ def test_deleted_unit_is_not_reduced() -> None:
     assert [unit.name for unit in ordered.remaining()] == [0, 2]
 
 
-def test_without_an_order_each_unit_is_reduced_after_its_last_use() -> None:
-    units: list[Any] = [NamedUnit(name) for name in range(3)]
+@pytest.mark.parametrize("ended", [[4, 1, 3, 1, 0], [4, 1, 3, 0], [4, 3, 1, 0]])
+def test_without_an_order_a_repeated_unit_is_reduced_with_the_next_unit_that_runs_once(
+    ended: Sequence[int],
+) -> None:
+    units: list[Any] = [NamedUnit(name) for name in range(5)]
     ordered = OrderedReductions(units[::-1], in_order=False)
-    passed = _forward(units, [0, 1, 1, 2])
-    assert _backward(units, ordered, passed, [1, 2, 1]) == [[], [2], [1], []]
+    reduced = _backward(units, ordered, _forward(units, [0, 1, 3, 1, 4]), ended)
+    assert [one for one in reduced if one] == [[4], [3], [1, 0]]

@@ -375,7 +375,9 @@ class ParameterGroup:
         if not self._reference_count:
             if in_forward:
                 self.parameters.sync()
-                self.refresh(weight_version, async_op=False)
+                # The gathers of `gather` follow in the same stream; without streams they would not.
+                is_queued = async_op and self._context.comm.has_streams
+                self.refresh(weight_version, async_op=is_queued)
             self._gathering = []
         try:
             self.gather(uses, async_op=async_op)

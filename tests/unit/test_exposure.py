@@ -38,12 +38,15 @@ MACHINE = Machine(
 FULL = Strategy("optim_grads_params")
 
 
-def planned(sizes: tuple[int, ...], seconds: float, **options: Any) -> OverlapReport:
+def planned(
+    sizes: tuple[int, ...], seconds: float, strategy: Strategy = FULL, **options: Any
+) -> OverlapReport:
     """Return the planned overlap of a step.
 
     Args:
         sizes: Number of layers of each unit; a gather or reduction takes one second per layer.
         seconds: Time of each unit's forward; its backward takes twice as long.
+        strategy: Sharding strategy.
         options: Options of the root.
     """
     with torch.device("meta"):
@@ -53,7 +56,7 @@ def planned(sizes: tuple[int, ...], seconds: float, **options: Any) -> OverlapRe
     training = TrainingDescription(
         units, {"dp": MeshDescription(NUM_RANKS)}, tokens=1, options=RuntimeOptions(**options)
     )
-    plan = plan_one(training, FULL, MACHINE)
+    plan = plan_one(training, strategy, MACHINE)
     assert plan.overlap.exposed_seconds == pytest.approx(plan.exposed_seconds)
     return plan.overlap
 
@@ -95,6 +98,11 @@ def test_prefetch_limit_is_the_reason_of_a_wait_and_more_bytes_remove_it() -> No
 def test_gathers_without_prefetch_do_not_overlap() -> None:
     off = planned((1, 1, 1), 3.0, enable_unshard_prefetch=False)
     assert [reason for *_, reason in waits(off)[1:3]] == [Reason.AT_ONCE] * 2
+
+
+def test_gathers_along_the_outer_axis_overlap_computation() -> None:
+    found = planned((1, 1, 1, 1), 3.0, Strategy("optim_grads_params", "optim", outer_size=2))
+    assert {unit for unit, *_ in waits(found, "refresh")} == {"0"}
 
 
 def test_reductions_wait_for_buffers_or_at_the_end_or_at_once() -> None:

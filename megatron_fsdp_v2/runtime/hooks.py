@@ -302,7 +302,9 @@ class UnitState:
 def _show_sharded(module: Any, *args: Any) -> None:
     """Register sharded parameters on a module before its state dict is made."""
     del args
-    module._fsdp_hidden = [group for group in groups_of(module) if group.show_sharded(module)]
+    # A module that several units share has the hooks of each; the first one finds the groups.
+    hidden: list[Any] = vars(module).setdefault("_fsdp_hidden", [])
+    hidden += [group for group in groups_of(module) if group.show_sharded(module)]
 
 
 def _show_gathered(module: nn.Module, *args: Any) -> None:

@@ -40,6 +40,15 @@ def test_repair_of_a_failed_backward_keeps_gradients_of_a_loss_of_weights(pools:
     assert outcome.kind == "same", outcome.text
 
 
+def test_state_dict_keeps_the_weights_of_a_module_in_two_units_gathered(pools: RankPools) -> None:
+    shared = Node(1, "linear")
+    unit = Node(2, "seq", unit=True, children=(shared,))
+    tree = Node(4, "seq", children=(unit, Node(3, "again", size=shared.id)))
+    program = (Event("forward"), Event("state"), Event("evaluate"))
+
+    assert outcome_of(Case(0, tree=tree, program=program), pools) == Outcome("same")
+
+
 def test_norms_that_overflow_in_both_loops_are_equal(pools: RankPools) -> None:
     options = Options(mesh=(2,), scale=1e30)
     program = (Event("forward"), Event("backward"), Event("clip"))

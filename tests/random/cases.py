@@ -63,6 +63,7 @@ class Options:
         live: `max_live_grad_buffers`.
         pool: `enable_trace_pool`.
         check: `check_ranks`.
+        meta: Whether the model is built on the meta device, sharded, and then loaded.
         optimizer: A key of `models.OPTIMIZERS`.
     """
 
@@ -79,6 +80,7 @@ class Options:
     live: int = 2
     pool: bool = False
     check: str = "once"
+    meta: bool = False
     optimizer: str = "sgd"
 
 
@@ -117,6 +119,7 @@ class Case:
         ties: Pairs of ids of `linear` or `embed` nodes that share a weight.
         ends: Whether input and output layers belong to the `root` or are `units`.
         output: Structure of the root's output; a variant of `struct`.
+        roots: Number of models of this tree in one loss; each is a root of its own.
         options: The initial sharding.
         program: The events in order.
     """
@@ -128,6 +131,7 @@ class Case:
     ties: tuple[tuple[int, int], ...] = ()
     ends: str = "root"
     output: str = "tensor"
+    roots: int = 1
     options: Options = field(default_factory=Options)
     program: tuple[Event, ...] = ()
 

@@ -18,9 +18,10 @@ MESHES: dict[int, list[tuple[int, ...]]] = {
 SHAPES = ["0x3", "1", "1x5", "7", "3x2x5", "13x1", "11x3", "5x1x1x2"]
 INNER = {
     **{"seq": 2, "repeat": 1, "checkpoint": 2, "detached": 1, "dead": 1},
-    **{"no grad": 1, "branch": 2, "in place": 1, "own input": 1, "pack": 2},
+    **{"no grad": 1, "branch": 2, "in place": 1, "own input": 1, "pack": 2, "echo": 1},
 }
 """Kinds of containers and their probability weights."""
+ECHOES = ["hook", "hook grad", "function", "hook other", "function grad other"]
 OPTIMIZERS = ["sgd", "momentum", "momentum", "decay", "adamw", "adamw foreach", "adamw fused"]
 OPTIMIZERS += ["momentum flat", "adamw flat", "adamw flat"]
 PACKS = [how for how in models.PACKS if how != "tensor"]
@@ -53,10 +54,22 @@ class Generator:
     def leaf(self) -> Node:
         """Draw a module without children."""
         kind = self.random.choice(
-            ["linear", "linear", "linear", "mlp", "mlp", "embed", "odd", "odd", "spare", "act"]
+            [
+                "linear",
+                "linear",
+                "linear",
+                "mlp",
+                "mlp",
+                "embed",
+                "odd",
+                "odd",
+                "spare",
+                "act",
+                "gru",
+            ]
         )
         how, size = "", 0
-        if kind == "linear":
+        if kind in ("linear", "gru"):
             how = "no bias" if self.chance(0.3) else ""
         elif kind == "mlp":
             size = self.random.choice([1, 3, 7, 11])
@@ -84,6 +97,10 @@ class Generator:
         if kind == "own input":
             inner = self.node("own input", children, unit=unit)
             return self.node("fresh", (inner,))
+        if kind == "echo":
+            # The backward calls a child outside of the forward of the units around it.
+            inner = self.node("seq", children, unit=True)
+            return self.node("echo", (inner,), how=self.random.choice(ECHOES), unit=unit)
         if kind == "pack":
             inner = self.node("pack", children, how=self.random.choice(PACKS), unit=unit)
             how = "keywords" if self.chance(0.3) else ""
@@ -159,6 +176,7 @@ class Generator:
             live=self.random.choice([1, 2, 2, 3]),
             pool=self.chance(0.35),
             check=self.random.choice(["once", "once", "once", "never", "always"]),
+            meta=self.chance(0.15),
             optimizer=self.random.choice(OPTIMIZERS),
         )
 
@@ -240,7 +258,8 @@ class Generator:
         for _ in range(self.random.randint(2, 4)):
             events += self.step()
             if self.chance(0.1):
-                events.append(Event("load", seed=self.data()))
+                how = self.random.choice(["", "assign", "assign sharded"])
+                events.append(Event("load", seed=self.data(), how=how))
             if saved and self.chance(0.5):
                 options = self.options() if self.chance(0.5) else None
                 how = "torch" if saved == "torch" else ""
@@ -260,6 +279,7 @@ class Generator:
             ties=self.ties(),
             ends=self.random.choice(["root", "root", "units"]),
             output=self.random.choice(OUTPUTS),
+            roots=self.random.choice([1, 1, 1, 2]),
             options=self.options(),
             program=self.program(),
         )

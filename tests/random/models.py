@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -28,14 +28,18 @@ class Call:
     Attributes:
         tokens: For embeddings, `(rows,)`.
         chosen: Nodes that this forward skips, or runs once more, on this rank.
+        chosen_second: The same of the second root.
         fail: Node whose forward or backward fails; -1 for none.
         fails_in: `forward`, `backward` or `recomputation`.
+        other: With two roots, the one that a backward of this root may run.
     """
 
     tokens: torch.Tensor
     chosen: frozenset[int] = frozenset()
+    chosen_second: frozenset[int] = frozenset()
     fail: int = -1
     fails_in: str = ""
+    other: Callable[[torch.Tensor], Any] | None = None
 
 
 class Named(NamedTuple):
@@ -137,6 +141,17 @@ class EmbedPart(Part):
         return x + 0.3 * self.table(call.tokens % self.node.size).to(x.dtype)
 
 
+class GruPart(Part):
+    """A recurrent layer, added to its input; it keeps a list of its parameters."""
+
+    def make(self, width: int) -> None:
+        self.gru = nn.GRU(width, width, bias=self.node.how != "no bias")
+
+    def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        out, _ = self.gru(x.to(self.gru.weight_ih_l0.dtype))
+        return x + 0.5 * out.to(x.dtype)
+
+
 class OddPart(Part):
     """Parameters of unusual shapes, and a buffer."""
 
@@ -213,6 +228,46 @@ def _unpack(part: Part, x: torch.Tensor, call: Call) -> torch.Tensor:
     return x
 
 
+def _sum_of(output: Any) -> torch.Tensor:
+    return torch.stack([tensor.detach().double().mean() for tensor in tensors_of(output)]).sum()
+
+
+class _ScaledInBackward(torch.autograd.Function):
+    """The identity; its backward multiplies the gradient by the result of a function."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, factor: Callable[[], torch.Tensor]) -> torch.Tensor:
+        ctx.factor = factor
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0] * ctx.factor(), None
+
+
+def _echo(part: Part, x: torch.Tensor, call: Call) -> torch.Tensor:
+    """Run the children; the backward runs them again, or another root, and uses the output."""
+    how, seen = part.node.how, x.detach().clone()
+
+    def factor() -> torch.Tensor:
+        with torch.enable_grad() if "grad" in how else torch.no_grad():
+            if "other" in how and call.other is not None:
+                out = call.other(seen)
+            else:
+                # A failure of the planned node belongs to the pass itself.
+                out = part.inside(seen, replace(call, fail=-1))
+        return 1.0 + 0.1 * torch.tanh(_sum_of(out)).to(x.dtype)
+
+    y = part.inside(x, call)
+    if not y.requires_grad:
+        return y
+    if "function" in how:
+        return _ScaledInBackward.apply(y, factor)
+    y = y.view_as(y)
+    y.register_hook(lambda grad: grad * factor())
+    return y
+
+
 COMPUTE: dict[str, Callable[[Any, torch.Tensor, Call], Any]] = {
     "act": lambda part, x, call: torch.tanh(x),
     "seq": Part.inside,
@@ -221,6 +276,7 @@ COMPUTE: dict[str, Callable[[Any, torch.Tensor, Call], Any]] = {
     # The children get a detached input; their output is added.
     "detached": lambda part, x, call: x + 0.5 * part.inside(x.detach(), call),
     "dead": _dead,
+    "echo": _echo,
     "no grad": _no_grad,
     # The children are skipped if the node is chosen.
     "branch": lambda part, x, call: x if part.node.id in call.chosen else part.inside(x, call),
@@ -237,6 +293,7 @@ LEAVES: dict[str, type[Part]] = {
     "linear": LinearPart,
     "mlp": MlpPart,
     "embed": EmbedPart,
+    "gru": GruPart,
     "odd": OddPart,
     "spare": SparePart,
 }
@@ -259,6 +316,29 @@ class Tree(nn.Module):
         return PACKS[self.output_kind][0](y)
 
 
+class Pair(nn.Module):
+    """Two models in one loss, each a root of its own; this module is not sharded."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.first = Tree(case)
+        self.second = Tree(case)
+
+    @property
+    def known(self) -> dict[int, nn.Module]:
+        """The modules of each node in both models."""
+        second = self.second.known
+        return {id_: nn.ModuleList([part, second[id_]]) for id_, part in self.first.known.items()}
+
+    def forward(self, x: torch.Tensor, call: Call) -> Any:
+        call_of_second = replace(call, chosen=call.chosen_second)
+
+        def other(seen: torch.Tensor) -> Any:
+            return self.second(seen[:, :1].expand(-1, INPUT), replace(call_of_second, fail=-1))
+
+        return self.first(x, replace(call, other=other)), self.second(x, call_of_second)
+
+
 def _built(node: Node, case: Case, known: dict[int, nn.Module]) -> nn.Module:
     children = []
     for child in node.children:
@@ -276,18 +356,25 @@ def _built(node: Node, case: Case, known: dict[int, nn.Module]) -> nn.Module:
     return part
 
 
-def build(case: Case) -> Tree:
-    """Build the model of a case; identical at every call."""
+def build(case: Case, device: str = "cpu") -> Any:
+    """Build the model of a case, a `Tree` or a `Pair`; identical at every call on a CPU."""
     torch.manual_seed(case.seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, case.dtype))
     try:
-        model = Tree(case)
+        with torch.device(device):
+            model = Tree(case) if case.roots == 1 else Pair(case)
     finally:
         torch.set_default_dtype(before)
-    for first, second in case.ties:
-        _tie(model.known.get(first), model.known.get(second))
+    for root in roots(model):
+        for first, second in case.ties:
+            _tie(root.known.get(first), root.known.get(second))
     return model
+
+
+def roots(model: Any) -> list[Any]:
+    """Return the outermost modules that are sharded."""
+    return [model.first, model.second] if isinstance(model, Pair) else [model]
 
 
 def _tie(first: Any, second: Any) -> None:
@@ -303,8 +390,13 @@ def _tie(first: Any, second: Any) -> None:
         sites[1].weight = one
 
 
-def units(model: Tree, case: Case) -> Iterator[nn.Module]:
-    """Modules to shard, children first, the root last."""
+def units(model: Any, case: Case) -> Iterator[nn.Module]:
+    """Modules to shard, children first, each root last."""
+    for root in roots(model):
+        yield from _units_of(root, case)
+
+
+def _units_of(model: Tree, case: Case) -> Iterator[nn.Module]:
     if case.ends == "units":
         yield model.input
         yield model.output

@@ -29,7 +29,7 @@ from tests.distributed.checkpoint_trainings import torch_load, torch_save
 from tests.distributed.test_operators import OF_ONE_TENSOR
 from tests.distributed.wrapping import mesh_of, whole
 from tests.random.cases import Case, Event, Options
-from tests.random.models import INPUT, OPTIMIZERS, Call, Tree, build, tensors_of, units
+from tests.random.models import INPUT, OPTIMIZERS, Call, build, roots, tensors_of, units
 from tests.reference.failing import PlannedFailure
 from tests.reference.training import distances
 from tests.sharding import arguments
@@ -136,7 +136,7 @@ def loss_of(output: Any) -> torch.Tensor:
 
 def shard(case: Case, options: Options) -> Any:
     """Build and shard the model of a case."""
-    model = build(case)
+    model = build(case, "meta" if options.meta else "cpu")
     given = arguments(
         mesh=mesh_of(*options.mesh),
         sharding_strategy=options.strategy,
@@ -204,10 +204,12 @@ class Run:
         self.position = -1
         self.options = case.options
         with _plain():
-            self.plain: Tree = build(case)
+            self.plain = build(case)
             make = OPTIMIZERS[case.options.optimizer]
             self.plain_optimizer = make(self.plain.parameters())
         self.model = shard(case, case.options)
+        if case.options.meta:
+            self.model.load_state_dict(self.plain.state_dict())
         # Keep sharded parameters: between a forward and its backward, modules have gathered ones.
         self.params: dict[str, Any] = dict(self.model.named_parameters())
         self.optimizer = make(self.model.parameters())
@@ -228,7 +230,8 @@ class Run:
     def call(self, seed: int, rank: int) -> tuple[torch.Tensor, Call]:
         """Return input and call of one rank's forward."""
         x, tokens = batch(self.case, seed, rank)
-        return x, Call(tokens, chosen(self.case, seed, rank))
+        skipped, of_second = (chosen(self.case, seed + root, rank) for root in range(2))
+        return x, Call(tokens, skipped, of_second)
 
     def own(self, event: Event) -> tuple[torch.Tensor, Call]:
         """Return input and call of this rank's forward."""
@@ -360,12 +363,16 @@ class Run:
         with _plain():
             torch.stack(losses).sum().mul(self.factor).backward(retain_graph=retains)
         if "no sync" in event.how:
-            with self.model.no_sync():
+            with contextlib.ExitStack() as stack:
+                for root in roots(self.model):
+                    stack.enter_context(root.no_sync())
                 loss.backward(retain_graph=retains)
         else:
-            self.model.set_is_last_backward("not last" not in event.how)
+            for root in roots(self.model):
+                root.set_is_last_backward("not last" not in event.how)
             loss.backward(retain_graph=retains)
-            self.model.set_is_last_backward(True)
+            for root in roots(self.model):
+                root.set_is_last_backward(True)
         self.unsynced = "no sync" in event.how or "not last" in event.how
         self.has_grads = True
         if x.requires_grad and before[self.rank] is None and x.grad is not None:
@@ -471,7 +478,8 @@ class Run:
         self.slots.clear()
         if event.how != "forward" and self.case.differs_by_rank:
             # Reset before other collectives, since ranks may have issued different reductions.
-            self.model.reset_iter_state()
+            for root in roots(self.model):
+                root.reset_iter_state()
             self._zero(set_to_none=True)
         self._zero(event.flag)
         # Align zeros and None on both sides. A reduction in flight may overwrite zeros; the next
@@ -544,7 +552,8 @@ class Run:
             self.check_error(f"full {name}", _distance(found, full.detach().double()))
 
     def do_load(self, event: Event) -> None:
-        """Load other weights, given in full."""
+        """Load other weights, given in full; `how`: `assign` replaces the
+        parameters by them, and `assign sharded` by their own state dict."""
         self.slots.clear()
         generator = torch.Generator().manual_seed(event.seed)
         known: dict[int, torch.Tensor] = {}
@@ -557,7 +566,11 @@ class Run:
                 known[key] = (value.double() * 0.7 + 0.1 * noise).to(value.dtype)
             state[name] = known[key]
         self.plain.load_state_dict(state)
-        self.model.load_state_dict(state)
+        # A copy, since the model may use the memory of what is assigned to it.
+        given = {name: value.clone() for name, value in state.items()}
+        self.model.load_state_dict(given, assign=event.how == "assign")
+        if event.how == "assign sharded":
+            self.model.load_state_dict(self.model.state_dict(), assign=True)
         self.compare_params()
 
     def do_functional(self, event: Event) -> None:

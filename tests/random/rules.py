@@ -52,6 +52,10 @@ def broken_rule(case: Case) -> str:
             return "at ZeRO-3 every rank runs the backward of every unit"
         if options.mesh[-1] > 1 and options.strategy == ZERO_3 and penalizes:
             return "at ZeRO-3 a double backward is rejected"
+    if any(node.kind == "echo" and node.id in parts for node in nodes):
+        return "every rank runs the forwards of a backward"
+    if any(not child.unit for node in nodes if node.kind == "echo" for child in node.children):
+        return "a backward calls units, whose weights no other module gathers"
     has_torch = any(event.do == "save" and event.how == "torch" for event in case.program)
     if has_torch and any(event.do == "freeze" for event in case.program):
         return "torch's own calls leave out the state of parameters that are frozen now"

@@ -98,6 +98,13 @@ def test_mismatch_is_named_with_the_flag_to_change(
     assert re.search(said, check_request(path, REQUESTED, _args(**was), _args()).problem)
 
 
+def test_query_groups_that_no_layer_has_are_not_a_difference(tmp_path: Path) -> None:
+    heads = {"group_query_attention": False, "num_attention_heads": 4}
+    saved, mine = (_args(**heads, num_query_groups=number) for number in (4, 1))
+    problem = check_request(_saved(tmp_path, "model.decoder"), REQUESTED, saved, mine).problem
+    assert problem and "num_query_groups" not in problem
+
+
 # By requested entry: the beginning of missing entries, what keeps its value, the expected note.
 OPTIONAL: dict[str, tuple[str, tuple[str, ...], str]] = {
     # A parameter saved before its first step.

@@ -278,8 +278,15 @@ def _flag_differences(saved: Any, args: Any) -> list[str]:
     """Return the model flags that differ between the runs."""
     differences = []
     for name in _MODEL_ARGS:
-        was, now = getattr(saved, name, _ABSENT), getattr(args, name, _ABSENT)
+        was, now = _value(saved, name), _value(args, name)
         if was != now and _ABSENT not in (was, now):
             flag = name.replace("add_bias", "disable_bias").replace("_", "-")
             differences.append(f"--{flag} ({name}) was {was} and is {now}")
     return [f"Flags that differ: {', '.join(differences)}"] if differences else []
+
+
+def _value(args: Any, name: str) -> Any:
+    # Without the flag, Megatron sets the number of groups when it first logs, before a save.
+    if name == "num_query_groups" and not getattr(args, "group_query_attention", True):
+        return args.num_attention_heads
+    return getattr(args, name, _ABSENT)

@@ -40,6 +40,21 @@ def check_combinations(args: Any) -> None:
             "Engine gathers activations and scales in one coalesced collective, which gloo lacks; "
             "rehearse with another recipe, or without --sequence-parallel"
         )
+    if args.multi_latent_attention and args.position_embedding_type == "yarn":
+        raise RehearsalError(
+            "--position-embedding-type yarn cannot be used with --multi-latent-attention: Megatron "
+            "sets its parameters for other attentions only; add --position-embedding-type rope "
+            "--rope-type yarn"
+        )
+    variant = args.experimental_attention_variant
+    pattern = args.hybrid_layer_pattern or ""
+    has_delta_nets = variant == "gated_delta_net" or "G" in pattern
+    if has_delta_nets and not (args.swiglu or args.deterministic_mode):
+        layers = f"--hybrid-layer-pattern {pattern}" if "G" in pattern else variant
+        raise RehearsalError(
+            f"gated delta nets ({layers}) need --swiglu: their convolution has the activation of "
+            "the MLPs, and its kernel supports SiLU only"
+        )
     if args.transformer_impl != "local":
         return
     has_sequential = bool(args.num_experts) and not args.moe_grouped_gemm

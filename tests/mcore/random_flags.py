@@ -47,7 +47,7 @@ ATTENTION: tuple[str, ...] = (
     "--multi-latent-attention --rope-type rope --kv-lora-rank 16",
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
     "--linear-conv-kernel-dim 4 --linear-key-head-dim 8 --linear-value-head-dim 16 "
-    "--linear-num-key-heads 2 --linear-num-value-heads 4",
+    "--linear-num-key-heads 2 --linear-num-value-heads 4 --swiglu",
     "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 "
     "--experimental-attention-variant dsa --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 64 "
     "--dsa-indexer-topk 8",

@@ -207,6 +207,8 @@ TRAINED = r"""
 --recompute-granularity selective --recompute-modules mlp : --recompute-modules mlp without --disable-bias-linear cannot be used
 --num-experts 2 --moe-router-topk 2 --disable-bias-linear --recompute-granularity selective --recompute-modules moe_act : Megatron rejects these flags: moe_act in recompute_modules is only supported
 --num-experts 2 --moe-router-topk 2 --moe-grouped-gemm --moe-shared-expert-intermediate-size 8 : Megatron cannot build the model that these flags describe: bias is not supported
+--experimental-attention-variant gated_delta_net --linear-attention-freq 2 : gated_delta_net\) need --swiglu
+--multi-latent-attention --position-embedding-type yarn : --position-embedding-type yarn cannot be used with --multi-latent-attention
 FSDP --bf16 --megatron-fsdp-main-params-dtype bf16 : AdamW cannot step main weights in bf16 with gradients in fp32.*--megatron-fsdp-main-grads-dtype bf16
 FSDP --bf16 --megatron-fsdp-main-grads-dtype bf16 --optimizer lion : cannot step main weights in fp32 with gradients in bf16
 FSDP --fp16 --megatron-fsdp-main-params-dtype fp16 --megatron-fsdp-main-grads-dtype fp16 : --clip-grad 1.0 cannot be used with gradients in fp16

@@ -44,11 +44,21 @@ OPTIMIZER_KIND = "optimizer.kind"
 EXTRA = "extra"
 
 
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
+"""Names under which compiled and recomputed modules register the module that they wrap."""
+
+
 def _plain_name(model: nn.Module, name: str) -> str:
-    """Strip the prefixes of DistributedDataParallel and torch.compile from a name."""
-    if isinstance(model, DistributedDataParallel):
-        name = name.removeprefix("module.")
-    return name.replace("_orig_mod.", "")
+    """Strip the names of torch's wrappers from a name, as torch's `get_state_dict` does."""
+    module: Any = model
+    parts: list[str] = []
+    for part in name.split("."):
+        is_replica = part == "module" and isinstance(module, DistributedDataParallel)
+        if not (is_replica or part in _WRAPPED):
+            parts.append(part)
+        # State dicts skip some wrappers, which look up what they lack in the wrapped module.
+        module = getattr(module, part, None)
+    return ".".join(parts)
 
 
 def model_entries(model: nn.Module) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn, optim
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
@@ -29,8 +30,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from megatron_fsdp_v2 import fully_shard
+from megatron_fsdp_v2 import checkpoint, fully_shard
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from tests.cases import longer
 from tests.distributed.checkpoint_trainings import (
@@ -55,6 +57,7 @@ from tests.distributed.wrapping import (
     shards_of,
     step_all,
     weight_error,
+    whole,
     wrap,
 )
 from tests.ranks import RankPools, free_port
@@ -177,6 +180,57 @@ def test_checkpoints_of_torch_and_this_package_are_interchangeable(
     saved = pools(3).run(_saved, str(tmp_path), saves, names, *SAVED_BY)[0][0]
     for found in pools(2).run(_loaded, str(tmp_path), loads, names, "2", "optim_grads"):
         assert found == saved
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+def _with_block(wrapper: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def build(model: Any) -> Any:
+        model.blocks[0] = wrapper(model.blocks[0])
+        return model
+
+    return build
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "none": lambda model: model,
+    "recomputed block": _with_block(checkpoint_wrapper),
+    "compiled, recomputed block": _with_block(lambda b: torch.compile(checkpoint_wrapper(b))),
+    "compiled": torch.compile,
+    "compiled replica": lambda model: torch.compile(DistributedDataParallel(model)),
+    "replica inside": _with_block(DistributedDataParallel),
+}
+
+
+@on_ranks(2)
+def test_wrappers_of_torch_change_no_name_in_a_checkpoint(tmp_path: Path) -> None:
+    def values_of(model: Any, optimizer: optim.Optimizer) -> list[torch.Tensor]:
+        means = [whole(state["exp_avg"]) for state in optimizer.state.values()]
+        return [whole(param).detach().clone() for param in model.parameters()] + means
+
+    def made(wrapper: str, value: float) -> tuple[Any, optim.Optimizer, list[torch.Tensor]]:
+        torch.manual_seed(0)
+        model = WRAPPERS[wrapper](Stack(1))
+        if "replica" not in wrapper:
+            model = wrap(model, [])
+        optimizer = optim.AdamW(model.parameters(), lr=0.1)
+        for number, param in enumerate(model.parameters()):
+            param.grad = torch.full_like(param, value + number)
+        step_all(optimizer)
+        return model, optimizer, values_of(model, optimizer)
+
+    plain, optimizer, values = made("none", 1.0)
+    checkpoint.save(tmp_path / "plain", plain, optimizer)
+    names = set(get_optimizer_state_dict(plain, optimizer)["state"])
+    for wrapper in WRAPPERS:
+        model, optimizer, _ = made(wrapper, 7.0)
+        checkpoint.save(tmp_path / wrapper, model, optimizer)
+        keys = CheckpointFolder(tmp_path / wrapper).metadata.state_dict_metadata
+        stepped = {key.removesuffix(".step") for key in keys if key.endswith(".step")}
+        assert stepped == {f"optimizer.state.{name}" for name in names}, wrapper
+        checkpoint.load(tmp_path / "plain", model, optimizer)
+        assert all(map(torch.equal, values_of(model, optimizer), values)), wrapper
 
 
 # -- every saver, stager and executor ------------------------------------------------------------

@@ -145,6 +145,12 @@ def test_missing_optimizer_state_is_reported(tmp_path: Path, gone: str) -> None:
     assert_rejected(tmp_path / "less", model, optimizer, f"missing in the checkpoint: {gone}")
 
 
+def test_a_lenient_load_warns_of_what_it_does_not_load(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "k", *trained())
+    with pytest.warns(UserWarning, match="fits in part: missing in the checkpoint: model.inner"):
+        checkpoint.load(tmp_path / "k", nn.ModuleDict({"inner": net()}), strict=False)
+
+
 @pytest.mark.parametrize("groups", [3, [{"params": [["a"]]}], [{"params": [], 3: 1}]])
 def test_malformed_groups_raise_checkpoint_error(tmp_path: Path, groups: Any) -> None:
     write_folder(tmp_path / "k", {}, {OPTIMIZER_GROUPS: groups})

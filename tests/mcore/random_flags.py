@@ -232,7 +232,9 @@ def combination(seed: int) -> Combination:
     if draw.random() < 0.6 and not DEPEND_ON_SIZES & set(flags):
         alone = draw.random() < 0.3
         parallel = "" if alone else draw.choice(sizes)
-        second = Run(second.strategy, 1 if alone else WORLD_SIZE, parallel)
+        # Megatron divides the loss of MTP by the tokens of a rank's part of the sequence.
+        if "--mtp-num-layers" not in flags or CP2 not in {first.parallel, parallel}:
+            second = Run(second.strategy, 1 if alone else WORLD_SIZE, parallel)
     return Combination(tuple(flags), first, second, CHANGES[draw.choice(list(CHANGES))])
 
 

@@ -502,7 +502,8 @@ class GroupGrads:
         Args:
             accumulated: Whether the reduction added to existing gradients.
         """
-        # A backward may reduce several times; a gradient is unused if no reduction had one.
+        # A backward may reduce a group several times. The group may be unused if this rank had no
+        # gradient in any of these reductions.
         was_unused = not accumulated or self._may_be_unused
         self._may_be_unused = was_unused and not self._contributed
         self._is_new = True

@@ -361,7 +361,7 @@ class RootPass:
         _UNREDUCED.add(self)
 
     def waits(self, position: int) -> bool:
-        """Return whether gradients of a pass that is reduced before this one may still arrive."""
+        """Return whether a pass that is reduced before this pass may still receive gradients."""
         return any([p.turn > self.turn and p.first < position for p in _UNREDUCED])
 
     def begin_forward(self, *units: Unit) -> None:
@@ -516,7 +516,7 @@ def _queued(queue: deque[list[_Reduction]]) -> Iterator[list[_Reduction]]:
 
 
 class ReductionQueue:
-    """Gradient reductions under way, unit by unit, with a bound on the buffers they hold.
+    """Queue of the units' gradient reductions under way, which bounds their full buffers.
 
     Attributes:
         options: Options of the root. `max_live_grad_buffers` bounds the units with full gradient

@@ -212,12 +212,7 @@ class StreamCommunicator(Communicator):
                 received = torch.empty_like(c.input)
                 slices = [c.input.numel() // axis.size] * axis.size
                 collectives.all_to_all(received, c.input, (slices, slices), axis)
-                # Not `sum`, which starts from 0.0 and so loses the sign of a sum of -0.0.
-                first, *others = received.view(axis.size, -1).unbind()
-                total = first.float()
-                for term in others:
-                    total.add_(term)
-                return total
+                return received.view(axis.size, -1).sum(0, dtype=torch.float32)
             case CollectiveKind.REDUCE_SCATTER:
                 direct = c.output.dtype == c.input.dtype and not c.accumulate
                 # Otherwise in place: NCCL accepts this rank's slice of the input as the output.

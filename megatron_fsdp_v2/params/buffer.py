@@ -203,6 +203,33 @@ class BufferContext:
         memory = empty_in_host_memory((numel,), dtype, pin_memory=is_pinned, is_meta=is_meta)
         return memory if is_overwritten else memory.zero_()
 
+    def issue(
+        self, collective: Collective, number: int, *, is_temporary: bool, async_op: bool
+    ) -> Work:
+        """Start a collective, and report it to the observer.
+
+        Args:
+            collective: The collective.
+            number: Index of its mesh axis.
+            is_temporary: Whether the result is in a temporary buffer.
+            async_op: Whether to return before it is done.
+        """
+        if collective.axis.size == 1 or not self.observer.subscribers:
+            return self.comm.issue(collective, async_op=async_op)
+        full, kind = collective.full, collective.kind.value
+        event = CollectiveIssued(
+            self.name, kind, number, full.numel(), full.itemsize, is_temporary, async_op
+        )
+        issue = functools.partial(self.comm.issue, collective, async_op=async_op)
+        return self.observer.collective(event, issue)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum a flat tensor over all ranks of the mesh, in place. Collective."""
+        for number, axis in reversed(list(enumerate(self.grid.axes))):
+            kind, stream = CollectiveKind.ALL_REDUCE, CommStream.REDUCE
+            collective = Collective(kind, tensor, tensor, axis, stream)
+            self.issue(collective, number, is_temporary=False, async_op=False)
+
 
 class _Transfer(NamedTuple):
     """One collective of a redistribution.
@@ -391,20 +418,8 @@ class DataParallelBuffer:
                 sums_in_fp32=context.dtypes.sums_in_fp32,
             )
             is_async = async_op and (is_queued or is_last)
-            if axis.size > 1 and context.observer.subscribers:
-                issued = CollectiveIssued(
-                    context.name,
-                    kind.value,
-                    number,
-                    collective.full.numel(),
-                    collective.full.itemsize,
-                    out.memory is not None,
-                    is_async,
-                )
-                issue = functools.partial(context.comm.issue, collective, async_op=is_async)
-                work = context.observer.collective(issued, issue)
-            else:
-                work = context.comm.issue(collective, async_op=is_async)
+            is_temporary = out.memory is not None
+            work = context.issue(collective, number, is_temporary=is_temporary, async_op=is_async)
             source, before = target, None
         return work
 

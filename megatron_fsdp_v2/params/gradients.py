@@ -16,7 +16,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2._compiler import uncompiled
-from megatron_fsdp_v2.comm.backends import is_capturing
 from megatron_fsdp_v2.comm.interface import DONE, Work
 from megatron_fsdp_v2.dtensor.sharded_rows import (
     raw_grad,
@@ -39,6 +38,7 @@ from megatron_fsdp_v2.params.buffer import BufferContext, DataParallelBuffer, pl
 from megatron_fsdp_v2.params.gathered import FusedGradient
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from torch import nn
 
     from megatron_fsdp_v2.params.group import ParameterGroup
@@ -96,9 +96,13 @@ class GroupGrads:
     `_order_write` and `wait_for_writers` order the writes until then.
 
     Attributes:
+        context: Context of the buffers.
         full: Buffer that gradients arrive in.
         partial: Buffer for the reduction along an outer axis; None without an outer axis.
         accumulates_unreduced: Whether the full buffer accumulates until the synchronized backward.
+        is_written: Whether a reduction of this backward wrote the main gradient.
+        has_contributed: Whether this rank had a gradient in that reduction, or in an earlier
+            backward that left it to that reduction.
         spec: Spec of the group. If not `reduces`, the main gradient is this rank's own gradient of
             its rows, without scaling.
     """
@@ -113,7 +117,7 @@ class GroupGrads:
         spec, parameters = group.spec, group.parameters
         self.spec = spec
         self._group = weakref.ref(group)
-        self._context = context
+        self.context = context
         self._parameters = parameters
         self._params = parameters.sharded
         self._errors_on_missing = spec.errors_on_missing_grad
@@ -153,9 +157,9 @@ class GroupGrads:
         self._held: torch.Tensor | None = None
         # The last reduction that reads the partial buffer or writes the main gradient.
         self._last_work = DONE
-        # Whether this rank had a gradient in any reduction into the current main gradient.
-        self._contributed = False
-        self._may_be_unused = False
+        self.is_written = self.has_contributed = False
+        # Whether every `param.grad` was None before the first reduction of this backward.
+        self._was_unset = False
         # Whether reductions may have changed gradients since users' hooks ran.
         self._is_new = self._is_certainly_new = False
         self._empty: dict[int, UnevenDTensor] = {}
@@ -172,7 +176,7 @@ class GroupGrads:
     def _gradient_buffer(
         self, kind: str, placements: Sequence[Placement], dtype: torch.dtype, copied_as: str
     ) -> DataParallelBuffer:
-        context = self._context
+        context = self.context
         buffer = context.temporary(kind, BufferUse.GRADIENT, placements, dtype)
         comm_dtype = context.dtypes.grad_comm
         if dtype != comm_dtype:
@@ -186,12 +190,23 @@ class GroupGrads:
     @property
     def name(self) -> str:
         """Name of the group."""
-        return self._context.name
+        return self.context.name
 
     @property
     def has_gradient(self) -> bool:
         """Whether any gradient arrived since the last reduction."""
         return any(self._filled)
+
+    @property
+    def reduced_over(self) -> tuple[dist.ProcessGroup, ...]:
+        """Process groups of several ranks over which gradients are summed."""
+        axes = self.context.grid.axes if self.spec.reduces else ()
+        return tuple([axis.group for axis in axes if axis.size > 1])
+
+    @property
+    def may_be_unused(self) -> bool:
+        """Whether a main gradient was written from None, without a gradient of this rank."""
+        return self._was_unset and not self.has_contributed
 
     @property
     def has_outer_axis(self) -> bool:
@@ -209,7 +224,7 @@ class GroupGrads:
         flat = self._main()
         if flat is None:
             return None
-        return DataParallelBuffer(self._context, self._placements, flat, staging=self._staging)
+        return DataParallelBuffer(self.context, self._placements, flat, staging=self._staging)
 
     def buffers(self) -> Iterator[DataParallelBuffer]:
         """Yield all buffers with temporary memory."""
@@ -291,7 +306,7 @@ class GroupGrads:
 
     def _order_write(self, index: int) -> None:
         """Order the current stream's write of a gradient after writes of other streams."""
-        comm, aside = self._context.comm, self._written_aside
+        comm, aside = self.context.comm, self._written_aside
         if not comm.has_streams:
             return
         side, writer = comm.side_stream(), aside.get(index)
@@ -308,21 +323,13 @@ class GroupGrads:
 
     def wait_for_writers(self) -> None:
         """Order the caller's next operations after all writes to the full buffer."""
-        comm = self._context.comm
+        comm = self.context.comm
         if comm.has_streams and (self._written_aside or comm.side_stream() is not None):
             comm.wait_for(set(self._written_aside.values()), and_compute=True)
             self._written_aside.clear()
 
     def _fill_missing(self) -> None:
-        """Zero the views of parameters without a gradient, and the gaps between parameters.
-
-        If no gradient arrived at all, the zeros are negative. -0.0 is the identity of IEEE
-        addition, so the sum is all -0.0 exactly if no rank had a gradient; finding that out takes
-        no extra communication.
-        """
-        if not self.has_gradient:
-            self.full.tensor.fill_(-0.0)
-            return
+        """Zero the views of parameters without a gradient, and the gaps between parameters."""
         filled = zip(self._views, self._filled, strict=True)
         unset = self._gaps + [view for view, is_filled in filled if not is_filled]
         if unset:
@@ -354,7 +361,7 @@ class GroupGrads:
         self._fill_missing()
         # An earlier reduction of this backward may still be reading the partial buffer.
         self._wait_for_last()
-        self._contributed |= has_gradient
+        self.has_contributed |= has_gradient
         self._filled = [False] * len(self._filled)
         before, after = self._factors()
         if self.spec.reduces and before != 1.0:
@@ -398,16 +405,18 @@ class GroupGrads:
     def end_reductions(self) -> None:
         """Finish a backward, after the caller waited for all reductions."""
         self._last_work = DONE
-        if self._context.host is not None:
-            self._context.comm.synchronize()
-        self._drop_unused()
+        if self.context.host is not None:
+            self.context.comm.synchronize()
+        if self.is_written:
+            self.has_contributed = False
+        self.is_written = self._was_unset = False
         self._held = None
 
     def before_grad_accumulation(self) -> None:
         """Order autograd's next accumulation into `param.grad` after its reduction."""
         self._wait_for_last()
-        if self._context.host is not None:
-            self._context.comm.synchronize()
+        if self.context.host is not None:
+            self.context.comm.synchronize()
         if not all(self._places):
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._hide_empty)
@@ -433,7 +442,7 @@ class GroupGrads:
         buffers. A fp16 sum may exceed 65504 and overflow, so with fp16 the terms are multiplied by
         the power of two in a factor below 1, which is exact unless a gradient underflows.
         """
-        if torch.float16 not in (self._context.dtypes.grad_comm, self._context.dtypes.main_grad):
+        if torch.float16 not in (self.context.dtypes.grad_comm, self.context.dtypes.main_grad):
             return 1.0, self.spec.scale
         before = min(1.0, 2.0 ** (math.frexp(self.spec.scale)[1] - 1))
         return before, self.spec.scale / before
@@ -474,7 +483,7 @@ class GroupGrads:
         return True
 
     def _new_main(self, *, is_overwritten: bool) -> torch.Tensor:
-        context = self._context
+        context = self.context
         # Tensors made in inference mode could not be modified in place later.
         with torch.inference_mode(False), context.comm.allocation_context():
             flat = context.main_memory(
@@ -502,13 +511,11 @@ class GroupGrads:
         Args:
             accumulated: Whether the reduction added to existing gradients.
         """
-        # A backward may reduce a group several times. The group may be unused if this rank had no
-        # gradient in any of these reductions.
-        was_unused = not accumulated or self._may_be_unused
-        self._may_be_unused = was_unused and not self._contributed
+        # A backward may reduce several times; a gradient is unused if no reduction had one.
+        self.is_written = True
+        self._was_unset |= not accumulated
         self._is_new = True
-        self._is_certainly_new |= self._contributed or not accumulated
-        self._contributed = False
+        self._is_certainly_new |= self.has_contributed or not accumulated
         flat = self._held
         assert flat is not None
         with plain_attributes():
@@ -531,7 +538,7 @@ class GroupGrads:
     def _empty_grad(self, index: int) -> UnevenDTensor:
         """Return the gradient without elements of a parameter without rows on this rank."""
         if index not in self._empty:
-            context = self._context
+            context = self.context
             device = context.device if context.host is None else torch.device("cpu")
             _, shape = place_in(context.layout, self._main_span, index)
             rows = torch.empty(shape, dtype=context.dtypes.main_grad, device=device)
@@ -583,24 +590,11 @@ class GroupGrads:
                 others.append(rows_of(grad))
         return grads, flat if is_main else None, others
 
-    def _drop_unused(self) -> None:
-        """Set gradients to None if no rank contributed to them. All reductions must be done.
-
-        Waits for the device, but only if this rank had no gradient.
-        """
-        flat = self._held
-        if self._may_be_unused and flat is not None:
-            if is_capturing(flat.device):
-                raise RuntimeError(
-                    f"{self.name} had no gradient in a backward captured in a CUDA graph, "
-                    "so the host would wait to see whether another rank had one; capture a step "
-                    "that uses every trained parameter, or freeze those that it does not use"
-                )
-            if bool(((flat == 0) & flat.signbit()).all()):
-                self._is_new = self._is_certainly_new = False
-                for param in self._params:
-                    param.grad = None
-        self._may_be_unused = False
+    def drop(self) -> None:
+        """Set every `param.grad` to None, as before a backward in which no rank had a gradient."""
+        self._is_new = self._is_certainly_new = False
+        for param in self._params:
+            param.grad = None
 
     def run_hooks(self, *, only_certain: bool) -> None:
         """Call users' post-accumulate hooks of parameters whose new gradient is final.
@@ -646,7 +640,7 @@ class GroupGrads:
         Args:
             before: Result of `param_grads()` before the last reduction of the backward.
         """
-        self._may_be_unused = self._is_new = self._is_certainly_new = False
+        self._is_new = self._is_certainly_new = False
         flat = self._main()
         if flat is None:
             return
@@ -661,7 +655,7 @@ class GroupGrads:
         """Discard gradients that are not reduced yet, after a failed backward."""
         self.wait_for_writers()
         self._filled = [False] * len(self._filled)
-        self._contributed = False
+        self.is_written = self._was_unset = self.has_contributed = False
         self._full_state = self._partial_state = GradState.ABSENT
         self._last_work, self._held = DONE, None
         for buffer in self.buffers():

@@ -365,15 +365,24 @@ class Context:
             self.deferred.pop(latest).finish()
 
     def finish_backward(self) -> None:
-        """End a backward: reduce remaining gradients and bring every unit to IDLE. Collective."""
+        """End a backward: reduce remaining gradients and bring every unit to IDLE. Collective.
+
+        The first callback ends the backward of all roots, in order of their turns: the callbacks of
+        several roots may run in another order on another rank.
+        """
+        if not self.is_in_backward:
+            return
+        self.reduce_in_turn(AT_END)
+        contexts = self._in_same_backward() or [self]
+        for context in contexts:
+            context._finish_backward()
+        # Hooks run last: they may step weights, and may raise.
+        for context in contexts:
+            context._run_hooks_of_synced()
+
+    def _finish_backward(self) -> None:
         units = self.units()
         synchronize = any(unit.syncs_gradients for unit in units)
-        # The callbacks of several roots may run in another order on another rank.
-        self.reduce_in_turn(AT_END)
-        for context in self._in_same_backward():
-            if context is self:
-                break
-            context.reductions.drain()
         for unit in reversed(units):
             if unit.reshard_after_backward:
                 unit.reshard()
@@ -387,8 +396,6 @@ class Context:
         self.has_unreduced = not synchronize
         self._forget_backward()
         self.end_pass("synchronized backward" if synchronize else "backward")
-        # Hooks run last: they may step weights, and may raise.
-        self._run_hooks_of_synced()
 
     def end_scheduled(self) -> None:
         """End a micro-batch's backward in a schedule: reduce remaining gradients. Collective.
@@ -545,7 +552,9 @@ class Context:
     def _end_reductions(self) -> None:
         """Wait for all reductions, and drop gradients to which no rank contributed."""
         self.reductions.drain()
-        for grads in _grads_of(self.units()):
+        groups = _grads_of(self.units())
+        _drop_unused(groups)
+        for grads in groups:
             grads.end_reductions()
 
     def synchronize_gradients(self, units: Sequence[Unit]) -> None:
@@ -589,15 +598,17 @@ class Context:
         a failed forward, no gradient is dropped. Roots in the same backward are repaired together,
         since ranks that did not fail reduced their units in order.
         """
-        for context in self._in_same_backward() or [self]:
-            context._repair()
+        contexts = self._in_same_backward() or [self]
+        failed = [context for context in contexts if context.is_in_backward or context.is_scheduled]
+        # `repair` may run in inference mode, and the gradients written here are used outside it.
+        with torch.inference_mode(False), torch.no_grad():
+            found = [context._reduce_late() for context in failed]
+            for context, before in zip(failed, found, strict=True):
+                context._drop_gradients(before)
+        for context in contexts:
+            context._reset()
 
-    def _repair(self) -> None:
-        if self.is_in_backward or self.is_scheduled:
-            # `repair` may run in inference mode, and the gradients written here are used outside
-            # it.
-            with torch.inference_mode(False), torch.no_grad():
-                self._drop_gradients()
+    def _reset(self) -> None:
         self.num_scheduled = 0
         self._forget_backward()
         self.end_forward()
@@ -605,12 +616,16 @@ class Context:
         for unit in self.units():
             unit.reset_after_error()
 
-    def _drop_gradients(self) -> None:
+    def _reduce_late(self) -> list[tuple[GroupGrads, list[torch.Tensor | None]]]:
+        """Reduce units that this rank did not reduce in a failed backward. Collective.
+
+        Otherwise the reductions of a rank that did would pair with those of the next backward.
+
+        Returns:
+            Groups whose gradients a reduction may have written, with those from before.
+        """
         dropped = self.reductions.groups()
         ordered = self.ordered_reductions
-        # If ranks run different units, another rank may have reduced units that this rank has not
-        # reduced. This rank reduces them here; otherwise the reductions of the other rank would
-        # pair with those of the next backward.
         # Ranks that follow one schedule reduce without this order.
         late = [] if ordered is None or self.is_scheduled else ordered.remaining()
         for unit in late:
@@ -620,8 +635,16 @@ class Context:
         for unit in late:
             unit.has_pending_reduction = True
             self._reduce(unit, synchronize=unit in self.synced_in_backward)
-        if late:
+        return before
+
+    def _drop_gradients(
+        self, before: Sequence[tuple[GroupGrads, list[torch.Tensor | None]]]
+    ) -> None:
+        if self.ranks_may_differ and not self.is_scheduled:
+            # Another rank may have finished this backward.
             self.reductions.drain()
+            _drop_unused(_grads_of(self.units()))
+            self.weight_version += bool(self.synced_in_backward)
         self.reductions.abandon()
         for grads, found in before:
             grads.restore(found)
@@ -631,6 +654,42 @@ class Context:
 
 def _grads_of(units: Iterable[Unit]) -> list[GroupGrads]:
     return [grads for unit in units for grads in unit.grads()]
+
+
+def _drop_unused(groups: Iterable[GroupGrads]) -> None:
+    """Set gradients to None if no rank had one in this backward, after its reductions. Collective.
+
+    Ranks sum one flag per reduced group, in one all-reduce for each mesh. The host waits for the
+    sums only if this rank had no gradient of some group.
+
+    Raises:
+        RuntimeError: The host would wait while a CUDA graph is captured.
+    """
+    by_mesh: dict[tuple[object, ...], list[GroupGrads]] = {}
+    for grads in groups:
+        if grads.is_written:
+            by_mesh.setdefault(grads.reduced_over, []).append(grads)
+    for over, written in by_mesh.items():
+        unused = [grads for grads in written if grads.may_be_unused]
+        context = written[0].context
+        if over and not is_capturing(context.device):
+            flags = torch.ones(len(written), dtype=torch.float32, device=context.device)
+            for index, grads in enumerate(written):
+                if not grads.has_contributed:
+                    # A kernel: a copy of flags from the host would wait for the device.
+                    flags[index].zero_()
+            context.all_reduce(flags)
+            if unused:
+                totals = zip(written, flags.tolist(), strict=True)
+                unused = [grads for grads, total in totals if grads.may_be_unused and not total]
+        elif over and unused:
+            raise RuntimeError(
+                f"{unused[0].name} had no gradient in a backward captured in a CUDA graph, "
+                "so the host would wait to see whether another rank had one; capture a step "
+                "that uses every trained parameter, or freeze those that it does not use"
+            )
+        for grads in unused:
+            grads.drop()
 
 
 def _run_hooks(units: Iterable[Unit], *, only_certain: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from tests.distributed.wrapping import (
     gradient_error,
     loss_of,
     mesh_of,
+    on_mesh,
     own_loss,
     pair,
     plain_loss,
@@ -38,7 +40,7 @@ from tests.distributed.wrapping import (
     weight_error,
     wrap,
 )
-from tests.reference.failing import fail, fail_in_backward, failing
+from tests.reference.failing import PlannedFailure, fail, fail_in_backward, failing
 from tests.reference.models import Checkpointed, Formula, Skipping, Stack
 
 # -- axes of one rank -----------------------------------------------------------------------------
@@ -381,4 +383,19 @@ def test_a_failed_backward_leaves_no_rank_ahead_of_the_others(
     for rank in range(2):
         plain.skip = 1 if rank == 1 else None
         (loss_of(plain, rank, 1) / 2).backward()
+    assert gradient_error(model, plain) < EXACT
+
+
+@on_ranks("mesh", mesh=["2", "HSDP 2x2"], strategy=STRATEGIES[:-1])
+def test_a_rank_whose_backward_alone_fails_at_its_end_stays_in_step(
+    mesh: str, strategy: str
+) -> None:
+    plain, model = pair(lambda: Stack().double(), sharding_strategy=strategy, **on_mesh(mesh))
+    inputs = batch(dist.get_rank(), 7, dtype=torch.float64).requires_grad_()
+    if dist.get_rank() == 0:
+        inputs.register_hook(fail)
+    with contextlib.suppress(PlannedFailure):
+        model(inputs).square().mean().backward()
+    model.zero_grad()
+    backward_both(plain, model, 1)
     assert gradient_error(model, plain) < EXACT

@@ -24,7 +24,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy, RuntimeOptions, UnitOptions, fully_shard
 from megatron_fsdp_v2.diagnostics import memory_tracker
-from megatron_fsdp_v2.params import gradients
 from megatron_fsdp_v2.params.autograd import save_activations_on_cpu
 from megatron_fsdp_v2.params.formats import register_format
 from megatron_fsdp_v2.runtime import context
@@ -553,9 +552,7 @@ UNCAPTURABLE: dict[str, dict[str, Any]] = {
 @contextlib.contextmanager
 def _capturing() -> Iterator[None]:
     """Report that the current stream is capturing."""
-    with contextlib.ExitStack() as stack:
-        for module in (context, gradients):
-            stack.enter_context(mock.patch.object(module, "is_capturing", lambda device: True))
+    with mock.patch.object(context, "is_capturing", lambda device: True):
         yield
 
 

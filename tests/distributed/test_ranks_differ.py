@@ -26,11 +26,12 @@ from tests.distributed.wrapping import (
     gradient_error,
     on_mesh,
     pair,
+    record_collectives,
     wrap,
 )
 from tests.ranks import RankFailure, RankPool, RankPools
 from tests.reference.failing import PlannedFailure, fail
-from tests.reference.models import Skipping, Stack
+from tests.reference.models import Formula, Skipping, Stack
 
 
 @on_ranks(2)
@@ -150,7 +151,7 @@ def test_units_of_several_roots_may_be_skipped_in_one_loss(mesh: str, order: str
     pairs = [pair(lambda: Partial(2), **options) for _ in range(2)]
     plain, sharded = zip(*pairs, strict=True)
     # Blocks that ranks run, of both roots; all blocks have the same size.
-    for runs in (((0, 1), (0, 1)), ((0, 1), ())), (((1,), (0, 1)), ((0,), (1,))):
+    for runs in (((1,), (0, 1)), ((0,), (1,))), (((0, 1), (0, 1)), ((0, 1), ())):
         for rank in range(size := dist.get_world_size()):
             for a, b in (plain, sharded) if rank == dist.get_rank() else (plain,):
                 a.runs, b.runs = runs[rank % 2]
@@ -183,6 +184,29 @@ def test_a_unit_run_twice_may_lack_the_gradient_of_one_forward_on_a_rank(depth: 
                 loss = model(batch(rank)).square().mean()
                 (loss / 2 if model is plain else loss).backward()
     assert gradient_error(sharded, plain) < 1e-6
+
+
+@on_ranks(2, strategy=["no_shard", "optim", "optim_grads"])
+def test_a_gradient_of_negative_zeros_on_one_rank_is_a_gradient_on_all(strategy: str) -> None:
+    rank, x = dist.get_rank(), torch.ones(64, requires_grad=True)
+    block = Formula(lambda m, x: x * m.scale, scale=nn.Parameter(torch.ones(64)))
+    model = Formula(lambda m, x: m.block(x) if rank == 0 else x, block=block)
+    wrap(model, [block], sharding_strategy=strategy)
+    (model(x).sum() * -0.0).backward()
+    assert block.scale.grad is not None
+
+
+@on_ranks("mesh", mesh=["1", "2", "HFSDP 2x2"])
+def test_ranks_tell_used_groups_in_one_all_reduce_per_axis_and_synchronization(mesh: str) -> None:
+    model = wrap(Stack(), sharding_strategy="optim", **on_mesh(mesh))
+    counts = []
+    recorded = record_collectives(model)
+    for is_synced in (False, True):
+        with nullcontext() if is_synced else model.no_sync():
+            model(torch.ones(2, 5)).square().mean().backward()
+        counts.append([sent.numel for sent in recorded.sent if sent.kind == "all_reduce"])
+    axes = {"1": 0, "2": 1, "HFSDP 2x2": 2}[mesh]
+    assert counts == [[], [4] * axes]
 
 
 TIMEOUT_S = 1.5

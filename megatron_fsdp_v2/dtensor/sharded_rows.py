@@ -139,9 +139,8 @@ class _BlockShard(Shard):
 
     @override
     def __hash__(self) -> int:
-        # Torch hashes the spec of a plain DTensor before it computes with the DTensor.
-        is_of_spec = isinstance(sys._getframe(1).f_locals.get("self"), DTensorSpec)
-        if is_of_spec and self.rows is not None and not self.rows.is_even:
+        # Torch hashes the placements of a plain DTensor before it computes with the DTensor.
+        if self.rows is not None and not self.rows.is_even:
             raise RuntimeError(
                 f"a plain DTensor has the placements of {self.rows.label or 'a sharded tensor'}, "
                 "and torch would compute as if every rank held equally many rows; make it with "
@@ -149,6 +148,16 @@ class _BlockShard(Shard):
                 "all ranks, and copy local rows into its to_local()"
             )
         return super().__hash__()
+
+
+class _Placements(tuple[Placement, ...]):
+    """Placements of a `ShardedRows`, valid as the key of a dict. DTensors of torch copy them."""
+
+    __slots__ = ()
+
+    @override
+    def __hash__(self) -> int:
+        return hash(tuple(Shard(p.dim) if isinstance(p, Shard) else p for p in self))
 
 
 class ShardedRows(FastAttributes):
@@ -233,7 +242,7 @@ class ShardedRows(FastAttributes):
                 sizes[dim], offsets[dim] = self.shape[dim], 0
             else:
                 found.append(placement)
-        return tuple(reversed(found))
+        return _Placements(reversed(found))
 
     @property
     def owns_replica(self) -> bool:

@@ -36,8 +36,8 @@ class Trace:
 
     Attributes:
         live_before: Set of the buffers that had memory at the beginning.
-        events: In order: `key` if a buffer acquired memory or was rejected, `~key` if it released
-            memory. Events without effect are allowed.
+        events: In order: `key` if a buffer acquired memory, `~key` if it released memory. Events
+            without effect are allowed.
     """
 
     live_before: int

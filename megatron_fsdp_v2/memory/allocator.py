@@ -89,11 +89,7 @@ class TemporaryBuffer:
         return None
 
     def acquire(self) -> torch.Tensor:
-        """Allocate uninitialized memory. Idempotent.
-
-        Raises:
-            RuntimeError: Another buffer occupies the only memory that this buffer may use.
-        """
+        """Allocate uninitialized memory. Idempotent."""
         if not self._live:
             self._take()
             self._live = True
@@ -111,9 +107,20 @@ class TemporaryBuffer:
     def _drop(self) -> None:
         self.own.drop()
 
-    def has_room(self) -> bool:
-        """Return whether the planned memory is free, so that a prefetch may call `acquire`."""
-        return True
+    @property
+    def is_displaced(self) -> bool:
+        """Whether saved views refer to other memory, which was in use when this was acquired.
+
+        Its values must be moved to that memory before they are used.
+        """
+        return False
+
+    def check_not_displaced(self) -> None:
+        """Check that saved views refer to the buffer's memory.
+
+        Raises:
+            RuntimeError: Another buffer occupies the memory that saved views refer to.
+        """
 
     def alias(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a contiguous view with its own version counter; see `alias_of`.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, override
+from typing import TYPE_CHECKING, NoReturn, override
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -44,10 +44,8 @@ PATIENCE = 4
 class ArenaKind:
     """Key of an arena: properties that the buffers of one block share.
 
-    Weights and gradients have separate blocks. A prefetch is deferred if its planned memory is
-    taken, and all ranks must make the same decision; ranks gather in the same order but may receive
-    gradients in different orders. Separate blocks need no more memory, since weights and gradients
-    have their peaks at the same time, in the backward.
+    Weights and gradients have separate blocks. One block would need as much memory, since weights
+    and gradients have their peaks at the same time, in the backward.
 
     Attributes:
         dtype: Element type.
@@ -172,13 +170,18 @@ class PooledBuffer(TemporaryBuffer):
 
     A move to the other backing storage assigns it to the tensor, its views and parameters, without
     advancing their version counters. A buffer does not move while its storage is referenced
-    externally, as by autograd between a forward and its backward.
+    externally, as by autograd between a forward and its backward. If that storage is in use when
+    the buffer is gathered ahead, the gather writes to the buffer's own memory, and the values are
+    copied before their use: the pool never changes the order of collectives, in which ranks must
+    agree although their plans may differ.
     """
 
     def __init__(self, arena: Arena, name: str, use: BufferUse, numel: int) -> None:
         super().__init__(name, use, numel, arena.kind.dtype, arena.kind.device)
         self.backing: OwnMemory | _PooledMemory = self.own
         self.pooled: _PooledMemory | None = None
+        # Memory that saved views refer to, while the buffer is displaced.
+        self.displaced_from: _PooledMemory | None = None
         self.nbytes = numel * arena.kind.dtype.itemsize
         self.join_arena(arena)
 
@@ -210,12 +213,22 @@ class PooledBuffer(TemporaryBuffer):
     @override
     def _drop(self) -> None:
         self.backing.drop()
+        if self.displaced_from is not None:
+            self.move(self.displaced_from)
+            self.displaced_from = None
         self.arena.trace_release(self)
 
+    @property
     @override
-    def has_room(self) -> bool:
-        """Return whether its planned bytes are free. If not, the request is traced."""
-        return self._live or not self.arena.is_place_taken(self)
+    def is_displaced(self) -> bool:
+        """See `TemporaryBuffer.is_displaced`."""
+        return self.displaced_from is not None
+
+    @override
+    def check_not_displaced(self) -> None:
+        """See `TemporaryBuffer.check_not_displaced`."""
+        if self.displaced_from is not None:
+            self.arena.raise_collision(self, self.displaced_from)
 
     def aliases(self) -> list[torch.Tensor]:
         """Return the tensors that move with the buffer, the flat tensor first."""
@@ -294,7 +307,6 @@ class Arena:
 
     def acquire_buffer(self, buffer: PooledBuffer) -> None:
         """Select a backing storage for a buffer that acquires memory, and trace the event."""
-        # Traced also if it fails, so that the next plan has room.
         self._events.append(buffer.key)
         target = self._select_backing(buffer)
         if target is not buffer.backing:
@@ -312,8 +324,8 @@ class Arena:
             preferred = buffer.own
         if preferred is not backing and buffer.is_externally_referenced():
             if isinstance(backing, _PooledMemory) and backing.occupants():
-                self._is_urgent = True
-                raise RuntimeError(self._collision(buffer, backing))
+                buffer.displaced_from = backing
+                return buffer.own
             return backing
         return preferred
 
@@ -331,9 +343,11 @@ class Arena:
                 buffer.pooled = _PooledMemory(self._pool, buffer.key, buffer.nbytes)
         return buffer.pooled
 
-    def _collision(self, buffer: PooledBuffer, backing: _PooledMemory) -> str:
-        owners = ", ".join(self._name_of(key) for key in keys_of(backing.occupants()))
-        return (
+    def raise_collision(self, buffer: PooledBuffer, saved: _PooledMemory) -> NoReturn:
+        """Raise an error for a buffer whose saved views refer to memory in use; plan again soon."""
+        self._is_urgent = True
+        owners = ", ".join(self._name_of(key) for key in keys_of(saved.occupants()))
+        raise RuntimeError(
             f"{buffer.name} must return to the memory that saved views of it refer to, and "
             f"{owners} uses that memory now: no traced pass uses them together. Run this step "
             "again, or call reset() on the trace pool before uses change in this way"
@@ -350,22 +364,6 @@ class Arena:
         self._events.append(~buffer.key)
         if len(self._events) >= MAX_EVENTS:
             self._close("a part of a pass", no_pending_backward=False)
-
-    def is_place_taken(self, buffer: PooledBuffer) -> bool:
-        """Return whether a buffer's planned bytes are taken, so that its prefetch is deferred.
-
-        If they are, the request is traced, so that the next plan has room.
-
-        Depends only on the plan and the set of live buffers, which for weights are the same on all
-        ranks, and not on current backing storages.
-        """
-        plan = self._plan
-        if plan is None or buffer.key >= len(plan.overlaps):
-            return False
-        if not self._live & plan.overlaps[buffer.key]:
-            return False
-        self._events.append(buffer.key)
-        return True
 
     # -- traces and plans ---------------------------------------------------------------------
 
@@ -429,7 +427,7 @@ class Arena:
             return 0
         left = 0
         for buffer in self.buffers():
-            backing = buffer.backing
+            backing = buffer.displaced_from or buffer.backing
             if isinstance(backing, _PooledMemory) and backing.pool is pool:
                 if buffer.is_live or buffer.is_externally_referenced():
                     left += 1
@@ -471,8 +469,7 @@ class TracePoolAllocator(Allocator):
     One plan serves all traced patterns of passes: training, the last micro-batch, evaluation,
     recomputation. A buffer has the same address in all patterns, and acquiring it allocates
     nothing. In a pass that does not fit the plan, buffers whose planned bytes are taken use their
-    own memory, and the next plan includes the pass. Ranks that run the same units make the same
-    plans.
+    own memory, and the next plan includes the pass. Plans may differ between ranks.
 
     Buffers are planned per dtype, device, and use (weights or gradients). The pool keeps its memory
     between steps; `release` frees it.

@@ -364,6 +364,22 @@ class DataParallelBuffer:
                 self.context.comm.wait_before_free()
             self.context.observer.release(self.memory)
 
+    def return_to_saved_views(self) -> None:
+        """Move gathered values to the memory that views saved by autograd refer to.
+
+        A trace pool gathers to other memory while another buffer uses that memory.
+
+        Raises:
+            RuntimeError: Another buffer still uses it.
+        """
+        memory = self.memory
+        if memory is not None and memory.is_displaced:
+            values = self.tensor.clone()
+            self._release()
+            self.take()
+            memory.check_not_displaced()
+            self.tensor.copy_(values)
+
     # -- redistribution -----------------------------------------------------------------------
 
     def redistribute(

@@ -350,16 +350,6 @@ class ParameterGroup:
         """Return whether a payload for these uses is not gathered."""
         return any(p.uses & uses and not p.gathered.is_live for p in self.payloads)
 
-    def has_room(self, uses: WeightUse) -> bool:
-        """Return whether memory to gather ahead of use is free, or nothing needs a gather."""
-        found = True
-        for payload in self.payloads:
-            memory = payload.gathered.memory
-            if memory is not None and (self.single_payload or payload.uses & uses):
-                # No early return: `has_room` records every buffer without room for the next plan.
-                found &= memory.is_live or memory.has_room()
-        return found
-
     def unshard(
         self, uses: WeightUse, weight_version: int, *, in_forward: bool, async_op: bool
     ) -> None:
@@ -418,6 +408,13 @@ class ParameterGroup:
         if not self._wait():
             return
         if self.gathers_for_use:
+            try:
+                for payload in self.payloads:
+                    payload.gathered.return_to_saved_views()
+            except RuntimeError:
+                # For `reshard`: the gathered parameters are not registered.
+                self._gathering = []
+                raise
             self.parameters.mark_live()
         if self.grads is None:
             self.unfreeze_if_trained()

@@ -289,7 +289,6 @@ class GatherSchedule:
 
     def _prefetch(self, units: Sequence[Unit]) -> None:
         for unit in units:
-            # A unit without room is recorded as well, since it is still expected.
             unit.prefetch()
             # Recorded once: an earlier prefetch may have been dropped by a load of weights.
             ref = weakref.ref(unit)

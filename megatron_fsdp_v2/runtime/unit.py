@@ -290,22 +290,24 @@ class Unit:
             self.is_unsharded = True
 
     def prefetch(self) -> None:
-        """Start gathering ahead of use, unless the planned memory is taken."""
+        """Start gathering ahead of use. Collective."""
         if self.is_unsharded and self.single_payload:
             return
         uses = WeightUse.FORWARD
         if self.context.belongs_to_backward:
             # A recomputed unit runs its forward first, then its backward.
             uses = WeightUse.BOTH if self.is_recomputed else WeightUse.BACKWARD
-        # Not a generator: `has_room` records every group without room for the next plan.
-        if all([group.has_room(uses) for group in self.held_groups]):
-            self.unshard(uses, async_op=True)
+        self.unshard(uses, async_op=True)
 
     def wait_for_unshard(self) -> None:
         """Wait for the all-gathers and register the gathered parameters on the modules."""
         with self.observed_phase("wait_for_unshard"):
-            for group in self.held_groups:
-                group.wait_for_unshard()
+            try:
+                for group in self.held_groups:
+                    group.wait_for_unshard()
+            except RuntimeError:
+                self.reshard(after_error=True)
+                raise
 
     def unshard_for(self, uses: WeightUse) -> None:
         """Gather weights at the beginning of a use and wait for them. Collective."""

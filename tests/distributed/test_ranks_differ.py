@@ -164,10 +164,11 @@ def test_units_of_several_roots_may_be_skipped_in_one_loss(mesh: str, order: str
 class Repeated(Stack):
     """A stack whose middle block runs again; a gradient does not reach the forward `detached`."""
 
+    order: tuple[int, ...] = (0, 1, 2, 1)
     detached = -1
 
     def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
-        for place, index in enumerate((0, 1, 2, 1)):
+        for place, index in enumerate(self.order):
             added = self.blocks[index](x) - x
             x = x + (added.detach() if place == self.detached else added)
         return x
@@ -207,6 +208,20 @@ def test_ranks_tell_used_groups_in_one_all_reduce_per_axis_and_synchronization(m
         counts.append([sent.numel for sent in recorded.sent if sent.kind == "all_reduce"])
     axes = {"1": 0, "2": 1, "HFSDP 2x2": 2}[mesh]
     assert counts == [[], [4] * axes]
+
+
+@on_ranks(2)
+def test_trace_pools_that_differ_between_ranks_do_not_change_the_order_of_gathers() -> None:
+    plain, sharded = pair(lambda: Repeated(4), enable_trace_pool=True)
+    once, late = (0, 1, 2, 1, 3), (0, 1, 2, 3, 1)
+    # Rank 1 traces another pass in the second step, and makes another plan.
+    for order, detached in ((once, -1), (once, 1), (once, -1), (late, -1)):
+        for rank in range(2):
+            for model in (plain, sharded) if rank == dist.get_rank() else (plain,):
+                model.order, model.detached = order, detached if rank == 1 else -1
+                loss = model(batch(rank)).square().mean()
+                (loss / 2 if model is plain else loss).backward()
+    assert gradient_error(sharded, plain) < 1e-6
 
 
 TIMEOUT_S = 1.5

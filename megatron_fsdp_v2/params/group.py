@@ -351,19 +351,18 @@ class ParameterGroup:
         return any(p.uses & uses and not p.gathered.is_live for p in self.payloads)
 
     def unshard(
-        self, uses: WeightUse, weight_version: int, *, in_forward: bool, async_op: bool
+        self, uses: WeightUse, weight_version: int, *, refreshes: bool, async_op: bool
     ) -> None:
         """Add a reference, and start gathering. Collective for the first reference.
 
         Args:
             uses: Uses to gather for.
             weight_version: Current weight version; see `is_stale`.
-            in_forward: Whether to refresh stale weights first. A backward must use the weights of
-                its forward.
+            refreshes: Whether to refresh stale weights first.
             async_op: Whether to return before the gather is done.
         """
         if not self._reference_count:
-            if in_forward:
+            if refreshes:
                 self.parameters.sync()
                 # The gathers of `gather` follow in the same stream; without streams they would not.
                 is_queued = async_op and self._context.comm.has_streams

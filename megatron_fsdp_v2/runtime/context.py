@@ -201,11 +201,17 @@ class Context:
 
     @property
     def belongs_to_backward(self) -> bool:
-        """Whether what begins now is part of the backward under way, not of a nested pass.
-
-        The backward and its recomputations use the weights of their forward.
-        """
+        """Whether what begins now is part of the backward under way, not of a nested pass."""
         return self._nested is None and self.runs_backward
+
+    @property
+    def refreshes(self) -> bool:
+        """Whether a use of a unit that begins now refreshes stale weights.
+
+        A backward and its recomputations use the weights of their forward. Below ZeRO-3, passes
+        nested in it use them too: a refresh would overwrite what the backward saved.
+        """
+        return not self.runs_backward or (self.is_nested and not self.ranks_may_differ)
 
     def is_pass_of(self, unit: Unit) -> bool:
         """Whether the pass under way began with this unit."""
@@ -251,6 +257,7 @@ class Context:
             unit: The unit that the pass begins with.
             has_grad: Whether gradients are enabled.
         """
+        self.finish_other_reductions()
         self._nested = _NestedPass(weakref.ref(unit), self.gathers, self.pass_has_grad)
         self.gathers = GatherSchedule(PrefetchLimit(units=0))
         self.pass_has_grad = has_grad
@@ -347,14 +354,14 @@ class Context:
         elif passed is self.backward_pass:
             return
         self.reduce_in_turn(position)
+        self.finish_other_reductions(position)
         if self in _UNDER_WAY:
             # One backward through several forwards of the root reduces each unit once per forward.
             self.finish_ordered_reductions()
         _UNDER_WAY.add(self)
         self.backward_pass = passed
         passed.is_over = True
-        if self.ordered_reductions is not None:
-            self.ordered_reductions.begin(passed)
+        self.begin_reductions()
 
     def finish_deferred_backwards(self, number: int) -> None:
         """End deferred backwards of forwards that began after this one.
@@ -477,6 +484,36 @@ class Context:
         """Reduce the units that have not been reduced in this backward yet. Collective."""
         if self.ordered_reductions is not None:
             self.reduce_in_order(self.ordered_reductions.remaining())
+
+    def finish_other_reductions(self, position: int = UNKNOWN) -> None:
+        """Reduce all units of other roots, before this root communicates in their backward.
+
+        Ranks that run different units may have reduced different numbers of them so far. A backward
+        that may go on reduces all its units once more. Not needed among roots that reduce in turn.
+        Collective.
+
+        Args:
+            position: Number of the forward that the engine has reached, if known.
+        """
+        task = torch._C._current_graph_task_id()
+        reduces_in_turn = self.runs_backward and self.ranks_may_differ
+        others = [
+            context
+            for context in sorted(_UNDER_WAY, key=lambda context: -context.backward_pass.turn)
+            if context is not self and context.ranks_may_differ and context.runs_backward
+            if not (reduces_in_turn and context.graph_task == task)
+        ]
+        for context in others:
+            context.finish_ordered_reductions()
+        for context in others:
+            if context.backward_pass.first < position:
+                context.reductions.drain()
+                context.begin_reductions()
+
+    def begin_reductions(self) -> None:
+        """Begin to reduce all units of a backward once, or once more."""
+        if self.ordered_reductions is not None:
+            self.ordered_reductions.begin(self.backward_pass)
 
     def reduce_after(self, unit: Unit, position: int) -> None:
         """Reduce the units whose turn has come after the backward of one use. Collective.

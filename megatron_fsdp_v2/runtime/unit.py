@@ -18,6 +18,7 @@ from megatron_fsdp_v2.params.autograd import (
     Inputs,
     ReplacedTensors,
     cast_floats,
+    in_backward,
     next_node_number,
     watch_inputs,
     watch_outputs,
@@ -269,7 +270,7 @@ class Unit:
                 check_units(context)
             if context.options.check_ranks == CheckRanks.ALWAYS and not self.needs_no_collective:
                 version = context.weight_version
-                refreshes = not context.belongs_to_backward and any(
+                refreshes = context.refreshes and any(
                     not group.is_refreshed_locally and group.is_stale(version) for group in groups
                 )
                 compare_unit(context, self, "gather", along_all=refreshes)
@@ -277,11 +278,13 @@ class Unit:
                 for group in groups:
                     group.gather(uses, async_op=async_op)
                 return
-            in_forward = not context.belongs_to_backward
             for index, group in enumerate(groups):
                 try:
                     group.unshard(
-                        uses, context.weight_version, in_forward=in_forward, async_op=async_op
+                        uses,
+                        context.weight_version,
+                        refreshes=context.refreshes,
+                        async_op=async_op,
                     )
                 except Exception:
                     for held in groups[:index]:
@@ -383,7 +386,6 @@ class Unit:
             self._is_gathered_around = inside and self.is_unsharded
             if inside and not (recomputes or context.is_nested):
                 context.begin_nested_pass(self, has_grad=torch.is_grad_enabled())
-                self._refresh_all()
             elif not inside and (self.is_root or not context.is_in_forward):
                 self._begin_pass()
             elif context.is_capturing:
@@ -549,6 +551,11 @@ class Unit:
     def _refresh_all(self) -> None:
         """Refresh what is refreshed when a pass begins, not at a unit's use. Collective."""
         context = self.context
+        if in_backward() and (
+            not (context.ranks_may_differ and context.is_checked)
+            or any(group.is_stale(context.weight_version) for group in context.groups())
+        ):
+            context.finish_other_reductions()
         if not (context.ranks_may_differ or context.has_formats):
             return
         if not context.is_checked:

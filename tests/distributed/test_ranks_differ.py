@@ -161,6 +161,66 @@ def test_units_of_several_roots_may_be_skipped_in_one_loss(mesh: str, order: str
     assert max(errors) < 1e-6, errors
 
 
+def _in_backward(run: Callable[[Any, Any], torch.Tensor]) -> Callable[..., None]:
+    def hook(a: Any, b: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda grad: grad * (1 + run(a, b).detach().mean()))
+
+    return hook
+
+
+@torch.enable_grad()
+def _with_backward(a: Any, b: Any) -> torch.Tensor:
+    loss: torch.Tensor = b(batch(1)).square().mean()
+    loss.backward()
+    return loss
+
+
+def _backward_in_backward(a: Any, b: Any, output: torch.Tensor) -> None:
+    del a
+    loss = b(batch(1)).square().mean()
+    output.register_hook(lambda grad: loss.backward(retain_graph=True))
+
+
+INSIDE: dict[str, Callable[[Any, Any, torch.Tensor], Any]] = {
+    "own unit": _in_backward(lambda a, b: a.blocks[0](torch.ones(1, 7))),
+    "another root": _in_backward(lambda a, b: b(batch(1))),
+    "another root and its backward": _in_backward(_with_backward),
+    "backward of another root": _backward_in_backward,
+    "another root in the forward": lambda a, b, output: output + b(batch(1)).mean(),
+}
+
+
+@on_ranks(2, strategy=["optim", "optim_grads_params"], inside=list(INSIDE))
+def test_collectives_inside_a_backward_pair_if_a_rank_skips_a_unit(
+    strategy: str, inside: str
+) -> None:
+    """After the first backward, weights count as stale."""
+    strategies = ("optim_grads", strategy)
+    pairs = [
+        pair(lambda: Partial(2), sharding_strategy=each, gradient_scaling_factor=1.0)
+        for each in strategies
+    ]
+    plain, sharded = zip(*pairs, strict=True)
+
+    def after_block(module: Any, args: Any, output: torch.Tensor) -> Any:
+        del args
+        return INSIDE[inside](*(plain if module is plain[0].blocks[0] else sharded), output)
+
+    for rank in range(2):
+        for a, _ in (plain, sharded) if rank == dist.get_rank() else (plain,):
+            a.runs = (0, 1) if rank else (0,)
+            if rank == 0:
+                # No gradient reaches this use, so rank 0 reduces the block late.
+                a.blocks[1](torch.ones(1, 7))
+            handle = a.blocks[0].register_forward_hook(after_block)
+            loss = a(batch(rank)).square().mean()
+            handle.remove()
+            for _ in range(2):
+                loss.backward(retain_graph=True)
+    errors = [gradient_error(mine, theirs) for theirs, mine in pairs]
+    assert max(errors) < 1e-6, errors
+
+
 class Repeated(Stack):
     """A stack whose middle block runs again; a gradient does not reach the forward `detached`."""
 

@@ -1,4 +1,4 @@
-"""Checkpoints: any way in, any way out, nothing lost."""
+"""Save, load, compare, verify, export and convert checkpoints."""
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.exporting import export

@@ -96,7 +96,7 @@ def _verify(args: argparse.Namespace) -> int:
     for line in (*report.problems, *report.notes):
         sys.stdout.write(f"{line}\n")
     count = len(report.problems)
-    # Undamaged is what has been compared; where nothing could be, nothing was found.
+    # Without checksums a damaged element cannot be detected.
     verdict = "undamaged" if report.nbytes else "nothing wrong was found"
     if count:
         verdict = f"DAMAGED ({count} problem{'s' * (count > 1)})"

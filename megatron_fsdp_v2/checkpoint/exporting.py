@@ -25,7 +25,7 @@ from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.checkpoint.entries import MODEL
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, naming_full_disk
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, ReadRequest
-from megatron_fsdp_v2.checkpoint.metadata import INCOMPLETE, MANIFEST, METADATA
+from megatron_fsdp_v2.checkpoint.manifest import INCOMPLETE, MANIFEST, METADATA
 from megatron_fsdp_v2.checkpoint.plain_files import (
     DTYPES,
     INDEX,
@@ -128,7 +128,7 @@ def _open_folder(path: Path, prefix: str | None) -> TensorSource:
         [t.tensor for t in found],
         lambda tensor: _read(folder, by_name[tensor.name]),
         _tied(folder, found),
-        [key for key in folder.metadata.state_dict_metadata if key not in used],
+        [key for key in folder.entries if key not in used],
     )
 
 
@@ -164,9 +164,10 @@ def _by_prefix(folder: CheckpointFolder, prefix: str | None) -> list[ModelTensor
     found = []
     for key, entry in folder.tensors():
         if key.startswith(prefix):
-            shape = tuple(entry.size)
-            tensor = PlainTensor(key.removeprefix(prefix), shape, entry.properties.dtype)
-            found.append(ModelTensor(tensor, (Piece(key, (0,) * len(shape), shape),)))
+            assert entry.dtype is not None
+            tensor = PlainTensor(key.removeprefix(prefix), entry.shape, entry.dtype)
+            piece = Piece(key, (0,) * len(entry.shape), entry.shape)
+            found.append(ModelTensor(tensor, (piece,)))
     if not found:
         raise CheckpointError(
             f"{folder.path} holds no tensors called {prefix}*; name another prefix"
@@ -178,17 +179,14 @@ def _by_prefix(folder: CheckpointFolder, prefix: str | None) -> list[ModelTensor
 
 def _tied(folder: CheckpointFolder, found: Sequence[ModelTensor]) -> dict[str, str]:
     """Map the names of tensors that share the stored chunks of another one to its name."""
-    order = {key: i for i, key in enumerate(folder.metadata.state_dict_metadata)}
-    stored: dict[str, set[Any]] = {}
-    for index, info in (folder.metadata.storage_data or {}).items():
-        place = (tuple(index.offset or ()), info.relative_path, info.offset)
-        stored.setdefault(index.fqn, set()).add(place)
+    order = {key: i for i, key in enumerate(folder.entries)}
     first: dict[Any, str] = {}
     tied: dict[str, str] = {}
-    # What a model calls a tensor first is saved first.
+    # The first name of a tensor is that of the first entry.
     for t in sorted(found, key=lambda t: order[t.pieces[0].key]):
         tensor = t.tensor
-        pieces = tuple((frozenset(stored.get(p.key, {p.key})), p.start, p.size) for p in t.pieces)
+        stored = [frozenset(folder.entries[piece.key].chunks) for piece in t.pieces]
+        pieces = tuple((*stored, *((piece.start, piece.size) for piece in t.pieces)))
         kept = first.setdefault((tensor.shape, tensor.dtype, pieces), tensor.name)
         if kept != tensor.name and tensor.nbytes:
             tied[tensor.name] = kept
@@ -197,10 +195,10 @@ def _tied(folder: CheckpointFolder, found: Sequence[ModelTensor]) -> dict[str, s
 
 def _is_nested(folder: CheckpointFolder) -> bool:
     """Whether tensors were saved in a nested dictionary under `model`."""
-    paths = folder.metadata.planner_data
-    if not isinstance(paths, dict):
+    paths = [entry.path for entry in folder.entries.values() if entry.path is not None]
+    if not paths:
         return any(key.startswith(MODEL) for key, _ in folder.tensors())
-    return any(len(path) > 1 and f"{path[0]}." == MODEL for path in paths.values())
+    return any(len(path) > 1 and f"{path[0]}." == MODEL for path in paths)
 
 
 MAX_SHARD_BYTES = 5 * 10**9

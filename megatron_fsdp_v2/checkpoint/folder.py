@@ -10,38 +10,38 @@ import contextlib
 import hashlib
 import itertools
 import math
-import mmap
 import os
 import resource
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch import nn
 
-from megatron_fsdp_v2.checkpoint.errors import CheckpointError, ReplacedError
-from megatron_fsdp_v2.checkpoint.metadata import (
+from megatron_fsdp_v2._text import listed
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotFoundError, ReplacedError
+from megatron_fsdp_v2.checkpoint.foreign import load_object, read_entries
+from megatron_fsdp_v2.checkpoint.manifest import (
+    INCOMPLETE,
     MANIFEST,
     METADATA,
+    Chunk,
+    Entry,
     Manifest,
+    file_inside,
     length_of,
-    needed_bytes,
-    read_metadata,
 )
 from megatron_fsdp_v2.checkpoint.replacing import find_folder
-from megatron_fsdp_v2.checkpoint.unpickling import PlainUnpickler, file_inside, load_plain
 
 __all__ = ["CheckpointFolder", "ReadRequest", "coverage_problems"]
+
+_SHOWN = 4
 
 
 class CheckpointFolder:
@@ -57,18 +57,14 @@ class CheckpointFolder:
 
     Attributes:
         path: The folder.
-        metadata: What torch's checkpoint knows about it.
+        entries: Tensors and objects in it, by name.
         manifest: The manifest of this package; None if another program saved it.
-        identity: A digest of metadata and manifest, different for any two saves.
+        identity: A digest of manifest or metadata, different for any two saves.
 
     Raises:
-        CheckpointError: There is none, its save was interrupted, or its metadata cannot be read or
-            is not allowed.
+        CheckpointError: There is none, its save was interrupted, or its index cannot be read.
         ReplacedError: A save replaced it meanwhile; open it again.
     """
-
-    _unpickler = PlainUnpickler
-    """Creates the entries that are not tensors."""
 
     def __init__(self, path: str | Path) -> None:
         self._files: dict[str, BufferedReader] = {}
@@ -81,33 +77,34 @@ class CheckpointFolder:
         except OSError as error:
             if not isinstance(error, FileNotFoundError) or find_folder(Path(path)) is None:
                 # Raises a specific error, unless a concurrent save has just restored the folder.
-                read_metadata(self.path)
+                _check_complete(self.path)
             raise ReplacedError(f"{self.path} is being replaced") from error
         weakref.finalize(self, _close, self._directory, self._files)
         try:
+            _check_complete(self.path)
             self.manifest = Manifest.read(self.path)
-            self.metadata = read_metadata(self.path, self.manifest)
-            self._needed = needed_bytes(self.metadata)
-            files = [self.path / METADATA, *([self.path / MANIFEST] if self.manifest else [])]
-            self.identity = hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
+            entries = self.manifest.entries if self.manifest is not None else None
+            self.entries: Mapping[str, Entry] = (
+                read_entries(self.path, self.manifest) if entries is None else entries
+            )
+            index = self.path / (MANIFEST if self.manifest is not None else METADATA)
+            self.identity = hashlib.sha256(index.read_bytes()).hexdigest()
         finally:
             # Between the two renames of a save there is no folder at the path.
             self._check_replaced()
+        self._needed: Counter[str] = Counter()
+        for chunk in (chunk for entry in self.entries.values() for chunk in entry.chunks):
+            end = chunk.start + chunk.length
+            self._needed[chunk.file] = max(self._needed[chunk.file], end)
 
     def shape(self, key: str) -> tuple[int, ...] | None:
         """Return the shape of a tensor; None if there is no tensor of that name."""
-        entry = self.metadata.state_dict_metadata.get(key)
-        return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+        entry = self.entries.get(key)
+        return None if entry is None or entry.dtype is None else entry.shape
 
-    def tensors(self) -> Iterator[tuple[str, TensorStorageMetadata]]:
-        """Iterate over all tensors by name, in the order of the metadata."""
-        for key, entry in self.metadata.state_dict_metadata.items():
-            if isinstance(entry, TensorStorageMetadata):
-                yield key, entry
-
-    def has(self, key: str) -> bool:
-        """Whether there is an entry of that name, a tensor or not."""
-        return key in self.metadata.state_dict_metadata
+    def tensors(self) -> Iterator[tuple[str, Entry]]:
+        """Iterate over all tensors by name, in the order of the index."""
+        yield from ((key, entry) for key, entry in self.entries.items() if entry.dtype is not None)
 
     def object(self, key: str) -> Any:
         """Load an entry that is not a tensor.
@@ -116,31 +113,30 @@ class CheckpointFolder:
             CheckpointError: There is no such entry, it is damaged, or it contains something other
                 than plain data.
         """
-        content = self.read_item(MetadataIndex(key))
-        return load_plain(content, f"{key} in {self.path}", self._unpickler)
+        entry = self.entries.get(key)
+        if entry is None or entry.dtype is not None or not entry.chunks:
+            raise CheckpointError(f"{self.path} is incomplete: it does not hold {key}")
+        return load_object(self.read_item(key, entry.chunks[0]), f"{key} in {self.path}")
 
-    def read_item(self, index: MetadataIndex) -> mmap.mmap:
+    def read_item(self, key: str, chunk: Chunk) -> bytes:
         """Read the bytes of a stored item, as `torch.save` wrote them, and compare the checksum.
 
         Args:
-            index: Name of an object; or of a tensor, with the offset of one of its chunks.
+            key: Name of the entry.
+            chunk: One of its chunks.
 
         Raises:
-            CheckpointError: There is no such item, its file is missing or too short, or the bytes
-                are not those that were saved.
+            CheckpointError: The file is missing or too short, or the bytes are not those that were
+                saved.
         """
-        info = self._info(index)
-        file = self._open(info.relative_path)
-        if not info.length:
-            raise CheckpointError(f"{self.path} is damaged: nothing is stored of {index.fqn}")
-        content = mmap.mmap(-1, info.length)
-        file.seek(info.offset)
-        file.readinto(content)
+        file = self._open(chunk.file)
+        file.seek(chunk.start)
+        content = file.read(chunk.length)
         if self.manifest is None:
             return content
-        item = self.manifest.files.get(info.relative_path, {}).get(info.offset)
-        where = f"{index.fqn} in {info.relative_path}, {info.length} bytes at {info.offset},"
-        if item is None or item[0] != info.length:
+        item = self.manifest.files.get(chunk.file, {}).get(chunk.start)
+        where = f"{key} in {chunk.file}, {chunk.length} bytes at {chunk.start},"
+        if item is None or item[0] != chunk.length:
             raise CheckpointError(f"{self.path} is damaged: {where} is not in the manifest")
         crc32 = zlib.crc32(content)
         if item[1] != crc32:
@@ -156,9 +152,8 @@ class CheckpointFolder:
         Raises:
             CheckpointError: There is none of that name, or it is not all there, or damaged.
         """
-        entry = self._tensor(key)
         self.check_stored(key)
-        data = torch.empty(entry.size, dtype=entry.properties.dtype)
+        data = torch.empty(self.entries[key].shape, dtype=self.entries[key].dtype)
         self.fill([ReadRequest(key, (0,) * data.dim(), data)])
         return data
 
@@ -180,19 +175,16 @@ class CheckpointFolder:
                 of earlier blocks are filled.
         """
         counts = [0] * len(wanted)
-        items: dict[tuple[str, int], tuple[MetadataIndex, Sequence[int], list[_Copy]]] = {}
+        items: dict[Chunk, tuple[str, list[_Copy]]] = {}
         for number, block in enumerate(wanted):
             for chunk in self._saved(block.key).near(block):
                 copy = _overlap(block, chunk)
-                if copy is None:
-                    continue
-                counts[number] += copy[1].numel()
-                index = MetadataIndex(block.key, chunk.offsets)
-                info = self._info(index)
-                place = info.relative_path, info.offset
-                items.setdefault(place, (index, chunk.sizes, []))[2].append(copy)
-        for _, (index, sizes, copies) in sorted(items.items(), key=lambda item: item[0]):
-            stored = self._read_chunk(index, sizes)
+                if copy is not None:
+                    counts[number] += copy[1].numel()
+                    items.setdefault(chunk, (block.key, []))[1].append(copy)
+        for chunk in sorted(items, key=lambda chunk: (chunk.file, chunk.start)):
+            key, copies = items[chunk]
+            stored = self._read_chunk(key, chunk)
             for inside, target in () if only_check else copies:
                 target.copy_(stored[inside])
             # Or its memory would be held while the next chunk is read.
@@ -200,7 +192,7 @@ class CheckpointFolder:
         return counts
 
     def check_file(self, name: str) -> None:
-        """Compare the length of a file with metadata and manifest.
+        """Compare the length of a file with the index and the manifest.
 
         Raises:
             CheckpointError: It is missing, or has another length.
@@ -213,7 +205,7 @@ class CheckpointFolder:
         finally:
             self._check_replaced()
         items = self.manifest.files.get(name) if self.manifest is not None else None
-        needed = max(self._needed.get(name, 0), length_of(items or {}))
+        needed = max(self._needed[name], length_of(items or {}))
         if size < needed:
             raise CheckpointError(f"{self.path} is truncated: {name} has {size} of {needed} bytes")
         if items is not None and size != needed:
@@ -228,27 +220,23 @@ class CheckpointFolder:
             CheckpointError: There is no such tensor, or not all of it is stored.
         """
         self._saved(key)
-        for chunk in self._tensor(key).chunks:
-            self._open(self._info(MetadataIndex(key, chunk.offsets)).relative_path)
+        for chunk in self.entries[key].chunks:
+            self._open(chunk.file)
 
     def storage_problems(self, key: str) -> Iterator[str]:
         """Yield a sentence for each part of an entry that is not stored exactly once."""
-        entry = self.metadata.state_dict_metadata.get(key)
-        storage = self.metadata.storage_data or {}
-        if not isinstance(entry, TensorStorageMetadata):
-            if MetadataIndex(key) not in storage:
+        entry = self.entries[key]
+        if entry.dtype is None:
+            if not entry.chunks:
                 yield f"{key} is in no file"
             return
         yield from coverage_problems(key, entry)
         for chunk in entry.chunks:
-            info = storage.get(MetadataIndex(key, chunk.offsets))
-            nbytes = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
-            if info is None:
-                yield f"{key} has a chunk at {tuple(chunk.offsets)} that is in no file"
-            elif nbytes > info.length and not info.transform_descriptors:
+            nbytes = math.prod(chunk.sizes) * entry.dtype.itemsize
+            if nbytes > chunk.length:
                 yield (
-                    f"{key} has a chunk of {nbytes} bytes at {tuple(chunk.offsets)}, and "
-                    f"{info.length} bytes are stored"
+                    f"{key} has a chunk of {nbytes} bytes at {chunk.offsets}, and {chunk.length} "
+                    "bytes are stored"
                 )
 
     def _check_replaced(self) -> None:
@@ -258,34 +246,18 @@ class CheckpointFolder:
                 return
         raise ReplacedError(f"{self.path} was replaced by another save while it was read")
 
-    def _read_chunk(self, index: MetadataIndex, sizes: Sequence[int]) -> torch.Tensor:
+    def _read_chunk(self, key: str, chunk: Chunk) -> torch.Tensor:
         """Read and verify one stored chunk."""
-        stored = load_plain(self.read_item(index), f"{index.fqn} in {self.path}")
-        shape = tuple(getattr(stored, "shape", ()))
-        if not isinstance(stored, torch.Tensor) or shape != tuple(sizes):
+        stored = load_object(self.read_item(key, chunk), f"{key} in {self.path}")
+        is_plain = type(stored) in (torch.Tensor, nn.Parameter) and not stored.is_meta
+        shape = tuple(stored.shape) if is_plain else ()
+        if not is_plain or stored.layout is not torch.strided or shape != chunk.sizes:
             raise CheckpointError(
-                f"{self.path} is damaged: {index.fqn} in {self._info(index).relative_path} should "
-                f"be a tensor of shape {tuple(sizes)}, not {shape}"
+                f"{self.path} is damaged: {key} in {chunk.file} should be a tensor of shape "
+                f"{chunk.sizes}, not {shape}"
             )
-        return stored
-
-    def _tensor(self, key: str) -> TensorStorageMetadata:
-        entry = self.metadata.state_dict_metadata.get(key)
-        if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(f"{self.path} holds no tensor {key}")
-        return entry
-
-    def _info(self, index: MetadataIndex) -> Any:
-        info = (self.metadata.storage_data or {}).get(index)
-        if info is None:
-            where = f" at {tuple(index.offset)}" if index.offset is not None else ""
-            raise CheckpointError(f"{self.path} is incomplete: it does not hold {index.fqn}{where}")
-        if info.transform_descriptors:
-            raise CheckpointError(
-                f"{self.path}: {index.fqn} was written through {info.transform_descriptors}, which "
-                "is not read here; load it with torch and save it without"
-            )
-        return info
+        found: torch.Tensor = stored.detach()
+        return found
 
     def _open(self, name: str) -> BufferedReader:
         """Open a file of the folder, after checking its length."""
@@ -302,11 +274,41 @@ class CheckpointFolder:
 
     def _saved(self, key: str) -> _Chunks:
         if key not in self._chunks:
-            entry = self._tensor(key)
+            if self.shape(key) is None:
+                raise CheckpointError(f"{self.path} holds no tensor {key}")
             for problem in self.storage_problems(key):
                 raise CheckpointError(f"{self.path} is damaged or incomplete: {problem}")
-            self._chunks[key] = _Chunks(entry)
+            self._chunks[key] = _Chunks(self.entries[key])
         return self._chunks[key]
+
+
+def _check_complete(folder: Path) -> None:
+    """Check that a folder is a checkpoint.
+
+    Raises:
+        NotFoundError: There is nothing, or a folder of checkpoints.
+        CheckpointError: The save was cut short, or it is something else.
+    """
+    if folder.name.endswith(INCOMPLETE):
+        raise CheckpointError(
+            f"{folder} is not a complete checkpoint: the save was cut short; use an older one and "
+            "remove it"
+        )
+    if not folder.is_dir():
+        kind = "is not a folder" if folder.exists() else "does not exist"
+        raise NotFoundError(f"{folder} {kind}")
+    if file_inside(folder, METADATA).is_file():
+        return
+    inside = sorted(p.parent.name for p in folder.glob(f"*/{METADATA}"))
+    if inside:
+        raise NotFoundError(
+            f"{folder} is not a checkpoint, it holds some: name one of {listed(inside, _SHOWN)}"
+        )
+    names = sorted(p.name for p in folder.iterdir())
+    raise (CheckpointError if names else NotFoundError)(
+        f"{folder} is not a folder of torch's distributed checkpoint, or its save was cut short: "
+        f"it has no {METADATA}, only {listed(names, _SHOWN) or 'nothing'}"
+    )
 
 
 def _close(directory: int, files: dict[str, BufferedReader]) -> None:
@@ -335,7 +337,7 @@ _Copy = tuple[tuple[slice, ...], torch.Tensor]
 """A part of a stored chunk, and the part of a request's target that it fills."""
 
 
-def _overlap(block: ReadRequest, chunk: ChunkStorageMetadata) -> _Copy | None:
+def _overlap(block: ReadRequest, chunk: Chunk) -> _Copy | None:
     """Intersect a block and a chunk; None if they do not overlap."""
     stored, inside = [], []
     for wanted, length, first, size in zip(
@@ -352,17 +354,16 @@ def _overlap(block: ReadRequest, chunk: ChunkStorageMetadata) -> _Copy | None:
 class _Chunks:
     """Chunks of a tensor, indexed by the leading dimensions in which each has length 1."""
 
-    def __init__(self, entry: TensorStorageMetadata) -> None:
+    def __init__(self, entry: Entry) -> None:
         self._all = entry.chunks
         self._depth = 0
-        while self._depth < len(entry.size) and all(c.sizes[self._depth] == 1 for c in self._all):
+        while self._depth < len(entry.shape) and all(c.sizes[self._depth] == 1 for c in self._all):
             self._depth += 1
-        self._by_front: dict[tuple[int, ...], list[ChunkStorageMetadata]] = {}
+        self._by_front: dict[tuple[int, ...], list[Chunk]] = {}
         for chunk in entry.chunks:
-            front = tuple(chunk.offsets[: self._depth])
-            self._by_front.setdefault(front, []).append(chunk)
+            self._by_front.setdefault(chunk.offsets[: self._depth], []).append(chunk)
 
-    def near(self, block: ReadRequest) -> Sequence[ChunkStorageMetadata]:
+    def near(self, block: ReadRequest) -> Sequence[Chunk]:
         """Return the chunks that may overlap a block."""
         depth = self._depth
         if any(length != 1 for length in block.target.shape[:depth]):
@@ -370,41 +371,43 @@ class _Chunks:
         return self._by_front.get(tuple(block.offset[:depth]), [])
 
 
-_MAX_CORNERS = 1 << 23
-
-
-def coverage_problems(key: str, entry: TensorStorageMetadata) -> Iterator[str]:
+def coverage_problems(key: str, entry: Entry) -> Iterator[str]:
     """Yield a sentence for each way in which chunks fail to tile a tensor."""
-    total, covered = math.prod(entry.size), 0
+    total, covered = math.prod(entry.shape), 0
     for chunk in entry.chunks:
-        ends = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
+        ends = zip(chunk.offsets, chunk.sizes, entry.shape, strict=True)
         if any(first + size > length for first, size, length in ends):
-            yield f"{key} has a chunk at {tuple(chunk.offsets)} that reaches out of it"
+            yield f"{key} has a chunk at {chunk.offsets} that reaches out of it"
         covered += math.prod(chunk.sizes)
     if covered != total:
         yield f"{key} has {total} elements, and its chunks {covered}"
-    if len({tuple(chunk.offsets) for chunk in entry.chunks}) != len(entry.chunks):
+    if len({chunk.offsets for chunk in entry.chunks}) != len(entry.chunks):
         yield f"{key} has several chunks at the same place"
-    elif covered == total and not _is_tiled(entry.size, entry.chunks):
+    elif covered == total and not _is_tiled(entry):
         yield f"{key} has chunks that overlap, and elements that are in none"
 
 
-def _is_tiled(size: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    """Whether boxes fill a box without overlapping.
+_MAX_DIMS = 8
+"""Nobody shards a tensor along so many dimensions."""
+
+
+def _is_tiled(entry: Entry) -> bool:
+    """Whether the chunks of a tensor fill it without overlapping.
 
     They do if and only if their corners, each with the sign it has in an inclusion-exclusion sum,
-    add up to the corners of the whole. This takes time linear in the number of boxes.
+    add up to the corners of the whole. This takes time linear in the number of chunks.
     """
-    boxes = [chunk for chunk in chunks if 0 not in chunk.sizes]
+    boxes = [chunk for chunk in entry.chunks if 0 not in chunk.sizes]
+    shape = entry.shape
+    dims = [d for d in range(len(shape)) if any(box.sizes[d] != shape[d] for box in boxes)]
     if len(boxes) <= 1:
         return True
-    if len(boxes) << len(size) > _MAX_CORNERS:
-        # Nobody shards along so many dimensions.
+    if len(dims) > _MAX_DIMS:
         return False
     corners: Counter[tuple[int, ...]] = Counter()
-    signed = [((0,) * len(size), size, -1), *((box.offsets, box.sizes, 1) for box in boxes)]
-    for offsets, sizes, sign in signed:
-        for sides in itertools.product((0, 1), repeat=len(size)):
-            corner = (first + at * n for first, at, n in zip(offsets, sides, sizes, strict=True))
+    whole = Chunk((0,) * len(shape), shape, "", 0, 0)
+    for box, sign in ((whole, -1), *((box, 1) for box in boxes)):
+        for sides in itertools.product((0, 1), repeat=len(dims)):
+            corner = (box.offsets[d] + at * box.sizes[d] for d, at in zip(dims, sides, strict=True))
             corners[tuple(corner)] += sign * (-1) ** sum(sides)
     return not any(corners.values())

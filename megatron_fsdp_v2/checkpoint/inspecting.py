@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
 from megatron_fsdp_v2._text import aligned, readable_size
 from megatron_fsdp_v2.checkpoint.exporting import (
     CheckpointKind,
@@ -17,7 +15,7 @@ from megatron_fsdp_v2.checkpoint.exporting import (
     open_source,
 )
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
-from megatron_fsdp_v2.checkpoint.metadata import FORMAT_VERSION
+from megatron_fsdp_v2.checkpoint.manifest import FORMAT_VERSION
 from megatron_fsdp_v2.checkpoint.plain_files import PlainTensor
 
 __all__ = ["Contents", "inspect", "listing"]
@@ -78,14 +76,13 @@ def inspect(path: str | Path) -> Contents:
     if find_kind(path)[0] is not CheckpointKind.FOLDER:
         return Contents(path, open_source(path).tensors)
     folder = CheckpointFolder(path)
-    lengths = {i.fqn: info.length for i, info in (folder.metadata.storage_data or {}).items()}
     tensors, chunks, objects = [], {}, {}
-    for key, entry in folder.metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            tensors.append(PlainTensor(key, tuple(entry.size), entry.properties.dtype))
+    for key, entry in folder.entries.items():
+        if entry.dtype is not None:
+            tensors.append(PlainTensor(key, entry.shape, entry.dtype))
             chunks[key] = len(entry.chunks)
         else:
-            objects[key] = lengths.get(key, 0)
+            objects[key] = sum(chunk.length for chunk in entry.chunks)
     manifest: dict[str, Any] = {}
     if (saved := folder.manifest) is not None:
         manifest = {"version": FORMAT_VERSION, "world_size": saved.world_size}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,6 @@ from typing import Any, override
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -50,7 +50,8 @@ from megatron_fsdp_v2.checkpoint.errors import (
     warn,
 )
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, ReadRequest
-from megatron_fsdp_v2.checkpoint.ranks import group_of
+from megatron_fsdp_v2.checkpoint.manifest import Entry
+from megatron_fsdp_v2.checkpoint.ranks import check_same_path, group_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 from megatron_fsdp_v2.runtime.module import make_idle, showing_sharded
 
@@ -147,9 +148,7 @@ def _ready_everywhere(
         if ready is not None and len(set(identities)) == 1:
             return ready
         time.sleep(_PAUSE_S)
-    paths = sorted(set(everyones(os.path.realpath(path), group)))
-    if len(paths) > 1:
-        raise CheckpointError(f"ranks load different checkpoints: {listed(paths, _MOST_NAMES)}")
+    check_same_path(os.path.realpath(path), group)
     raise CheckpointError(f"{path} is replaced faster than all ranks can read it")
 
 
@@ -168,7 +167,7 @@ def _checked(
         raise CheckpointError(f"{folder.path} is of another model: {difference}{hint}")
     ready, extra_names = _Ready(folder), extra_state_names(model)
     for key, value in model_entries(model).items():
-        if not folder.has(key):
+        if key not in folder.entries:
             continue
         if isinstance(value, torch.Tensor):
             ready.weights += requests_for(key, value)
@@ -182,7 +181,7 @@ def _checked(
         ready.states = _new_states(folder, model, optimizer, blocks)
         with torch.no_grad():
             folder.fill(blocks)
-    if folder.has(EXTRA):
+    if EXTRA in folder.entries:
         is_tensor = folder.shape(EXTRA) is not None
         ready.extra = folder.read_tensor(EXTRA) if is_tensor else folder.object(EXTRA)
     if not difference.fits:
@@ -241,16 +240,16 @@ def _new_states(
 def _new_state(
     folder: CheckpointFolder, key: str, param: torch.Tensor, wanted: list[ReadRequest]
 ) -> Any:
-    entry = folder.metadata.state_dict_metadata[key]
-    if not isinstance(entry, TensorStorageMetadata):
+    entry = folder.entries[key]
+    if entry.dtype is None:
         return folder.object(key)
     folder.check_stored(key)
-    if entry.size == param.shape:
-        tensor = torch.zeros_like(param, dtype=entry.properties.dtype, requires_grad=False)
+    if entry.shape == param.shape:
+        tensor = torch.zeros_like(param, dtype=entry.dtype, requires_grad=False)
     else:
         # Scalars such as step counts stay on the host, as in torch.
-        device = param.device if entry.size.numel() > 1 else "cpu"
-        tensor = torch.zeros(entry.size, dtype=entry.properties.dtype, device=device)
+        device = param.device if math.prod(entry.shape) > 1 else "cpu"
+        tensor = torch.zeros(entry.shape, dtype=entry.dtype, device=device)
     wanted += requests_for(key, tensor)
     return tensor
 
@@ -315,7 +314,7 @@ class Comparison:
 def _compare_model(folder: CheckpointFolder, model: nn.Module) -> Comparison:
     """Compare an open checkpoint with a model."""
     mine, tied = model_entries(model), tied_entries(model)
-    saved = folder.metadata.state_dict_metadata
+    saved = folder.entries
     # Other libraries write a tied tensor under any one of its names.
     there = {tied.get(key, key) for key in mine if key in saved}
     found = Comparison([k for k in mine if k not in saved and tied.get(k, k) not in there])
@@ -328,17 +327,16 @@ def _compare_model(folder: CheckpointFolder, model: nn.Module) -> Comparison:
     return found
 
 
-def _problem(key: str, value: Any, entry: Any) -> str | None:
+def _problem(key: str, value: Any, entry: Entry) -> str | None:
     """Why an entry of a checkpoint cannot fill one of the model; None if it can."""
-    if not isinstance(entry, TensorStorageMetadata):
+    if entry.dtype is None:
         return f"{key} is not a tensor there" if isinstance(value, torch.Tensor) else None
     if not isinstance(value, torch.Tensor):
         return f"{key} is a tensor there and not here"
-    if tuple(entry.size) != tuple(value.shape):
-        return f"{key} is {tuple(entry.size)} there and {tuple(value.shape)} here"
-    dtype = entry.properties.dtype
-    if not torch.can_cast(dtype, value.dtype):
-        return f"{key} is of {dtype} there and of {value.dtype} here"
+    if entry.shape != value.shape:
+        return f"{key} is {entry.shape} there and {tuple(value.shape)} here"
+    if not torch.can_cast(entry.dtype, value.dtype):
+        return f"{key} is of {entry.dtype} there and of {value.dtype} here"
     return None
 
 
@@ -371,7 +369,7 @@ def _compare_optimizer(
     if not saved:
         found.missing.append(OPTIMIZER_GROUPS)
         return saved
-    kind = folder.object(OPTIMIZER_KIND) if folder.has(OPTIMIZER_KIND) else None
+    kind = folder.object(OPTIMIZER_KIND) if OPTIMIZER_KIND in folder.entries else None
     problem = _other_kind(kind, saved, optimizer, own)
     if problem is not None:
         found.mismatched[OPTIMIZER_KIND] = problem
@@ -419,7 +417,7 @@ _ABSENT = object()
 def _saved_states(folder: CheckpointFolder) -> dict[str, dict[str, str]]:
     """Return the keys of optimizer state, by parameter and name of the state."""
     found: dict[str, dict[str, str]] = {}
-    for key in folder.metadata.state_dict_metadata:
+    for key in folder.entries:
         if key.startswith(OPTIMIZER_STATE):
             name, _, state = key.removeprefix(OPTIMIZER_STATE).rpartition(".")
             found.setdefault(name, {})[state] = key
@@ -431,7 +429,7 @@ def _saved_groups(folder: CheckpointFolder) -> tuple[list[dict[str, Any]], bool]
 
     One object here; where torch saved them one per option and group, or per option and parameter.
     """
-    if folder.has(OPTIMIZER_GROUPS):
+    if OPTIMIZER_GROUPS in folder.entries:
         found: Any = folder.object(OPTIMIZER_GROUPS)
         saved: list[Any] = found if isinstance(found, list) else [None]
         for group in saved:
@@ -440,7 +438,7 @@ def _saved_groups(folder: CheckpointFolder) -> tuple[list[dict[str, Any]], bool]
                 raise CheckpointError(f"{folder.path}: {OPTIMIZER_GROUPS} is not a list of groups")
         return saved, True
     groups: dict[str, dict[str, Any]] = {}
-    for key in folder.metadata.state_dict_metadata:
+    for key in folder.entries:
         if key.startswith(f"{OPTIMIZER_GROUPS}."):
             where, _, option = key.removeprefix(f"{OPTIMIZER_GROUPS}.").rpartition(".")
             is_object = folder.shape(key) is None
@@ -462,10 +460,10 @@ def _compare_groups(
     """
     found.missing += [f"{OPTIMIZER_GROUPS} of {name}" for name in here if name not in there]
     found.unexpected += [f"{OPTIMIZER_GROUPS} of {name}" for name in there if name not in here]
-    # The groups are equal if the numbers of the optimizer and of the checkpoint match one to one.
+    # Groups are equal if their numbers map to each other one to one.
     for one, other, where in (
-        (here, there, "in one group of the optimizer and in two there"),
-        (there, here, "in two groups of the optimizer and in one there"),
+        (here, there, "in one group of the optimizer and in two of the checkpoint"),
+        (there, here, "in two groups of the optimizer and in one of the checkpoint"),
     ):
         first: dict[int, str] = {}
         for name in filter(there.__contains__, here) if has_groups else ():

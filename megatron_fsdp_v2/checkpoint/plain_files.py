@@ -19,15 +19,9 @@ from typing import Any
 import torch
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotFoundError
-from megatron_fsdp_v2.checkpoint.metadata import INCOMPLETE
+from megatron_fsdp_v2.checkpoint.foreign import load_object
+from megatron_fsdp_v2.checkpoint.manifest import INCOMPLETE, check_file_name, check_name, read_json
 from megatron_fsdp_v2.checkpoint.replacing import sync
-from megatron_fsdp_v2.checkpoint.unpickling import (
-    check_file_name,
-    check_name,
-    load_plain,
-    map_file,
-    read_json,
-)
 from megatron_fsdp_v2.checkpoint.writing import own_storage
 
 __all__ = [
@@ -54,7 +48,7 @@ with contextlib.suppress(ImportError):
 PT_SUFFIXES = (".pt", ".pth", ".bin")
 SAFETENSORS = ".safetensors"
 INDEX = ".index.json"
-"""What the name of an index ends in, after the name that one file would have."""
+"""Suffix of the index of several files; it follows the name of a single file."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes that floating-point tensors can be converted to."""
@@ -102,7 +96,7 @@ class TensorSource:
         tied: Other names of tied tensors, each with the name under which to write the tensor.
         left_out: Names of entries that are not tensors of the model.
         files: The files it is read from, besides an index; empty for a folder.
-        notes: What is unusual about them, a sentence each.
+        notes: Differences between an index and its files, a sentence each.
     """
 
     tensors: Sequence[PlainTensor]
@@ -207,6 +201,9 @@ def write_safetensors(source: TensorSource, file: Path, max_shard_bytes: int) ->
 
     A tensor with several names is written under one, and the header maps the others to it, as the
     library's `save_model` and `load_model` do.
+
+    Torch's `HuggingFaceStorageWriter` rejects tensors with several names, calls every model
+    `model`, and writes a single file as `model-00001-of-00001` with an index.
 
     Args:
         source: Source of the tensors, as `converted` returns it.
@@ -390,7 +387,7 @@ def open_pt(path: Path) -> TensorSource:
     """
     if not path.is_file():
         raise NotFoundError(f"{path} does not exist")
-    loaded = load_plain(map_file(path), str(path))
+    loaded = load_object(path, str(path))
     if not isinstance(loaded, dict):
         raise CheckpointError(
             f"{path} holds a {type(loaded).__name__}; save the model's state dict alone"

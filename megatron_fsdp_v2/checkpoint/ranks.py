@@ -81,8 +81,8 @@ def check_same_path(path: str | os.PathLike[str], group: Any) -> None:
     if other is not None:
         ranks = dist.get_process_group_ranks(group)
         raise ValueError(
-            f"ranks save one model to different paths: rank {ranks[0]} to {paths[0]}, rank "
-            f"{ranks[other]} to {paths[other]}; name the same path on all {len(ranks)} ranks"
+            f"ranks name different paths for one model: rank {ranks[0]} {paths[0]}, rank "
+            f"{ranks[other]} {paths[other]}; name the same path on all {len(ranks)} ranks"
         )
 
 

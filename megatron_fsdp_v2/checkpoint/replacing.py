@@ -17,7 +17,7 @@ from pathlib import Path
 from filelock import BaseFileLock, FileLock, Timeout
 
 from megatron_fsdp_v2.checkpoint.errors import warn
-from megatron_fsdp_v2.checkpoint.metadata import INCOMPLETE, MANIFEST, METADATA
+from megatron_fsdp_v2.checkpoint.manifest import INCOMPLETE, MANIFEST, METADATA
 
 __all__ = [
     "acquire_lock",

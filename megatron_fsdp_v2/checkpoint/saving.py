@@ -37,6 +37,7 @@ from megatron_fsdp_v2.checkpoint.entries import (
     tied_entries,
 )
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, all_ranks_or_raise, naming_full_disk
+from megatron_fsdp_v2.checkpoint.foreign import load_object
 from megatron_fsdp_v2.checkpoint.ranks import (
     background_group,
     check_same_path,
@@ -53,7 +54,6 @@ from megatron_fsdp_v2.checkpoint.replacing import (
     remove_own,
     temporary_name,
 )
-from megatron_fsdp_v2.checkpoint.unpickling import load_plain
 from megatron_fsdp_v2.checkpoint.writing import Planner, Writer, own_storage, pickled, write_folder
 from megatron_fsdp_v2.comm.backends import host_block, wait_for_device
 from megatron_fsdp_v2.dtensor.sharded_rows import rows_like, rows_of
@@ -381,10 +381,8 @@ def pack(name: str, value: Any) -> bytes:
         content = pickled(plain)
     except RecursionError as error:
         raise CheckpointError(f"{name} is nested too deeply, or contains itself") from error
-    try:
-        load_plain(content, name)
-    except CheckpointError as error:
-        raise CheckpointError(f"{name} could not be loaded again ({error.__cause__})") from error
+    # Keys of dictionaries, for example, are no leaves.
+    load_object(content, name)
     return content
 
 
@@ -393,7 +391,7 @@ def _plain(path: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return _plain_tensor(path, value)
     try:
-        load_plain(pickled(value), path)
+        load_object(pickled(value), path)
     except Exception as error:
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
         raise CheckpointError(

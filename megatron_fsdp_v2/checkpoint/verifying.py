@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotFoundError
 from megatron_fsdp_v2.checkpoint.exporting import CheckpointKind, find_kind
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
-from megatron_fsdp_v2.checkpoint.metadata import MANIFEST, METADATA, length_of
+from megatron_fsdp_v2.checkpoint.foreign import damaged_records, load_object
+from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, METADATA, Chunk
 from megatron_fsdp_v2.checkpoint.plain_files import open_safetensors
-from megatron_fsdp_v2.checkpoint.unpickling import Archive, load_plain, map_file
 
 __all__ = ["Report", "verify"]
 
@@ -88,28 +85,31 @@ def _verify_pt(path: Path, report: Report) -> None:
     if not path.is_file():
         raise NotFoundError(f"{path} does not exist")
     # Whatever was saved, not a model alone.
-    content = map_file(path)
-    load_plain(content, str(path))
+    load_object(path, str(path))
     report.num_files = 1
-    found = _record_problems(content)
-    if found is None:
+    damaged = damaged_records(path)
+    if damaged is None:
         report.notes.append("the file has no checksums: it was loaded, and no element compared")
     else:
-        report.problems.extend(f"{path.name}: {problem}" for problem in found)
-        report.nbytes = len(content)
+        report.problems += [f"{path.name}: {_other_checksum(name)}" for name in damaged]
+        report.nbytes = path.stat().st_size
 
 
 def _verify_folder(folder: CheckpointFolder, report: Report) -> None:
-    for key in folder.metadata.state_dict_metadata:
+    items: dict[str, dict[int, tuple[str, Chunk]]] = {}
+    for key, entry in folder.entries.items():
         report.problems.extend(folder.storage_problems(key))
-    files = dict(folder.manifest.files) if folder.manifest is not None else {}
-    items: dict[str, dict[int, MetadataIndex]] = {}
-    for index, info in (folder.metadata.storage_data or {}).items():
-        # The first of several names of an item is the name it was saved under.
-        items.setdefault(info.relative_path, {}).setdefault(info.offset, index)
-    report.num_files = len(files.keys() | items.keys())
+        for chunk in entry.chunks:
+            # The first of several names of an item is the name it was saved under.
+            items.setdefault(chunk.file, {}).setdefault(chunk.start, (key, chunk))
+    files = folder.manifest.files if folder.manifest is not None else {}
+    # It is only written for torch, and no entry.
+    for start, (length, _) in files.get(METADATA, {}).items():
+        items[METADATA] = {start: ("metadata", Chunk((), (), METADATA, start, length))}
+    names = sorted(files.keys() | items.keys())
+    report.num_files = len(names)
     num_without = 0
-    for name in sorted(files.keys() | items.keys()):
+    for name in names:
         try:
             folder.check_file(name)
         except CheckpointError as error:
@@ -119,11 +119,11 @@ def _verify_folder(folder: CheckpointFolder, report: Report) -> None:
             continue
         here, position = items.get(name, {}), 0
         for offset, (length, _) in files.get(name, {}).items():
-            if offset != position or (offset not in here and name != METADATA):
+            if offset != position or offset not in here:
                 report.problems.append(f"{name}: {position} to {offset} is of no item, or of two")
             position = offset + length
-        for offset, index in sorted(here.items()):
-            num_without += not _compare(folder, f"{name}: {index.fqn} at {offset}", index, report)
+        for offset, (key, chunk) in sorted(here.items()):
+            num_without += not _compare(folder, f"{name}: {key} at {offset}", key, chunk, report)
     if folder.manifest is None:
         if num_without:
             report.notes.append(f"{num_without} items have no checksums at all")
@@ -132,22 +132,21 @@ def _verify_folder(folder: CheckpointFolder, report: Report) -> None:
             "checksums that torch.save keeps"
         )
         return
-    # It was compared when the folder was opened.
-    report.nbytes += length_of(files.get(METADATA, {}))
     if unknown := sorted(items.keys() - files.keys()):
         report.problems.append(f"not in the manifest: {', '.join(unknown)}")
-    known = {*files, *items, MANIFEST}
+    known = {*names, MANIFEST}
     if others := sorted(p.name for p in folder.path.iterdir() if p.name not in known):
         report.notes.append(f"not in the manifest, and not looked at: {', '.join(others)}")
 
 
-def _compare(folder: CheckpointFolder, where: str, index: MetadataIndex, report: Report) -> bool:
+def _compare(folder: CheckpointFolder, where: str, key: str, chunk: Chunk, report: Report) -> bool:
     """Compare an item with its checksums; returns whether there are any."""
     problems: list[str] | None = []
     try:
-        content = folder.read_item(index)
+        content = folder.read_item(key, chunk)
         if folder.manifest is None:
-            problems = _record_problems(content)
+            damaged = damaged_records(content)
+            problems = None if damaged is None else [*map(_other_checksum, damaged)]
         report.nbytes += len(content) if problems is not None else 0
     except CheckpointError as error:
         problems = [str(error)]
@@ -155,14 +154,5 @@ def _compare(folder: CheckpointFolder, where: str, index: MetadataIndex, report:
     return problems is not None
 
 
-def _record_problems(content: mmap.mmap) -> list[str] | None:
-    """Compare records of `torch.save` with their checksums; None if there are no checksums."""
-    try:
-        intact = Archive(content).intact()
-    # A damaged archive raises nearly anything.
-    except Exception as error:
-        return [str(error) or type(error).__name__]
-    # With `set_crc32_options(False)` torch writes no checksums, so that none is equal.
-    if not any(intact.values()):
-        return None
-    return [f"the record {name} does not have its CRC-32" for name, ok in intact.items() if not ok]
+def _other_checksum(record: str) -> str:
+    return f"the record {record} does not have its CRC-32"

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_fsdp_v2.checkpoint.errors import naming_full_disk
-from megatron_fsdp_v2.checkpoint.metadata import MANIFEST, METADATA, Manifest
+from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, METADATA, write_manifest
 from megatron_fsdp_v2.checkpoint.replacing import sync
 
 __all__ = ["Blocks", "Planner", "Writer", "own_storage", "pickled", "write_folder"]
@@ -212,13 +212,17 @@ class Writer(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write metadata and manifest. On the first rank only."""
         with naming_full_disk(self._folder):
-            every = [result for of_rank in results for result in of_rank]
-            super().finish(metadata, [every, list(self._named_again(metadata, every))])
+            written = [result for of_rank in results for result in of_rank]
+            every = [*written, *self._named_again(metadata, written)]
+            super().finish(metadata, [every])
             if self._has_manifest:
-                self._write_manifest(len(results), every)
+                stored = {result.index: result.storage_data for result in every}
+                self._write_manifest(len(results), written, replace(metadata, storage_data=stored))
             sync(self._folder)
 
-    def _write_manifest(self, world_size: int, results: Sequence[WriteResult]) -> None:
+    def _write_manifest(
+        self, world_size: int, results: Sequence[WriteResult], metadata: Metadata
+    ) -> None:
         files: dict[str, dict[int, tuple[int, int]]] = {}
         for result in results:
             assert isinstance(result, _CheckedResult)
@@ -227,7 +231,7 @@ class Writer(FileSystemWriter):
             items[info.offset] = info.length, result.crc32
         content = (self._folder / METADATA).read_bytes()
         files[METADATA] = {0: (len(content), zlib.crc32(content))}
-        Manifest(world_size, torch.__version__, files).write(self._folder)
+        write_manifest(self._folder, world_size, files, metadata)
         sync(self._folder / MANIFEST)
 
     def _named_again(

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron_fsdp_v2 import checkpoint, fully_shard
 from megatron_fsdp_v2.checkpoint import CheckpointError, saving
 from megatron_fsdp_v2.checkpoint.exporting import export
-from megatron_fsdp_v2.checkpoint.metadata import Manifest
+from megatron_fsdp_v2.checkpoint.manifest import Manifest
 from megatron_fsdp_v2.checkpoint.verifying import verify
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from tests.distributed.checkpoint_trainings import Net, digests, flip_bit, net, train
@@ -220,7 +220,7 @@ def test_saves_that_would_overwrite_each_other_are_rejected_before_they_write(
     extra = checkpoint.load(shared, model)
     assert names == []
     for text in differ:
-        assert f"rank {pair} to {tmp_path}/{pair}, rank {pair + 1} to {tmp_path}/{pair + 1}" in text
+        assert f"rank {pair} {tmp_path}/{pair}, rank {pair + 1} {tmp_path}/{pair + 1}" in text
     assert first == "no error" and "other ranks" in second and extra == 0
     assert "process_group has the ranks" in smaller
 

@@ -280,7 +280,7 @@ def test_a_checkpoint_loads_bit_equal_at_other_data_and_tensor_parallel_sizes(
     pools: RankPools, tmp_path: Path, way: str
 ) -> None:
     saved = pools(4).run(_saved, str(tmp_path), way)[0]
-    stored = CheckpointFolder(tmp_path / "ours").metadata.state_dict_metadata
+    stored = CheckpointFolder(tmp_path / "ours").entries
     assert not any("_extra_state" in key for key in stored)
     assert len(saved) > 20
     for number, shape in enumerate([(2, 1), (1, 2), (4, 1), (1, 1), (2, 2)]):

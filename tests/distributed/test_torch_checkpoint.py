@@ -226,7 +226,7 @@ def test_wrappers_of_torch_change_no_name_in_a_checkpoint(tmp_path: Path) -> Non
     for wrapper in WRAPPERS:
         model, optimizer, _ = made(wrapper, 7.0)
         checkpoint.save(tmp_path / wrapper, model, optimizer)
-        keys = CheckpointFolder(tmp_path / wrapper).metadata.state_dict_metadata
+        keys = CheckpointFolder(tmp_path / wrapper).entries
         stepped = {key.removesuffix(".step") for key in keys if key.endswith(".step")}
         assert stepped == {f"optimizer.state.{name}" for name in names}, wrapper
         checkpoint.load(tmp_path / "plain", model, optimizer)

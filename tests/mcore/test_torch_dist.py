@@ -20,6 +20,8 @@ import torch
 
 from megatron_fsdp_v2.checkpoint import CheckpointError
 from megatron_fsdp_v2.checkpoint.exporting import open_source
+from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
+from megatron_fsdp_v2.checkpoint.foreign import load_object
 from megatron_fsdp_v2.checkpoint.writing import pickled, write_folder
 from tests.cases import longer
 from tests.mcore import flags as f
@@ -62,15 +64,13 @@ def _resume(pools: RankPools, world_size: int, folder: Path, *flags: f.Flags) ->
 
 def _train_and_count(flags: list[str]) -> tuple[Training, int]:
     """Train; also return the number of elements read. The probe counts those of the model."""
-    from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import MegatronFolder
-
-    fill, wanted = MegatronFolder.fill, []
+    fill, wanted = CheckpointFolder.fill, []
 
     def count(self: Any, blocks: Any) -> Any:
         wanted.extend(block.target.numel() for block in blocks)
         return fill(self, blocks)
 
-    with mock.patch.object(MegatronFolder, "fill", count):
+    with mock.patch.object(CheckpointFolder, "fill", count):
         return train(flags, _num_elements), sum(wanted)
 
 
@@ -149,18 +149,14 @@ class _RunsCode:
 
 
 def test_a_checkpoint_cannot_run_code(tmp_path: Path) -> None:
-    from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import (
-        COMMON,
-        MegatronFolder,
-        common_state,
-    )
+    from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import COMMON, common_state
 
     write_folder(tmp_path, {COMMON: pickled([{"args": _RunsCode()}])})
     for file in (None, pickle.dumps(_RunsCode())):
         if file is not None:
             (tmp_path / "common.pt").write_bytes(file)
         with pytest.raises(CheckpointError, match="cannot be loaded as plain data"):
-            common_state(MegatronFolder(tmp_path))
+            common_state(CheckpointFolder(tmp_path))
 
 
 @pytest.mark.parametrize("common", [{}, {"args": None}, {"args": {"num_layers": 2}}, None])
@@ -177,12 +173,10 @@ def test_only_objects_that_megatron_saves_are_loaded(tmp_path: Path) -> None:
     from megatron.core.enums import ModelType
     from megatron.core.optimizer import OptimizerConfig
 
-    from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import load_plain
-
     file, kind, config = tmp_path / "x.pt", ModelType.encoder_or_decoder, OptimizerConfig(lr=0.5)
     numbers = np.random.get_state()
     torch.save(argparse.Namespace(kind=kind, config=config, rng=numbers, at=Path("a")), file)
-    found = load_plain(file)
+    found = load_object(file, "x")
     assert (found.kind, found.config, found.at) == (kind, config, Path("a"))
     np.testing.assert_equal(found.rng, numbers)
     for evil in (
@@ -193,7 +187,7 @@ def test_only_objects_that_megatron_saves_are_loaded(tmp_path: Path) -> None:
     ):
         torch.save(evil, file)
         with pytest.raises(CheckpointError, match="cannot be loaded as plain data"):
-            load_plain(file)
+            load_object(file, "x")
 
 
 @pytest.mark.functional

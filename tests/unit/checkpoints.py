@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_fsdp_v2.checkpoint import writing
-from megatron_fsdp_v2.checkpoint.metadata import MANIFEST, METADATA
+from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, METADATA
 from megatron_fsdp_v2.checkpoint.writing import Blocks, pickled
 from megatron_fsdp_v2.cli import main
 

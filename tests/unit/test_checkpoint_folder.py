@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import pickle
+import collections
+import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, ReadRequest
-from megatron_fsdp_v2.checkpoint.metadata import MANIFEST, METADATA, read_metadata
+from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, METADATA
+from megatron_fsdp_v2.checkpoint.saving import save, save_nested
 from tests.unit.checkpoints import FIRST as DATA_FILE
-from tests.unit.checkpoints import flip, same_bits, write_folder
+from tests.unit.checkpoints import changed_metadata, flip, same_bits, write_folder
 
 KEY = "model.weight"
 OTHER = "model.other"
@@ -68,10 +69,8 @@ def test_tensors_of_every_dtype_and_shape_are_read_as_torch_saved_them(
 
 
 def test_only_items_with_requested_elements_are_read(checkpoint: Path) -> None:
-    storage = read_metadata(checkpoint).storage_data
-    assert storage is not None
-    info = storage[MetadataIndex(KEY, torch.Size((3, 0)))]
-    flip(checkpoint / DATA_FILE, info.offset + info.length // 2)
+    _, second = CheckpointFolder(checkpoint).entries[KEY].chunks
+    flip(checkpoint / DATA_FILE, second.start + second.length // 2)
     target = torch.empty(3, 5)
     CheckpointFolder(checkpoint).fill([ReadRequest(KEY, (0, 0), target)])
     assert torch.equal(target, whole()[:3])
@@ -90,12 +89,31 @@ def test_incomplete_save_is_reported(checkpoint: Path) -> None:
 
 def test_save_plans_in_metadata_are_ignored(checkpoint: Path) -> None:
     """Megatron's metadata has these plans, and torch writes them from 2.15 on."""
-    (checkpoint / MANIFEST).unlink()
-    metadata: Any = read_metadata(checkpoint)
+    entries = CheckpointFolder(checkpoint).entries
     plan = create_default_local_save_plan({OTHER: torch.ones(3)}, is_coordinator=True)
     assert plan.items
-    metadata.all_local_plans = [plan, plan]
-    (checkpoint / METADATA).write_bytes(pickle.dumps(metadata))
-    found = read_metadata(checkpoint)
-    assert not hasattr(found, "all_local_plans")
-    assert found.storage_data == metadata.storage_data
+    with changed_metadata(checkpoint) as metadata:
+        vars(metadata)["all_local_plans"] = [plan, plan]
+        metadata.planner_data = collections.OrderedDict(a=1)
+    assert CheckpointFolder(checkpoint).entries == entries
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_index_and_metadata_have_the_same_entries(tmp_path: Path, is_nested: bool) -> None:
+    """Checkpoints of the first version have no index."""
+    state = {"a": [whole(), {"b": torch.ones(())}], "empty": torch.ones(0, 2), "step": 3}
+    if is_nested:
+        save_nested(tmp_path / "c", state)
+    else:
+        save(tmp_path / "c", nn.Linear(4, 3), extra=state)
+    with_index = CheckpointFolder(tmp_path / "c")
+    content = json.loads((tmp_path / "c" / MANIFEST).read_bytes())
+    del content["entries"]
+    (tmp_path / "c" / MANIFEST).write_text(json.dumps(content))
+    without = CheckpointFolder(tmp_path / "c")
+    assert without.entries == with_index.entries
+    assert any(entry.path for entry in without.entries.values()) == is_nested
+    assert with_index.identity != without.identity
+    flip(tmp_path / "c" / METADATA, 50)
+    with pytest.raises(CheckpointError, match="its checksum is not that of the save"):
+        CheckpointFolder(tmp_path / "c")

@@ -6,7 +6,7 @@ their initial values, or layers of the file that are not loaded, would only caus
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.checkpoint.folder import coverage_problems
+from megatron_fsdp_v2.checkpoint.manifest import Entry
 from megatron_fsdp_v2_mcore.checkpoint.name_table import is_fp8_state, is_history
-from megatron_fsdp_v2_mcore.flags.checkpoint_check import read_metadata
+from megatron_fsdp_v2_mcore.flags.checkpoint_check import open_folder
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
 __all__ = ["Compatibility", "check_request", "compare_with_file"]
@@ -108,18 +108,17 @@ def check_request(path: str, requested: dict[str, Shape], saved: Any, args: Any)
         saved: Megatron's arguments of the run that saved.
         args: Megatron's arguments of this run.
     """
-    metadata = read_metadata(Path(path)).state_dict_metadata
+    entries = open_folder(Path(path)).entries
     result = Compatibility()
     scales = {key: shape for key, shape in requested.items() if is_fp8_state(key)}
-    other_scales, notes = _unusable_scales(path, scales, metadata)
+    other_scales, notes = _unusable_scales(path, scales, entries)
     result.notes += notes
     result.absent |= {(_MODEL, key.removeprefix(f"{_MODEL}.")) for key in other_scales}
     requested = {key: shape for key, shape in requested.items() if key not in other_scales}
     # FP8 state does not decide whether the checkpoint is of the same model.
-    metadata = {k: v for k, v in metadata.items() if not is_fp8_state(k) or k in requested}
+    entries = {k: v for k, v in entries.items() if not is_fp8_state(k) or k in requested}
     stored: dict[str, Shape] = {
-        key: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
-        for key, entry in metadata.items()
+        key: None if entry.dtype is None else entry.shape for key, entry in entries.items()
     }
     if not any(key.startswith("optimizer.") for key in stored) and any(
         key.startswith("optimizer.") for key in requested
@@ -130,24 +129,24 @@ def check_request(path: str, requested: dict[str, Shape], saved: Any, args: Any)
         return result
     missing = _missing_entries(requested, stored, result.absent)
     result.notes += [f"{path} {note}" for keys, note in _OPTIONAL.items() if keys in result.absent]
-    result.problem = _coverage_problem(path, requested, metadata) or _model_problem(
+    result.problem = _coverage_problem(path, requested, entries) or _model_problem(
         path, requested, stored, missing, saved, args
     )
     return result
 
 
 def _unusable_scales(
-    path: str, requested: dict[str, Shape], metadata: dict[str, Any]
+    path: str, requested: dict[str, Shape], entries: Mapping[str, Entry]
 ) -> tuple[set[str], list[str]]:
     """Return the delayed-scaling entries that cannot be loaded from a file, and notes on them."""
     unusable: set[str] = set()
     missing, resized, mismatched = [], [], []
     for key, shape in requested.items():
-        entry = metadata.get(key)
-        if not isinstance(entry, TensorStorageMetadata):
+        entry = entries.get(key)
+        if entry is None or entry.dtype is None:
             missing.append(key)
-        elif (tuple(entry.size), entry.properties.dtype) != (shape, torch.float32):
-            saved, dtype = tuple(entry.size), entry.properties.dtype
+        elif (entry.shape, entry.dtype) != (shape, torch.float32):
+            saved, dtype = entry.shape, entry.dtype
             is_fp32_history = dtype == torch.float32 and len(saved) == 2 and is_history(key)
             if is_fp32_history and shape is not None and saved[1:] == shape[1:]:
                 resized.append(f"{saved[0]} steps, {shape[0]} in this run")
@@ -198,12 +197,12 @@ def _parameter_of_state(key: str) -> str:
     return key.removeprefix(_STATE).rpartition(".")[0]
 
 
-def _coverage_problem(path: str, requested: Collection[str], metadata: dict[str, Any]) -> str:
+def _coverage_problem(path: str, requested: Collection[str], entries: Mapping[str, Entry]) -> str:
     """Name tensors with missing elements in the file, which torch would load without an error."""
     problems = [
         problem
-        for key, entry in metadata.items()
-        if key in requested and isinstance(entry, TensorStorageMetadata)
+        for key, entry in entries.items()
+        if key in requested and entry.dtype is not None
         for problem in coverage_problems(key, entry)
     ]
     return f"{path} is incomplete: {listed(sorted(problems), _MAX_LISTED)}" if problems else ""

@@ -40,16 +40,16 @@ def model_tensors(folder: CheckpointFolder) -> Sequence[ModelTensor] | None:
     """
     if is_torch_dist(folder.path):
         return join_subtensors(_torch_dist_tensors(folder), str(folder.path))
-    if not (folder.has("args") and folder.has("checkpoint_version")):
+    if not folder.entries.keys() >= {"args", "checkpoint_version"}:
         return None
     whole = []
     for key, entry in folder.tensors():
         # FP8 state is not a weight. An export omits it and prints a notice.
         if key.startswith(MODEL) and not is_fp8_state(key):
             name = _WRAPPERS.sub("", key.removeprefix(MODEL), count=1)
-            shape = tuple(entry.size)
-            piece = Piece(key, (0,) * len(shape), shape)
-            tensor = PlainTensor(name, shape, entry.properties.dtype)
+            assert entry.dtype is not None
+            piece = Piece(key, (0,) * len(entry.shape), entry.shape)
+            tensor = PlainTensor(name, entry.shape, entry.dtype)
             whole.append(ModelTensor(tensor, (piece,)))
     return join_subtensors(whole, str(folder.path))
 
@@ -61,9 +61,9 @@ def _torch_dist_tensors(folder: CheckpointFolder) -> Iterator[ModelTensor]:
     """Yield the model's tensors in a `torch_dist` checkpoint, with fused layers in sub-tensors."""
     try:
         # The arguments in such a checkpoint contain instances of Megatron's classes.
-        from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import MegatronFolder, common_state
+        from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import common_state
 
-        rules = StoredNames.of(common_state(MegatronFolder(folder.path))["args"])
+        rules = StoredNames.of(common_state(folder)["args"])
     except ImportError as error:
         raise CheckpointError(
             f"{folder.path} is a torch_dist checkpoint of Megatron's, and reading it needs "
@@ -72,7 +72,7 @@ def _torch_dist_tensors(folder: CheckpointFolder) -> Iterator[ModelTensor]:
     except FlagError as error:
         raise CheckpointError(str(error)) from error
     for key, entry in folder.tensors():
-        shape = tuple(entry.size)
+        shape = entry.shape
         for name, leading in () if key.startswith(_OTHER_PREFIXES) else rules.names(key, shape):
             place = rules.place(name)
             # `place` must be the inverse of `names`.
@@ -83,7 +83,8 @@ def _torch_dist_tensors(folder: CheckpointFolder) -> Iterator[ModelTensor]:
                 )
             own = shape[len(leading) :]
             piece = Piece(key, (*leading, *(0 for _ in own)), (*(1 for _ in leading), *own))
-            yield ModelTensor(PlainTensor(name, own, entry.properties.dtype), (piece,))
+            assert entry.dtype is not None
+            yield ModelTensor(PlainTensor(name, own, entry.dtype), (piece,))
 
 
 def join_subtensors(found: Iterable[ModelTensor], where: str) -> list[ModelTensor]:

@@ -10,12 +10,10 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from torch.distributed.checkpoint.metadata import Metadata
-
 from megatron_fsdp_v2._text import listed
-from megatron_fsdp_v2.checkpoint import metadata as core
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
-from megatron_fsdp_v2.checkpoint.unpickling import read_json
+from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
+from megatron_fsdp_v2.checkpoint.manifest import METADATA, read_json
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
 __all__ = [
@@ -26,7 +24,7 @@ __all__ = [
     "find_checkpoint",
     "flag_errors",
     "is_torch_dist",
-    "read_metadata",
+    "open_folder",
     "reject_gpt_layers",
 ]
 
@@ -68,13 +66,10 @@ def check_checkpoint_folder(
     path, iteration = found
     if not path.is_dir():
         raise FlagError(f"--load {folder} has no checkpoint of iteration {iteration} ({path.name})")
-    for name, nbytes in core.needed_bytes(read_metadata(path)).items():
-        file = path / name
-        size = file.stat().st_size if file.is_file() else None
-        if size is None:
-            raise FlagError(f"{path} is incomplete: {name} is missing")
-        if size < nbytes:
-            raise FlagError(f"{path} is truncated: {name} has {size} of {nbytes} bytes")
+    opened = open_folder(path)
+    with flag_errors():
+        for name in {chunk.file for entry in opened.entries.values() for chunk in entry.chunks}:
+            opened.check_file(name)
 
 
 def find_checkpoint(folder: str | Path, iteration: int | None = None) -> tuple[Path, int] | None:
@@ -119,8 +114,8 @@ def iteration_folder(root: Path, iteration: int) -> Path:
     return root / f"iter_{iteration:07d}"
 
 
-def read_metadata(path: Path) -> Metadata:
-    """Read the metadata of torch's distributed checkpoint, without executing pickled code.
+def open_folder(path: Path) -> CheckpointFolder:
+    """Open a folder of torch's distributed checkpoint, without executing pickled code.
 
     Args:
         path: The folder of one iteration.
@@ -129,14 +124,14 @@ def read_metadata(path: Path) -> Metadata:
         FlagError: The metadata file does not exist, cannot be read, or contains other objects than
             metadata.
     """
-    if path.is_dir() and not (path / core.METADATA).is_file():
+    if path.is_dir() and not (path / METADATA).is_file():
         found = listed(sorted(p.name for p in path.iterdir()), 4) or "nothing"
         raise FlagError(
             f"{path} is not an fsdp_dtensor checkpoint, or its save was cut short: it has no "
-            f"{core.METADATA}, only {found}"
+            f"{METADATA}, only {found}"
         )
     with flag_errors():
-        return core.read_metadata(path)
+        return CheckpointFolder(path)
 
 
 def reject_gpt_layers(path: str | Path, layer_maps: object) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -17,10 +18,10 @@ from typing import Any
 import torch
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_fsdp_v2._text import readable_size
 from megatron_fsdp_v2.checkpoint.errors import naming_full_disk
+from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.writing import Blocks, pickled, write_folder
 from megatron_fsdp_v2_mcore.checkpoint.name_table import (
     Place,
@@ -32,7 +33,6 @@ from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import (
     COMMON,
     FULLY_RESHARDABLE,
     SHARDING_TYPE,
-    MegatronFolder,
     run_arguments,
 )
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import (
@@ -88,7 +88,7 @@ def export(
     if (written / ".metadata").exists():
         raise FlagError(f"{written} already exists; use another folder or remove it")
     with flag_errors(), naming_full_disk(written):
-        job = Export(MegatronFolder(path), written, expert_parallel)
+        job = Export(CheckpointFolder(path), written, expert_parallel)
         job.write()
     config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     (written / CONFIG).write_text(json.dumps(config))
@@ -107,7 +107,7 @@ class Export:
         num_bytes: Total size of the tensors.
     """
 
-    def __init__(self, folder: MegatronFolder, target: Path, expert_parallel: int | None) -> None:
+    def __init__(self, folder: CheckpointFolder, target: Path, expert_parallel: int | None) -> None:
         self._folder = folder
         self.num_tensors = self.num_bytes = 0
         self._non_tensors = self._read_non_tensors()
@@ -149,7 +149,7 @@ class Export:
         options = self._options.get(split_subtensor_suffix(name)[0])
         dtype = None if options is None else self._args.params_dtype
         self._add_tensor(place.key, place, MODEL + name, dtype)
-        has_state = options is not None and self._folder.has(f"{STATE}{name}.{MOMENTS[0]}")
+        has_state = options is not None and f"{STATE}{name}.{MOMENTS[0]}" in self._folder.entries
         if has_state and self._has_optimizer:
             self._add_tensor(f"{STATE}param.{place.key}", place, MODEL + name, torch.float32)
             for moment in MOMENTS:
@@ -159,9 +159,9 @@ class Export:
         self, key: str, place: Place, source: str, dtype: torch.dtype | None = None
     ) -> None:
         """Add a tensor to the blocks to write, at its place and converted to a dtype."""
-        entry = self._folder.metadata.state_dict_metadata[source]
-        assert isinstance(entry, TensorStorageMetadata)
-        shape, dtype = tuple(entry.size), dtype or entry.properties.dtype
+        entry = self._folder.entries[source]
+        shape, dtype = entry.shape, dtype or entry.dtype
+        assert dtype is not None
         sizes = (*(1 for _ in place.leading), *shape)
 
         def read() -> torch.Tensor:
@@ -174,7 +174,7 @@ class Export:
             raise FlagError(f"{source} and other tensors of {key} differ in shape or dtype")
         blocks.add(place.offset(shape), sizes, read)
         self.num_tensors += 1
-        self.num_bytes += entry.size.numel() * dtype.itemsize
+        self.num_bytes += math.prod(shape) * dtype.itemsize
 
     def _add_object(self, key: str, value: Any) -> None:
         self._written[key] = pickled([value])
@@ -186,20 +186,19 @@ class Export:
 
     def _read_non_tensors(self) -> dict[str, Any]:
         """Read all entries that are not tensors of the model or optimizer, as nested as saved."""
-        paths = self._folder.metadata.planner_data or {}
+        entries = self._folder.entries
         flat = {
             key: self._folder.object(key)
-            for key, entry in self._folder.metadata.state_dict_metadata.items()
-            if key in paths
-            and not isinstance(entry, TensorStorageMetadata)
-            and not key.startswith((MODEL, STATE))
+            for key, entry in entries.items()
+            if entry.path and entry.dtype is None and not key.startswith((MODEL, STATE))
         }
         flat |= {
             key: self._folder.read_tensor(key)
             for key in self._names_of_tensors("rng_state.")
-            if key in paths
+            if entries[key].path
         }
-        nested: dict[str, Any] = unflatten_state_dict(flat, {key: paths[key] for key in flat})
+        paths: dict[str, Any] = {key: entries[key].path for key in flat}
+        nested: dict[str, Any] = unflatten_state_dict(flat, paths)
         return nested
 
     @property
@@ -284,10 +283,9 @@ class Export:
             FlagError: The numbers differ between parameters, which Megatron does not support.
         """
         steps = {int(o["step"]) for o in self._options.values() if o.get("step") is not None}
-        for key, entry in self._folder.metadata.state_dict_metadata.items():
+        for key, entry in self._folder.entries.items():
             if key.startswith(STATE) and key.endswith(".step"):
-                is_tensor = isinstance(entry, TensorStorageMetadata)
-                read = self._folder.read_tensor if is_tensor else self._folder.object
+                read = self._folder.object if entry.dtype is None else self._folder.read_tensor
                 steps.add(int(read(key)))
         if len(steps) > 1:
             raise FlagError(

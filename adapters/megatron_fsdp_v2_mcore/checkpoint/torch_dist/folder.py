@@ -6,29 +6,19 @@ Its non-tensor entries contain plain data and instances of the few classes that 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import enum
 import pathlib
-import re
-import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, override
+from typing import Any
 
 import numpy
+import torch
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
-from megatron.core.safe_globals import SAFE_GLOBALS
 
-from megatron_fsdp_v2.checkpoint import unpickling
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
-from megatron_fsdp_v2.checkpoint.unpickling import (
-    Callee,
-    PlainUnpickler,
-    blank,
-    file_inside,
-    set_attributes,
-)
+from megatron_fsdp_v2.checkpoint.foreign import load_object
+from megatron_fsdp_v2.checkpoint.manifest import file_inside
 from megatron_fsdp_v2_mcore.checkpoint.group_options import EXPERT, restored_options
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
@@ -36,10 +26,8 @@ __all__ = [
     "COMMON",
     "FULLY_RESHARDABLE",
     "SHARDING_TYPE",
-    "MegatronFolder",
     "SavedGroups",
     "common_state",
-    "load_plain",
     "optimizer_problem",
     "run_arguments",
 ]
@@ -56,85 +44,17 @@ _RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
 _OF_THE_RUN = (EXPERT, "step", "lr", "weight_decay", "default_config")
 """Options that are not read from a group: the schedule sets the rates of the step."""
 
-_NUMERIC_DTYPE = re.compile(r"[<|=]?[biufc]\d{1,2}")
-
-
-def _dtype(text: str, *_: Any) -> numpy.dtype[Any]:
-    if not _NUMERIC_DTYPE.fullmatch(text):
-        raise ValueError(f"numpy dtype {text!r} is not numeric")
-    return numpy.dtype(text)
-
-
-# An empty array; numpy checks the state that is set on it.
-_ARRAY = Callee(lambda *_: numpy.empty(0, "b"))
-
-
-def _path(*parts: Any) -> pathlib.PurePath:
-    if any(type(part) is not str for part in parts):
-        raise ValueError("a path is not made of strings")
-    return pathlib.PurePath(*parts)
-
-
-_ATTRIBUTE_CLASSES = tuple(
-    cls
-    for cls in SAFE_GLOBALS
-    if cls in (argparse.Namespace, types.SimpleNamespace) or dataclasses.is_dataclass(cls)
+# Megatron allows its classes in torch.load. These are their names in other versions.
+_reconstruct: Any = numpy.empty(0).__reduce__()[0]
+torch.serialization.add_safe_globals(
+    [
+        (_reconstruct, "numpy.core.multiarray._reconstruct"),
+        (pathlib.PosixPath, "pathlib._local.PosixPath"),
+    ]
 )
 
 
-def _megatron_classes() -> Iterator[tuple[str, Any]]:
-    """Yield the names of the enumerations and option classes that Megatron saves."""
-    for cls in SAFE_GLOBALS:
-        if isinstance(cls, enum.EnumMeta):
-            yield f"{cls.__module__}.{cls.__qualname__}", Callee(cls)
-        elif cls in _ATTRIBUTE_CLASSES:
-            yield f"{cls.__module__}.{cls.__qualname__}", blank(cls)
-
-
-class _MegatronUnpickler(PlainUnpickler):
-    """Unpickler of plain data, numeric arrays, and Megatron's enumerations and options."""
-
-    names: ClassVar = {
-        **PlainUnpickler.names,
-        **dict(_megatron_classes()),
-        "pathlib.PosixPath": Callee(_path),
-        "pathlib._local.PosixPath": Callee(_path),
-        "numpy.dtype": Callee(_dtype),
-        "numpy.ndarray": _ARRAY,
-        "numpy.core.multiarray._reconstruct": _ARRAY,
-        "numpy._core.multiarray._reconstruct": _ARRAY,
-    }
-
-    @override
-    def set_state(self, target: Any, state: Any) -> None:
-        if isinstance(target, numpy.ndarray):
-            target.__setstate__(state)
-        elif isinstance(target, numpy.dtype):
-            # Byte order, followed by the fields, sizes and flags of non-numeric dtypes.
-            if state[1] not in ("<", "|", "=") or state[2:] != (None, None, None, -1, -1, 0):
-                raise ValueError("the file changes a numpy dtype")
-        elif isinstance(target, _ATTRIBUTE_CLASSES):
-            set_attributes(target, state)
-        else:
-            super().set_state(target, state)
-
-
-class MegatronFolder(CheckpointFolder):
-    """A folder of torch's distributed checkpoint that Megatron wrote."""
-
-    _unpickler = _MegatronUnpickler
-
-
-def load_plain(file: Path) -> Any:
-    """Load a file of plain data and instances of the few classes that Megatron saves.
-
-    Raises:
-        CheckpointError: The file contains other objects.
-    """
-    return unpickling.load_plain(unpickling.map_file(file), str(file), _MegatronUnpickler)
-
-
-def common_state(folder: MegatronFolder) -> dict[str, Any]:
+def common_state(folder: CheckpointFolder) -> dict[str, Any]:
     """Read the arguments, iteration, schedule and optimizer options of a checkpoint.
 
     Raises:
@@ -143,8 +63,8 @@ def common_state(folder: MegatronFolder) -> dict[str, Any]:
     """
     legacy = file_inside(folder.path, LEGACY_COMMON)
     if legacy.is_file():
-        found = load_plain(legacy)
-    elif folder.has(COMMON):
+        found = load_object(legacy, str(legacy))
+    elif COMMON in folder.entries:
         shards = folder.object(COMMON)
         found = shards[0] if isinstance(shards, list | tuple) and shards else None
     else:

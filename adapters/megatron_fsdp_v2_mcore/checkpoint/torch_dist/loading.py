@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 
 from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.checkpoint.errors import everyones
-from megatron_fsdp_v2.checkpoint.folder import ReadRequest
+from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, ReadRequest
 from megatron_fsdp_v2.checkpoint.loading import requests_for
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2_mcore.checkpoint.name_table import Place, StoredNames
@@ -27,7 +27,6 @@ from megatron_fsdp_v2_mcore.checkpoint.state_dict import (
     load_by_global_names,
 )
 from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import (
-    MegatronFolder,
     SavedGroups,
     common_state,
     optimizer_problem,
@@ -85,7 +84,7 @@ def with_torch_dist(original: Callable[..., Any]) -> Callable[..., Any]:
         megatron = importlib.import_module("megatron.training.checkpointing")
         megatron.set_loaded_iteration(iteration)
         with flag_errors():
-            folder = MegatronFolder(path)
+            folder = CheckpointFolder(path)
             loaded = _Loader(folder, common_state(folder)).load(sharded_state_dict, args)
         return loaded, str(path), path.name == RELEASE, megatron.CheckpointType.FSDP_DTENSOR
 
@@ -95,7 +94,7 @@ def with_torch_dist(original: Callable[..., Any]) -> Callable[..., Any]:
 class _Loader:
     """Loads one checkpoint."""
 
-    def __init__(self, folder: MegatronFolder, common: dict[str, Any]) -> None:
+    def __init__(self, folder: CheckpointFolder, common: dict[str, Any]) -> None:
         self._folder = folder
         self._common = common
         self._requests: list[ReadRequest] = []
@@ -193,7 +192,8 @@ class _Loader:
         """Request main weights if the checkpoint has them, since they are more precise."""
         is_float = isinstance(tensor, UnevenDTensor) and tensor.dtype == torch.float32
         main_keys = [f"{STATE}{name}.{place.key}" for name in MAIN_WEIGHTS]
-        found = next(filter(self._folder.has, main_keys if has_optimizer and is_float else ()), "")
+        may_have = main_keys if has_optimizer and is_float else []
+        found = next((key for key in may_have if key in self._folder.entries), "")
         num_before = len(self._requests)
         self._request(found or place.key, place, tensor)
         if isinstance(tensor, UnevenDTensor) and found and not self._has_quantized_weights():
@@ -212,7 +212,7 @@ class _Loader:
         Megatron's `fully_reshardable` format may store a main weight at a wrong place; see
         docs/checkpoint_conversion.md.
         """
-        dtypes = {key: entry.properties.dtype for key, entry in self._folder.tensors()}
+        dtypes = {key: entry.dtype for key, entry in self._folder.tensors()}
         counts: Counter[str] = Counter()
         for key, request, is_counted in self._main_weights:
             main, model = request.target, torch.zeros_like(request.target)
@@ -254,7 +254,7 @@ class _Loader:
         tp_size = parallel_state.get_tensor_model_parallel_world_size()
         pp_size = parallel_state.get_pipeline_model_parallel_world_size()
         key = f"rng_state/shard_{pp}.{tp}_{pp_size}.{tp_size}"
-        if not self._folder.has(key):
+        if key not in self._folder.entries:
             if dist.get_rank() == 0:
                 sys.stdout.write(
                     f"{self._folder.path} has no random number state for these parallel sizes: "
@@ -268,7 +268,7 @@ class _Loader:
         return {f"({pp}, {tp})": states}
 
 
-def _report(folder: MegatronFolder, counts: Mapping[str, int]) -> None:
+def _report(folder: CheckpointFolder, counts: Mapping[str, int]) -> None:
     """Print the parameters whose main weights were replaced, with the numbers of elements."""
     if dist.get_rank() == 0:
         found = [

@@ -1,0 +1,289 @@
+"""Read pickles that are not trusted: the metadata of other programs, and objects.
+
+The unpickler of `.metadata` creates records instead of torch's objects: each keeps the arguments
+and the state that the pickle has for an object. Nothing that a pickle names is imported, called or
+changed. The records are then checked and turned into torch's classes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import gc
+import io
+import pickle
+import pickletools
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, override
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
+
+from megatron_fsdp_v2._text import listed
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.manifest import (
+    METADATA,
+    Chunk,
+    Entry,
+    Manifest,
+    check_file_name,
+    check_name,
+    check_path,
+    integer,
+    integers,
+)
+
+__all__ = ["damaged_records", "load_object", "read_entries"]
+
+_SHOWN = 4
+
+
+class _Record:
+    """An object in a pickle: the arguments it is created with, and its state."""
+
+    __slots__ = ("arguments", "state")
+
+    arguments: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *arguments: Any) -> _Record:
+        record = super().__new__(cls)
+        record.arguments, record.state = arguments, None
+        return record
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Ignore the items of a subclass of dict."""
+
+
+class _Unpickler(pickle.Unpickler):
+    """Creates records. The class of each record is made for this unpickler."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(io.BytesIO(content))
+        self._classes: dict[str, type[_Record]] = {}
+
+    @override
+    def find_class(self, module_name: str, global_name: str, /) -> type[_Record]:
+        name = f"{module_name}.{global_name}"
+        if name not in self._classes:
+            self._classes[name] = type(name, (_Record,), {"__slots__": ()})
+        return self._classes[name]
+
+
+def read_entries(folder: Path, manifest: Manifest | None = None) -> dict[str, Entry]:
+    """Read `.metadata` of a folder of torch's distributed checkpoint.
+
+    Args:
+        folder: The folder.
+        manifest: Its manifest, against which the bytes are checked first.
+
+    Raises:
+        CheckpointError: The file cannot be read, or a number or a name in it is out of range.
+    """
+    file = folder / METADATA
+    content = file.read_bytes()
+    stored = manifest.files.get(METADATA, {}) if manifest is not None else {}
+    for offset, (length, crc32) in stored.items():
+        if len(content) != length or zlib.crc32(content) != crc32 or offset:
+            raise CheckpointError(f"{file} is damaged: its checksum is not that of the save")
+    try:
+        # A code that this process has registered stands for an object, not for a name.
+        registered: Any = getattr(copyreg, "_inverted_registry", None)
+        if registered and any(op.name.startswith("EXT") for op, *_ in pickletools.genops(content)):
+            raise ValueError("it refers to objects that this process has registered with copyreg")
+        # Collections would visit all records again and again, which takes as long as the rest.
+        with _paused_collection():
+            return _entries(_Unpickler(content).load())
+    # A damaged pickle raises nearly anything.
+    except Exception as error:
+        raise CheckpointError(
+            f"{file} cannot be read ({_reason(error)}): it is damaged, or not written by torch; do "
+            "not use this checkpoint unless you know where it is from"
+        ) from error
+
+
+@contextlib.contextmanager
+def _paused_collection() -> Iterator[None]:
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
+
+
+def _entries(metadata: Any) -> dict[str, Entry]:
+    """Check records and turn them into entries.
+
+    Raises:
+        ValueError: A value is of another type, or out of range.
+    """
+    fields, places = _fields(metadata, Metadata), dict[Any, tuple[str, int, int]]()
+    paths = fields.get("planner_data")
+    for index, info in _checked(fields.get("storage_data") or {}, dict).items():
+        key, place = _fields(index, MetadataIndex), _fields(info, _StorageInfo)
+        if place.get("transform_descriptors"):
+            raise ValueError("items were transformed; load it with torch and save it without")
+        offsets = key.get("offset")
+        places[key["fqn"], None if offsets is None else _size(offsets)] = (
+            check_file_name(place["relative_path"], "a part of it"),
+            integer(place["offset"]),
+            integer(place["length"]),
+        )
+    found: dict[str, Entry] = {}
+    for name, entry in _checked(fields["state_dict_metadata"], dict).items():
+        path = check_path(paths.get(check_name(name))) if type(paths) is dict else None
+        if type(entry).__name__ == _NAMES[BytesStorageMetadata]:
+            chunks = [Chunk((), (), *places[name, None])] if (name, None) in places else []
+            found[name] = Entry(None, (), chunks, path)
+            continue
+        tensor = _fields(entry, TensorStorageMetadata)
+        dtype = _checked(tensor["properties"].state[0], type)
+        boxes = [_fields(chunk, ChunkStorageMetadata) for chunk in _checked(tensor["chunks"], list)]
+        chunks = []
+        for box in boxes:
+            offsets = _size(box["offsets"])
+            if (name, offsets) not in places:
+                raise ValueError(f"{name} has a chunk at {offsets} that is in no file")
+            chunks.append(Chunk(offsets, _size(box["sizes"]), *places[name, offsets]))
+        dtype_name = dtype.__name__.removeprefix("torch.")
+        found[name] = Entry.tensor(dtype_name, _size(tensor["size"]), chunks, path)
+    return found
+
+
+def _size(value: Any) -> tuple[int, ...]:
+    return integers(value.arguments[0] if isinstance(value, _Record) else value)
+
+
+_NAMES: dict[type, str] = {
+    cls: f"{cls.__module__}.{cls.__qualname__}"
+    for cls in (
+        *(Metadata, MetadataIndex, _StorageInfo),
+        *(BytesStorageMetadata, ChunkStorageMetadata, TensorStorageMetadata),
+    )
+}
+
+
+def _fields(record: Any, cls: type) -> dict[str, Any]:
+    """Return the attributes of an object of a class."""
+    if type(record).__name__ != _NAMES[cls]:
+        raise ValueError(f"a {type(record).__name__} is in the place of a {cls.__name__}")
+    return _checked(record.state, dict)
+
+
+def _checked[T](value: Any, kind: type[T]) -> T:
+    if type(value) is not kind:
+        raise ValueError(f"a {type(value).__name__} is in the place of a {kind.__name__}")
+    return value
+
+
+def load_object(source: bytes | Path, what: str) -> Any:
+    """Load what `torch.save` wrote: plain data, tensors on the CPU.
+
+    Args:
+        source: The bytes; or a file, of which the elements of tensors are mapped into memory.
+        what: What to call it in an error.
+
+    Raises:
+        CheckpointError: It is damaged, or holds something that `torch.load(weights_only=True)`
+            refuses.
+    """
+    try:
+        # Torch would map compressed elements as they are.
+        _archive(source).close()
+        # Pickles refer to this class for empty bytes.
+        with safe_globals(list({bytes} - set(get_safe_globals()))):
+            is_file = isinstance(source, Path)
+            return torch.load(_opened(source), map_location="cpu", weights_only=True, mmap=is_file)
+    # A damaged file raises nearly anything.
+    except Exception as error:
+        reason = _unsafe_names(source) or _reason(error)
+        raise CheckpointError(f"{what} cannot be loaded as plain data: {reason}") from error
+
+
+def damaged_records(source: bytes | Path) -> list[str] | None:
+    """Compare the records of an archive of `torch.save` with their checksums.
+
+    Returns:
+        Names of damaged records; None if the archive has no checksums.
+
+    Raises:
+        CheckpointError: It is not such an archive, or damaged otherwise.
+    """
+    damaged = []
+    try:
+        with _archive(source) as archive:
+            records = archive.infolist()
+            for record in records:
+                try:
+                    with archive.open(record) as file:
+                        while file.read(_BLOCK):
+                            pass
+                except zipfile.BadZipFile:
+                    damaged.append(record.filename)
+    except Exception as error:
+        raise CheckpointError(_reason(error)) from error
+    # With `set_crc32_options(False)` torch writes no checksums, so that none is equal.
+    return None if len(damaged) == len(records) else damaged
+
+
+_BLOCK = 1 << 20
+
+
+def _opened(source: bytes | Path) -> Path | io.BytesIO:
+    return source if isinstance(source, Path) else io.BytesIO(source)
+
+
+def _archive(source: bytes | Path) -> zipfile.ZipFile:
+    """Open an archive of `torch.save`.
+
+    Raises:
+        zipfile.BadZipFile: It is not a zip archive; torch before 1.6 wrote other files.
+        ValueError: Records are compressed, or overlap.
+    """
+    try:
+        archive = zipfile.ZipFile(_opened(source))
+    except zipfile.BadZipFile as error:
+        raise zipfile.BadZipFile(
+            f"it is damaged or not a zip archive ({error}); load a file of torch before 1.6 with "
+            "torch and save it again"
+        ) from error
+    records = archive.infolist()
+    nbytes = source.stat().st_size if isinstance(source, Path) else len(source)
+    is_compressed = any(record.compress_type != zipfile.ZIP_STORED for record in records)
+    if is_compressed or sum(record.file_size for record in records) > nbytes:
+        raise ValueError("its records are compressed, or overlap")
+    return archive
+
+
+def _unsafe_names(source: bytes | Path) -> str:
+    """Names in a pickle that torch does not load, for an error; empty if there are none."""
+    try:
+        names = get_unsafe_globals_in_checkpoint(_opened(source))
+    except Exception:
+        return ""
+    return f"it refers to {listed(sorted(names), _SHOWN)}, which is not allowed" if names else ""
+
+
+def _reason(error: Exception) -> str:
+    """Describe in one line why a file could not be unpickled."""
+    # Of torch's text, the second paragraph is the cause.
+    paragraphs = str(error).split("\n\n")
+    text = paragraphs[1] if len(paragraphs) > 2 else str(error)
+    kind = "" if isinstance(error, ValueError | zipfile.BadZipFile) else f"{type(error).__name__}: "
+    return kind + text.partition("\n")[0]

@@ -1,0 +1,335 @@
+"""The file of this package in a checkpoint folder: `manifest.json`.
+
+It has the length and the checksum of every item, and an index of the entries: everything that a
+load needs. It is written last. A folder without a manifest was saved by torch or Megatron.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from reprlib import repr as shown
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+
+__all__ = [
+    "FORMAT_VERSION",
+    "INCOMPLETE",
+    "MANIFEST",
+    "METADATA",
+    "Chunk",
+    "Entry",
+    "Manifest",
+    "check_file_name",
+    "check_name",
+    "check_path",
+    "file_inside",
+    "integer",
+    "integers",
+    "length_of",
+    "read_json",
+    "write_manifest",
+]
+
+METADATA = ".metadata"
+"""The file of torch's distributed checkpoint that describes the others."""
+MANIFEST = "manifest.json"
+FORMAT = "megatron_fsdp_v2.checkpoint"
+FORMAT_VERSION = 1
+INCOMPLETE = ".incomplete"
+"""Suffix of a folder's name until its save is complete."""
+
+Items = Mapping[int, tuple[int, int]]
+"""Blocks of tensors, and objects, in a file: length in bytes and CRC-32 by offset."""
+
+
+class Chunk(NamedTuple):
+    """A stored block of a tensor, or an object.
+
+    Attributes:
+        offsets: Where the block starts in the tensor.
+        sizes: Its shape.
+        file: Name of the file.
+        start: Where the item starts in the file, in bytes.
+        length: Length of the item, as `torch.save` wrote it.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor or an object in a checkpoint.
+
+    Attributes:
+        dtype: Dtype of the tensor; None for an object.
+        shape: Shape of the tensor.
+        chunks: Blocks of the tensor; or the object.
+        path: Where the entry lies in a nested state dict, if known.
+    """
+
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    chunks: Sequence[Chunk]
+    path: tuple[str | int, ...] | None = None
+
+    @classmethod
+    def tensor(
+        cls, dtype: Any, shape: Any, chunks: Sequence[Chunk], path: tuple[str | int, ...] | None
+    ) -> Entry:
+        """Make the entry of a tensor from what a file says.
+
+        Raises:
+            ValueError: Torch has no dtype of this name, chunks have other dimensions, or the tensor
+                is too large.
+        """
+        found = vars(torch).get(dtype) if type(dtype) is str else None
+        if not isinstance(found, torch.dtype):
+            raise ValueError(f"{shown(dtype)} is in the place of a dtype")
+        shape = integers(shape)
+        # Strides of other dimensions matter even if one has length zero.
+        integer(math.prod(max(length, 1) for length in shape) * found.itemsize)
+        if any(not len(chunk.offsets) == len(chunk.sizes) == len(shape) for chunk in chunks):
+            raise ValueError("a chunk has other dimensions than its tensor")
+        return cls(found, shape, chunks, path)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Files of a checkpoint, what is in them, and who saved it.
+
+    Attributes:
+        world_size: Number of ranks that saved.
+        torch: Version of torch that saved.
+        files: Items of all files except the manifest, by name. They leave no gap.
+        entries: Tensors and objects by name; None in a manifest of an early version.
+    """
+
+    world_size: int
+    torch: str
+    files: Mapping[str, Items] = field(default_factory=dict)
+    entries: Mapping[str, Entry] | None = None
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest | None:
+        """Read the manifest of a folder; None if there is none.
+
+        Raises:
+            CheckpointError: It is damaged, or of an unknown format or version.
+        """
+        path = file_inside(folder, MANIFEST)
+        if not path.is_file():
+            return None
+        try:
+            content = read_json(path.read_bytes())
+            format_, version = content["format"], integer(content["version"])
+            if format_ != FORMAT or version != FORMAT_VERSION:
+                raise ValueError(
+                    f"it is of version {version} of the format {shown(format_)}, and this package "
+                    f"reads version {FORMAT_VERSION} of {FORMAT!r}"
+                )
+            files = {
+                check_file_name(name, "a part of it"): {
+                    integer(offset): (integer(length), integer(crc32, 0xFFFFFFFF))
+                    for offset, length, crc32 in sorted(file["items"])
+                }
+                for name, file in content["files"].items()
+            }
+            entries = _entries(content["entries"], files) if "entries" in content else None
+            world_size, of_torch = integer(content["world_size"]), check_name(content["torch"])
+            return cls(world_size, of_torch, files, entries)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read ({error!r}); it is damaged, or of another version"
+            ) from error
+
+
+def write_manifest(
+    folder: Path, world_size: int, files: Mapping[str, Items], metadata: Metadata
+) -> None:
+    """Write the manifest of a folder.
+
+    Args:
+        folder: The folder.
+        world_size: Number of ranks that saved.
+        files: As in `Manifest`.
+        metadata: The entries, and where they are stored.
+    """
+    numbers = {name: number for number, name in enumerate(files)}
+    places = {
+        index: [numbers[info.relative_path], info.offset]
+        for index, info in metadata.storage_data.items()
+    }
+    entries: dict[str, Any] = {}
+    # Lists of numbers make up most of the file, and are shorter than objects with names.
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            chunks = [
+                [*places[MetadataIndex(name, chunk.offsets)], *chunk.offsets, *chunk.sizes]
+                for chunk in entry.chunks
+            ]
+            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            entries[name] = {"dtype": dtype, "shape": list(entry.size), "chunks": chunks}
+        else:
+            entries[name] = {"object": places[MetadataIndex(name)]}
+        if name in (metadata.planner_data or {}):
+            entries[name]["path"] = metadata.planner_data[name]
+    content = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "world_size": world_size,
+        "torch": torch.__version__,
+        "files": {
+            name: {
+                "nbytes": length_of(items),
+                "items": [[offset, *item] for offset, item in items.items()],
+            }
+            for name, items in files.items()
+        },
+        "entries": entries,
+    }
+    (folder / MANIFEST).write_text(json.dumps(content, separators=(",", ":")) + "\n")
+
+
+def length_of(items: Items) -> int:
+    """Length of a file in bytes."""
+    return max((offset + length for offset, (length, _) in items.items()), default=0)
+
+
+def _entries(index: Any, files: Mapping[str, Items]) -> dict[str, Entry]:
+    """Check the entries of a manifest.
+
+    Raises:
+        ValueError: A number or a name is out of range.
+        LookupError: An item or a value is missing.
+    """
+    names, found = list(files), {}
+
+    def chunk(file: int, start: int, *box: int) -> Chunk:
+        name, half = names[integer(file)], len(box) // 2
+        return Chunk(integers(box[:half]), integers(box[half:]), name, start, files[name][start][0])
+
+    for name, entry in index.items():
+        path = check_path(entry.get("path"))
+        if "object" in entry:
+            found[check_name(name)] = Entry(None, (), [chunk(*entry["object"])], path)
+        else:
+            chunks = [chunk(*numbers) for numbers in entry["chunks"]]
+            found[check_name(name)] = Entry.tensor(entry["dtype"], entry["shape"], chunks, path)
+    return found
+
+
+# -- checks of what files contain -----------------------------------------------------------------
+
+MAX_INT = (1 << 63) - 1
+"""Offsets, lengths and sizes of tensors in bytes are at most this."""
+
+_MAX_NAME = 1 << 16
+_MAX_FILE_NAME = 255
+_MAX_DIMS = 64
+
+
+def check_name(name: Any) -> str:
+    """Check that a value can be the name of an entry, and be printed on a terminal.
+
+    Raises:
+        ValueError: It is not a string, too long, or not printable.
+    """
+    if type(name) is not str:
+        raise ValueError(f"{shown(name)} is in the place of a name")
+    if len(name) > _MAX_NAME or not name.isprintable():
+        raise ValueError(f"the name {shown(name)} is too long, or cannot be shown")
+    return name
+
+
+def check_file_name(name: Any, what: str) -> str:
+    """Check that a value is the name of a file directly in a folder.
+
+    Args:
+        name: The name.
+        what: The entry that is stored there, for the error.
+
+    Raises:
+        ValueError: It is not a plain file name.
+    """
+    is_name = type(name) is str and 0 < len(name) <= _MAX_FILE_NAME and name.isprintable()
+    if not is_name or name in (".", "..") or "/" in name or "\\" in name:
+        raise ValueError(f"the file of {what}, {shown(name)}, is not in the same folder")
+    return str(name)
+
+
+def file_inside(folder: Path, name: str) -> Path:
+    """Return the path of a file in a folder.
+
+    Raises:
+        CheckpointError: It is a link to a file outside of the folder, or to none.
+    """
+    file = folder / name
+    if not file.is_symlink():
+        return file
+    # Path.resolve() raises where links go in a circle.
+    parent, own = Path(os.path.realpath(file)).parent, Path(os.path.realpath(folder))
+    if parent != own or not file.exists():
+        raise CheckpointError(
+            f"{file} is a link to nothing, or to a file outside of its folder; copy the file there "
+            "if you trust it"
+        )
+    return file
+
+
+def integer(value: Any, most: int = MAX_INT) -> int:
+    """Check a count or an offset.
+
+    Raises:
+        ValueError: It is not an integer from 0 to `most`.
+    """
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{shown(value)} is in the place of a number from 0 to {most}")
+    return value
+
+
+def integers(values: Iterable[Any]) -> tuple[int, ...]:
+    """Check a shape or an offset.
+
+    Raises:
+        ValueError: It is not a tuple or list of at most 64 integers from 0 to 2**63 - 1.
+    """
+    found = tuple(values)
+    for value in found:
+        integer(value)
+    if len(found) > _MAX_DIMS:
+        raise ValueError(f"a shape or an offset has more than {_MAX_DIMS} dimensions")
+    return found
+
+
+def check_path(path: Any) -> tuple[str | int, ...] | None:
+    """Return the path of an entry in a nested state dict; None for anything else."""
+    is_path = type(path) in (tuple, list) and {*map(type, path)} <= {str, int}
+    return tuple(path) if is_path else None
+
+
+def read_json(content: bytes) -> dict[str, Any]:
+    """Parse a JSON object.
+
+    Raises:
+        ValueError: It is not valid, not an object, or nested too deeply.
+    """
+    try:
+        found = json.loads(content)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if type(found) is not dict:
+        raise ValueError("it is not an object")
+    return found

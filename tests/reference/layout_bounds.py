@@ -1,15 +1,10 @@
-"""Shapes of units of real models, and lower bounds of their layouts (docs/layout.md).
-
-The bounds share no code with the planner. All numbers are elements of a slice, summed over flat
-buffers.
-"""
+"""Shapes of units of real models (docs/layout.md), and a brute-force check of layouts."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 Shape = tuple[int, ...]
 
@@ -39,70 +34,6 @@ UNITS: dict[str, list[Shape]] = {
     "DeepSeek-V3, 256 experts": _deepseek_v3(256),
 }
 RANKS = (8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384)
-
-
-def contiguous_bound(shapes: Sequence[Shape], num_shards: int) -> int:
-    """Lower bound of the slice of any split into flat buffers, for matrices longer than two slices.
-
-    A matrix with a unique row size is in one buffer. Rows of the row size that several matrices
-    share (at most one such size) may be in any buffer, which drops the requirement that these
-    matrices are contiguous. One-dimensional parameters are ignored. Both relaxations only lower the
-    bound.
-
-    Raises:
-        ValueError: Several row sizes are shared, or a matrix is not longer than two slices.
-    """
-    by_row: dict[int, list[int]] = {}
-    for shape in shapes:
-        if len(shape) > 1:
-            by_row.setdefault(math.prod(shape[1:]), []).append(math.prod(shape))
-    shared = [row for row, numels in by_row.items() if len(numels) > 1]
-    if len(shared) > 1:
-        raise ValueError(f"several row sizes are shared: {shared}")
-    row = shared[0] if shared else 1
-    shared_numel = sum(by_row[row]) if shared else 0
-    singles = [(r, numels[0]) for r, numels in by_row.items() if len(numels) == 1]
-    # One buffer per row size.
-    best = sum(-(-sum(n) // (num_shards * r)) * r for r, n in by_row.items())
-    if min(min(numels) for numels in by_row.values()) <= 2 * best:
-        raise ValueError("a matrix is not longer than two slices, so the bound does not hold")
-    for partition in set_partitions(singles):
-        best = min(best, _least(partition, row, shared_numel, num_shards, best))
-    return best
-
-
-def _least(
-    blocks: Sequence[Sequence[tuple[int, int]]], row: int, numel: int, num_shards: int, limit: int
-) -> int:
-    """Return the smallest slices of buffers for these blocks and one for the rest of `numel`."""
-    if not blocks:
-        return -(-max(numel, 0) // (num_shards * row)) * row
-    fixed = sum(n for _, n in blocks[0])
-    least = -(-fixed // num_shards)
-    alone = math.lcm(*(r for r, _ in blocks[0]))
-    together = math.lcm(alone, row)
-    sizes = [(-(-least // alone) * alone, 0)]
-    for size in range(-(-least // together) * together, limit, together):
-        sizes.append((size, num_shards * size - fixed))
-        if num_shards * size - fixed >= numel:
-            break
-    best = limit
-    for size, room in sizes:
-        if size < best:
-            rest = _least(blocks[1:], row, numel - room, num_shards, best - size)
-            best = min(best, size + rest)
-    return best
-
-
-def set_partitions(items: Sequence[Any]) -> Iterator[list[list[Any]]]:
-    """Yield all partitions of the items."""
-    if not items:
-        yield []
-        return
-    for partition in set_partitions(items[1:]):
-        yield [[items[0]], *partition]
-        for i in range(len(partition)):
-            yield [*partition[:i], [items[0], *partition[i]], *partition[i + 1 :]]
 
 
 def _root(vocabulary: int, hidden: int) -> list[Shape]:

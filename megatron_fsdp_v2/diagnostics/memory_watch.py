@@ -60,9 +60,9 @@ class _Known:
     Attributes:
         ledger: The ledger that books it.
         account: Its account.
-        nbytes: Its bytes; 0 for a buffer, whose events book them.
-        ref: Weak reference that tells when it is freed.
-        is_booked: Whether the ledger has it.
+        nbytes: Its bytes; 0 for a temporary buffer, whose events book its bytes.
+        ref: Weak reference, whose callback is called when the storage is freed.
+        is_booked: Whether its bytes are in the ledger.
     """
 
     ledger: Ledger
@@ -72,13 +72,13 @@ class _Known:
     is_booked: bool = False
 
     def book(self) -> None:
-        """Book it, if that was not done."""
+        """Add its bytes to the ledger. Idempotent."""
         if not self.is_booked:
             self.ledger.add(self.account, self.nbytes)
         self.is_booked = True
 
     def unbook(self) -> None:
-        """Remove it from the ledger, if it is booked."""
+        """Remove its bytes from the ledger. Idempotent."""
         if self.is_booked:
             self.ledger.remove(self.account, self.nbytes)
         self.is_booked = False
@@ -95,17 +95,17 @@ class _Known:
 
 
 class MemoryWatch(TorchDispatchMode):
-    """Books the memory of a sharded module on its device, while entered.
+    """Context manager that books the memory of a sharded module in ledgers.
 
     Args:
         module: The root.
-        optimizer: Its optimizer, to tell its memory from activations; None for no distinction.
-        ledger: Books the device's memory.
-        host_ledger: Books offloaded tensors in host memory, and results of operations on them.
+        optimizer: Its optimizer; None books the optimizer's memory as activations.
+        ledger: Ledger of the device's memory.
+        host_ledger: Ledger of offloaded tensors, and of host tensors computed from them.
 
     Attributes:
-        ledger: See above.
-        host_ledger: See above.
+        ledger: Ledger of the device's memory.
+        host_ledger: Ledger of offloaded tensors, and of host tensors computed from them.
         device: The model's device.
     """
 
@@ -124,14 +124,14 @@ class MemoryWatch(TorchDispatchMode):
         self.host_ledger = host_ledger
         devices = [group.device for _, unit in self._units for group in unit.groups]
         if not devices:
-            raise ValueError(f"{type(module).__name__} has no parameters that are sharded")
+            raise ValueError(f"{type(module).__name__} has no sharded parameters")
         self.device = devices[0]
         self._known: dict[int, _Known] = {}
         self._fresh: list[int] = []
         self._resizable: set[_Known] = set()
         self._running: list[tuple[str, str]] = []
         self._scopes: list[Account] = []
-        # Names of units, by what events call them and their groups.
+        # Names of units, by the owners in events: fully qualified names of units and groups.
         self._names: dict[str, str] = {}
         self._accounts: dict[TemporaryBuffer, Account] = {}
         self._undo = contextlib.ExitStack()
@@ -208,7 +208,7 @@ class MemoryWatch(TorchDispatchMode):
                 if isinstance(value, torch.Tensor):
                     self._book(value, account, of_host=of_host)
 
-    # -- what is going on -----------------------------------------------------------------------
+    # -- events ---------------------------------------------------------------------------------
 
     def _receive(self, event: Event) -> None:
         match event:
@@ -247,14 +247,14 @@ class MemoryWatch(TorchDispatchMode):
             self.ledger.enter(*(self._running[-1] if self._running else (direction, "")))
 
     def _book_buffer(self, buffer: TemporaryBuffer) -> None:
-        """Book a temporary buffer that got memory."""
-        # Memory that was freed for it must not be counted beside it.
+        """Book a temporary buffer that acquired memory."""
+        # Memory that was freed for the buffer must not be counted together with it.
         self._settle()
         if buffer.pool_memory is not None:
             self._book_block(buffer.pool_memory)
             self.ledger.remove(_IDLE, buffer.tensor.nbytes)
         self.ledger.add(self._accounts[buffer], buffer.tensor.nbytes)
-        # An allocator may put it somewhere else every time.
+        # The storage of a buffer may change with every allocation.
         self._claim(buffer.tensor.untyped_storage(), self._accounts[buffer])
 
     # -- storages -------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ class MemoryWatch(TorchDispatchMode):
         return is_strided and tensor.untyped_storage()._cdata not in self._known
 
     def _is_of_host(self, value: Any) -> bool:
-        """Whether a value is an offloaded tensor, or a host tensor computed from one."""
+        """Return whether a value is an offloaded tensor, or a host tensor computed from one."""
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return False
         known = self._known.get(value.untyped_storage()._cdata)
@@ -299,7 +299,7 @@ class MemoryWatch(TorchDispatchMode):
         self._fresh.append(storage._cdata)
 
     def _book(self, tensor: torch.Tensor, account: Account, *, of_host: bool = False) -> None:
-        """Book a tensor that exists already; in the host ledger, once it is known as offloaded."""
+        """Book an existing tensor. An offloaded tensor moves to the host ledger."""
         local = _local_of(tensor)
         on_host = is_in_host_memory(local) or (of_host and local.device.type == "cpu")
         if not on_host and local.device != self.device:
@@ -313,7 +313,11 @@ class MemoryWatch(TorchDispatchMode):
             known.move(self.host_ledger, known.account)
 
     def _book_offloaded(self, account: Account) -> None:
-        """Book all offloaded storages in the host ledger, those of no account under this one."""
+        """Book all offloaded storages in the host ledger.
+
+        Args:
+            account: Account of the storages that are not tracked yet.
+        """
         for storage in storages_in_host_memory():
             known = self._known.get(storage._cdata)
             if known is None:
@@ -322,14 +326,17 @@ class MemoryWatch(TorchDispatchMode):
                 known.move(self.host_ledger, known.account)
 
     def _claim(self, storage: torch.UntypedStorage, account: Account, nbytes: int = 0) -> None:
-        """Leave a buffer's storage to the buffer's events; operations return views of it."""
+        """Track the storage of a buffer, whose events book its bytes.
+
+        A tracked storage is not booked again when an operation returns a view of it.
+        """
         known = self._known.get(storage._cdata)
         if known is not None:
             self._forget(known)
         self._note(storage, account, self.ledger, nbytes).book()
 
     def _book_block(self, memory: torch.Tensor) -> None:
-        """Book a block of pooled memory as idle; its buffers take their parts from that."""
+        """Book a block of the trace pool as idle. A live buffer reduces the idle bytes."""
         storage = memory.untyped_storage()
         known = self._known.get(storage._cdata)
         if known is None or known.account != _IDLE:
@@ -353,7 +360,7 @@ class MemoryWatch(TorchDispatchMode):
         self._resizable.discard(known)
 
     def _settle(self) -> None:
-        """Book outputs of the latest operation, whose accounts are known by now."""
+        """Book the outputs of the latest operation, whose accounts are known now."""
         for held in tuple(self._resizable):
             storage = held.ref()
             if storage is not None and storage.nbytes() < held.nbytes:

@@ -1,4 +1,4 @@
-"""What a sharded module does in a step: events in order, collectives, waits and copies."""
+"""Records the events of a sharded module's step: collectives, waits and copies."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class StepCollective:
         purpose: `unshard`, `refresh`, `reduce` or `optimizer`.
         mesh: Name of the mesh.
         axis: `inner` or `outer`.
-        size: Ranks that take part, at least 2: one rank issues no collective.
-        stride: Distance in global ranks between two of them.
+        size: Number of ranks, at least 2.
+        stride: Distance between neighboring ranks of the axis, in global ranks.
         nbytes: Bytes of the full buffer; of an all-to-all, bytes that this rank sends.
     """
 
@@ -54,7 +54,7 @@ class StepCollective:
 
     @property
     def ranks(self) -> range:
-        """Global ranks that take part, counted from the first one."""
+        """Global ranks of the collective, relative to its first rank."""
         return range(0, self.size * self.stride, self.stride)
 
 
@@ -63,15 +63,15 @@ class StepEvent:
     """One event of a step.
 
     Attributes:
-        kind: The kind of a collective that is issued (see `StepCollective`); `forward` or
-            `backward` when a unit begins to compute; `reshard` when gathered weights are dropped;
-            `collect` when a full gradient buffer gets memory; `wait` when the step waits for a
-            reduction.
+        kind: The kind of an issued collective (see `StepCollective`); `forward` or `backward` when
+            a unit begins to compute; `reshard` when gathered weights are freed; `collect` when a
+            full gradient buffer is allocated; `wait` when the step waits for a reduction.
         unit: Name of the unit that computes, or that owns the weights or gradients; empty for the
             root.
         numel: Elements of the buffer; 0 when a unit computes.
         axis: Mesh axis of a collective: `inner` or `outer`.
-        times: Number of micro-batches that the event represents: those in the middle run once.
+        times: Number of micro-batches that the event represents. Micro-batches between the first
+            and the last one are equal, and only one of them runs.
     """
 
     kind: str
@@ -83,16 +83,16 @@ class StepEvent:
 
 @dataclass(slots=True)
 class Step:
-    """What a step does.
+    """The recorded events and times of a step.
 
     Attributes:
         events: Events in order, without those of the optimizer.
-        collectives: How often each collective is issued.
-        compute_seconds: Time of computation alone; 0 without a machine.
+        collectives: Number of times that each collective is issued.
+        compute_seconds: Time of the computation; 0 without a machine.
         seconds: Time of the step; 0 without a machine.
         exposures: Every collective that the step waited for; empty without a machine.
-        to_device_nbytes: Bytes copied from offloaded main weights and gradients, in the dtype they
-            have in host memory.
+        to_device_nbytes: Bytes of offloaded main weights and gradients copied to the device, in
+            their dtype in host memory.
         to_host_nbytes: Bytes copied to host memory.
     """
 
@@ -107,7 +107,15 @@ class Step:
 
 @dataclass(slots=True)
 class _Issued:
-    """What was known when a collective was issued, in seconds and uses of units."""
+    """A collective under way.
+
+    Attributes:
+        collective: The collective.
+        at: Time of the issue, in seconds.
+        use: Number of uses of units before the issue.
+        idle: Seconds for which the link was idle before the issue.
+        waited_at: Time at which the step began to wait, in seconds.
+    """
 
     collective: StepCollective
     at: float
@@ -117,19 +125,20 @@ class _Issued:
 
 
 class StepRecorder(AbstractContextManager["StepRecorder"]):
-    """Records what a sharded module does while the context lasts.
+    """Context manager that records the events of a sharded module.
 
     Args:
         module: The root.
-        names: Names of units, by the names that they have under the root; those where missing.
-        meshes: Names and strides of meshes, by names of parameter groups; `dp` and 1 where
-            missing.
-        device: The simulated device; None for no times.
-        machine: The machine it stands for.
+        names: Names of units in events, by the units' fully qualified names. A unit without an
+            entry has its fully qualified name.
+        meshes: Name and stride of the mesh of a parameter group, by the group's name; `dp` and 1
+            for a group without an entry.
+        device: The simulated device; None records no times.
+        machine: The machine that the device simulates.
 
     Attributes:
-        step: What was recorded.
-        times: Number of micro-batches that the current one represents.
+        step: The recorded step.
+        times: Number of micro-batches that the current micro-batch represents.
     """
 
     def __init__(
@@ -169,7 +178,7 @@ class StepRecorder(AbstractContextManager["StepRecorder"]):
         return self
 
     def restart(self) -> None:
-        """Forget what was recorded; collectives under way count as issued now."""
+        """Start a new record. Collectives under way count as issued now."""
         self.step = Step()
         self._began = self._device.now if self._device else 0.0
         self._skipped = 0.0
@@ -183,7 +192,7 @@ class StepRecorder(AbstractContextManager["StepRecorder"]):
 
     @property
     def now(self) -> float:
-        """Seconds since the beginning."""
+        """Seconds since the beginning of the record."""
         return self._device.now - self._began + self._skipped if self._device else 0.0
 
     def skip(self, seconds: float) -> None:
@@ -197,7 +206,7 @@ class StepRecorder(AbstractContextManager["StepRecorder"]):
     def _receive(self, event: Event) -> None:
         match event:
             case PhaseEnded(owner, "pre_forward") if owner in self._names:
-                # A recomputation is a part of the backward.
+                # A recomputation belongs to the backward.
                 if not in_backward():
                     self.note("forward", self._names[owner])
             case PhaseEnded(owner, "pre_backward") if owner in self._names:
@@ -266,7 +275,7 @@ class StepRecorder(AbstractContextManager["StepRecorder"]):
         )
 
     def _why(self, issued: CollectiveIssued, flight: _Issued, seconds: float) -> Reason:
-        """Why the step waits for a collective."""
+        """Return the reason for which the step waits for a collective."""
         purpose = flight.collective.purpose
         gathers = self._context.gathers
         if purpose == "reduce":
@@ -279,7 +288,7 @@ class StepRecorder(AbstractContextManager["StepRecorder"]):
         if not issued.is_async:
             is_off = gathers.limit.is_none or purpose == "refresh"
             return Reason.AT_ONCE if is_off else Reason.ORDER
-        # Issued as early as the link was free, it would have been waited for that much less.
+        # With an issue as soon as the link was free, the wait would be shorter by the idle time.
         if flight.use > 1 and 2 * flight.idle >= seconds:
             return Reason.LIMIT
         return Reason.COMPUTE

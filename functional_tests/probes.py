@@ -18,13 +18,12 @@ def gathered_units(chunks: Any, optimizer: Any) -> list[str]:
     return [name for name, unit in units if unit.is_unsharded]
 
 
-def prefetch_limits(chunks: Any, optimizer: Any) -> tuple[int, int | None, int | None, int, int]:
-    """Return the number of units, the prefetch and buffer limits, and the units kept gathered."""
-    units = [unit for _, unit in named_units(chunks[0].module)]
-    context, gathered = units[0].context, sum(unit.is_gathered_after_step for unit in units)
+def prefetch_limits(chunks: Any, optimizer: Any) -> tuple[int, int | None, int | None, int]:
+    """Return the number of units, and the prefetch and buffer limits."""
+    context = next(unit for _, unit in named_units(chunks[0].module)).context
     limit = context.gathers.limit
     most = context.options.max_live_grad_buffers
-    return len(context.units()), limit.units, limit.nbytes, most, gathered
+    return len(context.units()), limit.units, limit.nbytes, most
 
 
 def separate_gather_groups(chunks: Any, optimizer: Any) -> list[bool]:

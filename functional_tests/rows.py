@@ -298,22 +298,21 @@ SAME: tuple[Row, ...] = tuple(replace(
             probe=probes.prefetch_limits, finds=finds, tolerance=tolerance,
             quick=int("--use-nccl-ub" not in flags))
         for flags, finds, tolerance in (
-            ("", (5, 1, None, 2, 0), 0),
-            # Kept gathered after a step: the root and the units prefetched with it.
-            ("--fsdp-unshard-prefetch-depth 2 --fsdp-max-live-grad-buffers 3 "
-             "--fsdp-unshard-after-step", (5, 2, None, 3, 3), 0),
-            ("--fsdp-unshard-prefetch-bytes 1MiB", (5, None, 1 << 20, 2, 0), 0),
+            ("", (5, 1, None, 2), 0),
+            ("--fsdp-unshard-prefetch-depth 2 --fsdp-max-live-grad-buffers 3",
+             (5, 2, None, 3), 0),
+            ("--fsdp-unshard-prefetch-bytes 1MiB", (5, None, 1 << 20, 2), 0),
             # Both layers form one unit; half of the elements, 4 bytes each, limit the prefetch.
             # The order of sums in norms depends on the flat buffers.
             ("--suggested-communication-unit-size 100001 --fsdp-unit-bytes 400000",
-             (4, None, 200_000, 2, 0), TOLERANCE),
+             (4, None, 200_000, 2), TOLERANCE),
             # The default: small layers form one unit.
-            ("--fsdp-unit-bytes 16MiB", (4, 1, None, 2, 0), TOLERANCE),
+            ("--fsdp-unit-bytes 16MiB", (4, 1, None, 2), TOLERANCE),
             ("--fsdp-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail",
-             (5, 1, None, 2, 0), 0),
-            ("--use-nccl-ub --disable-symmetric-registration", (5, 1, None, 2, 0), 0),
+             (5, 1, None, 2), 0),
+            ("--use-nccl-ub --disable-symmetric-registration", (5, 1, None, 2), 0),
             ("--use-nccl-ub --disable-symmetric-registration --fsdp-trace-pool",
-             (5, 1, None, 2, 0), 0),
+             (5, 1, None, 2), 0),
         )
     ),
     *(

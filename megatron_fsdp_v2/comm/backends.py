@@ -32,7 +32,6 @@ __all__ = [
     "SUM_CHUNK",
     "CpuCommunicator",
     "CudaStreams",
-    "DeferredFlag",
     "NcclRegistrar",
     "communicator_for",
     "host_block",
@@ -292,35 +291,6 @@ def is_capturing(device: torch.device) -> bool:
     # An uninitialized CUDA is not capturing, and the query would load the driver.
     is_used = device.type == "cuda" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return is_used and torch.cuda.is_current_stream_capturing()
-
-
-class DeferredFlag:
-    """A flag that a device computes; the host reads it later without waiting.
-
-    Args:
-        flag: A tensor of one bool.
-    """
-
-    def __init__(self, flag: torch.Tensor) -> None:
-        self._event: Any = None
-        self._value = flag
-        if flag.device.type == "cuda":
-            self._value = host_block(1, flag.device).view(torch.bool)
-            self._value.copy_(flag.view(1), non_blocking=True)
-            self._event = torch.cuda.current_stream().record_event()
-
-    def read(self, *, wait: bool = False) -> bool | None:
-        """Return the flag; None if it is not on the host yet.
-
-        Args:
-            wait: Whether the host waits for the flag.
-        """
-        if self._event is not None:
-            if wait:
-                self._event.synchronize()
-            elif not self._event.query():
-                return None
-        return bool(self._value)
 
 
 def registrar_for(device: torch.device) -> NcclRegistrar | None:

@@ -464,26 +464,6 @@ class ParameterGroup:
             for payload in self.payloads:
                 payload.gathered.drop()
 
-    def changed(self) -> torch.Tensor | None:
-        """Return whether this rank's piece of gathered weights differs from current main weights.
-
-        Returns:
-            A bool tensor on the device, without a wait of the host; None if nothing is gathered.
-        """
-        found: torch.Tensor | None = None
-        for payload in self.payloads:
-            if not self.gathers_for_use or not payload.gathered.is_live:
-                continue
-            piece = payload.gathered.piece(payload.model.span)
-            expected = payload.model.tensor
-            if self._is_streamed:
-                expected = piece.clone()
-                self._cast_main_weight(expected)
-            # Compared as bytes, so that a NaN equals itself.
-            differs = (piece.view(torch.uint8) != expected.view(torch.uint8)).any()
-            found = differs if found is None else found | differs
-        return found
-
     # -- model weights ------------------------------------------------------------------------
 
     def is_stale(self, weight_version: int) -> bool:
@@ -493,11 +473,6 @@ class ParameterGroup:
         covers changes that no counter detects: fused and foreach optimizer steps.
         """
         return self._refreshed_at != (weight_version, self.parameters.versions())
-
-    def note_unchanged(self, weight_version: int) -> None:
-        """Set the weight version after a step that did not change this group's weights."""
-        if self._refreshed_at is not None:
-            self._refreshed_at = (weight_version, self._refreshed_at[1])
 
     def refresh(self, weight_version: int, *, async_op: bool) -> None:
         """Refresh the model weights from main weights. Collective unless `is_refreshed_locally`.

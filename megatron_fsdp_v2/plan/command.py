@@ -168,10 +168,6 @@ _MODEL_FLAGS: dict[str, dict[str, Any]] = {
         "unshard_prefetch_bytes",
         "of weights gathered ahead, such as 2GiB, but always those of one unit; default: any",
     ),
-    "--unshard-after-step": _switch(
-        "enable_unshard_after_step",
-        "the optimizer's step gathers what the next forward begins with",
-    ),
     "--grad-buffers": _number("max_live_grad_buffers", "live at a time; default: 2"),
     "--recompute": _switch("recompute_factor", "units run their forward twice", 1.0),
 }

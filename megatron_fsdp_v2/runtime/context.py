@@ -28,7 +28,6 @@ from megatron_fsdp_v2.runtime.schedule import (
 from megatron_fsdp_v2.runtime.unit_checks import check_captured_pass, compare_unit
 
 if TYPE_CHECKING:
-    from megatron_fsdp_v2.comm.backends import DeferredFlag
     from megatron_fsdp_v2.comm.interface import Communicator
     from megatron_fsdp_v2.memory.allocator import Allocator
     from megatron_fsdp_v2.params.gradients import GroupGrads
@@ -69,8 +68,6 @@ class Context:
         gathers: Prefetches units.
         reductions: Gradient reductions under way.
         ordered_reductions: Order in which a backward reduces units; None for a mesh of one rank.
-        stepped: `id()`s of parameters that optimizers stepped since the latest pass began; filled
-            with `enable_unshard_after_step` only.
         weight_version: Counts events after which main weights may have changed.
         root_pass: Counts the forwards of units in the root's latest forward with gradients (not a
             recomputation), and the forwards of units that ran outside of it.
@@ -92,8 +89,6 @@ class Context:
         is_captured: Whether the latest pass is captured in a CUDA graph.
         has_graph: Whether a pass or a step was captured: replays change weights and run no hook.
         deferred: Forwards whose backward has to be ended from outside, by number.
-        deferred_flags: Flags that the host has not read yet: name of a group, and whether its
-            weights changed after they were gathered.
     """
 
     def __init__(
@@ -106,7 +101,6 @@ class Context:
         self.gathers: GatherSchedule = GatherSchedule(options.prefetch_limit)
         self.reductions = ReductionQueue(options, self.observer)
         self.ordered_reductions: OrderedReductions | None = None
-        self.stepped: set[int] = set()
         self.weight_version = 0
         self.root_pass: RootPass = RootPass()
         self.backward_pass = self.root_pass
@@ -125,7 +119,6 @@ class Context:
         self.is_captured = False
         self.has_graph = False
         self.deferred: dict[int, ForwardRecord] = {}
-        self.deferred_flags: list[tuple[str, DeferredFlag]] = []
         self._pass_unit: Callable[[], Unit | None] = lambda: None
         self._nested: _NestedPass | None = None
         self._units: list[weakref.ref[Unit]] = []
@@ -230,7 +223,6 @@ class Context:
             has_grad: Whether gradients are enabled.
         """
         self._pass_unit = weakref.ref(unit)
-        self.stepped.clear()
         self.communicator.begin_pass()
         self.pass_has_grad = has_grad
         kind = "forward" if has_grad else "evaluation"

@@ -24,7 +24,6 @@ from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.params.parameters import groups_of
 from megatron_fsdp_v2.runtime.hooks import UnitState
 from megatron_fsdp_v2.runtime.options import check_at_least_one
-from megatron_fsdp_v2.runtime.unit_checks import check_unchanged
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.runtime.unit import Unit
@@ -90,9 +89,6 @@ class FSDPModule(fsdp.FSDPModule):
             async_op: Return a handle instead of waiting; its `wait()` installs the parameters.
         """
         unit = unit_of(self)
-        if unit.is_gathered_after_step:
-            # Only a forward checks that weights gathered after a step are up to date.
-            unit.reshard()
         unit.context.note_replays()
         unit.unshard(WeightUse.BOTH, async_op=async_op)
         if async_op:
@@ -534,8 +530,6 @@ def make_idle(root: nn.Module) -> None:
     for context in contexts:
         if context.needs_repair:
             context.repair()
-        # Waiting costs nothing extra: reading parameters waits for the device anyway.
-        check_unchanged(context, wait=True)
         context.gathers.drop_prefetched()
         for unit in context.units():
             unit.reshard()

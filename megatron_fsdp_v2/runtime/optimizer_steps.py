@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -21,7 +20,6 @@ from megatron_fsdp_v2._compiler import uncompiled
 from megatron_fsdp_v2.dtensor.optimizer_kinds import needs_all_ranks, rejected
 from megatron_fsdp_v2.dtensor.optimizer_state import watch_state
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
-from megatron_fsdp_v2.params.autograd import in_backward
 from megatron_fsdp_v2.params.gathered import gathered_name
 from megatron_fsdp_v2.params.parameters import find_owner_slot, num_stale
 from megatron_fsdp_v2.runtime.schedule import live
@@ -144,8 +142,6 @@ class _OptimizerWatch:
             return
         for context in live(watched.contexts):
             context.weight_version += 1
-            if context.options.enable_unshard_after_step:
-                _unshard_after_step(context, watched.held)
 
 
 def _generator_states() -> list[torch.Tensor]:
@@ -153,33 +149,6 @@ def _generator_states() -> list[torch.Tensor]:
     if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
         states.append(torch.cuda.get_rng_state())
     return states
-
-
-def _unshard_after_step(context: Context, stepped: AbstractSet[int]) -> None:
-    """Start to gather the units that the next forward begins with, if they were stepped.
-
-    The gathers overlap host work until that forward. Collective: every rank must step.
-
-    Args:
-        context: Context of the root whose parameters were stepped.
-        stepped: `id()`s of all parameters that the optimizer holds.
-    """
-    context.stepped |= stepped
-    units = context.units()
-    is_between = context.is_checked and not (in_backward() or context.is_in_forward)
-    if not (units and is_between) or context.is_scheduled or context.needs_repair:
-        return
-    for unit in units:
-        # Units gathered by an earlier optimizer's step stay gathered.
-        for group in unit.held_groups if unit.is_gathered_after_step else ():
-            if not any(id(param) in stepped for param in group.sharded_params):
-                group.note_unchanged(context.weight_version)
-    for unit in context.gathers.gather_before_pass(
-        # A unit with parameters that are not stepped yet would have to be gathered again.
-        units[0],
-        lambda unit: unit.is_stepped(context.stepped),
-    ):
-        unit.is_gathered_after_step = unit.is_unsharded
 
 
 def _initializes_state(optimizer: Optimizer, contexts: Sequence[Context]) -> bool:

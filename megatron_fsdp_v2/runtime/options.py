@@ -32,12 +32,6 @@ class RuntimeOptions:
         unshard_prefetch_bytes: Bytes of gathered weights that all units gathered ahead may take
             together. The next unit is gathered whatever its size. With `unshard_prefetch_depth`,
             both limits apply. None: no limit in bytes.
-        enable_unshard_after_step: Gather the weights that the next forward begins with at the end
-            of an optimizer's step (ZeRO-3, except with HFSDP), so that host work until then
-            overlaps. These weights stay gathered meanwhile. If main weights change in between and
-            a version counter records the change, they are gathered again. Any other change (through
-            `.data`, or by functions for lists of tensors) raises a RuntimeError in that forward:
-            call `reshard()` after such a change.
         enable_async_reduce_grad: Reduce the gradients of a unit while the next one computes.
         max_live_grad_buffers: Number of units that have full gradient buffers at a time, at least
             1. With 1, the next unit's first gradient waits for the reduction under way.
@@ -55,7 +49,6 @@ class RuntimeOptions:
     enable_unshard_prefetch: bool = True
     unshard_prefetch_depth: int | None = None
     unshard_prefetch_bytes: int | None = None
-    enable_unshard_after_step: bool = False
     enable_async_reduce_grad: bool = True
     max_live_grad_buffers: int = 2
     enable_trace_pool: bool = False

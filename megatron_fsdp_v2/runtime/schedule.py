@@ -142,15 +142,6 @@ class ExecutionOrder:
         left = range(self._next, len(self._expected))
         return (unit for position in left if (unit := self._expected[position]()) is not None)
 
-    def beginning(self, limit: PrefetchLimit) -> list[Unit]:
-        """Return the first unit of the latest pass, and the units after it.
-
-        Args:
-            limit: Limit of the units after the first one.
-        """
-        units = live(self._ran or self._expected)
-        return [*units[:1], *limit.fitting(units[1:])]
-
 
 class GatherSchedule:
     """Prefetches units, and drops mispredicted prefetches.
@@ -183,28 +174,6 @@ class GatherSchedule:
         self.num_uses = 0
         self._forward_order = self._forward_orders.setdefault(first, ExecutionOrder())
         self._forward_order.begin()
-
-    def gather_before_pass(self, first: Unit, is_ready: Callable[[Unit], bool]) -> Sequence[Unit]:
-        """Gather before a pass the units that the last pass of its kind began with.
-
-        If the pass begins with other units, it drops these.
-
-        Args:
-            first: The unit that the pass will begin with.
-            is_ready: Returns whether a unit can be gathered already. The first unit that is not
-                ready, and all units after it, are not gathered, to keep the order of the forward.
-
-        Returns:
-            The units whose gathers were started.
-        """
-        order = self._forward_orders.get(first)
-        if order is None or self.limit.is_none:
-            return []
-        ready = itertools.takewhile(is_ready, order.beginning(self.limit))
-        units = [unit for unit in ready if not unit.is_unsharded]
-        self.num_uses = 0
-        self._prefetch(units)
-        return units
 
     def first_units(self) -> Iterable[Unit]:
         """Return the units that passes began with."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +33,7 @@ from megatron_fsdp_v2.runtime.unit_checks import (
     check_outputs,
     check_owned,
     check_transforms,
-    check_unchanged,
     check_units,
-    compare_after_step,
     compare_unit,
 )
 
@@ -85,7 +82,6 @@ class Unit:
             a function that looks the tensor up.
         num_users: Forwards and backwards of a schedule that use the unit now.
         single_payload: Whether weights gathered for one use serve every use.
-        is_gathered_after_step: Whether an optimizer's step gathered it and no use followed.
         is_recomputed: Whether its forward was recomputed in the latest backward.
         is_recomputing: Whether its latest forward is a recomputation.
         num_pending_backwards: Number of forwards whose backward is expected; it may never run.
@@ -131,7 +127,6 @@ class Unit:
         self.unset: Sequence[tuple[str, Callable[[], torch.Tensor | None]]] = ()
         self.num_users = 0
         self.single_payload = all(group.single_payload for group in self.held_groups)
-        self.is_gathered_after_step = False
         self.is_recomputed = False
         self.is_recomputing = False
         self._was_recomputed = False
@@ -316,9 +311,6 @@ class Unit:
         """Gather weights at the beginning of a use and wait for them. Collective."""
         self.unshard(uses, async_op=False)
         self.wait_for_unshard()
-        if self.is_gathered_after_step:
-            compare_after_step(self.context, self)
-            check_unchanged(self.context)
 
     def reshard(self, *, after_error: bool = False) -> None:
         """Register the sharded parameters and free gathered weights, if weights are gathered.
@@ -332,7 +324,7 @@ class Unit:
         if not self.is_unsharded:
             return
         with self.observed_phase("reshard"):
-            self.is_unsharded = self.is_gathered_after_step = False
+            self.is_unsharded = False
             written = [name for group in self.held_groups if (name := group.reshard())]
         if written and not after_error:
             raise RuntimeError(
@@ -361,18 +353,6 @@ class Unit:
         """Apply changes that user code made to parameters."""
         for group in self.held_groups:
             group.parameters.sync()
-
-    def is_stepped(self, stepped: AbstractSet[int]) -> bool:
-        """Return whether gathered weights are up to date once these parameters were stepped.
-
-        Args:
-            stepped: `id()`s of parameters.
-        """
-        return all(
-            group.shares_main
-            and all(id(p) in stepped for p in group.sharded_params if p.requires_grad)
-            for group in self.held_groups
-        )
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -535,8 +515,6 @@ class Unit:
             unit.reshard_if_replaced()
         if context.needs_repair:
             context.repair()
-        if context.deferred_flags:
-            check_unchanged(context)
         has_grad = torch.is_grad_enabled()
         if has_grad and self.is_root and context.num_registrations != REGISTRATIONS.num:
             check_owned(context, live(self.modules))

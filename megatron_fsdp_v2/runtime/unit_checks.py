@@ -16,7 +16,6 @@ from torch.nn.modules.module import (
 )
 
 from megatron_fsdp_v2._text import readable_size
-from megatron_fsdp_v2.comm.backends import DeferredFlag
 from megatron_fsdp_v2.comm.rank_checks import (
     CheckRanks,
     UnitRecord,
@@ -41,9 +40,7 @@ __all__ = [
     "check_outputs",
     "check_owned",
     "check_transforms",
-    "check_unchanged",
     "check_units",
-    "compare_after_step",
     "compare_unit",
     "note_ignored",
 ]
@@ -87,9 +84,6 @@ def check_capture(context: Context) -> None:
         ),
         "check_ranks='always' compares on the host: leave it at 'once'": (
             options.check_ranks == CheckRanks.ALWAYS
-        ),
-        "enable_unshard_after_step gathers beyond the end of a step: leave it off": (
-            options.enable_unshard_after_step
         ),
         "enable_trace_pool may change addresses between steps: leave it off": (
             options.enable_trace_pool
@@ -146,44 +140,6 @@ def check_transforms(unit: Unit) -> None:
             "based on it (vjp, jacrev, jvp, ...), which cannot differentiate a sharded module; use "
             "torch.autograd.grad, or torch.autograd.forward_ad for forward-mode derivatives"
         )
-
-
-def compare_after_step(context: Context, unit: Unit) -> None:
-    """Compare weights that were gathered after a step with the current main weights.
-
-    The device compares; `check_unchanged` reads the result later, without waiting.
-    """
-    unit.is_gathered_after_step = False
-    for group in unit.held_groups:
-        changed = group.changed()
-        if changed is not None:
-            context.deferred_flags.append((group.name, DeferredFlag(changed)))
-
-
-def check_unchanged(context: Context, *, wait: bool = False) -> None:
-    """Raise if `compare_after_step` found an undetected change of weights.
-
-    Args:
-        context: Context of the compared units.
-        wait: Whether the host waits for results that are not ready.
-
-    Raises:
-        RuntimeError: Weights changed after a step had started to gather them.
-    """
-    flags, context.deferred_flags = context.deferred_flags, []
-    for index, (name, flag) in enumerate(flags):
-        found = flag.read(wait=wait)
-        if found is None:
-            context.deferred_flags = flags[index:]
-            return
-        if found:
-            raise RuntimeError(
-                f"weights of {name} were changed after the optimizer's step, in a way that torch "
-                "does not count: through .data, or by a function for lists of tensors "
-                "(torch._foreach_...). The step had started to gather them, so the forward after "
-                "it computed with the weights as they were. Call reshard() on the model after such "
-                "a change, or leave enable_unshard_after_step off"
-            )
 
 
 def note_ignored(module: nn.Module) -> None:

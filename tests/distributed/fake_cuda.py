@@ -62,8 +62,6 @@ class FakeCuda:
         mode: The `FakeTensorMode` of all tensors.
         threads: Threads that queued work.
         is_capturing: Whether a CUDA graph captures the queued operations.
-        events_are_done: Return value of `Event.query`.
-        flag: Value that the host reads from pinned memory.
     """
 
     def __init__(self) -> None:
@@ -78,8 +76,6 @@ class FakeCuda:
         self.recorder = _Recorder()
         self.threads: set[int] = set()
         self.is_capturing = False
-        self.events_are_done = True
-        self.flag = False
         # Keeps the storages alive, so that their addresses are not reused.
         self.pinned: dict[int, torch.Tensor] = {}
         _Stream._recorder = self.recorder
@@ -173,9 +169,6 @@ class _Event:
         if self.recorded is not None:
             self.recorded.synchronize()
 
-    def query(self) -> bool:
-        return self.host.events_are_done
-
 
 _COMPUTE = _Stream(name="compute")
 _streams = threading.local()
@@ -219,8 +212,6 @@ class _Watch(TorchDispatchMode):
         packet = func.overloadpacket
         if func.namespace == "prim":
             return func(*args, **kwargs)
-        if packet is _aten._local_scalar_dense and self._is_pinned(args[0]):
-            return host.flag
         if kwargs.get("pin_memory"):
             made = func(*args, **{**kwargs, "pin_memory": False})
             host.pinned[made.untyped_storage()._cdata] = made

@@ -85,7 +85,7 @@ def test_load_into_a_different_model_is_rejected_with_names_and_shapes(tmp_path:
 @on_ranks(2)
 def test_compare_on_one_rank_between_forward_and_backward_changes_nothing(tmp_path: Path) -> None:
     """The backward would wait for this rank, if it had to gather weights again."""
-    model = net(enable_unshard_after_step=True)
+    model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     train(model, optimizer, 1)
     checkpoint.save(tmp_path / "saved", model, optimizer)

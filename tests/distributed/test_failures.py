@@ -104,14 +104,13 @@ WRITTEN = [
 
 
 @pytest.mark.parametrize(("how", "before"), WRITTEN, ids=" after ".join)
-@on_ranks(2, strategy=[*quick_strategies(STRATEGIES), "gathered after a step"])
+@on_ranks(2, strategy=quick_strategies(STRATEGIES))
 def test_next_forward_uses_weights_changed_outside_the_optimizer(
     strategy: str, how: str, before: str
 ) -> None:
     torch.manual_seed(1)
     other = Stack()
-    ahead = {"enable_unshard_after_step": True}
-    model = wrap(Stack(), **({"sharding_strategy": strategy} if strategy in STRATEGIES else ahead))
+    model = wrap(Stack(), sharding_strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     own_loss(model).backward()
     step_all(optimizer)

@@ -177,21 +177,6 @@ def captured_mistakes() -> list[str]:
     return wrong
 
 
-def changed_after_step(*, flag: bool) -> dict[str, Any]:
-    """Run steps with gathers after a step; the device reports changed weights late, by `flag`."""
-    host, model, optimizer = _built("4", STRATEGIES[-1], enable_unshard_after_step=True)
-    said: list[str] = []
-    with host.step():
-        for step in range(4):
-            host.flag, host.events_are_done = flag, step == 3
-            try:
-                _train(model, optimizer, last_only=False)
-            except RuntimeError as error:
-                said.append(f"{step}: {error}")
-                break
-    return {"waits": host.waits, "violations": host.violations(), "said": said}
-
-
 def sanitized(mesh_name: str, strategy: str) -> dict[str, Any]:
     """Run the steps that a GPU runs under torch's sanitizer; return the host's records."""
     host = _host()
@@ -326,16 +311,6 @@ def test_wrong_capture_is_detected(process: RankPool) -> None:
     outside, not_joined = wrong
     assert outside.endswith("waits for what is not captured")
     assert not_joined.endswith("is not joined")
-
-
-def test_weights_gathered_after_a_step_are_compared_on_the_device(process: RankPool) -> None:
-    (same,) = process.run(changed_after_step, flag=False)
-    (changed,) = process.run(changed_after_step, flag=True)
-    assert same == {"waits": [], "violations": [], "said": []}
-    assert changed["waits"] == []
-    (said,) = changed["said"]
-    # The event was not complete before step 3.
-    assert said.startswith("3: weights of ") and "were changed after the optimizer's step" in said
 
 
 @pytest.mark.functional

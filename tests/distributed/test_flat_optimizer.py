@@ -183,7 +183,6 @@ SHARDINGS: dict[str, tuple[Any, dict[str, Any]]] = {
         optim.SGD,
         {"mp_policy": dataclasses.replace(BF16, main_grads_dtype=torch.bfloat16)},
     ),
-    "gathered after a step": (optim.AdamW, {"enable_unshard_after_step": True}),
     "offloaded": (optim.AdamW, {"offload_policy": fsdp.CPUOffloadPolicy(pin_memory=False)}),
 }
 

@@ -346,7 +346,6 @@ def test_unit_can_use_parameters_of_other_units(strategy: str) -> None:
 
 # Pattern and options.
 _AHEAD = {"unshard_prefetch_depth": 3, "max_live_grad_buffers": 1}
-_AHEAD |= {"enable_unshard_after_step": True}
 TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
     "alone": ("plain", {}),
     "pool": ("plain", {"enable_trace_pool": True}),

@@ -542,7 +542,6 @@ def test_module_run_outside_its_units_forward_raises_by_name() -> None:
 
 UNCAPTURABLE: dict[str, dict[str, Any]] = {
     "check_ranks='always' compares on the host": {"check_ranks": "always"},
-    "enable_unshard_after_step gathers beyond": {"enable_unshard_after_step": True},
     "enable_trace_pool may change addresses": {"enable_trace_pool": True},
     "weights are offloaded": {"offload_policy": CPUOffloadPolicy()},
     "weights are quantized": {},

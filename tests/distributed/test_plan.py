@@ -92,7 +92,6 @@ def case(strategy: str, mesh: tuple[int, ...] = (2,), **given: Any) -> Case:
 
 
 ZERO3 = "optim_grads_params"
-AFTER_STEP = {"enable_unshard_after_step": True}
 CASES = {
     "no_shard": case("no_shard", policy=BF16),
     "optim, 3 micro-batches": case("optim", policy=BF16, num_microbatches=3),
@@ -103,16 +102,14 @@ CASES = {
     "optim_grads_params, synchronous": case(
         ZERO3, num_microbatches=2, enable_unshard_prefetch=False, enable_async_reduce_grad=False
     ),
-    "optim_grads_params, gathered after the step": case(
-        ZERO3, policy=BF16, num_microbatches=2, unshard_prefetch_depth=2, **AFTER_STEP
+    "optim_grads_params, two ahead": case(
+        ZERO3, policy=BF16, num_microbatches=2, unshard_prefetch_depth=2
     ),
-    "nested, tied and frozen, gathered after the step": case(
-        ZERO3, model="special", optimizer="muon", unshard_prefetch_bytes=2200, **AFTER_STEP
+    "nested, tied and frozen, muon": case(
+        ZERO3, model="special", optimizer="muon", unshard_prefetch_bytes=2200
     ),
-    "offloaded, HSDP, gathered after the step": case(
-        ZERO3, (2, 2), policy=BF16, num_microbatches=2, is_offloaded=True, **AFTER_STEP
-    ),
-    "HFSDP, not gathered after the step": case(ZERO3, (2, 2), outer="optim", **AFTER_STEP),
+    "offloaded, HSDP": case(ZERO3, (2, 2), policy=BF16, num_microbatches=2, is_offloaded=True),
+    "HFSDP, optim outside": case(ZERO3, (2, 2), outer="optim"),
     "optim_grads_params, each synchronized": case(
         ZERO3, num_microbatches=2, syncs="each", unshard_prefetch_depth=2
     ),

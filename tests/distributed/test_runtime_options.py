@@ -17,7 +17,6 @@ OTHERS: dict[str, tuple[Any, Any]] = {
     "enable_unshard_prefetch": (False, True),
     "unshard_prefetch_depth": (3, 2),
     "unshard_prefetch_bytes": (1 << 20, 1 << 30),
-    "enable_unshard_after_step": (True, False),
     "enable_async_reduce_grad": (False, True),
     "max_live_grad_buffers": (1, 3),
     "enable_trace_pool": (True, False),

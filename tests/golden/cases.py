@@ -102,7 +102,6 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "reductions that are waited for": {"options": {"enable_async_reduce_grad": False}},
     "one gradient buffer": {"options": {"max_live_grad_buffers": 1}},
     "two units ahead": {"options": {"unshard_prefetch_depth": 2}},
-    "gathered after a step": {"options": {"enable_unshard_after_step": True}},
     "kept after a forward": {"options": {"reshard_after_forward": False}},
     "accumulation on a CPU": {"pattern": "accumulation under no_sync", "has_streams": False},
     "bf16 on a CPU": {
@@ -111,7 +110,7 @@ _FEATURES: dict[str, dict[str, Any]] = {
         "has_streams": False,
     },
 }
-_FEATURES_OF_ZERO_3 = ("two units ahead", "gathered after a step", "kept after a forward")
+_FEATURES_OF_ZERO_3 = ("two units ahead", "kept after a forward")
 _FEATURES_ON_MESHES = ("bf16", "CPU offload", "float8 and a scale", "accumulation on a CPU")
 
 

@@ -59,7 +59,7 @@ def described() -> dict[str, Any]:
         "overlapping, dense first layer": f"{overlapping} {dense_first}",
         "state in other dtypes": "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 "
         "--exp-avg-dtype fp8 --exp-avg-sq-dtype bf16",
-        "knobs": "--fsdp-unshard-after-step --fsdp-unshard-prefetch-bytes 1MiB",
+        "knobs": "--fsdp-unshard-prefetch-bytes 1MiB",
         "bf16": "--bf16",
         "FP8": "--bf16 --fp8-format e4m3 --fp8-recipe tensorwise --fp8-param-gather",
         "FP4": "--bf16 --fp4-format e2m1 --fp4-param-gather",
@@ -99,8 +99,6 @@ def test_flags_of_a_training_without_this_package_are_rejected(described: dict[s
         ("many", "meshes.dp.num_ranks", 4096),
         ("for GPUs", "offload_fraction", 0.0),
         ("offloaded", "offload_fraction", 0.25),
-        ("bf16", "options.enable_unshard_after_step", False),
-        ("knobs", "options.enable_unshard_after_step", True),
         ("bf16", "options.unshard_prefetch_bytes", None),
         ("knobs", "options.unshard_prefetch_bytes", 1 << 20),
         ("overlapping", "num_extra_gathered", 0),

@@ -96,7 +96,6 @@ SELECTED = r"""
 --fp8-param-gather --use-cpu-initialization : ^--use-cpu-initialization cannot be used with --fp8-param-gather
 --fp4-param-gather --use-cpu-initialization : ^--use-cpu-initialization cannot be used with --fp4-param-gather
 --fsdp-unshard-prefetch-depth 2 : --fsdp-unshard-prefetch-depth needs --overlap-param-gather
---fsdp-unshard-after-step : --fsdp-unshard-after-step needs --overlap-param-gather
 --fsdp-max-live-grad-buffers 3 : --fsdp-max-live-grad-buffers needs --overlap-grad-reduce
 --overlap-param-gather --fsdp-unshard-prefetch-bytes 2GiB --suggested-communication-unit-size 1000 : --suggested-communication-unit-size and --fsdp-unshard-prefetch-bytes both limit
 --ddp-reduce-scatter-with-fp32-accumulation --data-parallel-sharding-strategy no_shard : no_shard all-reduces gradients, and --ddp-reduce-scatter-with-fp32-accumulation applies
@@ -131,7 +130,6 @@ UNSELECTED = """
 --log-per-param-norm : --log-per-param-norm needs --use-fsdp-fully-shard-api
 --fsdp-trace-pool : --fsdp-trace-pool needs --use-fsdp-fully-shard-api
 --fsdp-unshard-prefetch-depth 2 : --fsdp-unshard-prefetch-depth needs --use-fsdp-fully-shard-api
---fsdp-unshard-after-step : --fsdp-unshard-after-step needs --use-fsdp-fully-shard-api
 --no-fsdp-flat-optimizer : --no-fsdp-flat-optimizer needs --use-fsdp-fully-shard-api
 """
 

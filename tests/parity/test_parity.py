@@ -156,7 +156,6 @@ def test_trace_pool_gives_bitwise_identical_results_in_the_full_matrix(
 
 _POOL = {"enable_trace_pool": True}
 _BF16 = {"mp_policy": BF16}
-_AFTER_STEP = {"enable_unshard_after_step": True}
 _ON_HOST = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
 _WAITS = dict.fromkeys(SWITCHES, False)
 
@@ -206,10 +205,8 @@ _MULTIPLE_USES = (
     *("checkpointing, reentrant", "exception in a backward"),
 )
 SAME_BITS: dict[str, Row] = {
-    "gathered after a step": Row(_BETWEEN, change=_AFTER_STEP, strategies=STRATEGIES),
-    "gathered after a step, bf16": Row(_BETWEEN, options=_BF16, change=_AFTER_STEP),
-    "gathered after a step, three ahead, pool": Row(
-        _BETWEEN, options=_BF16, change={**_AFTER_STEP, **_POOL, "unshard_prefetch_depth": 3}
+    "three ahead, pool": Row(
+        _BETWEEN, options=_BF16, change={**_POOL, "unshard_prefetch_depth": 3}
     ),
     "ranks checked before each collective": Row(
         "plain", change={"check_ranks": "always"}, strategies=STRATEGIES

@@ -58,7 +58,6 @@ class Options:
         scale: `gradient_scaling_factor`.
         prefetch: `unshard_prefetch_depth`; 0 switches prefetching off.
         ahead: `unshard_prefetch_bytes`; if set, the depth is unlimited.
-        early: `enable_unshard_after_step`.
         asynchronous: `enable_async_reduce_grad`.
         live: `max_live_grad_buffers`.
         pool: `enable_trace_pool`.
@@ -75,7 +74,6 @@ class Options:
     scale: float | None = None
     prefetch: int = 1
     ahead: int | None = None
-    early: bool = False
     asynchronous: bool = True
     live: int = 2
     pool: bool = False

@@ -171,7 +171,6 @@ class Generator:
             prefetch=self.random.choice([0, 1, 1, 1, 2]),
             # No limit in bytes; the next unit; a few units.
             ahead=self.random.choice([None, None, None, 1, 2_000]),
-            early=self.chance(0.25),
             asynchronous=self.chance(0.8),
             live=self.random.choice([1, 2, 2, 3]),
             pool=self.chance(0.35),

@@ -147,7 +147,6 @@ def shard(case: Case, options: Options) -> Any:
         enable_unshard_prefetch=options.prefetch > 0,
         unshard_prefetch_depth=max(1, options.prefetch) if options.ahead is None else None,
         unshard_prefetch_bytes=options.ahead,
-        enable_unshard_after_step=options.early,
         enable_async_reduce_grad=options.asynchronous,
         max_live_grad_buffers=options.live,
         enable_trace_pool=options.pool,

@@ -232,14 +232,6 @@ OWN_FLAGS: tuple[Flag, ...] = (
         option="unshard_prefetch_bytes",
     ),
     Flag(
-        "fsdp_unshard_after_step",
-        "Issue the first gathers of the next forward at the end of the optimizer's step, to "
-        "overlap them with the host's work between steps. Their gathered weights use memory "
-        "during this time. Needs --overlap-param-gather.",
-        needs="overlap_param_gather",
-        option="enable_unshard_after_step",
-    ),
-    Flag(
         "fsdp_max_live_grad_buffers",
         "Maximum number of units with full gradient buffers at a time; default 2. Each needs "
         "memory for its buffer. Needs --overlap-grad-reduce.",

@@ -43,7 +43,7 @@ class TrackedMemory:
         role_peaks: The most bytes of each role, at any moment.
         unit_peaks: The most bytes of each unit, at any moment; the root's name is empty.
         offloaded: Bytes in host memory by role now, or when tracking ended: offloaded tensors, and
-            what steps allocate for them. No other number has them.
+            allocations of steps for them. No other number includes these bytes.
         offloaded_peaks: The most bytes of each role in host memory, at any moment.
         max_memory_allocated: The peak of torch's statistics of a CUDA device; None on a CPU.
     """
@@ -119,7 +119,7 @@ class TrackedMemory:
             RuntimeError: matplotlib is not installed.
         """
         try:
-            # Not a dependency: trainings on a cluster draw no plots.
+            # matplotlib is an optional dependency.
             figure_type: Any = importlib.import_module("matplotlib.figure").Figure
         except ImportError as error:
             raise RuntimeError("a plot needs matplotlib; install it, or print report()") from error
@@ -177,18 +177,18 @@ def memory_tracker(
 ) -> Iterator[TrackedMemory]:
     """Track the memory of a sharded model on this rank, by role and unit. No communication.
 
-    Counts storages on the model's device, and separately those of offloaded tensors: resting
-    tensors, temporary buffers while they have memory, and outputs of operations. Memory that a
-    library allocates itself (gloo, NCCL, cuBLAS) is not seen; on CUDA the report also has torch's
-    own peak, whose statistics are reset here. Results do not change; every operation takes longer.
+    Counts storages on the model's device, and separately those of offloaded tensors: permanently
+    allocated tensors, live temporary buffers, and outputs of operations. Memory that a library
+    allocates itself (gloo, NCCL, cuBLAS) is not counted; on CUDA the report also has torch's own
+    peak, whose statistics are reset here. Results do not change; every operation takes longer.
 
     Args:
         module: The root.
-        optimizer: Tells its state and temporaries from activations; None to count them as
+        optimizer: Optimizer whose state and temporaries have their own role; None counts them as
             activations.
 
     Raises:
-        ValueError: The module is not sharded, or is no root.
+        ValueError: The module is not sharded, or is not a root.
     """
     if units_below(module)[0][0]:
         raise ValueError(

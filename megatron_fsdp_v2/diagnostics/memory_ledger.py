@@ -16,7 +16,7 @@ class Role(enum.Enum):
     MAIN_WEIGHT = "main weight"
     """Weights that the optimizer steps."""
     MODEL_WEIGHT = "model weight"
-    """Weights that the forward computes with, if they have storage of their own."""
+    """Weights that the forward computes with, if they have a separate storage."""
     MAIN_GRAD = "main gradient"
     """Gradients that the optimizer reads."""
     OPTIMIZER = "optimizer"
@@ -74,7 +74,7 @@ class Moment:
 
 
 class Ledger:
-    """Books bytes.
+    """Counts bytes by role and unit.
 
     Attributes:
         live: Live bytes by role and unit.
@@ -124,11 +124,11 @@ class Ledger:
         self.total += nbytes
 
     def _compare(self) -> None:
-        """Keep the current moment if it has more bytes than the peaks so far."""
+        """Update the peaks with the current moment."""
         now = self.intervals[-1]
         if self.total > self.peak.total:
             self.peak = Moment(now.phase, now.unit, self.total, dict(self.live))
         if self.total > now.total:
-            # By role alone, since there are many intervals.
+            # By role only, since there are many intervals.
             accounts = {Account(role, ""): nbytes for role, nbytes in self.by_role.items()}
             self.intervals[-1] = Moment(now.phase, now.unit, self.total, accounts)

@@ -19,8 +19,8 @@ class ParameterNorm:
     """Norms of one parameter.
 
     Attributes:
-        param: Of the main weight.
-        grad: Of `param.grad`; `None` where no rank has one.
+        param: Norm of the main weight.
+        grad: Norm of `param.grad`; None if no rank has a gradient.
     """
 
     param: float
@@ -30,9 +30,9 @@ class ParameterNorm:
 def parameter_norms(module: nn.Module, order: float = 2.0) -> dict[str, ParameterNorm]:
     """Norms of all parameters and gradients over the whole tensors. Collective.
 
-    One collective for each mesh axis that anything is sharded along, for all of them together.
-    Parameters that `fully_shard` was told to ignore are taken as this rank holds them; gradients
-    that are not reduced yet (`no_sync`) are not seen. Norms are computed in fp64, so that neither
+    Issues one collective for each mesh axis along which parameters are sharded. Ignored parameters
+    count with the values of this rank; gradients that are not reduced yet (`no_sync`) are not
+    included. Norms are computed in fp64, so that neither
     large gradients nor small dtypes overflow. A NaN makes a norm NaN, for every order.
 
     Args:
@@ -60,7 +60,7 @@ def parameter_norms(module: nn.Module, order: float = 2.0) -> dict[str, Paramete
     values = torch.stack(rows)
     axes = [param.axes(sharded=True) for param in params]
     if math.isinf(order):
-        # A maximum may lose NaNs on its way, so that they travel as numbers of their own.
+        # A maximum over ranks may drop NaNs, so NaNs are reduced as separate numbers.
         nans = values.isnan()
         table = torch.cat([values.masked_fill(nans, 0.0), nans.double()], dim=1)
         reduce_rows(table, axes, dist.ReduceOp.MAX)
@@ -75,7 +75,7 @@ def parameter_norms(module: nn.Module, order: float = 2.0) -> dict[str, Paramete
 
 
 def _summand(local: torch.Tensor, order: float, device: torch.device) -> torch.Tensor:
-    """What this rank adds to the p-th power of a norm, or its own largest value. 0-dim, fp64."""
+    """Return this rank's term of the p-th power of a norm, or its largest value. 0-dim, fp64."""
     norms = [torch.linalg.vector_norm(chunk.double(), order) for chunk in chunks(local)]
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)

@@ -38,7 +38,7 @@ def profile_ranges(module: nn.Module, enabled: bool = True) -> None:
 
 
 def _ranges_of(observer: Observer) -> _Ranges:
-    """The ranges that subscribe to an observer; new ones where there are none."""
+    """Return the ranges that subscribe to an observer, or new ranges."""
     for subscriber in observer.subscribers:
         if isinstance(subscriber, _Ranges):
             return subscriber
@@ -51,7 +51,7 @@ class _Ranges:
     """Makes a profiler range of every phase.
 
     Attributes:
-        names: What to call units and parameter groups; others have no ranges.
+        names: Names of units and parameter groups in ranges; others have no ranges.
     """
 
     def __init__(self) -> None:

@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 __all__ = ["check_no_overlap"]
 
 _NAMED_AT_MOST = 10
-"""Problems an error message names."""
+"""Maximum number of problems in an error message."""
 
 
 def check_no_overlap(module: nn.Module) -> None:
-    """Check that no two slices overlap and none is missing. No communication.
+    """Check that slices do not overlap and that none is missing. No communication.
 
-    Over the ranks, from layouts alone: parameters of a group have ranges of their own in its flat
-    buffer; the row ranges of a parameter's shards cover each row exactly once; each shard is held
-    equally often, that is once in every replica. On this rank: the memory of parameters, model
-    weights and gradients consists of disjoint address ranges, and holds the rows it should.
+    For all ranks, from layouts: the ranges of a group's parameters in its flat buffer are disjoint;
+    the shards of a parameter cover each row exactly once; every replica holds each shard once. For
+    this rank: the memory of parameters, model weights and gradients consists of disjoint address
+    ranges, and contains the expected rows.
 
     Args:
         module: A sharded module, or one that contains some.
 
     Raises:
-        RuntimeError: Something overlaps, is missing or is out of place; with the parameters' names.
+        RuntimeError: Rows overlap, are missing or misplaced. The message names the parameters.
         ValueError: Nothing in the module is sharded.
     """
     found: list[str] = []
@@ -46,7 +46,7 @@ def check_no_overlap(module: nn.Module) -> None:
         for group in unit.groups:
             names = [joined(unit_name, name) for name in group.names]
             shards = tuple(param.row_shards for param in _uneven(group))
-            # Units that are alike have equal layouts; at many ranks that is most of the work.
+            # Equal units have equal layouts, which are checked once.
             if (group.layout, shards) not in proven:
                 problems = [
                     *_slot_problems(names, group.layout),
@@ -70,7 +70,7 @@ def _uneven(group: ParameterGroup) -> list[UnevenDTensor]:
 
 
 def _slot_problems(names: Sequence[str], layout: BufferLayout) -> Iterator[str]:
-    """Parameters that share elements of the flat buffer, or reach past its end."""
+    """Return parameters that share elements of the flat buffer, or end behind it."""
     slots = list(zip(layout.slots, names, strict=True))
     for first, second in _overlaps(("", slot.offset, slot.end, name) for slot, name in slots):
         yield f"{first} and {second} overlap in their flat buffer"
@@ -82,7 +82,7 @@ def _slot_problems(names: Sequence[str], layout: BufferLayout) -> Iterator[str]:
 def _row_problems(
     names: Sequence[str], layout: BufferLayout, shards: Sequence[RowShards]
 ) -> Iterator[str]:
-    """Rows that no shard or several hold, or that are not where the layout puts them."""
+    """Return rows that no shard or several shards hold, or that the layout places elsewhere."""
     for index, (name, rows, slot) in enumerate(zip(names, shards, layout.slots, strict=True)):
         cursor = 0
         for start, end in sorted(r for r in rows.row_ranges if r[0] < r[1]):
@@ -99,14 +99,14 @@ def _row_problems(
 
 
 def _local_problems(names: Sequence[str], group: ParameterGroup) -> Iterator[str]:
-    """Shards that are not held once per replica, and local tensors of other rows."""
+    """Return shards that are not held once per replica, and local tensors with other rows."""
     for index, (name, param) in enumerate(zip(names, _uneven(group), strict=True)):
         mesh = param.device_mesh
         steps = [
             [coordinate * stride for coordinate in range(mesh.size(axis))]
             for axis, stride in enumerate(param.row_shards.strides)
         ]
-        # Every parameter of a group is spread alike; the first one speaks for all.
+        # All parameters of a group are distributed identically.
         if index == 0:
             holders = Counter(sum(step) for step in itertools.product(*steps))
             if len(holders) != group.layout.num_shards or len(set(holders.values())) != 1:
@@ -125,11 +125,11 @@ def _local_problems(names: Sequence[str], group: ParameterGroup) -> Iterator[str
 
 
 type _Range = tuple[str, int, int, str]
-"""Where a range is, its start and its end there, and its label."""
+"""A range: its storage or buffer, start, end, and label."""
 
 
 def _memory_problems(module: nn.Module) -> Iterator[str]:
-    """Tensors that share memory. Plain parameters may do so among themselves."""
+    """Return tensors that share memory. Plain parameters may share memory with each other."""
     ranges: list[_Range] = []
     plain: set[str] = set()
     for entry in parameters_below(module):
@@ -149,14 +149,14 @@ def _memory_problems(module: nn.Module) -> Iterator[str]:
 
 
 def _range_of(tensor: torch.Tensor, label: str) -> _Range:
-    """The addresses that a tensor uses."""
+    """Return the range of addresses of a tensor."""
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     nbytes = (last + 1) * tensor.element_size() if tensor.numel() else 0
     return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + nbytes, label
 
 
 def _overlaps(ranges: Iterable[_Range]) -> Iterator[tuple[str, str]]:
-    """Labels of ranges that overlap the one before them in the same place that ends last."""
+    """Return labels of ranges that overlap an earlier range in the same storage or buffer."""
     place, reach, holder = "", 0, ""
     for where, start, end, label in sorted(ranges):
         if start == end:

@@ -1,6 +1,6 @@
-"""A table of the parameter groups: what is sharded how, and the bytes it takes.
+"""A table of the parameter groups: their sharding and their bytes.
 
-Runs of equal units are folded into one row.
+Consecutive equal units are one row.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class GroupSummary:
 
     Attributes:
         rows: One per group, in the order of `modules()`.
-        num_plain_params: Parameters outside of any group, which `fully_shard` was told to ignore.
+        num_plain_params: Number of ignored parameters, which are in no group.
         plain_nbytes: Their bytes on this rank.
     """
 
@@ -264,7 +264,7 @@ def _label(names: Sequence[str]) -> str:
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """Numbers as ranges, such as `0-2,5`; the first and the last alone where those are many."""
+    """Return numbers as ranges, such as `0-2,5`; if there are many, only the first and the last."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:

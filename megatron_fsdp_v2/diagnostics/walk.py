@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 ROOT = "(root)"
-"""Shown instead of the empty name of the given module."""
+"""Name of the given module in reports, whose own name is empty."""
 
 CHUNK_NUMEL = 1 << 22
 """Elements processed at a time, so that copies in another dtype stay small."""
@@ -62,7 +62,7 @@ class NamedParameter:
         return None if self.param.grad is None else _local(self.param.grad)
 
     def axes(self, *, sharded: bool) -> list[dist.ProcessGroup]:
-        """Mesh axes of more than one rank that it is sharded, or else replicated, along."""
+        """Mesh axes of several ranks along which it is sharded, or else replicated."""
         if not isinstance(self.param, DTensor):
             return []
         mesh = self.param.device_mesh
@@ -122,7 +122,7 @@ def parent_of(name: str, known: Container[str]) -> str:
 
 
 def joined(prefix: str, name: str) -> str:
-    """A name below a module of a name, which may be empty."""
+    """Return the qualified name of a child of a module, whose own name may be empty."""
     return f"{prefix}.{name}" if prefix else name
 
 
@@ -145,12 +145,12 @@ def reduce_rows(
     Args:
         values: `(rows, numbers)`.
         axes: Process groups of every row.
-        op: How to reduce.
+        op: The reduction.
     """
     members: dict[tuple[int, ...], tuple[dist.ProcessGroup, list[int]]] = {}
     for row, groups in enumerate(axes):
         for group in groups:
-            # Two meshes may have axes of the same ranks, and process groups of their own.
+            # Axes of two meshes may have the same ranks, but separate process groups.
             ranks = tuple(sorted(dist.get_process_group_ranks(group)))
             members.setdefault(ranks, (group, []))[1].append(row)
     for group, rows in members.values():

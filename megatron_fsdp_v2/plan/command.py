@@ -52,7 +52,7 @@ class _PlanCommand:
     help = "memory, communication and time of a training before it runs"
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Add the arguments: the model, the machine, what is compared and where it is written."""
+        """Add the arguments of the model, the machine, the compared strategies and the output."""
         parser.usage = (
             "megatron-fsdp-v2 plan --ranks N [options] --model module:function\n"
             "       megatron-fsdp-v2 plan --ranks N [options] -- <training flags>"
@@ -84,7 +84,7 @@ class _PlanCommand:
         group.add_argument("--plot", metavar="FILE", type=Path, help="write a picture")
 
     def run(self, args: argparse.Namespace) -> int:
-        """Print the plan; on bad input, print one sentence to standard error and return 2."""
+        """Print the plan. On invalid input, print the error to standard error and return 2."""
         try:
             report = _report(args)
             if args.plot is not None:

@@ -1,7 +1,7 @@
-"""The description of a training to be planned: units, parameters, meshes, the step. No tensors.
+"""Description of a training to be planned: units, parameters, meshes and the step. No tensors.
 
-A description has what `fully_shard` is given, without a process group and memory. Sources write it:
-a module that is built on the meta device, or the command line of a framework.
+A description has the arguments of `fully_shard`, without a process group and memory. Its source is
+a module on the meta device, or the command line of a framework.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class MeshDescription:
 
     Attributes:
         num_ranks: Number of ranks.
-        stride: Distance in global ranks between two of them; the ranks in between hold other parts
-            of the model.
+        stride: Distance between neighboring ranks, in global ranks; the ranks in between hold other
+            parts of the model.
     """
 
     num_ranks: int
@@ -132,8 +132,8 @@ class TrainingDescription:
 
     Attributes:
         units: Units, the root first, parents before children, siblings in the order they run.
-        runs: Names of all units but the root in the order they run, if that order differs or a unit
-            runs more than once; a unit inside another one runs as often as that one. Empty for the
+        runs: Names of all units except the root in the order in which they run. A unit may run more
+            than once, and nested units run as often as the units that contain them. Empty for the
             order of `units`.
         meshes: Meshes by name.
         policy: Dtypes.
@@ -275,7 +275,7 @@ def mesh_sizes(mesh: MeshDescription, strategy: Strategy) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ModelTraits:
-    """Traits of a model that its modules do not tell.
+    """Traits of a model that cannot be read from its modules.
 
     Attributes:
         mesh_of: Returns the name of the mesh of a unit.
@@ -290,7 +290,7 @@ class ModelTraits:
     """
 
     mesh_of: Callable[[nn.Module], str] = lambda unit: DATA
-    # The root has embedding and output layer, which matrix optimizers leave to others.
+    # Matrix optimizers do not step the embedding and the output layer, which the root has.
     is_matrix: Callable[[str, nn.Parameter], bool] = lambda unit, param: (
         bool(unit) and param.dim() in (2, 3)
     )
@@ -313,7 +313,7 @@ def describe_module(
         module: The root.
         units: Modules to become units, inner ones before outer ones where they are nested;
             the members of the outermost `nn.ModuleList`s when None.
-        rules: Traits that the modules do not tell.
+        rules: Traits that cannot be read from the modules.
 
     Returns:
         Units, parents before children, and bytes of the module's buffers, which are not sharded.
@@ -377,7 +377,7 @@ class _Walk:
 
 
 def _own_modules(module: nn.Module, boundaries: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """A module and what is below it up to the next unit, with names."""
+    """Return a module and the modules below it that belong to the same unit, with names."""
     yield "", module
     for name, child in module.named_children():
         if id(child) in boundaries:

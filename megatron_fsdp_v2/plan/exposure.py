@@ -1,4 +1,4 @@
-"""Exposed communication of a planned step: how long each collective is waited for, and why."""
+"""Exposed communication of a planned step: the wait for each collective, and its reason."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["WAIT_REASONS", "Exposure", "OverlapReport", "Reason"]
 
 
 class Reason(enum.Enum):
-    """Why a step waits for a collective. Reports show the value.
+    """Reason for which a step waits for a collective. Reports show the value.
 
     Attributes:
-        meaning: One sentence: what the reason means, and which option changes it.
+        meaning: Explanation of the reason, and the option that changes it, as a sentence.
     """
 
     FIRST = (
@@ -50,7 +50,7 @@ class Reason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Exposure:
-    """How long a step waited for a collective.
+    """The wait of a step for a collective.
 
     Attributes:
         unit: Name of the unit whose weights or gradients it moves; empty for the root.
@@ -58,11 +58,11 @@ class Exposure:
         purpose: `unshard`, `refresh` or `reduce`.
         axis: `inner` or `outer`.
         nbytes: Bytes of the full buffer.
-        issued_at: When it was issued, in seconds since the step began.
-        waited_at: When the wait began, in seconds since the step began.
-        seconds: Length of the wait, the exposed part of the collective.
-        reason: Why the step waited; None if the collective was hidden.
-        times: Number of micro-batches that it represents.
+        issued_at: Time of the issue, in seconds since the beginning of the step.
+        waited_at: Time at which the wait began, in seconds since the beginning of the step.
+        seconds: Length of the wait: the exposed time of the collective.
+        reason: Reason of the wait; None if the collective was fully overlapped.
+        times: Number of micro-batches that the event represents.
     """
 
     unit: str

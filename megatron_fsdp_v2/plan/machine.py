@@ -1,4 +1,4 @@
-"""Machines that a step is estimated for: links, arithmetic and memory of one GPU."""
+"""Machines for which a step is estimated: links, arithmetic and memory of one GPU."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Machine:
         node_bandwidth: Bytes per second between GPUs of a node.
         network_bandwidth: Bytes per second of a GPU's share of the network between nodes.
         node_latency: Minimum seconds of a step of a collective within a node.
-        network_latency: Likewise between nodes.
+        network_latency: Minimum seconds of a step of a collective between nodes.
         flops: Operations per second of dense 16-bit matrix products, as the vendor states them.
         efficiency: Fraction of `flops` that computation reaches, without communication.
         bandwidth_efficiency: Fraction of a link's bandwidth that a long collective reaches.
         memory_nbytes: Memory of a GPU.
-        reserved_nbytes: Bytes of it for the driver, NCCL and fragmentation.
+        reserved_nbytes: Memory of a GPU that the driver, NCCL and fragmentation use.
     """
 
     name: str
@@ -73,16 +73,16 @@ class Machine:
         return "network" if ranks[-1] - ranks[0] >= self.gpus_per_node else "node"
 
     def seconds(self, kind: str, nbytes: float, ranks: Sequence[int]) -> float:
-        """Time of a collective that has its links to itself.
+        """Return the time of a collective on otherwise idle links.
 
         A ring moves `(size - 1) / size` of the full buffer over every link; an all-reduce does so
-        twice. Where ranks of a node take part together, each has its own network adapter, and the
-        ring uses all of them. Latency grows with the logarithm of the ranks, as with trees.
+        twice. If several ranks of a node take part, the ring uses the network adapters of all of
+        them. Latency grows with the logarithm of the number of ranks, as with trees.
 
         Args:
             kind: `all_gather`, `reduce_scatter` or `all_reduce`; every other kind takes the time
                 of an all-to-all.
-            nbytes: Of the full buffer, or, of an all-to-all, what the rank sends.
+            nbytes: Bytes of the full buffer; for an all-to-all, bytes that this rank sends.
             ranks: Global ranks that take part.
         """
         size = len(ranks)
@@ -111,7 +111,7 @@ _MAY_BE_ZERO = frozenset({"node_latency", "network_latency", "reserved_nbytes"})
 # sum of both), memory. H100 SXM5 and H200: 989 TFLOP/s, NVLink 4 with 900 GB/s, 80 GB and 141 GB.
 # B200 (DGX B200): 2.25 PFLOP/s, NVLink 5 with 1.8 TB/s, 180 GB. Network of their DGX nodes: one
 # ConnectX-7 per GPU, 400 Gb/s InfiniBand. Latencies are of the order that nccl-tests shows for
-# the smallest messages, per step of a tree; measure and override them for a cluster of your own.
+# the smallest messages, per step of a tree. Measure and override them for other clusters.
 PRESETS: dict[str, Machine] = {
     "h100": Machine("h100", 8, 450 * GB, 50 * GB, 3e-6, 8e-6, 989e12, memory_nbytes=80 * GIB),
     "h200": Machine("h200", 8, 450 * GB, 50 * GB, 3e-6, 8e-6, 989e12, memory_nbytes=int(141e9)),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["MatrixWork", "matrix_work"]
 
 MOST_PAIRS = 200_000
-"""Matrices times pairs of ranks up to which owners are planned; above, means are taken."""
+"""Largest product of matrices and pairs of ranks for which owners are planned, not estimated."""
 
 
 @dataclass(slots=True)
@@ -133,7 +133,7 @@ def _planned(shared: _Shared) -> tuple[float, _Hops]:
 def _mean(
     shared: _Shared, shapes: Sequence[tuple[int, int, int]], numel: int
 ) -> tuple[float, _Hops]:
-    """The same by the formulas of docs/muon.md, with means over ranks."""
+    """Return means over ranks of the work, by the formulas of docs/muon.md."""
     grid = shared.grid
     each = [newton_schulz_flops(m, n) for _, m, n in shapes]
     total = sum(shape[0] * flops for shape, flops in zip(shapes, each, strict=True))

@@ -1,4 +1,4 @@
-"""A module made from a description: its units have the described parameters and take time."""
+"""Builds a module from a description. Its units have the described parameters and take time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["DescribedUnit", "build", "in_order_of_owners"]
 
 
 class DescribedUnit(nn.Module):
-    """A unit as it is described.
+    """A module with the parameters, the nested units and the time of a described unit.
 
     Args:
         unit: Its description.
@@ -43,9 +43,9 @@ class DescribedUnit(nn.Module):
         seconds: Time of its forward, without units inside it.
 
     Attributes:
-        described: See `unit`.
-        inside: Units inside it.
-        runs: The same in the order they run; one that runs twice is listed twice.
+        described: Description of the unit.
+        inside: Nested units.
+        runs: Nested units in the order in which they run; a unit that runs twice is listed twice.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class DescribedUnit(nn.Module):
 
     @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Most of the root's own computation is the output layer, which comes last; units inside
-        # another unit come after its own layers.
+        # Most of the root's own computation is the output layer, which runs last. Units nested in
+        # another unit run after its own layers.
         is_root = not self.described.name
         # Inputs of the root have no gradients, those of the units inside it do.
         x = x.detach().requires_grad_() if is_root else self._compute(x)
@@ -92,7 +92,7 @@ class DescribedUnit(nn.Module):
     def _compute(self, x: torch.Tensor) -> torch.Tensor:
         factor = self._training.recompute_factor if in_backward() else 1.0
         x = _apply(_Compute, x, self._device, factor * self._seconds, 2 * self._seconds)
-        # Tied parameters first, as those of a layer's first norm; their gradients arrive last.
+        # Tied parameters are used first, so their gradients arrive last.
         for name in sorted(self._parameters, key=lambda name: not name.startswith("tied_")):
             x = _apply(_Use, x, self._parameters[name])
         return x
@@ -105,7 +105,7 @@ def _apply(function: Any, *values: object) -> torch.Tensor:
 
 
 class _Compute(torch.autograd.Function):
-    """Computation that takes time."""
+    """A computation that takes virtual time."""
 
     @staticmethod
     @override
@@ -144,7 +144,7 @@ class _Use(torch.autograd.Function):
 def build(
     training: TrainingDescription, device: Device, machine: Machine | None
 ) -> list[DescribedUnit]:
-    """Build the units of a training, with tied parameters and units inside units.
+    """Build the units of a training, with tied parameters and nested units.
 
     Args:
         training: The training.
@@ -152,7 +152,7 @@ def build(
         machine: Gives the times of forwards; None for no times.
 
     Returns:
-        In the order of `training.units`.
+        The units, in the order of `training.units`.
     """
     made = {}
     for unit in training.units:

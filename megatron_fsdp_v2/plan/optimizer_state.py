@@ -48,7 +48,7 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
 
 _COUNTER_NBYTES = 4
 _COPIES = 2
-"""Copies in host memory of a parameter that is stepped there: main weight and gradient."""
+"""Copies of an offloaded parameter in host memory: main weight and gradient."""
 
 
 def state_nbytes(training: TrainingDescription, groups: Sequence[PlannedGroup]) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""A plot of plans: bytes by role for every strategy, beside the memory."""
+"""A plot of plans: bytes by role for every strategy, and the memory of a GPU."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Run:
     """A step of a training in the steady state, on the first rank.
 
     Attributes:
-        step: What it did.
+        step: Events and times of the step.
         groups: Its parameter groups, unit by unit.
         device_memory: Bytes on the device.
         host_memory: Bytes of offloaded tensors.
@@ -228,9 +228,9 @@ class _Steps:
         training: The training.
         root: The root.
         optimizer: The optimizer.
-        recorder: Told how many micro-batches the current one stands for.
-        compute: The queue that computes.
-        outputs: Outputs of forwards whose backward did not run yet.
+        recorder: Records the step; `times` is set for every micro-batch.
+        compute: Queue of computation.
+        outputs: Outputs of forwards without a backward yet.
     """
 
     training: TrainingDescription
@@ -241,7 +241,7 @@ class _Steps:
     outputs: deque[torch.Tensor] = field(default_factory=deque)
 
     def run(self) -> None:
-        """Run a step. Micro-batches in the middle are equal: one of them stands for all."""
+        """Run a step. Micro-batches in the middle are equal, so only one of them runs."""
         training, count = self.training, self.training.num_microbatches
         ahead = min(training.num_in_flight - 1, count - 1)
         for _ in range(ahead):

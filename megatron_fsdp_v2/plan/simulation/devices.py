@@ -44,13 +44,13 @@ class Queue:
 
 
 class Timeline:
-    """The host's time, and all queues.
+    """The virtual time of the host, and all queues.
 
-    The begin and the end of work are known when it is queued, so that nothing sleeps and every run
-    gives the same times.
+    The beginning and the end of work are computed when it is queued. Nothing sleeps, and every run
+    has the same times.
 
     Attributes:
-        queues: By name, made when they are first used.
+        queues: Queues by name, created at their first use.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Device(Protocol):
 
     @property
     def now(self) -> float:
-        """When all computation so far is done, in seconds."""
+        """Time at which all computation queued so far is done, in seconds."""
         ...
 
     def compute(self, seconds: float) -> None:
@@ -104,7 +104,7 @@ class Device(Protocol):
 
 
 class _AtMoment:
-    """Work that ends at a known moment."""
+    """Work that ends at a known time."""
 
     def __init__(self, done_at: float, wait_until: Any) -> None:
         self._done_at = done_at
@@ -118,10 +118,10 @@ class HostDevice:
     """A CPU: the host computes while a thread of the process group communicates.
 
     Args:
-        timeline: Its time; a new one when None.
+        timeline: The timeline; None creates one.
 
     Attributes:
-        timeline: See above.
+        timeline: The timeline.
     """
 
     def __init__(self, timeline: Timeline | None = None) -> None:
@@ -147,7 +147,7 @@ class VirtualEvent:
     """An event of a virtual stream.
 
     Attributes:
-        at: When it happens, in seconds.
+        at: Time of the event, in seconds.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -191,7 +191,7 @@ class VirtualStream:
 
 
 class VirtualStreams:
-    """A GPU in virtual time: the host queues, streams work. See `comm.streams.StreamDevice`.
+    """A GPU in virtual time: the host queues work on streams. See `comm.streams.StreamDevice`.
 
     Attributes:
         timeline: Virtual time.
@@ -213,7 +213,7 @@ class VirtualStreams:
 
     @contextlib.contextmanager
     def use(self, stream: Any) -> Iterator[None]:
-        """Queue operations on a stream while the context lasts."""
+        """Context manager that queues operations on a stream."""
         self._stack.append(stream)
         try:
             yield
@@ -230,7 +230,7 @@ class VirtualStreams:
         self.timeline.run(seconds, self._stack[-1].queue)
 
     def communicate(self, communicator: str, link: str, seconds: float) -> Work:
-        """See `Device.communicate`. As with NCCL it starts after the current stream's work."""
+        """See `Device.communicate`. As with NCCL, it starts after the current stream's work."""
         queue = self.timeline.queues[f"communicator {communicator}"]
         queue.ready = max(queue.ready, self._stack[-1].queue.ready)
         done_at = self.timeline.run(seconds, queue, self.timeline.queues[link])
@@ -238,14 +238,14 @@ class VirtualStreams:
 
 
 def run_on_streams(module: nn.Module, streams: VirtualStreams) -> None:
-    """Make a sharded module on a CPU mesh communicate by the code for CUDA, permanently.
+    """Make a sharded module on a CPU mesh communicate with the code for CUDA, permanently.
 
     Args:
         module: The root, while no unit is in use.
         streams: The streams of the simulated GPU.
 
     Raises:
-        ValueError: The module holds no unit.
+        ValueError: The module contains no unit.
     """
     units = named_units(module)
     if not units:

@@ -1,7 +1,7 @@
 """The c10d backend `sim`: collectives of one rank of a simulated cluster.
 
 Results have the right shapes. Small results, which programs read (comparisons of ranks, the loss),
-have the values that equal inputs on all ranks give; larger results are not written.
+have the values for equal inputs on all ranks; larger results are not written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 
 BACKEND = "sim"
 MOST_FILLED = 1 << 20
-"""Bytes up to which a result has values."""
+"""Largest result, in bytes, whose values are written."""
 
 
 class Network(Protocol):
@@ -48,7 +48,7 @@ class Network(Protocol):
         ...
 
     def link(self, ranks: Sequence[int], /) -> str:
-        """Name of the link of collectives among these ranks, which take turns on it."""
+        """Name of the link of these ranks, which runs one collective at a time."""
         ...
 
 
@@ -88,7 +88,7 @@ class PythonGroup(dist.ProcessGroup):
     """
 
     def __init__(self, rank: int, size: int, name: str, backend: str) -> None:
-        # The constructor with a store makes a group whose methods are in C++.
+        # The constructor with a store creates a group with methods in C++.
         make: Any = super().__init__
         make(rank, size)
         self._communicator = name
@@ -98,7 +98,7 @@ class PythonGroup(dist.ProcessGroup):
         """Called by c10d."""
         return self._backend_name
 
-    # c10d reads names through these two; groups in C++ keep names in their backends.
+    # c10d reads names through these two methods; groups in C++ keep names in their backends.
 
     def getGroupName(self) -> str:
         """Called by c10d."""
@@ -110,14 +110,14 @@ class PythonGroup(dist.ProcessGroup):
 
 
 class SimulatedProcessGroup(PythonGroup):
-    """A process group with this process as one rank; a network gives the times of collectives.
+    """A process group with this process as one rank. A network determines the times of collectives.
 
     Args:
         rank: This rank in the group.
         ranks: Global ranks of the group.
         name: Name of its communicator.
         device: Device that collectives are queued on.
-        network: Gives the times of collectives; None if they take none.
+        network: Network that determines the times of collectives; None for no times.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class SimulatedProcessGroup(PythonGroup):
             link = self._network.link(self._ranks)
         return _Work(self._device.communicate(self._communicator, link, seconds), results)
 
-    # -- collectives, by the names that c10d calls them by ------------------------------------
+    # -- collectives, under the names that c10d calls ------------------------------------------
 
     @override
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
@@ -193,7 +193,7 @@ class SimulatedProcessGroup(PythonGroup):
     def barrier(self, opts: Any = None) -> Any:
         return self._issue("barrier", 0, [])
 
-    # From torch 2.15 on c10d calls these by other names.
+    # torch 2.15 renamed these methods.
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base
     all_to_all_single = alltoall_base
@@ -204,10 +204,10 @@ class SimulatedProcessGroup(PythonGroup):
 
 
 def _fill(output: torch.Tensor, value: Callable[[], torch.Tensor], nbytes: int = 0) -> None:
-    """Write a small result, unseen by dispatch modes. On the meta device there is none."""
+    """Write a small result, invisible to dispatch modes. No-op on the meta device."""
     if not output.is_meta and max(output.nbytes, nbytes) <= MOST_FILLED:
         with _disable_current_modes(), torch.no_grad():
-            # A shard may be a view of what it is gathered into.
+            # A shard may be a view of the gathered tensor.
             output.copy_(value().clone())
 
 
@@ -219,7 +219,7 @@ def simulated_groups(device: Device, network: Network | None) -> Iterator[None]:
 
     Args:
         device: Device that collectives are queued on.
-        network: Gives the times of collectives; None if they take none.
+        network: Network that determines the times of collectives; None for no times.
     """
 
     def make(options: Any, backend_options: Any) -> SimulatedProcessGroup:
@@ -254,7 +254,7 @@ def simulated_ranks(
     Args:
         size: World size.
         device: Device that collectives are queued on.
-        network: Gives the times of collectives; None if they take none.
+        network: Network that determines the times of collectives; None for no times.
         rank: Rank of this process.
 
     Raises:

@@ -106,23 +106,23 @@ class PoolReport:
         names: Names of the buffers, by key.
         plan: Address plan; None before the first one.
         programs: Traced patterns.
-        beside: Names of planned buffers that use memory outside the block now: they are live, or
-            saved views reference that memory.
+        outside_pool: Names of planned buffers that use memory outside the block now: they are live,
+            or saved views reference that memory.
     """
 
     kind: ArenaKind
     names: tuple[str, ...]
     plan: MemoryPlan | None
     programs: tuple[TracedProgram, ...]
-    beside: tuple[str, ...]
+    outside_pool: tuple[str, ...]
 
     def text(self) -> str:
         """Return the report as human-readable text."""
         runs = ", ".join(f"{p.name} ({p.num_runs}x)" for p in self.programs)
         if self.plan is None:
             return f"{self.kind}: no plan yet; traced: {runs or 'nothing'}"
-        beside = f"\nbeside the pool: {', '.join(self.beside)}" if self.beside else ""
-        return f"{self.kind}: {self.plan.text(self.names)}\ntraced: {runs}{beside}"
+        outside = f"\noutside the pool: {', '.join(self.outside_pool)}" if self.outside_pool else ""
+        return f"{self.kind}: {self.plan.text(self.names)}\ntraced: {runs}{outside}"
 
 
 class _Pool:
@@ -446,7 +446,7 @@ class Arena:
     def report(self) -> PoolReport:
         """See `TracePoolAllocator.reports`."""
         plan = self._plan
-        beside = [
+        outside_pool = [
             buffer.name
             for buffer in self.buffers()
             if plan is not None
@@ -459,7 +459,7 @@ class Arena:
             tuple(self._name_of(key) for key in range(len(self._sizes))),
             plan,
             tuple(self._programs.values()),
-            tuple(beside),
+            tuple(outside_pool),
         )
 
 

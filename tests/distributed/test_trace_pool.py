@@ -131,7 +131,7 @@ def test_plans_are_within_5_percent_of_the_bound_without_allocations_after_warm_
         # The root's gradients come last, when no block is gathered any more.
         assert 0.9 * two_units < pool.peak_nbytes <= two_units
     assert pool.num_allocations == before
-    assert not any(report.beside for report in reports)
+    assert not any(report.outside_pool for report in reports)
     assert len(first) > 12
     assert first == second
     assert {name: len(at) for name, at in first.items() if len(at) > 1} == {}

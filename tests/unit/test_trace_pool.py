@@ -47,7 +47,7 @@ def test_buffer_keeps_its_memory_while_autograd_holds_a_view() -> None:
     buffer.release()
     places = _planned(pool, buffer)
     assert buffer.pool_memory is None
-    assert pool.reports()[0].beside == ("weights",)
+    assert pool.reports()[0].outside_pool == ("weights",)
     buffer.acquire().fill_(5.0)
     output.backward()
     buffer.release()

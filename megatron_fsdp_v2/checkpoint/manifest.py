@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ __all__ = [
     "check_file_name",
     "check_name",
     "check_path",
+    "dumps",
     "file_inside",
     "integer",
     "integers",
@@ -133,7 +135,8 @@ class Manifest:
         if not path.is_file():
             return None
         try:
-            content = read_json(path.read_bytes())
+            raw = path.read_bytes()
+            content = read_json(raw)
             format_, version = content["format"], integer(content["version"])
             if format_ != FORMAT or version != FORMAT_VERSION:
                 raise ValueError(
@@ -147,7 +150,11 @@ class Manifest:
                 }
                 for name, file in content["files"].items()
             }
-            entries = _entries(content["entries"], files) if "entries" in content else None
+            entries = None
+            if "entries" in content:
+                if zlib.crc32(raw.rpartition(_CHECKSUM)[0]) != content["crc32"]:
+                    raise ValueError("its checksum is not that of the save")
+                entries = _entries(content["entries"], files)
             world_size, of_torch = integer(content["world_size"]), check_name(content["torch"])
             return cls(world_size, of_torch, files, entries)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -200,7 +207,16 @@ def write_manifest(
         },
         "entries": entries,
     }
-    (folder / MANIFEST).write_text(json.dumps(content, separators=(",", ":")) + "\n")
+    (folder / MANIFEST).write_bytes(dumps(content))
+
+
+_CHECKSUM = b',"crc32":'
+
+
+def dumps(content: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a manifest, whose last value is the CRC-32 of what precedes it."""
+    text = json.dumps(content, separators=(",", ":")).removesuffix("}").encode()
+    return text + _CHECKSUM + b"%d}\n" % zlib.crc32(text)
 
 
 def length_of(items: Items) -> int:

@@ -19,7 +19,7 @@ from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.exporting import convert, export
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.inspecting import inspect
-from megatron_fsdp_v2.checkpoint.manifest import MANIFEST
+from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, METADATA
 from megatron_fsdp_v2.checkpoint.verifying import verify
 from tests.unit.checkpoints import FIRST, changed_metadata, ckpt, flip, same_bits, write_folder
 
@@ -54,6 +54,11 @@ def test_every_byte_is_compared_and_damage_found_with_its_file_and_tensor(folder
     files = [path for path in folder.iterdir() if path.name != MANIFEST]
     assert report.num_files == len(files)
     assert report.nbytes == sum(path.stat().st_size for path in files)
+    for name in (METADATA, MANIFEST):
+        for position in range(0, (folder / name).stat().st_size, 17):
+            flip(folder / name, position)
+            assert name in verify(folder).problems[0]
+            flip(folder / name, position)
     for position in (10, 9000):
         flip(file, position)
     assert len(verify(folder).problems) == 2

@@ -37,7 +37,7 @@ from megatron_fsdp_v2.checkpoint.exporting import convert, export, open_source
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.foreign import load_object
 from megatron_fsdp_v2.checkpoint.inspecting import inspect
-from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, METADATA
+from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, METADATA, dumps
 from megatron_fsdp_v2.checkpoint.saving import pack
 from megatron_fsdp_v2.checkpoint.verifying import verify
 from tests.cases import longer
@@ -326,7 +326,7 @@ MANIFESTS: dict[str, tuple[Any, str | None]] = {
 def test_manifests_are_read_strictly(tmp_path: Path, changed: Any, said: str | None) -> None:
     path = save_valid(tmp_path / "c", has_manifest=True)
     if isinstance(changed, dict):
-        changed = json.dumps(json.loads((path / MANIFEST).read_bytes()) | changed).encode()
+        changed = dumps(json.loads((path / MANIFEST).read_bytes()) | changed)
     (path / MANIFEST).write_bytes(changed)
     assert_rejected(path, said)
 

@@ -9,16 +9,13 @@ import operator
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megatron_fsdp_v2._compiler import uncompiled
-
-if TYPE_CHECKING:
-    from megatron_fsdp_v2.runtime.phases import ForwardRecord
 
 __all__ = [
     "Inputs",
@@ -237,16 +234,21 @@ class Inputs:
 
 
 def watch_inputs(
-    record: ForwardRecord, args: Any, kwargs: Any, replaced: ReplacedTensors
+    at_first: Callable[[], None],
+    at_others: Callable[[], None],
+    args: Any,
+    kwargs: Any,
+    replaced: ReplacedTensors,
 ) -> tuple[Any, Any, Inputs]:
-    """Replace inputs that require gradients by views whose nodes call `post_backward`.
+    """Replace inputs that require gradients by views whose nodes call a function in the backward.
 
     In-place operations on a view follow autograd's rules for views. The engine runs ready nodes in
     reverse order of creation, and gradient accumulation first. The node of the first view is the
     unit's earliest node; when it runs, the unit's backward is over and its gradients have arrived.
 
     Args:
-        record: The forward, whose `post_backward` is called.
+        at_first: Called by the node of the first view.
+        at_others: Called by the nodes of the other views.
         args: Positional arguments of the forward.
         kwargs: Keyword arguments of the forward.
         replaced: Receives the tensors that are replaced.
@@ -273,27 +275,27 @@ def watch_inputs(
             node = view.grad_fn
             assert node is not None
             # Which inputs receive a gradient is unknown until the backward.
-            tell = record.post_backward if is_first else record.defer_post_backward
-            node.register_hook(functools.partial(uncompiled(_node_ran), tell))
+            function = at_first if is_first else at_others
+            node.register_hook(functools.partial(uncompiled(_node_ran), function))
         return view
 
     return map_tensors(route, args), map_tensors(route, kwargs), inputs
 
 
-def _node_ran(tell: Callable[[], None], grad_inputs: Any, grad_outputs: Any) -> None:
+def _node_ran(function: Callable[[], None], grad_inputs: Any, grad_outputs: Any) -> None:
     """Call a function from a hook of an autograd node."""
     del grad_inputs, grad_outputs
-    tell()
+    function()
 
 
-def watch_outputs(record: ForwardRecord, output: Any, since: int) -> None:
-    """Register hooks that call `pre_backward` when the first gradient reaches an output.
+def watch_outputs(function: Callable[[], None], output: Any, since: int) -> None:
+    """Register hooks that call a function when the first gradient reaches an output.
 
     Attributes of plain objects are searched too, unlike for inputs: no object is rebuilt here, and
     the backward of a missed tensor would run without gathered weights.
 
     Args:
-        record: The forward, whose `pre_backward` is called.
+        function: Called with no argument, perhaps several times.
         output: Output of the forward.
         since: `next_node_number()` when the forward began.
     """
@@ -303,13 +305,13 @@ def watch_outputs(record: ForwardRecord, output: Any, since: int) -> None:
         # An output of an inner unit may also be an output of the outer unit. Torch calls hooks in
         # order of registration, inner unit first; one shared hook calls the outer unit first, on
         # all ranks.
-        known: tuple[int, list[ForwardRecord]] | None = getattr(tensor, _RECORDS, None)
+        known: tuple[int, list[Callable[[], None]]] | None = getattr(tensor, _FUNCTIONS, None)
         if known is not None and known[0] == tensor._version:
-            known[1].append(record)
+            known[1].append(function)
             continue
-        records = [record]
-        setattr(tensor, _RECORDS, (tensor._version, records))
-        hook = InternalHook(uncompiled(_tell_outermost_first), records)
+        functions = [function]
+        setattr(tensor, _FUNCTIONS, (tensor._version, functions))
+        hook = InternalHook(uncompiled(_call_outermost_first), functions)
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
@@ -328,14 +330,14 @@ def _with_bases(tensors: Iterable[torch.Tensor], since: int) -> list[torch.Tenso
     return found
 
 
-_RECORDS = "_forward_records"
+_FUNCTIONS = "_at_first_gradient"
 
 
-def _tell_outermost_first(records: list[ForwardRecord], grad: torch.Tensor) -> None:
-    """Call `pre_backward` of all forwards that returned a tensor, the outermost first."""
+def _call_outermost_first(functions: list[Callable[[], None]], grad: torch.Tensor) -> None:
+    """Call the functions of all units that returned a tensor, the outermost unit's first."""
     del grad
-    for record in reversed(records):
-        record.pre_backward()
+    for function in reversed(functions):
+        function()
 
 
 def tensors_within(value: Any) -> Iterator[torch.Tensor]:

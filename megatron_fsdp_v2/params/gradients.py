@@ -6,7 +6,6 @@ See [Note: the buffers of a group] in `params/buffer.py`.
 from __future__ import annotations
 
 import enum
-import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_v2._compiler import uncompiled
 from megatron_fsdp_v2.comm.interface import DONE, Work
 from megatron_fsdp_v2.dtensor.sharded_rows import (
     raw_grad,
@@ -41,8 +39,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import nn
 
-    from megatron_fsdp_v2.params.group import ParameterGroup
-    from megatron_fsdp_v2.runtime.schedule import ReductionQueue
+    from megatron_fsdp_v2.params.group import GroupSpec
+    from megatron_fsdp_v2.params.parameters import GroupParameters
 
 __all__ = ["GradState", "GroupGrads"]
 
@@ -107,16 +105,10 @@ class GroupGrads:
             its rows, without scaling.
     """
 
-    def __init__(self, group: ParameterGroup, context: BufferContext) -> None:
-        """Make the buffers, and register hooks on the gathered parameters.
-
-        Args:
-            group: Group of the parameters, referenced weakly.
-            context: Context of its buffers.
-        """
-        spec, parameters = group.spec, group.parameters
+    def __init__(
+        self, spec: GroupSpec, parameters: GroupParameters, context: BufferContext
+    ) -> None:
         self.spec = spec
-        self._group = weakref.ref(group)
         self.context = context
         self._parameters = parameters
         self._params = parameters.sharded
@@ -155,23 +147,15 @@ class GroupGrads:
         # The main gradient: a weak reference, and a strong one while reductions are under way.
         self._main: Callable[[], torch.Tensor | None] = lambda: None
         self._held: torch.Tensor | None = None
-        # The last reduction that reads the partial buffer or writes the main gradient.
-        self._last_work = DONE
+        # The last reduction along the inner axis; and the last one that reads the partial buffer or
+        # writes the main gradient.
+        self._inner_work = self._last_work = DONE
         self.is_written = self.has_contributed = False
         # Whether every `param.grad` was None before the first reduction of this backward.
         self._was_unset = False
         # Whether reductions may have changed gradients since users' hooks ran.
         self._is_new = self._is_certainly_new = False
         self._empty: dict[int, UnevenDTensor] = {}
-        # Weak: the cycle parameter -> hook -> gradients -> parameter would outlive the model.
-        collect = uncompiled(_collect)
-        for index, param in enumerate(parameters.gathered):
-            was_trained = param.requires_grad
-            param.requires_grad_(True)  # torch rejects the hook otherwise
-            param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                functools.partial(collect, weakref.ref(self), index)
-            )
-            param.requires_grad_(was_trained)
 
     def _gradient_buffer(
         self, kind: str, placements: Sequence[Placement], dtype: torch.dtype, copied_as: str
@@ -191,6 +175,11 @@ class GroupGrads:
     def name(self) -> str:
         """Name of the group."""
         return self.context.name
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether the full buffer has memory for gradients that arrive."""
+        return self._full_state is GradState.ARRIVING
 
     @property
     def has_gradient(self) -> bool:
@@ -239,8 +228,7 @@ class GroupGrads:
     def collect(self, index: int, param: nn.Parameter) -> None:
         """Move the new gradient of a gathered parameter into the full buffer."""
         grad = param.grad
-        if grad is None:
-            return
+        assert grad is not None
         param.grad = None
         dtensor = self._parameters.dtensors[index]
         if dtensor is not None:
@@ -251,36 +239,19 @@ class GroupGrads:
             param.grad_added_to_main_grad = False
             if not getattr(param, "zero_out_wgrad", False):
                 return
-        self._prepare_for_gradient()
+        self.begin()
         # With `create_graph=True` the gradient has a grad_fn.
         self.add(index, grad.detach() if grad.requires_grad else grad)
 
-    def collect_assigned(self) -> None:
-        """Collect gradients that were assigned to gathered weights outside autograd."""
-        for index, param in enumerate(self._parameters.gathered):
-            self.collect(index, param)
-
     def kernel_grad(self, index: int) -> torch.Tensor:
         """Return a parameter's view of the full buffer, for a fused kernel that adds to it."""
-        self._prepare_for_gradient()
+        self.begin()
         return self._zeroed_view(index)
 
-    def _prepare_for_gradient(self) -> None:
-        """Prepare for a gradient: check the unit's weights, and allocate the full buffer."""
-        group = self._group()
-        unit = None if group is None else group.unit()
-        if group is None or unit is None:
-            raise RuntimeError(f"a gradient arrived for {self.name}, whose module is gone")
-        self.begin(unit.before_gradient(group))
-
-    def begin(self, queue: ReductionQueue) -> None:
-        """Allocate the full buffer for new gradients, after waiting for its earlier reduction.
-
-        Args:
-            queue: Reductions under way, of this group and others; some may be waited for.
-        """
+    def begin(self) -> None:
+        """Allocate the full buffer for new gradients, after waiting for its earlier reduction."""
         if self._full_state is not GradState.ARRIVING:
-            queue.reserve(self)
+            self.end_inner()
             self.full.take()
             self._full_state = self._moved(self._full_state, GradState.ARRIVING)
 
@@ -337,11 +308,10 @@ class GroupGrads:
 
     # -- reduction ----------------------------------------------------------------------------
 
-    def reduce(self, queue: ReductionQueue, *, async_op: bool) -> Work:
+    def reduce(self, *, async_op: bool) -> None:
         """Issue the reduction along the inner axis. Collective.
 
         Args:
-            queue: See `begin`, which is called here for a rank without gradients.
             async_op: Whether to return before the reduction is done.
 
         Raises:
@@ -356,7 +326,7 @@ class GroupGrads:
                     f"no gradient arrived for {', '.join(missing)} of unit {self.name}; freeze "
                     "what is not trained, or wrap with on_missing_grad='zero'"
                 )
-        self.begin(queue)
+        self.begin()
         self.wait_for_writers()
         self._fill_missing()
         # An earlier reduction of this backward may still be reading the partial buffer.
@@ -371,29 +341,36 @@ class GroupGrads:
             assert self.partial is not None
             accumulate = self.has_partial
             self._partial_state = self._moved(self._partial_state, GradState.ACCUMULATED)
-            return self.full.redistribute(self.partial, accumulate=accumulate, async_op=async_op)
-        if self.spec.reduces:
-            return self._into_main(self.full, after, async_op=async_op)
-        return self._into_main(self.full.part(self._placements), 1.0, async_op=False)
+            self._inner_work = self.full.redistribute(
+                self.partial, accumulate=accumulate, async_op=async_op
+            )
+        elif self.spec.reduces:
+            self._inner_work = self._into_main(self.full, after, async_op=async_op)
+        else:
+            own = self.full.part(self._placements)
+            self._inner_work = self._into_main(own, 1.0, async_op=False)
 
     def end_inner(self) -> None:
-        """Free the full buffer, after the caller waited for the reduction along the inner axis."""
+        """Wait for the reduction along the inner axis, if any, and free the full buffer."""
+        if self._full_state is not GradState.REDUCING:
+            return
+        self._inner_work.wait()
         self._full_state = self._moved(self._full_state, GradState.REDUCED)
         self.full.drop()
         if self._staging is not None and not self.has_outer_axis:
             self._staging.drop()
 
-    def reduce_outer(self, *, async_op: bool) -> Work:
+    def reduce_outer(self, *, async_op: bool) -> None:
         """Start reducing the partial buffer along the outer mesh axis. Collective."""
-        if not self.has_partial:
-            return DONE
-        assert self.partial is not None
-        self._partial_state = self._moved(self._partial_state, GradState.REDUCING)
-        return self._into_main(self.partial, self._factors()[1], async_op=async_op)
+        if self.has_partial:
+            assert self.partial is not None
+            self._partial_state = self._moved(self._partial_state, GradState.REDUCING)
+            self._into_main(self.partial, self._factors()[1], async_op=async_op)
 
     def end_outer(self) -> None:
-        """Free the partial buffer, after the caller waited for the outer reduction."""
+        """Wait for the reduction along the outer axis, and free the partial buffer."""
         assert self.partial is not None
+        self._wait_for_last()
         if self._partial_state is GradState.REDUCING:
             self._partial_state = self._moved(self._partial_state, GradState.REDUCED)
             self.partial.drop()
@@ -402,9 +379,14 @@ class GroupGrads:
         if self._staging is not None:
             self._staging.drop()
 
+    def wait(self) -> None:
+        """Wait for all reductions."""
+        self._inner_work.wait()
+        self._wait_for_last()
+
     def end_reductions(self) -> None:
         """Finish a backward, after the caller waited for all reductions."""
-        self._last_work = DONE
+        self._inner_work = self._last_work = DONE
         if self.context.host is not None:
             self.context.comm.synchronize()
         if self.is_written:
@@ -657,17 +639,10 @@ class GroupGrads:
         self._filled = [False] * len(self._filled)
         self.is_written = self._was_unset = self.has_contributed = False
         self._full_state = self._partial_state = GradState.ABSENT
-        self._last_work, self._held = DONE, None
+        self._inner_work = self._last_work = DONE
+        self._held = None
         for buffer in self.buffers():
             buffer.drop()
-
-
-def _collect(grads_ref: weakref.ref[GroupGrads], index: int, param: nn.Parameter) -> None:
-    grads = grads_ref()
-    # Megatron and Transformer Engine set this attribute if a separate call computes the gradient
-    # after the backward; autograd's gradient may be uninitialized memory.
-    if grads is not None and not getattr(param, "skip_backward_post_hook", False):
-        grads.collect(index, param)
 
 
 def _run_hooks(param: torch.Tensor, hooks: Mapping[int, Callable[[torch.Tensor], None]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,9 +33,8 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.layout.placement import AxisPlacements
     from megatron_fsdp_v2.memory.allocator import Allocator, TemporaryBuffer
     from megatron_fsdp_v2.memory.observer import Observer
-    from megatron_fsdp_v2.runtime.unit import Unit
 
-__all__ = ["GroupSpec", "ParameterGroup", "write_stale_weights"]
+__all__ = ["GroupSpec", "ParameterGroup", "WeightSource", "write_stale_weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,17 @@ class Payload:
     gathered: DataParallelBuffer
 
 
+class WeightSource(enum.Enum):
+    """What weights are gathered from."""
+
+    MAIN = "main weight"
+    """The main weight itself: gathered, or used as it is."""
+    CAST = "main weight, cast"
+    """The main weight, cast into this rank's piece of the gathered weight before the gather."""
+    MODEL = "model weight"
+    """A model weight, written and perhaps gathered from the main weight when that changed."""
+
+
 class ParameterGroup:
     """Parameters of one unit that share dtypes, `requires_grad` and mesh.
 
@@ -96,9 +107,8 @@ class ParameterGroup:
     Transfers between buffers (see [Note: the buffers of a group] in `params/buffer.py`):
 
     - `refresh`: main weight -> model weight, if these are two buffers;
-    - `unshard`: model weight -> gathered weight. If main and model weight would have the same
-      placement and differ only in dtype or offloading, no model weight is kept: the main weight is
-      cast into this rank's piece of the gathered weight;
+    - `unshard`: model weight -> gathered weight, or main weight -> gathered weight if main and
+      model weight would have the same placement (`WeightSource`);
     - `grads.reduce`: full gradient -> main gradient, or with two axes -> partial gradient;
     - `grads.reduce_outer`: partial gradient -> main gradient.
 
@@ -116,14 +126,13 @@ class ParameterGroup:
         main_weight: Buffer that the optimizer steps.
         payloads: Model weight and gathered weight of every payload of the format.
         gathers_for_use: Whether every use needs a gather (ZeRO-3).
-        shares_main: Whether weights are gathered from main weights, without a model weight.
+        source: What weights are gathered from.
         is_refreshed_locally: Whether `refresh` is cheap and needs no communication.
         grads: Gradients of the group; `None` for frozen parameters.
         parameters: Sharded and gathered parameters, and the modules that register them.
         sharded_params: DTensor parameters, in the order of `names`.
         unsharded_params: Gathered parameters, in the order of `names`; see
             `GroupParameters.gathered`.
-        unit: Returns the unit that owns the group; None if it is not made yet or was deleted.
     """
 
     def __init__(
@@ -138,7 +147,6 @@ class ParameterGroup:
         communicator: Communicator,
         allocator: Allocator,
     ) -> None:
-        self.unit: Callable[[], Unit | None] = lambda: None
         self.spec = spec
         self.mesh = mesh
         self.layout = layout
@@ -170,7 +178,9 @@ class ParameterGroup:
         self.names = self.parameters.names
         self.sharded_params = self.parameters.sharded
         self.unsharded_params = self.parameters.gathered
-        self.grads = GroupGrads(self, self._context) if spec.requires_grad else None
+        self.grads: GroupGrads | None = None
+        if spec.requires_grad:
+            self.grads = GroupGrads(spec, self.parameters, self._context)
         self._reference_count = 0
         # Gathers to wait for; None if no gather is under way.
         self._gathering: list[Work] | None = None
@@ -179,25 +189,24 @@ class ParameterGroup:
         self._written_at: tuple[int, tuple[int, ...]] | None = None
 
     def _make_weights(self) -> None:
-        """Make the buffers of weights, and choose whether a model weight is kept."""
+        """Make the buffers of weights, and choose what they are gathered from."""
         context, weight_format = self._context, self.format
         main = [p.main_weight for p in context.placements]
         model = [p.model_weight for p in context.placements]
         grid, dtype = context.grid, weight_format.payload_dtype
         main_dtype = context.dtypes.main_weight
-        is_cast = context.host is not None or dtype != main_dtype
-        is_placed_alike = grid.span(model) == grid.span(main)
-        is_written_locally = is_placed_alike and not weight_format.communicates
         self.gathers_for_use = grid.span(model).count < grid.num_slices
         self.single_payload = len(weight_format.payloads) == 1
-        # Main weights are cast into the gathered buffer; no model weight is kept.
-        self._is_streamed = (
-            is_written_locally and is_cast and self.single_payload and self.gathers_for_use
-        )
-        self.shares_main = self._is_streamed or (is_placed_alike and not is_cast)
-        self.is_refreshed_locally = self.shares_main or (
-            is_written_locally and context.host is None
-        )
+        is_written_locally = grid.span(model) == grid.span(main) and not weight_format.communicates
+        self.is_refreshed_locally = is_written_locally
+        self.source = WeightSource.MODEL
+        if is_written_locally:
+            if context.host is None and dtype == main_dtype:
+                self.source = WeightSource.MAIN
+            elif self.single_payload and self.gathers_for_use:
+                self.source = WeightSource.CAST
+            else:
+                self.is_refreshed_locally = context.host is None
         memory = context.main_memory(grid.span(main), main_dtype)
         self.main_weight = DataParallelBuffer(context, main, memory)
         self.payloads: list[Payload] = []
@@ -205,7 +214,7 @@ class ParameterGroup:
         packing = weight_format.packing
         for kind, uses in weight_format.payloads.items():
             kept = self.main_weight
-            if not self.shares_main:
+            if self.source is WeightSource.MODEL:
                 numel = grid.span(model).count * context.layout.shard_numel // packing
                 tensor = torch.zeros(numel, dtype=dtype, device=context.device)
                 kept = DataParallelBuffer(context, model, tensor, packing=packing)
@@ -388,7 +397,7 @@ class ParameterGroup:
             if gathered.is_live or not (self.single_payload or payload.uses & uses):
                 continue
             source, write = payload.model, None
-            if self._is_streamed:
+            if self.source is WeightSource.CAST:
                 gathered.take()
                 source = gathered.part(self.main_weight.placements)
                 write = functools.partial(self._cast_main_weight, source.tensor)
@@ -487,7 +496,7 @@ class ParameterGroup:
         if not (self.is_refreshed_locally or self.is_stale(weight_version)):
             return
         versions = weight_version, self.parameters.versions()
-        if not self.shares_main:
+        if self.source is WeightSource.MODEL:
             self._wait_for_refresh()
             if self._written_at != versions:
                 self.format.write([self.to_write()], self.sharded_axes)
@@ -550,7 +559,7 @@ class ParameterGroup:
         if self.grads is None and self.parameters.is_any_trained:
             # May run in inference mode, whose tensors a later training could not modify.
             with torch.inference_mode(False):
-                self.grads = GroupGrads(self, self._context)
+                self.grads = GroupGrads(self.spec, self.parameters, self._context)
                 self.parameters.expect_gradients()
 
 

@@ -279,10 +279,9 @@ class StepRecorder(AbstractContextManager["StepRecorder"]):
         purpose = flight.collective.purpose
         gathers = self._context.gathers
         if purpose == "reduce":
-            is_async = self._context.reductions.is_async
-            return (
-                WAIT_REASONS[self._context.reductions.wait_reason] if is_async else Reason.AT_ONCE
-            )
+            is_async = self._context.options.enable_async_reduce_grad
+            why = self._context.backward.wait_reason
+            return WAIT_REASONS[why] if is_async else Reason.AT_ONCE
         if flight.use <= 1 and gathers.num_uses <= 2:
             return Reason.FIRST
         if not issued.is_async:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,29 +94,6 @@ def group_modules(
     return groups
 
 
-def _reject_moved_arguments[**P, R](call: Callable[P, R]) -> Callable[P, R]:
-    """Raise a TypeError with the new place of an option that was an argument of `fully_shard`."""
-    moved = {
-        option.name: options.__name__
-        for options in (UnitOptions, RuntimeOptions)
-        for option in fields(options)
-    }
-    own = inspect.signature(call).parameters
-
-    @functools.wraps(call)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in kwargs:
-            if name in moved and name not in own:
-                raise TypeError(
-                    f"fully_shard() got an unexpected keyword argument {name!r}; give it as "
-                    f"options={moved[name]}({name}=...)"
-                )
-        return call(*args, **kwargs)
-
-    return checked
-
-
-@_reject_moved_arguments
 def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     module: ModuleT,
     *,
@@ -283,7 +257,7 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
         param_init_fn=of_unit.param_init_fn,
     )
     for _, unit in inside:
-        if unit.is_unsharded or len(unit.context.reductions):
+        if unit.is_unsharded or unit.context.backward.is_reducing:
             raise RuntimeError(
                 f"unit {unit.name} is gathered or has a reduction under way; call reshard() on "
                 "it, or wrap its parent before the first step"

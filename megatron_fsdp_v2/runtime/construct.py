@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -44,7 +43,7 @@ from megatron_fsdp_v2.runtime.materialize import materialize
 from megatron_fsdp_v2.runtime.module import FSDPModule, swap_class, unit_of
 from megatron_fsdp_v2.runtime.optimizer_steps import watch_optimizers
 from megatron_fsdp_v2.runtime.options import RuntimeOptions
-from megatron_fsdp_v2.runtime.unit import Unit, class_names
+from megatron_fsdp_v2.runtime.unit import Unit, class_names, unit_owning
 from megatron_fsdp_v2.runtime.unit_checks import REGISTRATIONS, note_ignored
 
 __all__ = [
@@ -195,7 +194,7 @@ def _owner_of(
     if not isinstance(param, UnevenDTensor):
         return None
     group = cast("ParameterGroup | None", param.row_shards.info.owner())
-    unit = None if group is None else group.unit()
+    unit = None if group is None else unit_owning(group)
     owners = [owner for ref in (() if unit is None else unit.modules) if (owner := ref())]
     below = {id(part) for owner in owners for part in owner.modules()}
     if group is None or not owners or any(id(module) in below for module in modules):
@@ -492,10 +491,8 @@ def _join(roots: Sequence[nn.Module], context: Context, undo: ExitStack) -> None
                 pool.merge(other)
     for unit in units:
         unit.context, unit.is_root = context, unit is units[0]
-        unit.fqns = [""] if unit.is_root else names[unit]
-        unit.fqn = ", ".join(unit.fqns)
+        unit.fqn = "" if unit.is_root else ", ".join(names[unit])
         for number, group in enumerate(unit.groups):
-            group.unit = weakref.ref(unit)
             group.join(f"{unit.fqn or unit.class_name}/{number}", pool, context.observer)
     # Ranks without any rows of the model skip a norm over all parameters.
     by_mesh: dict[DeviceMesh, list[ParameterGroup]] = {}

@@ -22,6 +22,7 @@ from torch.distributed import fsdp
 
 from megatron_fsdp_v2._compiler import not_compiled, uncompiled
 from megatron_fsdp_v2.params.parameters import groups_of
+from megatron_fsdp_v2.runtime.unit import unit_owning
 from megatron_fsdp_v2.runtime.unit_checks import check_outputs
 
 if TYPE_CHECKING:
@@ -82,15 +83,16 @@ def _pre_forward(module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     # A recomputation runs a single module, for its own backward.
     if len(unit.modules) == 1 or unit.recomputes:
         return unit.pre_forward(args, kwargs)
-    if unit.pending_modules and id(module) not in unit.pending_modules:
+    pending = unit.pending_modules
+    if pending and id(module) not in pending:
         # The module ran already: a new forward begins, and the previous forward skipped the pending
         # modules.
         unit.end_forward()
-    if unit.pending_modules:
+    elif pending:
         unit.note_if_recomputable()
         return unit.cast_inputs(args, kwargs)
     routed = unit.pre_forward(args, kwargs)
-    unit.pending_modules = {id(ref()) for ref in unit.modules}
+    unit.pending_modules.update(id(ref()) for ref in unit.modules)
     return routed
 
 
@@ -103,7 +105,7 @@ def _post_forward(module: Any, args: Any, output: Any) -> Any:
     del args
     unit: Unit = module._fsdp_unit
     if _is_scheduled(unit):
-        unit.replaced.restore()
+        unit.forget_forward()
         return unit.cast_outputs(output)
     if _runs_method(unit):
         return unit.wrap_outputs(output)
@@ -115,7 +117,8 @@ def _post_forward(module: Any, args: Any, output: Any) -> Any:
                 unit.count_use()
             check_outputs(unit, output)
             output = unit.wrap_outputs(output)
-            unit.replaced.restore()
+            if unit.running is not None:
+                unit.running.replaced.restore()
             return output
     if unit.is_root and not unit.is_recomputing:
         for other in unit.context.units():
@@ -128,7 +131,7 @@ def _after_forward(module: Any, args: Any, output: Any) -> None:
     """Forward hook of a module that also runs if its forward or an earlier hook raised."""
     del args, output
     unit: Unit = module._fsdp_unit
-    if not unit.is_under_way or _is_scheduled(unit) or _runs_method(unit):
+    if unit.running is None or _is_scheduled(unit) or _runs_method(unit):
         return
     if unit.pending_modules and not unit.is_recomputing:
         if id(module) not in unit.pending_modules:
@@ -152,8 +155,8 @@ def _begin_method(module: Any, frame: FrameType, args: Any, kwargs: Any) -> tupl
     """
     unit: Unit = module._fsdp_unit
     args, kwargs = _pre_forward(module, args, kwargs)
-    if not _runs_method(unit):
-        unit.method_frame = frame
+    if not _runs_method(unit) and unit.running is not None:
+        unit.running.method_frame = frame
     return args, kwargs
 
 
@@ -175,8 +178,8 @@ def _fail_method(module: Any, frame: FrameType) -> None:
 
 def _leave_method(module: Any, frame: FrameType) -> None:
     unit: Unit = module._fsdp_unit
-    if unit.method_frame is frame:
-        unit.method_frame = None
+    if unit.running is not None and unit.running.method_frame is frame:
+        unit.running.method_frame = None
 
 
 def _is_scheduled(unit: Unit) -> bool:
@@ -184,7 +187,7 @@ def _is_scheduled(unit: Unit) -> bool:
 
     A schedule never calls the root: if the root runs, an exception has ended the schedule.
     """
-    return unit.context.num_scheduled > 0 and not unit.is_root
+    return unit.context.backward.num_scheduled > 0 and not unit.is_root
 
 
 def _runs_method(unit: Unit) -> bool:
@@ -192,11 +195,12 @@ def _runs_method(unit: Unit) -> bool:
 
     Searches the stack, because callers of `_begin_method` need not report that the method raised.
     """
-    if unit.method_frame is None or unit.recomputes:
+    running = unit.running
+    if running is None or running.method_frame is None or unit.recomputes:
         return False
-    if any(frame is unit.method_frame for frame, _ in traceback.walk_stack(sys._getframe())):
+    if any(frame is running.method_frame for frame, _ in traceback.walk_stack(sys._getframe())):
         return True
-    unit.method_frame = None
+    running.method_frame = None
     return False
 
 
@@ -319,7 +323,7 @@ def _before_load(module: Any, *args: Any) -> None:
     del args
     module._fsdp_loading = groups = groups_of(module)
     for group in groups:
-        owner = group.unit()
+        owner = unit_owning(group)
         if group.is_held and owner is not None:
             for unit in owner.context.units():
                 if group in unit.held_groups:

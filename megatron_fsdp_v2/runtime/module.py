@@ -24,6 +24,7 @@ from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.params.parameters import groups_of
 from megatron_fsdp_v2.runtime.hooks import UnitState
 from megatron_fsdp_v2.runtime.options import check_at_least_one
+from megatron_fsdp_v2.runtime.unit_checks import check_is_between_steps
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.runtime.unit import Unit
@@ -123,7 +124,7 @@ class FSDPModule(fsdp.FSDPModule):
 
         Memory grows with their number. An empty list restores the recorded order.
         """
-        unit_of(self).forward_prefetch = [weakref.ref(unit_of(m)) for m in modules]
+        unit_of(self).settings.forward_prefetch = [weakref.ref(unit_of(m)) for m in modules]
 
     @override
     def set_modules_to_backward_prefetch(self, modules: Sequence[fsdp.FSDPModule]) -> None:
@@ -131,7 +132,7 @@ class FSDPModule(fsdp.FSDPModule):
 
         See `set_modules_to_forward_prefetch`.
         """
-        unit_of(self).backward_prefetch = [weakref.ref(unit_of(m)) for m in modules]
+        unit_of(self).settings.backward_prefetch = [weakref.ref(unit_of(m)) for m in modules]
 
     @override
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -212,7 +213,7 @@ class FSDPModule(fsdp.FSDPModule):
         A synchronized backward has done so already. Call it after backwards without synchronization
         (`no_sync`), or if gradients were computed outside autograd.
         """
-        unit_of(self).context.synchronize_gradients(_units(self))
+        unit_of(self).context.backward.synchronize(_units(self))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -222,13 +223,13 @@ class FSDPModule(fsdp.FSDPModule):
         ZeRO-3, which shard gradients between micro-batches, every backward inside still reduces
         along the inner axis, so that full gradients take no memory.
         """
-        before = [(unit, unit.requires_gradient_sync) for unit in _units(self)]
+        before = [(u.settings, u.settings.requires_gradient_sync) for u in _units(self)]
         _set(self, requires_gradient_sync=False)
         try:
             yield
         finally:
-            for unit, flag in before:
-                unit.requires_gradient_sync = flag
+            for settings, flag in before:
+                settings.requires_gradient_sync = flag
 
     @override
     def set_requires_gradient_sync(
@@ -267,7 +268,7 @@ class FSDPModule(fsdp.FSDPModule):
             RuntimeError: Gradients are not synchronized yet.
         """
         for unit in _units(self, recurse=recurse):
-            unit.check_is_between_steps("set_requires_gradient_reduction")
+            check_is_between_steps(unit, "set_requires_gradient_reduction")
             for group in unit.groups:
                 group.set_reduction(reduces=requires_gradient_reduction, scale=group.spec.scale)
 
@@ -285,7 +286,7 @@ class FSDPModule(fsdp.FSDPModule):
         if not isinstance(factor, int | float) or not 0 < factor < float("inf"):
             raise ValueError(f"a gradient divide factor must be a positive number, got {factor!r}")
         unit = unit_of(self)
-        unit.check_is_between_steps("set_gradient_divide_factor")
+        check_is_between_steps(unit, "set_gradient_divide_factor")
         for group in unit.groups:
             group.set_reduction(reduces=group.spec.reduces, scale=1.0 / factor)
 
@@ -335,7 +336,7 @@ class FSDPModule(fsdp.FSDPModule):
         """
         unit = _root_between_passes(self, "set_manual_backward_finalization")
         for each in unit.context.units():
-            each.is_finalized_manually = enabled
+            each.settings.is_finalized_manually = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """End the backwards since `set_manual_backward_finalization(True)`. Collective.
@@ -351,7 +352,7 @@ class FSDPModule(fsdp.FSDPModule):
                 `set_manual_backward_finalization(True)` was not called.
         """
         unit = _root_between_passes(self, "finalize_backward")
-        if not unit.is_finalized_manually:
+        if not unit.settings.is_finalized_manually:
             raise RuntimeError(
                 f"backwards of {unit.name} synchronize gradients at their end; call "
                 "set_manual_backward_finalization(True) before the first backward that "
@@ -360,9 +361,9 @@ class FSDPModule(fsdp.FSDPModule):
         units = unit.context.units()
         due = [each for each in units if each.syncs_when_finalized]
         if due:
-            unit.context.synchronize_gradients(due)
+            unit.context.backward.synchronize(due)
         for each in units:
-            if each.reshard_after_backward:
+            if each.settings.reshard_after_backward:
                 each.reshard()
         return GradientReductionHandle() if async_op else None
 
@@ -525,7 +526,7 @@ def make_idle(root: nn.Module) -> None:
         RuntimeError: A backward is under way.
     """
     contexts = {unit.context for _, unit in named_units(root)}
-    if any(context.runs_backward for context in contexts):
+    if any(context.backward.is_running for context in contexts):
         raise RuntimeError("a backward is under way; do this between two steps")
     for context in contexts:
         if context.needs_repair:
@@ -555,10 +556,10 @@ def _units(module: object, *, recurse: bool = True) -> list[Unit]:
 
 
 def _set(module: object, recurse: bool = True, **flags: bool) -> None:
-    """Set attributes of a module's unit, and of the units below it if `recurse` is set."""
+    """Set `settings` of a module's unit, and of the units below it if `recurse` is set."""
     for unit in _units(module, recurse=recurse):
         for name, flag in flags.items():
-            setattr(unit, name, flag)
+            setattr(unit.settings, name, flag)
 
 
 def _root(module: object, method: str) -> Unit:
@@ -570,7 +571,7 @@ def _root(module: object, method: str) -> Unit:
 
 def _root_between_passes(module: object, method: str) -> Unit:
     unit = _root(module, method)
-    if unit.context.runs_backward:
+    if unit.context.backward.is_running:
         raise RuntimeError(f"a backward is under way; call {method} when it is over")
     return unit
 

@@ -1,16 +1,22 @@
-"""Phases of a unit, and the record of one of its forwards."""
+"""State of a unit: its phase, what a user sets, and its forward under way."""
 
 from __future__ import annotations
 
 import enum
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from megatron_fsdp_v2.runtime.schedule import FORWARD_NUMBERS
+from megatron_fsdp_v2.params.autograd import Inputs, ReplacedTensors
 
 if TYPE_CHECKING:
+    from types import FrameType
+
+    from megatron_fsdp_v2.runtime.backward import ForwardRecord
     from megatron_fsdp_v2.runtime.unit import Unit
 
-__all__ = ["LEGAL_MOVES", "ForwardRecord", "Phase"]
+__all__ = ["LEGAL_MOVES", "Phase", "RunningForward", "UnitSettings"]
 
 
 class Phase(enum.Enum):
@@ -35,54 +41,52 @@ LEGAL_MOVES = {
 }
 
 
-class ForwardRecord:
-    """One forward of a unit, held by the hooks in its graph.
+@dataclass(slots=True)
+class UnitSettings:
+    """What a user sets for a unit between passes.
 
     Attributes:
-        passed: The forward of the root that it was part of.
-        number: Sequence number; forwards that begin later have larger numbers.
-        begins: Position of a backward that ends the unit's backward; see `RootPass`.
-        ends: Position of a backward that begins the unit's backward.
-        is_recomputed: Whether it repeats a forward.
-        is_nested: Whether it ran in a pass nested in a backward.
-        has_post_backward_hook: False if inputs require gradients, but no hook may mark the end of
-            its backward.
+        reshard_after_forward: Whether to reshard between forward and backward.
+        reshard_after_backward: Whether to reshard after a backward.
+        requires_gradient_sync: Whether its backward synchronizes gradients.
+        requires_all_reduce: Whether its backward also reduces gradients along the outer axis, if
+            there is one.
+        is_last_backward: Whether the next backward is the last before the optimizer steps.
+        is_finalized_manually: Whether backwards leave synchronization to `finalize_backward`.
+        forward_prefetch: Units to gather when its forward starts, instead of the recorded order.
+        backward_prefetch: Units to gather when its backward starts, instead of the recorded order.
     """
 
-    __slots__ = (
-        "_unit",
-        "begins",
-        "ends",
-        "has_post_backward_hook",
-        "is_nested",
-        "is_recomputed",
-        "number",
-        "passed",
-    )
+    reshard_after_forward: bool
+    reshard_after_backward: bool = True
+    requires_gradient_sync: bool = True
+    requires_all_reduce: bool = True
+    is_last_backward: bool = True
+    is_finalized_manually: bool = False
+    forward_prefetch: Sequence[weakref.ref[Unit]] = ()
+    backward_prefetch: Sequence[weakref.ref[Unit]] = ()
 
-    def __init__(self, unit: Unit) -> None:
-        context = unit.context
-        self._unit = unit
-        self.is_recomputed = unit.is_recomputing
-        self.passed = context.backward_pass if self.is_recomputed else context.root_pass
-        self.is_nested = context.is_nested
-        self.number = next(FORWARD_NUMBERS)
-        self.begins = self.ends = context.position if self.is_recomputed else self.number
-        self.has_post_backward_hook = True
 
-    def pre_backward(self) -> None:
-        """Called when the first gradient reaches an output."""
-        self._unit.pre_backward(self)
+@dataclass(slots=True)
+class RunningForward:
+    """A unit's forward under way.
 
-    def post_backward(self) -> None:
-        """Called when the engine has run the unit's last node in the backward."""
-        self._unit.post_backward(self)
+    Attributes:
+        is_recomputation: Whether it repeats an earlier forward.
+        is_gathered_around: Whether weights were already gathered for a backward when it began.
+        replaced: Tensors replaced in its arguments.
+        record: Its record; None without gradients.
+        inputs: Its inputs that require gradients; None without gradients.
+        since: Number of its first autograd node.
+        pending_modules: With several modules, the `id()`s of those that have not run.
+        method_frame: Frame that calls a method registered as a forward, while the method runs.
+    """
 
-    def defer_post_backward(self) -> None:
-        """Called when the engine has run an input's node; other nodes of the unit may follow."""
-        self._unit.context.deferred[self.number] = self
-
-    def finish(self) -> None:
-        """End its backward if it is under way; the engine runs other nodes next."""
-        if self._unit.phase is Phase.BACKWARD:
-            self._unit.post_backward(self)
+    is_recomputation: bool = False
+    is_gathered_around: bool = False
+    replaced: ReplacedTensors = field(default_factory=ReplacedTensors)
+    record: ForwardRecord | None = None
+    inputs: Inputs | None = None
+    since: int = 0
+    pending_modules: set[int] = field(default_factory=set)
+    method_frame: FrameType | None = None

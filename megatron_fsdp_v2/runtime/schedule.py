@@ -6,11 +6,8 @@
 * **Prefetch**: once a unit is gathered, gathers of the next units start, up to a limit in units or
   bytes (`PrefetchLimit`). Prefetched units that were expected before the current unit, and were not
   used, are resharded (`GatherSchedule`).
-* **Ordered reductions**: a unit is reduced once in a backward, after the last use of its parameters
-  (`OrderedReductions`); in a backward through several roots, one pass after the other (`RootPass`).
-* **Bounded in-flight queue**: before the number of full gradient buffers exceeds its bound, the
-  oldest reduction is waited for; the reduction along the outer axis follows, with its own bound
-  (`ReductionQueue`).
+* **Reductions**: a unit is reduced once in a backward, after the last use of its parameters; in a
+  backward through several roots, one pass after the other (`RootPass`).
 
 No code here uses a tensor or a process group. Units are referenced weakly, so that a model can be
 freed.
@@ -18,23 +15,17 @@ freed.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import itertools
 import sys
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
-    from megatron_fsdp_v2.comm.interface import Work
-    from megatron_fsdp_v2.memory.observer import Observer
-    from megatron_fsdp_v2.params.gradients import GroupGrads
-    from megatron_fsdp_v2.runtime.options import RuntimeOptions
     from megatron_fsdp_v2.runtime.unit import Unit
 
 __all__ = [
@@ -43,9 +34,7 @@ __all__ = [
     "UNKNOWN",
     "ExecutionOrder",
     "GatherSchedule",
-    "OrderedReductions",
     "PrefetchLimit",
-    "ReductionQueue",
     "RootPass",
     "WaitReason",
     "live",
@@ -272,7 +261,7 @@ class GatherSchedule:
         self._requested.clear()
 
 
-# -- ordered reductions ----------------------------------------------------------------------------
+# -- reductions ------------------------------------------------------------------------------------
 
 
 FORWARD_NUMBERS = itertools.count()
@@ -289,76 +278,11 @@ _UNREDUCED: weakref.WeakSet[RootPass] = weakref.WeakSet()
 
 
 class RootPass:
-    """Number of uses of each unit in one forward of the root, and in units run outside it.
+    """One forward of the root: uses of units, and the order in which its backward reduces them.
 
-    A unit's gradients are complete after as many backwards as uses. The autograd graph of the
-    forward holds this object, which is deleted when no backward can follow.
-
-    One backward may run through several roots whose ranks run different units. Passes are then
-    reduced one after the other, the latest root forward first: the order is the same on all ranks,
-    and that of the engine, which runs the most recently created nodes first. Forwards of all roots
-    are numbered in one sequence, so that `position`, the number of the forward that the engine has
-    reached, tells which passes the backward has left.
-
-    Attributes:
-        uses: Number of uses of each unit.
-        recomputable: Units whose forward the backward may have to repeat.
-        has_root: Whether the root ran in this pass.
-        is_over: Whether its backward has begun, so that later forwards are another pass.
-        begun: Number of each unit's first forward, if units are reduced without a fixed order.
-        repeated: Units with more than one forward.
-        first: Number of its first forward; -1 if it has none.
-        turn: Number of the end of the root's forward; the largest one is reduced first.
-    """
-
-    def __init__(self) -> None:
-        # Counting weak references takes a fraction of the time of a WeakKeyDictionary.
-        self.uses: Counter[weakref.ref[Unit]] = Counter()
-        self.recomputable: set[weakref.ref[Unit]] = set()
-        self.has_root = False
-        self.is_over = False
-        self.begun: dict[weakref.ref[Unit], int] = {}
-        self.repeated: set[weakref.ref[Unit]] = set()
-        self.first = -1
-        self.turn = -1
-
-    def begin(self) -> None:
-        """Record the beginning of a forward whose units are reduced in order."""
-        if self.first < 0:
-            self.first = next(FORWARD_NUMBERS)
-        _UNREDUCED.add(self)
-
-    def waits(self, position: int) -> bool:
-        """Return whether a pass that is reduced before this pass may still receive gradients."""
-        return any([p.turn > self.turn and p.first < position for p in _UNREDUCED])
-
-    def begin_forward(self, *units: Unit) -> None:
-        """Record the beginning of a unit's forward.
-
-        Args:
-            units: The arguments of `add_use`.
-        """
-        for ref in map(weakref.ref, units):
-            if ref in self.begun:
-                self.repeated.add(ref)
-            else:
-                self.begun[ref] = next(FORWARD_NUMBERS)
-
-    def add_use(self, *units: Unit) -> None:
-        """Count a use of a unit's parameters.
-
-        Args:
-            units: The unit, and the owners of its tied groups.
-        """
-        for unit in units:
-            self.uses[weakref.ref(unit)] += 1
-
-
-class OrderedReductions:
-    """Order of reductions in a backward, the same on all ranks.
-
-    A unit is reduced once, after the last use of its parameters: ranks may use them different
-    numbers of times, so their gradients may arrive at different times.
+    A unit is reduced once in a backward, after the last use of its parameters: ranks may use them
+    different numbers of times, so their gradients may arrive at different times. The autograd graph
+    of the forward holds this object, which is deleted when no backward can follow.
 
     If uses need gathers (ZeRO-3), all ranks run the same forwards, but the gradients of a unit with
     several forwards need not reach the same ones. Such a unit is therefore reduced together with
@@ -366,84 +290,131 @@ class OrderedReductions:
 
     If no use of a unit needs a gather (ZeRO-0, 1, 2), a rank may skip a unit that others run, or
     run it more often. Its reductions must still pair with theirs, and collectives pair by order. So
-    the backward of one pass through the root reduces every unit exactly once in a fixed order, last
-    registered first, as backwards usually run. A unit that this rank skipped takes its turn without
-    a gradient; a unit that finishes before its turn waits for the units before it. Units with an
-    uncertain use (a use that no gradient reaches) are reduced at the end.
+    the backward reduces every unit exactly once in a fixed order, last registered first, as
+    backwards usually run. A unit that this rank skipped takes its turn without a gradient; a unit
+    that finishes before its turn waits for the units before it. Units with an uncertain use (a use
+    that no gradient reaches) are reduced at the end.
+
+    One backward may run through several roots whose ranks run different units. Passes are then
+    reduced one after the other, the latest root forward first: the order is the same on all ranks,
+    and that of the engine, which runs the most recently created nodes first. Forwards of all roots
+    are numbered in one sequence, so that `position`, the number of the forward that the engine has
+    reached, tells which passes the backward has left.
 
     Args:
-        units: All units, parents before children, in order of registration.
-        in_order: Whether all units are reduced, in the fixed order.
+        order: All units in the fixed order; None if every rank runs the same forwards.
 
     Attributes:
-        is_done: Whether all units had their turn.
+        recomputable: Units whose forward the backward may have to repeat.
+        has_root: Whether the root ran in this pass.
+        is_over: Whether its backward has begun, so that later forwards are another pass.
+        first: Number of its first forward; -1 if it has none.
+        turn: Number of the end of the root's forward; the largest one is reduced first.
+        is_reduced: Whether all units had their turn in the latest backward.
     """
 
-    def __init__(self, units: Sequence[Unit], *, in_order: bool = True) -> None:
-        self.in_order = in_order
-        self.is_done = True
-        self._order = [weakref.ref(unit) for unit in reversed(units)]
+    def __init__(self, order: Sequence[weakref.ref[Unit]] | None = None) -> None:
+        self.recomputable: set[weakref.ref[Unit]] = set()
+        self.has_root = False
+        self.is_over = False
+        self.first = -1
+        self.turn = -1
+        self.is_reduced = True
+        self._order = order
         # Index of the unit whose turn is next.
         self._next = 0
-        # Uses of each unit whose backward is pending.
+        # Uses of each unit, and those whose backward is pending. Counting weak references takes a
+        # fraction of the time of a WeakKeyDictionary.
+        self._uses: Counter[weakref.ref[Unit]] = Counter()
         self._left: Counter[weakref.ref[Unit]] = Counter()
-        self._passed = RootPass()
-        # Units with several forwards in order of the first one, not reduced yet.
-        self._repeated: list[weakref.ref[Unit]] = []
+        # Without a fixed order: the number of each unit's first forward, the units with several
+        # forwards, and those of them that are not reduced yet, in order of the first forward.
+        self._begun: dict[weakref.ref[Unit], int] = {}
+        self._repeated: set[weakref.ref[Unit]] = set()
+        self._waiting: list[weakref.ref[Unit]] = []
 
-    def begin(self, passed: RootPass) -> None:
-        """Begin the backward of a pass."""
-        self._next, self.is_done = 0, False
-        self._left = passed.uses.copy()
-        self._passed = passed
-        if self.in_order:
-            _UNREDUCED.add(passed)
-        self._repeated = [ref for ref in passed.begun if ref in passed.repeated]
+    # -- forward --------------------------------------------------------------------------------
 
-    def count_backward(self, *units: Unit) -> list[Unit]:
+    def begin_forward(self, refs: Sequence[weakref.ref[Unit]]) -> None:
+        """Record the beginning of a unit's forward.
+
+        Args:
+            refs: See `Unit.reduced_with`.
+        """
+        if self._order is not None:
+            return
+        for ref in refs:
+            if ref in self._begun:
+                self._repeated.add(ref)
+            else:
+                self._begun[ref] = next(FORWARD_NUMBERS)
+
+    def add_use(self, refs: Sequence[weakref.ref[Unit]]) -> None:
+        """Count a use of a unit's parameters, whose backward its reduction has to wait for.
+
+        Args:
+            refs: See `Unit.reduced_with`.
+        """
+        for ref in refs:
+            self._uses[ref] += 1
+
+    def expect_backward(self) -> None:
+        """Note that a forward begins whose backward reduces units in the fixed order, if any."""
+        if self._order is not None:
+            if self.first < 0:
+                self.first = next(FORWARD_NUMBERS)
+            _UNREDUCED.add(self)
+
+    # -- backward -------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Begin a backward; the graph of a forward may have several."""
+        self.is_over = True
+        self._next, self.is_reduced = 0, self._order is None
+        self._left = self._uses.copy()
+        self._waiting = [ref for ref in self._begun if ref in self._repeated]
+        if self._order is not None:
+            _UNREDUCED.add(self)
+
+    def count_backward(self, refs: Sequence[weakref.ref[Unit]]) -> list[weakref.ref[Unit]]:
         """Count the backward of one use; without a fixed order, return the units to reduce now.
 
         Args:
-            units: The arguments of `RootPass.add_use`.
+            refs: See `Unit.reduced_with`.
         """
-        refs = [weakref.ref(unit) for unit in units]
         for ref in refs:
             self._left[ref] -= 1
-        if self.in_order:
+        if self._order is not None:
             return []
-        begun, repeated, left = self._passed.begun, self._passed.repeated, self._repeated
+        begun, repeated, waiting = self._begun, self._repeated, self._waiting
         found = []
         if refs[0] not in repeated:
-            while left and begun[left[-1]] > begun.get(refs[0], 0):
-                unit = left.pop()()
-                if unit is not None and unit.has_pending_reduction:
-                    found.append(unit)
-        ready = zip(units, refs, strict=True)
-        return found + [u for u, ref in ready if self._left[ref] <= 0 and ref not in repeated]
+            while waiting and begun[waiting[-1]] > begun.get(refs[0], 0):
+                found.append(waiting.pop())
+        return found + [r for r in refs if self._left[r] <= 0 and r not in repeated]
 
-    def ready(self, *, uncertain: bool = False) -> list[Unit]:
+    def waits(self, position: int) -> bool:
+        """Return whether a pass that is reduced before this pass may still receive gradients."""
+        return any([p.turn > self.turn and p.first < position for p in _UNREDUCED])
+
+    def due(self, *, is_left: bool) -> list[Unit]:
         """Return the units whose turn has come, up to the first one with a pending use.
 
         Args:
-            uncertain: Whether units with a pending use are returned as well.
+            is_left: Whether the backward has left the pass: no pending use can follow.
         """
+        if self._order is None:
+            return []
         start = self._next
         while self._next < len(self._order):
             ref = self._order[self._next]
-            if not uncertain and self._left[ref] > 0 and ref() is not None:
+            if not is_left and self._left[ref] > 0 and ref() is not None:
                 break
             self._next += 1
         else:
-            self.is_done = True
-            _UNREDUCED.discard(self._passed)
-        return [unit for ref in self._order[start : self._next] if (unit := ref()) is not None]
-
-    def remaining(self) -> list[Unit]:
-        """Return the units whose turn is still pending at the end of a backward."""
-        return self.ready(uncertain=True) if self.in_order else []
-
-
-# -- bounded in-flight queue -----------------------------------------------------------------------
+            self.is_reduced = True
+            _UNREDUCED.discard(self)
+        return live(self._order[start : self._next])
 
 
 class WaitReason(enum.Enum):
@@ -455,156 +426,3 @@ class WaitReason(enum.Enum):
     """Gradients are read next."""
     AT_ONCE = "overlap is off, or the next operation reads its result"
     """Asynchronous reductions are disabled."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Reduction:
-    """One group's reduction under way.
-
-    Attributes:
-        grads: The group's gradients.
-        work: Handle of the collective.
-        then_outer: Whether the outer axis is reduced next.
-    """
-
-    grads: GroupGrads
-    work: Work
-    then_outer: bool = False
-
-
-@contextlib.contextmanager
-def _queued(queue: deque[list[_Reduction]]) -> Iterator[list[_Reduction]]:
-    """Yield a list for the reductions of one unit, and add it to a queue, also after an error."""
-    issued: list[_Reduction] = []
-    try:
-        yield issued
-    finally:
-        if issued:
-            queue.append(issued)
-
-
-class ReductionQueue:
-    """Queue of the units' gradient reductions under way, which bounds their full buffers.
-
-    Attributes:
-        options: Options of the root. `max_live_grad_buffers` bounds the units with full gradient
-            buffers, and the units in an outer reduction.
-        wait_reason: Reason of the latest wait for reductions.
-    """
-
-    def __init__(self, options: RuntimeOptions, observer: Observer) -> None:
-        """Make an empty queue.
-
-        Args:
-            options: Options of the root.
-            observer: Receives the phase `finish_reduction`.
-        """
-        self.options = options
-        self.wait_reason = WaitReason.BUFFER_LIMIT
-        self._observer = observer
-        self._inner: deque[list[_Reduction]] = deque()
-        self._outer: deque[list[_Reduction]] = deque()
-
-    @property
-    def is_async(self) -> bool:
-        """Whether reductions overlap later computation."""
-        return self.options.enable_async_reduce_grad
-
-    def __len__(self) -> int:
-        """Return the number of units in an inner reduction."""
-        return len(self._inner)
-
-    def reduce(self, due: Sequence[GroupGrads], *, synchronize: bool) -> None:
-        """Reduce groups of one unit, after waiting until another unit may be in flight. Collective.
-
-        Args:
-            due: The groups; may be empty.
-            synchronize: Whether gradients are reduced into `param.grad`, so that the reduction
-                along an outer axis follows.
-        """
-        if due:
-            # Needed here too: buffers that accumulate micro-batches were allocated without a wait.
-            self.make_room()
-            with _queued(self._inner) as issued:
-                for grads in due:
-                    work = grads.reduce(self, async_op=self.is_async)
-                    issued.append(_Reduction(grads, work, synchronize and grads.has_outer_axis))
-        if not self.is_async:
-            self.drain(WaitReason.AT_ONCE)
-
-    def reduce_partials(self, groups: Iterable[GroupGrads]) -> None:
-        """Reduce groups whose inner reductions are done along the outer axis. Collective."""
-        for grads in groups:
-            if grads.has_partial and not self._has_inner(grads):
-                self._reduce_outer([grads])
-
-    def reserve(self, grads: GroupGrads) -> None:
-        """Wait until the bound allows another full buffer, and this group's own is free."""
-        self.make_room()
-        while self._has_inner(grads):
-            self._drain_one()
-
-    def drain(self, why: WaitReason = WaitReason.END) -> None:
-        """Wait for all reductions."""
-        self.wait_reason = why
-        while self._inner:
-            self._drain_one()
-        while self._outer:
-            self._finish_outer(self._outer.popleft())
-
-    def groups(self) -> list[GroupGrads]:
-        """Return the groups whose main gradients are being written."""
-        queued = (*self._inner, *self._outer)
-        return [reduction.grads for issued in queued for reduction in issued]
-
-    def abandon(self) -> None:
-        """Drop all reductions after a failed backward. Waits for them, since buffers are in use."""
-        for issued in (*self._inner, *self._outer):
-            for reduction in issued:
-                reduction.work.wait()
-        self._inner.clear()
-        self._outer.clear()
-
-    def make_room(self) -> None:
-        """Wait for the oldest reductions until the bound allows another unit."""
-        self.wait_reason = WaitReason.BUFFER_LIMIT
-        while len(self._inner) >= self.options.max_live_grad_buffers:
-            self._drain_one()
-
-    def _drain_one(self) -> None:
-        """Wait for the oldest unit's reductions, and begin those along the outer axis."""
-        oldest = self._inner.popleft()
-        self._finish_inner(oldest)
-        following = [reduction.grads for reduction in oldest if reduction.then_outer]
-        if following:
-            self._reduce_outer(following)
-
-    def _finish_inner(self, done: Sequence[_Reduction]) -> None:
-        with self._phase(done[0].grads):
-            for reduction in done:
-                reduction.work.wait()
-                reduction.grads.end_inner()
-
-    def _reduce_outer(self, groups: Sequence[GroupGrads]) -> None:
-        # Otherwise partial shards of all units would be live at the end of a backward.
-        while len(self._outer) >= self.options.max_live_grad_buffers:
-            self._finish_outer(self._outer.popleft())
-        with self._phase(groups[0]), _queued(self._outer) as issued:
-            for grads in groups:
-                issued.append(_Reduction(grads, grads.reduce_outer(async_op=self.is_async)))
-
-    def _finish_outer(self, done: Sequence[_Reduction]) -> None:
-        with self._phase(done[0].grads):
-            for reduction in done:
-                reduction.work.wait()
-        for reduction in done:
-            # Two reductions of one group in a backward share its partial shard; the last one frees
-            # it.
-            if not any(one.grads is reduction.grads for issued in self._outer for one in issued):
-                reduction.grads.end_outer()
-
-    def _has_inner(self, grads: GroupGrads) -> bool:
-        return any(one.grads is grads for issued in self._inner for one in issued)
-
-    def _phase(self, grads: GroupGrads) -> AbstractContextManager[Any]:
-        return self._observer.phase(grads.name, "finish_reduction")

@@ -86,7 +86,7 @@ class ScheduledUnits:
         root = self._unit
         if not root.context.is_scheduled:
             root.begin_schedule()
-        root.context.num_scheduled += 1
+        root.context.backward.num_scheduled += 1
         for unit in self._held:
             self._use(unit)
 
@@ -101,10 +101,10 @@ class ScheduledUnits:
         held = self._held
         for unit in reversed(held):
             self._reduce(unit)
-        is_last = context.num_scheduled == 1
+        is_last = context.backward.num_scheduled == 1
         for unit in held:
-            self._release(unit, reshard=is_last and unit.reshard_after_backward)
-        context.end_scheduled()
+            self._release(unit, reshard=is_last and unit.settings.reshard_after_backward)
+        context.backward.end_scheduled()
 
     def expect_gradients(self) -> None:
         """Allocate full gradient buffers of all units other than the parts, before a backward.
@@ -119,7 +119,8 @@ class ScheduledUnits:
         for unit in self._held:
             for group in unit.groups:
                 if group.grads is not None and group.is_trained:
-                    group.grads.begin(unit.context.reductions)
+                    unit.context.backward.make_room()
+                    group.grads.begin()
 
     def begin_forward(self, part: nn.Module) -> None:
         """Begin the use of a part by a forward: gather its parameters. Collective.
@@ -133,7 +134,7 @@ class ScheduledUnits:
         """End the use of a part by a forward: reshard it unless another use needs it."""
         self._check_is_open("end_forward")
         unit = unit_of(part)
-        self._release(unit, reshard=unit.reshard_after_forward)
+        self._release(unit, reshard=unit.settings.reshard_after_forward)
 
     def begin_backward(self, part: nn.Module) -> None:
         """Begin the use of a part by a backward: gather its parameters. Collective.
@@ -152,7 +153,7 @@ class ScheduledUnits:
         self._check_is_open("end_backward")
         unit = unit_of(part)
         self._reduce(unit)
-        self._release(unit, reshard=unit.reshard_after_backward)
+        self._release(unit, reshard=unit.settings.reshard_after_backward)
 
     def abandon(self) -> None:
         """Discard micro-batches that an exception ended, and their unreduced gradients."""
@@ -196,7 +197,8 @@ class ScheduledUnits:
             unit.reshard()
 
     def _reduce(self, unit: Unit) -> None:
-        for grads in unit.grads():
-            grads.collect_assigned()
+        for group in unit.groups:
+            for index, param in enumerate(group.unsharded_params):
+                unit.collect(group, index, param)
         # Also without a gradient on this rank: another rank may have one.
-        unit.context.reduce_in_order([unit])
+        unit.context.backward.reduce([unit])

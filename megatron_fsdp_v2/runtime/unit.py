@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from megatron_fsdp_v2._compiler import reject_compiled_autograd
+from megatron_fsdp_v2._compiler import reject_compiled_autograd, uncompiled
 from megatron_fsdp_v2.comm.rank_checks import CheckRanks
 from megatron_fsdp_v2.params.autograd import (
-    Inputs,
-    ReplacedTensors,
     cast_floats,
     in_backward,
     next_node_number,
@@ -24,12 +22,14 @@ from megatron_fsdp_v2.params.autograd import (
 )
 from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.params.group import write_stale_weights
-from megatron_fsdp_v2.runtime.phases import LEGAL_MOVES, ForwardRecord, Phase
+from megatron_fsdp_v2.runtime.backward import ForwardRecord
+from megatron_fsdp_v2.runtime.phases import LEGAL_MOVES, Phase, RunningForward, UnitSettings
 from megatron_fsdp_v2.runtime.schedule import FORWARD_NUMBERS, live
 from megatron_fsdp_v2.runtime.unit_checks import (
     REGISTRATIONS,
     check_capture,
     check_captured_pass,
+    check_is_gathered,
     check_outputs,
     check_owned,
     check_transforms,
@@ -38,15 +38,22 @@ from megatron_fsdp_v2.runtime.unit_checks import (
 )
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
     from megatron_fsdp_v2.params.gradients import GroupGrads
     from megatron_fsdp_v2.params.group import ParameterGroup
     from megatron_fsdp_v2.runtime.context import Context
-    from megatron_fsdp_v2.runtime.schedule import ReductionQueue
 
-__all__ = ["Unit", "class_names"]
+__all__ = ["Unit", "class_names", "unit_owning"]
+
+
+# The unit of each group, which reduces its gradients.
+_OWNERS: weakref.WeakKeyDictionary[ParameterGroup, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
+
+
+def unit_owning(group: ParameterGroup) -> Unit | None:
+    """Return the unit that owns a group; None if it is not made yet or was deleted."""
+    ref = _OWNERS.get(group)
+    return None if ref is None else ref()
 
 
 class Unit:
@@ -54,40 +61,27 @@ class Unit:
 
     Attributes:
         context: Shared by the units under its root.
-        fqn: Name of its module under the root; empty for the root.
-        fqns: Names of all its modules under the root.
+        fqn: Names of all its modules under the root, separated by commas; empty for the root.
         class_name: Class names of its modules before sharding.
         modules: Weak references to its modules.
-        pending_modules: With several modules, the `id()`s of those that have not run in this pass.
-        method_frame: Frame that calls a method registered as a forward, while the method runs.
         groups: Its own parameter groups, which it gathers and reduces.
         tied_groups: Groups of other units that have a parameter tied to one of its own; gathered by
             this unit too, reduced by their owner.
         held_groups: The groups it gathers: `groups` and `tied_groups`.
+        reduced_with: References to this unit and to the owners of its tied groups.
         policy: Dtypes of inputs and outputs.
         root_options: Root options passed to this unit; all others come from the root.
+        settings: What a user sets between passes.
         phase: Current phase.
         is_root: Whether its module is the outermost one.
-        is_under_way: Whether its forward has begun and not ended.
-        reshard_after_forward: Whether to reshard between forward and backward.
-        reshard_after_backward: Whether to reshard after a backward.
-        requires_gradient_sync: Whether its backward synchronizes gradients.
-        requires_all_reduce: Whether its backward also reduces gradients along the outer axis, if
-            there is one.
-        is_last_backward: Whether the next backward is the last before the optimizer steps.
-        is_finalized_manually: Whether backwards leave synchronization to `finalize_backward`.
-        forward_prefetch: Units to gather when its forward starts, instead of the recorded order.
-        backward_prefetch: Units to gather when its backward starts, instead of the recorded order.
+        running: Its forward under way.
         unset: Names of parameters and buffers that had no values when the unit was made, each with
             a function that looks the tensor up.
         num_users: Forwards and backwards of a schedule that use the unit now.
         single_payload: Whether weights gathered for one use serve every use.
         is_recomputed: Whether its forward was recomputed in the latest backward.
-        is_recomputing: Whether its latest forward is a recomputation.
         num_pending_backwards: Number of forwards whose backward is expected; it may never run.
-        has_pending_reduction: Whether it takes part in its next reduction even without a gradient.
         is_unsharded: Whether gathered weights are installed, or a gather is under way.
-        replaced: Tensors replaced in the arguments of the running forward.
     """
 
     def __init__(
@@ -103,43 +97,48 @@ class Unit:
     ) -> None:
         self.context = context
         self.fqn = ""
-        self.fqns: Sequence[str] = ("",)
         self.class_name = class_names(modules)
         self.modules = [weakref.ref(module) for module in modules]
-        self.pending_modules: set[int] = set()
-        self.method_frame: FrameType | None = None
         self.groups = list(groups)
         self.tied_groups = list(tied_groups)
         self.held_groups = [*self.groups, *self.tied_groups]
+        self.reduced_with = [weakref.ref(self)]
+        for group in self.tied_groups:
+            if (owner := unit_owning(group)) is not None:
+                self.reduced_with.append(weakref.ref(owner))
         self.policy = policy
         self.root_options = dict(root_options)
+        self.settings = UnitSettings(reshard_after_forward)
         self.phase = Phase.IDLE
         self.is_root = True
-        self.is_under_way = False
-        self.reshard_after_forward = reshard_after_forward
-        self.reshard_after_backward = True
-        self.requires_gradient_sync = True
-        self.requires_all_reduce = True
-        self.is_last_backward = True
-        self.is_finalized_manually = False
-        self.forward_prefetch: list[weakref.ref[Unit]] = []
-        self.backward_prefetch: list[weakref.ref[Unit]] = []
+        self.running: RunningForward | None = None
         self.unset: Sequence[tuple[str, Callable[[], torch.Tensor | None]]] = ()
         self.num_users = 0
         self.single_payload = all(group.single_payload for group in self.held_groups)
         self.is_recomputed = False
-        self.is_recomputing = False
         self._was_recomputed = False
-        # Whether weights were already gathered for a backward when a forward inside it began.
-        self._is_gathered_around = False
         # Number of the forward whose backward is under way.
         self._backward_number = 0
         self.num_pending_backwards = 0
-        self.has_pending_reduction = False
         self.is_unsharded = False
-        self.replaced = ReplacedTensors()
-        # The running forward: its record, its inputs, and the number of its first autograd node.
-        self._running: tuple[ForwardRecord, Inputs, int] | None = None
+        for group in self.groups:
+            _OWNERS[group] = weakref.ref(self)
+            self._watch_gradients(group)
+
+    def _watch_gradients(self, group: ParameterGroup) -> None:
+        """Register hooks that collect the gradients of gathered parameters."""
+        # Weak: the cycle parameter -> hook -> unit -> parameter would outlive the model.
+        collect = uncompiled(_collect)
+        refs = weakref.ref(self), weakref.ref(group)
+        for index, param in enumerate(group.unsharded_params):
+            if not param.is_floating_point():
+                continue
+            was_trained = param.requires_grad
+            param.requires_grad_(True)  # torch rejects the hook otherwise
+            param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                functools.partial(collect, *refs, index)
+            )
+            param.requires_grad_(was_trained)
 
     # -- properties ---------------------------------------------------------------------------
 
@@ -163,6 +162,21 @@ class Unit:
         return self.phase is Phase.IDLE
 
     @property
+    def is_in_backward(self) -> bool:
+        """Whether its backward is under way."""
+        return self.phase is Phase.BACKWARD
+
+    @property
+    def is_recomputing(self) -> bool:
+        """Whether its running forward is a recomputation."""
+        return self.running is not None and self.running.is_recomputation
+
+    @property
+    def pending_modules(self) -> set[int]:
+        """With several modules, the `id()`s of those that have not run in the running forward."""
+        return set() if self.running is None else self.running.pending_modules
+
+    @property
     def expects_backward(self) -> bool:
         """Whether a backward is under way or expected after a forward."""
         return self.num_pending_backwards > 0 or self.phase is Phase.BACKWARD
@@ -173,7 +187,8 @@ class Unit:
         if self.is_recomputing:
             return False
         # The root stays gathered: its backward follows its forward at once.
-        return not (torch.is_grad_enabled() and (self.is_root or not self.reshard_after_forward))
+        stays = self.is_root or not self.settings.reshard_after_forward
+        return not (torch.is_grad_enabled() and stays)
 
     @property
     def recomputes(self) -> bool:
@@ -186,7 +201,7 @@ class Unit:
         context = self.context
         if not context.belongs_to_backward:
             return False
-        return weakref.ref(self) in context.backward_pass.recomputable
+        return weakref.ref(self) in context.backward.passed.recomputable
 
     @property
     def needs_no_collective(self) -> bool:
@@ -196,37 +211,25 @@ class Unit:
     @property
     def syncs_gradients(self) -> bool:
         """Whether this backward reduces gradients into `param.grad`."""
-        is_last = self.is_last_backward and not self.is_finalized_manually
+        settings = self.settings
+        is_last = settings.is_last_backward and not settings.is_finalized_manually
         return is_last and self.syncs_when_finalized
 
     @property
     def syncs_when_finalized(self) -> bool:
         """Whether `finalize_backward` reduces gradients into `param.grad`."""
-        has_outer_axis = not self.requires_all_reduce and any(len(g.axes) > 1 for g in self.groups)
-        return self.requires_gradient_sync and not has_outer_axis
+        settings = self.settings
+        if not settings.requires_all_reduce and any(len(g.axes) > 1 for g in self.groups):
+            return False
+        return settings.requires_gradient_sync
 
     def is_inside(self, other: Unit) -> bool:
         """Whether its module is below another unit's."""
         return self is not other and any(
             f"{mine}.".startswith(f"{theirs}." if theirs else "")
-            for mine in self.fqns
-            for theirs in other.fqns
+            for mine in self.fqn.split(", ")
+            for theirs in other.fqn.split(", ")
         )
-
-    def check_is_between_steps(self, method: str) -> None:
-        """Check that the unit has no unreduced gradients.
-
-        Args:
-            method: Name of the method called, for the error message.
-
-        Raises:
-            RuntimeError: Gradients are not synchronized yet.
-        """
-        if any(group.has_unreduced for group in self.groups):
-            raise RuntimeError(
-                f"{self.name} has gradients that are not synchronized yet; call {method} "
-                "between steps"
-            )
 
     def observed_phase(self, phase: str) -> AbstractContextManager[Any]:
         """Return a context manager that reports a phase of the unit to the observer."""
@@ -359,11 +362,11 @@ class Unit:
     def pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather weights, cast inputs and add post-backward hooks, before the module's forward."""
         context = self.context
-        self.is_under_way = True
+        self.running = running = RunningForward()
         with self.observed_phase("pre_forward"):
-            inside = context.runs_backward
-            recomputes = self.is_recomputing = inside and self.recomputes
-            self._is_gathered_around = inside and self.is_unsharded
+            inside = context.backward.is_running
+            recomputes = running.is_recomputation = inside and self.recomputes
+            running.is_gathered_around = inside and self.is_unsharded
             if inside and not (recomputes or context.is_nested):
                 context.begin_nested_pass(self, has_grad=torch.is_grad_enabled())
             elif not inside and (self.is_root or not context.is_in_forward):
@@ -376,19 +379,21 @@ class Unit:
             context.gathers.before_use(self)
             if recomputes:
                 self.is_recomputed = self._was_recomputed = True
-                context.prepare_recomputation(self)
-            elif not self._is_gathered_around:
+                context.backward.prepare_recomputation(self)
+            elif not running.is_gathered_around:
                 self.reshard_if_replaced()
             self.unshard_for(WeightUse.FORWARD)
             if not recomputes:
-                context.gathers.in_forward(self, self.forward_prefetch)
-                context.count_forward(self)
+                context.gathers.in_forward(self, self.settings.forward_prefetch)
+                if context.pass_has_grad or torch.is_grad_enabled():
+                    context.root_pass.begin_forward(self.reduced_with)
         args, kwargs = self.cast_inputs(args, kwargs)
-        self._running = None
         if torch.is_grad_enabled():
-            record, since = ForwardRecord(self), next_node_number()
-            args, kwargs, inputs = watch_inputs(record, args, kwargs, self.replaced)
-            self._running = record, inputs, since
+            record = running.record = ForwardRecord(self, is_recomputed=recomputes)
+            running.since = next_node_number()
+            args, kwargs, running.inputs = watch_inputs(
+                record.post_backward, record.defer_post_backward, args, kwargs, running.replaced
+            )
         return args, kwargs
 
     def post_forward(self, output: Any) -> Any:
@@ -396,19 +401,23 @@ class Unit:
         check_outputs(self, output)
         self.end_forward()
         output = self.wrap_outputs(output)
-        self.replaced.restore()
-        self._running = None
-        self.is_under_way = False
+        self.forget_forward()
         return output
+
+    def forget_forward(self) -> None:
+        """Put replaced tensors back, at the end of a forward."""
+        if self.running is not None:
+            self.running.replaced.restore()
+            self.running = None
 
     def end_forward(self) -> None:
         """End a forward: reshard, and count a pending backward if gradients are enabled."""
-        context = self.context
+        context, running = self.context, self.running or RunningForward()
         with self.observed_phase("post_forward"):
-            if self.is_recomputing:
+            if running.is_recomputation:
                 self._end_recomputation()
                 return
-            self.pending_modules.clear()
+            running.pending_modules.clear()
             is_nested = context.is_nested
             if not is_nested or self.phase is Phase.FORWARD:
                 self.move(Phase.IDLE)
@@ -423,17 +432,16 @@ class Unit:
                 context.gathers.expect_backward(self)
                 self.num_pending_backwards += 1
                 self.count_use()
-            if self.will_reshard_after_forward and not self._is_gathered_around:
+            if self.will_reshard_after_forward and not running.is_gathered_around:
                 self.reshard()
             if ends_pass and not (has_grad or is_nested):
                 context.end_pass("")
 
     def after_forward(self) -> None:
         """Return to IDLE after a forward that raised."""
-        self.replaced.restore()
-        self._running = None
-        self.is_under_way = False
-        if self.is_recomputing:
+        is_recomputation = self.is_recomputing
+        self.forget_forward()
+        if is_recomputation:
             # A recomputation may stop early by an exception, once all saved tensors are recomputed.
             self._end_recomputation()
             return
@@ -446,14 +454,17 @@ class Unit:
         """Return to IDLE after a recomputation, and stay gathered for the backward."""
         if self.phase is Phase.FORWARD:
             self.move(Phase.IDLE)
-            self.context.keep_recomputed(self)
+            self.context.backward.keep_recomputed(self)
 
     def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return forward inputs in the dtypes of the policy, until `replaced` is restored."""
-        self.replaced.hold(args, kwargs)
+        """Return forward inputs in the dtypes of the policy, until `forget_forward`."""
+        if self.running is None:
+            self.running = RunningForward()
+        replaced = self.running.replaced
+        replaced.hold(args, kwargs)
         dtype = self.policy.param_dtype
         if dtype is not None and self.policy.cast_forward_inputs:
-            args, kwargs = cast_floats((args, kwargs), dtype, self.replaced)
+            args, kwargs = cast_floats((args, kwargs), dtype, replaced)
         return args, kwargs
 
     def cast_outputs(self, output: Any) -> Any:
@@ -463,16 +474,20 @@ class Unit:
 
     def wrap_outputs(self, output: Any) -> Any:
         """Return forward outputs in the dtype of the policy, with hooks for the backward."""
+        running = self.running or RunningForward()
         output = self.cast_outputs(output)
         if torch.is_grad_enabled():
-            # A forward may enable gradients for its caller, after `pre_forward` ran without.
-            running = self._running or (ForwardRecord(self), Inputs(), next_node_number())
-            record, inputs, since = running
-            record.has_post_backward_hook = not inputs.lacks_end_hook
+            record, since = running.record, running.since
+            if record is None:
+                # The forward enabled gradients for its caller.
+                record, since = ForwardRecord(self, is_recomputed=False), next_node_number()
+            elif running.inputs is not None:
+                record.has_post_backward_hook = not running.inputs.lacks_end_hook
             if not record.is_recomputed:
                 record.ends = next(FORWARD_NUMBERS)
             # The caller may use what the forward wrote into its arguments, as it uses outputs.
-            watch_outputs(record, (output, self.replaced.written(since)), since)
+            written = running.replaced.written(since)
+            watch_outputs(record.pre_backward, (output, written), since)
         return output
 
     def note_if_recomputable(self) -> None:
@@ -489,12 +504,7 @@ class Unit:
 
     def count_use(self) -> None:
         """Count a use of the unit's parameters, whose backward its reduction has to wait for."""
-        if self.context.ordered_reductions is not None:
-            self.context.root_pass.add_use(*self.reduced_units())
-
-    def reduced_units(self) -> list[Unit]:
-        """Return this unit and the owners of its tied groups."""
-        return [self, *live(group.unit for group in self.tied_groups)]
+        self.context.root_pass.add_use(self.reduced_with)
 
     def _begin_pass(self) -> None:
         """Start a new pass, at a forward of the root or of a unit outside the root's forward.
@@ -533,7 +543,7 @@ class Unit:
             not (context.ranks_may_differ and context.is_checked)
             or any(group.is_stale(context.weight_version) for group in context.groups())
         ):
-            context.finish_other_reductions()
+            context.backward.finish_others()
         if not (context.ranks_may_differ or context.has_formats):
             return
         if not context.is_checked:
@@ -572,9 +582,10 @@ class Unit:
         """
         context = self.context
         reject_compiled_autograd(self)
-        if context.backward_failed:
+        backward = context.backward
+        if backward.has_failed:
             context.repair()
-        context.finish_deferred_backwards(record.number)
+        backward.finish_deferred(record.number)
         if self.phase is Phase.BACKWARD:
             return
         if torch.is_grad_enabled() and not self.needs_no_collective:
@@ -583,16 +594,18 @@ class Unit:
                 "after it (ZeRO-3); use sharding_strategy='optim_grads' to differentiate twice"
             )
         with self.observed_phase("pre_backward"):
-            context.join_backward(record.passed, self, record.ends)
+            backward.join(record.passed, self, record.ends)
             self.move(Phase.BACKWARD)
             self._backward_number = record.number
             if not record.has_post_backward_hook:
                 record.defer_post_backward()
             self.is_recomputed, self._was_recomputed = self._was_recomputed, False
-            context.note_backward(self)
+            backward.begin_unit(self)
             context.gathers.before_use(self)
             self.unshard_for(WeightUse.BACKWARD)
-            context.gathers.in_backward(self, self.backward_prefetch)
+            context.gathers.in_backward(self, self.settings.backward_prefetch)
+            # Here too: fused kernels write gradients before a hook of theirs runs.
+            backward.make_room()
 
     def post_backward(self, record: ForwardRecord) -> None:
         """Reshard and reduce gradients, after the module's backward.
@@ -603,20 +616,20 @@ class Unit:
         Raises:
             RuntimeError: The backward ran without gathered weights.
         """
-        context = self.context
+        backward = self.context.backward
         if self.phase is not Phase.BACKWARD:
-            self._check_is_gathered(self.held_groups)
+            check_is_gathered(self, self.held_groups)
             self.pre_backward(record)
-        context.deferred.pop(record.number, None)
+        backward.deferred.pop(record.number, None)
         with self.observed_phase("post_backward"):
             self.num_pending_backwards = max(0, self.num_pending_backwards - 1)
             if record.is_nested and record.number > self._backward_number:
                 # The backward of an earlier forward, in which this one is nested, goes on.
                 return
-            if self.reshard_after_backward:
+            if self.settings.reshard_after_backward:
                 # First: a reduction may allocate memory, and wait for earlier reductions.
                 self.reshard()
-            context.reduce_after(self, record.begins)
+            backward.end_unit(self, record.begins)
             self.move(Phase.IDLE)
 
     def end_backward(self) -> None:
@@ -625,56 +638,64 @@ class Unit:
             # Its inputs need no gradients, so no hook marked the end of its backward.
             self.num_pending_backwards = max(0, self.num_pending_backwards - 1)
         self.phase = Phase.IDLE
-        self.pending_modules.clear()
+        if self.running is not None:
+            self.running.pending_modules.clear()
 
     def reset_after_error(self) -> None:
         """Reshard and return to IDLE after an error."""
         self.phase = Phase.IDLE
-        self.pending_modules.clear()
         self.num_pending_backwards = 0
         self.num_users = 0
-        self.has_pending_reduction = False
-        self.replaced.restore()
+        self.forget_forward()
         self.reshard(after_error=True)
 
-    def before_gradient(self, group: ParameterGroup) -> ReductionQueue:
-        """Before a gradient is collected: check weights, and queue the end-of-backward callback.
+    def collect(self, group: ParameterGroup, index: int, param: nn.Parameter) -> None:
+        """Collect the gradient of a gathered parameter.
 
         Args:
-            group: Group of the parameter.
-
-        Returns:
-            The queue that will hold the group's reduction.
+            group: One of the unit's own groups.
+            index: Index of the parameter in the group.
+            param: The parameter.
 
         Raises:
             RuntimeError: The gradient was computed while the weights were not gathered.
         """
+        if param.grad is None or group.grads is None:
+            return
         context = self.context
-        if not (group.is_ready and (context.runs_backward or context.is_scheduled)):
+        backward = context.backward
+        if not (group.is_ready and (backward.is_running or context.is_scheduled)):
             if context.is_scheduled:
                 raise RuntimeError(
                     f"a gradient of {self.name} arrived outside the uses that its schedule "
                     "reports, so its weights were not gathered and the result is wrong; report "
                     "each use with begin_backward and end_backward"
                 )
-            self._check_is_gathered([group])
-            context.join_backward(context.root_pass, self)
-        context.has_gradient = True
-        return context.reductions
-
-    def _check_is_gathered(self, groups: Sequence[ParameterGroup]) -> None:
-        """Check that weights were gathered for the part of the backward that just ran."""
-        if all(group.is_ready for group in groups):
-            return
-        raise RuntimeError(
-            f"the backward of {self.name} ran before a gradient reached one of its outputs, so its "
-            "weights were not gathered and the result is wrong: it returns tensors inside an "
-            "object that is not searched (containers, dataclasses and attributes of objects are "
-            "searched), or stores tensors that are used outside its forward. Return these tensors, "
-            "or use sharding_strategy='optim_grads'"
-        )
+            check_is_gathered(self, [group])
+            backward.join(context.root_pass, self)
+        backward.has_gradient = True
+        if not group.grads.is_arriving:
+            backward.make_room()
+        group.grads.collect(index, param)
 
 
 def class_names(modules: Sequence[nn.Module]) -> str:
     """Return the class names of modules, which name a unit that has no fqn yet."""
     return ", ".join(type(module).__name__ for module in modules)
+
+
+def _collect(
+    unit_ref: weakref.ref[Unit],
+    group_ref: weakref.ref[ParameterGroup],
+    index: int,
+    param: nn.Parameter,
+) -> None:
+    """Hook after a gradient of a gathered parameter was accumulated."""
+    unit, group = unit_ref(), group_ref()
+    # Megatron and Transformer Engine set this attribute if a separate call computes the gradient
+    # after the backward; autograd's gradient may be uninitialized memory.
+    if group is None or getattr(param, "skip_backward_post_hook", False):
+        return
+    if unit is None:
+        raise RuntimeError(f"a gradient arrived for {group.name}, whose module is gone")
+    unit.collect(group, index, param)

@@ -37,6 +37,8 @@ __all__ = [
     "REGISTRATIONS",
     "check_capture",
     "check_captured_pass",
+    "check_is_between_steps",
+    "check_is_gathered",
     "check_outputs",
     "check_owned",
     "check_transforms",
@@ -297,6 +299,39 @@ def compare_unit(context: Context, unit: Unit, action: str, *, along_all: bool =
         compare_steps(code, steps, compared, group.device)
 
 
+def check_is_between_steps(unit: Unit, method: str) -> None:
+    """Check that a unit has no unreduced gradients.
+
+    Args:
+        unit: The unit.
+        method: Name of the method called, for the error message.
+
+    Raises:
+        RuntimeError: Gradients are not synchronized yet.
+    """
+    if any(group.has_unreduced for group in unit.groups):
+        raise RuntimeError(
+            f"{unit.name} has gradients that are not synchronized yet; call {method} between steps"
+        )
+
+
+def check_is_gathered(unit: Unit, groups: Sequence[ParameterGroup]) -> None:
+    """Check that weights were gathered for the part of the backward that just ran.
+
+    Raises:
+        RuntimeError: They were not.
+    """
+    if all(group.is_ready for group in groups):
+        return
+    raise RuntimeError(
+        f"the backward of {unit.name} ran before a gradient reached one of its outputs, so its "
+        "weights were not gathered and the result is wrong: it returns tensors inside an "
+        "object that is not searched (containers, dataclasses and attributes of objects are "
+        "searched), or stores tensors that are used outside its forward. Return these tensors, "
+        "or use sharding_strategy='optim_grads'"
+    )
+
+
 def check_outputs(unit: Unit, output: Any) -> None:
     """Check that a forward returns no view of weights that are freed at its end.
 
@@ -315,7 +350,8 @@ def check_outputs(unit: Unit, output: Any) -> None:
     if not unit.gathered_nbytes or not unit.will_reshard_after_forward:
         return
     dropped = [group for group in unit.held_groups if group.gathers_for_use]
-    held = unit.replaced.tensors() if unit.replaced.containers else ()
+    replaced = unit.running.replaced if unit.running is not None else None
+    held = replaced.tensors() if replaced is not None and replaced.containers else ()
     for tensor in (*tensors_within(output), *held):
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if not torch._C._has_storage(local):

@@ -9,15 +9,14 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_fsdp_v2.params.group import ParameterGroup
+from megatron_fsdp_v2.params.group import ParameterGroup, WeightSource
 from megatron_fsdp_v2.runtime.module import named_units
 
 
 def steady_nbytes(group: ParameterGroup) -> int:
     """Bytes of a group's main and model weights; a shared storage is counted once."""
-    return group.main_weight.nbytes + (
-        0 if group.shares_main else sum(payload.model.nbytes for payload in group.payloads)
-    )
+    kept = group.payloads if group.source is WeightSource.MODEL else ()
+    return group.main_weight.nbytes + sum(payload.model.nbytes for payload in kept)
 
 
 def peak_nbytes(call: Callable[[], None]) -> int:

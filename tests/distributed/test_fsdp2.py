@@ -204,7 +204,7 @@ def test_fsdp2_call_trains_like_fsdp2(world_size: int, optimizer: str, dtype: to
     assert recorded.dtypes(gathers=True) == {dtype}
     assert recorded.dtypes(gathers=False) == {torch.float32}
     assert _distance(*weights) < 1e-6
-    assert [unit.reshard_after_forward for unit in units] == [True, False, True]
+    assert [unit.settings.reshard_after_forward for unit in units] == [True, False, True]
     assert units[0].groups[0].mesh is units[1].groups[0].mesh
 
 
@@ -423,7 +423,7 @@ def test_values_without_effect_warn_or_raise() -> None:
     model.set_unshard_in_backward(True)
     model.set_post_optim_event(None)
     model.set_reduce_scatter_max_input_buffers(1)
-    assert unit_of(model.blocks[0]).context.reductions.options.max_live_grad_buffers == 1
+    assert unit_of(model.blocks[0]).context.options.max_live_grad_buffers == 1
     with pytest.warns(UserWarning) as warned:
         model.set_unshard_in_backward(False)
     model(batch(0)).sum().backward()

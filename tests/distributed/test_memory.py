@@ -20,10 +20,10 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from megatron_fsdp_v2.comm import backends
+from megatron_fsdp_v2.params.gradients import GroupGrads
 from megatron_fsdp_v2.params.group import ParameterGroup
 from megatron_fsdp_v2.runtime import unit_checks
 from megatron_fsdp_v2.runtime.module import named_units, unit_of
-from megatron_fsdp_v2.runtime.schedule import ReductionQueue
 from tests.cases import quick_if
 from tests.distributed.allocations import allocation_sizes, steady_nbytes
 from tests.distributed.on_ranks import on_ranks
@@ -68,9 +68,11 @@ def expected(mesh_name: str, strategy: str, syncs: str, num_micro: int) -> Count
     is_2d, has_outer_shards = len(MESHES[mesh_name][0]) == 2, MESHES[mesh_name][1] == "optim"
     num_syncs = num_micro if syncs == "every" else 1
     reduces_each = strategy in ("optim_grads", "optim_grads_params")
+    # Backwards that write main gradients end with an all-reduce of flags per axis.
+    num_flags = num_micro if reduces_each and not is_2d else num_syncs
     found = {
-        "reduce inner": NUM_UNITS * (num_micro if reduces_each else num_syncs),
-        "reduce outer": NUM_UNITS * num_syncs * is_2d,
+        "reduce inner": NUM_UNITS * (num_micro if reduces_each else num_syncs) + num_flags,
+        "reduce outer": (NUM_UNITS * num_syncs + num_flags) * is_2d,
         "gather inner": NUM_UNITS * num_syncs * (strategy != "no_shard"),
         "gather outer": NUM_UNITS * num_syncs * has_outer_shards,
     }
@@ -446,10 +448,9 @@ def test_memory_is_neither_freed_nor_moved_while_a_collective_uses_it(
         assert min(seen["issued"], seen["freed"]) > 3, strategy
 
 
-def _end_before_waiting(queue: ReductionQueue, done: Sequence[Any]) -> None:
-    for reduction in done:
-        reduction.grads.end_inner()
-        reduction.work.wait()
+def _end_before_waiting(grads: GroupGrads) -> None:
+    grads.full.drop()
+    grads._inner_work.wait()
 
 
 def _wait_for_nothing(group: ParameterGroup) -> bool:
@@ -459,7 +460,7 @@ def _wait_for_nothing(group: ParameterGroup) -> bool:
 
 
 MISTAKES: dict[str, Any] = {
-    "gradients": (ReductionQueue, "_finish_inner", _end_before_waiting),
+    "gradients": (GroupGrads, "end_inner", _end_before_waiting),
     "weights": (ParameterGroup, "_wait", _wait_for_nothing),
 }
 

@@ -26,7 +26,7 @@ from megatron_fsdp_v2 import MixedPrecisionPolicy, RuntimeOptions, UnitOptions, 
 from megatron_fsdp_v2.diagnostics import memory_tracker
 from megatron_fsdp_v2.params.autograd import save_activations_on_cpu
 from megatron_fsdp_v2.params.formats import register_format
-from megatron_fsdp_v2.runtime import context
+from megatron_fsdp_v2.runtime import backward, context
 from megatron_fsdp_v2.runtime.module import unit_of
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.test_parameters import rebuild, step
@@ -362,8 +362,6 @@ if not torch.cuda.is_available():
     # On a machine with a GPU, a CUDA mesh is valid.
     VALUE["mesh is of device type 'cuda', and there is no CUDA device here"] = _cuda_mesh
 TYPE: dict[str, Callable[[], Any]] = {
-    "give it as options=RuntimeOptions(check_ranks=...)": lambda: _linear(check_ranks=None),
-    "give it as options=UnitOptions(used_params=...)": lambda: _linear(used_params=None),
     "has no reduce_dtype; the communication dtype of gradients is grad_comm_dtype": (
         lambda: MixedPrecisionPolicy(reduce_dtype=torch.float32)  # type: ignore[arg-type]
     ),
@@ -551,7 +549,9 @@ UNCAPTURABLE: dict[str, dict[str, Any]] = {
 @contextlib.contextmanager
 def _capturing() -> Iterator[None]:
     """Report that the current stream is capturing."""
-    with mock.patch.object(context, "is_capturing", lambda device: True):
+    with contextlib.ExitStack() as stack:
+        for module in (backward, context):
+            stack.enter_context(mock.patch.object(module, "is_capturing", lambda device: True))
         yield
 
 

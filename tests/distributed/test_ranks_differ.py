@@ -247,6 +247,35 @@ def test_a_unit_run_twice_may_lack_the_gradient_of_one_forward_on_a_rank(depth: 
     assert gradient_error(sharded, plain) < 1e-6
 
 
+@on_ranks(2)
+def test_a_double_backward_may_reach_a_unit_after_its_reduction_on_one_rank() -> None:
+    """The in-place operation ends the backward of `inner` when an earlier forward's begins."""
+    rank = dist.get_rank()
+
+    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.mul_(0.9)
+        return m.linear(x) if m.runs else x
+
+    def make() -> nn.Module:
+        inner = Formula(run, linear=nn.Linear(5, 5))
+        return Formula(
+            lambda m, x: m.outer(x * 1.0), outer=Formula(lambda m, x: m.inner(x), inner=inner)
+        ).double()
+
+    def penalty(model: Any, runs: bool, seed: int) -> torch.Tensor:
+        model.outer.inner.runs = runs
+        x = batch(seed, 5, dtype=torch.float64).requires_grad_()
+        loss = model(x).square().mean()
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        return grad.square().sum() + loss
+
+    plain, model = pair(make, lambda m: (m.outer.inner, m.outer), sharding_strategy="optim")
+    for other in range(2):
+        (penalty(plain, bool(other), other) / 2).backward()
+    penalty(model, bool(rank), rank).backward()
+    assert gradient_error(model, plain) < 1e-12
+
+
 @on_ranks(2, strategy=["no_shard", "optim", "optim_grads"])
 def test_a_gradient_of_negative_zeros_on_one_rank_is_a_gradient_on_all(strategy: str) -> None:
     rank, x = dist.get_rank(), torch.ones(64, requires_grad=True)

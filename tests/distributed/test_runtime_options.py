@@ -41,7 +41,7 @@ def test_option_of_the_root_or_a_unit_applies_to_all_units(option: str) -> None:
         context = unit_of(model).context
         assert all(unit_of(module).context is context for module in model.blocks)
         assert context.options == expected
-        assert context.reductions.options.max_live_grad_buffers == expected.max_live_grad_buffers
+        assert context.options.max_live_grad_buffers == expected.max_live_grad_buffers
 
 
 @on_ranks(1, option=OTHERS)

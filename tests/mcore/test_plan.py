@@ -227,5 +227,5 @@ def test_without_overlap_a_group_is_reduced_once_in_a_step_or_a_micro_batch(
         steps = f"--train-iters {STEPS} --global-batch-size {4 * number}"
         for _, sent in megatron(2).run(_counted, f.words(f.MODEL_FLAGS, steps, f.fsdp(strategy))):
             reduced = sum(count for (kind, *_), count in sent.items() if "reduce" in kind)
-            # The embedding, two layers and the final norm of the root.
-            assert reduced == 4 * (number if shards_gradients else 1)
+            # The embedding, two layers and the final norm of the root; and flags.
+            assert reduced == 5 * (number if shards_gradients else 1)

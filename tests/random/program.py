@@ -600,13 +600,13 @@ class Run:
             return
         state, params = self.plain_optimizer.state, self.plain.parameters()
         is_stateless = any(param.requires_grad and param not in state for param in params)
-        # Torch's calls reject a trained parameter without state where others have some.
-        if event.how == "torch" and state and is_stateless:
-            return
         path = str(self.folder / f"{event.slot}")
         if event.slot in self.snapshots:
             # A save to a path with another save in progress is rejected.
-            self.snapshots[event.slot].wait()
+            self.snapshots.pop(event.slot).wait()
+        # Torch's calls reject a trained parameter without state where others have some.
+        if event.how == "torch" and state and is_stateless:
+            return
         snapshot = Snapshot(
             copy.deepcopy(self.plain.state_dict()), copy.deepcopy(self.plain_optimizer.state_dict())
         )

@@ -23,9 +23,9 @@ from megatron_fsdp_v2.plan import (
 from megatron_fsdp_v2.runtime.options import RuntimeOptions
 from megatron_fsdp_v2.runtime.schedule import (
     GatherSchedule,
-    OrderedReductions,
     PrefetchLimit,
     RootPass,
+    live,
 )
 from tests.reference.models import Stack
 
@@ -72,6 +72,8 @@ def test_a_step_gathers_one_unit_ahead_and_waits_for_the_oldest_of_two_reduction
         # A third gradient buffer: wait for the first reduction, then reduce along the outer axis.
         *("outer 2", "reduce 0", "outer 1", "reduce root"),
         *("outer 0", "outer root"),
+        # Which groups had gradients, along both axes.
+        *("outer root", "outer root"),
     ]
 
 
@@ -173,9 +175,11 @@ def test_forward_prefetches(passes: str, options: dict[str, Any], expected: str)
 
 # The gradient of the root's last layer comes first; its reduction follows those of all blocks.
 _ACCUMULATED = "collect root, collect 2, collect 1, collect 0, "
+# At the end, ranks sum along both axes which groups had gradients.
+_FLAGS = "outer root, wait inner root, outer root, wait outer root"
 _AT_THE_END = (
     "wait inner 0, wait outer 2, outer 0, wait inner root, wait outer 1, outer root, "
-    "wait outer 0, wait outer root"
+    f"wait outer 0, wait outer root, {_FLAGS}"
 )
 _INNER = (
     "collect root, collect 2, reduce 2, collect 1, reduce 1, wait inner 2, collect 0, reduce 0, "
@@ -197,20 +201,20 @@ REDUCTIONS: dict[str, tuple[dict[str, Any], str]] = {
         "collect root, collect 2, reduce 2, wait inner 2, outer 2, "
         "collect 1, reduce 1, wait inner 1, wait outer 2, outer 1, "
         "collect 0, reduce 0, wait inner 0, wait outer 1, outer 0, "
-        "reduce root, wait inner root, wait outer 0, outer root, wait outer root",
+        f"reduce root, wait inner root, wait outer 0, outer root, wait outer root, {_FLAGS}",
     ),
     "waited for at once": (
         {"enable_async_reduce_grad": False},
         "collect root, collect 2, reduce 2, wait inner 2, outer 2, wait outer 2, "
         "collect 1, reduce 1, wait inner 1, outer 1, wait outer 1, "
         "collect 0, reduce 0, wait inner 0, outer 0, wait outer 0, "
-        "reduce root, wait inner root, outer root, wait outer root",
+        f"reduce root, wait inner root, outer root, wait outer root, {_FLAGS}",
     ),
     # Partial shards are reduced along the outer axis once, after both backwards.
     "two micro-batches, synchronized afterwards": (
         {"training": {"num_microbatches": 2, "syncs_afterwards": True}},
         f"{_INNER}, {_INNER}, outer 2, outer 1, wait outer 2, outer 0, wait outer 1, outer root, "
-        "wait outer 0, wait outer root",
+        f"wait outer 0, wait outer root, {_FLAGS}",
     ),
     # ZeRO-1 keeps full gradients until they are synchronized.
     "two micro-batches, accumulated unreduced": (
@@ -232,55 +236,46 @@ class NamedUnit:
 
     def __init__(self, name: int) -> None:
         self.name = name
-        self.has_pending_reduction = True
 
 
-def _ordered_reductions(count: int) -> tuple[list[Any], OrderedReductions]:
-    units: list[Any] = [NamedUnit(name) for name in range(count)]
-    # The last unit is reduced first.
-    return units, OrderedReductions(units[::-1])
-
-
-def _forward(units: Sequence[Any], ran: Sequence[int]) -> RootPass:
-    passed: RootPass = RootPass()
+def _forward(units: Sequence[Any], ran: Sequence[int], *, in_order: bool = True) -> RootPass:
+    passed = RootPass([weakref.ref(unit) for unit in units] if in_order else None)
     for name in ran:
-        passed.begin_forward(units[name])
-        passed.add_use(units[name])
+        passed.begin_forward([weakref.ref(units[name])])
+        passed.add_use([weakref.ref(units[name])])
     return passed
 
 
-def _backward(
-    units: Sequence[Any], ordered: OrderedReductions, passed: RootPass, ended: Sequence[int]
-) -> list[list[int]]:
+def _backward(units: Sequence[Any], passed: RootPass, ended: Sequence[int]) -> list[list[int]]:
     """Return the units reduced after each use, and last those at the end of the backward."""
-    ordered.begin(passed)
+    passed.begin_backward()
     reduced = []
     for name in ended:
-        ready = ordered.count_backward(units[name])
-        reduced.append([unit.name for unit in (ordered.ready() if ordered.in_order else ready)])
-    return [*reduced, [unit.name for unit in ordered.remaining()]]
+        ready = live(passed.count_backward([weakref.ref(units[name])]))
+        reduced.append([unit.name for unit in ready + passed.due(is_left=False)])
+    return [*reduced, [unit.name for unit in passed.due(is_left=True)]]
 
 
 @given(st.data())
 def test_every_unit_is_reduced_once_in_the_same_order_for_any_execution(
     data: st.DataObject,
 ) -> None:
-    units, ordered = _ordered_reductions(6)
+    units: list[Any] = [NamedUnit(name) for name in range(6)]
     for _ in range(2):
         ran = data.draw(st.lists(st.integers(0, 5), max_size=12))
         passed = _forward(units, ran)
         # The backward of a graph may run several times and in part.
         for _ in range(2):
             ended = data.draw(st.permutations(ran))[: data.draw(st.integers(0, len(ran)))]
-            reduced = _backward(units, ordered, passed, ended)
+            reduced = _backward(units, passed, ended)
             assert list(itertools.chain.from_iterable(reduced)) == list(range(6))
 
 
 def test_deleted_unit_is_not_reduced() -> None:
-    units, ordered = _ordered_reductions(3)
+    units: list[Any] = [NamedUnit(name) for name in range(3)]
+    passed = _forward(units, [0])
     del units[1]
-    ordered.begin(RootPass())
-    assert [unit.name for unit in ordered.remaining()] == [0, 2]
+    assert _backward(units, passed, []) == [[0, 2]]
 
 
 @pytest.mark.parametrize("ended", [[4, 1, 3, 1, 0], [4, 1, 3, 0], [4, 3, 1, 0]])
@@ -288,6 +283,5 @@ def test_without_an_order_a_repeated_unit_is_reduced_with_the_next_unit_that_run
     ended: Sequence[int],
 ) -> None:
     units: list[Any] = [NamedUnit(name) for name in range(5)]
-    ordered = OrderedReductions(units[::-1], in_order=False)
-    reduced = _backward(units, ordered, _forward(units, [0, 1, 3, 1, 4]), ended)
+    reduced = _backward(units, _forward(units, [0, 1, 3, 1, 4], in_order=False), ended)
     assert [one for one in reduced if one] == [[4], [3], [1, 0]]

@@ -24,7 +24,15 @@ from megatron_fsdp_v2.comm import streams
 from megatron_fsdp_v2.params.gradients import GroupGrads
 from tests.cases import quick_if
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import BF16, MESHES, STRATEGIES, on_mesh, train_own, wrap
+from tests.distributed.wrapping import (
+    BF16,
+    MESHES,
+    STRATEGIES,
+    on_mesh,
+    own_loss,
+    train_own,
+    wrap,
+)
 from tests.parity.patterns import PATTERNS, Pattern
 from tests.reference.models import WIDTH, Checkpointed, Skipping, Stack
 from tests.reference.training import train_sharded
@@ -66,6 +74,16 @@ def test_steps_on_the_trace_pool_have_no_race(mesh_name: str, policy: Any) -> No
     assert [str(violation) for violation in recording.violations()] == []
     # The last backward gathers and reduces three blocks and the root on communication streams.
     assert len(on_pool) >= 6
+
+
+@on_ranks(2)
+def test_weights_gathered_beside_the_memory_of_their_saved_views_have_no_race() -> None:
+    model: Any = wrap(Skipping(5), enable_trace_pool=True)
+    with record_streams(model) as recording:
+        for step, skip in enumerate((None, None, None, 2)):
+            model.skip = skip
+            own_loss(model, step).backward()
+    assert [str(violation) for violation in recording.violations()] == []
 
 
 def _recorded_pattern(pattern: Pattern, strategy: str) -> Recording:

@@ -7,6 +7,7 @@ every item is compared with its checksum before it is used, and only requested i
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import itertools
 import math
@@ -82,11 +83,12 @@ class CheckpointFolder:
         weakref.finalize(self, _close, self._directory, self._files)
         try:
             _check_complete(self.path)
-            self.manifest = Manifest.read(self.path)
-            entries = self.manifest.entries if self.manifest is not None else None
-            self.entries: Mapping[str, Entry] = (
-                read_entries(self.path, self.manifest) if entries is None else entries
-            )
+            with _paused_collection():
+                self.manifest = Manifest.read(self.path)
+                entries = self.manifest.entries if self.manifest is not None else None
+                self.entries: Mapping[str, Entry] = (
+                    read_entries(self.path, self.manifest) if entries is None else entries
+                )
             index = self.path / (MANIFEST if self.manifest is not None else METADATA)
             self.identity = hashlib.sha256(index.read_bytes()).hexdigest()
         finally:
@@ -280,6 +282,18 @@ class CheckpointFolder:
                 raise CheckpointError(f"{self.path} is damaged or incomplete: {problem}")
             self._chunks[key] = _Chunks(self.entries[key])
         return self._chunks[key]
+
+
+@contextlib.contextmanager
+def _paused_collection() -> Iterator[None]:
+    """Pause garbage collection, which takes longer than reading a large index."""
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 def _check_complete(folder: Path) -> None:

@@ -2,20 +2,17 @@
 
 The unpickler of `.metadata` creates records instead of torch's objects: each keeps the arguments
 and the state that the pickle has for an object. Nothing that a pickle names is imported, called or
-changed. The records are then checked and turned into torch's classes.
+changed. The records are then checked and turned into the entries of an index.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
-import gc
 import io
 import pickle
 import pickletools
 import zipfile
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, override
 
@@ -102,29 +99,16 @@ def read_entries(folder: Path, manifest: Manifest | None = None) -> dict[str, En
             raise CheckpointError(f"{file} is damaged: its checksum is not that of the save")
     try:
         # A code that this process has registered stands for an object, not for a name.
-        registered: Any = getattr(copyreg, "_inverted_registry", None)
+        registered = vars(copyreg)["_inverted_registry"]
         if registered and any(op.name.startswith("EXT") for op, *_ in pickletools.genops(content)):
             raise ValueError("it refers to objects that this process has registered with copyreg")
-        # Collections would visit all records again and again, which takes as long as the rest.
-        with _paused_collection():
-            return _entries(_Unpickler(content).load())
+        return _entries(_Unpickler(content).load())
     # A damaged pickle raises nearly anything.
     except Exception as error:
         raise CheckpointError(
             f"{file} cannot be read ({_reason(error)}): it is damaged, or not written by torch; do "
             "not use this checkpoint unless you know where it is from"
         ) from error
-
-
-@contextlib.contextmanager
-def _paused_collection() -> Iterator[None]:
-    is_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if is_enabled:
-            gc.enable()
 
 
 def _entries(metadata: Any) -> dict[str, Entry]:
@@ -147,7 +131,8 @@ def _entries(metadata: Any) -> dict[str, Entry]:
         )
     found: dict[str, Entry] = {}
     for name, entry in _checked(fields["state_dict_metadata"], dict).items():
-        path = check_path(paths.get(check_name(name))) if type(paths) is dict else None
+        check_name(name)
+        path = check_path(paths.get(name)) if type(paths) is dict else None
         if type(entry).__name__ == _NAMES[BytesStorageMetadata]:
             chunks = [Chunk((), (), *places[name, None])] if (name, None) in places else []
             found[name] = Entry(None, (), chunks, path)

@@ -259,7 +259,7 @@ def compare(
 ) -> Comparison:
     """Compare a checkpoint with a model by name, shape and dtype, and with its optimizer.
 
-    Reads only metadata and options of the optimizer. A rank may call it alone: it neither
+    Reads only the index and the optimizer's options. A rank may call it alone: it neither
     communicates nor reshards.
 
     Raises:

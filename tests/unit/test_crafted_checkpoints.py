@@ -238,6 +238,10 @@ FOUND_BY_INSPECT: dict[str, Callable[[Metadata], Any]] = {
     "not a dtype": lambda m: setattr(weight(m).properties, "dtype", "float32"),
     "no properties": lambda m: setattr(weight(m), "properties", None),
     "a name with an escape": lambda m: renamed(m, "model.\x1b[2Jweight"),
+    "an escape, without paths": lambda m: (
+        vars(m).update(planner_data=None),
+        m.state_dict_metadata.update({"\x1b[2J": m.state_dict_metadata["extra.step"]}),
+    ),
     "a name with a surrogate": lambda m: renamed(m, "model.\udc80"),
     "a name that is a number": lambda m: renamed(m, 3),
     "a name of a megabyte": lambda m: renamed(m, "m" * 2**20),

@@ -10,10 +10,9 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
-from megatron_fsdp_v2.checkpoint.manifest import METADATA, read_json
+from megatron_fsdp_v2.checkpoint.manifest import read_json
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
 __all__ = [
@@ -121,15 +120,8 @@ def open_folder(path: Path) -> CheckpointFolder:
         path: The folder of one iteration.
 
     Raises:
-        FlagError: The metadata file does not exist, cannot be read, or contains other objects than
-            metadata.
+        FlagError: There is none, its save was cut short, or it cannot be read.
     """
-    if path.is_dir() and not (path / METADATA).is_file():
-        found = listed(sorted(p.name for p in path.iterdir()), 4) or "nothing"
-        raise FlagError(
-            f"{path} is not an fsdp_dtensor checkpoint, or its save was cut short: it has no "
-            f"{METADATA}, only {found}"
-        )
     with flag_errors():
         return CheckpointFolder(path)
 

@@ -166,8 +166,9 @@ class Backward:
             context.repair()
         if not self.is_under_way:
             check_captured_pass(context, f"the backward of {unit.name}")
-            # Only the engine holds the callback, so it is freed when the backward ends or fails.
-            end = functools.partial(uncompiled(_end_backward), context)
+            # Only the engine holds the callback, so it is freed when the backward ends or fails. It
+            # keeps the context of a model that was deleted after its forward.
+            end = functools.partial(uncompiled(_end_backward), unit.context)
             self._end = weakref.ref(end)
             torch.autograd.Variable._execution_engine.queue_callback(end)
             self.has_gradient = False
@@ -331,9 +332,12 @@ class Backward:
                     has_outer = synchronize and any(grads.has_outer_axis for grads in due)
                     along_all = has_outer and not context.ranks_may_differ
                     compare_unit(context, unit, "reduce", along_all=along_all)
-                self._inner.append((due, synchronize))
+                # Those issued are known also if one of them fails.
+                issued: list[GroupGrads] = []
+                self._inner.append((issued, synchronize))
                 for grads in due:
                     grads.reduce(async_op=is_async)
+                    issued.append(grads)
             if not is_async:
                 self._drain(WaitReason.AT_ONCE)
 
@@ -363,6 +367,8 @@ class Backward:
     def _finish_inner(self) -> None:
         """Wait for the oldest unit's reductions, and begin those along the outer axis."""
         groups, synchronize = self._inner.popleft()
+        if not groups:
+            return
         with self.context.observer.phase(groups[0].name, "finish_reduction"):
             for grads in groups:
                 grads.end_inner()
@@ -374,13 +380,17 @@ class Backward:
         # Otherwise partial shards of all units would be live at the end of a backward.
         while len(self._outer) >= options.max_live_grad_buffers:
             self._finish_outer()
-        self._outer.append(list(groups))
+        issued: list[GroupGrads] = []
+        self._outer.append(issued)
         with observer.phase(groups[0].name, "finish_reduction"):
             for grads in groups:
                 grads.reduce_outer(async_op=options.enable_async_reduce_grad)
+                issued.append(grads)
 
     def _finish_outer(self) -> None:
         groups = self._outer.popleft()
+        if not groups:
+            return
         with self.context.observer.phase(groups[0].name, "finish_reduction"):
             for grads in groups:
                 grads.end_outer()

@@ -124,6 +124,7 @@ def _post_forward(module: Any, args: Any, output: Any) -> Any:
         for other in unit.context.units():
             if other.pending_modules:
                 other.end_forward()
+                other.forget_forward()
     return unit.post_forward(output)
 
 

@@ -475,7 +475,7 @@ class GroupParameters:
         group: Any = param.row_shards.info.owner()
         return group is not None and group.holds(param)
 
-    def _mark_stale(self, param: torch.Tensor, index: int, since: str) -> None:
+    def _mark_stale(self, param: torch.Tensor, index: int, used: str) -> None:
         """Mark a replaced tensor as stale: a gradient that reaches it is an error.
 
         A module that also holds the tensor outside its registered parameters would compute with it,
@@ -484,9 +484,9 @@ class GroupParameters:
         Args:
             param: The replaced tensor.
             index: Index of its parameter.
-            since: When the tensor was in use, for error messages.
+            used: When the tensor was in use, for error messages.
         """
-        slot = OwnerSlot(self._info, index, self.names[index], since)
+        slot = OwnerSlot(self._info, index, self.names[index], used)
         _STALE[param] = slot
         _STALE.num_marked += 1
         if param.requires_grad and param.is_leaf:
@@ -502,18 +502,18 @@ class OwnerSlot:
         info: Information about the group.
         index: Index of the parameter in the group.
         name: Name of the parameter.
-        since: When the tensor was in use, such as `before fully_shard`.
+        used: When the tensor was in use, such as `before fully_shard`.
     """
 
     info: GroupInfo
     index: int
     name: str
-    since: str
+    used: str
 
     @property
     def label(self) -> str:
         """Name of the tensor for error messages."""
-        return f"{self.name} of {self.info.label.name} as it was {self.since}"
+        return f"{self.name} of {self.info.label.name} as it was {self.used}"
 
 
 class _StaleParameters(WeakIdKeyDictionary):

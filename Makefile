@@ -67,6 +67,10 @@ help: ## list the targets and their variables
 setup: ## create the environment with pinned dependencies
 	@VENV="$(VENV)" PYTHON="$(PYTHON)" TORCH="$(TORCH)" tools/setup.sh
 
+.PHONY: setup-newest
+setup-newest: # the environment of test-torch
+	@$(MAKE) --no-print-directory setup TORCH=$(NEWEST_TORCH)
+
 pretrain: setup ## pretrain a small GPT on real text, save, resume, show the result
 	@$(PY) -m examples.pretrain_text --strategy "$(STRATEGY)" --ranks "$(RANKS)" \
 	  --iters "$(ITERS)" --out "$(OUT)" $(TEXT_OPTION)
@@ -75,9 +79,8 @@ pretrain: setup ## pretrain a small GPT on real text, save, resume, show the res
 test: $(if $(TORCH),setup,lint) ## lint, then the tests and the quick rows of the functional matrix
 	@$(PY) -m pytest -m "not gpu and not functional"
 
-test-all: lint ## every suite once, with the time left; not again what passed on this commit
+test-all: lint setup-newest ## every suite once, with the time left; not again what passed on this commit
 	@VENV="$(VENV)" tools/setup_clients.sh
-	@$(MAKE) --no-print-directory setup TORCH=$(NEWEST_TORCH)
 	@$(PY) -m tools.test_all $(if $(TIME),--minutes "$(TIME)") \
 	  --suite 'tests: $(PY) -m pytest -m "not gpu"' \
 	  --suite 'clients: $(CLIENTS_PY) -m pytest tests/clients' \
@@ -114,8 +117,7 @@ test-fsdp2: setup ## PyTorch's own tests of FSDP2, from PYTORCH, run with this p
 	@VENV="$(VENV)" tools/setup_clients.sh
 	@$(CLIENTS_PY) -m pytest tests/fsdp2_suite --pytorch "$(PYTORCH)"
 
-test-torch: ## a sample of the tests with the newest supported torch
-	@$(MAKE) --no-print-directory setup TORCH=$(NEWEST_TORCH)
+test-torch: setup-newest ## a sample of the tests with the newest supported torch
 	@$(MAKE) --no-print-directory sample TORCH=$(NEWEST_TORCH)
 
 .PHONY: sample

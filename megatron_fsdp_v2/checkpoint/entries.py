@@ -17,8 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from megatron_fsdp_v2.dtensor.optimizer_state import saved_by_other_ranks, wrap_foreign_state
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
+from megatron_fsdp_v2.dtensor.optimizer_state import wrap_foreign_state
 from megatron_fsdp_v2.optim.flat import FlatOptimizer
 
 __all__ = [
@@ -117,21 +116,16 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
 def state_entries(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
     """State of an optimizer by parameter, sharing memory with it.
 
-    For a parameter without rows on this rank, state that all ranks have (a step count) is saved by
-    ranks with rows: only they update it.
-
     Raises:
         ValueError: The optimizer steps a parameter that the model does not have.
     """
     entries: dict[str, Any] = {}
-    elsewhere = saved_by_other_ranks(optimizer)
     for group in optimizer.param_groups:
         for param in group["params"]:
             of_param = optimizer.state.get(param, {})
             wrap_foreign_state(param, of_param)
             for state, value in of_param.items():
-                if isinstance(value, UnevenDTensor) or param not in elsewhere:
-                    entries[f"{OPTIMIZER_STATE}{_name(names, param)}.{state}"] = value
+                entries[f"{OPTIMIZER_STATE}{_name(names, param)}.{state}"] = value
     return entries
 
 

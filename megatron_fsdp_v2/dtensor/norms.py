@@ -1,17 +1,12 @@
 """Norms of sharded tensors, all-reduced once per list of tensors, and inf checks.
 
 `torch.nn.utils.clip_grad_norm_` computes a norm per gradient, stacks them and computes the norm of
-the stack. Ranks with empty shards may have fewer gradients, so all-reducing single norms, or the
-stack, would combine norms of different tensors or hang. A `ShardedNorm` stays local through the
-stack; the norm of the stack is one number per rank and is all-reduced. In `clip_grad_norm_`, which
-reads placeholder gradients of empty shards, all ranks participate; elsewhere, only the ranks that
-hold rows of the model.
+the stack. A `ShardedNorm` stays local through the stack; the norm of the stack is one number per
+rank and is all-reduced.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any, override
 
@@ -21,9 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map_only
 
-from megatron_fsdp_v2.comm.groups import new_local_group
 from megatron_fsdp_v2.comm.interface import naming_failures
-from megatron_fsdp_v2.dtensor.optimizer_kinds import all_ranks_caller
 from megatron_fsdp_v2.dtensor.sharded_rows import sharded_axes
 
 __all__ = ["ShardedNorm", "check_mesh", "local_norms", "unscale"]
@@ -40,18 +33,16 @@ class ShardedNorm(torch.Tensor):
         mesh: Mesh of the tensors.
         axes: Mesh axes the tensors are sharded along.
         order: The p of the p-norm.
-        empty: Mesh coordinates of ranks that hold no gradient and do not take part.
     """
 
     local: torch.Tensor
     mesh: DeviceMesh
     axes: frozenset[int]
     order: float
-    empty: frozenset[tuple[int, ...]]
 
     def like(self, local: torch.Tensor) -> ShardedNorm:
         """Wrap other local norms of the same tensors."""
-        return _sharded_norm(local, self.mesh, self.axes, self.order, self.empty)
+        return _sharded_norm(local, self.mesh, self.axes, self.order)
 
     def reduced(self) -> DTensor:
         """Return the global norm, equal on every rank of the mesh. Collective."""
@@ -59,8 +50,6 @@ class ShardedNorm(torch.Tensor):
         # Ranks may hold gradients of different dtypes; all communicate float64.
         total = self.local.double() if is_max else self.local.double() ** self.order
         groups = [self.mesh.get_group(axis) for axis in sorted(self.axes)]
-        if self.empty:
-            groups = [_group_of(peers, dist.group.WORLD) for peers in [self._peers()] if peers[1:]]
         op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
         # Norms of offloaded gradients are in host memory, which NCCL cannot reduce.
         total = total.to(self.mesh.device_type)
@@ -69,17 +58,6 @@ class ShardedNorm(torch.Tensor):
                 dist.all_reduce(total, op=op, group=group)
         total = (total if is_max else total ** (1.0 / self.order)).to(self.local)
         return DTensor.from_local(total, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
-
-    def _peers(self) -> tuple[int, ...]:
-        """Return the global ranks along the sharded axes that hold rows of these tensors."""
-        ranges = [
-            range(self.mesh.size(axis)) if axis in self.axes else [here]
-            for axis, here in enumerate(self.mesh.get_coordinate() or ())
-        ]
-        # `empty` has no tensor-parallel coordinate (the last): TP ranks have equal row ranges.
-        ndim = len(next(iter(self.empty)))
-        found = (each for each in itertools.product(*ranges) if each[:ndim] not in self.empty)
-        return tuple(int(self.mesh.mesh[each]) for each in found)
 
     def full_tensor(self) -> torch.Tensor:
         """Return the global norm as a plain tensor. Collective."""
@@ -108,7 +86,7 @@ class ShardedNorm(torch.Tensor):
 
 def _sharded_norm(local: torch.Tensor, *about: Any) -> ShardedNorm:
     norm = local.as_subclass(ShardedNorm)
-    norm.local, (norm.mesh, norm.axes, norm.order, norm.empty) = local, about
+    norm.local, (norm.mesh, norm.axes, norm.order) = local, about
     return norm
 
 
@@ -126,7 +104,7 @@ def _stacked(norms: Sequence[ShardedNorm]) -> ShardedNorm:
     axes = frozenset[int]().union(*(norm.axes for norm in norms))
     skipped = {axis for axis in axes if mesh.get_local_rank(axis)}
     local = [torch.zeros_like(norm.local) if skipped - norm.axes else norm.local for norm in norms]
-    return _sharded_norm(torch.stack(local), mesh, axes, norms[0].order, norms[0].empty)
+    return _sharded_norm(torch.stack(local), mesh, axes, norms[0].order)
 
 
 def check_mesh(what: str, meshes: Sequence[DeviceMesh]) -> None:
@@ -150,18 +128,6 @@ def order_of(args: Any, kwargs: dict[str, Any]) -> float:
     return float(args[1] if len(args) > 1 else kwargs.get("ord", 2.0))
 
 
-@functools.cache
-def _group_of(ranks: tuple[int, ...], world: object) -> dist.ProcessGroup:
-    """Return the process group of some ranks. Those ranks alone create it, on their first call.
-
-    Args:
-        ranks: Global ranks, including this one.
-        world: The default group; groups are cached per default group.
-    """
-    del world
-    return new_local_group(ranks, "norms of sharded tensors")
-
-
 def local_norms(tensors: Sequence[Any], order: float) -> list[ShardedNorm]:
     """Compute the norms of the local parts of sharded tensors in one operation.
 
@@ -172,15 +138,11 @@ def local_norms(tensors: Sequence[Any], order: float) -> list[ShardedNorm]:
     # torch does not define the inf-norm of an empty tensor; here it is 0.
     held = [tensor._local_tensor.detach() for tensor in tensors if tensor._local_tensor.numel()]
     norms = iter(torch._foreach_norm(held, order) if held else ())
-    empty = [tensor.row_shards.info.empty_ranks for tensor in tensors]
-    if any(empty) and all_ranks_caller() is not None:
-        # Empty ranks read a placeholder gradient and take part.
-        empty = [frozenset()] * len(tensors)
     found = []
-    for tensor, absent in zip(tensors, empty, strict=True):
+    for tensor in tensors:
         local, axes = tensor._local_tensor, frozenset(sharded_axes(tensor))
         norm = next(norms) if local.numel() else local.new_zeros(())
-        found.append(_sharded_norm(norm, tensor.device_mesh, axes, order, absent))
+        found.append(_sharded_norm(norm, tensor.device_mesh, axes, order))
     return found
 
 

@@ -1,48 +1,49 @@
-"""Optimizer state dicts of parameters whose rows are all on other ranks.
-
-An empty shard has no gradient, so an elementwise optimizer neither creates nor updates its state.
-The state dict would lack tensors that other ranks have, which torch refuses to load into, or hold
-an outdated step count after a load. A checkpoint keeps one rank's copy of a replicated value, so an
-outdated count could replace the right one. Optimizers that need all ranks step empty shards too,
-and their state is complete.
-"""
+"""Empty gradients during steps of optimizers, and sharded tensors in state dicts of optimizers."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any, override
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from megatron_fsdp_v2.dtensor.optimizer_kinds import needs_all_ranks
+from megatron_fsdp_v2.dtensor.optimizer_kinds import finds_no_empty_gradients
 from megatron_fsdp_v2.dtensor.sharded_rows import with_rows_of
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 
-__all__ = ["has_no_rows", "saved_by_other_ranks", "watch_state", "wrap_foreign_state"]
+__all__ = [
+    "has_no_rows",
+    "hide_empty_gradients",
+    "restore_gradients",
+    "watch_state",
+    "wrap_foreign_state",
+]
 
 
-class NonOwnedValue(torch.Tensor):
-    """A value that another rank saves: torch's checkpoint loads into it and does not write it.
+def has_no_rows(param: torch.Tensor) -> bool:
+    """Return whether a sharded parameter has no rows on this rank."""
+    return isinstance(param, UnevenDTensor) and not local_of(param).numel()
 
-    It occurs in state dicts only; files and the state of parameters with rows hold plain tensors.
+
+def hide_empty_gradients(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Set gradients of parameters without rows on this rank to None.
+
+    Returns:
+        The parameters and their gradients, for `restore_gradients`.
     """
+    hidden = [(p, p.grad) for p in params if has_no_rows(p) and p.grad is not None]
+    for param, _ in hidden:
+        param.grad = None
+    return hidden
 
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        """Return no write items: torch's distributed checkpoint writes nothing for this rank."""
-        del fqn, object
-        return []
 
-    @override
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return memo.setdefault(id(self), self.detach().clone().as_subclass(NonOwnedValue))
-
-    @override
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+def restore_gradients(hidden: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Set the gradients that `hide_empty_gradients` returned."""
+    for param, grad in hidden:
+        param.grad = grad
 
 
 def wrap_foreign_state(param: torch.Tensor, state: MutableMapping[str, Any]) -> None:
@@ -60,7 +61,7 @@ def wrap_foreign_state(param: torch.Tensor, state: MutableMapping[str, Any]) -> 
 
 def watch_state(optimizer: Optimizer) -> None:
     """Register hooks that make an optimizer's state dicts have the same entries on all ranks."""
-    optimizer.register_state_dict_post_hook(_with_state_of_empty_shards)
+    optimizer.register_state_dict_post_hook(_complete_state)
     optimizer.register_load_state_dict_post_hook(_convert_loaded_state)
     _convert_loaded_state(optimizer)
 
@@ -74,51 +75,19 @@ def _convert_loaded_state(optimizer: Optimizer) -> None:
         state, is_sharded = optimizer.state.get(param, {}), isinstance(param, UnevenDTensor)
         wrap_foreign_state(param, state)
         for name, value in state.items():
-            if isinstance(value, NonOwnedValue) and not has_no_rows(param):
-                state[name] = _plain(value)
-            elif is_sharded and type(value) is DTensor and value.shape == param.shape:
+            if is_sharded and type(value) is DTensor and value.shape == param.shape:
                 state[name] = torch.zeros_like(param, dtype=value.dtype, requires_grad=False)
                 state[name].copy_(value)
+        if finds_no_empty_gradients(type(optimizer)) and has_no_rows(param):
+            # No step would update it.
+            optimizer.state.pop(param, None)
 
 
-def _plain(value: torch.Tensor) -> torch.Tensor:
-    with plain_attributes():
-        return value.as_subclass(torch.Tensor)
-
-
-def has_no_rows(param: torch.Tensor) -> bool:
-    """Return whether a sharded parameter has no rows on this rank."""
-    return isinstance(param, UnevenDTensor) and not local_of(param).numel()
-
-
-def saved_by_other_ranks(optimizer: Optimizer) -> set[torch.Tensor]:
-    """Return the parameters whose state is saved by other ranks, which hold their rows.
-
-    The state of a parameter without elements is saved by ranks that hold rows of other parameters
-    of its group, or else of the optimizer: a rank that steps nothing has no valid step count.
-    """
-    groups = [group["params"] for group in optimizer.param_groups]
-    steps_nothing = _steps_nothing([param for group in groups for param in group])
-    found: set[torch.Tensor] = set()
-    for group in groups:
-        is_empty = not any(param.numel() for param in group)
-        is_idle = steps_nothing if is_empty else _steps_nothing(group)
-        found.update(p for p in group if has_no_rows(p) and (is_idle or p.numel()))
-    return found
-
-
-def _steps_nothing(params: Sequence[torch.Tensor]) -> bool:
-    """Return whether other ranks hold rows of these parameters and this rank holds none."""
-    sized = [param for param in params if param.numel()]
-    return bool(sized) and all(has_no_rows(param) for param in sized)
-
-
-def _with_state_of_empty_shards(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _complete_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict with the same entries on all ranks.
 
-    Parameters without rows on this rank get empty tensors, and the step count of another parameter
-    of their group, which a checkpoint does not write. A hook for
-    `Optimizer.register_state_dict_post_hook`; no communication.
+    An optimizer that finds no empty gradients has no state of parameters without rows on this rank.
+    They get empty tensors, and other values of another parameter. No communication.
 
     Args:
         optimizer: Optimizer of the state dict.
@@ -129,38 +98,23 @@ def _with_state_of_empty_shards(optimizer: Optimizer, state_dict: dict[str, Any]
     groups = [list(zip(packed["params"], group["params"], strict=True)) for packed, group in pairs]
     for key, param in itertools.chain(*groups):
         wrap_foreign_state(param, saved.get(key, {}))
-    if needs_all_ranks(type(optimizer)):
+    if not finds_no_empty_gradients(type(optimizer)):
         return {**state_dict, "state": saved}
-    elsewhere = saved_by_other_ranks(optimizer)
-    examples = [
-        next((saved[key] for key, param in group if key in saved and not has_no_rows(param)), {})
-        for group in groups
-    ]
     # In the order of parameters, so that all ranks gather them in the same order.
     states: dict[Any, Mapping[str, Any]] = {}
-    for group, own in zip(groups, examples, strict=True):
-        # If this rank has no rows of a group, use the names of another group's state.
-        example = own or next(filter(None, examples), {})
+    for group in groups:
+        # If this rank has no rows of a group, the state of another group.
+        example = next((saved[key] for key, _ in group if key in saved), None)
+        example = example or next(iter(saved.values()), {})
         for key, param in group:
-            state = saved.pop(key, {})
-            if has_no_rows(param):
-                state = _of_empty_shard(param, state, example, param in elsewhere)
-            if state:
-                states[key] = state
+            if key in saved:
+                states[key] = saved[key]
+            elif example and param.requires_grad and has_no_rows(param):
+                states[key] = {name: _empty(value, param) for name, value in example.items()}
     return {**state_dict, "state": {**states, **saved}}
 
 
-def _of_empty_shard(
-    param: torch.Tensor, mine: Mapping[str, Any], example: Mapping[str, Any], is_elsewhere: bool
-) -> dict[str, Any]:
-    names = mine.keys() or (example.keys() if param.requires_grad else ())
-    state: dict[str, Any] = {}
-    for name in names:
-        value = mine.get(name, example.get(name))
-        if isinstance(value, UnevenDTensor):
-            own = mine.get(name)
-            state[name] = torch.zeros_like(param, dtype=value.dtype) if own is None else own
-        elif isinstance(value, torch.Tensor):
-            copied = example.get(name, value).detach().clone()
-            state[name] = copied.as_subclass(NonOwnedValue) if is_elsewhere else copied
-    return state
+def _empty(value: Any, param: torch.Tensor) -> Any:
+    if isinstance(value, UnevenDTensor):
+        return torch.zeros_like(param, dtype=value.dtype, requires_grad=False)
+    return value.clone() if isinstance(value, torch.Tensor) else value

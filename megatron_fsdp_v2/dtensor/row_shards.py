@@ -28,14 +28,11 @@ class GroupInfo:
         owner: Returns the group, or None once it is deleted.
         before_grad_accumulation: Called before autograd accumulates a gradient into a sharded
             parameter from which a loss was computed directly.
-        empty_ranks: Mesh coordinates of the ranks that hold no row of any trained parameter of the
-            model.
     """
 
     label: Label = field(default_factory=Label)
     owner: Callable[[], object | None] = lambda: None
     before_grad_accumulation: Callable[[], None] = lambda: None
-    empty_ranks: frozenset[tuple[int, ...]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import GetSetDescriptorType
@@ -33,7 +32,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from megatron_fsdp_v2._compiler import break_graph
 from megatron_fsdp_v2.comm.calls import all_gather_single
 from megatron_fsdp_v2.comm.interface import naming_failures
-from megatron_fsdp_v2.dtensor.optimizer_kinds import all_ranks_caller
+from megatron_fsdp_v2.dtensor.optimizer_kinds import rejected, running_optimizer
 from megatron_fsdp_v2.dtensor.row_shards import Chunk, RowShards
 
 __all__ = [
@@ -141,12 +140,14 @@ class _BlockShard(Shard):
     def __hash__(self) -> int:
         # Torch hashes the placements of a plain DTensor before it computes with the DTensor.
         if self.rows is not None and not self.rows.is_even:
-            raise RuntimeError(
+            why = (
                 f"a plain DTensor has the placements of {self.rows.label or 'a sharded tensor'}, "
                 "and torch would compute as if every rank held equally many rows; make it with "
                 "torch.zeros_like(param) or param.detach().clone(), which keep the row ranges of "
                 "all ranks, and copy local rows into its to_local()"
             )
+            optimizer = running_optimizer()
+            raise RuntimeError(why) if optimizer is None else rejected(optimizer, why)
         return super().__hash__()
 
 
@@ -168,9 +169,6 @@ class ShardedRows(FastAttributes):
 
     Attributes:
         row_shards: Row ranges of every rank.
-        placeholder_grad: Empty gradient of a parameter without rows on this rank, whose `grad` is
-            set on other ranks. Functions of torch that reduce over gradients, and optimizers that
-            need all ranks, read it as `grad`. Setting `grad` removes it.
         main_grad_slot: Set on a `param.grad` that a reduction published: the flat main gradient,
             which this reference keeps allocated, and the index of the parameter in the group.
         decoupled_grad: Alias of `grad`, which may have another dtype than the parameter. Fused
@@ -179,7 +177,6 @@ class ShardedRows(FastAttributes):
     """
 
     row_shards: RowShards
-    placeholder_grad: torch.Tensor | None = None
     main_grad_slot: tuple[torch.Tensor, int] | None = None
     decoupled_grad: torch.Tensor | None
 
@@ -383,21 +380,12 @@ class ShardedRows(FastAttributes):
 
 def _read_grad(self: ShardedRows) -> torch.Tensor | None:
     grad: torch.Tensor | None = without_torch_function(raw_grad, None, (self,))
-    if grad is None:
-        empty = self.placeholder_grad
-        return empty if empty is not None and all_ranks_caller(sys._getframe(1)) else None
     # Autograd sums several gradients of losses of the sharded parameter into a DTensor.
     return rows_like(local_of(grad), self) if type(grad) is DTensor else grad
 
 
-def _write_grad(self: ShardedRows, value: torch.Tensor | None = None) -> None:
-    without_torch_function(set_raw_grad, None, (self, value))
-    if self.placeholder_grad is not None:
-        self.placeholder_grad = None
-
-
-_GRAD: Any = property(_read_grad, _write_grad, _write_grad)
-ShardedRows.grad = ShardedRows.decoupled_grad = _GRAD
+_BASE_GRAD: Any = vars(FastAttributes)["grad"]
+ShardedRows.grad = ShardedRows.decoupled_grad = _BASE_GRAD.getter(_read_grad)
 
 
 def saved_rows(cls: type[ShardedRows], rows: Any, is_param: bool, requires_grad: bool) -> Any:

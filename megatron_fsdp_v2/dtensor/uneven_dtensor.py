@@ -22,7 +22,7 @@ from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from megatron_fsdp_v2.dtensor.norms import ShardedNorm, check_mesh, local_norms, order_of, unscale
-from megatron_fsdp_v2.dtensor.optimizer_kinds import RejectedError, all_ranks_optimizer, rejected
+from megatron_fsdp_v2.dtensor.optimizer_kinds import RejectedError, rejected, running_optimizer
 from megatron_fsdp_v2.dtensor.sharded_rows import (
     COMPUTED,
     FastAttributes,
@@ -319,8 +319,8 @@ def on_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
 def _common_mesh(name: str, operands: Sequence[torch.Tensor]) -> DeviceMesh:
     """Return the mesh of the sharded operands; raise if the operands cannot be combined."""
     plain = [o for o in operands if not isinstance(o, DTensor | ShardedNorm)]
-    # In an optimizer that needs all ranks, plain tensors are equal on every rank.
-    if any(operand.ndim for operand in plain) and all_ranks_optimizer() is None:
+    # In the step of an optimizer, plain tensors are assumed to be equal on every rank.
+    if any(operand.ndim for operand in plain) and running_optimizer() is None:
         raise _mixed(name, operands, [tuple(operand.shape) for operand in plain])
     meshes = [operand.device_mesh for operand in operands if isinstance(operand, FastAttributes)]
     check_mesh(name, meshes)
@@ -454,7 +454,7 @@ def _run(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any
     try:
         return rule(func, args, kwargs or {})
     except Exception as error:
-        optimizer = None if isinstance(error, RejectedError) else all_ranks_optimizer()
+        optimizer = None if isinstance(error, RejectedError) else running_optimizer()
         if optimizer is None:
             raise
         raise rejected(optimizer, str(error) or type(error).__name__) from error
@@ -529,7 +529,7 @@ def _local_gradient(tensor: Any, root: torch.Tensor, grad: Any) -> torch.Tensor:
 
 
 def _grad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if all_ranks_optimizer() is not None and not any(o.requires_grad for o in _sequence(args[0])):
+    if running_optimizer() is not None and not any(o.requires_grad for o in _sequence(args[0])):
         raise RuntimeError("it differentiates gradients, which are sums over ranks without a graph")
     with torch._C.DisableTorchFunctionSubclass():
         grads = func(*args, **kwargs)
@@ -595,7 +595,7 @@ def _data_ptr(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
 
     Torch would return the offset of the local tensor, which its stagers take for memory.
     """
-    if all_ranks_optimizer() is not None:
+    if running_optimizer() is not None:
         # The optimizer may branch on the address, which differs between ranks.
         raise RuntimeError("it asks for the address of a tensor, which differs between ranks")
     return 0
@@ -657,10 +657,8 @@ def _norm(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not is_of_all or order < 1 or is_tracked(source):
         return on_whole(func, args, kwargs)
     (norm,) = local_norms([source], float(order))
-    if func is torch.linalg.vector_norm and all_ranks_optimizer() is None:
+    if func is torch.linalg.vector_norm and running_optimizer() is None:
         return norm
-    # All ranks hold the parameter, including those without a gradient.
-    norm.empty = frozenset()
     return replicated(norm.full_tensor(), source.device_mesh)
 
 
@@ -668,7 +666,7 @@ def _norms(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if len(args) > 2 or not kwargs.keys() <= {"ord"} or is_tracked(*args[0]):
         return on_whole(func, args, kwargs)
     order = order_of(args, kwargs)
-    if all_ranks_optimizer() is not None:
+    if running_optimizer() is not None:
         return [torch.linalg.vector_norm(tensor, order) for tensor in args[0]]
     is_ours = [type(tensor) is UnevenDTensor for tensor in args[0]]
     ours = iter(local_norms(list(itertools.compress(args[0], is_ours)), order))

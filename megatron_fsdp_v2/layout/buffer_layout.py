@@ -298,15 +298,6 @@ class BufferLayout:
             gaps.append((end, self.numel))
         return gaps
 
-    def empty_shards(self) -> set[int]:
-        """Return the slices that hold only padding."""
-        if not self.shard_numel:
-            return set(range(self.num_shards))
-        empty: set[int] = set()
-        for start, end in self.gaps():
-            empty.update(range(-(-start // self.shard_numel), end // self.shard_numel))
-        return empty
-
 
 def admissible_slice(items: Iterable[tuple[int, int]], at_least: int, line: int = 1) -> int:
     """Smallest slice size, not below `at_least`, that no single parameter rules out.

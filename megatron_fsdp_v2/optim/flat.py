@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import math
 import operator
 import weakref
 from collections import Counter, defaultdict
@@ -22,7 +23,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from megatron_fsdp_v2.dtensor.optimizer_kinds import ELEMENTWISE, NOT_ELEMENTWISE
 from megatron_fsdp_v2.dtensor.sharded_rows import raw_grad, rows_like, with_rows_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
 from megatron_fsdp_v2.memory.allocator import alias_of
@@ -30,6 +30,9 @@ from megatron_fsdp_v2.params.buffer import place_in
 from megatron_fsdp_v2.params.group import ParameterGroup
 
 __all__ = ["FlatOptimizer", "flat_optimizer", "step_flat"]
+
+_NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
+_ELEMENTWISE = frozenset[type[Optimizer]](getattr(torch.optim, name) for name in _NAMES.split())
 
 type _Groups = Sequence[Mapping[str, Any]]
 type _States = MutableMapping[Any, Any]
@@ -47,7 +50,6 @@ class FlatOptimizer(Optimizer):
     """
 
     flat_of: ClassVar[type[Optimizer]]
-    skips_empty_shards: ClassVar[bool] = True
 
     _plan: _Plan | None = None
 
@@ -287,9 +289,9 @@ def _group_of(param: torch.Tensor) -> ParameterGroup | None:
 def _candidates(
     group: ParameterGroup, numbers: Mapping[int, int], states: _States
 ) -> Iterator[_RunMember | None]:
-    """Yield parameters with rows on this rank in the order of the main weight.
+    """Yield parameters in the order of the main weight; None for one that no run can contain.
 
-    Yields None for a parameter that no run can contain.
+    Parameters without rows on this rank are at both ends, and so may be part of a run.
 
     Args:
         group: The group.
@@ -297,12 +299,11 @@ def _candidates(
         states: State by parameter.
     """
     span = group.main_weight.span
-    starts = [place_in(group.layout, span, index)[0] for index in range(len(group.names))]
-    for index in sorted(range(len(starts)), key=starts.__getitem__):
+    places = [place_in(group.layout, span, index) for index in range(len(group.names))]
+    ranges = [(start, start + math.prod(shape)) for start, shape in places]
+    for index in sorted(range(len(ranges)), key=ranges.__getitem__):
         param = group.sharded_params[index]
         local = local_of(param)
-        if not local.numel():
-            continue
         # User code may have assigned another local tensor, which the next forward syncs.
         is_own = id(param) in numbers and local is group.parameters.views[index]
         kinds = _kinds(param, states.get(param, {})) if is_own else None
@@ -312,7 +313,7 @@ def _candidates(
         with plain_attributes():
             has_grad = raw_grad(param) is not None
         run_key = numbers[id(param)], has_grad, kinds
-        yield _RunMember(param, local, index, starts[index], run_key)
+        yield _RunMember(param, local, index, ranges[index][0], run_key)
 
 
 class _Plan:
@@ -464,8 +465,8 @@ def flat_optimizer(kind: type[Optimizer], *, elementwise: bool = False) -> type[
     """Return a subclass of an optimizer class that steps a few flat tensors.
 
     Host work and kernel launches per step are those of about one tensor per unit instead of one per
-    parameter. Weights and state are bitwise identical. Parameters that `fully_shard` did not shard,
-    or without rows on this rank, are stepped individually.
+    parameter. Weights and state are bitwise identical. Parameters that `fully_shard` did not shard
+    are stepped individually.
 
         optimizer = flat_optimizer(torch.optim.AdamW)(model.parameters(), lr=1e-3)
 
@@ -549,13 +550,8 @@ def _check_is_elementwise(kind: type[Optimizer], *, is_asserted: bool) -> None:
     Raises:
         ValueError: The class is not elementwise, or neither known nor asserted to be.
     """
-    if any(base.__name__ in NOT_ELEMENTWISE for base in kind.__mro__):
-        raise ValueError(
-            f"{kind.__module__}.{kind.__name__} cannot step flat tensors: its update of an element "
-            "depends on other elements; give it the parameters as they are"
-        )
-    if kind not in ELEMENTWISE and not is_asserted:
-        known = ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
+    if kind not in _ELEMENTWISE and not is_asserted:
+        known = ", ".join(sorted(each.__name__ for each in _ELEMENTWISE))
         raise ValueError(
             f"{kind.__module__}.{kind.__name__} is not known to compute every element of a "
             "parameter from that element, its gradient and its state alone, as optimizers that "
@@ -571,4 +567,4 @@ def _spans_gaps(kind: type[Optimizer], group: Mapping[str, Any]) -> bool:
     zero.
     """
     eps = group.get("eps", 1.0)
-    return kind in ELEMENTWISE and isinstance(eps, float | int) and eps > 0
+    return kind in _ELEMENTWISE and isinstance(eps, float | int) and eps > 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,7 +34,6 @@ class MatrixStep(torch.optim.Optimizer):
         spreads_replicated: See `MatrixEngine`.
     """
 
-    skips_empty_shards: ClassVar[bool] = True
     joins_tensor_parallel: bool = True
     spreads_replicated: bool = True
 
@@ -125,7 +124,7 @@ class MatrixStep(torch.optim.Optimizer):
             if "momentum_buffer" not in self.state[param]:
                 self.state[param]["momentum_buffer"] = torch.zeros_like(param)
         updates = [rows_of(self.state[param]["momentum_buffer"]) for param in params]
-        # An empty tensor in the list of a multi-tensor kernel can corrupt its neighbors.
+        # The gradients of empty shards may be hidden (`hide_empty_gradients`).
         here = [index for index, update in enumerate(updates) if update.numel()]
         if not here:
             return updates

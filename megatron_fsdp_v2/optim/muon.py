@@ -172,10 +172,8 @@ class Muon(MatrixStep):
         """Subtract orthogonalized updates, in one operation per learning rate."""
         by_rate: dict[float, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for param, result in zip(params, results, strict=True):
-            # An empty tensor in the list of a multi-tensor kernel can corrupt its neighbors.
-            if result.numel():
-                rate = float(group["lr"]) * _adjustment(group["adjust_lr_fn"], *param.shape[-2:])
-                by_rate.setdefault(rate, []).append((param, result))
+            rate = float(group["lr"]) * _adjustment(group["adjust_lr_fn"], *param.shape[-2:])
+            by_rate.setdefault(rate, []).append((param, result))
         for rate, pairs in by_rate.items():
             add_to_rows([p for p, _ in pairs], [change for _, change in pairs], alpha=-rate)
 
@@ -183,23 +181,18 @@ class Muon(MatrixStep):
 
     def _step_adamw(self, group: dict[str, Any]) -> None:
         with plain_attributes():
-            trained = [param for param in group["params"] if param.requires_grad]
-            used = [p for p in trained if p.grad is not None or not rows_of(p).numel()]
+            used = [p for p in group["params"] if p.requires_grad and p.grad is not None]
         for param in used:
             state = self.state[param]
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32)
                 state["exp_avg"] = torch.zeros_like(param)
                 state["exp_avg_sq"] = torch.zeros_like(param)
-        states = [self.state[param] for param in used if rows_of(param).numel()]
-        for param in used:
-            if not rows_of(param).numel():
-                self.state[param]["step"] += 1
-        here = [param for param in used if rows_of(param).numel()]
+        states = [self.state[param] for param in used]
         means = [rows_of(state["exp_avg"]) for state in states]
         adamw(
-            [rows_of(param) for param in here],
-            [gradient_rows(param, mean.dtype) for param, mean in zip(here, means, strict=True)],
+            [rows_of(param) for param in used],
+            [gradient_rows(param, mean.dtype) for param, mean in zip(used, means, strict=True)],
             means,
             [rows_of(state["exp_avg_sq"]) for state in states],
             [],

@@ -16,9 +16,8 @@ Each of these buffers holds a span of slices, with one placement per axis of the
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -104,21 +103,6 @@ class ShardGrid:
                 count //= parts
                 first += axis.rank * count
         return Span(first, count)
-
-    def coordinates_of(self, slices: Collection[int]) -> set[tuple[int, ...]]:
-        """Return the mesh coordinates of the ranks whose main weight is one of these slices."""
-        axes = list(zip(self.axes, self.parts, self.strides, strict=True))
-        # Loops over slices, not ranks: few slices are empty, also with many ranks.
-        return {
-            coordinate
-            for number in slices
-            for coordinate in itertools.product(
-                *(
-                    (number // stride % parts,) if parts > 1 else range(axis.size)
-                    for axis, parts, stride in axes
-                )
-            )
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -478,6 +462,8 @@ class DataParallelBuffer:
 def place_in(layout: BufferLayout, span: Span, index: int) -> tuple[int, tuple[int, ...]]:
     """Return the position of a parameter's rows in a span: offset in elements, and shape.
 
+    Without rows in the span, it is the end of the span that is closer to the parameter.
+
     Args:
         layout: Layout of the whole flat tensor.
         span: Slices of the buffer.
@@ -486,4 +472,5 @@ def place_in(layout: BufferLayout, span: Span, index: int) -> tuple[int, tuple[i
     slot = layout.slots[index]
     start, end = layout.local_rows(index, span.first, span.count)
     offset = slot.offset + start * slot.row_numel - span.first * layout.shard_numel
-    return offset if end > start else 0, (end - start, *slot.shape[1:])
+    offset = min(max(offset, 0), span.count * layout.shard_numel)
+    return offset, (end - start, *slot.shape[1:])

@@ -136,9 +136,15 @@ class GroupGrads:
         self._main_span = context.grid.span(self._placements)
         places = [place_in(layout, self._main_span, index) for index in range(num_params)]
         self._places = [
-            (shape, torch.empty(shape, device="meta").stride(), offset) if 0 not in shape else None
-            for offset, shape in places
+            (shape, torch.empty(shape, device="meta").stride(), offset) for offset, shape in places
         ]
+        # With many ranks, most gradients are empty: they are not made again in every backward.
+        device = context.device if context.host is None else torch.device("cpu")
+        self._empty = {
+            index: torch.empty(shape, dtype=dtypes.main_grad, device=device)
+            for index, (_, shape) in enumerate(places)
+            if 0 in shape
+        }
         self._full_state = self._partial_state = GradState.ABSENT
         # Per parameter, whether a gradient arrived since the last reduction.
         self._filled = [False] * num_params
@@ -155,7 +161,6 @@ class GroupGrads:
         self._was_unset = False
         # Whether reductions may have changed gradients since users' hooks ran.
         self._is_new = self._is_certainly_new = False
-        self._empty: dict[int, UnevenDTensor] = {}
 
     def _gradient_buffer(
         self, kind: str, placements: Sequence[Placement], dtype: torch.dtype, copied_as: str
@@ -399,9 +404,6 @@ class GroupGrads:
         self._wait_for_last()
         if self.context.host is not None:
             self.context.comm.synchronize()
-        if not all(self._places):
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._hide_empty)
 
     def _wait_for_last(self) -> None:
         self._last_work.wait()
@@ -459,7 +461,7 @@ class GroupGrads:
         ):
             flat = self._new_main(is_overwritten=False)
             for place, grad in zip(self._places, grads, strict=True):
-                if place is not None and grad is not None:
+                if grad is not None:
                     flat.as_strided(*place).copy_(local_of(grad))
         self._held = flat
         return True
@@ -477,18 +479,12 @@ class GroupGrads:
         return flat
 
     def _is_published(self, index: int, grad: torch.Tensor | None, flat: torch.Tensor) -> bool:
-        """Return whether `grad` is the published view of this memory, or there are no rows."""
-        if self._places[index] is None:
-            return True
+        """Return whether `grad` is the published view of this memory."""
         slot = getattr(grad, "main_grad_slot", None)
         return slot is not None and slot[0] is flat and slot[1] == index
 
     def _publish(self, *, accumulated: bool) -> None:
-        """Set `param.grad` of every trained parameter with rows on this rank.
-
-        Without rows, `param.grad` stays None: an empty tensor in the list of a fused multi-tensor
-        optimizer can corrupt its neighbors. Collectives over gradients use
-        `ShardedRows.placeholder_grad` instead.
+        """Set `param.grad` of every trained parameter. Without rows on this rank, it is empty.
 
         Args:
             accumulated: Whether the reduction added to existing gradients.
@@ -501,42 +497,16 @@ class GroupGrads:
         flat = self._held
         assert flat is not None
         with plain_attributes():
-            for index, (param, place) in enumerate(zip(self._params, self._places, strict=True)):
-                if not raw_requires_grad(param):
-                    continue
-                grad = raw_grad(param)
-                if place is None:
-                    if grad is None:
-                        self._note_empty(index)
-                elif not self._is_published(index, grad, flat):
-                    # `data` is a view with its own version counter; see `alias_of`.
-                    made = self._dtensor(index, flat.as_strided(*place).data)
+            for index, param in enumerate(self._params):
+                is_trained = raw_requires_grad(param)
+                if is_trained and not self._is_published(index, raw_grad(param), flat):
+                    rows = self._empty.get(index)
+                    if rows is None:
+                        # `data` is a view with its own version counter; see `alias_of`.
+                        rows = flat.as_strided(*self._places[index]).data
+                    made = rows_like(rows, cast("UnevenDTensor", param))
                     made.main_grad_slot = (flat, index)
                     set_raw_grad(param, made)
-
-    def _dtensor(self, index: int, rows: torch.Tensor) -> UnevenDTensor:
-        return rows_like(rows, cast("UnevenDTensor", self._params[index]))
-
-    def _empty_grad(self, index: int) -> UnevenDTensor:
-        """Return the gradient without elements of a parameter without rows on this rank."""
-        if index not in self._empty:
-            context = self.context
-            device = context.device if context.host is None else torch.device("cpu")
-            _, shape = place_in(context.layout, self._main_span, index)
-            rows = torch.empty(shape, dtype=context.dtypes.main_grad, device=device)
-            self._empty[index] = self._dtensor(index, rows)
-        return self._empty[index]
-
-    def _note_empty(self, index: int) -> None:
-        """Set a placeholder gradient for collectives, for a parameter without rows."""
-        cast("UnevenDTensor", self._params[index]).placeholder_grad = self._empty_grad(index)
-
-    def _hide_empty(self) -> None:
-        """Replace empty gradients that autograd set (for a loss of parameters) by placeholders."""
-        for index, place in enumerate(self._places):
-            if place is None and self._params[index].grad is not None:
-                self._params[index].grad = None
-                self._note_empty(index)
 
     def param_grads(self) -> list[torch.Tensor | None]:
         """Return every `param.grad`."""
@@ -564,7 +534,7 @@ class GroupGrads:
         grads, flat = self.param_grads(), self._main()
         is_main, others = False, []
         for index, grad in enumerate(grads):
-            if grad is None or self._places[index] is None:
+            if grad is None:
                 continue
             if flat is not None and self._is_published(index, grad, flat):
                 is_main = True
@@ -581,8 +551,7 @@ class GroupGrads:
     def run_hooks(self, *, only_certain: bool) -> None:
         """Call users' post-accumulate hooks of parameters whose new gradient is final.
 
-        Hooks run on all ranks, since they may communicate: a parameter without rows has an empty
-        gradient while its hooks run.
+        Hooks run on all ranks, since they may communicate.
 
         Args:
             only_certain: Whether to skip gradients that existed before and to which this rank added
@@ -594,22 +563,9 @@ class GroupGrads:
             return
         with torch._C.DisableTorchFunctionSubclass():
             tables = list(map(raw_post_hooks, self._params))
-        for index, table in enumerate(tables):
-            param = self._params[index]
-            if not table or not param.requires_grad:
-                continue
-            if self._places[index] is not None:
-                if param.grad is not None:
-                    _run_hooks(param, table)
-                continue
-            shown = param.grad = self._empty_grad(index)
-            try:
+        for param, table in zip(self._params, tables, strict=True):
+            if table and param.requires_grad and param.grad is not None:
                 _run_hooks(param, table)
-            finally:
-                is_kept = param.grad is shown
-                param.grad = None
-                if is_kept:
-                    self._note_empty(index)
 
     # -- after a failed backward --------------------------------------------------------------
 

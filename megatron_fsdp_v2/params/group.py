@@ -119,8 +119,7 @@ class ParameterGroup:
         names: Parameter names relative to the unit.
         spec: Properties that all parameters share.
         mesh: The data-parallel mesh.
-        info: Information about the group for its sharded parameters; the root sets its empty ranks.
-        empty_ranks: Mesh coordinates of ranks that hold no row of this group.
+        info: Information about the group for its sharded parameters.
         layout: Positions of the parameters in the flat buffer.
         format: Writes model weights and binds them to modules.
         main_weight: Buffer that the optimizer steps.
@@ -169,7 +168,6 @@ class ParameterGroup:
         self.info = GroupInfo(
             self._label, owner, functools.partial(_before_grad_accumulation, owner)
         )
-        self.empty_ranks = grid.coordinates_of(layout.empty_shards())
         row_shards = [
             RowShards(layout.row_ranges(i), grid.strides, p.tensor, info=self.info, name=p.name)
             for i, p in enumerate(owned)

@@ -572,7 +572,7 @@ def _in_functional_call() -> bool:
 # -- attributes and hooks of users ------------------------------------------------------------
 
 _OWN_ATTRIBUTES = frozenset(
-    {"_is_param", "row_shards", "_local_tensor", "_spec", "_owner_slot", "placeholder_grad"}
+    {"_is_param", "row_shards", "_local_tensor", "_spec", "_owner_slot"}
     | {"main_grad", "grad_added_to_main_grad", "overwrite_main_grad", "get_main_grad"}
 )
 

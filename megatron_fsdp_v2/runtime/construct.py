@@ -494,16 +494,6 @@ def _join(roots: Sequence[nn.Module], context: Context, undo: ExitStack) -> None
         unit.fqn = "" if unit.is_root else ", ".join(names[unit])
         for number, group in enumerate(unit.groups):
             group.join(f"{unit.fqn or unit.class_name}/{number}", pool, context.observer)
-    # Ranks without any rows of the model skip a norm over all parameters.
-    by_mesh: dict[DeviceMesh, list[ParameterGroup]] = {}
-    for group in everyone:
-        if group.grads is not None:
-            by_mesh.setdefault(group.mesh, []).append(group)
-    for groups in by_mesh.values():
-        empty = frozenset.intersection(*(frozenset(group.empty_ranks) for group in groups))
-        for group in groups:
-            undo.callback(setattr, group.info, "empty_ranks", group.info.empty_ranks)
-            group.info.empty_ranks = empty
     context.set_units(units)
 
 

@@ -17,8 +17,18 @@ from torch.optim.optimizer import (
 )
 
 from megatron_fsdp_v2._compiler import uncompiled
-from megatron_fsdp_v2.dtensor.optimizer_kinds import needs_all_ranks, rejected
-from megatron_fsdp_v2.dtensor.optimizer_state import watch_state
+from megatron_fsdp_v2.dtensor.optimizer_kinds import (
+    begin_step,
+    end_step,
+    finds_no_empty_gradients,
+    is_known,
+    rejected,
+)
+from megatron_fsdp_v2.dtensor.optimizer_state import (
+    hide_empty_gradients,
+    restore_gradients,
+    watch_state,
+)
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 from megatron_fsdp_v2.params.gathered import gathered_name
 from megatron_fsdp_v2.params.parameters import find_owner_slot, num_stale
@@ -43,8 +53,9 @@ class _OptimizerFacts:
         has_sharded_state: Whether hooks on its state dict are registered.
         unchanged: During a step that only initializes state: the groups whose model weights are up
             to date.
-        generators: During a step that every rank must make: states of the random number generators
+        generators: During the step of an unknown optimizer: states of the random number generators
             before it.
+        hidden: Empty gradients that the optimizer does not find during its step.
     """
 
     cache_key: tuple[int, int, frozenset[int]] | None = None
@@ -53,6 +64,7 @@ class _OptimizerFacts:
     has_sharded_state: bool = False
     unchanged: Sequence[tuple[Context, ParameterGroup]] | None = None
     generators: Sequence[torch.Tensor] | None = None
+    hidden: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 
 
 class _OptimizerWatch:
@@ -77,13 +89,15 @@ class _OptimizerWatch:
         self._contexts[context] = None
         self._num_added += 1
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         watched = self._facts_of(optimizer)
         contexts = live(watched.contexts)
         watched.unchanged = watched.generators = None
-        # Not with a closure, which may draw random numbers, for example for dropout.
-        if contexts and len(args) < 2 and not kwargs and needs_all_ranks(type(optimizer)):
-            watched.generators = _generator_states()
+        if contexts and not is_known(type(optimizer)):
+            begin_step(optimizer)
+            # Not with a closure, which may draw random numbers, for example for dropout.
+            if len(args) < 2 and not kwargs:
+                watched.generators = _generator_states()
         for context in contexts:
             if context.is_capturing:
                 check_capture(context)
@@ -97,6 +111,33 @@ class _OptimizerWatch:
                 for group in context.groups()
                 if not group.is_stale(context.weight_version)
             ]
+        if contexts and finds_no_empty_gradients(type(optimizer)):
+            return self._hide_empty_gradients(optimizer, args, kwargs)
+        return None
+
+    def _hide_empty_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Hide empty gradients until the step ends.
+
+        Returns:
+            The arguments of the step, with a closure that hides the gradients of its backward.
+        """
+        watched = self._watched[optimizer]
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+
+        def hide() -> None:
+            groups = optimizer.param_groups
+            watched.hidden = hide_empty_gradients(p for group in groups for p in group["params"])
+
+        def call() -> Any:
+            restore_gradients(watched.hidden)
+            loss = closure()
+            hide()
+            return loss
+
+        hide()
+        if closure is None:
+            return args, kwargs
+        return (args[0], call, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
 
     def _facts_of(self, optimizer: Optimizer) -> _OptimizerFacts:
         """Return the facts about an optimizer; check its parameters if they changed."""
@@ -127,6 +168,9 @@ class _OptimizerWatch:
         del args, kwargs
         # Unknown if the step began before the first model was sharded.
         watched = self._watched.get(optimizer, _OptimizerFacts())
+        end_step(optimizer)
+        hidden, watched.hidden = watched.hidden, ()
+        restore_gradients(hidden)
         before, watched.generators = watched.generators, None
         if before is not None and not all(map(torch.equal, before, _generator_states())):
             raise rejected(

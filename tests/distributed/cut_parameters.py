@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp_v2 import UnitOptions, fully_shard
 from megatron_fsdp_v2.dtensor.row_shards import TensorShard
-from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
 from tests.distributed.wrapping import mesh_of
 
 
@@ -141,14 +140,14 @@ def sharded(
 
 
 def set_gradients(params: Sequence[nn.Parameter], grads: Sequence[torch.Tensor]) -> None:
-    """Set gradients from full tensors, or to None for frozen parameters and empty shards."""
+    """Set gradients from full tensors, or to None for frozen parameters."""
     for param, whole in zip(params, grads, strict=True):
         param.grad = None
         if not param.requires_grad:
             continue
         if not hasattr(param, "row_shards"):
             param.grad = whole.clone()
-        elif local_of(param).numel():
+        else:
             grad = torch.zeros_like(param)
             grad.copy_(whole)
             param.grad = grad

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import datetime
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.linalg import vector_norm
 
-from megatron_fsdp_v2.dtensor.optimizer_kinds import hide_empty_gradients
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     BF16,
@@ -290,33 +289,9 @@ def test_subset_without_rows_on_a_rank_is_clipped_to_the_unsharded_norm(
     whole_norm, item = _number(norm), norm.item()
     holds = part.weight.to_local().numel() > 0
     assert sum(of_all_ranks(holds)) == num_holders
-    assert holds == (part.weight.grad is not None)
     assert whole_norm == pytest.approx(expected.item(), rel=1e-6)
     assert item == whole_norm, "a partial norm would be logged"
     assert gradient_error(part, whole) < 1e-6
-
-
-class _ReadsGradients(torch.optim.Optimizer):
-    """An optimizer not known to be elementwise, so that every rank finds every gradient."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    def finds_all(self) -> bool:
-        return all(p.grad is not None for group in self.param_groups for p in group["params"])
-
-
-@on_ranks(2)
-def test_gradients_without_rows_can_be_hidden_from_every_caller() -> None:
-    model = wrap(nn.Linear(4, 1, bias=False))
-    model(torch.ones(2, 4)).sum().backward()
-    holds = model.weight.to_local().numel() > 0
-    optimizer = _ReadsGradients(model.parameters())
-    assert optimizer.finds_all()
-    with hide_empty_gradients():
-        assert optimizer.finds_all() == holds
-    assert optimizer.finds_all()
-    assert sorted(of_all_ranks(holds)) == [False, True]
 
 
 @on_ranks(4, timeout_s=20)
@@ -339,6 +314,59 @@ def test_ranks_without_rows_take_part_in_clipping_if_other_ranks_have_gradients(
     assert [*found, norm()] == [True, False, True, False, False]
 
 
+def _clip_by_hand(grads: Sequence[Any]) -> float:
+    total = sum(float(grad.pow(2).sum()) for grad in grads) ** 0.5
+    for grad in grads:
+        grad.mul_(1.0 / total)
+    return total
+
+
+def _clip_on_rows(grads: Sequence[Any]) -> float:
+    """Sum over the local rows, with an all-reduce of torch."""
+    rows = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
+    total = torch.stack([each.square().sum() for each in rows]).sum()
+    if rows[0] is not grads[0]:
+        dist.all_reduce(total)
+    torch._foreach_div_(rows, float(total.sqrt()))
+    return float(total)
+
+
+LOOPS: dict[str, Callable[[Sequence[Any]], Any]] = {
+    "norms": lambda grads: [whole(grad.norm()) for grad in grads],
+    "norms as numbers": lambda grads: [grad.norm().item() for grad in grads],
+    "vector_norm": lambda grads: [float(vector_norm(grad)) for grad in grads],
+    "vector_norm, inf": lambda grads: max(float(vector_norm(g, float("inf"))) for g in grads),
+    "norm of norms": lambda grads: vector_norm(torch.stack([g.norm() for g in grads])).item(),
+    "_foreach_norm": lambda grads: [whole(norm) for norm in torch._foreach_norm(grads)],
+    "norm of _foreach_norm": lambda g: torch.stack(torch._foreach_norm(g)).norm().item(),
+    "_foreach_norm, summed": lambda g: sum(n.item() ** 2 for n in torch._foreach_norm(g)),
+    "NaN": lambda grads: [bool(torch.isnan(grad).any()) for grad in grads],
+    "finite": lambda grads: all(bool(grad.isfinite().all()) for grad in grads),
+    "histograms": lambda grads: [whole(torch.histc(grad, 4, -9, 9)) for grad in grads],
+    "largest": lambda grads: max(grad.abs().max().item() for grad in grads),
+    "mean and deviation": lambda grads: [(g.mean().item(), float(g.std())) for g in grads],
+    "zeros": lambda grads: sum(int((grad == 0).sum()) for grad in grads),
+    "clip by hand": _clip_by_hand,
+    "clip local rows": _clip_on_rows,
+    "clamp": lambda grads: [grad.clamp_(-0.1, 0.1).sum().item() for grad in grads],
+    "get_total_norm": lambda grads: whole(nn.utils.get_total_norm(grads)),
+}
+"""Loops that users write over the gradients of a model."""
+
+
+@on_ranks(4, timeout_s=20, name=LOOPS)
+def test_loop_over_gradients_is_right_where_ranks_have_no_rows(name: str) -> None:
+    plain, model = _with_gradients()
+    found, expected = (
+        LOOPS[name]([p.grad for p in each.parameters() if p.grad is not None])
+        for each in (model, plain)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert gradient_error(model, plain) < 1e-6
+    held = of_all_ranks([param.to_local().numel() for param in model.parameters()])
+    assert any(map(any, held)) and not all(map(any, held))
+
+
 # Replicated gradients cannot overflow on one rank only.
 OVERFLOWS = [(s, where) for s in STRATEGIES for where in ("", "loss", "shard")]
 OVERFLOWS.remove(("no_shard", "shard"))
@@ -351,7 +379,7 @@ def test_an_overflow_on_one_rank_makes_all_ranks_skip_the_step(
 ) -> None:
     """Ranks that hold no row of the stepped parameters skip the step too."""
     plain, model = _with_gradients(strategy)
-    holders, rank = of_all_ranks(model.few.weight.grad is not None), dist.get_rank()
+    holders, rank = of_all_ranks(model.few.weight.to_local().numel() > 0), dist.get_rank()
     optimizers = []
     for either in (plain, model):
         either.zero_grad()
@@ -497,6 +525,40 @@ def test_other_optimizer_methods_find_the_gradients_that_step_finds() -> None:
     assert weight_error(sharded, plain) < EXACT
 
 
+@on_ranks(3, calls=[False, True])
+def test_optimizer_of_a_package_with_fused_kernels_finds_no_empty_gradients(calls: bool) -> None:
+    found = []
+
+    class Fused(optim.AdamW):
+        __module__ = "transformer_engine.pytorch.optimizers.fused_adam"
+
+        def _init_group(self, group: Any, *lists: Any) -> Any:
+            result = super()._init_group(group, *lists)
+            found.extend(param.to_local().numel() for param in lists[0])
+            return result
+
+    model = wrap(Stack())
+    params = list(model.parameters())
+    optimizer = type("Derived", (Fused,), {})(params)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = own_loss(model, 0)
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        closure()
+        optimizer.step(*[closure] * calls)
+    held = [param for param in params if param.to_local().numel()]
+    assert found == [param.to_local().numel() for param in held] * 2 and len(held) < len(params)
+    assert all(param.grad is not None for param in params)
+    state_dict = optimizer.state_dict()
+    assert list(state_dict["state"]) == list(range(len(params)))
+    optimizer.load_state_dict(state_dict)
+    assert list(optimizer.state) == held
+
+
 class _Random(_Optimizer):
     def _update(self, param: Any, state: Any, lr: float) -> None:
         param.sub_(torch.rand(param.shape), alpha=lr)
@@ -515,23 +577,3 @@ def test_optimizer_that_cannot_step_shards_is_rejected_by_name() -> None:
         own_loss(model, 0).backward()
         text = error_message(RuntimeError, optimizer.step)
         assert f"{kind.__name__} cannot step sharded parameters" in text and why in text, text
-
-
-@on_ranks(3)
-def test_elementwise_optimizers_find_no_gradient_without_rows() -> None:
-    found = []
-
-    class Spy(optim.AdamW):
-        skips_empty_shards = True
-
-        def _init_group(self, group: Any, *lists: Any) -> Any:
-            result = super()._init_group(group, *lists)
-            found.extend(param.to_local().numel() for param in lists[0])
-            return result
-
-    model = wrap(Stack())
-    optimizer = Spy(model.parameters())
-    own_loss(model, 0).backward()
-    optimizer.step()
-    assert found and all(found)
-    assert any(param.grad is None for param in model.parameters())

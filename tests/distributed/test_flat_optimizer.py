@@ -212,10 +212,10 @@ def test_aligned_parameter_group_is_stepped_as_one_tensor() -> None:
         with Operations() as seen:
             optimizer.step()
         names.append(seen.names)
-    # Two blocks and the root; parameters without rows on this rank are skipped.
+    # Two blocks and the root.
     num_runs, num_params = _num_flat(flat[1])
     assert num_runs == 3
-    assert num_params == sum(local_of(p).numel() > 0 for p in flat[0].parameters())
+    assert num_params == len(list(flat[0].parameters()))
     of_weights = [sum(name in ("sqrt", "addcdiv_") for name in found) for found in names]
     assert of_weights[1] == 2 * num_runs
     assert of_weights[0] > 2 * of_weights[1]
@@ -384,16 +384,10 @@ class _Own(optim.SGD):
 
 
 @on_ranks(2)
-def test_non_elementwise_optimizers_are_rejected_and_unknown_ones_need_an_assertion() -> None:
-    lamb: Any = type("LAMB", (optim.SGD,), {})
-    for kind in (optim.LBFGS, optim.Adafactor, optim.SparseAdam, Muon, lamb):
-        for elementwise in (False, True):
-            text = error_message(
-                ValueError,
-                lambda kind=kind, known=elementwise: flat_optimizer(kind, elementwise=known),
-            )
-            assert f"{kind.__name__} cannot step flat tensors" in text
-    assert "elementwise=True" in error_message(ValueError, lambda: flat_optimizer(_Own))
+def test_unknown_optimizers_need_an_assertion() -> None:
+    for kind in (optim.LBFGS, Muon, _Own):
+        text = error_message(ValueError, lambda kind=kind: flat_optimizer(kind))
+        assert f"{kind.__name__} is not known" in text and "elementwise=True" in text
     kind = flat_optimizer(_Own, elementwise=True)
     assert flat_optimizer(kind) is kind
     model = wrap(Stack(2, ALIGNED))

@@ -87,7 +87,7 @@ def distance_from_fp64(
     dtypes: set[str] = set()
     for number, grads in enumerate(run(model, optimizer, 1, STEPS), 1):
         for at, (grad, param) in enumerate(zip(grads, params, strict=True)):
-            if grad is None:
+            if not grad.numel():
                 continue
             dtypes |= {str(param.dtype), str(param.grad.dtype)}
             mean = BETAS[0] * moments[at][0] + (1 - BETAS[0]) * grad

@@ -292,18 +292,16 @@ class Run:
     def _presence(self, pairs: dict[str, tuple[Any, Any]]) -> tuple[list[int], list[int]]:
         """Return, per parameter, whether any rank has a gradient, and whether any lacks one."""
         held = [mine for mine, _ in pairs.values()]
-        has = [bool(mine.to_local().numel()) and mine.grad is not None for mine in held]
-        lacks = [bool(mine.to_local().numel()) and mine.grad is None for mine in held]
+        has = [mine.grad is not None for mine in held]
+        lacks = [mine.grad is None for mine in held]
         found = _on_some_rank(has + lacks)
         return found[: len(held)], found[len(held) :]
 
     def compare_states(self) -> None:
-        """Compare the optimizer states of parameters with local rows."""
+        """Compare the optimizer states."""
         pairs = self.pairs()
         found: dict[str, dict[str, tuple[Any, Any]]] = {}
         for name, (mine, full) in pairs.items():
-            if not mine.to_local().numel():
-                continue
             ours = self.optimizer.state.get(mine, {})
             theirs = self.plain_optimizer.state.get(full, {})
             if ours.keys() != theirs.keys():

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import Any, cast
-
 import pytest
 import torch
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy
-from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.layout.placement import AxisPlacements, Placement, resolve_placements
-from megatron_fsdp_v2.params.buffer import ShardGrid
 
 R, S, P = Placement.REPLICATE, Placement.SHARD, Placement.PARTIAL
 
@@ -53,17 +48,3 @@ def test_a_policy_takes_floating_dtypes_only() -> None:
     assert MixedPrecisionPolicy(param_dtype=torch.bfloat16).resolve(torch.int64).model_weight == (
         torch.int64
     )
-
-
-@pytest.mark.parametrize("sizes", [(1,), (5,), (3, 4), (2, 1), (1, 6), (4, 2)])
-@pytest.mark.parametrize("placements", itertools.product((R, S), repeat=2))
-def test_coordinates_of_slices_match_brute_force(
-    sizes: tuple[int, ...], placements: tuple[Placement, ...]
-) -> None:
-    axes = [Axis(cast("Any", None), size, 0) for size in sizes]
-    grid = ShardGrid.of(axes, placements[: len(sizes)])
-    every = list(itertools.product(*map(range, sizes)))
-    slice_of = {c: sum(i * s for i, s in zip(c, grid.strides, strict=True)) for c in every}
-    assert set(slice_of.values()) == set(range(grid.num_slices))
-    for slices in (set[int](), {0}, {grid.num_slices - 1}, set(range(0, grid.num_slices, 2))):
-        assert grid.coordinates_of(slices) == {c for c in every if slice_of[c] in slices}

@@ -121,8 +121,6 @@ class ShardedHybridOptimizer(torch.optim.Optimizer):
         uses_torch_on_device: Whether torch's Adam also steps the parameters on the device.
     """
 
-    skips_empty_shards = True
-
     _is_built = False
 
     def __init__(

@@ -8,7 +8,6 @@ elements whose first replica it owns, and one all-reduce sums over all ranks.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -22,8 +21,11 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
-from megatron_fsdp_v2.dtensor.optimizer_kinds import hide_empty_gradients, needs_all_ranks
-from megatron_fsdp_v2.dtensor.optimizer_state import wrap_foreign_state
+from megatron_fsdp_v2.dtensor.optimizer_state import (
+    hide_empty_gradients,
+    restore_gradients,
+    wrap_foreign_state,
+)
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
 from megatron_fsdp_v2.optim import step_flat
 from megatron_fsdp_v2_mcore.checkpoint.names import canonical_parameter_names
@@ -256,10 +258,13 @@ class ShardedChain(ChainedOptimizer):
         replicas = owner.model_chunks, owner.model_chunks[0].embedding_group
         if is_first:
             check_before_step(*replicas)
-        optimizers = [each.optimizer for each in self.chained_optimizers]
-        needs_all = any(needs_all_ranks(type(optimizer)) for optimizer in optimizers)
-        with contextlib.nullcontext() if needs_all else hide_empty_gradients():
+        params = (p for each in self.chained_optimizers for p in each.get_parameters())
+        # Megatron clips gradients with the multi-tensor kernels of Transformer Engine.
+        hidden = hide_empty_gradients(params)
+        try:
             result: tuple[bool, Any, Any] = super().step()
+        finally:
+            restore_gradients(hidden)
         if is_first:
             note_after_step(*replicas)
         return result

@@ -40,8 +40,6 @@ class ShardedLion(Lion):
     parameter, including parameters without rows on the rank.
     """
 
-    skips_empty_shards = True
-
     @torch.no_grad()
     @override
     def step(self, closure: Callable[[], float] | None = None) -> None:

@@ -11,6 +11,7 @@ between these and DTensors, so no backward needs a collective.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
@@ -42,6 +43,7 @@ __all__ = [
     "ShardedRows",
     "add_to_rows",
     "is_tracked",
+    "keeps_rows",
     "linear",
     "local_of",
     "local_part",
@@ -538,6 +540,33 @@ def sharded_axes(tensor: DTensor) -> list[int]:
     """Return the mesh axes along which a DTensor is not replicated."""
     placements = enumerate(tensor._spec.placements)
     return [axis for axis, placement in placements if not placement.is_replicate()]
+
+
+_KEEP_ROWS = (
+    "absolute bfloat16 bool byte char contiguous cpu cuda divide double empty_like fill float "
+    "full_like half int long masked_fill multiply negative ones_like rsub short subtract to "
+    "true_divide type type_as where zero zeros_like"
+)
+"""Names of elementwise functions that torch does not tag as pointwise."""
+
+
+@functools.cache
+def keeps_rows(name: str) -> bool:
+    """Return whether a function computes every element from elements at the same index."""
+    base = name.strip("_")
+    if name.startswith("__r") and not hasattr(torch.ops.aten, base):
+        base = base[1:]  # as in 1 / tensor
+    if base in _KEEP_ROWS.split():
+        return True
+    packet: Any = getattr(torch.ops.aten, base, None)
+    overloads = [getattr(packet, each) for each in getattr(packet, "overloads", list)()]
+    tags = [
+        each.tags
+        for each in overloads
+        if isinstance(each._schema.arguments[0].type, torch.TensorType)
+        and not any(argument.is_out for argument in each._schema.arguments)
+    ]
+    return base != "equal" and bool(tags) and all(torch.Tag.pointwise in each for each in tags)
 
 
 # -- autograd --------------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ class GroupGrads:
         # Whether every `param.grad` was None before the first reduction of this backward.
         self._was_unset = False
         # Whether reductions may have changed gradients since users' hooks ran.
-        self._is_new = self._is_certainly_new = False
+        self._may_be_new = self._is_new = False
 
     def _gradient_buffer(
         self, kind: str, placements: Sequence[Placement], dtype: torch.dtype, copied_as: str
@@ -492,8 +492,8 @@ class GroupGrads:
         # A backward may reduce several times; a gradient is unused if no reduction had one.
         self.is_written = True
         self._was_unset |= not accumulated
-        self._is_new = True
-        self._is_certainly_new |= self.has_contributed or not accumulated
+        self._may_be_new = True
+        self._is_new |= self.has_contributed or not accumulated
         flat = self._held
         assert flat is not None
         with plain_attributes():
@@ -544,7 +544,7 @@ class GroupGrads:
 
     def drop(self) -> None:
         """Set every `param.grad` to None, as before a backward in which no rank had a gradient."""
-        self._is_new = self._is_certainly_new = False
+        self._may_be_new = self._is_new = False
         for param in self._params:
             param.grad = None
 
@@ -557,8 +557,8 @@ class GroupGrads:
             only_certain: Whether to skip gradients that existed before and to which this rank added
                 nothing. Another rank may have added to them.
         """
-        is_new = self._is_certainly_new if only_certain else self._is_new
-        self._is_new = self._is_certainly_new = False
+        is_new = self._is_new if only_certain else self._may_be_new
+        self._may_be_new = self._is_new = False
         if not is_new:
             return
         with torch._C.DisableTorchFunctionSubclass():
@@ -578,7 +578,7 @@ class GroupGrads:
         Args:
             before: Result of `param_grads()` before the last reduction of the backward.
         """
-        self._is_new = self._is_certainly_new = False
+        self._may_be_new = self._is_new = False
         flat = self._main()
         if flat is None:
             return

@@ -139,7 +139,8 @@ class GroupGrads:
             (shape, torch.empty(shape, device="meta").stride(), offset) for offset, shape in places
         ]
         # With many ranks, most gradients are empty: they are not made again in every backward.
-        device = context.device if context.host is None else torch.device("cpu")
+        is_in_host_memory = context.host is not None and context.device.type != "meta"
+        device = torch.device("cpu") if is_in_host_memory else context.device
         self._empty = {
             index: torch.empty(shape, dtype=dtypes.main_grad, device=device)
             for index, (_, shape) in enumerate(places)

@@ -151,7 +151,8 @@ class Manifest:
                 for name, file in content["files"].items()
             }
             entries = None
-            if "entries" in content:
+            # Either key alone is damage: an early version has neither.
+            if "entries" in content or "crc32" in content:
                 if zlib.crc32(raw.rpartition(_CHECKSUM)[0]) != content["crc32"]:
                     raise ValueError("its checksum is not that of the save")
                 entries = _entries(content["entries"], files)

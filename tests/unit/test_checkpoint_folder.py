@@ -108,7 +108,7 @@ def test_index_and_metadata_have_the_same_entries(tmp_path: Path, is_nested: boo
         save(tmp_path / "c", nn.Linear(4, 3), extra=state)
     with_index = CheckpointFolder(tmp_path / "c")
     content = json.loads((tmp_path / "c" / MANIFEST).read_bytes())
-    del content["entries"]
+    del content["entries"], content["crc32"]
     (tmp_path / "c" / MANIFEST).write_text(json.dumps(content))
     without = CheckpointFolder(tmp_path / "c")
     assert without.entries == with_index.entries

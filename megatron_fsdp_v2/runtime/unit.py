@@ -102,10 +102,8 @@ class Unit:
         self.groups = list(groups)
         self.tied_groups = list(tied_groups)
         self.held_groups = [*self.groups, *self.tied_groups]
-        self.reduced_with = [weakref.ref(self)]
-        for group in self.tied_groups:
-            if (owner := unit_owning(group)) is not None:
-                self.reduced_with.append(weakref.ref(owner))
+        owners = [unit for unit in map(unit_owning, self.tied_groups) if unit is not None]
+        self.reduced_with = [weakref.ref(unit) for unit in (self, *owners)]
         self.policy = policy
         self.root_options = dict(root_options)
         self.settings = UnitSettings(reshard_after_forward)

@@ -32,9 +32,9 @@ from megatron_fsdp_v2.checkpoint.manifest import (
     INCOMPLETE,
     MANIFEST,
     METADATA,
-    Chunk,
     Entry,
     Manifest,
+    StoredChunk,
     file_inside,
     length_of,
 )
@@ -77,7 +77,7 @@ class CheckpointFolder:
             self._directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
             if not isinstance(error, FileNotFoundError) or find_folder(Path(path)) is None:
-                # Raises a specific error, unless a concurrent save has just restored the folder.
+                # `_check_complete` raises, unless a concurrent save just restored the folder.
                 _check_complete(self.path)
             raise ReplacedError(f"{self.path} is being replaced") from error
         weakref.finalize(self, _close, self._directory, self._files)
@@ -120,7 +120,7 @@ class CheckpointFolder:
             raise CheckpointError(f"{self.path} is incomplete: it does not hold {key}")
         return load_object(self.read_item(key, entry.chunks[0]), f"{key} in {self.path}")
 
-    def read_item(self, key: str, chunk: Chunk) -> bytes:
+    def read_item(self, key: str, chunk: StoredChunk) -> bytes:
         """Read the bytes of a stored item, as `torch.save` wrote them, and compare the checksum.
 
         Args:
@@ -177,7 +177,7 @@ class CheckpointFolder:
                 of earlier blocks are filled.
         """
         counts = [0] * len(wanted)
-        items: dict[Chunk, tuple[str, list[_Copy]]] = {}
+        items: dict[StoredChunk, tuple[str, list[_Copy]]] = {}
         for number, block in enumerate(wanted):
             for chunk in self._saved(block.key).near(block):
                 copy = _overlap(block, chunk)
@@ -248,7 +248,7 @@ class CheckpointFolder:
                 return
         raise ReplacedError(f"{self.path} was replaced by another save while it was read")
 
-    def _read_chunk(self, key: str, chunk: Chunk) -> torch.Tensor:
+    def _read_chunk(self, key: str, chunk: StoredChunk) -> torch.Tensor:
         """Read and verify one stored chunk."""
         stored = load_object(self.read_item(key, chunk), f"{key} in {self.path}")
         is_plain = type(stored) in (torch.Tensor, nn.Parameter) and not stored.is_meta
@@ -351,7 +351,7 @@ _Copy = tuple[tuple[slice, ...], torch.Tensor]
 """A part of a stored chunk, and the part of a request's target that it fills."""
 
 
-def _overlap(block: ReadRequest, chunk: Chunk) -> _Copy | None:
+def _overlap(block: ReadRequest, chunk: StoredChunk) -> _Copy | None:
     """Intersect a block and a chunk; None if they do not overlap."""
     stored, inside = [], []
     for wanted, length, first, size in zip(
@@ -373,11 +373,11 @@ class _Chunks:
         self._depth = 0
         while self._depth < len(entry.shape) and all(c.sizes[self._depth] == 1 for c in self._all):
             self._depth += 1
-        self._by_front: dict[tuple[int, ...], list[Chunk]] = {}
+        self._by_front: dict[tuple[int, ...], list[StoredChunk]] = {}
         for chunk in entry.chunks:
             self._by_front.setdefault(chunk.offsets[: self._depth], []).append(chunk)
 
-    def near(self, block: ReadRequest) -> Sequence[Chunk]:
+    def near(self, block: ReadRequest) -> Sequence[StoredChunk]:
         """Return the chunks that may overlap a block."""
         depth = self._depth
         if any(length != 1 for length in block.target.shape[:depth]):
@@ -419,7 +419,7 @@ def _is_tiled(entry: Entry) -> bool:
     if len(dims) > _MAX_DIMS:
         return False
     corners: Counter[tuple[int, ...]] = Counter()
-    whole = Chunk((0,) * len(shape), shape, "", 0, 0)
+    whole = StoredChunk((0,) * len(shape), shape, "", 0, 0)
     for box, sign in ((whole, -1), *((box, 1) for box in boxes)):
         for sides in itertools.product((0, 1), repeat=len(dims)):
             corner = (box.offsets[d] + at * box.sizes[d] for d, at in zip(dims, sides, strict=True))

@@ -31,9 +31,9 @@ from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.manifest import (
     METADATA,
-    Chunk,
     Entry,
     Manifest,
+    StoredChunk,
     check_file_name,
     check_name,
     check_path,
@@ -134,7 +134,7 @@ def _entries(metadata: Any) -> dict[str, Entry]:
         check_name(name)
         path = check_path(paths.get(name)) if type(paths) is dict else None
         if type(entry).__name__ == _NAMES[BytesStorageMetadata]:
-            chunks = [Chunk((), (), *places[name, None])] if (name, None) in places else []
+            chunks = [StoredChunk((), (), *places[name, None])] if (name, None) in places else []
             found[name] = Entry(None, (), chunks, path)
             continue
         tensor = _fields(entry, TensorStorageMetadata)
@@ -145,7 +145,7 @@ def _entries(metadata: Any) -> dict[str, Entry]:
             offsets = _size(box["offsets"])
             if (name, offsets) not in places:
                 raise ValueError(f"{name} has a chunk at {offsets} that is in no file")
-            chunks.append(Chunk(offsets, _size(box["sizes"]), *places[name, offsets]))
+            chunks.append(StoredChunk(offsets, _size(box["sizes"]), *places[name, offsets]))
         dtype_name = dtype.__name__.removeprefix("torch.")
         found[name] = Entry.tensor(dtype_name, _size(tensor["size"]), chunks, path)
     return found
@@ -261,6 +261,7 @@ def _unsafe_names(source: bytes | Path) -> str:
     try:
         names = get_unsafe_globals_in_checkpoint(_opened(source))
     except Exception:
+        # The names only add to an error that the caller raises.
         return ""
     return f"it refers to {listed(sorted(names), _SHOWN)}, which is not allowed" if names else ""
 

@@ -328,7 +328,7 @@ def _compare_model(folder: CheckpointFolder, model: nn.Module) -> Comparison:
 
 
 def _problem(key: str, value: Any, entry: Entry) -> str | None:
-    """Why an entry of a checkpoint cannot fill one of the model; None if it can."""
+    """Return the reason why an entry cannot fill one of the model; None if it can."""
     if entry.dtype is None:
         return f"{key} is not a tensor there" if isinstance(value, torch.Tensor) else None
     if not isinstance(value, torch.Tensor):

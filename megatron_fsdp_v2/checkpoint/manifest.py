@@ -26,9 +26,9 @@ __all__ = [
     "INCOMPLETE",
     "MANIFEST",
     "METADATA",
-    "Chunk",
     "Entry",
     "Manifest",
+    "StoredChunk",
     "check_file_name",
     "check_name",
     "check_path",
@@ -53,7 +53,7 @@ Items = Mapping[int, tuple[int, int]]
 """Blocks of tensors, and objects, in a file: length in bytes and CRC-32 by offset."""
 
 
-class Chunk(NamedTuple):
+class StoredChunk(NamedTuple):
     """A stored block of a tensor, or an object.
 
     Attributes:
@@ -84,12 +84,16 @@ class Entry:
 
     dtype: torch.dtype | None
     shape: tuple[int, ...]
-    chunks: Sequence[Chunk]
+    chunks: Sequence[StoredChunk]
     path: tuple[str | int, ...] | None = None
 
     @classmethod
     def tensor(
-        cls, dtype: Any, shape: Any, chunks: Sequence[Chunk], path: tuple[str | int, ...] | None
+        cls,
+        dtype: Any,
+        shape: Any,
+        chunks: Sequence[StoredChunk],
+        path: tuple[str | int, ...] | None,
     ) -> Entry:
         """Make the entry of a tensor from what a file says.
 
@@ -234,9 +238,11 @@ def _entries(index: Any, files: Mapping[str, Items]) -> dict[str, Entry]:
     """
     names, found = list(files), {}
 
-    def chunk(file: int, start: int, *box: int) -> Chunk:
+    def chunk(file: int, start: int, *box: int) -> StoredChunk:
         name, half = names[integer(file)], len(box) // 2
-        return Chunk(integers(box[:half]), integers(box[half:]), name, start, files[name][start][0])
+        return StoredChunk(
+            integers(box[:half]), integers(box[half:]), name, start, files[name][start][0]
+        )
 
     for name, entry in index.items():
         path = check_path(entry.get("path"))

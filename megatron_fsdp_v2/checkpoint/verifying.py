@@ -9,7 +9,7 @@ from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotFoundError
 from megatron_fsdp_v2.checkpoint.exporting import CheckpointKind, find_kind
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.foreign import damaged_records, load_object
-from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, METADATA, Chunk
+from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, METADATA, StoredChunk
 from megatron_fsdp_v2.checkpoint.plain_files import open_safetensors
 
 __all__ = ["Report", "verify"]
@@ -96,7 +96,7 @@ def _verify_pt(path: Path, report: Report) -> None:
 
 
 def _verify_folder(folder: CheckpointFolder, report: Report) -> None:
-    items: dict[str, dict[int, tuple[str, Chunk]]] = {}
+    items: dict[str, dict[int, tuple[str, StoredChunk]]] = {}
     for key, entry in folder.entries.items():
         report.problems.extend(folder.storage_problems(key))
         for chunk in entry.chunks:
@@ -105,7 +105,7 @@ def _verify_folder(folder: CheckpointFolder, report: Report) -> None:
     files = folder.manifest.files if folder.manifest is not None else {}
     # It is only written for torch, and no entry.
     for start, (length, _) in files.get(METADATA, {}).items():
-        items[METADATA] = {start: ("metadata", Chunk((), (), METADATA, start, length))}
+        items[METADATA] = {start: ("metadata", StoredChunk((), (), METADATA, start, length))}
     names = sorted(files.keys() | items.keys())
     report.num_files = len(names)
     num_without = 0
@@ -139,7 +139,9 @@ def _verify_folder(folder: CheckpointFolder, report: Report) -> None:
         report.notes.append(f"not in the manifest, and not looked at: {', '.join(others)}")
 
 
-def _compare(folder: CheckpointFolder, where: str, key: str, chunk: Chunk, report: Report) -> bool:
+def _compare(
+    folder: CheckpointFolder, where: str, key: str, chunk: StoredChunk, report: Report
+) -> bool:
     """Compare an item with its checksums; returns whether there are any."""
     problems: list[str] | None = []
     try:

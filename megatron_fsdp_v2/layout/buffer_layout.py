@@ -1,4 +1,4 @@
-"""Layout of a flat buffer: which elements of which parameter are on which shard.
+"""Layout of a flat buffer: the elements of each parameter on each shard.
 
 The parameters of a group are laid out one after the other in one flat buffer of `num_shards` equal
 slices. Each parameter is contiguous, so after an all-gather it is a view of the gathered buffer. A

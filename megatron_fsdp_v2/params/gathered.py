@@ -39,7 +39,7 @@ class FusedGradient:
     def get_main_grad(self) -> torch.Tensor:
         """Return the full gradient of this parameter, a view of the flat buffer, of `self.shape`.
 
-        Allocates the buffer if it has no memory, which may wait for earlier reductions.
+        Allocates the buffer if it has no memory, after waiting for its earlier reduction.
 
         Raises:
             AttributeError: Outside a backward, or for a frozen parameter.

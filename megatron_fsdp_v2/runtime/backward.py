@@ -275,7 +275,7 @@ class Backward:
         """Reduce all units of other roots, before this root communicates in their backward.
 
         Ranks that run different units may have reduced different numbers of them so far. A backward
-        that may go on reduces all its units once more. Not needed among roots that reduce in turn.
+        that may go on reduces all its units once more. Roots that reduce in turn are left out.
         Collective.
 
         Args:
@@ -332,7 +332,7 @@ class Backward:
                     has_outer = synchronize and any(grads.has_outer_axis for grads in due)
                     along_all = has_outer and not context.ranks_may_differ
                     compare_unit(context, unit, "reduce", along_all=along_all)
-                # Those issued are known also if one of them fails.
+                # A repair needs the reductions that were issued before one that fails.
                 issued: list[GroupGrads] = []
                 self._inner.append((issued, synchronize))
                 for grads in due:

@@ -48,7 +48,6 @@ class _OptimizerFacts:
 
     Attributes:
         cache_key: State that the facts depend on; they are computed again when it changes.
-        held: `id()`s of all parameters that the optimizer holds.
         contexts: Contexts whose parameters it holds, in the order of sharding.
         has_sharded_state: Whether hooks on its state dict are registered.
         unchanged: During a step that only initializes state: the groups whose model weights are up
@@ -59,7 +58,6 @@ class _OptimizerFacts:
     """
 
     cache_key: tuple[int, int, frozenset[int]] | None = None
-    held: frozenset[int] = frozenset()
     contexts: Sequence[weakref.ref[Context]] = ()
     has_sharded_state: bool = False
     unchanged: Sequence[tuple[Context, ParameterGroup]] | None = None
@@ -73,11 +71,11 @@ class _OptimizerWatch:
     Fused and foreach steps advance no version counter, so steps are observed by torch's hooks for
     all optimizers, which are registered when the first model is sharded. Steps of optimizers
     without parameters of a context must not count for that context: they may run on some ranks
-    only, and a step may lead to a collective.
+    only, and stale weights are refreshed by a collective.
     """
 
     def __init__(self) -> None:
-        # In the order of sharding, which is the same on all ranks: gathers follow it.
+        # In the order of sharding, which is the same on all ranks.
         self._contexts: WeakKeyDictionary[Context, None] = WeakKeyDictionary()
         self._num_added = 0
         self._watched: WeakKeyDictionary[Optimizer, _OptimizerFacts] = WeakKeyDictionary()
@@ -156,7 +154,7 @@ class _OptimizerWatch:
         if is_sharded and has_state and not watched.has_sharded_state:
             watch_state(optimizer)
             watched.has_sharded_state = True
-        watched.held, watched.cache_key = held, cache_key
+        watched.cache_key = cache_key
         watched.contexts = [
             weakref.ref(context)
             for context in self._contexts
@@ -199,8 +197,9 @@ def _initializes_state(optimizer: Optimizer, contexts: Sequence[Context]) -> boo
     """Return whether the step that begins only initializes optimizer state.
 
     `torch.distributed.checkpoint.state_dict` initializes the state of an optimizer by a step with a
-    learning rate of 0 and zeros as gradients. A rank without rows has no state even after real
-    steps, so it may make this step alone; the collectives after a step of weights must not follow.
+    learning rate of 0 and zeros as gradients. A rank may make this step alone, since an optimizer
+    that finds no empty gradients has no state on a rank without rows. Weights that were stale on
+    that rank only would be refreshed, in a collective, on that rank only.
 
     Args:
         optimizer: The optimizer that is about to step.

@@ -1,4 +1,4 @@
-"""State of a unit: its phase, what a user sets, and its forward under way."""
+"""State of a unit: its phase, the settings of a user, and its forward under way."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LEGAL_MOVES = {
 
 @dataclass(slots=True)
 class UnitSettings:
-    """What a user sets for a unit between passes.
+    """Options of a unit that a user sets between passes.
 
     Attributes:
         reshard_after_forward: Whether to reshard between forward and backward.

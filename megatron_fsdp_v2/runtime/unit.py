@@ -71,7 +71,7 @@ class Unit:
         reduced_with: References to this unit and to the owners of its tied groups.
         policy: Dtypes of inputs and outputs.
         root_options: Root options passed to this unit; all others come from the root.
-        settings: What a user sets between passes.
+        settings: Options that a user sets between passes.
         phase: Current phase.
         is_root: Whether its module is the outermost one.
         running: Its forward under way.
@@ -194,7 +194,7 @@ class Unit:
 
         A recomputation repeats a forward of the pass whose backward is under way, and uses the
         weights of that forward. Any other forward inside a backward, such as one in a tensor hook,
-        is a pass of its own: it refreshes stale weights.
+        is a pass of its own; `Context.refreshes` tells whether that pass refreshes stale weights.
         """
         context = self.context
         if not context.belongs_to_backward:

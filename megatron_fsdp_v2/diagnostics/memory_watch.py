@@ -216,7 +216,7 @@ class MemoryWatch(TorchDispatchMode):
                 self._book_buffer(buffer)
             case BufferReleasing(buffer) if buffer in self._accounts:
                 self.ledger.remove(self._accounts[buffer], buffer.tensor.nbytes)
-                if buffer.pool_memory is not None:
+                if buffer.backing.block is not None:
                     self.ledger.add(_IDLE, buffer.tensor.nbytes)
             case MainGradientAllocated(buffer, flat) if buffer in self._accounts:
                 # The main gradient is the output of the latest operation.
@@ -250,8 +250,8 @@ class MemoryWatch(TorchDispatchMode):
         """Book a temporary buffer that acquired memory."""
         # Memory that was freed for the buffer must not be counted together with it.
         self._settle()
-        if buffer.pool_memory is not None:
-            self._book_block(buffer.pool_memory)
+        if buffer.backing.block is not None:
+            self._book_block(buffer.backing.block)
             self.ledger.remove(_IDLE, buffer.tensor.nbytes)
         self.ledger.add(self._accounts[buffer], buffer.tensor.nbytes)
         # The storage of a buffer may change with every allocation.

@@ -10,8 +10,9 @@ import torch
 
 __all__ = [
     "Allocator",
+    "Arena",
     "BufferUse",
-    "OwnMemory",
+    "Memory",
     "TemporaryBuffer",
     "alias_of",
     "set_data",
@@ -30,7 +31,7 @@ class BufferUse(enum.Enum):
     """A copy in the communication dtype."""
 
 
-class OwnMemory:
+class Memory:
     """A storage that is resized to 0 bytes and back; empty before its first use.
 
     On a GPU, the caching allocator serves the resizes from the free lists of the current stream; on
@@ -39,19 +40,42 @@ class OwnMemory:
 
     Attributes:
         storage: The storage, always the same object.
+        nbytes: Size of the storage while it is in use.
+        block: The pool's block that contains it; None for separate memory.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.storage = torch.empty(0, dtype=dtype, device=device).untyped_storage()
-        self._nbytes = numel * dtype.itemsize
+    block: torch.Tensor | None = None
+
+    def __init__(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        self.storage = storage
+        self.nbytes = nbytes
 
     def take(self) -> None:
-        """Allocate memory."""
-        self.storage.resize_(self._nbytes)
+        """Allocate the memory."""
+        self.storage.resize_(self.nbytes)
 
     def drop(self) -> None:
         """Free the memory."""
         self.storage.resize_(0)
+
+
+class Arena:
+    """Selects the memory of temporary buffers. This base class uses the buffers' own memory."""
+
+    def acquire(self, buffer: TemporaryBuffer) -> None:
+        """Allocate the memory of a buffer."""
+        buffer.backing.take()
+
+    def release(self, buffer: TemporaryBuffer) -> None:
+        """Free the memory of a buffer."""
+        buffer.backing.drop()
+
+    def check_not_displaced(self, buffer: TemporaryBuffer) -> None:
+        """Check that saved views of a buffer refer to its memory.
+
+        Raises:
+            RuntimeError: Another buffer occupies the memory that saved views refer to.
+        """
 
 
 class TemporaryBuffer:
@@ -63,7 +87,12 @@ class TemporaryBuffer:
     Attributes:
         name: Name for reports, such as `layers.3/0/model_weight`.
         use: Use of the buffer.
+        arena: Selects the buffer's memory.
+        key: Index of the buffer in a traced arena.
         own: The buffer's own memory.
+        backing: Memory of `tensor`: `own`, or memory of a pool.
+        displaced_from: Memory that saved views refer to, while another buffer uses it. Values must
+            be moved to that memory before they are used. None: `backing`.
         tensor: The flat tensor.
         tracked_aliases: Weak references to its views, which move with it to other memory.
     """
@@ -73,8 +102,12 @@ class TemporaryBuffer:
     ) -> None:
         self.name = name
         self.use = use
-        self.own = OwnMemory(numel, dtype, device)
-        self.tensor = view_of(self.own.storage, dtype, 0, (numel,))
+        self.arena = Arena()
+        self.key = 0
+        storage = torch.empty(0, dtype=dtype, device=device).untyped_storage()
+        self.own = self.backing = Memory(storage, numel * dtype.itemsize)
+        self.displaced_from: Memory | None = None
+        self.tensor = view_of(storage, dtype, 0, (numel,))
         self.tracked_aliases: list[weakref.ref[torch.Tensor]] = []
         self._live = False
 
@@ -83,15 +116,10 @@ class TemporaryBuffer:
         """Whether the buffer has memory."""
         return self._live
 
-    @property
-    def pool_memory(self) -> torch.Tensor | None:
-        """The pool's block that its memory is part of now; None if it uses its own memory."""
-        return None
-
     def acquire(self) -> torch.Tensor:
         """Allocate uninitialized memory. Idempotent."""
         if not self._live:
-            self._take()
+            self.arena.acquire(self)
             self._live = True
         return self.tensor
 
@@ -99,28 +127,36 @@ class TemporaryBuffer:
         """Free the memory. Idempotent."""
         if self._live:
             self._live = False
-            self._drop()
+            self.arena.release(self)
 
-    def _take(self) -> None:
-        self.own.take()
+    def aliases(self) -> list[torch.Tensor]:
+        """Return the tensors that move with the buffer, the flat tensor first."""
+        return [self.tensor, *(t for ref in self.tracked_aliases if (t := ref()) is not None)]
 
-    def _drop(self) -> None:
-        self.own.drop()
+    def is_externally_referenced(self) -> bool:
+        """Return whether views that autograd saved reference the backing storage.
 
-    @property
-    def is_displaced(self) -> bool:
-        """Whether saved views refer to other memory, which was in use when this was acquired.
-
-        Its values must be moved to that memory before they are used.
+        Always False for gradients: gloo's thread may reference a sent buffer, but no code reads it
+        after the reduction.
         """
-        return False
+        if self.use is not BufferUse.GATHERED:
+            return False
+        # The storage object itself holds one reference.
+        known = 1 + len(self.aliases())
+        return int(torch._C._storage_Use_Count(self.backing.storage._cdata)) > known
 
-    def check_not_displaced(self) -> None:
-        """Check that saved views refer to the buffer's memory.
+    def move(self, backing: Memory) -> None:
+        """Assign other memory to the buffer's tensors, without copying values.
 
-        Raises:
-            RuntimeError: Another buffer occupies the memory that saved views refer to.
+        The version counters of its tensors, views and parameters do not advance.
         """
+        self.tracked_aliases[:] = [ref for ref in self.tracked_aliases if ref() is not None]
+        # Tensors made in inference mode cannot be assigned to `data` of other tensors.
+        with torch.inference_mode(False), torch.no_grad():
+            for tensor in self.aliases():
+                shape, offset = tuple(tensor.shape), int(tensor.storage_offset())
+                set_data(tensor, view_of(backing.storage, tensor.dtype, offset, shape))
+        self.backing = backing
 
     def alias(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a contiguous view with its own version counter; see `alias_of`.
@@ -157,11 +193,12 @@ class Allocator:
             dtype: Element type.
             device: Device of the buffer.
         """
-        return TemporaryBuffer(name, use, numel, dtype, device)
-
-    def replacement_for(self, buffer: TemporaryBuffer) -> TemporaryBuffer:
-        """Return this allocator's replacement for a buffer of another allocator."""
+        buffer = TemporaryBuffer(name, use, numel, dtype, device)
+        self.join(buffer)
         return buffer
+
+    def join(self, buffer: TemporaryBuffer) -> None:
+        """Take over a buffer of another allocator, with its tensor, views and memory."""
 
     def begin_pass(self, name: str, *, no_pending_backward: bool) -> None:
         """Begin a pass through the model.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, override
+from typing import TYPE_CHECKING, override
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -18,11 +18,10 @@ from torch.utils.dlpack import from_dlpack
 from megatron_fsdp_v2.memory.address_plan import MemoryPlan, Trace, keys_of, plan_memory
 from megatron_fsdp_v2.memory.allocator import (
     Allocator,
+    Arena,
     BufferUse,
-    OwnMemory,
+    Memory,
     TemporaryBuffer,
-    set_data,
-    view_of,
 )
 
 if TYPE_CHECKING:
@@ -62,24 +61,6 @@ class ArenaKind:
         """Return the name of the kind for reports."""
         role = "weights" if self.is_weight else "gradients"
         return f"{str(self.dtype).removeprefix('torch.')} {role} on {self.device}"
-
-
-@dataclass(slots=True)
-class LiveByteCounter:
-    """Counts the bytes of live buffers of all kinds.
-
-    Attributes:
-        live: Current bytes.
-        peak: Largest value of `live` so far.
-    """
-
-    live: int = 0
-    peak: int = 0
-
-    def add(self, nbytes: int) -> None:
-        """Count a buffer that acquires memory."""
-        self.live += nbytes
-        self.peak = max(self.peak, self.live)
 
 
 @dataclass(slots=True)
@@ -140,7 +121,7 @@ class _Pool:
         self.live = 0
 
 
-class _PooledMemory:
+class _PooledMemory(Memory):
     """A buffer's bytes in a pool, as a separate storage.
 
     The reference count of a separate storage shows whether autograd saved views of this buffer.
@@ -149,8 +130,8 @@ class _PooledMemory:
     def __init__(self, pool: _Pool, key: int, nbytes: int) -> None:
         start = pool.plan.place(key)
         assert start is not None
-        self.pool = pool
-        self.storage = from_dlpack(pool.memory[start : start + nbytes]).untyped_storage()
+        self.pool, self.block = pool, pool.memory
+        super().__init__(from_dlpack(pool.memory[start : start + nbytes]).untyped_storage(), nbytes)
         self._bit = 1 << key
         self.overlaps = pool.plan.overlaps[key]
 
@@ -158,107 +139,25 @@ class _PooledMemory:
         """Return the set of buffers that live in these bytes now."""
         return self.pool.live & self.overlaps
 
+    @override
     def take(self) -> None:
+        """Mark the bytes as used."""
         self.pool.live |= self._bit
 
+    @override
     def drop(self) -> None:
+        """Mark the bytes as unused."""
         self.pool.live &= ~self._bit
 
 
-class PooledBuffer(TemporaryBuffer):
-    """A temporary buffer with two possible backing storages: its own memory, and bytes of the pool.
-
-    A move to the other backing storage assigns it to the tensor, its views and parameters, without
-    advancing their version counters. A buffer does not move while its storage is referenced
-    externally, as by autograd between a forward and its backward. If that storage is in use when
-    the buffer is gathered ahead, the gather writes to the buffer's own memory, and the values are
-    copied before their use: the pool never changes the order of collectives, in which ranks must
-    agree although their plans may differ.
-    """
-
-    def __init__(self, arena: Arena, name: str, use: BufferUse, numel: int) -> None:
-        super().__init__(name, use, numel, arena.kind.dtype, arena.kind.device)
-        self.backing: OwnMemory | _PooledMemory = self.own
-        self.pooled: _PooledMemory | None = None
-        # Memory that saved views refer to, while the buffer is displaced.
-        self.displaced_from: _PooledMemory | None = None
-        self.nbytes = numel * arena.kind.dtype.itemsize
-        self.join_arena(arena)
-
-    @classmethod
-    def from_unpooled(cls, arena: Arena, other: TemporaryBuffer) -> PooledBuffer:
-        """Return a replacement for a buffer without a pool, with the same tensor, views and memory.
-
-        The other buffer is unchanged, and can be used again if the replacement was never used.
-        """
-        made = cls(arena, other.name, other.use, other.tensor.numel())
-        made.own = made.backing = other.own
-        made.tensor, made.tracked_aliases = other.tensor, other.tracked_aliases
-        return made
-
-    def join_arena(self, arena: Arena) -> None:
-        """Join an arena, which assigns a key."""
-        self.arena, self.key = arena, arena.add(self)
-
-    @property
-    @override
-    def pool_memory(self) -> torch.Tensor | None:
-        """See `TemporaryBuffer.pool_memory`."""
-        return self.backing.pool.memory if isinstance(self.backing, _PooledMemory) else None
-
-    @override
-    def _take(self) -> None:
-        self.arena.acquire_buffer(self)
-
-    @override
-    def _drop(self) -> None:
-        self.backing.drop()
-        if self.displaced_from is not None:
-            self.move(self.displaced_from)
-            self.displaced_from = None
-        self.arena.trace_release(self)
-
-    @property
-    @override
-    def is_displaced(self) -> bool:
-        """See `TemporaryBuffer.is_displaced`."""
-        return self.displaced_from is not None
-
-    @override
-    def check_not_displaced(self) -> None:
-        """See `TemporaryBuffer.check_not_displaced`."""
-        if self.displaced_from is not None:
-            self.arena.raise_collision(self, self.displaced_from)
-
-    def aliases(self) -> list[torch.Tensor]:
-        """Return the tensors that move with the buffer, the flat tensor first."""
-        return [self.tensor, *(t for ref in self.tracked_aliases if (t := ref()) is not None)]
-
-    def is_externally_referenced(self) -> bool:
-        """Return whether views that autograd saved reference the backing storage.
-
-        Always False for gradients: gloo's thread may reference a sent buffer, but no code reads it
-        after the reduction.
-        """
-        if not self.arena.kind.is_weight:
-            return False
-        # The storage object itself holds one reference.
-        known = 1 + len(self.aliases())
-        return int(torch._C._storage_Use_Count(self.backing.storage._cdata)) > known
-
-    def move(self, backing: OwnMemory | _PooledMemory) -> None:
-        """Assign another backing storage to the buffer's tensors, without copying values."""
-        self.tracked_aliases[:] = [ref for ref in self.tracked_aliases if ref() is not None]
-        # Tensors made in inference mode cannot be assigned to `data` of other tensors.
-        with torch.inference_mode(False), torch.no_grad():
-            for tensor in self.aliases():
-                shape, offset = tuple(tensor.shape), int(tensor.storage_offset())
-                set_data(tensor, view_of(backing.storage, tensor.dtype, offset, shape))
-        self.backing = backing
-
-
-class Arena:
+class TracedArena(Arena):
     """Buffers of one kind, with their traces, plan and pool.
+
+    A buffer uses its own memory or its bytes in the pool. It does not move while its memory is
+    referenced externally, as by autograd between a forward and its backward. If that memory is in
+    use when the buffer is gathered ahead, the gather writes to the buffer's own memory, and the
+    values are copied before their use: the pool never changes the order of collectives, in which
+    ranks must agree although their plans may differ.
 
     Attributes:
         kind: Kind of the buffers.
@@ -266,17 +165,15 @@ class Arena:
         num_allocations: Number of allocations so far, for single buffers and for the pool.
     """
 
-    def __init__(
-        self, kind: ArenaKind, counter: LiveByteCounter, memory: RegisteredMemory | None = None
-    ) -> None:
+    def __init__(self, kind: ArenaKind, memory: RegisteredMemory | None) -> None:
         self.kind = kind
         self.memory = memory
-        self._counter = counter
         self.num_allocations = 0
-        self._buffers: list[weakref.ref[PooledBuffer]] = []
+        self._buffers: list[weakref.ref[TemporaryBuffer]] = []
         self._sizes: list[int] = []
+        # Bytes in the pool by key; made at the first use after a plan.
+        self._places: dict[int, _PooledMemory] = {}
         self._live = 0
-        self._name = ""
         self._start = 0
         self._events: list[int] = []
         self._pool: _Pool | None = None
@@ -289,24 +186,24 @@ class Arena:
         self._peak = 0
         self._plan: MemoryPlan | None = None
         self._wants_plan = False
-        self._is_urgent = False
         self._waited = 0
 
-    def add(self, buffer: PooledBuffer) -> int:
-        """Add a buffer without memory, and return its key."""
+    def add(self, buffer: TemporaryBuffer) -> None:
+        """Add a buffer without memory."""
+        buffer.arena, buffer.key = self, len(self._sizes)
         self._buffers.append(weakref.ref(buffer))
-        self._sizes.append(buffer.nbytes)
+        self._sizes.append(buffer.own.nbytes)
         self._conflicts.append(0)
-        return len(self._sizes) - 1
 
-    def buffers(self) -> Iterator[PooledBuffer]:
+    def buffers(self) -> Iterator[TemporaryBuffer]:
         """Return the buffers that still exist."""
         return filter(None, (ref() for ref in self._buffers))
 
     # -- allocation ---------------------------------------------------------------------------
 
-    def acquire_buffer(self, buffer: PooledBuffer) -> None:
-        """Select a backing storage for a buffer that acquires memory, and trace the event."""
+    @override
+    def acquire(self, buffer: TemporaryBuffer) -> None:
+        """Select the memory of a buffer, allocate it, and trace the event."""
         self._events.append(buffer.key)
         target = self._select_backing(buffer)
         if target is not buffer.backing:
@@ -315,11 +212,10 @@ class Arena:
             self.num_allocations += 1
         target.take()
         self._live |= 1 << buffer.key
-        self._counter.add(buffer.nbytes)
 
-    def _select_backing(self, buffer: PooledBuffer) -> OwnMemory | _PooledMemory:
+    def _select_backing(self, buffer: TemporaryBuffer) -> Memory:
         backing = buffer.backing
-        preferred: OwnMemory | _PooledMemory = self._place_of(buffer) or buffer.own
+        preferred: Memory = self._place_of(buffer) or buffer.own
         if isinstance(preferred, _PooledMemory) and preferred.occupants():
             preferred = buffer.own
         if preferred is not backing and buffer.is_externally_referenced():
@@ -329,23 +225,28 @@ class Arena:
             return backing
         return preferred
 
-    def _place_of(self, buffer: PooledBuffer) -> _PooledMemory | None:
+    def _place_of(self, buffer: TemporaryBuffer) -> _PooledMemory | None:
         """Return a buffer's bytes in the pool; the first call allocates the pool's block."""
+        key = buffer.key
+        if key in self._places:
+            return self._places[key]
         plan = self._plan
-        if plan is None or plan.place(buffer.key) is None or not buffer.nbytes:
+        if plan is None or plan.place(key) is None or not self._sizes[key]:
             return None
-        if self._pool is None:
-            with torch.inference_mode(False):
+        with torch.inference_mode(False):
+            if self._pool is None:
                 self._pool = _Pool(plan, self.kind.device, self.memory)
-            self.num_allocations += 1
-        if buffer.pooled is None or buffer.pooled.pool is not self._pool:
-            with torch.inference_mode(False):
-                buffer.pooled = _PooledMemory(self._pool, buffer.key, buffer.nbytes)
-        return buffer.pooled
+                self.num_allocations += 1
+            self._places[key] = _PooledMemory(self._pool, key, self._sizes[key])
+        return self._places[key]
 
-    def raise_collision(self, buffer: PooledBuffer, saved: _PooledMemory) -> NoReturn:
-        """Raise an error for a buffer whose saved views refer to memory in use; plan again soon."""
-        self._is_urgent = True
+    @override
+    def check_not_displaced(self, buffer: TemporaryBuffer) -> None:
+        """See `Arena.check_not_displaced`. After an error, a plan is made soon."""
+        saved = buffer.displaced_from
+        if not isinstance(saved, _PooledMemory):
+            return
+        self._waited = PATIENCE + 1
         owners = ", ".join(self._name_of(key) for key in keys_of(saved.occupants()))
         raise RuntimeError(
             f"{buffer.name} must return to the memory that saved views of it refer to, and "
@@ -357,28 +258,27 @@ class Arena:
         buffer = self._buffers[key]()
         return f"buffer {key}" if buffer is None else buffer.name
 
-    def trace_release(self, buffer: PooledBuffer) -> None:
-        """Trace that a buffer released its memory."""
+    @override
+    def release(self, buffer: TemporaryBuffer) -> None:
+        """Free the memory of a buffer, and trace the event."""
+        buffer.backing.drop()
+        if buffer.displaced_from is not None:
+            buffer.move(buffer.displaced_from)
+            buffer.displaced_from = None
         self._live &= ~(1 << buffer.key)
-        self._counter.live -= buffer.nbytes
         self._events.append(~buffer.key)
         if len(self._events) >= MAX_EVENTS:
-            self._close("a part of a pass", no_pending_backward=False)
+            self.close("a part of a pass", no_pending_backward=False)
 
     # -- traces and plans ---------------------------------------------------------------------
 
-    def begin(self, name: str, *, no_pending_backward: bool) -> None:
-        """Start a new trace."""
-        self._close(self._name or "between passes", no_pending_backward=no_pending_backward)
-        self._name = name
+    def close(self, name: str, *, no_pending_backward: bool) -> None:
+        """End the trace and begin another one; make a new plan if one is due.
 
-    def end(self, name: str, *, no_pending_backward: bool) -> None:
-        """End the trace."""
-        name = " and ".join(part for part in (self._name, name) if part)
-        self._close(name, no_pending_backward=no_pending_backward)
-        self._name = ""
-
-    def _close(self, name: str, *, no_pending_backward: bool) -> None:
+        Args:
+            name: Name of the ended trace.
+            no_pending_backward: See `TracePoolAllocator.begin_pass`.
+        """
         is_steady = False
         if self._events:
             trace = Trace(self._start, tuple(self._events))
@@ -391,7 +291,7 @@ class Arena:
             self._events.clear()
             self._waited += self._wants_plan
         self._start = self._live
-        if self._wants_plan and (is_steady or self._is_urgent or self._waited > PATIENCE):
+        if self._wants_plan and (is_steady or self._waited > PATIENCE):
             self._make_plan()
 
     def _add_program(self, name: str, trace: Trace) -> None:
@@ -410,9 +310,9 @@ class Arena:
         self._wants_plan = not fits
 
     def _make_plan(self) -> None:
-        self.release()
+        self.free()
         self._plan = plan_memory(self._sizes, self._conflicts, self._used, self._peak)
-        self._wants_plan = self._is_urgent = False
+        self._wants_plan = False
         self._waited = 0
 
     @property
@@ -420,25 +320,25 @@ class Arena:
         """Memory block of the plan, as flat bytes; None before its first use."""
         return None if self._pool is None else self._pool.memory
 
-    def release(self) -> int:
+    def free(self) -> int:
         """Move all movable buffers out of the pool, and return the bytes freed."""
         pool, self._pool = self._pool, None
+        self._places.clear()
         if pool is None:
             return 0
-        left = 0
+        is_used = False
         for buffer in self.buffers():
             backing = buffer.displaced_from or buffer.backing
             if isinstance(backing, _PooledMemory) and backing.pool is pool:
                 if buffer.is_live or buffer.is_externally_referenced():
-                    left += 1
-                    continue
-                buffer.move(buffer.own)
-            buffer.pooled = None
-        return 0 if left else pool.memory.nbytes
+                    is_used = True
+                else:
+                    buffer.move(buffer.own)
+        return 0 if is_used else pool.memory.nbytes
 
     def reset(self) -> None:
         """Discard all traces and plans."""
-        self.release()
+        self.free()
         self._events.clear()
         self._start = self._live
         self._forget()
@@ -451,7 +351,7 @@ class Arena:
             for buffer in self.buffers()
             if plan is not None
             and plan.place(buffer.key) is not None
-            and buffer.backing is not buffer.pooled
+            and buffer.backing is not self._places.get(buffer.key)
             and (buffer.is_live or buffer.is_externally_referenced())
         ]
         return PoolReport(
@@ -476,21 +376,31 @@ class TracePoolAllocator(Allocator):
     """
 
     def __init__(self) -> None:
-        self._arenas: dict[ArenaKind, Arena] = {}
-        self._counter = LiveByteCounter()
+        self._arenas: dict[ArenaKind, TracedArena] = {}
         self._memory: RegisteredMemory | None = None
+        # Kind of the current pass.
+        self._pass = ""
 
     @override
-    def buffer(
-        self, name: str, use: BufferUse, numel: int, dtype: torch.dtype, device: torch.device
-    ) -> TemporaryBuffer:
-        """See `Allocator.buffer`."""
-        kind = ArenaKind(dtype, device, use is BufferUse.GATHERED)
-        return PooledBuffer(self._arena(kind), name, use, numel)
+    def join(self, buffer: TemporaryBuffer) -> None:
+        """See `Allocator.join`. A buffer of another trace pool stays there; see `merge`.
 
-    def _arena(self, kind: ArenaKind) -> Arena:
+        Raises:
+            RuntimeError: The buffer is live.
+        """
+        if isinstance(buffer.arena, TracedArena):
+            return
+        if buffer.is_live:
+            raise RuntimeError(
+                f"{buffer.name} is in use, or watched, where its unit is to join a root with a "
+                "trace pool; call reshard() on its module, or give it enable_trace_pool=True"
+            )
+        tensor, is_weight = buffer.tensor, buffer.use is BufferUse.GATHERED
+        self._arena(ArenaKind(tensor.dtype, tensor.device, is_weight)).add(buffer)
+
+    def _arena(self, kind: ArenaKind) -> TracedArena:
         if kind not in self._arenas:
-            self._arenas[kind] = Arena(kind, self._counter, self._memory)
+            self._arenas[kind] = TracedArena(kind, self._memory)
         return self._arenas[kind]
 
     def set_memory_source(self, memory: RegisteredMemory) -> None:
@@ -503,7 +413,7 @@ class TracePoolAllocator(Allocator):
         """
         self._memory = memory
         for arena in self._arenas.values():
-            arena.release()
+            arena.free()
             arena.memory = memory
 
     @override
@@ -515,8 +425,8 @@ class TracePoolAllocator(Allocator):
             no_pending_backward: Whether no forward waits for its backward; a new plan is made then,
                 since all buffers can move.
         """
-        for arena in self._arenas.values():
-            arena.begin(name, no_pending_backward=no_pending_backward)
+        self._close(self._pass or "between passes", no_pending_backward)
+        self._pass = name
 
     @override
     def end_pass(self, name: str, *, no_pending_backward: bool) -> None:
@@ -526,8 +436,12 @@ class TracePoolAllocator(Allocator):
             name: Kind of the end, appended to the name given to `begin_pass`; may be empty.
             no_pending_backward: See `begin_pass`.
         """
+        self._close(" and ".join(filter(None, (self._pass, name))), no_pending_backward)
+        self._pass = ""
+
+    def _close(self, name: str, no_pending_backward: bool) -> None:
         for arena in self._arenas.values():
-            arena.end(name, no_pending_backward=no_pending_backward)
+            arena.close(name, no_pending_backward=no_pending_backward)
 
     def merge(self, other: TracePoolAllocator) -> None:
         """Take over all buffers of another allocator.
@@ -542,7 +456,7 @@ class TracePoolAllocator(Allocator):
         for kind, arena in other._arenas.items():
             arena.reset()
             for buffer in arena.buffers():
-                buffer.join_arena(self._arena(kind))
+                self._arena(kind).add(buffer)
         other._arenas = {}
 
     def state(self) -> Iterator[object]:
@@ -550,34 +464,10 @@ class TracePoolAllocator(Allocator):
         yield self
         yield from self._arenas.values()
 
-    @override
-    def replacement_for(self, buffer: TemporaryBuffer) -> TemporaryBuffer:
-        """Return a pooled replacement for a buffer, with the same tensor and views.
-
-        Raises:
-            RuntimeError: The buffer is live.
-        """
-        if isinstance(buffer, PooledBuffer):
-            return buffer
-        if buffer.is_live:
-            raise RuntimeError(
-                f"{buffer.name} is in use, or watched, where its unit is to join a root with a "
-                "trace pool; call reshard() on its module, or give it enable_trace_pool=True"
-            )
-        kind = ArenaKind(
-            buffer.tensor.dtype, buffer.tensor.device, buffer.use is BufferUse.GATHERED
-        )
-        return PooledBuffer.from_unpooled(self._arena(kind), buffer)
-
     @property
     def num_allocations(self) -> int:
         """Number of allocations so far, for single buffers and for pools."""
         return sum(arena.num_allocations for arena in self._arenas.values())
-
-    @property
-    def peak_nbytes(self) -> int:
-        """Largest sum of bytes of live buffers so far, inside and outside the pool."""
-        return self._counter.peak
 
     def blocks(self) -> list[torch.Tensor]:
         """Return the memory blocks of current plans as flat bytes, one per kind of buffer."""
@@ -592,7 +482,7 @@ class TracePoolAllocator(Allocator):
         Returns:
             Bytes freed now.
         """
-        return sum(arena.release() for arena in self._arenas.values())
+        return sum(arena.free() for arena in self._arenas.values())
 
     def reset(self) -> None:
         """Discard all traces and plans, free memory as `release` does, and trace again."""

@@ -357,11 +357,11 @@ class DataParallelBuffer:
             RuntimeError: Another buffer still uses it.
         """
         memory = self.memory
-        if memory is not None and memory.is_displaced:
+        if memory is not None and memory.displaced_from is not None:
             values = self.tensor.clone()
             self._release()
             self.take()
-            memory.check_not_displaced()
+            memory.arena.check_not_displaced(memory)
             self.tensor.copy_(values)
 
     # -- redistribution -----------------------------------------------------------------------

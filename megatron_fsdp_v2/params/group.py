@@ -288,7 +288,7 @@ class ParameterGroup:
 
         Args:
             name: New name of the group, for its buffers and for errors of collectives.
-            allocator: Allocator of temporary buffers; it replaces the existing buffers by its own.
+            allocator: Allocator of temporary buffers; it takes over the existing ones.
             observer: Receives the events of the group's buffers.
         """
         self._context.name = self._label.name = name
@@ -297,11 +297,11 @@ class ParameterGroup:
             if buffer.memory is not None:
                 kind = buffer.memory.name.rpartition("/")[2]
                 buffer.memory.name = f"{name}/{kind}"
-                buffer.memory = allocator.replacement_for(buffer.memory)
+                allocator.join(buffer.memory)
 
     def state(self) -> Iterator[object]:
         """Yield every object that `join` changes, except the memory of buffers."""
-        yield from (self, self._context, self._label, *self._buffers())
+        yield from (self, self._context, self._label)
 
     def replace_communicator(self, communicator: Communicator) -> Communicator:
         """Replace the communicator, and return the previous one."""

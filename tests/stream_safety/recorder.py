@@ -327,12 +327,12 @@ class StreamRecorder:
         """
         match event:
             case BufferAcquired(buffer):
-                block = buffer.pool_memory
+                block = buffer.backing.block
                 if block is None:
                     self.record_allocation(buffer.tensor)
                 else:
                     self.mark_part(buffer.tensor, block)
-            case BufferReleasing(buffer) if buffer.pool_memory is None:
+            case BufferReleasing(buffer) if buffer.backing.block is None:
                 self.record_free(buffer.tensor)
             case MainGradientAllocated(grad_buffer, flat):
                 if not self.is_tracked(flat):

@@ -46,14 +46,14 @@ def test_buffer_keeps_its_memory_while_autograd_holds_a_view() -> None:
     output = torch.nn.functional.linear(x, param).sum()
     buffer.release()
     places = _planned(pool, buffer)
-    assert buffer.pool_memory is None
+    assert buffer.backing.block is None
     assert pool.reports()[0].outside_pool == ("weights",)
     buffer.acquire().fill_(5.0)
     output.backward()
     buffer.release()
     assert x.grad is not None and x.grad.tolist() == [[10.0, 10.0]]
     assert _pass(pool, buffer) != places
-    assert buffer.pool_memory is not None
+    assert buffer.backing.block is not None
 
 
 def test_buffer_whose_address_is_in_use_gets_other_memory() -> None:
@@ -63,14 +63,14 @@ def test_buffer_whose_address_is_in_use_gets_other_memory() -> None:
     first.acquire().fill_(1.0)
     second.acquire().fill_(2.0)
     assert first.tensor.eq(1.0).all() and second.tensor.eq(2.0).all()
-    assert second.pool_memory is None
+    assert second.backing.block is None
     first.release()
     second.release()
     # The overlap was traced: the next plan has an address for both buffers.
     _planned(pool, first, second)
     first.acquire()
     assert second.acquire().data_ptr() != first.tensor.data_ptr()
-    assert second.pool_memory is first.pool_memory is not None
+    assert second.backing.block is first.backing.block is not None
 
 
 def test_a_live_buffer_cannot_be_merged() -> None:

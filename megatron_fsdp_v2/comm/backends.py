@@ -22,7 +22,6 @@ from megatron_fsdp_v2.comm.interface import (
     Collective,
     CollectiveKind,
     Communicator,
-    Label,
     Work,
     store_scaled,
 )
@@ -53,13 +52,11 @@ class _BackendWork:
     """Work handle of a CPU process group.
 
     Attributes:
-        label: Name for errors.
         collective: The collective, whose tensors stay allocated until it is done.
         c10d_work: Work handle of the process group.
         finish: Computes the result from the received data; None if it is the result.
     """
 
-    label: Label
     collective: Collective | None
     c10d_work: Any
     finish: Callable[[], None] | None
@@ -74,7 +71,7 @@ class _BackendWork:
         try:
             c10d_work.wait()
         except RuntimeError as error:
-            raise self.label.failure(collective, error) from error
+            raise collective.failure(error) from error
         del c10d_work
         if finish is not None:
             finish()
@@ -96,8 +93,8 @@ class CpuCommunicator(Communicator):
         try:
             c10d_work, finish = _START[collective.kind](collective)
         except RuntimeError as error:
-            raise self.label.failure(collective, error) from error
-        work = _BackendWork(self.label, collective, c10d_work, finish)
+            raise collective.failure(error) from error
+        work = _BackendWork(collective, c10d_work, finish)
         if not async_op:
             work.wait()
         return work

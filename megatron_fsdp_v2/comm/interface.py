@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -88,6 +87,17 @@ SUMS = (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE)
 """Kinds that sum over ranks; `store_scaled` writes their result."""
 
 
+class Label:
+    """Name for the errors of failed collectives.
+
+    Attributes:
+        name: Name of the communicated buffers; may change.
+    """
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+
+
 class Collective(NamedTuple):
     """Description of a collective to issue. A NamedTuple: a dataclass takes 3x as long to make.
 
@@ -108,6 +118,7 @@ class Collective(NamedTuple):
         after: Consumes the output; runs in the same stream after the collective.
         sums_in_fp32: Whether a reduce-scatter is an all-to-all and a local sum in fp32, since NCCL
             rounds every partial sum to the dtype of the input. Ignored by other kinds.
+        label: Read if the collective fails.
     """
 
     kind: CollectiveKind
@@ -122,6 +133,7 @@ class Collective(NamedTuple):
     before: Callable[[], object] | None = None
     after: Callable[[], object] | None = None
     sums_in_fp32: bool = False
+    label: Label = Label()
 
     @property
     def full(self) -> torch.Tensor:
@@ -131,6 +143,11 @@ class Collective(NamedTuple):
     def store(self, total: torch.Tensor) -> None:
         """Store a sum in the output, or add the sum to it."""
         store_scaled(self.output, total, self.scale, self.accumulate)
+
+    def failure(self, error: Exception) -> RuntimeError:
+        """Return the error to raise for an error of the process group."""
+        kind, name = self.kind.title, self.label.name
+        return collective_error(f"{kind} of {name}" if name else kind, self.axis.group, error)
 
     def run_on_one_rank(self) -> None:
         """Run the collective locally, for an axis of one rank."""
@@ -142,27 +159,6 @@ class Collective(NamedTuple):
             self.output.copy_(self.input)
         if self.after is not None:
             self.after()
-
-
-class Label:
-    """Name that a communicator adds to the errors of failed collectives.
-
-    Attributes:
-        name: Name of the communicated buffers; may change.
-    """
-
-    def __init__(self, name: str = "") -> None:
-        self.name = name
-
-    def failure(self, collective: Collective, error: Exception) -> RuntimeError:
-        """Return the error to raise for a failed collective.
-
-        Args:
-            collective: The collective.
-            error: Error of the process group.
-        """
-        what = f"{collective.kind.title} of {self.name}" if self.name else collective.kind.title
-        return collective_error(what, collective.axis.group, error)
 
 
 class Work(Protocol):
@@ -186,28 +182,14 @@ class Communicator:
     With `async_op=False`, the result is available when the call returns. Tensors must stay
     allocated until the work handle has been waited for; the handle holds references to them.
 
-    A collective that fails, when issued or waited for, raises a RuntimeError with the label's name.
+    A collective that fails, when issued or waited for, raises a RuntimeError with its label's name.
 
     Attributes:
         has_streams: Whether operations are queued on streams. If False, there are no side streams,
             all methods that order streams are no-ops, and memory may be allocated anywhere.
-        label: Name for errors of failed collectives.
     """
 
     has_streams = False
-
-    def __init__(self) -> None:
-        self.label = Label()
-
-    def labeled(self, label: Label) -> Self:
-        """Return a communicator on the same communication streams with another label.
-
-        Args:
-            label: Read when a collective fails.
-        """
-        other = copy.copy(self)
-        other.label = label
-        return other
 
     def issue(self, collective: Collective, *, async_op: bool) -> Work:
         """Start a collective.

@@ -100,50 +100,24 @@ class NcclCollectives:
         dist.all_to_all_single(received, sent, received_numels, sent_numels, group=axis.group)
 
 
-class _ComputeStream:
-    """The compute stream of a model, as opposed to side streams.
-
-    Attributes:
-        device: Its device.
-        stream: The stream; None before the first use.
-    """
-
-    def __init__(self, device: StreamDevice) -> None:
-        self.device = device
-        self.stream: Any = None
-
-    def begin_pass(self) -> None:
-        self.stream = self.device.current_stream()
-
-    def side_stream(self) -> Stream | None:
-        """Return the current stream if it is a side stream. Called for every gradient."""
-        current = self.device.current_stream()
-        if self.stream is None:
-            self.stream = current
-        return None if current == self.stream else current
-
-
 @dataclass(slots=True, eq=False)
 class _EventWork:
     """Work handle on a communication stream; `wait` waits on the device by an event.
 
     Attributes:
-        compute: The compute stream.
+        communicator: The communicator.
         event: Completes after the collective; None once it was waited for.
         keep: Tensors that stay allocated until then.
     """
 
-    compute: _ComputeStream
+    communicator: StreamCommunicator
     event: Any
     keep: tuple[torch.Tensor, ...]
 
     def wait(self) -> None:
         """See `Work.wait`."""
         if self.event is not None:
-            self.compute.device.current_stream().wait_event(self.event)
-            # The compute stream uses the output too, and a handle is waited for only once.
-            if self.compute.side_stream() is not None:
-                self.compute.stream.wait_event(self.event)
+            self.communicator.wait_event(self.event)
         self.event = None
         # Released only after the wait: the waiting stream may reuse the freed memory.
         self.keep = ()
@@ -171,11 +145,11 @@ class StreamCommunicator(Communicator):
     has_streams = True
 
     def __init__(self, device: StreamDevice, collectives: NcclCollectives) -> None:
-        super().__init__()
         self._device = device
         self._collectives = collectives
         self._streams = {each: device.new_stream(each.value) for each in CommStream}
-        self._compute = _ComputeStream(device)
+        # None before the first use.
+        self._compute: Any = None
 
     @override
     def issue(self, collective: Collective, *, async_op: bool) -> Work:
@@ -189,7 +163,7 @@ class StreamCommunicator(Communicator):
             try:
                 result = self._run(collective)
             except RuntimeError as error:
-                raise self.label.failure(collective, error) from error
+                raise collective.failure(error) from error
             if collective.kind in SUMS:
                 collective.store(result)
             if collective.after is not None:
@@ -199,7 +173,7 @@ class StreamCommunicator(Communicator):
             # Keeps the tensors allocated until the collective is done.
             keep = (collective.output, collective.input, result)
             event = self._device.current_stream().record_event()
-            return _EventWork(self._compute, event, keep)
+            return _EventWork(self, event, keep)
 
     def _run(self, c: Collective) -> torch.Tensor:
         """Queue a collective, and return the tensor that holds its result."""
@@ -229,12 +203,22 @@ class StreamCommunicator(Communicator):
     @override
     def begin_pass(self) -> None:
         """See `Communicator.begin_pass`."""
-        self._compute.begin_pass()
+        self._compute = self._device.current_stream()
 
     @override
     def side_stream(self) -> Any | None:
-        """See `Communicator.side_stream`."""
-        return self._compute.side_stream()
+        """See `Communicator.side_stream`. Called for every gradient."""
+        current = self._device.current_stream()
+        if self._compute is None:
+            self._compute = current
+        return None if current == self._compute else current
+
+    def wait_event(self, event: Any) -> None:
+        """Make the current stream and the compute stream wait for an event."""
+        self._device.current_stream().wait_event(event)
+        # The compute stream uses outputs too, and a work handle is waited for only once.
+        if self.side_stream() is not None:
+            self._compute.wait_event(event)
 
     @override
     def wait_for(self, streams: Iterable[Any], *, and_compute: bool) -> None:
@@ -243,8 +227,8 @@ class StreamCommunicator(Communicator):
         for stream in streams:
             if stream != current:
                 current.wait_stream(stream)
-        if and_compute and self._compute.side_stream() is not None:
-            current.wait_stream(self._compute.stream)
+        if and_compute and self.side_stream() is not None:
+            current.wait_stream(self._compute)
 
     @override
     def synchronize(self) -> None:
@@ -254,21 +238,21 @@ class StreamCommunicator(Communicator):
     @override
     def allocation_context(self) -> AbstractContextManager[Any]:
         """See `Communicator.allocation_context`."""
-        side = self._compute.side_stream()
+        side = self.side_stream()
         return nullcontext() if side is None else self._allocation_for(side)
 
     @contextmanager
     def _allocation_for(self, side: Stream) -> Iterator[None]:
-        with self._device.use(self._compute.stream):
+        with self._device.use(self._compute):
             yield
-        side.wait_stream(self._compute.stream)
+        side.wait_stream(self._compute)
 
     @override
     def wait_before_free(self) -> None:
         """See `Communicator.wait_before_free`."""
-        side = self._compute.side_stream()
+        side = self.side_stream()
         if side is not None:
-            self._compute.stream.wait_stream(side)
+            self._compute.wait_stream(side)
 
     def _on_stream(self, comm_stream: CommStream, async_op: bool) -> AbstractContextManager[Any]:
         if not async_op:

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2.comm.backends import communicator_for
-from megatron_fsdp_v2.comm.interface import Axis, Label
+from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.comm.rank_checks import UnitRecord, compare_units
 from megatron_fsdp_v2.dtensor.row_shards import RowShards
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
@@ -159,8 +159,7 @@ class GridWork:
         self.ownership = Ownership.plan(matrices, self.grid.num_ranks, bucket_numel)
         self._rank = self.grid.rank([axis.rank for axis in self.axes])
         self.plan = plan_buckets(self.layouts, self.ownership, self.grid, self._rank)
-        label = Label("the optimizer's matrices")
-        self.communicator = communicator_for(self._device).labeled(label)
+        self.communicator = communicator_for(self._device)
         self._is_checked = False
         # Positions of exchanged rectangles in local tensors; every run reads them twice.
         self._places = [list(self._local(bucket)) for bucket in self.plan]

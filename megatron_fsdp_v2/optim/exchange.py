@@ -21,11 +21,14 @@ from megatron_fsdp_v2.comm.interface import (
     CollectiveKind,
     CommStream,
     Communicator,
+    Label,
 )
 from megatron_fsdp_v2.optim.matrix_layout import Grid, MatrixLayout, Rectangle
 from megatron_fsdp_v2.optim.ownership import Matrix, Ownership
 
 __all__ = ["BucketPlan", "Hop", "Key", "Transfer", "plan_buckets"]
+
+_LABEL = Label("the optimizer's matrices")
 
 type Key = tuple[int, Rectangle]
 """A rectangle of a matrix, by the matrix's index in the ownership."""
@@ -237,6 +240,7 @@ class Transfer:
                 CommStream.REDUCE,
                 output_numels=into,
                 input_numels=out,
+                label=_LABEL,
             )
             work = communicator.issue(collective, async_op=True)
             yield

@@ -30,6 +30,7 @@ from megatron_fsdp_v2.comm.interface import (
     CollectiveKind,
     CommStream,
     Communicator,
+    Label,
     Work,
 )
 from megatron_fsdp_v2.layout.buffer_layout import BufferLayout
@@ -121,7 +122,7 @@ class BufferContext:
     """State shared by the flat buffers of one parameter group.
 
     Attributes:
-        name: Name of the group, for reports.
+        label: Name of the group, for reports and errors.
         layout: Positions of parameters in the whole flat tensor.
         grid: Mapping of its slices onto the mesh.
         placements: Placements per mesh axis, outermost first.
@@ -133,7 +134,7 @@ class BufferContext:
         observer: Receives events of temporary buffers and main gradients.
     """
 
-    name: str
+    label: Label
     layout: BufferLayout
     grid: ShardGrid
     placements: tuple[AxisPlacements, ...]
@@ -163,7 +164,7 @@ class BufferContext:
             packing: See `DataParallelBuffer`.
         """
         numel = self.grid.span(placements).count * self.layout.shard_numel // packing
-        name = f"{self.name}/{kind}"
+        name = f"{self.label.name}/{kind}"
         memory = self.allocator.buffer(name, use, numel, dtype, self.device)
         return DataParallelBuffer(self, placements, memory.tensor, memory, packing=packing)
 
@@ -202,7 +203,7 @@ class BufferContext:
             return self.comm.issue(collective, async_op=async_op)
         full, kind = collective.full, collective.kind.value
         event = CollectiveIssued(
-            self.name, kind, number, full.numel(), full.itemsize, is_temporary, async_op
+            self.label.name, kind, number, full.numel(), full.itemsize, is_temporary, async_op
         )
         issue = functools.partial(self.comm.issue, collective, async_op=async_op)
         return self.observer.collective(event, issue)
@@ -211,7 +212,7 @@ class BufferContext:
         """Sum a flat tensor over all ranks of the mesh, in place. Collective."""
         for number, axis in reversed(list(enumerate(self.grid.axes))):
             kind, stream = CollectiveKind.ALL_REDUCE, CommStream.REDUCE
-            collective = Collective(kind, tensor, tensor, axis, stream)
+            collective = Collective(kind, tensor, tensor, axis, stream, label=self.label)
             self.issue(collective, number, is_temporary=False, async_op=False)
 
 
@@ -416,6 +417,7 @@ class DataParallelBuffer:
                 before=before,
                 after=after if is_last else None,
                 sums_in_fp32=context.dtypes.sums_in_fp32,
+                label=context.label,
             )
             is_async = async_op and (is_queued or is_last)
             is_temporary = out.memory is not None

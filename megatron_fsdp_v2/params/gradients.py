@@ -180,7 +180,7 @@ class GroupGrads:
     @property
     def name(self) -> str:
         """Name of the group."""
-        return self.context.name
+        return self.context.label.name
 
     @property
     def is_arriving(self) -> bool:

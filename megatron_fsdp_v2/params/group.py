@@ -149,24 +149,23 @@ class ParameterGroup:
         self.spec = spec
         self.mesh = mesh
         self.layout = layout
-        self._label = Label(name)
         grid = ShardGrid.of(axes, [p.main_weight for p in spec.placements])
         self._context = BufferContext(
-            name,
+            Label(name),
             layout,
             grid,
             spec.placements,
             spec.dtypes,
             device,
             spec.offload,
-            communicator.labeled(self._label),
+            communicator,
             allocator,
         )
         self.format = spec.format_type(spec.dtypes)
         self._make_weights()
         owner = weakref.ref(self)
         self.info = GroupInfo(
-            self._label, owner, functools.partial(_before_grad_accumulation, owner)
+            self._context.label, owner, functools.partial(_before_grad_accumulation, owner)
         )
         row_shards = [
             RowShards(layout.row_ranges(i), grid.strides, p.tensor, info=self.info, name=p.name)
@@ -228,7 +227,7 @@ class ParameterGroup:
     @property
     def name(self) -> str:
         """Name of the group for reports, such as `decoder.layers.3/0`."""
-        return self._context.name
+        return self._context.label.name
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -291,7 +290,7 @@ class ParameterGroup:
             allocator: Allocator of temporary buffers; it takes over the existing ones.
             observer: Receives the events of the group's buffers.
         """
-        self._context.name = self._label.name = name
+        self._context.label.name = name
         self._context.allocator, self._context.observer = allocator, observer
         for buffer in self._buffers():
             if buffer.memory is not None:
@@ -301,7 +300,7 @@ class ParameterGroup:
 
     def state(self) -> Iterator[object]:
         """Yield every object that `join` changes, except the memory of buffers."""
-        yield from (self, self._context, self._label)
+        yield from (self, self._context, self._context.label)
 
     def replace_communicator(self, communicator: Communicator) -> Communicator:
         """Replace the communicator, and return the previous one."""

@@ -232,19 +232,19 @@ class NcclRegistrar:
     ranks may plan their gradients at different times.
     """
 
-    def new_pool(self, group: dist.ProcessGroup, device: torch.device) -> Any:
-        """Return a pool of memory of NCCL's allocator, which can be registered.
+    def allocate(
+        self, nbytes: int, group: dist.ProcessGroup, device: torch.device
+    ) -> tuple[Any, torch.Tensor]:
+        """Return a pool of memory of NCCL's allocator, and a flat block of bytes from it.
 
         Args:
+            nbytes: Size of the block.
             group: Process group whose library allocates the memory.
             device: Device of the memory.
         """
-        return torch.cuda.MemPool(_nccl(group, device).mem_allocator)
-
-    def allocate(self, pool: Any, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Return a flat block of bytes from a pool."""
+        pool = torch.cuda.MemPool(_nccl(group, device).mem_allocator)
         with torch.cuda.use_mem_pool(pool, device):
-            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+            return pool, torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def register(self, pool: Any, group: dist.ProcessGroup, device: torch.device) -> None:
         """Register all memory of a pool with a process group. Not collective.
@@ -296,15 +296,8 @@ def registrar_for(device: torch.device) -> NcclRegistrar | None:
 
 
 @functools.cache
-def _cuda_communicator(device: torch.device) -> StreamCommunicator:
-    # One communicator for all units: torch takes streams from a pool of 32, so with three streams
-    # per unit, two units would share streams.
-    with torch.cuda.device(device):
-        return StreamCommunicator(CudaStreams(), NcclCollectives())
-
-
 def communicator_for(device: torch.device) -> Communicator:
-    """Return the communicator of a device; on CUDA, all models of a device share one.
+    """Return the communicator of a device, which all models on the device share.
 
     Raises:
         ValueError: The device type is neither `cpu` nor `cuda`.
@@ -313,5 +306,8 @@ def communicator_for(device: torch.device) -> Communicator:
     if device.type in ("cpu", "meta"):
         return CpuCommunicator()
     if device.type == "cuda":
-        return _cuda_communicator(device)
+        # One for all units: torch takes streams from a pool of 32, so with three streams per unit,
+        # two units would share streams.
+        with torch.cuda.device(device):
+            return StreamCommunicator(CudaStreams(), NcclCollectives())
     raise ValueError(f"fully_shard runs on 'cuda' and 'cpu' meshes, got {device.type!r}")

@@ -37,8 +37,7 @@ class RegisteredMemory:
     def provide(self, nbytes: int, device: torch.device) -> tuple[torch.Tensor, Callable[[], None]]:
         """Return a registered flat block, and a function to call when no buffer uses it."""
         registrar = self._registrar
-        pool = registrar.new_pool(self._groups[0], device)
-        block = registrar.allocate(pool, nbytes, device)
+        pool, block = registrar.allocate(nbytes, self._groups[0], device)
         registered: list[dist.ProcessGroup] = []
         for group in self._groups:
             try:

@@ -260,15 +260,12 @@ class Recorder:
         self.blocks: dict[int, torch.Tensor] = {}
         self.rejects = rejects
 
-    def new_pool(self, group: Any, device: torch.device) -> int:
-        self.calls.append(("pool", len(self.blocks), group.group_name))
-        return len(self.blocks)
-
-    def allocate(self, pool: int, nbytes: int, device: torch.device) -> torch.Tensor:
-        block = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    def allocate(self, nbytes: int, group: Any, device: torch.device) -> tuple[int, torch.Tensor]:
+        pool, block = len(self.blocks), torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.calls.append(("pool", pool, group.group_name))
         # Keeps only the address, so that an unused block is freed.
         self.blocks[pool] = torch.tensor([block.data_ptr(), nbytes])
-        return block
+        return pool, block
 
     def register(self, pool: int, group: Any, device: torch.device) -> None:
         if self.rejects:
@@ -361,8 +358,7 @@ def test_nccl_registrar_uses_pools_of_nccls_allocator() -> None:
     with cuda as called, mock.patch.object(torch, "empty") as empty:
         registrar = registrar_for(device)
         assert isinstance(registrar, NcclRegistrar)
-        pool = registrar.new_pool(group, device)
-        block = registrar.allocate(pool, 64, device)
+        pool, block = registrar.allocate(64, group, device)
         registrar.register(pool, group, device)
         registrar.wait(device)
         registrar.deregister(pool, group, device)

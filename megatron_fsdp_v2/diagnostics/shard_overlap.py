@@ -28,10 +28,9 @@ _NAMED_AT_MOST = 10
 def check_no_overlap(module: nn.Module) -> None:
     """Check that slices do not overlap and that none is missing. No communication.
 
-    For all ranks, from layouts: the ranges of a group's parameters in its flat buffer are disjoint;
-    the shards of a parameter cover each row exactly once; every replica holds each shard once. For
-    this rank: the memory of parameters, model weights and gradients consists of disjoint address
-    ranges, and contains the expected rows.
+    For all ranks, from layouts: the shards of a parameter hold each row exactly once; every replica
+    holds each shard once. For this rank: the memory of parameters, model weights and gradients
+    consists of disjoint address ranges, and contains the expected rows.
 
     Args:
         module: A sharded module, or one that contains some.
@@ -48,10 +47,7 @@ def check_no_overlap(module: nn.Module) -> None:
             shards = tuple(param.row_shards for param in _uneven(group))
             # Equal units have equal layouts, which are checked once.
             if (group.layout, shards) not in proven:
-                problems = [
-                    *_slot_problems(names, group.layout),
-                    *_row_problems(names, group.layout, shards),
-                ]
+                problems = list(_row_problems(names, group.layout, shards))
                 if not problems:
                     proven.add((group.layout, shards))
                 found += problems
@@ -69,32 +65,17 @@ def _uneven(group: ParameterGroup) -> list[UnevenDTensor]:
     return [param for param in group.sharded_params if isinstance(param, UnevenDTensor)]
 
 
-def _slot_problems(names: Sequence[str], layout: BufferLayout) -> Iterator[str]:
-    """Return parameters that share elements of the flat buffer, or end behind it."""
-    slots = list(zip(layout.slots, names, strict=True))
-    for first, second in _overlaps(("", slot.offset, slot.end, name) for slot, name in slots):
-        yield f"{first} and {second} overlap in their flat buffer"
-    for slot, name in slots:
-        if slot.numel and slot.end > layout.numel:
-            yield f"{name} reaches past the end of its flat buffer"
-
-
 def _row_problems(
     names: Sequence[str], layout: BufferLayout, shards: Sequence[RowShards]
 ) -> Iterator[str]:
-    """Return rows that no shard or several shards hold, or that the layout places elsewhere."""
-    for index, (name, rows, slot) in enumerate(zip(names, shards, layout.slots, strict=True)):
-        cursor = 0
-        for start, end in sorted(r for r in rows.row_ranges if r[0] < r[1]):
-            if start < cursor:
-                yield f"rows {start} to {min(end, cursor)} of {name} are held by two shards"
-            elif start > cursor:
-                yield f"rows {cursor} to {start} of {name} are held by no shard"
-            cursor = max(cursor, end)
-        if slot.numel and cursor != slot.shape[0]:
-            yield f"{name} has {slot.shape[0]} rows but its shards end at row {cursor}"
-        expected = tuple(layout.local_rows(index, shard) for shard in range(layout.num_shards))
-        if tuple(rows.row_ranges) != expected:
+    """Return parameters whose shards hold other rows than those of the layout.
+
+    The layout was validated when it was made: parameters are disjoint in the flat buffer, and its
+    slices hold each row once.
+    """
+    for index, (name, rows) in enumerate(zip(names, shards, strict=True)):
+        expected = [layout.local_rows(index, shard) for shard in range(layout.num_shards)]
+        if list(rows.row_ranges) != expected:
             yield f"the row ranges of {name} are not those of its layout"
 
 
@@ -125,7 +106,7 @@ def _local_problems(names: Sequence[str], group: ParameterGroup) -> Iterator[str
 
 
 type _Range = tuple[str, int, int, str]
-"""A range: its storage or buffer, start, end, and label."""
+"""Range of the addresses of a tensor: its device, start, end, and label."""
 
 
 def _memory_problems(module: nn.Module) -> Iterator[str]:
@@ -156,7 +137,7 @@ def _range_of(tensor: torch.Tensor, label: str) -> _Range:
 
 
 def _overlaps(ranges: Iterable[_Range]) -> Iterator[tuple[str, str]]:
-    """Return labels of ranges that overlap an earlier range in the same storage or buffer."""
+    """Return labels of ranges that overlap an earlier range on the same device."""
     place, reach, holder = "", 0, ""
     for where, start, end, label in sorted(ranges):
         if start == end:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, override
+from typing import Any, override
 
 import torch
 from torch import nn
@@ -35,9 +35,7 @@ from megatron_fsdp_v2.memory.observer import (
     PhaseEnded,
 )
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
-
-if TYPE_CHECKING:
-    from megatron_fsdp_v2.params.group import ParameterGroup
+from megatron_fsdp_v2.params.group import ParameterGroup
 
 __all__ = ["MemoryWatch"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,10 +13,8 @@ from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.diagnostics.walk import joined, parameters_below, units_below
 from megatron_fsdp_v2.dtensor.row_shards import RowShards
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
-
-if TYPE_CHECKING:
-    from megatron_fsdp_v2.layout.buffer_layout import BufferLayout
-    from megatron_fsdp_v2.params.group import ParameterGroup
+from megatron_fsdp_v2.layout.buffer_layout import BufferLayout
+from megatron_fsdp_v2.params.group import ParameterGroup
 
 __all__ = ["check_no_overlap"]
 

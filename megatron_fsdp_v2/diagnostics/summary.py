@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, override
+from typing import Any, override
 
 import torch
 from torch import nn
@@ -18,9 +18,7 @@ from megatron_fsdp_v2._text import compact, table
 from megatron_fsdp_v2.diagnostics.walk import ROOT, parameters_below, units_below
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.layout.placement import Placement
-
-if TYPE_CHECKING:
-    from megatron_fsdp_v2.params.group import ParameterGroup
+from megatron_fsdp_v2.params.group import ParameterGroup
 
 __all__ = ["GroupRow", "GroupSummary", "group_summary"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,9 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2.runtime.module import named_units
-
-if TYPE_CHECKING:
-    from megatron_fsdp_v2.runtime.unit import Unit
+from megatron_fsdp_v2.runtime.unit import Unit
 
 __all__ = [
     "ROOT",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, override
+from typing import override
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -23,9 +23,7 @@ from megatron_fsdp_v2.memory.allocator import (
     Memory,
     TemporaryBuffer,
 )
-
-if TYPE_CHECKING:
-    from megatron_fsdp_v2.memory.registered_memory import RegisteredMemory
+from megatron_fsdp_v2.memory.registered_memory import RegisteredMemory
 
 __all__ = ["PoolReport", "TracePoolAllocator", "TracedProgram"]
 

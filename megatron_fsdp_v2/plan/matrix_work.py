@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.optim.engine import BUCKET_NUMEL
@@ -14,12 +14,10 @@ from megatron_fsdp_v2.optim.exchange import plan_buckets
 from megatron_fsdp_v2.optim.matrix_layout import Grid, MatrixLayout
 from megatron_fsdp_v2.optim.muon import newton_schulz_flops
 from megatron_fsdp_v2.optim.ownership import Matrix, Ownership
+from megatron_fsdp_v2.plan.description import TrainingDescription
 from megatron_fsdp_v2.plan.optimizer_state import OPTIMIZERS
+from megatron_fsdp_v2.plan.run import PlannedGroup
 from megatron_fsdp_v2.plan.step import StepCollective
-
-if TYPE_CHECKING:
-    from megatron_fsdp_v2.plan.description import TrainingDescription
-    from megatron_fsdp_v2.plan.run import PlannedGroup
 
 __all__ = ["MatrixWork", "matrix_work"]
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from megatron_fsdp_v2.plan.description import TrainingDescription
-    from megatron_fsdp_v2.plan.run import PlannedGroup
+from megatron_fsdp_v2.plan.description import TrainingDescription
+from megatron_fsdp_v2.plan.run import PlannedGroup
 
 __all__ = ["OPTIMIZERS", "OptimizerKind", "state_nbytes", "step_counter_nbytes"]
 

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, override
 
-import torch
 from torch import nn
 
 from megatron_fsdp_v2._text import compact, table
 from megatron_fsdp_v2.diagnostics.walk import ROOT, parameters_below, units_below
-from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
+from megatron_fsdp_v2.layout.mixed_precision import DTYPES, GroupDtypes
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.params.group import ParameterGroup
 
@@ -31,12 +30,7 @@ LEGEND = (
     "main weight, main gradient, gradient between micro-batches: R replicated, S sharded, "
     "P partial.",
 )
-_DTYPES = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-}
+_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
 _LETTERS = {Placement.REPLICATE: "R", Placement.SHARD: "S", Placement.PARTIAL: "P"}
 
 

@@ -32,7 +32,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, overload, override
+from typing import Any, override
 
 __all__ = [
     "UNALIGNED",
@@ -358,20 +358,12 @@ class RowRanges(Sequence[tuple[int, int]]):
     def __len__(self) -> int:
         return self.layout.num_shards
 
-    @overload
-    def __getitem__(self, shard: int) -> tuple[int, int]: ...
-
-    @overload
-    def __getitem__(self, shard: slice) -> Sequence[tuple[int, int]]: ...
-
     @override
-    def __getitem__(self, shard: int | slice) -> Any:
-        """Rows on one slice, or on several."""
-        if isinstance(shard, slice):
-            return [self[i] for i in range(*shard.indices(len(self)))]
-        if not -len(self) <= shard < len(self):
+    def __getitem__(self, shard: Any) -> Any:
+        """Rows on one slice."""
+        if not 0 <= shard < len(self):
             raise IndexError(f"slice {shard} of {len(self)}")
-        return self.layout.local_rows(self.param, shard % len(self))
+        return self.layout.local_rows(self.param, shard)
 
 
 def _boundaries_fit(offset: int, numel: int, granule: int, shard_numel: int) -> bool:

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["GroupDtypes", "MixedPrecisionPolicy"]
+__all__ = ["DTYPES", "GroupDtypes", "MixedPrecisionPolicy"]
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
+"""Dtypes by their short names, on command lines and in reports."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_fsdp_v2._text import parse_size
-from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
+from megatron_fsdp_v2.layout.mixed_precision import DTYPES, MixedPrecisionPolicy
 from megatron_fsdp_v2.layout.placement import OUTER_NAMES, STRATEGIES
 from megatron_fsdp_v2.plan.description import (
     DATA,
@@ -37,13 +35,6 @@ from megatron_fsdp_v2.plan.sources import (
 from megatron_fsdp_v2.runtime.options import RuntimeOptions
 
 __all__ = ["command"]
-
-_DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp64": torch.float64,
-}
 
 
 class _PlanCommand:
@@ -134,7 +125,7 @@ def _switch(field: str, meaning: str, value: object = True) -> dict[str, Any]:
 
 def _dtype(field: str, meaning: str) -> dict[str, Any]:
     meaning += "; default: as MixedPrecisionPolicy has it"
-    return dict(dest=field, choices=list(_DTYPES), help=meaning)
+    return dict(dest=field, choices=list(DTYPES), help=meaning)
 
 
 _MODEL_FLAGS: dict[str, dict[str, Any]] = {
@@ -321,7 +312,7 @@ def _own_model(args: argparse.Namespace) -> TrainingDescription:
             MemoryOption("half the tokens in twice the micro-batches", args.activations // 2),
         )
     given = _given(args, MixedPrecisionPolicy)
-    dtypes: dict[str, Any] = {field: _DTYPES[name] for field, name in given.items()}
+    dtypes: dict[str, Any] = {field: DTYPES[name] for field, name in given.items()}
     notes = []
     if args.machine is not None and args.tokens is None:
         notes.append("without --tokens a step computes nothing, and all communication is exposed")

@@ -77,11 +77,6 @@ class CollectiveKind(enum.Enum):
     # Faster than the `__hash__` of enums, which is written in Python.
     __hash__ = object.__hash__
 
-    @property
-    def title(self) -> str:
-        """Name for error messages."""
-        return self.value.replace("_", "-")
-
 
 SUMS = (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE)
 """Kinds that sum over ranks; `store_scaled` writes their result."""
@@ -146,7 +141,7 @@ class Collective(NamedTuple):
 
     def failure(self, error: Exception) -> RuntimeError:
         """Return the error to raise for an error of the process group."""
-        kind, name = self.kind.title, self.label.name
+        kind, name = self.kind.value.replace("_", "-"), self.label.name
         return collective_error(f"{kind} of {name}" if name else kind, self.axis.group, error)
 
     def run_on_one_rank(self) -> None:

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["ALIGNMENT", "MemoryPlan", "Slot", "Trace", "keys_of", "plan_memory"]
+__all__ = ["ALIGNMENT", "MemoryPlan", "Trace", "keys_of", "plan_memory"]
 
 ALIGNMENT = 512
 """Alignment of offsets in bytes, as in CUDA's caching allocator."""
@@ -83,21 +83,6 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """A range of the block that some buffers share and that contains them entirely.
-
-    Attributes:
-        offset: First byte.
-        nbytes: Length in bytes.
-        keys: Keys of the buffers.
-    """
-
-    offset: int
-    nbytes: int
-    keys: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """An address for every buffer, such that buffers live at the same time do not overlap.
 
@@ -107,7 +92,6 @@ class MemoryPlan:
         nbytes: Bytes of the block.
         lower_bound: Largest sum of bytes live at the same time; no plan can be smaller.
         overlaps: Per key, a bit set of the other keys whose byte ranges overlap its own.
-        slots: Shared ranges, by offset.
     """
 
     sizes: tuple[int, ...]
@@ -115,7 +99,6 @@ class MemoryPlan:
     nbytes: int
     lower_bound: int
     overlaps: tuple[int, ...]
-    slots: tuple[Slot, ...]
 
     @property
     def excess(self) -> float:
@@ -126,21 +109,34 @@ class MemoryPlan:
         """Return a buffer's offset in bytes, or None if the plan does not contain it."""
         return self.offsets[key] if key < len(self.offsets) else None
 
+    def slots(self) -> list[tuple[range, list[int]]]:
+        """Return disjoint ranges of bytes, by offset, each with the keys of the buffers in it."""
+        slots: list[tuple[range, list[int]]] = []
+        for start, key in sorted((o, k) for k, o in enumerate(self.offsets) if o is not None):
+            end = start + -(-self.sizes[key] // ALIGNMENT) * ALIGNMENT
+            if slots and start < slots[-1][0].stop:
+                shared, keys = slots.pop()
+                slots.append((range(shared.start, max(end, shared.stop)), [*keys, key]))
+            else:
+                slots.append((range(start, end), [key]))
+        return slots
+
     def text(self, names: Sequence[str]) -> str:
-        """Return a human-readable table of slots.
+        """Return a human-readable table of the ranges that buffers share.
 
         Args:
             names: Name per key.
         """
         planned = sum(s for s, o in zip(self.sizes, self.offsets, strict=True) if o is not None)
+        slots = self.slots()
         lines = [
-            f"{self.nbytes:,} bytes in {len(self.slots)} slots; lower bound {self.lower_bound:,} "
+            f"{self.nbytes:,} bytes in {len(slots)} slots; lower bound {self.lower_bound:,} "
             f"bytes, {self.excess:+.1%}; without sharing {planned:,} bytes",
             f"{'slot':>4}  {'offset':>14}  {'bytes':>14}  buffers",
         ]
-        for number, slot in enumerate(self.slots):
-            shared = ", ".join(names[key] for key in slot.keys)
-            lines.append(f"{number:>4}  {slot.offset:>14,}  {slot.nbytes:>14,}  {shared}")
+        for number, (place, keys) in enumerate(slots):
+            shared = ", ".join(names[key] for key in keys)
+            lines.append(f"{number:>4}  {place.start:>14,}  {len(place):>14,}  {shared}")
         return "\n".join(lines)
 
 
@@ -176,7 +172,6 @@ def plan_memory(
         nbytes=_end(best, aligned),
         lower_bound=lower_bound,
         overlaps=_overlaps(best, aligned),
-        slots=_slots(best, aligned),
     )
 
 
@@ -239,17 +234,3 @@ def _overlaps(offsets: dict[int, int], sizes: Sequence[int]) -> tuple[int, ...]:
             overlaps[one] |= 1 << other
             overlaps[other] |= 1 << one
     return tuple(overlaps)
-
-
-def _slots(offsets: dict[int, int], sizes: Sequence[int]) -> tuple[Slot, ...]:
-    """Return the disjoint ranges that contain their buffers entirely."""
-    slots: list[Slot] = []
-    for key in sorted(offsets, key=lambda k: (offsets[k], k)):
-        start, end = offsets[key], offsets[key] + sizes[key]
-        last = slots[-1] if slots else None
-        if last is not None and start < last.offset + last.nbytes:
-            nbytes = max(end, last.offset + last.nbytes) - last.offset
-            slots[-1] = Slot(last.offset, nbytes, (*last.keys, key))
-        else:
-            slots.append(Slot(start, end - start, (key,)))
-    return tuple(slots)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,7 +14,8 @@ from megatron_fsdp_v2.comm.backends import NcclRegistrar
 __all__ = ["RegisteredMemory", "deregister_all"]
 
 
-_ALL: weakref.WeakSet[RegisteredMemory] = weakref.WeakSet()
+_IN_USE: list[Callable[[], None]] = []
+"""A function for every registered block, which deregisters the block."""
 
 
 class RegisteredMemory:
@@ -31,8 +31,6 @@ class RegisteredMemory:
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], registrar: NcclRegistrar) -> None:
         self._groups, self._registrar = list(groups), registrar
-        self._held: list[Callable[[], None]] = []
-        _ALL.add(self)
 
     def provide(self, nbytes: int, device: torch.device) -> tuple[torch.Tensor, Callable[[], None]]:
         """Return a registered flat block, and a function to call when no buffer uses it."""
@@ -51,7 +49,6 @@ class RegisteredMemory:
                 )
             else:
                 registered.append(group)
-        held = self._held
 
         def free() -> None:
             # Queued kernels may still use the block, on any stream, and neither deregistration nor
@@ -61,19 +58,14 @@ class RegisteredMemory:
                 # A destroyed process group has no registrations left.
                 with contextlib.suppress(RuntimeError, ValueError):
                     registrar.deregister(pool, registered.pop(), device)
-            if free in held:
-                held.remove(free)
+            if free in _IN_USE:
+                _IN_USE.remove(free)
 
-        held.append(free)
+        _IN_USE.append(free)
         return block, free
-
-    def deregister(self) -> None:
-        """Deregister every block. Blocks in use stay valid as plain memory."""
-        for free in list(self._held):
-            free()
 
 
 def deregister_all() -> None:
-    """Deregister all blocks. Call it before destroying process groups."""
-    for memory in list(_ALL):
-        memory.deregister()
+    """Deregister all blocks, which stay valid. Call it before destroying process groups."""
+    for free in list(_IN_USE):
+        free()

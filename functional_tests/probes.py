@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
+from megatron_fsdp_v2.dtensor.sharded_rows import local_of
 from megatron_fsdp_v2.memory.host_memory import is_in_host_memory
 from megatron_fsdp_v2.optim import FlatOptimizer
 from megatron_fsdp_v2.runtime.module import named_units

@@ -52,7 +52,8 @@ from megatron_fsdp_v2.checkpoint.errors import (
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, ReadRequest
 from megatron_fsdp_v2.checkpoint.manifest import Entry
 from megatron_fsdp_v2.checkpoint.ranks import check_same_path, group_of
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
+from megatron_fsdp_v2.dtensor.sharded_rows import local_of
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.runtime.module import make_idle, showing_sharded
 
 __all__ = ["Comparison", "compare", "load", "requests_for"]

@@ -56,8 +56,8 @@ from megatron_fsdp_v2.checkpoint.replacing import (
 )
 from megatron_fsdp_v2.checkpoint.writing import Planner, Writer, own_storage, pickled, write_folder
 from megatron_fsdp_v2.comm.backends import host_block, wait_for_device
-from megatron_fsdp_v2.dtensor.sharded_rows import rows_like, rows_of
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
+from megatron_fsdp_v2.dtensor.sharded_rows import local_of, rows_like, rows_of
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.runtime.module import make_idle
 
 __all__ = ["pack", "save", "save_nested"]

@@ -27,19 +27,6 @@ from megatron_fsdp_v2.comm.interface import (
 )
 from megatron_fsdp_v2.comm.streams import NcclCollectives, Stream, StreamCommunicator
 
-__all__ = [
-    "SUM_CHUNK",
-    "CpuCommunicator",
-    "CudaStreams",
-    "NcclRegistrar",
-    "communicator_for",
-    "host_block",
-    "is_capturing",
-    "registrar_for",
-    "wait_for_device",
-]
-
-
 SUM_CHUNK = 1 << 16
 """Elements summed at a time if dtypes differ or the sum is not computed in place."""
 

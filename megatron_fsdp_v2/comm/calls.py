@@ -11,14 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = [
-    "all_gather_single",
-    "broadcast_shards",
-    "broadcast_single",
-    "is_gloo",
-    "reduce_scatter_single",
-]
-
 _HAS_NEW_NAMES = hasattr(dist, "all_gather_single")
 _ALL_GATHER = "all_gather_single" if _HAS_NEW_NAMES else "all_gather_into_tensor"
 _CPU = torch.device("cpu")

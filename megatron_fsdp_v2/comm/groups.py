@@ -15,8 +15,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["check_gather_group", "default_store", "group_of_same_ranks", "new_local_group"]
-
 _num_made: Counter[str] = Counter()
 
 

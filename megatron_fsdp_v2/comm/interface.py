@@ -14,21 +14,6 @@ import torch.distributed as dist
 
 from megatron_fsdp_v2._text import listed
 
-__all__ = [
-    "DONE",
-    "SUMS",
-    "Axis",
-    "Collective",
-    "CollectiveKind",
-    "CommStream",
-    "Communicator",
-    "Label",
-    "Work",
-    "collective_error",
-    "naming_failures",
-    "store_scaled",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Axis:

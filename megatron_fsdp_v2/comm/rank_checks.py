@@ -15,8 +15,6 @@ import torch.distributed as dist
 from megatron_fsdp_v2.comm.calls import all_gather_single
 from megatron_fsdp_v2.comm.interface import Axis, naming_failures
 
-__all__ = ["CheckRanks", "UnitRecord", "checksum", "compare_steps", "compare_units"]
-
 
 class CheckRanks(enum.StrEnum):
     """How often ranks compare their sharded units and their collectives."""

@@ -26,8 +26,6 @@ from megatron_fsdp_v2.comm.interface import (
     Work,
 )
 
-__all__ = ["NcclCollectives", "Numels", "Stream", "StreamCommunicator", "StreamDevice"]
-
 
 class Stream(Protocol):
     """A queue of device work that runs in order. `torch.cuda.Stream` is one."""

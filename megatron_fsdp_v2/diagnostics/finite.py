@@ -12,10 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.diagnostics.walk import chunks, parameters_below, reduce_rows
-from megatron_fsdp_v2.dtensor.sharded_rows import raw_grad
-from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of, plain_attributes
-
-__all__ = ["Nonfinite", "check_finite", "find_nonfinite", "not_finite"]
+from megatron_fsdp_v2.dtensor.sharded_rows import local_of, plain_attributes, raw_grad
 
 _NAMED_AT_MOST = 20
 """Tensors an error message names."""

@@ -23,8 +23,6 @@ from megatron_fsdp_v2.diagnostics.memory_ledger import Ledger, Moment, Role
 from megatron_fsdp_v2.diagnostics.memory_watch import MemoryWatch
 from megatron_fsdp_v2.diagnostics.walk import ROOT, units_below
 
-__all__ = ["TrackedMemory", "memory_tracker"]
-
 MAX_UNITS = 12
 MAX_LABELS = 40
 _OF_UNIT = (Role.GATHERED, Role.GRAD_BUFFER, Role.COMMUNICATION, Role.ACTIVATIONS)

@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Account", "Ledger", "Moment", "Role"]
-
 
 class Role(enum.Enum):
     """Purpose of memory."""

@@ -37,8 +37,6 @@ from megatron_fsdp_v2.memory.observer import (
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.params.group import ParameterGroup
 
-__all__ = ["MemoryWatch"]
-
 _ROLES = {
     BufferUse.GATHERED: Role.GATHERED,
     BufferUse.GRADIENT: Role.GRAD_BUFFER,

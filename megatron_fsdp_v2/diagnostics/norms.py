@@ -11,8 +11,6 @@ from torch import nn
 
 from megatron_fsdp_v2.diagnostics.walk import chunks, parameters_below, reduce_rows
 
-__all__ = ["ParameterNorm", "parameter_norms"]
-
 
 @dataclass(frozen=True, slots=True)
 class ParameterNorm:

@@ -8,8 +8,6 @@ from torch.profiler import record_function
 from megatron_fsdp_v2.diagnostics.walk import ROOT, units_below
 from megatron_fsdp_v2.memory.observer import Event, Observer, PhaseBegan, PhaseEnded
 
-__all__ = ["profile_ranges"]
-
 
 def profile_ranges(module: nn.Module, enabled: bool = True) -> None:
     """Show the phases of every unit to profilers, under names such as `fsdp::unshard layers.3`.

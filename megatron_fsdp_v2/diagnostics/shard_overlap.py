@@ -16,8 +16,6 @@ from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.layout.buffer_layout import BufferLayout
 from megatron_fsdp_v2.params.group import ParameterGroup
 
-__all__ = ["check_no_overlap"]
-
 _NAMED_AT_MOST = 10
 """Maximum number of problems in an error message."""
 

@@ -19,8 +19,6 @@ from megatron_fsdp_v2.layout.mixed_precision import DTYPES, GroupDtypes
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.params.group import ParameterGroup
 
-__all__ = ["GroupRow", "GroupSummary", "group_summary"]
-
 MAX_COLUMNS = 140
 LEGEND = (
     "A folded row shows one of its units. Bytes on this rank: main, model at rest; grad while set; "

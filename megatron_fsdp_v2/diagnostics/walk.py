@@ -13,17 +13,6 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp_v2.runtime.module import named_units
 from megatron_fsdp_v2.runtime.unit import Unit
 
-__all__ = [
-    "ROOT",
-    "NamedParameter",
-    "chunks",
-    "joined",
-    "parameters_below",
-    "parent_of",
-    "reduce_rows",
-    "units_below",
-]
-
 ROOT = "(root)"
 """Name of the given module in reports, whose own name is empty."""
 

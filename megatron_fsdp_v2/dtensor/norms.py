@@ -19,8 +19,6 @@ from torch.utils._pytree import tree_map_only
 from megatron_fsdp_v2.comm.interface import naming_failures
 from megatron_fsdp_v2.dtensor.sharded_rows import sharded_axes
 
-__all__ = ["ShardedNorm", "check_mesh", "local_norms", "unscale"]
-
 
 class ShardedNorm(torch.Tensor):
     """Norms of this rank's parts of sharded tensors, not reduced over ranks yet.

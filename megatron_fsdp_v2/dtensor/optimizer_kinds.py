@@ -6,16 +6,6 @@ import weakref
 
 from torch.optim import Optimizer
 
-__all__ = [
-    "RejectedError",
-    "begin_step",
-    "end_step",
-    "finds_no_empty_gradients",
-    "is_known",
-    "rejected",
-    "running_optimizer",
-]
-
 _FUSED = ("apex", "deepspeed", "transformer_engine")
 """Packages with multi-tensor kernels in which an empty tensor corrupts its neighbors, silently."""
 

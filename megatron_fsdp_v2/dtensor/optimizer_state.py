@@ -11,16 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from megatron_fsdp_v2.dtensor.optimizer_kinds import finds_no_empty_gradients
-from megatron_fsdp_v2.dtensor.sharded_rows import with_rows_of
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
-
-__all__ = [
-    "has_no_rows",
-    "hide_empty_gradients",
-    "restore_gradients",
-    "watch_state",
-    "wrap_foreign_state",
-]
+from megatron_fsdp_v2.dtensor.sharded_rows import local_of, with_rows_of
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 
 
 def has_no_rows(param: torch.Tensor) -> bool:

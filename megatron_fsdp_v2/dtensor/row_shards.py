@@ -16,8 +16,6 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from megatron_fsdp_v2.comm.interface import Label
 
-__all__ = ["Chunk", "GroupInfo", "RowShards", "TensorShard"]
-
 
 @dataclass(slots=True)
 class GroupInfo:

@@ -36,33 +36,6 @@ from megatron_fsdp_v2.comm.interface import naming_failures
 from megatron_fsdp_v2.dtensor.optimizer_kinds import rejected, running_optimizer
 from megatron_fsdp_v2.dtensor.row_shards import Chunk, RowShards
 
-__all__ = [
-    "COMPUTED",
-    "FastAttributes",
-    "Overwrite",
-    "ShardedRows",
-    "add_to_rows",
-    "is_tracked",
-    "keeps_rows",
-    "linear",
-    "local_of",
-    "local_part",
-    "local_rows",
-    "plain_attributes",
-    "raw_grad",
-    "raw_hooks",
-    "raw_post_hooks",
-    "raw_requires_grad",
-    "raw_version",
-    "rows_like",
-    "rows_of",
-    "set_raw_grad",
-    "shard_like",
-    "sharded_axes",
-    "with_rows_of",
-]
-
-
 # -- fast attributes -------------------------------------------------------------------------------
 #
 # PyTorch passes every read of `grad`, `dtype` or `requires_grad` to `__torch_function__`, which

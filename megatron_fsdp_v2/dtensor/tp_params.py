@@ -15,8 +15,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from megatron_fsdp_v2.dtensor.row_shards import TensorShard
 
-__all__ = ["DTensorPart", "part_of", "tensor_shard_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class DTensorPart:

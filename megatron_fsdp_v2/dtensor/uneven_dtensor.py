@@ -34,14 +34,10 @@ from megatron_fsdp_v2.dtensor.sharded_rows import (
     local_of,
     local_part,
     local_rows,
-    plain_attributes,
     rows_like,
-    rows_of,
     shard_like,
     sharded_axes,
 )
-
-__all__ = ["UnevenDTensor", "local_of", "plain_attributes", "rows_of"]
 
 type Rule = Callable[[Callable[..., Any], Any, dict[str, Any]], Any]
 """Runs a function of torch with positional and keyword arguments."""

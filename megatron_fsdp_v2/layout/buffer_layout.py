@@ -34,16 +34,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, override
 
-__all__ = [
-    "UNALIGNED",
-    "Alignment",
-    "BufferLayout",
-    "Granularity",
-    "ParamSlot",
-    "admissible_slice",
-    "smallest_slice",
-]
-
 LINE_NBYTES = 128
 """Bytes of a GPU's cache line. Kernels and collectives are fastest on data aligned to it."""
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["DTYPES", "GroupDtypes", "MixedPrecisionPolicy"]
-
 DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,

@@ -11,15 +11,6 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = [
-    "OUTER_NAMES",
-    "OUTER_STRATEGIES",
-    "STRATEGIES",
-    "AxisPlacements",
-    "Placement",
-    "resolve_placements",
-]
-
 
 class Placement(enum.Enum):
     """Placement of one tensor along one mesh axis."""

@@ -27,8 +27,6 @@ from megatron_fsdp_v2.layout.buffer_layout import (
     smallest_slice,
 )
 
-__all__ = ["aligned_buffers", "flat_buffers", "split_for_padding"]
-
 _Shapes = tuple[tuple[int, ...], ...]
 
 _Buffer = tuple[int, ...]

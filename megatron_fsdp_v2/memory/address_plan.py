@@ -10,8 +10,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["ALIGNMENT", "MemoryPlan", "Trace", "keys_of", "plan_memory"]
-
 ALIGNMENT = 512
 """Alignment of offsets in bytes, as in CUDA's caching allocator."""
 

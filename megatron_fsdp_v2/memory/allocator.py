@@ -8,17 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "Allocator",
-    "Arena",
-    "BufferUse",
-    "Memory",
-    "TemporaryBuffer",
-    "alias_of",
-    "set_data",
-    "view_of",
-]
-
 
 class BufferUse(enum.Enum):
     """Use of a temporary buffer."""

@@ -11,14 +11,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = [
-    "empty_in_host_memory",
-    "is_in_host_memory",
-    "is_storage_in_host_memory",
-    "register_host_memory",
-    "storages_in_host_memory",
-]
-
 _HOST = ("cpu", "meta")
 _STORAGES = weakref.WeakValueDictionary[int, torch.UntypedStorage]()
 """Registered storages by the address of their C++ object, while they live."""

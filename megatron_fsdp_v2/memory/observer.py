@@ -17,20 +17,6 @@ import torch
 from megatron_fsdp_v2.comm.interface import Work
 from megatron_fsdp_v2.memory.allocator import TemporaryBuffer
 
-__all__ = [
-    "BufferAcquired",
-    "BufferReleasing",
-    "CollectiveIssued",
-    "CollectiveWaited",
-    "CollectiveWaiting",
-    "Event",
-    "MainGradientAllocated",
-    "Observer",
-    "PhaseBegan",
-    "PhaseEnded",
-    "Subscriber",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class PhaseBegan:

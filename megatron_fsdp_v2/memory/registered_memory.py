@@ -11,9 +11,6 @@ import torch.distributed as dist
 
 from megatron_fsdp_v2.comm.backends import NcclRegistrar
 
-__all__ = ["RegisteredMemory", "deregister_all"]
-
-
 _IN_USE: list[Callable[[], None]] = []
 """A function for every registered block, which deregisters the block."""
 

@@ -25,8 +25,6 @@ from megatron_fsdp_v2.memory.allocator import (
 )
 from megatron_fsdp_v2.memory.registered_memory import RegisteredMemory
 
-__all__ = ["PoolReport", "TracePoolAllocator", "TracedProgram"]
-
 MAX_PROGRAMS = 64
 """Maximum number of patterns kept. Conflicts of dropped patterns are kept."""
 

@@ -24,8 +24,6 @@ from megatron_fsdp_v2.optim.exchange import BucketPlan, Key, Transfer, plan_buck
 from megatron_fsdp_v2.optim.matrix_layout import Grid, MatrixLayout, Rectangle
 from megatron_fsdp_v2.optim.ownership import Matrix, Ownership
 
-__all__ = ["GridWork", "MatrixEngine", "MatrixFunction"]
-
 BUCKET_NUMEL = 32 * 2**20
 """Elements of an owner's part of a bucket: enough to saturate a link, few compared with shards."""
 

@@ -26,8 +26,6 @@ from megatron_fsdp_v2.comm.interface import (
 from megatron_fsdp_v2.optim.matrix_layout import Grid, MatrixLayout, Rectangle
 from megatron_fsdp_v2.optim.ownership import Matrix, Ownership
 
-__all__ = ["BucketPlan", "Hop", "Key", "Transfer", "plan_buckets"]
-
 _LABEL = Label("the optimizer's matrices")
 
 type Key = tuple[int, Rectangle]

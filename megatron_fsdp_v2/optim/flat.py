@@ -23,13 +23,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from megatron_fsdp_v2.dtensor.sharded_rows import raw_grad, rows_like, with_rows_of
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
+from megatron_fsdp_v2.dtensor.sharded_rows import (
+    local_of,
+    plain_attributes,
+    raw_grad,
+    rows_like,
+    with_rows_of,
+)
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.memory.allocator import alias_of
 from megatron_fsdp_v2.params.buffer import place_in
 from megatron_fsdp_v2.params.group import ParameterGroup
-
-__all__ = ["FlatOptimizer", "flat_optimizer", "step_flat"]
 
 _NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
 _ELEMENTWISE = frozenset[type[Optimizer]](getattr(torch.optim, name) for name in _NAMES.split())

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 from megatron_fsdp_v2.dtensor.row_shards import Chunk, RowShards, TensorShard
 from megatron_fsdp_v2.layout.buffer_layout import RowRanges
 
-__all__ = ["Grid", "MatrixLayout", "Rectangle"]
-
 
 class Rectangle(NamedTuple):
     """A rectangle of a matrix."""

@@ -16,10 +16,9 @@ import torch
 from torch import nn
 
 from megatron_fsdp_v2._text import listed
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, plain_attributes, rows_of
+from megatron_fsdp_v2.dtensor.sharded_rows import plain_attributes, rows_of
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.optim.engine import MatrixEngine, MatrixFunction
-
-__all__ = ["MatrixStep", "gradient_rows", "parameter_name"]
 
 
 class MatrixStep(torch.optim.Optimizer):

@@ -13,12 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
-from megatron_fsdp_v2.dtensor.sharded_rows import add_to_rows
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, plain_attributes, rows_of
+from megatron_fsdp_v2.dtensor.sharded_rows import add_to_rows, plain_attributes, rows_of
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.optim.engine import MatrixFunction
 from megatron_fsdp_v2.optim.matrix_step import MatrixStep, gradient_rows, parameter_name
-
-__all__ = ["Muon", "newton_schulz", "newton_schulz_flops"]
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic `a x + b x^3 + c x^5` by Keller Jordan, as in `torch.optim.Muon`."""

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 from megatron_fsdp_v2.optim.matrix_layout import MatrixLayout
 
-__all__ = ["Matrix", "Ownership"]
-
 
 @dataclass(frozen=True, slots=True)
 class Matrix:

@@ -16,18 +16,16 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2.comm.interface import DONE, Work
 from megatron_fsdp_v2.dtensor.sharded_rows import (
+    local_of,
+    plain_attributes,
     raw_grad,
     raw_post_hooks,
     raw_requires_grad,
     rows_like,
+    rows_of,
     set_raw_grad,
 )
-from megatron_fsdp_v2.dtensor.uneven_dtensor import (
-    UnevenDTensor,
-    local_of,
-    plain_attributes,
-    rows_of,
-)
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.memory.allocator import BufferUse
 from megatron_fsdp_v2.memory.observer import MainGradientAllocated

@@ -17,9 +17,15 @@ from torch import nn
 from torch.nn.utils import stateless
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatron_fsdp_v2.dtensor.sharded_rows import raw_hooks, raw_requires_grad, raw_version
+from megatron_fsdp_v2.dtensor.sharded_rows import (
+    local_of,
+    plain_attributes,
+    raw_hooks,
+    raw_requires_grad,
+    raw_version,
+)
 from megatron_fsdp_v2.dtensor.tp_params import part_of
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.memory.allocator import set_data
 from megatron_fsdp_v2.params.autograd import InternalHook
 from megatron_fsdp_v2.params.gathered import GatheredParameter, freed_class, gathered_class

@@ -34,8 +34,6 @@ from megatron_fsdp_v2.plan.sources import (
 )
 from megatron_fsdp_v2.runtime.options import RuntimeOptions
 
-__all__ = ["command"]
-
 
 class _PlanCommand:
     """`megatron-fsdp-v2 plan`."""

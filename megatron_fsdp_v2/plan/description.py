@@ -18,19 +18,6 @@ from megatron_fsdp_v2.layout.placement import OUTER_NAMES
 from megatron_fsdp_v2.params.formats import PayloadBytes, format_of, payload_bytes
 from megatron_fsdp_v2.runtime.options import RuntimeOptions
 
-__all__ = [
-    "DATA",
-    "MemoryOption",
-    "MeshDescription",
-    "ModelTraits",
-    "ParameterDescription",
-    "Strategy",
-    "TrainingDescription",
-    "UnitDescription",
-    "describe_module",
-    "mesh_sizes",
-]
-
 DATA = "dp"
 """Name of the mesh of all units without another one."""
 

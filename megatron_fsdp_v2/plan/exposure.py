@@ -11,8 +11,6 @@ from typing import Any, Self
 from megatron_fsdp_v2._text import compact, table
 from megatron_fsdp_v2.runtime.schedule import WaitReason
 
-__all__ = ["WAIT_REASONS", "Exposure", "OverlapReport", "Reason"]
-
 
 class Reason(enum.Enum):
     """Reason for which a step waits for a collective. Reports show the value.

@@ -9,8 +9,6 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PRESETS", "Machine", "find_machine"]
-
 GB = 1e9
 GIB = 1024**3
 

@@ -19,8 +19,6 @@ from megatron_fsdp_v2.plan.optimizer_state import OPTIMIZERS
 from megatron_fsdp_v2.plan.run import PlannedGroup
 from megatron_fsdp_v2.plan.step import StepCollective
 
-__all__ = ["MatrixWork", "matrix_work"]
-
 MOST_PAIRS = 200_000
 """Largest product of matrices and pairs of ranks for which owners are planned, not estimated."""
 

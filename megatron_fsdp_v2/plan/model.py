@@ -30,8 +30,6 @@ from megatron_fsdp_v2.plan.description import (
 from megatron_fsdp_v2.plan.machine import Machine
 from megatron_fsdp_v2.plan.simulation import Device
 
-__all__ = ["DescribedUnit", "build", "in_order_of_owners"]
-
 
 class DescribedUnit(nn.Module):
     """A module with the parameters, the nested units and the time of a described unit.

@@ -11,8 +11,6 @@ import torch
 from megatron_fsdp_v2.plan.description import TrainingDescription
 from megatron_fsdp_v2.plan.run import PlannedGroup
 
-__all__ = ["OPTIMIZERS", "OptimizerKind", "state_nbytes", "step_counter_nbytes"]
-
 
 @dataclass(frozen=True, slots=True)
 class OptimizerKind:

@@ -25,17 +25,6 @@ from megatron_fsdp_v2.plan.optimizer_state import state_nbytes, step_counter_nby
 from megatron_fsdp_v2.plan.run import PlannedGroup, Run, run_training
 from megatron_fsdp_v2.plan.step import Step, StepCollective
 
-__all__ = [
-    "RESTING",
-    "Plan",
-    "Traffic",
-    "UnitSize",
-    "advice",
-    "best_plan",
-    "plan_one",
-    "strategies",
-]
-
 _SAME_TIME = 1.01
 
 RESTING = (Role.MODEL_WEIGHT, Role.MAIN_WEIGHT, Role.OPTIMIZER, Role.OTHER)

@@ -9,8 +9,6 @@ from typing import Any
 
 from megatron_fsdp_v2.plan.report import ROLES, PlanReport
 
-__all__ = ["draw"]
-
 _GIB = 1024**3
 
 

@@ -13,8 +13,6 @@ from megatron_fsdp_v2.plan.description import TrainingDescription
 from megatron_fsdp_v2.plan.machine import Machine
 from megatron_fsdp_v2.plan.planner import RESTING, Plan
 
-__all__ = ["ROLES", "PlanReport", "as_dict", "lines"]
-
 ROLES = (
     Role.MODEL_WEIGHT,
     Role.MAIN_WEIGHT,

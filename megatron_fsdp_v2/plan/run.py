@@ -47,8 +47,6 @@ from megatron_fsdp_v2.runtime.api import fully_shard
 from megatron_fsdp_v2.runtime.module import unit_of
 from megatron_fsdp_v2.runtime.options import RuntimeOptions, UnitOptions
 
-__all__ = ["PlannedGroup", "Run", "run_training"]
-
 
 @dataclass(frozen=True)
 class PlannedGroup:

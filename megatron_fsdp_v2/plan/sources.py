@@ -22,16 +22,6 @@ from torch import nn
 
 from megatron_fsdp_v2.plan.description import Strategy, TrainingDescription
 
-__all__ = [
-    "SOURCE_GROUP",
-    "FlagsError",
-    "Source",
-    "SourceResult",
-    "build_on_meta",
-    "describe_flags",
-    "model_arguments",
-]
-
 SOURCE_GROUP = "megatron_fsdp_v2.plan_sources"
 
 

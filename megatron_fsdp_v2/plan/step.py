@@ -27,8 +27,6 @@ from megatron_fsdp_v2.plan.machine import Machine
 from megatron_fsdp_v2.plan.simulation import Device
 from megatron_fsdp_v2.runtime.module import named_units
 
-__all__ = ["Step", "StepCollective", "StepEvent", "StepRecorder"]
-
 
 @dataclass(frozen=True, slots=True)
 class StepCollective:

@@ -29,7 +29,8 @@ from megatron_fsdp_v2.dtensor.optimizer_state import (
     restore_gradients,
     watch_state,
 )
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
+from megatron_fsdp_v2.dtensor.sharded_rows import local_of
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.params.gathered import gathered_name
 from megatron_fsdp_v2.params.parameters import find_owner_slot, num_stale
 from megatron_fsdp_v2.runtime.schedule import live

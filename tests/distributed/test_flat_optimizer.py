@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from megatron_fsdp_v2.diagnostics import Role, memory_tracker
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
+from megatron_fsdp_v2.dtensor.sharded_rows import local_of
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.optim import FlatOptimizer, Muon, flat_optimizer, step_flat
 from megatron_fsdp_v2.runtime.module import unit_of
 from tests.cases import longer

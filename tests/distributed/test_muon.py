@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_fsdp_v2 import fully_shard
-from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
+from megatron_fsdp_v2.dtensor.sharded_rows import local_of
 from megatron_fsdp_v2.optim import MatrixEngine, MatrixFunction, Muon, newton_schulz_flops
 from tests.distributed.cut_parameters import (
     Bag,

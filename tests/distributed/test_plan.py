@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy
 from megatron_fsdp_v2.diagnostics import Role, memory_tracker
-from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
+from megatron_fsdp_v2.dtensor.sharded_rows import local_of
 from megatron_fsdp_v2.memory.host_memory import is_in_host_memory
 from megatron_fsdp_v2.params.formats import register_format
 from megatron_fsdp_v2.plan import (

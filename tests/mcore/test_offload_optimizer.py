@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp_v2.diagnostics import memory_tracker
 from megatron_fsdp_v2.diagnostics.memory_ledger import Role
-from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
+from megatron_fsdp_v2.dtensor.sharded_rows import local_of
 from megatron_fsdp_v2.params.autograd import is_gathered_weight
 from tests.cases import longer
 from tests.distributed.wrapping import Dispatched

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
-from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
+from megatron_fsdp_v2.dtensor.sharded_rows import local_of
 from tests.mcore.session import enter_rehearsal
 from tests.mcore.trained import on_te
 from tests.reference.models import Formula

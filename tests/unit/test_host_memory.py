@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.checkpoint import saving
 from megatron_fsdp_v2.dtensor.row_shards import RowShards, TensorShard
-from megatron_fsdp_v2.dtensor.sharded_rows import rows_like
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
+from megatron_fsdp_v2.dtensor.sharded_rows import local_of, rows_like
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.memory.host_memory import (
     empty_in_host_memory,
     is_in_host_memory,

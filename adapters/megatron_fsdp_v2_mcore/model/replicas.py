@@ -18,7 +18,8 @@ from torch import nn
 
 from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.comm.rank_checks import checksum
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
+from megatron_fsdp_v2.dtensor.sharded_rows import local_of
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 
 __all__ = ["check_before_save", "check_before_step", "note_after_step"]
 

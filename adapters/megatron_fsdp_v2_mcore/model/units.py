@@ -20,8 +20,8 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import nn
 
 from megatron_fsdp_v2 import group_modules
-from megatron_fsdp_v2.dtensor.sharded_rows import rows_like
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
+from megatron_fsdp_v2.dtensor.sharded_rows import local_of, rows_like
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2_mcore.model.meshes import Meshes
 from megatron_fsdp_v2_mcore.model.tensor_shards import is_expert
 

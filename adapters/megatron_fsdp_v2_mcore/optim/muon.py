@@ -20,8 +20,8 @@ from megatron.core.optimizer.emerging_optimizers import (
     TensorParallelMuon,
 )
 
-from megatron_fsdp_v2.dtensor.sharded_rows import add_to_rows
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, rows_of
+from megatron_fsdp_v2.dtensor.sharded_rows import add_to_rows, rows_of
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.optim import MatrixFunction, MatrixStep, newton_schulz_flops
 from megatron_fsdp_v2.optim.matrix_step import parameter_name
 

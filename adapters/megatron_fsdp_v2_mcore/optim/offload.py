@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, cast, override
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_v2.dtensor.sharded_rows import rows_like
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
+from megatron_fsdp_v2.dtensor.sharded_rows import local_of, plain_attributes, rows_like
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.memory.host_memory import empty_in_host_memory, register_host_memory
 from megatron_fsdp_v2_mcore.optim.optimizer_state import optimizer_like, state_after_a_step
 

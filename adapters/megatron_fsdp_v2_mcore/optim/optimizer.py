@@ -26,7 +26,8 @@ from megatron_fsdp_v2.dtensor.optimizer_state import (
     restore_gradients,
     wrap_foreign_state,
 )
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
+from megatron_fsdp_v2.dtensor.sharded_rows import local_of
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.optim import step_flat
 from megatron_fsdp_v2_mcore.checkpoint.names import canonical_parameter_names
 from megatron_fsdp_v2_mcore.flags.options import Options

@@ -19,8 +19,8 @@ from megatron.core.optimizer.grad_scaler import ConstantGradScaler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
-from megatron_fsdp_v2.dtensor.sharded_rows import add_to_rows
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of, plain_attributes
+from megatron_fsdp_v2.dtensor.sharded_rows import add_to_rows, local_of, plain_attributes
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2_mcore.optim.config import check_config, check_gradients, clipping_config
 from megatron_fsdp_v2_mcore.optim.muon import sharded_class
 from megatron_fsdp_v2_mcore.optim.optimizer import (

@@ -18,8 +18,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2.dtensor.optimizer_state import has_no_rows
-from megatron_fsdp_v2.dtensor.sharded_rows import rows_like
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, local_of
+from megatron_fsdp_v2.dtensor.sharded_rows import local_of, rows_like
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 
 __all__ = [
     "load_scaled",

@@ -19,7 +19,7 @@ from megatron.core.utils import get_model_config
 from torch import nn
 
 from megatron_fsdp_v2.checkpoint.errors import everyones
-from megatron_fsdp_v2.dtensor.uneven_dtensor import local_of
+from megatron_fsdp_v2.dtensor.sharded_rows import local_of
 from megatron_fsdp_v2_mcore.checkpoint.names import canonical_parameter_names
 from megatron_fsdp_v2_mcore.flags.options import active_options, training_globals
 from megatron_fsdp_v2_mcore.optim.optimizer import params_counted_on_rank

@@ -14,18 +14,6 @@ from megatron_fsdp_v2.comm.interface import Work
 from megatron_fsdp_v2.comm.streams import NcclCollectives, StreamCommunicator
 from megatron_fsdp_v2.runtime.module import named_units
 
-__all__ = [
-    "COMPUTE",
-    "Device",
-    "HostDevice",
-    "Queue",
-    "Timeline",
-    "VirtualEvent",
-    "VirtualStream",
-    "VirtualStreams",
-    "run_on_streams",
-]
-
 COMPUTE = "compute"
 """Name of the compute stream."""
 

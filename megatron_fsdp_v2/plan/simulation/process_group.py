@@ -19,15 +19,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megatron_fsdp_v2.comm.interface import Work
 from megatron_fsdp_v2.plan.simulation.devices import Device
 
-__all__ = [
-    "BACKEND",
-    "Network",
-    "PythonGroup",
-    "SimulatedProcessGroup",
-    "simulated_groups",
-    "simulated_ranks",
-]
-
 BACKEND = "sim"
 MOST_FILLED = 1 << 20
 """Largest result, in bytes, whose values are written."""

@@ -11,9 +11,7 @@ from torch import nn
 
 from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.diagnostics.walk import joined, parameters_below, units_below
-from megatron_fsdp_v2.dtensor.row_shards import RowShards
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
-from megatron_fsdp_v2.layout.buffer_layout import BufferLayout
 from megatron_fsdp_v2.params.group import ParameterGroup
 
 _NAMED_AT_MOST = 10
@@ -35,18 +33,10 @@ def check_no_overlap(module: nn.Module) -> None:
         ValueError: Nothing in the module is sharded.
     """
     found: list[str] = []
-    proven: set[tuple[BufferLayout, tuple[RowShards, ...]]] = set()
     for unit_name, unit in units_below(module):
         for group in unit.groups:
             names = [joined(unit_name, name) for name in group.names]
-            shards = tuple(param.row_shards for param in _uneven(group))
-            # Equal units have equal layouts, which are checked once.
-            if (group.layout, shards) not in proven:
-                problems = list(_row_problems(names, group.layout, shards))
-                if not problems:
-                    proven.add((group.layout, shards))
-                found += problems
-            found += _local_problems(names, group)
+            found += _group_problems(names, group)
     found += _memory_problems(module)
     if found:
         raise RuntimeError(
@@ -60,22 +50,12 @@ def _uneven(group: ParameterGroup) -> list[UnevenDTensor]:
     return [param for param in group.sharded_params if isinstance(param, UnevenDTensor)]
 
 
-def _row_problems(
-    names: Sequence[str], layout: BufferLayout, shards: Sequence[RowShards]
-) -> Iterator[str]:
-    """Return parameters whose shards hold other rows than those of the layout.
+def _group_problems(names: Sequence[str], group: ParameterGroup) -> Iterator[str]:
+    """Return shards that are not held once per replica, and tensors with other rows.
 
     The layout was validated when it was made: parameters are disjoint in the flat buffer, and its
     slices hold each row once.
     """
-    for index, (name, rows) in enumerate(zip(names, shards, strict=True)):
-        expected = [layout.local_rows(index, shard) for shard in range(layout.num_shards)]
-        if list(rows.row_ranges) != expected:
-            yield f"the row ranges of {name} are not those of its layout"
-
-
-def _local_problems(names: Sequence[str], group: ParameterGroup) -> Iterator[str]:
-    """Return shards that are not held once per replica, and local tensors with other rows."""
     for index, (name, param) in enumerate(zip(names, _uneven(group), strict=True)):
         mesh = param.device_mesh
         steps = [
@@ -87,6 +67,8 @@ def _local_problems(names: Sequence[str], group: ParameterGroup) -> Iterator[str
             holders = Counter(sum(step) for step in itertools.product(*steps))
             if len(holders) != group.layout.num_shards or len(set(holders.values())) != 1:
                 yield f"shards of {name} and its group are not held once in every replica"
+        if param.row_shards.row_ranges != group.layout.row_ranges(index):
+            yield f"the row ranges of {name} are not those of its layout"
         start, end = param.local_rows
         if (start, end) != group.main_weight.rows(index):
             yield f"rows {start} to {end} of {name} are not those in this rank's flat buffer"

@@ -40,12 +40,12 @@ class NamedParameter:
     @property
     def local(self) -> torch.Tensor:
         """This rank's part of the parameter; no copy."""
-        return _local(self.param)
+        return local_of(self.param).detach()
 
     @property
     def local_grad(self) -> torch.Tensor | None:
         """This rank's part of the gradient; no copy."""
-        return None if self.param.grad is None else _local(self.param.grad)
+        return None if self.param.grad is None else local_of(self.param.grad).detach()
 
     def axes(self, *, sharded: bool) -> list[dist.ProcessGroup]:
         """Mesh axes of several ranks along which it is sharded, or else replicated."""
@@ -59,9 +59,9 @@ class NamedParameter:
         ]
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor of a DTensor, or the given plain tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def units_below(module: nn.Module) -> list[tuple[str, Unit]]:

@@ -177,7 +177,8 @@ def _row_of(unit: str, group: ParameterGroup) -> GroupRow:
     placements = " ".join(
         f"{mesh.size(axis)}:"
         + "".join(
-            _LETTERS[p] for p in (at.model_weight, at.main_weight, at.main_grad, at.unreduced_grad)
+            _LETTERS[p]
+            for p in (at.model_weight, at.main_weight, at.main_weight, at.unreduced_grad)
         )
         for axis, at in enumerate(spec.placements)
     )

@@ -1,8 +1,7 @@
 """Placements of the tensors of a parameter group along each data-parallel mesh axis.
 
 Buffers, groups and units use placements only, never the names of strategies. A new strategy is a
-new row of these tables. Supported placements shard model weights along the innermost axis only,
-and give main weights the placement of main gradients.
+new row of these tables. Supported placements shard model weights along the innermost axis only.
 """
 
 from __future__ import annotations
@@ -25,37 +24,26 @@ class Placement(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class AxisPlacements:
-    """Placements of a group's four tensors along one mesh axis.
+    """Placements of a group's tensors along one mesh axis.
 
     Attributes:
         model_weight: Weight that the forward computes with; its placement while the unit is idle.
-        main_weight: Weight that the optimizer steps.
-        main_grad: Reduced gradient that the optimizer reads.
+        main_weight: Weight that the optimizer steps, and reduced gradient that it reads.
         unreduced_grad: Gradient between micro-batches, before the synchronized backward.
     """
 
     model_weight: Placement
     main_weight: Placement
-    main_grad: Placement
     unreduced_grad: Placement
-
-    def __post_init__(self) -> None:
-        if Placement.PARTIAL in (self.model_weight, self.main_weight, self.main_grad):
-            raise ValueError("only a gradient that is not synchronized yet can be PARTIAL")
-        if self.main_weight is not self.main_grad:
-            raise ValueError(
-                "main_weight and main_grad meet in the optimizer and must have one placement, "
-                f"got {self.main_weight} and {self.main_grad}"
-            )
 
 
 _R, _S, _P = Placement.REPLICATE, Placement.SHARD, Placement.PARTIAL
 
 STRATEGIES: dict[str, AxisPlacements] = {
-    "no_shard": AxisPlacements(_R, _R, _R, _P),
-    "optim": AxisPlacements(_R, _S, _S, _P),
-    "optim_grads": AxisPlacements(_R, _S, _S, _S),
-    "optim_grads_params": AxisPlacements(_S, _S, _S, _S),
+    "no_shard": AxisPlacements(_R, _R, _P),
+    "optim": AxisPlacements(_R, _S, _P),
+    "optim_grads": AxisPlacements(_R, _S, _S),
+    "optim_grads_params": AxisPlacements(_S, _S, _S),
 }
 """Inner (or only) axis: DDP, ZeRO-1, ZeRO-2 and ZeRO-3."""
 
@@ -108,6 +96,6 @@ def resolve_placements(
     if len(axis_sizes) == 2:
         rows.insert(0, OUTER_STRATEGIES[outer_dp_sharding_strategy])
     return tuple(
-        row if size > 1 else AxisPlacements(_R, row.main_weight, row.main_grad, row.unreduced_grad)
+        row if size > 1 else AxisPlacements(_R, row.main_weight, row.unreduced_grad)
         for row, size in zip(rows, axis_sizes, strict=True)
     )

@@ -112,14 +112,14 @@ class GroupGrads:
         self._params = parameters.sharded
         self._errors_on_missing = spec.errors_on_missing_grad
         layout, placements, dtypes = context.layout, context.placements, context.dtypes
-        self._placements = [p.main_grad for p in placements]
+        self._placements = [p.main_weight for p in placements]
         self.accumulates_unreduced = placements[-1].unreduced_grad is Placement.PARTIAL
         dtype = dtypes.main_grad if self.accumulates_unreduced else dtypes.grad_comm
         unreduced = [Placement.PARTIAL] * len(placements)
         self.full = self._gradient_buffer("full_grad", unreduced, dtype, "grad_comm")
         self.partial: DataParallelBuffer | None = None
         if len(placements) == 2:
-            reduced = [Placement.PARTIAL, placements[-1].main_grad]
+            reduced = [Placement.PARTIAL, self._placements[-1]]
             dtype = dtypes.main_grad
             self.partial = self._gradient_buffer("partial_grad", reduced, dtype, "outer_grad_comm")
         self._staging: DataParallelBuffer | None = None

@@ -14,16 +14,16 @@ R, S, P = Placement.REPLICATE, Placement.SHARD, Placement.PARTIAL
 @pytest.mark.parametrize(
     ("strategy", "outer", "sizes", "expected"),
     [
-        ("no_shard", "no_shard", [4], [(R, R, R, P)]),
-        ("optim", "no_shard", [4], [(R, S, S, P)]),
-        ("optim_grads", "no_shard", [4], [(R, S, S, S)]),
-        ("optim_grads_params", "no_shard", [4], [(S, S, S, S)]),
+        ("no_shard", "no_shard", [4], [(R, R, P)]),
+        ("optim", "no_shard", [4], [(R, S, P)]),
+        ("optim_grads", "no_shard", [4], [(R, S, S)]),
+        ("optim_grads_params", "no_shard", [4], [(S, S, S)]),
         # The outer axis comes first and replicates model weights, as an axis of one rank does.
-        ("optim_grads_params", "optim", [2, 4], [(R, S, S, P), (S, S, S, S)]),
-        ("optim_grads_params", "no_shard", [1], [(R, S, S, S)]),
+        ("optim_grads_params", "optim", [2, 4], [(R, S, P), (S, S, S)]),
+        ("optim_grads_params", "no_shard", [1], [(R, S, S)]),
     ],
 )
-def test_strategies_resolve_to_four_placements_of_each_axis(
+def test_strategies_resolve_to_placements_of_each_axis(
     strategy: str, outer: str, sizes: list[int], expected: list[tuple[Placement, ...]]
 ) -> None:
     found = resolve_placements(strategy, outer, sizes)

@@ -162,8 +162,6 @@ class BufferLayout:
     alignment: Alignment = UNALIGNED
 
     def __post_init__(self) -> None:
-        if self.num_shards < 1:
-            raise ValueError(f"num_shards must be at least 1, got {self.num_shards}")
         if self.shard_numel % self.alignment.line:
             raise ValueError(f"a slice of {self.shard_numel} elements breaks {self.alignment}")
         end = 0

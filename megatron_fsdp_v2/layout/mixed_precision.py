@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -88,13 +88,13 @@ class MixedPrecisionPolicy:
                 )
 
     @staticmethod
-    def of(policy: object) -> MixedPrecisionPolicy:
+    def of(policy: Any) -> MixedPrecisionPolicy:
         """Convert a policy of another library, or None, to this class.
 
-        The policy needs `param_dtype`; other fields are read under the names of this class. Its
-        `reduce_dtype` is the communication dtype. If that is None, gradients are communicated in
-        `param_dtype`, or, for torch's class from 2.15 on, in the dtype of the parameter, as in
-        FSDP2.
+        The policy is a dataclass with `param_dtype`; other fields are read under the names of this
+        class. Its `reduce_dtype` is the communication dtype. If that is None, gradients are
+        communicated in `param_dtype`, or, for torch's class from 2.15 on, in the dtype of the
+        parameter, as in FSDP2.
 
         Raises:
             ValueError: `policy` is not a policy, or sets an unsupported field.
@@ -104,14 +104,18 @@ class MixedPrecisionPolicy:
         if isinstance(policy, MixedPrecisionPolicy):
             return policy
         name = f"{type(policy).__module__}.{type(policy).__name__}"
-        if isinstance(policy, type) or not hasattr(policy, "param_dtype"):
+        is_policy = dataclasses.is_dataclass(policy) and hasattr(policy, "param_dtype")
+        if isinstance(policy, type) or not is_policy:
             raise ValueError(
                 "mp_policy must be a MixedPrecisionPolicy of megatron_fsdp_v2 or of "
                 f"torch.distributed.fsdp, got {policy!r}"
             )
         known = [field.name for field in dataclasses.fields(MixedPrecisionPolicy)]
         unknown = [
-            n for n in _non_default_fields(policy) if n not in (*known, "reduce_dtype", "resolve")
+            field.name
+            for field in dataclasses.fields(policy)
+            if getattr(policy, field.name) not in (field.default, None, False)
+            and field.name not in (*known, "reduce_dtype", "resolve")
         ]
         if unknown:
             raise ValueError(
@@ -144,15 +148,3 @@ class MixedPrecisionPolicy:
             grad_comm=grad_comm,
             sums_in_fp32=self.reduce_scatter_with_fp32_accumulation and grad_comm.itemsize == 2,
         )
-
-
-def _non_default_fields(policy: object) -> Iterator[str]:
-    """Names of the fields of a policy that are set to a value other than their default."""
-    if dataclasses.is_dataclass(policy):
-        for field in dataclasses.fields(policy):
-            if getattr(policy, field.name) not in (field.default, None, False):
-                yield field.name
-        return
-    for name, value in getattr(policy, "__dict__", {}).items():
-        if value not in (None, False):
-            yield name

@@ -4,34 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import itertools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from megatron_fsdp_v2.comm import backends
-from megatron_fsdp_v2.params.gradients import GroupGrads
-from megatron_fsdp_v2.params.group import ParameterGroup
 from megatron_fsdp_v2.runtime import unit_checks
 from megatron_fsdp_v2.runtime.module import named_units, unit_of
-from tests.cases import quick_if
 from tests.distributed.allocations import allocation_sizes, steady_nbytes
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
-    BF16,
     MESHES,
     STRATEGIES,
-    batch,
     count_collectives,
     gradient_error,
     on_mesh,
@@ -40,7 +31,6 @@ from tests.distributed.wrapping import (
     strategies_on,
     wrap,
 )
-from tests.parity.test_parity import train_pattern
 from tests.reference.models import INPUT, WIDTH, Formula, Stack
 from tests.sharding import shard
 
@@ -185,42 +175,12 @@ def _groups(model: Any) -> list[Any]:
     return [group for _, unit in named_units(model) for group in unit.groups]
 
 
-def _num_with_memory(model: Any) -> int:
-    return sum(group.main_grad is not None for group in _groups(model))
-
-
 def _grads(model: Any) -> dict[str, torch.Tensor]:
     return {
         name: param.grad.to_local().clone()
         for name, param in model.named_parameters()
         if param.grad is not None
     }
-
-
-WAYS: dict[str, Any] = {
-    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
-    "module": lambda model, optimizer: model.zero_grad(set_to_none=True),
-    "by hand": lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()],
-}
-
-
-@on_ranks("mesh_name", mesh_name=["2", "HSDP 2x2"], way=WAYS)
-def test_setting_gradients_to_none_frees_their_memory_immediately(mesh_name: str, way: str) -> None:
-    for strategy in STRATEGIES if mesh_name == "2" else STRATEGIES[2:]:
-        model = wrap(Stack(), sharding_strategy=strategy, **on_mesh(mesh_name))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        gc.collect()
-        gc.disable()
-        try:
-            for _ in range(2):
-                assert _num_with_memory(model) == 0, strategy
-                own_loss(model).backward()
-                assert _num_with_memory(model) == len(_groups(model)), strategy
-                optimizer.step()
-                WAYS[way](model, optimizer)
-                assert _num_with_memory(model) == 0, strategy
-        finally:
-            gc.enable()
 
 
 @on_ranks(2)
@@ -344,130 +304,3 @@ def test_unit_can_use_parameters_of_other_units(strategy: str) -> None:
         either(tokens).square().mean().backward()
     assert gradient_error(model, plain) < 1e-6
     assert list(model.state_dict()) == list(plain.state_dict())
-
-
-# Pattern and options.
-_AHEAD = {"unshard_prefetch_depth": 3, "max_live_grad_buffers": 1}
-TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "alone": ("plain", {}),
-    "pool": ("plain", {"enable_trace_pool": True}),
-    "ahead": ("evaluation between", _AHEAD),
-    "broadcasts": ("evaluation between", _AHEAD),
-    "nothing ahead": (
-        "plain",
-        {"enable_async_reduce_grad": False, "enable_unshard_prefetch": False},
-    ),
-    "bf16": ("plain", {"mp_policy": BF16}),
-    "offload": ("plain", {"offload_policy": CPUOffloadPolicy()}),
-    "recomputed": ("checkpointing, non-reentrant", {}),
-    "micro-batches": ("accumulation under no_sync", {}),
-    "failed": ("exception in a backward", {"max_live_grad_buffers": 4}),
-}
-_CALLS = ("all_gather_single", "all_gather_into_tensor", "broadcast")
-_CALLS += ("all_to_all_single", "all_reduce")
-
-
-class InUse(AssertionError):
-    """Memory of a collective in flight was freed or moved."""
-
-
-class _Watched:
-    """Wraps a work handle of torch and records the wait."""
-
-    def __init__(self, work: Any, operands: Sequence[torch.Tensor], used: Counter[int]) -> None:
-        self._work = work
-        self._used = used
-        # Holds the tensors without further references to their storages, which memory checks count.
-        self._tensors = [(tensor, tensor.data_ptr()) for tensor in operands]
-        self._keys = [tensor.untyped_storage()._cdata for tensor in operands]
-        used.update(self._keys)
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._used.subtract(self._keys)
-        moved = [tensor.shape for tensor, place in self._tensors if tensor.data_ptr() != place]
-        self._keys, self._tensors = [], []
-        if moved:
-            raise InUse(f"tensors of {moved} are somewhere else")
-
-
-@contextlib.contextmanager
-def watched() -> Iterator[Counter[str]]:
-    """Check that memory stays in place while a collective uses it; count collectives and frees.
-
-    Raises:
-        InUse: Memory of a collective in flight was freed or moved.
-    """
-    used: Counter[int] = Counter()
-    seen: Counter[str] = Counter()
-    resize = torch.UntypedStorage.resize_
-
-    def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
-        seen["freed"] += nbytes == 0
-        if used[storage._cdata] > 0:
-            raise InUse(f"{storage.nbytes()} bytes become {nbytes}")
-        return resize(storage, nbytes)
-
-    def noted(call: Callable[..., Any]) -> Callable[..., Any]:
-        def issue(*operands: Any, **options: Any) -> Any:
-            work = call(*operands, **options)
-            if not options.get("async_op"):
-                return work
-            seen["issued"] += 1
-            return _Watched(work, [t for t in operands if isinstance(t, torch.Tensor)], used)
-
-        return issue
-
-    with contextlib.ExitStack() as stack:
-        put = stack.enter_context
-        put(mock.patch.object(torch.UntypedStorage, "resize_", resized))
-        for name in filter(dist.__dict__.get, _CALLS):
-            put(mock.patch.object(dist, name, noted(getattr(dist, name))))
-        yield seen
-        assert not +used, "a collective was never waited for"
-
-
-def _watched_trainings() -> Iterator[Any]:
-    for name, mesh in itertools.product(TRAININGS, ("2", "HSDP 2x2", "HFSDP 2x2")):
-        is_quick = mesh == "2" and name in ("pool", "ahead", "broadcasts", "failed")
-        # On two axes, only the cases whose communication differs there.
-        if mesh == "2" or name in ("alone", "pool", "micro-batches"):
-            yield quick_if(is_quick, name, mesh)
-
-
-@pytest.mark.parametrize(("name", "mesh_name"), list(_watched_trainings()))
-@on_ranks("mesh_name")
-def test_memory_is_neither_freed_nor_moved_while_a_collective_uses_it(
-    name: str, mesh_name: str
-) -> None:
-    pattern, options = TRAININGS[name]
-    least = 1 if name == "broadcasts" else backends.BROADCAST_BYTES
-    for strategy in strategies_on(mesh_name):
-        with mock.patch.object(backends, "BROADCAST_BYTES", least), watched() as seen:
-            train_pattern(pattern, strategy, mesh_name, **options)
-        assert min(seen["issued"], seen["freed"]) > 3, strategy
-
-
-def _end_before_waiting(grads: GroupGrads) -> None:
-    grads.full.drop()
-    grads._inner_work.wait()
-
-
-def _wait_for_nothing(group: ParameterGroup) -> bool:
-    is_under_way = group._gathering is not None
-    group._gathering = None
-    return is_under_way
-
-
-MISTAKES: dict[str, Any] = {
-    "gradients": (GroupGrads, "end_inner", _end_before_waiting),
-    "weights": (ParameterGroup, "_wait", _wait_for_nothing),
-}
-
-
-@on_ranks(2, kind=MISTAKES)
-def test_memory_freed_too_early_is_detected(kind: str) -> None:
-    model = wrap(Stack())
-    # The mistake is found in the forward or in the backward.
-    with mock.patch.object(*MISTAKES[kind]), pytest.raises(InUse), watched():
-        model(batch(0)).sum().backward()

@@ -1,9 +1,8 @@
-"""Sharded training equals the unsharded reference: every pattern, strategy and mesh."""
+"""Sharded training equals the unsharded reference: pairs of patterns, strategies and meshes."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp_v2.comm import backends
 from megatron_fsdp_v2.params.autograd import save_activations_on_cpu
-from tests.cases import pairwise, quick_if
+from tests.cases import longer, pairwise, quick_if
 from tests.distributed.nccl_double import as_on_cuda
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import BF16, MESHES, STRATEGIES, on_mesh, strategies_on
@@ -77,79 +76,74 @@ def _pool_changes_nothing(plain: Trace, pattern: str, strategy: str, mesh_name: 
     return same_bits(plain, pooled)
 
 
-BACKENDS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "gloo": nullcontext,
-    "as nccl": as_on_cuda,
-}
-
-
 def _cases() -> Iterator[Any]:
-    """Yield every pattern on every mesh; those of `PATTERNS` also with a test double of NCCL.
+    """Yield every pattern on every mesh: on one in turn with all strategies, on others with one.
 
-    `make test` runs every pattern on one of the meshes in turn, and four cases of NCCL.
+    `make test` runs the former.
     """
     for number, pattern in enumerate(ALL):
         for place, name in enumerate(MESHES):
-            yield quick_if(place == number % len(MESHES), pattern, name, "gloo")
-            if pattern in PATTERNS and name != "1":
-                is_quick = number % 12 == 0 and place == 1 + number // 12
-                yield quick_if(is_quick, pattern, name, "as nccl")
+            strategies = _strategies(pattern, name)
+            if place == number % len(MESHES):
+                yield pytest.param(pattern, name, strategies, id=f"{pattern}-{name}-all")
+            else:
+                strategy = strategies[(number + place) % len(strategies)]
+                yield longer(pattern, name, [strategy], id=f"{pattern}-{name}-{strategy}")
 
 
-@pytest.mark.parametrize(("pattern", "mesh_name", "backend"), list(_cases()))
+@pytest.mark.parametrize(("pattern", "mesh_name", "strategies"), list(_cases()))
 @on_ranks("mesh_name")
-def test_pattern_trains_like_the_reference(pattern: str, mesh_name: str, backend: str) -> None:
-    with BACKENDS[backend]():
-        reference = train_reference(ALL[pattern], dist.get_world_size(), dist.get_rank())
-        errors = {
-            strategy: compare(train_pattern(pattern, strategy, mesh_name), reference)
-            for strategy in _strategies(pattern, mesh_name)
-        }
+def test_pattern_trains_like_the_reference(
+    pattern: str, mesh_name: str, strategies: list[str]
+) -> None:
+    reference = train_reference(ALL[pattern], dist.get_world_size(), dist.get_rank())
+    errors = {
+        strategy: compare(train_pattern(pattern, strategy, mesh_name), reference)
+        for strategy in strategies
+    }
     assert max(errors.values()) < TOLERANCE, errors
-
-
-def _switch_cases() -> Iterator[Any]:
-    """Yield every pattern at ZeRO-2 and ZeRO-3; most cases run in the longer suites only."""
-    for number, (name, pattern) in enumerate(ALL.items()):
-        strategies = [s for s in STRATEGIES[2:] if not (pattern.skips and s == STRATEGIES[-1])]
-        for strategy in strategies:
-            is_quick = strategy == strategies[-1] and number % 8 == 0
-            yield quick_if(is_quick, name, strategy)
 
 
 COLLIDING = ("weights kept in some steps",)
 """Patterns whose buffer uses change between steps: the trace pool raises an error."""
 
 
-@pytest.mark.parametrize(("pattern", "strategy"), list(_switch_cases()))
+def _strategy_of_switches(pattern: str) -> str:
+    """Return the strategy that overlaps most: ZeRO-3, which does not support skipped units."""
+    return STRATEGIES[2] if ALL[pattern].skips else STRATEGIES[3]
+
+
+@pytest.mark.parametrize(
+    "pattern", [quick_if(number % 8 == 0, pattern) for number, pattern in enumerate(ALL)]
+)
 @on_ranks(3)
-def test_switches_give_bitwise_identical_results(pattern: str, strategy: str) -> None:
+def test_switches_give_bitwise_identical_results(pattern: str) -> None:
+    strategy = _strategy_of_switches(pattern)
     on = train_pattern(pattern, strategy, "3")
-    # Prefetching affects strategies that gather weights for each use: for these, also switch off
-    # prefetching alone.
-    gathers = strategy == "optim_grads_params"
-    for switches in [SWITCHES[:1], SWITCHES] if gathers else [SWITCHES]:
+    # Prefetching affects ZeRO-3, which gathers weights for each use: also switch it off alone.
+    for switches in [SWITCHES] if ALL[pattern].skips else [SWITCHES[:1], SWITCHES]:
         off = train_pattern(pattern, strategy, "3", **dict.fromkeys(switches, False))
         assert same_bits(off, on), switches
-    if (gathers or ALL[pattern].skips) and pattern not in COLLIDING:
+    if pattern not in COLLIDING:
         assert _pool_changes_nothing(on, pattern, strategy, "3")
 
 
+def _pool_cases() -> Iterator[tuple[str, str, str]]:
+    """Yield patterns, meshes and strategies in turn; the switches are tested with the pool too."""
+    for number, pattern in enumerate(p for p in ALL if p not in COLLIDING):
+        for place, mesh_name in enumerate(MESHES if pattern in PATTERNS else ["2"]):
+            strategies = _strategies(pattern, mesh_name)
+            yield pattern, mesh_name, strategies[(number + place) % len(strategies)]
+
+
 @pytest.mark.functional
-@pytest.mark.parametrize(
-    ("pattern", "mesh_name"),
-    [
-        *itertools.product(PATTERNS, MESHES),
-        *itertools.product([p for p in ALL if p not in (*PATTERNS, *COLLIDING)], ["2"]),
-    ],
-)
+@pytest.mark.parametrize(("pattern", "mesh_name", "strategy"), list(_pool_cases()))
 @on_ranks("mesh_name")
-def test_trace_pool_gives_bitwise_identical_results_in_the_full_matrix(
-    pattern: str, mesh_name: str
+def test_trace_pool_gives_bitwise_identical_results(
+    pattern: str, mesh_name: str, strategy: str
 ) -> None:
-    for strategy in _strategies(pattern, mesh_name):
-        plain = train_pattern(pattern, strategy, mesh_name)
-        assert _pool_changes_nothing(plain, pattern, strategy, mesh_name), strategy
+    plain = train_pattern(pattern, strategy, mesh_name)
+    assert _pool_changes_nothing(plain, pattern, strategy, mesh_name)
 
 
 # -- options with bitwise identical results -------------------------------------------------------

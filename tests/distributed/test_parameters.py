@@ -36,7 +36,7 @@ from tests.distributed.wrapping import (
     whole,
     wrap,
 )
-from tests.reference.models import INPUT, Checkpointed, Stack, TiedInside, UsedTwice
+from tests.reference.models import INPUT, Checkpointed, Stack, UsedTwice
 
 
 class Marker:
@@ -95,22 +95,6 @@ def test_attributes_are_on_sharded_and_on_gathered_parameters(
     look(model, "")
     per_block = len(list(model.blocks[0].parameters()))
     assert looks == 2 * len(marks) + 4 * per_block
-
-
-@on_ranks(2)
-def test_tied_parameter_stays_tied_and_keeps_its_attributes() -> None:
-    model: Any = TiedInside()
-    model.embedding.weight.shared_embedding = True
-    wrap(model)
-    tied = model.embedding.weight is model.head.weight
-    seen = []
-    model.head.register_forward_hook(
-        lambda *_: seen.append(model.embedding.weight is model.head.weight)
-    )
-    model(batch(0))
-    assert tied
-    assert seen == [True]
-    assert model.head.weight.shared_embedding
 
 
 @on_ranks(2)

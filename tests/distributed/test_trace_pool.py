@@ -36,7 +36,7 @@ from tests.distributed.wrapping import (
     train_own,
     wrap,
 )
-from tests.reference.models import Block, Skipping, Stack
+from tests.reference.models import Block, Stack
 
 WIDTH = 48
 
@@ -179,22 +179,6 @@ def test_pool_releases_memory_unless_a_backward_needs_it_and_results_are_unchang
     assert all(map(torch.equal, *bits))
     assert first == second == (planned, 0) and planned > 0
     assert awaited == 0
-
-
-@on_ranks(2)
-def test_weights_gathered_while_their_memory_is_in_use_are_moved_there_before_use() -> None:
-    """The backward after a skipped block gathers the block before it ahead, for the first time."""
-    bits = []
-    for pooled in (False, True):
-        torch.manual_seed(0)
-        model = _sharded(Skipping(5), enable_trace_pool=pooled)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        for step, skip in enumerate((None, None, None, 2)):
-            model.skip = skip
-            own_loss(model, step).backward()
-            step_all(optimizer)
-        bits.append(shards_of(model))
-    assert all(map(torch.equal, *bits))
 
 
 # -- misuse ---------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import functools
 import os
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,17 +145,6 @@ def test_a_checkpoint_of_another_model_is_rejected(megatron: RankPools, saved: C
 class _RunsCode:
     def __reduce__(self) -> Any:
         return os.system, ("true",)
-
-
-def test_a_checkpoint_cannot_run_code(tmp_path: Path) -> None:
-    from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import COMMON, common_state
-
-    write_folder(tmp_path, {COMMON: pickled([{"args": _RunsCode()}])})
-    for file in (None, pickle.dumps(_RunsCode())):
-        if file is not None:
-            (tmp_path / "common.pt").write_bytes(file)
-        with pytest.raises(CheckpointError, match="cannot be loaded as plain data"):
-            common_state(CheckpointFolder(tmp_path))
 
 
 @pytest.mark.parametrize("common", [{}, {"args": None}, {"args": {"num_layers": 2}}, None])

@@ -103,16 +103,6 @@ def test_up_to_four_parameters_get_the_smallest_possible_slice(
     assert fits(items, num_shards, layout.shard_numel, line)
 
 
-def test_invalid_input_is_rejected() -> None:
-    with pytest.raises(ValueError, match="num_shards must be at least 1"):
-        BufferLayout.plan([(4,)], 0)
-    with pytest.raises(ValueError, match="0-dim"):
-        BufferLayout.plan([()], 2)
-    for text in ("rows", "block:0", "block:x", "block"):
-        with pytest.raises(ValueError, match="unknown shard_granularity"):
-            Granularity.parse(text)
-
-
 # -- alignment of views of flat buffers, and its padding -----------------------------------------
 
 ROW = Granularity(1)

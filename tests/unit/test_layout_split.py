@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -80,23 +79,6 @@ def test_negligible_padding_keeps_one_buffer() -> None:
     assert split_for_padding(shapes, 7, ROW) == [[0, 1, 2, 3]]
     with mock.patch.object(splits, "NEGLIGIBLE", 0):
         assert len(split_for_padding(shapes, 7, ROW)) > 1
-
-
-@pytest.mark.parametrize("unit", UNITS)
-def test_a_unit_is_split_for_16384_ranks_in_under_a_third_of_a_second(unit: str) -> None:
-    for num_shards in (1024, 16384):
-        start = time.process_time()
-        split = split_for_padding(UNITS[unit], num_shards, ROW)
-        for buffer in split:
-            BufferLayout.plan([UNITS[unit][i] for i in buffer], num_shards)
-        assert time.process_time() - start < 0.3
-
-
-def test_invalid_input_is_rejected() -> None:
-    with pytest.raises(ValueError, match="0-dim"):
-        split_for_padding([()], 2, ROW)
-    with pytest.raises(ValueError, match="num_shards"):
-        split_for_padding([(4,)], 0, ROW)
 
 
 def _table() -> str:

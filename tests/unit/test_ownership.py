@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -131,26 +130,6 @@ def test_page_has_the_balance_and_the_sent_elements(num_ranks: int) -> None:
     balance = _llama(num_ranks)[1].balance
     row = f"| {num_ranks} | {balance:.3f} | {mean:.2f}, {largest:.2f} |"
     assert row in (ROOT / "docs" / "muon.md").read_text().splitlines()
-
-
-@pytest.mark.parametrize(
-    ("sizes", "cuts"),
-    [((1024,), (True,)), ((32, 32), (False, True)), ((1024,), (False,))],
-    ids=["shards", "replicas of shards", "replicas"],
-)
-def test_a_thousand_ranks_are_planned_in_half_a_second(
-    sizes: tuple[int, ...], cuts: tuple[bool, ...]
-) -> None:
-    grid = Grid(sizes, cuts)
-    layouts = _layouts(grid, LLAMA_LAYER) * LAYERS
-    begin = time.process_time()
-    ownership = Ownership.plan(_matrices(layouts), grid.num_ranks, 32 * 2**20)
-    plan = plan_buckets(layouts, ownership, grid, 77)
-    assert time.process_time() - begin < 0.5
-    assert sum(bucket.sent_numel for bucket in plan) > 0
-    if not any(cuts):
-        assert max(ownership.flops) == newton_schulz_flops(FFN, HIDDEN)
-        assert len([owned for bucket in plan for owned in bucket.owned]) == 1
 
 
 # -- matrices that one rank has in full -----------------------------------------------------------

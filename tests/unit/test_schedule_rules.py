@@ -173,8 +173,6 @@ def test_forward_prefetches(passes: str, options: dict[str, Any], expected: str)
 
 # -- reductions -------------------------------------------------------------------------------
 
-# The gradient of the root's last layer comes first; its reduction follows those of all blocks.
-_ACCUMULATED = "collect root, collect 2, collect 1, collect 0, "
 # At the end, ranks sum along both axes which groups had gradients.
 _FLAGS = "outer root, wait inner root, outer root, wait outer root"
 _AT_THE_END = (
@@ -191,11 +189,8 @@ _TWO_BUFFERS = (
     "collect root, collect 2, reduce 2, collect 1, reduce 1, wait inner 2, outer 2, collect 0, "
     f"reduce 0, wait inner 1, outer 1, reduce root, {_AT_THE_END}"
 )
-_BLOCK_0_TWICE = {"runs": ("blocks.0", "blocks.1", "blocks.2", "blocks.0")}
 REDUCTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "two buffers": ({}, _TWO_BUFFERS),
-    "two buffers, in a fixed order": ({"strategy": "optim_grads"}, _TWO_BUFFERS),
-    "after the last use": ({"strategy": "optim_grads", "training": _BLOCK_0_TWICE}, _TWO_BUFFERS),
     "one buffer": (
         {"max_live_grad_buffers": 1},
         "collect root, collect 2, reduce 2, wait inner 2, outer 2, "
@@ -203,24 +198,11 @@ REDUCTIONS: dict[str, tuple[dict[str, Any], str]] = {
         "collect 0, reduce 0, wait inner 0, wait outer 1, outer 0, "
         f"reduce root, wait inner root, wait outer 0, outer root, wait outer root, {_FLAGS}",
     ),
-    "waited for at once": (
-        {"enable_async_reduce_grad": False},
-        "collect root, collect 2, reduce 2, wait inner 2, outer 2, wait outer 2, "
-        "collect 1, reduce 1, wait inner 1, outer 1, wait outer 1, "
-        "collect 0, reduce 0, wait inner 0, outer 0, wait outer 0, "
-        f"reduce root, wait inner root, outer root, wait outer root, {_FLAGS}",
-    ),
     # Partial shards are reduced along the outer axis once, after both backwards.
     "two micro-batches, synchronized afterwards": (
         {"training": {"num_microbatches": 2, "syncs_afterwards": True}},
         f"{_INNER}, {_INNER}, outer 2, outer 1, wait outer 2, outer 0, wait outer 1, outer root, "
         f"wait outer 0, wait outer root, {_FLAGS}",
-    ),
-    # ZeRO-1 keeps full gradients until they are synchronized.
-    "two micro-batches, accumulated unreduced": (
-        {"training": {"num_microbatches": 2}, "strategy": "optim"},
-        f"{_ACCUMULATED}reduce 2, reduce 1, wait inner 2, outer 2, reduce 0, wait inner 1, "
-        f"outer 1, reduce root, {_AT_THE_END}",
     ),
 }
 

@@ -26,7 +26,7 @@ from megatron_fsdp_v2.memory.allocator import (
 from megatron_fsdp_v2.memory.registered_memory import RegisteredMemory
 
 MAX_PROGRAMS = 64
-"""Maximum number of patterns kept. Conflicts of dropped patterns are kept."""
+"""Number of patterns after which all are dropped. Their conflicts are kept."""
 
 MAX_EVENTS = 1 << 16
 """Maximum number of events of a trace: `unshard()` calls by themselves begin no pass."""
@@ -159,6 +159,7 @@ class TracedArena(Arena):
         kind: Kind of the buffers.
         memory: Source of the memory block; None: torch's allocator.
         num_allocations: Number of allocations so far, for single buffers and for the pool.
+        pool: The pool of the plan; None before its first use.
     """
 
     def __init__(self, kind: ArenaKind, memory: RegisteredMemory | None) -> None:
@@ -172,7 +173,7 @@ class TracedArena(Arena):
         self._live = 0
         self._start = 0
         self._events: list[int] = []
-        self._pool: _Pool | None = None
+        self.pool: _Pool | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -230,10 +231,10 @@ class TracedArena(Arena):
         if plan is None or plan.place(key) is None or not self._sizes[key]:
             return None
         with torch.inference_mode(False):
-            if self._pool is None:
-                self._pool = _Pool(plan, self.kind.device, self.memory)
+            if self.pool is None:
+                self.pool = _Pool(plan, self.kind.device, self.memory)
                 self.num_allocations += 1
-            self._places[key] = _PooledMemory(self._pool, key, self._sizes[key])
+            self._places[key] = _PooledMemory(self.pool, key, self._sizes[key])
         return self._places[key]
 
     @override
@@ -292,8 +293,7 @@ class TracedArena(Arena):
 
     def _add_program(self, name: str, trace: Trace) -> None:
         if len(self._programs) == MAX_PROGRAMS:
-            rarest = min(self._programs.values(), key=lambda program: program.num_runs)
-            del self._programs[rarest.trace]
+            self._programs.clear()
         self._programs[trace] = TracedProgram(name, trace, 1)
         self._used |= trace.used()
         self._peak = max(self._peak, trace.peak(self._sizes))
@@ -311,14 +311,9 @@ class TracedArena(Arena):
         self._wants_plan = False
         self._waited = 0
 
-    @property
-    def block(self) -> torch.Tensor | None:
-        """Memory block of the plan, as flat bytes; None before its first use."""
-        return None if self._pool is None else self._pool.memory
-
     def free(self) -> int:
         """Move all movable buffers out of the pool, and return the bytes freed."""
-        pool, self._pool = self._pool, None
+        pool, self.pool = self.pool, None
         self._places.clear()
         if pool is None:
             return 0
@@ -467,8 +462,8 @@ class TracePoolAllocator(Allocator):
 
     def blocks(self) -> list[torch.Tensor]:
         """Return the memory blocks of current plans as flat bytes, one per kind of buffer."""
-        found = (arena.block for arena in self._arenas.values())
-        return [block for block in found if block is not None]
+        pools = (arena.pool for arena in self._arenas.values())
+        return [pool.memory for pool in pools if pool is not None]
 
     def release(self) -> int:
         """Free the memory of the pools; the next use of a buffer allocates it again.

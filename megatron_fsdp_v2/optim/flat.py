@@ -487,7 +487,14 @@ def flat_optimizer(kind: type[Optimizer], *, elementwise: bool = False) -> type[
     """
     if issubclass(kind, FlatOptimizer):
         return kind
-    _check_is_elementwise(kind, is_asserted=elementwise)
+    if kind not in _ELEMENTWISE and not elementwise:
+        known = ", ".join(sorted(each.__name__ for each in _ELEMENTWISE))
+        raise ValueError(
+            f"{kind.__module__}.{kind.__name__} is not known to compute every element of a "
+            "parameter from that element, its gradient and its state alone, as optimizers that "
+            f"step flat tensors must ({known} of torch.optim do); if it does, say so with "
+            "flat_optimizer(cls, elementwise=True)"
+        )
     return _flat_class(cast("Any", kind))
 
 
@@ -542,26 +549,6 @@ def step_flat(optimizer: Optimizer, *, elementwise: bool = False) -> FlatOptimiz
     found = cast("FlatOptimizer", optimizer)
     found._patch_step_function()
     return found
-
-
-def _check_is_elementwise(kind: type[Optimizer], *, is_asserted: bool) -> None:
-    """Check that a class of optimizers is elementwise.
-
-    Args:
-        kind: The class.
-        is_asserted: Whether the user asserts that it is elementwise.
-
-    Raises:
-        ValueError: The class is not elementwise, or neither known nor asserted to be.
-    """
-    if kind not in _ELEMENTWISE and not is_asserted:
-        known = ", ".join(sorted(each.__name__ for each in _ELEMENTWISE))
-        raise ValueError(
-            f"{kind.__module__}.{kind.__name__} is not known to compute every element of a "
-            "parameter from that element, its gradient and its state alone, as optimizers that "
-            f"step flat tensors must ({known} of torch.optim do); if it does, say so with "
-            "flat_optimizer(cls, elementwise=True)"
-        )
 
 
 def _spans_gaps(kind: type[Optimizer], group: Mapping[str, Any]) -> bool:

@@ -7,50 +7,32 @@ is a view of the gathered buffer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from megatron_fsdp_v2.dtensor.row_shards import TensorShard
 
 
-@dataclass(frozen=True, slots=True)
-class DTensorPart:
-    """Placement of a DTensor over the tensor-parallel mesh.
+def from_part(part: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """Return the DTensor of this rank's part, contiguous, sharing its memory. No communication."""
+    stride = torch.empty(spec.shape, device="meta").stride()
+    meta = TensorMeta(spec.shape, stride, part.dtype)
+    placed = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+    return DTensor(part, placed, requires_grad=False)  # type: ignore[no-untyped-call]
 
-    Attributes:
-        mesh: The tensor-parallel mesh, of one axis.
-        placement: Placement along that axis.
-        shape: Global shape.
+
+def part_of_gradient(gradient: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """Return this rank's part of a gradient, with the placement of the parameter.
+
+    Collective over the tensor-parallel mesh if the gradient has another placement: the gradient of
+    a replicated parameter is `Partial` if ranks computed on different parts of a sequence.
     """
-
-    mesh: DeviceMesh
-    placement: Placement
-    shape: tuple[int, ...]
-
-    def whole(self, part: torch.Tensor) -> DTensor:
-        """Return the DTensor of a part, sharing its memory. No communication."""
-        return DTensor.from_local(
-            part,
-            self.mesh,
-            [self.placement],
-            run_check=False,
-            shape=torch.Size(self.shape),
-            stride=torch.empty(self.shape, device="meta").stride(),
-        )
-
-    def part_of_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a gradient, with the placement of the parameter.
-
-        Collective over the tensor-parallel mesh if the gradient has another placement: the gradient
-        of a replicated parameter is `Partial` if ranks computed on different parts of a sequence.
-        """
-        with torch.no_grad():
-            if isinstance(gradient, DTensor) and gradient.placements != (self.placement,):
-                gradient = gradient.redistribute(self.mesh, [self.placement])
-            return part_of(gradient)
+    with torch.no_grad():
+        if isinstance(gradient, DTensor) and gradient.placements != spec.placements:
+            gradient = gradient.redistribute(spec.mesh, spec.placements)
+        return part_of(gradient)
 
 
 def part_of(param: torch.Tensor) -> torch.Tensor:
@@ -58,8 +40,8 @@ def part_of(param: torch.Tensor) -> torch.Tensor:
     return param.to_local().detach() if isinstance(param, DTensor) else param.detach()
 
 
-def tensor_shard_of(name: str, param: DTensor, data: DeviceMesh) -> tuple[TensorShard, DTensorPart]:
-    """Return the tensor-parallel split of a DTensor. No communication.
+def tensor_shard_of(name: str, param: DTensor, data: DeviceMesh) -> tuple[TensorShard, DTensorSpec]:
+    """Return the tensor-parallel split of a DTensor, and its placement. No communication.
 
     Args:
         name: Name of the parameter, for errors.
@@ -101,4 +83,4 @@ def tensor_shard_of(name: str, param: DTensor, data: DeviceMesh) -> tuple[Tensor
         raise ValueError(
             f"{where}, which is not an axis of the same mesh as {data}; {advice}"
         ) from error
-    return TensorShard(both, dim), DTensorPart(tensor, placement, tuple(param.shape))
+    return TensorShard(both, dim), param._spec

@@ -25,6 +25,7 @@ from megatron_fsdp_v2.dtensor.sharded_rows import (
     rows_of,
     set_raw_grad,
 )
+from megatron_fsdp_v2.dtensor.tp_params import part_of_gradient
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.memory.allocator import BufferUse
@@ -236,7 +237,7 @@ class GroupGrads:
         param.grad = None
         dtensor = self._parameters.dtensors[index]
         if dtensor is not None:
-            grad = dtensor.part_of_gradient(grad)
+            grad = part_of_gradient(grad, dtensor)
         elif isinstance(param, FusedGradient) and param.grad_added_to_main_grad:
             # A fused kernel has written the gradient already, and autograd's is a placeholder. With
             # `zero_out_wgrad` (tied parameters) it is zeros plus the gradients of other uses.

@@ -24,7 +24,7 @@ from megatron_fsdp_v2.dtensor.sharded_rows import (
     raw_requires_grad,
     raw_version,
 )
-from megatron_fsdp_v2.dtensor.tp_params import part_of
+from megatron_fsdp_v2.dtensor.tp_params import from_part, part_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.memory.allocator import set_data
 from megatron_fsdp_v2.params.autograd import InternalHook
@@ -32,9 +32,9 @@ from megatron_fsdp_v2.params.gathered import GatheredParameter, freed_class, gat
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
     from megatron_fsdp_v2.dtensor.row_shards import GroupInfo, RowShards, TensorShard
-    from megatron_fsdp_v2.dtensor.tp_params import DTensorPart
     from megatron_fsdp_v2.params.buffer import DataParallelBuffer
     from megatron_fsdp_v2.params.group import ParameterGroup
 
@@ -70,7 +70,7 @@ class OwnedParameter:
     sites: list[tuple[nn.Module, str]] = field(default_factory=list)
     meta_original: nn.Parameter | None = None
     tensor: TensorShard | None = None
-    dtensor: DTensorPart | None = None
+    dtensor: DTensorSpec | None = None
     is_separate: bool = False
     values: torch.Tensor | None = None
 
@@ -166,7 +166,7 @@ class GroupParameters:
         views = [buffer.view(index) for buffer in buffers]
         param: nn.Parameter
         if dtensor is not None:
-            param = nn.Parameter(dtensor.whole(views[0]), requires_grad=is_trained)
+            param = nn.Parameter(from_part(views[0], dtensor), requires_grad=is_trained)
             # A DTensor's memory is that of its local tensor.
             memory: Sequence[torch.Tensor] = [local_of(param)]
         else:

@@ -96,7 +96,7 @@ def materialize(
                     _initialize(module, param_init_fn, made, undo)
     for parameter in fresh:
         _copy_from_replacement(parameter)
-        if parameter.dtensor is not None and parameter.dtensor.placement.is_replicate():
+        if parameter.dtensor is not None and parameter.dtensor.placements[0].is_replicate():
             _share(part_of(parameter.param), parameter.dtensor.mesh.get_group())
     tensors = [_values(parameter) for parameter in fresh]
     buffers = [

@@ -159,10 +159,10 @@ class RowShards:
     @property
     def placements(self) -> tuple[Placement, ...]:
         """The DTensor placements, per mesh axis."""
-        cuts = [0 if stride else None for stride in self.strides]
+        dims = [0 if stride else None for stride in self.strides]
         if self.tensor is not None and self.tensor.mesh is not None:
-            cuts.append(self.tensor.dim)
-        return tuple(Replicate() if dim is None else Shard(dim) for dim in cuts)
+            dims.append(self.tensor.dim)
+        return tuple(Replicate() if dim is None else Shard(dim) for dim in dims)
 
     @property
     def is_even(self) -> bool:
@@ -171,8 +171,8 @@ class RowShards:
         chunk = -(-length // num)
         starts = [min(i * chunk, length) for i in range(num + 1)]
         even = replace(self, row_ranges=list(itertools.pairwise(starts)))
-        is_cut_once = sum(map(bool, self.strides)) == 1
-        return is_cut_once and self == even and (self.tensor is None or self.tensor.size == 1)
+        is_sharded_once = sum(map(bool, self.strides)) == 1
+        return is_sharded_once and self == even and (self.tensor is None or self.tensor.size == 1)
 
     def global_shape(self, part: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the whole for the shape of this rank's tensor-parallel part."""

@@ -249,18 +249,18 @@ class GridWork:
         for (kind, shape), members in batches.items():
             stack = like.new_empty((len(members), *shape))
             _copy_all(
-                (_cut(stack[position], rect), pieces[index, rect])
+                (_view(stack[position], rect), pieces[index, rect])
                 for position, (index, rects) in enumerate(members)
                 for rect in rects
             )
             result = self._functions[kind].apply(stack).to(like.dtype)
             for position, (index, rects) in enumerate(members):
                 for rect in rects:
-                    done[index, rect] = _cut(result[position], rect)
+                    done[index, rect] = _view(result[position], rect)
         return done
 
 
-def _cut(matrix: torch.Tensor, rect: Rectangle) -> torch.Tensor:
+def _view(matrix: torch.Tensor, rect: Rectangle) -> torch.Tensor:
     return matrix[rect.row : rect.row + rect.rows, rect.col : rect.col + rect.cols]
 
 
@@ -287,20 +287,19 @@ def _place(
         return (), MatrixLayout(Grid((), ()), RowShards(((0, shape[0]),), ()), shape, ())
     mesh, shards = param.device_mesh, param.row_shards
     tensor = shards.tensor
-    # Per axis of the mesh: whether it shards the matrices, and its stride in the row ranges.
-    kinds = [(bool(stride), stride) for stride in shards.strides]
-    spreads = spreads or any(shards.strides)
+    # Per axis of the mesh: its stride in the row ranges, and whether it shards the matrices.
+    strides, sharded = [*shards.strides], [*map(bool, shards.strides)]
+    spreads = spreads or any(sharded)
     tensor_axis = None
     if tensor is not None and tensor.mesh is not None and joins:
-        tensor_axis = len(kinds) if tensor.dim is not None and tensor.size > 1 else None
-        kinds.append((tensor.dim is not None, 0))
-    used = [
-        axis for axis, (cuts, _) in enumerate(kinds) if mesh.size(axis) > 1 and (cuts or spreads)
-    ]
+        tensor_axis = len(strides) if tensor.dim is not None and tensor.size > 1 else None
+        strides.append(0)
+        sharded.append(tensor.dim is not None)
+    used = [a for a in range(len(strides)) if mesh.size(a) > 1 and (sharded[a] or spreads)]
     axes = tuple(
         Axis(mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis)) for axis in used
     )
-    grid = Grid(tuple(axis.size for axis in axes), tuple(kinds[axis][0] for axis in used))
-    strides = tuple(kinds[axis][1] for axis in used)
+    grid = Grid(tuple(axis.size for axis in axes), tuple(sharded[axis] for axis in used))
     index = None if tensor_axis is None else used.index(tensor_axis)
-    return axes, MatrixLayout(grid, shards, param.part_shape, strides, index)
+    of_grid = tuple(strides[axis] for axis in used)
+    return axes, MatrixLayout(grid, shards, param.part_shape, of_grid, index)

@@ -116,11 +116,11 @@ class _Planner:
 
     def bucket(self, bucket: int) -> BucketPlan:
         members = self._ownership.members(bucket)
-        cut, copy = self._grid.sharded_axes, self._grid.copy_axes
-        gathers = [self._gather(members, axis, cut[:i]) for i, axis in enumerate(cut)]
+        sharded, copy = self._grid.sharded_axes, self._grid.copy_axes
+        gathers = [self._gather(members, axis, sharded[:i]) for i, axis in enumerate(sharded)]
         copies = [self._copy(members, axis, copy[i + 1 :]) for i, axis in enumerate(copy)]
         owned = [
-            (index, tuple(self._held(index, self._here, cut)))
+            (index, tuple(self._held(index, self._here, sharded)))
             for index in members
             if self._owners[index] == self._here
         ]

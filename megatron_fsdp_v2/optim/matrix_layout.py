@@ -43,12 +43,12 @@ class Grid:
     @property
     def sharded_axes(self) -> tuple[int, ...]:
         """Axes along which the engine gathers matrices, in order."""
-        return tuple(axis for axis, cut in enumerate(self.is_sharded) if cut)
+        return tuple(axis for axis, sharded in enumerate(self.is_sharded) if sharded)
 
     @property
     def copy_axes(self) -> tuple[int, ...]:
         """Axes along which the engine copies results, in order."""
-        return tuple(axis for axis, cut in enumerate(self.is_sharded) if not cut)
+        return tuple(axis for axis, sharded in enumerate(self.is_sharded) if not sharded)
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
         """Return the coordinate of a rank; the last axis varies fastest."""
@@ -164,8 +164,8 @@ class MatrixLayout:
         rows: Any = tuple(ranges)
         if isinstance(ranges, RowRanges):
             rows = (ranges.layout.fingerprint, ranges.param)
-        cut = None if self.tensor is None else (self.tensor.dim, self.tensor.pieces)
-        text = repr((self.grid, self.part_shape, self.strides, self.tensor_axis, cut, rows))
+        split = None if self.tensor is None else (self.tensor.dim, self.tensor.pieces)
+        text = repr((self.grid, self.part_shape, self.strides, self.tensor_axis, split, rows))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _part_of(self, number: int, tensor: TensorShard) -> tuple[int, int]:

@@ -111,7 +111,7 @@ def _assign(matrices: Sequence[Matrix], num_ranks: int) -> tuple[tuple[int, ...]
     owners = [-1] * len(matrices)
     free: list[tuple[int, int, int]] = []
 
-    def give(index: int, rank: int) -> None:
+    def assign(index: int, rank: int) -> None:
         owners[index] = rank
         flops[rank] += matrices[index].flops
         numels[rank] += matrices[index].numel
@@ -120,19 +120,19 @@ def _assign(matrices: Sequence[Matrix], num_ranks: int) -> tuple[tuple[int, ...]
     # Matrices that are whole on one rank come first; the others are balanced around them.
     placed = [i for i, m in enumerate(matrices) if len(m.ranks_holding_whole) == 1]
     for index in placed:
-        give(index, matrices[index].ranks_holding_whole[0])
+        assign(index, matrices[index].ranks_holding_whole[0])
     free = [(flops[rank], numels[rank], rank) for rank in range(num_ranks)]
     heapq.heapify(free)
     rest = [i for i, m in enumerate(matrices) if len(m.ranks_holding_whole) != 1]
     for index in sorted(rest, key=lambda i: (-matrices[i].flops, i)):
         holders = matrices[index].ranks_holding_whole
         if holders and len(holders) < num_ranks:
-            give(index, min(holders, key=lambda rank: (flops[rank], numels[rank], rank)))
+            assign(index, min(holders, key=lambda rank: (flops[rank], numels[rank], rank)))
             continue
         # An entry of the heap is stale if its rank was assigned a matrix since.
         while free[0][:2] != (flops[free[0][2]], numels[free[0][2]]):
             heapq.heappop(free)
-        give(index, heapq.heappop(free)[2])
+        assign(index, heapq.heappop(free)[2])
     return tuple(owners), tuple(flops)
 
 

@@ -87,9 +87,9 @@ def matrix_work(training: TrainingDescription, groups: Sequence[PlannedGroup]) -
         shapes = [(layout.count, *layout.matrix_shape) for layout in shared.layouts]
         ranks = shared.grid.num_ranks
         numel = sum(math.prod(shape) for shape in shapes)
-        cut = math.prod(shared.grid.sizes[axis] for axis in shared.grid.sharded_axes)
+        num_shards = math.prod(shared.grid.sizes[axis] for axis in shared.grid.sharded_axes)
         bucket = min(BUCKET_NUMEL, numel // ranks)
-        work.temporary_nbytes += (numel // cut + 3 * bucket) * itemsize
+        work.temporary_nbytes += (numel // num_shards + 3 * bucket) * itemsize
         if sum(count for count, *_ in shapes) * ranks * ranks <= MOST_PAIRS:
             flops, hops = _planned(shared)
         else:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, override
 
 from torch import nn
@@ -93,60 +95,15 @@ class GroupSummary:
     num_plain_params: int = 0
     plain_nbytes: int = 0
 
-    @property
-    def num_params(self) -> int:
-        """Parameters in groups."""
-        return sum(row.num_params for row in self.rows)
+    def total(self, column: str) -> int:
+        """Return the sum of a number of `GroupRow` over all groups."""
+        return sum(getattr(row, column) for row in self.rows)
 
-    @property
-    def numel(self) -> int:
-        """Elements of parameters in groups, over all ranks."""
-        return sum(row.numel for row in self.rows)
-
-    @property
-    def shard_numel(self) -> int:
-        """Elements of main weights on this rank."""
-        return sum(row.shard_numel for row in self.rows)
-
-    @property
-    def padding_numel(self) -> int:
-        """Elements of flat buffers, over all slices, that belong to no parameter."""
-        return sum(row.padding_numel for row in self.rows)
-
-    @property
-    def main_weight_nbytes(self) -> int:
-        """Bytes of main weights on this rank."""
-        return sum(row.main_weight_nbytes for row in self.rows)
-
-    @property
-    def model_weight_nbytes(self) -> int:
-        """Bytes of model weights on this rank that main weights do not hold."""
-        return sum(row.model_weight_nbytes for row in self.rows)
-
-    @property
-    def main_grad_nbytes(self) -> int:
-        """Bytes of main gradients on this rank, from the first backward on."""
-        return sum(row.main_grad_nbytes for row in self.rows)
-
-    @property
-    def steady_nbytes(self) -> int:
-        """Bytes of all groups on this rank between steps; without optimizer state."""
-        return sum(row.steady_nbytes for row in self.rows)
-
-    @property
-    def largest_gathered_nbytes(self) -> int:
-        """Bytes of gathered weights of the unit with most of them."""
-        return self._largest("gathered_nbytes")
-
-    @property
-    def largest_full_grad_nbytes(self) -> int:
-        """Bytes of temporary gradient buffers of the unit with most of them."""
-        return self._largest("full_grad_nbytes")
-
-    def _largest(self, column: str) -> int:
-        by_unit: dict[str, int] = {}
+    def largest(self, column: str) -> int:
+        """Return the sum of a number of `GroupRow` over the groups of the unit with most."""
+        by_unit = Counter[str]()
         for row in self.rows:
-            by_unit[row.unit] = by_unit.get(row.unit, 0) + getattr(row, column)
+            by_unit[row.unit] += getattr(row, column)
         return max(by_unit.values(), default=0)
 
     @override
@@ -210,7 +167,8 @@ def _render(summary: GroupSummary) -> str:
         for number, row in enumerate(groups):
             cells = [cell(row) for cell in _COLUMNS.values()]
             rows.append(["" if number else _label(names), *cells])
-    totals = ["" if name in _OF_A_GROUP else cell(summary) for name, cell in _COLUMNS.items()]
+    sums = SimpleNamespace(**{name: summary.total(name) for name in _NUMBERS})
+    totals = ["" if name in _OF_A_GROUP else cell(sums) for name, cell in _COLUMNS.items()]
     rows = _fitted([*rows, ["total", *totals]])
     left = {number for number, name in enumerate(rows[0]) if name in _LEFT_ALIGNED}
     header, rule, *lines, total = table(rows, left=left, separator=_separator(rows))
@@ -219,10 +177,10 @@ def _render(summary: GroupSummary) -> str:
 
 def _closing(summary: GroupSummary) -> list[str]:
     lines = [
-        f"At rest {_bytes(summary.steady_nbytes)} on this rank, besides "
-        f"{_bytes(summary.main_grad_nbytes)} while gradients are set; the largest unit gathers "
-        f"{_bytes(summary.largest_gathered_nbytes)} and has gradient buffers of "
-        f"{_bytes(summary.largest_full_grad_nbytes)}."
+        f"At rest {_bytes(summary.total('steady_nbytes'))} on this rank, besides "
+        f"{_bytes(summary.total('main_grad_nbytes'))} while gradients are set; the largest unit "
+        f"gathers {_bytes(summary.largest('gathered_nbytes'))} and has gradient buffers of "
+        f"{_bytes(summary.largest('full_grad_nbytes'))}."
     ]
     if summary.num_plain_params:
         lines.append(
@@ -278,7 +236,7 @@ def _dtypes(row: GroupRow) -> str:
     return names[0] if len(set(names)) == 1 else "/".join(names)
 
 
-def _padding(of: GroupRow | GroupSummary) -> str:
+def _padding(of: Any) -> str:
     return f"{100.0 * of.padding_numel / max(of.padding_numel + of.numel, 1):.1f}%"
 
 
@@ -309,6 +267,11 @@ _COLUMNS: dict[str, Callable[[Any], str]] = {
     "reduce": lambda row: _bytes_or_dash(row.full_grad_nbytes),
 }
 """By title: the cell of a group, or of all of them."""
+_NUMBERS = (
+    *("num_params", "numel", "shard_numel", "padding_numel"),
+    *("main_weight_nbytes", "model_weight_nbytes", "main_grad_nbytes"),
+)
+"""Numbers of a row that the total shows."""
 _OF_A_GROUP = {"dtypes", "placements", "state", "gather", "reduce"}
 """Columns without a total."""
 _LEFT_ALIGNED = {"unit", "dtypes", "placements", "state"}

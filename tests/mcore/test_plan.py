@@ -191,8 +191,8 @@ def _bytes_by_role(chunks: Any, optimizer: Any) -> dict[Role, int]:
     summaries = [group_summary(chunk) for chunk in chunks]
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return {
-        Role.MAIN_WEIGHT: sum(summary.main_weight_nbytes for summary in summaries),
-        Role.MODEL_WEIGHT: sum(summary.model_weight_nbytes for summary in summaries),
+        Role.MAIN_WEIGHT: sum(summary.total("main_weight_nbytes") for summary in summaries),
+        Role.MODEL_WEIGHT: sum(summary.total("model_weight_nbytes") for summary in summaries),
         Role.OPTIMIZER: sum(state_bytes(part.optimizer)["optimizer"] for part in parts),
     }
 

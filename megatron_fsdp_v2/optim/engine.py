@@ -59,11 +59,10 @@ class MatrixEngine:
             parts. Otherwise each part is a matrix.
         spreads_replicated: Whether ranks with whole parameters (`no_shard`) share the work and
             exchange results. Otherwise every rank does all of it.
-        bucket_numel: Elements of an owner's matrices in one all-to-all.
 
     Raises:
         ValueError: A parameter is neither 2-D nor 3-D, or a DTensor that `fully_shard` did not
-            make; or `bucket_numel` is less than 1.
+            make.
     """
 
     def __init__(
@@ -73,10 +72,7 @@ class MatrixEngine:
         *,
         joins_tensor_parallel: bool = True,
         spreads_replicated: bool = True,
-        bucket_numel: int = BUCKET_NUMEL,
     ) -> None:
-        if bucket_numel < 1:
-            raise ValueError(f"bucket_numel must be at least 1, got {bucket_numel}")
         self._num_params = len(params)
         shared: dict[Any, list[_Member]] = {}
         for index, (param, function) in enumerate(zip(params, functions, strict=True)):
@@ -86,7 +82,7 @@ class MatrixEngine:
             name = param.row_shards.label if isinstance(param, UnevenDTensor) else None
             member = _Member(index, name or "", layout, function, axes, param.device)
             shared.setdefault(key, []).append(member)
-        self.works = [GridWork(members, bucket_numel) for members in shared.values()]
+        self.works = [GridWork(members) for members in shared.values()]
 
     def run(self, updates: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Apply the functions to matrices shaped and sharded like the parameters. Collective.
@@ -127,7 +123,6 @@ class GridWork:
 
     Args:
         members: The parameters, all on one grid.
-        bucket_numel: See `MatrixEngine`.
 
     Attributes:
         params: Indices of the parameters.
@@ -139,7 +134,7 @@ class GridWork:
         communicator: Runs the collectives.
     """
 
-    def __init__(self, members: Sequence[_Member], bucket_numel: int) -> None:
+    def __init__(self, members: Sequence[_Member]) -> None:
         self.params = [member.param for member in members]
         self.layouts = [member.layout for member in members]
         self.axes, self._device = members[0].axes, members[0].device
@@ -154,7 +149,7 @@ class GridWork:
             kind = self._functions.index(member.function)
             flops = member.function.flops(*member.layout.matrix_shape)
             matrices += Matrix.of(index, member.layout, flops, kind)
-        self.ownership = Ownership.plan(matrices, self.grid.num_ranks, bucket_numel)
+        self.ownership = Ownership.plan(matrices, self.grid.num_ranks, BUCKET_NUMEL)
         self._rank = self.grid.rank([axis.rank for axis in self.axes])
         self.plan = plan_buckets(self.layouts, self.ownership, self.grid, self._rank)
         self.communicator = communicator_for(self._device)

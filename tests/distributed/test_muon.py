@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.dtensor.sharded_rows import local_of
-from megatron_fsdp_v2.optim import MatrixEngine, MatrixFunction, Muon, newton_schulz_flops
+from megatron_fsdp_v2.optim import (
+    MatrixEngine,
+    MatrixFunction,
+    Muon,
+    engine,
+    newton_schulz_flops,
+)
 from tests.distributed.cut_parameters import (
     Bag,
     Place,
@@ -284,7 +291,11 @@ def test_bucket_sizes_do_not_change_results(place: Place) -> None:
     params = sharded(specs, place)
     values = [local_of(p).detach() for p in params]
     options = {"spreads_replicated": True}
-    few, many = (_engine(params, _scaled_by_sum, bucket_numel=n, **options) for n in (2**30, 36))
+    engines = []
+    for numel in (2**30, 36):
+        with mock.patch.object(engine, "BUCKET_NUMEL", numel):
+            engines.append(_engine(params, _scaled_by_sum, **options))
+    few, many = engines
     assert few.works[0].ownership.num_buckets == 1
     for _ in range(2):
         assert all(map(torch.equal, few.run(values), many.run(values)))
@@ -493,9 +504,6 @@ def test_misuse_of_sharded_parameters_is_rejected_by_name() -> None:
         "parameter 0 of shape (4, 3) is a DTensor": lambda: Muon([foreign]),
         "not sharded by fully_shard": lambda: MatrixEngine([foreign], [function]),
         "got shape (4,)": lambda: MatrixEngine([vector[1]], [function]),
-        "bucket_numel must be at least 1": lambda: MatrixEngine(
-            params, [function] * 3, bucket_numel=0
-        ),
         "expected 3 updates, got 0": lambda: engine.run([]),
     }
     check_error_messages(ValueError, rejected)

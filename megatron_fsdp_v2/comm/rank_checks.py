@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,28 +14,12 @@ import torch.distributed as dist
 from megatron_fsdp_v2.comm.calls import all_gather_single
 from megatron_fsdp_v2.comm.interface import Axis, naming_failures
 
+CheckRanks = Literal["never", "once", "always"]
+"""How often ranks compare their sharded units and their collectives.
 
-class CheckRanks(enum.StrEnum):
-    """How often ranks compare their sharded units and their collectives."""
-
-    NEVER = "never"
-    ONCE = "once"
-    """At the first use: ranks compare units, layouts, options and replicated weights."""
-    ALWAYS = "always"
-    """Also before every collective of a unit: ranks compare the unit. For debugging."""
-
-    @classmethod
-    def check(cls, value: object) -> None:
-        """Check that a value is a member's value.
-
-        Raises:
-            ValueError: The value is not valid.
-        """
-        if value not in set(cls):
-            raise ValueError(
-                f"check_ranks must be 'never', 'once' or 'always', got {value!r}: the value sets "
-                "how often ranks compare their units"
-            )
+`once`: at the first use, ranks compare units, layouts, options and replicated weights. `always`:
+also before every collective of a unit, ranks compare the unit; for debugging.
+"""
 
 
 @dataclass(frozen=True, slots=True)

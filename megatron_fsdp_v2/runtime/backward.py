@@ -12,7 +12,6 @@ import torch
 
 from megatron_fsdp_v2._compiler import uncompiled
 from megatron_fsdp_v2.comm.backends import is_capturing
-from megatron_fsdp_v2.comm.rank_checks import CheckRanks
 from megatron_fsdp_v2.runtime.schedule import (
     AT_END,
     FORWARD_NUMBERS,
@@ -328,7 +327,7 @@ class Backward:
             if due:
                 # Buffers that accumulate micro-batches were allocated before.
                 self.make_room()
-                if context.options.check_ranks == CheckRanks.ALWAYS:
+                if context.options.check_ranks == "always":
                     has_outer = synchronize and any(grads.has_outer_axis for grads in due)
                     along_all = has_outer and not context.ranks_may_differ
                     compare_unit(context, unit, "reduce", along_all=along_all)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch.distributed as dist
 from torch import nn
@@ -52,13 +52,17 @@ class RuntimeOptions:
     enable_async_reduce_grad: bool = True
     max_live_grad_buffers: int = 2
     enable_trace_pool: bool = False
-    check_ranks: str = CheckRanks.ONCE
+    check_ranks: CheckRanks = "once"
 
     def __post_init__(self) -> None:
         for option in fields(self):
             name, value = option.name, getattr(self, option.name)
             if name == "check_ranks":
-                CheckRanks.check(value)
+                if value not in get_args(CheckRanks):
+                    raise ValueError(
+                        "check_ranks must be 'never', 'once' or 'always', got "
+                        f"{value!r}: the value sets how often ranks compare their units"
+                    )
             elif name.startswith("enable_"):
                 if not isinstance(value, bool):
                     raise ValueError(f"{name} must be True or False, got {value!r}")

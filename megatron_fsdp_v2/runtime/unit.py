@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from megatron_fsdp_v2._compiler import reject_compiled_autograd, uncompiled
-from megatron_fsdp_v2.comm.rank_checks import CheckRanks
 from megatron_fsdp_v2.params.autograd import (
     cast_floats,
     in_backward,
@@ -264,7 +263,7 @@ class Unit:
         with self.observed_phase("unshard"):
             if not context.is_checked:
                 check_units(context)
-            if context.options.check_ranks == CheckRanks.ALWAYS and not self.needs_no_collective:
+            if context.options.check_ranks == "always" and not self.needs_no_collective:
                 version = context.weight_version
                 refreshes = context.refreshes and any(
                     not group.is_refreshed_locally and group.is_stale(version) for group in groups

@@ -16,13 +16,7 @@ from torch.nn.modules.module import (
 )
 
 from megatron_fsdp_v2._text import readable_size
-from megatron_fsdp_v2.comm.rank_checks import (
-    CheckRanks,
-    UnitRecord,
-    checksum,
-    compare_steps,
-    compare_units,
-)
+from megatron_fsdp_v2.comm.rank_checks import UnitRecord, checksum, compare_steps, compare_units
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.params.autograd import tensors_within
@@ -85,7 +79,7 @@ def check_capture(context: Context) -> None:
             not context.is_checked and any(a.size > 1 for group in groups for a in group.axes)
         ),
         "check_ranks='always' compares on the host: leave it at 'once'": (
-            options.check_ranks == CheckRanks.ALWAYS
+            options.check_ranks == "always"
         ),
         "enable_trace_pool may change addresses between steps: leave it off": (
             options.enable_trace_pool
@@ -202,7 +196,7 @@ def check_units(context: Context) -> None:
                 )
     if units[0].is_root:
         _warn_of_large_root(units)
-    if context.options.check_ranks != CheckRanks.NEVER:
+    if context.options.check_ranks != "never":
         by_mesh: dict[Any, list[Unit]] = {}
         for unit in units:
             # Converted or replaced parameters (`to_empty()`) are compared with their values.

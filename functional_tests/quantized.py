@@ -51,14 +51,14 @@ def _norms(recipe: str) -> float | None:
 QUANTIZED: tuple[Row, ...] = (
     *(
         _row(f"{recipe} {gathers}", 2, _model(recipe, "--log-params-norm"), ours=gathers,
-             strategies=STRATEGIES, norms=_norms(recipe))
+             strategies=strategies, norms=_norms(recipe))
         for recipe in FORMATS
-        for gathers in ("", GATHERS[recipe])
+        for gathers, strategies in ((GATHERS[recipe], STRATEGIES), ("", (ZERO3,)))
     ),
     *(
         _row(f"{recipe}, random initialization by rank", 2,
              _model(recipe, "--data-parallel-random-init --log-params-norm"), ours=GATHERS[recipe],
-             strategies=(ZERO3, ZERO1), norms=_norms(recipe))
+             norms=_norms(recipe))
         for recipe in FORMATS
     ),
     # Bitwise identical with one micro-batch on two ranks: a sum of two terms has one order.
@@ -66,9 +66,10 @@ QUANTIZED: tuple[Row, ...] = (
         _row(f"{recipe}, Megatron's distributed optimizer {overlap}", 2,
              _model(recipe, GATHERS[recipe], "--global-batch-size 4", overlap),
              theirs=f"--use-distributed-optimizer {MEGATRONS.get(recipe, '')}",
-             strategies=SHARDED, tolerance=0, quick=int(recipe == "tensorwise" and not overlap))
+             strategies=strategies, tolerance=0,
+             quick=int(recipe == "tensorwise" and not overlap))
         for recipe in FORMATS
-        for overlap in ("", f.OVERLAP)
+        for overlap, strategies in (("", SHARDED), (f.OVERLAP, (ZERO3,)))
     ),
     # Bitwise identical if gradients are reduced once per step, as under DDP. ZeRO-2 and ZeRO-3
     # reduce every micro-batch and sum the results: the last bit of a gradient occasionally changes
@@ -80,7 +81,8 @@ QUANTIZED: tuple[Row, ...] = (
         for recipe in RECIPES
         for gathers in ("", GATHERS[recipe])
         for strategies, tolerance, norms in (
-            ((ZERO1, NO_SHARD), 0, None), ((ZERO3, ZERO2), 1e-4, 1e-2),
+            ((NO_SHARD,) if gathers else (ZERO1,), 0, None),
+            ((ZERO3,) if gathers else (ZERO2,), 1e-4, 1e-2),
         )
     ),
     *(
@@ -144,7 +146,7 @@ QUANTIZED_SAME: tuple[Row, ...] = (
     # Gradients are reduce-scattered, not all-reduced, along the outer axis, with equal sums.
     *(
         _same(f"{recipe}, HFSDP", 4, _model(recipe, GATHERS[recipe]), ours=f.HFSDP, theirs=f.HSDP,
-              strategies=SHARDED if recipe in RECIPES else (ZERO3,), tolerance=TOLERANCE,
+              strategies=SHARDED if recipe == "delayed" else (ZERO3,), tolerance=TOLERANCE,
               norms=1e-2)
         for recipe in FORMATS
     ),
@@ -162,10 +164,14 @@ _QUICK = Setup(2, ZERO3, f"{DELAYED_GATHERED} {EVALUATED}")
 # Checkpoints contain main weights, so runs with and without quantized weights load them.
 QUANTIZED_EVALUATED: tuple[Row, ...] = tuple(
     Row(f"{recipe} {gathers}", 2, _model(recipe), ours=gathers, iterations=2,
-        strategies=STRATEGIES if gathers else (ZERO3,),
-        quick=int(recipe == "delayed" and bool(gathers)))
-    for recipe in FORMATS
-    for gathers in ("", GATHERS[recipe])
+        strategies=strategies, quick=int(strategies is STRATEGIES))
+    for recipe, gathers, strategies in (
+        ("delayed", GATHERS["delayed"], STRATEGIES),
+        ("tensorwise", GATHERS["tensorwise"], (ZERO1,)),
+        ("blockwise", "", (ZERO3,)),
+        ("mxfp8", GATHERS["mxfp8"], (ZERO2,)),
+        ("nvfp4", GATHERS["nvfp4"], (ZERO3, NO_SHARD)),
+    )
 )
 
 QUANTIZED_RESUMES: tuple[Resume, ...] = (

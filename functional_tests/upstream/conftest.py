@@ -36,6 +36,6 @@ def known_rejections() -> dict[str, str]:
 
 
 def known_own_precision() -> set[str]:
-    """Return the names of configurations that are also compared in their own precision."""
+    """Return the names of configurations that are compared in their own precision."""
     lines = REJECTIONS.with_name("own_precision.txt").read_text().splitlines()
     return {line for line in lines if not line.startswith("#")}

@@ -36,7 +36,6 @@ from megatron_fsdp_v2.checkpoint.manifest import (
     Manifest,
     StoredChunk,
     file_inside,
-    length_of,
 )
 from megatron_fsdp_v2.checkpoint.replacing import find_folder
 
@@ -60,6 +59,7 @@ class CheckpointFolder:
         path: The folder.
         entries: Tensors and objects in it, by name.
         manifest: The manifest of this package; None if another program saved it.
+        lengths: Length of each file up to the end of its last item.
         identity: A digest of manifest or metadata, different for any two saves.
 
     Raises:
@@ -85,19 +85,17 @@ class CheckpointFolder:
             _check_complete(self.path)
             with _paused_collection():
                 self.manifest = Manifest.read(self.path)
-                entries = self.manifest.entries if self.manifest is not None else None
-                self.entries: Mapping[str, Entry] = (
-                    read_entries(self.path, self.manifest) if entries is None else entries
-                )
-            index = self.path / (MANIFEST if self.manifest is not None else METADATA)
+                own = self.manifest
+                self.entries: Mapping[str, Entry] = own.entries if own else read_entries(self.path)
+            index = self.path / (MANIFEST if own else METADATA)
             self.identity = hashlib.sha256(index.read_bytes()).hexdigest()
         finally:
             # Between the two renames of a save there is no folder at the path.
             self._check_replaced()
-        self._needed: Counter[str] = Counter()
-        for chunk in (chunk for entry in self.entries.values() for chunk in entry.chunks):
-            end = chunk.start + chunk.length
-            self._needed[chunk.file] = max(self._needed[chunk.file], end)
+        self.lengths: Counter[str] = Counter()
+        stored = (chunk for entry in self.entries.values() for chunk in entry.chunks)
+        for chunk in (*stored, *([own.metadata] if own else [])):
+            self.lengths[chunk.file] = max(self.lengths[chunk.file], chunk.start + chunk.length)
 
     def shape(self, key: str) -> tuple[int, ...] | None:
         """Return the shape of a tensor; None if there is no tensor of that name."""
@@ -134,17 +132,10 @@ class CheckpointFolder:
         file = self._open(chunk.file)
         file.seek(chunk.start)
         content = file.read(chunk.length)
-        if self.manifest is None:
-            return content
-        item = self.manifest.files.get(chunk.file, {}).get(chunk.start)
-        where = f"{key} in {chunk.file}, {chunk.length} bytes at {chunk.start},"
-        if item is None or item[0] != chunk.length:
-            raise CheckpointError(f"{self.path} is damaged: {where} is not in the manifest")
-        crc32 = zlib.crc32(content)
-        if item[1] != crc32:
+        if chunk.crc32 is not None and (crc32 := zlib.crc32(content)) != chunk.crc32:
             raise CheckpointError(
-                f"{self.path} is damaged: {where} has the checksum {crc32:08x} and was saved with "
-                f"{item[1]:08x}"
+                f"{self.path} is damaged: {key} in {chunk.file}, {chunk.length} bytes at "
+                f"{chunk.start}, has the checksum {crc32:08x} and was saved with {chunk.crc32:08x}"
             )
         return content
 
@@ -194,7 +185,7 @@ class CheckpointFolder:
         return counts
 
     def check_file(self, name: str) -> None:
-        """Compare the length of a file with the index and the manifest.
+        """Compare the length of a file with its items.
 
         Raises:
             CheckpointError: It is missing, or has another length.
@@ -206,11 +197,10 @@ class CheckpointFolder:
             size = path.stat().st_size
         finally:
             self._check_replaced()
-        items = self.manifest.files.get(name) if self.manifest is not None else None
-        needed = max(self._needed[name], length_of(items or {}))
+        needed = self.lengths[name]
         if size < needed:
             raise CheckpointError(f"{self.path} is truncated: {name} has {size} of {needed} bytes")
-        if items is not None and size != needed:
+        if self.manifest is not None and size != needed:
             raise CheckpointError(
                 f"{self.path} is damaged: {name} has {size} bytes and should have {needed}"
             )
@@ -395,9 +385,7 @@ def coverage_problems(key: str, entry: Entry) -> Iterator[str]:
         covered += math.prod(chunk.sizes)
     if covered != total:
         yield f"{key} has {total} elements, and its chunks {covered}"
-    if len({chunk.offsets for chunk in entry.chunks}) != len(entry.chunks):
-        yield f"{key} has several chunks at the same place"
-    elif covered == total and not _is_tiled(entry):
+    elif not _is_tiled(entry):
         yield f"{key} has chunks that overlap, and elements that are in none"
 
 

@@ -86,7 +86,7 @@ def inspect(path: str | Path) -> Contents:
     manifest: dict[str, Any] = {}
     if (saved := folder.manifest) is not None:
         manifest = {"version": FORMAT_VERSION, "world_size": saved.world_size}
-        manifest |= {"torch": saved.torch, "files": len(saved.files)}
+        manifest |= {"torch": saved.torch, "files": len(folder.lengths)}
     return Contents(path, tensors, chunks, objects, manifest)
 
 

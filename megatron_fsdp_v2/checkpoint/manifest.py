@@ -1,6 +1,6 @@
 """The file of this package in a checkpoint folder: `manifest.json`.
 
-It has the length and the checksum of every item, and an index of the entries: everything that a
+It has the place and the checksum of every item, and an index of the entries: everything that a
 load needs. It is written last. A folder without a manifest was saved by torch or Megatron.
 """
 
@@ -11,7 +11,7 @@ import math
 import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, NamedTuple
@@ -36,7 +36,6 @@ __all__ = [
     "file_inside",
     "integer",
     "integers",
-    "length_of",
     "read_json",
     "write_manifest",
 ]
@@ -62,6 +61,7 @@ class StoredChunk(NamedTuple):
         file: Name of the file.
         start: Where the item starts in the file, in bytes.
         length: Length of the item, as `torch.save` wrote it.
+        crc32: CRC-32 of the item; None if another program saved it.
     """
 
     offsets: tuple[int, ...]
@@ -69,6 +69,7 @@ class StoredChunk(NamedTuple):
     file: str
     start: int
     length: int
+    crc32: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,19 +115,19 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Files of a checkpoint, what is in them, and who saved it.
+    """The contents of a checkpoint, and who saved it.
 
     Attributes:
         world_size: Number of ranks that saved.
         torch: Version of torch that saved.
-        files: Items of all files except the manifest, by name. They leave no gap.
-        entries: Tensors and objects by name; None in a manifest of an early version.
+        entries: Tensors and objects by name. Their items leave no gap in a file.
+        metadata: The whole file `.metadata`.
     """
 
     world_size: int
     torch: str
-    files: Mapping[str, Items] = field(default_factory=dict)
-    entries: Mapping[str, Entry] | None = None
+    entries: Mapping[str, Entry]
+    metadata: StoredChunk
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
@@ -147,21 +148,21 @@ class Manifest:
                     f"it is of version {version} of the format {shown(format_)}, and this package "
                     f"reads version {FORMAT_VERSION} of {FORMAT!r}"
                 )
+            if zlib.crc32(raw.rpartition(_CHECKSUM)[0]) != content["crc32"]:
+                raise ValueError("its checksum is not that of the save")
             files = {
                 check_file_name(name, "a part of it"): {
                     integer(offset): (integer(length), integer(crc32, 0xFFFFFFFF))
-                    for offset, length, crc32 in sorted(file["items"])
+                    for offset, length, crc32 in file["items"]
                 }
                 for name, file in content["files"].items()
             }
-            entries = None
-            # Either key alone is damage: an early version has neither.
-            if "entries" in content or "crc32" in content:
-                if zlib.crc32(raw.rpartition(_CHECKSUM)[0]) != content["crc32"]:
-                    raise ValueError("its checksum is not that of the save")
-                entries = _entries(content["entries"], files)
-            world_size, of_torch = integer(content["world_size"]), check_name(content["torch"])
-            return cls(world_size, of_torch, files, entries)
+            return cls(
+                integer(content["world_size"]),
+                check_name(content["torch"]),
+                _entries(content["entries"], files),
+                StoredChunk((), (), METADATA, 0, *files[METADATA][0]),
+            )
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{path} cannot be read ({error!r}); it is damaged, or of another version"
@@ -176,7 +177,7 @@ def write_manifest(
     Args:
         folder: The folder.
         world_size: Number of ranks that saved.
-        files: As in `Manifest`.
+        files: Items of all files except the manifest, by name.
         metadata: The entries, and where they are stored.
     """
     numbers = {name: number for number, name in enumerate(files)}
@@ -205,7 +206,7 @@ def write_manifest(
         "torch": torch.__version__,
         "files": {
             name: {
-                "nbytes": length_of(items),
+                "nbytes": sum(length for length, _ in items.values()),
                 "items": [[offset, *item] for offset, item in items.items()],
             }
             for name, items in files.items()
@@ -224,11 +225,6 @@ def dumps(content: Mapping[str, Any]) -> bytes:
     return text + _CHECKSUM + b"%d}\n" % zlib.crc32(text)
 
 
-def length_of(items: Items) -> int:
-    """Length of a file in bytes."""
-    return max((offset + length for offset, (length, _) in items.items()), default=0)
-
-
 def _entries(index: Any, files: Mapping[str, Items]) -> dict[str, Entry]:
     """Check the entries of a manifest.
 
@@ -240,9 +236,8 @@ def _entries(index: Any, files: Mapping[str, Items]) -> dict[str, Entry]:
 
     def chunk(file: int, start: int, *box: int) -> StoredChunk:
         name, half = names[integer(file)], len(box) // 2
-        return StoredChunk(
-            integers(box[:half]), integers(box[half:]), name, start, files[name][start][0]
-        )
+        item = files[name][integer(start)]
+        return StoredChunk(integers(box[:half]), integers(box[half:]), name, start, *item)
 
     for name, entry in index.items():
         path = check_path(entry.get("path"))

@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotFoundError
 from megatron_fsdp_v2.checkpoint.exporting import CheckpointKind, find_kind
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
-from megatron_fsdp_v2.checkpoint.foreign import damaged_records, load_object
+from megatron_fsdp_v2.checkpoint.foreign import compare_checksums, load_object
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, METADATA, StoredChunk
 from megatron_fsdp_v2.checkpoint.plain_files import open_safetensors
 
@@ -86,13 +86,13 @@ def _verify_pt(path: Path, report: Report) -> None:
         raise NotFoundError(f"{path} does not exist")
     # Whatever was saved, not a model alone.
     load_object(path, str(path))
-    report.num_files = 1
-    damaged = damaged_records(path)
-    if damaged is None:
-        report.notes.append("the file has no checksums: it was loaded, and no element compared")
-    else:
-        report.problems += [f"{path.name}: {_other_checksum(name)}" for name in damaged]
-        report.nbytes = path.stat().st_size
+    report.num_files, report.nbytes = 1, path.stat().st_size
+    try:
+        if not compare_checksums(path):
+            report.nbytes = 0
+            report.notes.append("the file has no checksums: it was loaded, and no element compared")
+    except CheckpointError as error:
+        report.problems.append(f"{path.name}: {error}")
 
 
 def _verify_folder(folder: CheckpointFolder, report: Report) -> None:
@@ -102,59 +102,39 @@ def _verify_folder(folder: CheckpointFolder, report: Report) -> None:
         for chunk in entry.chunks:
             # The first of several names of an item is the name it was saved under.
             items.setdefault(chunk.file, {}).setdefault(chunk.start, (key, chunk))
-    files = folder.manifest.files if folder.manifest is not None else {}
-    # It is only written for torch, and no entry.
-    for start, (length, _) in files.get(METADATA, {}).items():
-        items[METADATA] = {start: ("metadata", StoredChunk((), (), METADATA, start, length))}
-    names = sorted(files.keys() | items.keys())
-    report.num_files = len(names)
+    manifest = folder.manifest
+    if manifest is not None:
+        # It is only written for torch, and no entry.
+        items[METADATA] = {0: ("metadata", manifest.metadata)}
+    report.num_files = len(items)
     num_without = 0
-    for name in names:
+    for name in sorted(items):
         try:
             folder.check_file(name)
         except CheckpointError as error:
             report.problems.append(str(error))
             continue
-        if folder.manifest is not None and name not in files:
-            continue
-        here, position = items.get(name, {}), 0
-        for offset, (length, _) in files.get(name, {}).items():
-            if offset != position or offset not in here:
-                report.problems.append(f"{name}: {position} to {offset} is of no item, or of two")
-            position = offset + length
-        for offset, (key, chunk) in sorted(here.items()):
-            num_without += not _compare(folder, f"{name}: {key} at {offset}", key, chunk, report)
-    if folder.manifest is None:
-        if num_without:
-            report.notes.append(f"{num_without} items have no checksums at all")
-        report.notes.append(
-            f"there is no {MANIFEST}: structure and sizes were compared, and elements with the "
-            "checksums that torch.save keeps"
-        )
+        position = 0
+        for start, (key, chunk) in sorted(items[name].items()):
+            if manifest is not None and start != position:
+                report.problems.append(f"{name}: {position} to {start} is of no item, or of two")
+            position = start + chunk.length
+            try:
+                content = folder.read_item(key, chunk)
+                if manifest is not None or compare_checksums(content):
+                    report.nbytes += len(content)
+                else:
+                    num_without += 1
+            except CheckpointError as error:
+                report.problems.append(f"{name}: {key} at {start}: {error}")
+    if manifest is not None:
+        known = {*items, MANIFEST}
+        if others := sorted(p.name for p in folder.path.iterdir() if p.name not in known):
+            report.notes.append(f"not in the manifest, and not looked at: {', '.join(others)}")
         return
-    if unknown := sorted(items.keys() - files.keys()):
-        report.problems.append(f"not in the manifest: {', '.join(unknown)}")
-    known = {*names, MANIFEST}
-    if others := sorted(p.name for p in folder.path.iterdir() if p.name not in known):
-        report.notes.append(f"not in the manifest, and not looked at: {', '.join(others)}")
-
-
-def _compare(
-    folder: CheckpointFolder, where: str, key: str, chunk: StoredChunk, report: Report
-) -> bool:
-    """Compare an item with its checksums; returns whether there are any."""
-    problems: list[str] | None = []
-    try:
-        content = folder.read_item(key, chunk)
-        if folder.manifest is None:
-            damaged = damaged_records(content)
-            problems = None if damaged is None else [*map(_other_checksum, damaged)]
-        report.nbytes += len(content) if problems is not None else 0
-    except CheckpointError as error:
-        problems = [str(error)]
-    report.problems.extend(f"{where}: {problem}" for problem in (problems or ())[:1])
-    return problems is not None
-
-
-def _other_checksum(record: str) -> str:
-    return f"the record {record} does not have its CRC-32"
+    if num_without:
+        report.notes.append(f"{num_without} items have no checksums at all")
+    report.notes.append(
+        f"there is no {MANIFEST}: structure and sizes were compared, and elements with the "
+        "checksums that torch.save keeps"
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, ReadRequest
-from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, METADATA
+from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, METADATA, Entry
 from megatron_fsdp_v2.checkpoint.saving import save, save_nested
 from tests.unit.checkpoints import FIRST as DATA_FILE
 from tests.unit.checkpoints import changed_metadata, flip, same_bits, write_folder
@@ -25,6 +25,13 @@ OTHER = "model.other"
 
 def whole() -> torch.Tensor:
     return torch.arange(7 * 5, dtype=torch.float32).view(7, 5)
+
+
+def without_checksums(folder: CheckpointFolder) -> dict[str, Entry]:
+    return {
+        key: replace(entry, chunks=[chunk._replace(crc32=None) for chunk in entry.chunks])
+        for key, entry in folder.entries.items()
+    }
 
 
 @pytest.fixture
@@ -89,7 +96,7 @@ def test_incomplete_save_is_reported(checkpoint: Path) -> None:
 
 def test_save_plans_in_metadata_are_ignored(checkpoint: Path) -> None:
     """Megatron's metadata has these plans, and torch writes them from 2.15 on."""
-    entries = CheckpointFolder(checkpoint).entries
+    entries = without_checksums(CheckpointFolder(checkpoint))
     plan = create_default_local_save_plan({OTHER: torch.ones(3)}, is_coordinator=True)
     assert plan.items
     with changed_metadata(checkpoint) as metadata:
@@ -100,20 +107,14 @@ def test_save_plans_in_metadata_are_ignored(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("is_nested", [False, True])
 def test_index_and_metadata_have_the_same_entries(tmp_path: Path, is_nested: bool) -> None:
-    """Checkpoints of the first version have no index."""
     state = {"a": [whole(), {"b": torch.ones(())}], "empty": torch.ones(0, 2), "step": 3}
     if is_nested:
         save_nested(tmp_path / "c", state)
     else:
         save(tmp_path / "c", nn.Linear(4, 3), extra=state)
     with_index = CheckpointFolder(tmp_path / "c")
-    content = json.loads((tmp_path / "c" / MANIFEST).read_bytes())
-    del content["entries"], content["crc32"]
-    (tmp_path / "c" / MANIFEST).write_text(json.dumps(content))
+    assert any(entry.path for entry in with_index.entries.values()) == is_nested
+    (tmp_path / "c" / MANIFEST).unlink()
     without = CheckpointFolder(tmp_path / "c")
-    assert without.entries == with_index.entries
-    assert any(entry.path for entry in without.entries.values()) == is_nested
+    assert without.entries == without_checksums(with_index)
     assert with_index.identity != without.identity
-    flip(tmp_path / "c" / METADATA, 50)
-    with pytest.raises(CheckpointError, match="its checksum is not that of the save"):
-        CheckpointFolder(tmp_path / "c")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +25,7 @@ from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.checkpoint.entries import MODEL
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, naming_full_disk
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, ReadRequest
-from megatron_fsdp_v2.checkpoint.manifest import INCOMPLETE, MANIFEST, METADATA
+from megatron_fsdp_v2.checkpoint.manifest import INCOMPLETE, MANIFEST, METADATA, Entry
 from megatron_fsdp_v2.checkpoint.plain_files import (
     DTYPES,
     INDEX,
@@ -62,35 +62,42 @@ __all__ = [
 LAYOUT_GROUP = "megatron_fsdp_v2.checkpoint_layouts"
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A block of a stored tensor.
+class Piece(NamedTuple):
+    """A stored tensor, or a part of it.
 
     Attributes:
         key: Name of the stored tensor.
-        start: Where the block starts in it.
-        size: Its length per dimension of the stored tensor. The stored tensor may have leading
-            dimensions, such as the number of a layer; the block has length 1 along these.
+        leading: Index of the part in leading dimensions of the stored tensor, such as the number of
+            a layer; empty for the whole tensor.
     """
 
     key: str
-    start: tuple[int, ...]
-    size: tuple[int, ...]
+    leading: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTensor:
-    """A tensor of the model and the stored blocks that hold its elements.
+    """A tensor of the model, and where its elements are stored.
 
     Attributes:
         tensor: Its plain name, shape and dtype.
-        pieces: One after the other along a dimension.
-        dim: This dimension.
+        pieces: Its rows: one piece, or several one after the other.
     """
 
     tensor: PlainTensor
     pieces: tuple[Piece, ...]
-    dim: int = 0
+
+    @classmethod
+    def stored(cls, name: str, piece: Piece, entry: Entry) -> ModelTensor:
+        """Describe a tensor that one piece holds.
+
+        Args:
+            name: Its plain name.
+            piece: The piece.
+            entry: The stored tensor.
+        """
+        assert entry.dtype is not None
+        return cls(PlainTensor(name, entry.shape[len(piece.leading) :], entry.dtype), (piece,))
 
 
 Layout = Callable[[CheckpointFolder], Sequence[ModelTensor] | None]
@@ -138,18 +145,19 @@ def _read(folder: CheckpointFolder, model_tensor: ModelTensor) -> torch.Tensor:
     Raises:
         CheckpointError: It is not all there, or damaged.
     """
-    for piece in model_tensor.pieces:
+    pieces, shape = model_tensor.pieces, model_tensor.tensor.shape
+    for piece in pieces:
         folder.check_stored(piece.key)
-    data = torch.empty(model_tensor.tensor.shape, dtype=model_tensor.tensor.dtype)
-    wanted, first = [], 0
-    for piece in model_tensor.pieces:
-        target = data
-        if len(model_tensor.pieces) > 1:
-            length = piece.size[len(piece.size) - data.dim() + model_tensor.dim]
-            target = data.narrow(model_tensor.dim, first, length)
-            first += length
-        wanted.append(ReadRequest(piece.key, piece.start, target.view(piece.size)))
-    folder.fill(wanted)
+    data = torch.empty(shape, dtype=model_tensor.tensor.dtype)
+    parts: Sequence[torch.Tensor] = [data]
+    if len(pieces) > 1:
+        parts = torch.split(data, [folder.entries[p.key].shape[len(p.leading)] for p in pieces])
+    folder.fill(
+        [
+            ReadRequest(p.key, (*p.leading, *(0 for _ in shape)), part[(None,) * len(p.leading)])
+            for p, part in zip(pieces, parts, strict=True)
+        ]
+    )
     return data
 
 
@@ -161,13 +169,11 @@ def natural_order(name: str) -> str:
 def _by_prefix(folder: CheckpointFolder, prefix: str | None) -> list[ModelTensor]:
     if prefix is None:
         prefix = MODEL if folder.manifest is not None or _is_nested(folder) else ""
-    found = []
-    for key, entry in folder.tensors():
-        if key.startswith(prefix):
-            assert entry.dtype is not None
-            tensor = PlainTensor(key.removeprefix(prefix), entry.shape, entry.dtype)
-            piece = Piece(key, (0,) * len(entry.shape), entry.shape)
-            found.append(ModelTensor(tensor, (piece,)))
+    found = [
+        ModelTensor.stored(key.removeprefix(prefix), Piece(key), entry)
+        for key, entry in folder.tensors()
+        if key.startswith(prefix)
+    ]
     if not found:
         raise CheckpointError(
             f"{folder.path} holds no tensors called {prefix}*; name another prefix"
@@ -185,9 +191,8 @@ def _tied(folder: CheckpointFolder, found: Sequence[ModelTensor]) -> dict[str, s
     # The first name of a tensor is that of the first entry.
     for t in sorted(found, key=lambda t: order[t.pieces[0].key]):
         tensor = t.tensor
-        stored = [frozenset(folder.entries[piece.key].chunks) for piece in t.pieces]
-        pieces = tuple((*stored, *((piece.start, piece.size) for piece in t.pieces)))
-        kept = first.setdefault((tensor.shape, tensor.dtype, pieces), tensor.name)
+        places = tuple((frozenset(folder.entries[p.key].chunks), p.leading) for p in t.pieces)
+        kept = first.setdefault((tensor.shape, tensor.dtype, places), tensor.name)
         if kept != tensor.name and tensor.nbytes:
             tied[tensor.name] = kept
     return tied

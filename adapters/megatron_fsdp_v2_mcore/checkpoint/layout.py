@@ -7,26 +7,23 @@ joined into one tensor with the name of Megatron's parameter. Megatron need not 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.exporting import MODEL, ModelTensor, Piece
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
-from megatron_fsdp_v2.checkpoint.plain_files import PlainTensor
 from megatron_fsdp_v2_mcore.checkpoint.name_table import (
     SUBTENSOR_SUFFIXES,
     StoredNames,
     is_fp8_state,
     split_subtensor_suffix,
+    unwrapped,
 )
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import is_torch_dist
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
 __all__ = ["join_subtensors", "model_tensors"]
-
-_WRAPPERS = re.compile(r"(?:module\.)*")
 
 
 def model_tensors(folder: CheckpointFolder) -> Sequence[ModelTensor] | None:
@@ -42,15 +39,12 @@ def model_tensors(folder: CheckpointFolder) -> Sequence[ModelTensor] | None:
         return join_subtensors(_torch_dist_tensors(folder), str(folder.path))
     if not folder.entries.keys() >= {"args", "checkpoint_version"}:
         return None
-    whole = []
-    for key, entry in folder.tensors():
+    whole = (
+        ModelTensor.stored(unwrapped(key.removeprefix(MODEL)), Piece(key), entry)
+        for key, entry in folder.tensors()
         # FP8 state is not a weight. An export omits it and prints a notice.
-        if key.startswith(MODEL) and not is_fp8_state(key):
-            name = _WRAPPERS.sub("", key.removeprefix(MODEL), count=1)
-            assert entry.dtype is not None
-            piece = Piece(key, (0,) * len(entry.shape), entry.shape)
-            tensor = PlainTensor(name, entry.shape, entry.dtype)
-            whole.append(ModelTensor(tensor, (piece,)))
+        if key.startswith(MODEL) and not is_fp8_state(key)
+    )
     return join_subtensors(whole, str(folder.path))
 
 
@@ -72,8 +66,8 @@ def _torch_dist_tensors(folder: CheckpointFolder) -> Iterator[ModelTensor]:
     except FlagError as error:
         raise CheckpointError(str(error)) from error
     for key, entry in folder.tensors():
-        shape = entry.shape
-        for name, leading in () if key.startswith(_OTHER_PREFIXES) else rules.names(key, shape):
+        is_other = key.startswith(_OTHER_PREFIXES)
+        for name, leading in () if is_other else rules.names(key, entry.shape):
             place = rules.place(name)
             # `place` must be the inverse of `names`.
             if (place.key, tuple(position for position, _ in place.leading)) != (key, leading):
@@ -81,10 +75,7 @@ def _torch_dist_tensors(folder: CheckpointFolder) -> Iterator[ModelTensor]:
                     f"{folder.path}: the name of {key} in the model is unknown; load the "
                     "checkpoint into a sharded run and export the checkpoint that the run saves"
                 )
-            own = shape[len(leading) :]
-            piece = Piece(key, (*leading, *(0 for _ in own)), (*(1 for _ in leading), *own))
-            assert entry.dtype is not None
-            yield ModelTensor(PlainTensor(name, own, entry.dtype), (piece,))
+            yield ModelTensor.stored(name, Piece(key, leading), entry)
 
 
 def join_subtensors(found: Iterable[ModelTensor], where: str) -> list[ModelTensor]:

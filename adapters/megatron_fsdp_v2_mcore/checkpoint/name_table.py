@@ -24,6 +24,7 @@ __all__ = [
     "is_history",
     "split_subtensor_suffix",
     "state_name",
+    "unwrapped",
 ]
 
 _FP8_PREFIX = "fp8_state."
@@ -36,6 +37,13 @@ EXPERT_TENSOR_NAME = re.compile(rf"(weight|bias|{_FP8_TENSORS})(\d+)")
 SUBTENSOR_SUFFIXES = (("_w", "_v"), (".z", ".x", ".B", ".C", ".dt"), (".x", ".B", ".C"))
 """Suffixes of sub-tensors, in order: of gated layers, and of two kinds of state-space layers."""
 _SUBTENSOR = re.compile(r"(.*[._](?:weight|bias)\d*)(_[wv]|\.(?:z|x|B|C|dt))")
+
+
+def unwrapped(name: str) -> str:
+    """Return a name without the components that wrappers around the model add."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
 
 
 def split_subtensor_suffix(name: str) -> tuple[str, str]:

@@ -23,7 +23,6 @@ __all__ = [
     "canonical_modules",
     "canonical_names",
     "canonical_parameter_names",
-    "unwrapped",
 ]
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -115,13 +114,6 @@ def canonical_modules(chunks: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, 
             if id(module) not in seen:
                 seen.add(id(module))
                 yield module, to_global
-
-
-def unwrapped(name: str) -> str:
-    """Return a name without the components that wrappers around the model add."""
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name
 
 
 def _unused_output_weights(chunk: nn.Module) -> set[int]:

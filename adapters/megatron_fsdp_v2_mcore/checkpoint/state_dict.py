@@ -22,11 +22,11 @@ from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2_mcore.checkpoint import fp8_state
 from megatron_fsdp_v2_mcore.checkpoint.compatibility import compare_with_file
 from megatron_fsdp_v2_mcore.checkpoint.group_options import restored_options
+from megatron_fsdp_v2_mcore.checkpoint.name_table import unwrapped
 from megatron_fsdp_v2_mcore.checkpoint.names import (
     CanonicalName,
     canonical_names,
     canonical_parameter_names,
-    unwrapped,
 )
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import reject_gpt_layers
 from megatron_fsdp_v2_mcore.flags.options import active_options

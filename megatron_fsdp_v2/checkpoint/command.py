@@ -85,7 +85,7 @@ def _add_file_options(parser: argparse.ArgumentParser) -> None:
 def _inspect(args: argparse.Namespace) -> int:
     contents = inspect(args.path)
     if args.json:
-        sys.stdout.write(json.dumps(contents.as_dict(), indent=2) + "\n")
+        sys.stdout.write(json.dumps(contents, indent=2) + "\n")
         return 0
     sys.stdout.writelines(f"{line}\n" for line in listing(contents, args.depth))
     return 0

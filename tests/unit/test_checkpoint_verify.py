@@ -184,7 +184,7 @@ def test_every_kind_of_checkpoint_is_verified(tmp_path: Path) -> None:
         report = verify(tmp_path / name)
         assert report.problems == [], name
         assert ckpt("verify", tmp_path / name) == 0
-        assert len(inspect(tmp_path / name).tensors) == 2
+        assert len(inspect(tmp_path / name)["tensors"]) == 2
     (note, *_) = verify(tmp_path / "dcp").notes
     assert note.startswith("there is no manifest.json: structure and sizes were")
     for name in ("x.pt", f"dcp/{FIRST}"):
@@ -261,7 +261,7 @@ def test_exports_store_a_shared_tensor_once_and_restore_every_name(tmp_path: Pat
             target = tmp_path / f"t{number}{suffix}"
             convert(tmp_path / source, target)
             assert verify(target).problems == []
-            assert {t.name.removeprefix("model.") for t in inspect(target).tensors} == set(state)
+            assert {t.removeprefix("model.") for t in inspect(target)["tensors"]} == set(state)
         folder = CheckpointFolder(tmp_path / f"t{number}")
         assert bytes_of(folder.path) < once + 10_000
         assert same_bits({n: folder.read_tensor(f"model.{n}") for n in state}, state)

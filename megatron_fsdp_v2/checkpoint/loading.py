@@ -16,6 +16,7 @@ import inspect
 import math
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -228,14 +229,14 @@ def _new_states(
     folder: CheckpointFolder, model: nn.Module, optimizer: Optimizer, wanted: list[ReadRequest]
 ) -> dict[Any, dict[str, Any]]:
     """Allocate state for every parameter that has some in the checkpoint."""
-    names = parameter_names(model)
-    by_name = _saved_states(folder)
-    found: dict[Any, dict[str, Any]] = {}
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
+    names, saved = parameter_names(model), _saved_states(folder)
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return {
+        param: {s: _new_state(folder, key, param, wanted) for s, key in saved[name].items()}
+        for param in params
         # A parameter that was never stepped has no entry.
-        if keys := by_name.get(names[param]):
-            found[param] = {s: _new_state(folder, key, param, wanted) for s, key in keys.items()}
-    return found
+        if (name := names[param]) in saved
+    }
 
 
 def _new_state(
@@ -363,10 +364,9 @@ def _compare_optimizer(
     own = groups_entry(optimizer, names)
     # Torch can save options under names of parameters, which tells of no groups.
     saved, has_groups = _saved_groups(folder)
-    here, there = ([group["params"] for group in groups] for groups in (own, saved))
-    states = _saved_states(folder)
-    known = {name for group in here for name in group}
-    found.unexpected += sorted(k for name in states.keys() - known for k in states[name].values())
+    here, there, states = _group_of(own), _group_of(saved), _saved_states(folder)
+    others = states.keys() - here.keys()
+    found.unexpected += sorted(key for name in others for key in states[name].values())
     if not saved:
         found.missing.append(OPTIMIZER_GROUPS)
         return saved
@@ -375,7 +375,7 @@ def _compare_optimizer(
     if problem is not None:
         found.mismatched[OPTIMIZER_KIND] = problem
         return saved
-    _compare_groups(_group_of(here), _group_of(there), found, has_groups=has_groups)
+    _compare_groups(here, there, found, has_groups=has_groups)
     num_dims = {name: param.dim() for param, name in names.items()}
     found.missing += _missing_states(there, states, num_dims)
     return saved
@@ -517,7 +517,7 @@ def _fixed_otherwise(saved: _Groups, optimizer: Optimizer) -> Iterator[str]:
 
 
 def _missing_states(
-    groups: Sequence[Sequence[str]],
+    group_of: Mapping[str, int],
     states: Mapping[str, Mapping[str, str]],
     num_dims: Mapping[str, int],
 ) -> Iterator[str]:
@@ -526,18 +526,17 @@ def _missing_states(
     A parameter without any was never stepped. Optimizers that factor state have other states of
     vectors than of matrices.
     """
-    for group in groups:
-        every: dict[int, set[str]] = {}
-        stepped = [name for name in group if name in states and name in num_dims]
-        for name in stepped:
-            every.setdefault(num_dims[name], set()).update(states[name])
-        for name in stepped:
-            lacking = sorted(every[num_dims[name]] - states[name].keys())
-            yield from (f"{OPTIMIZER_STATE}{name}.{state}" for state in lacking)
+    every: defaultdict[tuple[int, int], set[str]] = defaultdict(set)
+    stepped = [name for name in group_of if name in states and name in num_dims]
+    for name in stepped:
+        every[group_of[name], num_dims[name]].update(states[name])
+    for name in stepped:
+        lacking = sorted(every[group_of[name], num_dims[name]] - states[name].keys())
+        yield from (f"{OPTIMIZER_STATE}{name}.{state}" for state in lacking)
 
 
-def _group_of(groups: Sequence[Sequence[str]]) -> dict[str, int]:
-    return {name: number for number, group in enumerate(groups) for name in group}
+def _group_of(groups: _Groups) -> dict[str, int]:
+    return {name: number for number, group in enumerate(groups) for name in group["params"]}
 
 
 def _is_equal(one: Any, other: Any) -> bool:

@@ -156,14 +156,11 @@ class _Checksummed:
     """Computes the checksum of what is written to a file."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.crc32 = self.length = 0
+        self._file, self.crc32 = file, 0
 
     def write(self, content: Any) -> int:
-        count = self._file.write(content)
         self.crc32 = zlib.crc32(content, self.crc32)
-        self.length += count
-        return count
+        return self._file.write(content)
 
     def flush(self) -> None:
         self._file.flush()
@@ -176,8 +173,8 @@ def _write_item(file: BinaryIO, name: str, item: WriteItem, planner: SavePlanner
         torch.save(own_storage(data.detach().cpu()), cast("BinaryIO", out))
     else:
         out.write(data.getbuffer())
-    place = _StorageInfo(name, offset, out.length)
-    return _CheckedResult(item.index, out.length, place, out.crc32)
+    length = file.tell() - offset
+    return _CheckedResult(item.index, length, _StorageInfo(name, offset, length), out.crc32)
 
 
 class Writer(FileSystemWriter):

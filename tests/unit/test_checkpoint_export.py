@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -159,12 +157,9 @@ def test_existing_files_are_not_overwritten(folder: Path, tmp_path: Path) -> Non
     assert (out / "c.incomplete" / "mine").read_text() == "mine"
 
 
-@pytest.mark.parametrize("has_links", [True, False])
 def test_file_created_during_an_export_is_not_overwritten(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not has_links:
-        monkeypatch.setattr(os, "link", mock.Mock(side_effect=PermissionError("no links here")))
     out = tmp_path / "out"
 
     def create_file(written: Path) -> None:

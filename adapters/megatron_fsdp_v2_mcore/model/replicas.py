@@ -9,7 +9,7 @@ Replicas of data-parallel ranks are compared by the core, at the first use.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2._text import listed
+from megatron_fsdp_v2.checkpoint.errors import everyones
 from megatron_fsdp_v2.comm.rank_checks import checksum
 from megatron_fsdp_v2.dtensor.sharded_rows import local_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 
-__all__ = ["check_before_save", "check_before_step", "note_after_step"]
+__all__ = ["check_before_save", "check_before_step", "different_from_first", "note_after_step"]
 
 _MAX_LISTED = 4
 _KEPT = "a checkpoint contains the values of the first rank only"
@@ -116,7 +117,7 @@ def _differences(chunks: Sequence[Any], embedding_group: Any) -> str:
             sums.setdefault(group, {})[name] = checksum(local_of(param))
         if embedding_group in sums and getattr(param, "shared_embedding", False):
             sums[embedding_group]["the shared embedding"] = checksum(local_of(param))
-    found = [text for group, mine in sums.items() for text in _different_from_first(group, mine)]
+    found = [text for group, mine in sums.items() for text in different_from_first(group, mine)]
     return f"replicas differ: {listed(found, _MAX_LISTED)}" if found else ""
 
 
@@ -128,12 +129,16 @@ def _named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
                 yield f"{chunk_name}{name}", param
 
 
-def _different_from_first(group: Any, mine: dict[str, int]) -> list[str]:
-    """Return the parameters that differ from those of the group's first rank. Collective."""
+def different_from_first(group: Any, mine: Mapping[str, int | str]) -> list[str]:
+    """Return the tensors that differ from those of a group's first rank. Collective.
+
+    Args:
+        group: A process group; ranks without tensors are skipped.
+        mine: A checksum or hash of each tensor of this rank, by name.
+    """
     ranks = dist.get_process_group_ranks(group)
-    sums: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(sums, mine, group=group)
-    holders = [(rank, theirs) for rank, theirs in zip(ranks, sums, strict=True) if theirs]
+    every = zip(ranks, everyones(mine, group), strict=True)
+    holders = [(rank, theirs) for rank, theirs in every if theirs]
     return [
         f"{name} of rank {rank} and of rank {first}"
         for first, expected in holders[:1]

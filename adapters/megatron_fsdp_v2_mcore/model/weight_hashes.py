@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2._text import listed
@@ -21,6 +20,7 @@ from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.params.group import ParameterGroup
 from megatron_fsdp_v2.runtime.module import make_idle, named_units
+from megatron_fsdp_v2_mcore.model.replicas import different_from_first
 
 __all__ = ["compare_replicas"]
 
@@ -62,7 +62,7 @@ def compare(chunks: Iterable[nn.Module]) -> None:
                 _hash_group(group, hashes)
             if not was_gathered:
                 unit.reshard()
-    found = [text for group, mine in hashes.items() for text in _differences(group, mine)]
+    found = [text for group, mine in hashes.items() for text in different_from_first(group, mine)]
     if not any(everyones(len(found))):
         return
     if not found:
@@ -88,16 +88,3 @@ def _hash(tensor: torch.Tensor) -> str:
     # Always copy: the storage of a tensor that numpy references could not be freed after use.
     content = tensor.detach().to("cpu", copy=True).contiguous().view(torch.uint8).numpy()
     return hashlib.sha1(content, usedforsecurity=False).hexdigest()
-
-
-def _differences(group: Any, mine: dict[str, str]) -> list[str]:
-    """Return the tensors that differ from those of the group's first rank. Collective."""
-    ranks = dist.get_process_group_ranks(group)
-    hashes: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(hashes, mine, group=group)
-    return [
-        f"{name} on rank {rank} and rank {ranks[0]}"
-        for rank, theirs in zip(ranks, hashes, strict=True)
-        for name in mine
-        if theirs[name] != hashes[0][name]
-    ]

@@ -37,7 +37,8 @@ def with_threaded_saves(original: Callable[..., Any]) -> Callable[..., Any]:
             "AsyncRequest": AsyncRequest,
             "FileSystemWriterAsync": AsyncWriter,
             "save_state_dict_async_plan": _start_save,
-            "save_state_dict_async_finalize": _wait_for_save,
+            # Waits for a save on all ranks, before Megatron reports the checkpoint as complete.
+            "save_state_dict_async_finalize": AsyncWriter.result,
         }
         return name, modules if module is None else modules[module]
 
@@ -93,11 +94,6 @@ def _start_save(
     """Copy the state dict to host memory and start writing it. Collective."""
     writer.save = save_nested(writer.path, state_dict, async_save=True)
     return (writer,)
-
-
-def _wait_for_save(writer: AsyncWriter) -> None:
-    """Wait for a save on all ranks, before Megatron reports the checkpoint as complete."""
-    writer.result()
 
 
 class ThreadCaller(AsyncCaller):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from megatron_fsdp_v2._text import listed
-from megatron_fsdp_v2.checkpoint.folder import coverage_problems
+from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, coverage_problems
 from megatron_fsdp_v2.checkpoint.manifest import Entry
 from megatron_fsdp_v2_mcore.checkpoint.name_table import is_fp8_state, is_history
-from megatron_fsdp_v2_mcore.flags.checkpoint_check import open_folder
+from megatron_fsdp_v2_mcore.flags.checkpoint_check import flag_errors
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
 __all__ = ["Compatibility", "check_request", "compare_with_file"]
@@ -108,7 +107,8 @@ def check_request(path: str, requested: dict[str, Shape], saved: Any, args: Any)
         saved: Megatron's arguments of the run that saved.
         args: Megatron's arguments of this run.
     """
-    entries = open_folder(Path(path)).entries
+    with flag_errors():
+        entries = CheckpointFolder(path).entries
     result = Compatibility()
     scales = {key: shape for key, shape in requested.items() if is_fp8_state(key)}
     other_scales, notes = _unusable_scales(path, scales, entries)

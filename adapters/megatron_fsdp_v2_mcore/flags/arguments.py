@@ -105,12 +105,11 @@ def check_arguments(args: Any) -> None:
         check_checkpoint_folder(args.load, may_be_empty=may_be_empty, iteration=args.ckpt_step)
 
 
-def _check_overlapping_experts(source: Any, *, is_config: bool = False) -> None:
+def _check_overlapping_experts(source: Any) -> None:
     """Check options that depend on `--overlap-moe-expert-parallel-comm`.
 
     Args:
-        source: Megatron's arguments, or a `TransformerConfig`.
-        is_config: Whether `source` is a `TransformerConfig`. Messages then name its fields.
+        source: Megatron's arguments, or a `TransformerConfig`, whose fields messages then name.
 
     Raises:
         FlagError: A combination is not supported. The message names the flags.
@@ -118,8 +117,9 @@ def _check_overlapping_experts(source: Any, *, is_config: bool = False) -> None:
 
     def describe(name: str) -> str:
         flag = flag_of(name)
-        value = getattr(source, name)
-        return f"{type(source).__name__}.{name} = {value} ({flag})" if is_config else flag
+        if isinstance(source, argparse.Namespace):
+            return flag
+        return f"{type(source).__name__}.{name} = {getattr(source, name)} ({flag})"
 
     overlaps = getattr(source, "overlap_moe_expert_parallel_comm", False)
     if not overlaps and getattr(source, "delay_wgrad_compute", False):
@@ -195,7 +195,7 @@ def reject_model_options(config: Any) -> None:
     Raises:
         FlagError: The value of a field is not supported.
     """
-    _check_overlapping_experts(config, is_config=True)
+    _check_overlapping_experts(config)
     reject(config, ignored=_SET_BY_MEGATRON)
 
 

@@ -23,7 +23,6 @@ __all__ = [
     "find_checkpoint",
     "flag_errors",
     "is_torch_dist",
-    "open_folder",
     "reject_gpt_layers",
 ]
 
@@ -65,9 +64,9 @@ def check_checkpoint_folder(
     path, iteration = found
     if not path.is_dir():
         raise FlagError(f"--load {folder} has no checkpoint of iteration {iteration} ({path.name})")
-    opened = open_folder(path)
     with flag_errors():
-        for name in {chunk.file for entry in opened.entries.values() for chunk in entry.chunks}:
+        opened = CheckpointFolder(path)
+        for name in opened.lengths:
             opened.check_file(name)
 
 
@@ -111,19 +110,6 @@ def is_torch_dist(path: Path) -> bool:
 def iteration_folder(root: Path, iteration: int) -> Path:
     """Return the folder in which Megatron saves the checkpoint of an iteration."""
     return root / f"iter_{iteration:07d}"
-
-
-def open_folder(path: Path) -> CheckpointFolder:
-    """Open a folder of torch's distributed checkpoint, without executing pickled code.
-
-    Args:
-        path: The folder of one iteration.
-
-    Raises:
-        FlagError: There is none, its save was cut short, or it cannot be read.
-    """
-    with flag_errors():
-        return CheckpointFolder(path)
 
 
 def reject_gpt_layers(path: str | Path, layer_maps: object) -> None:

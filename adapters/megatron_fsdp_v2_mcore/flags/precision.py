@@ -21,9 +21,8 @@ __all__ = [
     "dtype_name",
     "dtype_of",
     "is_precision_aware",
-    "offload_problem",
     "offloads",
-    "precision_problem",
+    "optimizer_problem",
     "state_dtypes",
 ]
 
@@ -56,9 +55,7 @@ def check_optimizer_flags(args: Any) -> None:
     def describe(name: str, value: Any) -> str:
         return flag_of(name) if value is True else f"{flag_of(name)} {dtype_name(value)}"
 
-    problem = offload_problem(args, describe) or precision_problem(
-        args, describe, "--megatron-fsdp-main-params-dtype"
-    )
+    problem = optimizer_problem(args, describe, "--megatron-fsdp-main-params-dtype")
     ours, requested = getattr(args, _OUR_MAIN_GRADS), getattr(args, _MAIN_GRADS)
     if not problem and requested not in FP32 and ours not in (requested, *_OUR_DEFAULTS):
         problem = (
@@ -69,12 +66,13 @@ def check_optimizer_flags(args: Any) -> None:
         raise FlagError(problem)
 
 
-def offload_problem(source: Any, describe: Callable[[str, Any], str]) -> str | None:
-    """Return the reason why an optimizer cannot be offloaded with its options, or None.
+def optimizer_problem(source: Any, describe: Callable[[str, Any], str], option: str) -> str | None:
+    """Return the reason why an optimizer cannot have the requested device and dtypes, or None.
 
     Args:
         source: Megatron's arguments, or its `OptimizerConfig`.
         describe: Function that formats a field and its value for a message.
+        option: Name of the option that sets the dtype of main weights.
     """
     fraction = source.optimizer_offload_fraction
     if not 0.0 <= fraction <= 1.0:
@@ -82,60 +80,39 @@ def offload_problem(source: Any, describe: Callable[[str, Any], str]) -> str | N
             f"{describe('optimizer_offload_fraction', fraction)} is out of range; pass a number "
             "from 0 (no state is offloaded) to 1 (all state is offloaded)"
         )
-    if not offloads(source):
-        return None
-    switch = describe("optimizer_cpu_offload", True)
-    is_muon = source.optimizer in ("muon", "adaptive_muon")
-    name = "muon_scalar_optimizer" if is_muon else "optimizer"
-    chosen = getattr(source, name)
-    if chosen == "lion":
-        return (
-            f"{describe(name, chosen)} cannot be used with {switch}: no optimizer on the CPU "
-            "computes the same step; use adam, or leave it out"
-        )
-    for name in DTYPE_OPTIONS:
-        value = getattr(source, name, torch.float32)
-        if value not in FP32:
-            return (
-                f"{describe(name, value)} cannot be used with {switch}: Adam on the CPU keeps its "
-                "state in the dtype of the main weights, which --megatron-fsdp-main-params-dtype "
-                "sets; leave it out"
-            )
-    return None
-
-
-def precision_problem(source: Any, describe: Callable[[str, Any], str], option: str) -> str | None:
-    """Return the reason why Adam's state cannot have the requested dtypes, or None.
-
-    Args:
-        source: Megatron's arguments, or its `OptimizerConfig`.
-        describe: Function that formats a field and its value for a message.
-        option: Name of the option that sets the dtype of main weights.
-    """
+    requested = {name: getattr(source, name, torch.float32) for name in DTYPE_OPTIONS}
+    others = [describe(name, value) for name, value in requested.items() if value not in FP32]
     if offloads(source):
-        # With offload the flag only satisfies Megatron's validation; `offload_problem` checks
-        # dtypes.
+        # With offload, `use_precision_aware_optimizer` only satisfies Megatron's validation.
+        switch = describe("optimizer_cpu_offload", True)
+        is_muon = source.optimizer in ("muon", "adaptive_muon")
+        name = "muon_scalar_optimizer" if is_muon else "optimizer"
+        chosen = getattr(source, name)
+        if chosen == "lion":
+            return (
+                f"{describe(name, chosen)} cannot be used with {switch}: no optimizer on the CPU "
+                "computes the same step; use adam, or leave it out"
+            )
+        if others:
+            return (
+                f"{others[0]} cannot be used with {switch}: Adam on the CPU keeps its state in the "
+                "dtype of the main weights, which --megatron-fsdp-main-params-dtype sets; leave it "
+                "out"
+            )
         return None
     if not getattr(source, PRECISION_AWARE, False):
-        for name in DTYPE_OPTIONS:
-            value = getattr(source, name, torch.float32)
-            if value not in FP32:
-                return (
-                    f"{describe(name, value)} needs {describe(PRECISION_AWARE, True)}; add it, or "
-                    "leave both out"
-                )
-        return None
+        switch = describe(PRECISION_AWARE, True)
+        return f"{others[0]} needs {switch}; add it, or leave both out" if others else None
     if source.optimizer != "adam":
         return (
             f"{describe(PRECISION_AWARE, True)} cannot be used with "
             f"{describe('optimizer', source.optimizer)}: only Transformer Engine's FusedAdam keeps "
             "its state in other dtypes; use adam, or leave it out"
         )
-    main_params = getattr(source, _MAIN_PARAMS)
-    if main_params not in FP32:
+    if requested[_MAIN_PARAMS] not in FP32:
         return (
-            f"{describe(_MAIN_PARAMS, main_params)} requests separate main weights in the "
-            "optimizer, but the sharded parameters are the main weights; leave it out "
+            f"{describe(_MAIN_PARAMS, requested[_MAIN_PARAMS])} requests separate main weights in "
+            "the optimizer, but the sharded parameters are the main weights; leave it out "
             f"({option} sets their dtype)"
         )
     return None

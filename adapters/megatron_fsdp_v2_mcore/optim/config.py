@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_fsdp_v2_mcore.flags.errors import FlagError, optimizer_field
-from megatron_fsdp_v2_mcore.flags.precision import dtype_name, offload_problem, precision_problem
+from megatron_fsdp_v2_mcore.flags.precision import dtype_name, optimizer_problem
 from megatron_fsdp_v2_mcore.optim.optimizer_state import supports_any_grad_dtype
 
 __all__ = ["check_config", "check_gradients", "clipping_config", "factory_config"]
@@ -29,11 +29,8 @@ def check_config(config: Any, params: Iterable[torch.Tensor]) -> None:
     Raises:
         ValueError: An option is not supported. The message names the field.
     """
-    problem = offload_problem(config, optimizer_field) or precision_problem(
-        config,
-        optimizer_field,
-        "DistributedDataParallelConfig.megatron_fsdp_main_params_dtype",
-    )
+    option = "DistributedDataParallelConfig.megatron_fsdp_main_params_dtype"
+    problem = optimizer_problem(config, optimizer_field, option)
     if problem:
         raise ValueError(problem)
     wanted = config.main_grads_dtype

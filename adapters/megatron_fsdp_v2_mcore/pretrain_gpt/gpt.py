@@ -18,7 +18,11 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
-from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.core.utils import (
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
 from megatron.training import get_args, get_timers, pretrain
 from megatron.training.argument_utils import (
     core_transformer_config_from_args,
@@ -228,7 +232,7 @@ def forward_step(
     """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
-    vp_stage = _vp_stage(model)
+    vp_stage: int | None = get_attr_wrapped_model(model, "vp_stage")
     batch = get_batch(data_iterator, vp_stage)
     timers("batch-generator").stop()
     run: Any = model.build_schedule_plan if return_schedule_plan else model
@@ -240,14 +244,6 @@ def forward_step(
         loss_mask=batch["loss_mask"],
     )
     return output, partial(loss_function, batch["loss_mask"])
-
-
-def _vp_stage(model: torch.nn.Module) -> int | None:
-    module: Any = model
-    while not hasattr(module, "vp_stage") and hasattr(module, "module"):
-        module = module.module
-    stage: int | None = getattr(module, "vp_stage", None)
-    return stage
 
 
 def _check_experts(args: Any) -> None:

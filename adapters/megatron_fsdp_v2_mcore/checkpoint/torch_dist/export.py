@@ -119,8 +119,7 @@ class Export:
         # Optimizers other than Adam have other wrappers in Megatron, with other checkpoint entries.
         self._has_optimizer = bool(self._options) and self.omitted_optimizer is None
         self.path = target
-        self._tensors: dict[str, Blocks] = {}
-        self._written: dict[str, bytes] = {}
+        self._written: dict[str, Any] = {}
 
     def write(self) -> None:
         """Write the checkpoint."""
@@ -143,7 +142,7 @@ class Export:
         if has_rng:
             self._write_rng_states()
         self._add_object(COMMON, common)
-        write_folder(self.path, {**self._tensors, **self._written}, has_manifest=False)
+        write_folder(self.path, self._written, has_manifest=False)
 
     def _write_weight(self, name: str, place: Place) -> None:
         options = self._options.get(split_subtensor_suffix(name)[0])
@@ -169,7 +168,7 @@ class Export:
             return data.to(dtype).view(sizes)
 
         whole = Blocks(place.shape(shape), dtype)
-        blocks = self._tensors.setdefault(key, whole)
+        blocks = self._written.setdefault(key, whole)
         if (blocks.shape, blocks.dtype) != (whole.shape, whole.dtype):
             raise FlagError(f"{source} and other tensors of {key} differ in shape or dtype")
         blocks.add(place.offset(shape), sizes, read)

@@ -32,16 +32,6 @@ from megatron_fsdp_v2_mcore.flags.arguments import (
 from megatron_fsdp_v2_mcore.flags.options import Options, is_active, set_active
 from megatron_fsdp_v2_mcore.flags.settings import notices
 
-__all__ = [
-    "PATCHES",
-    "SUPPORTED",
-    "check_patch",
-    "enable",
-    "install",
-    "megatron_version",
-    "uninstall",
-]
-
 SUPPORTED = "0.19"
 
 

@@ -11,8 +11,6 @@ from megatron_cpu_rehearsal.patching import Patch
 from megatron_cpu_rehearsal.te.patches import BEFORE_IMPORT
 from megatron_fsdp_v2_mcore.patches import PATCHES, SUPPORTED, check_patch, megatron_version
 
-__all__ = ["command"]
-
 
 class _PatchesCommand:
     """The subcommand `patches`, registered as an entry point."""

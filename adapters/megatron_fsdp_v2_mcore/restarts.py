@@ -21,8 +21,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2_mcore.flags.options import training_globals
 
-__all__ = ["agree_on_prefix", "in_fresh_store", "store_of_this_start"]
-
 _REPLY_TIMEOUT = timedelta(seconds=2)
 """Time a rank waits for a reply to one announcement before it reads the announcement again."""
 

@@ -20,8 +20,6 @@ from megatron.core.dist_checkpointing.strategies.async_utils import (
 
 from megatron_fsdp_v2.checkpoint.saving import save_nested
 
-__all__ = ["AsyncWriter", "SavesQueue", "ThreadCaller", "with_threaded_saves"]
-
 _EXECUTOR = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megatron-async-save")
 """Runs requests in the order in which they are scheduled, as Megatron's worker does."""
 

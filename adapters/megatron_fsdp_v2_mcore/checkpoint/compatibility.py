@@ -21,8 +21,6 @@ from megatron_fsdp_v2_mcore.checkpoint.name_table import is_fp8_state, is_histor
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import flag_errors
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
-__all__ = ["Compatibility", "check_request", "compare_with_file"]
-
 Shape = tuple[int, ...] | None
 """Shape of a tensor; None for other entries."""
 

@@ -23,8 +23,6 @@ from megatron_fsdp_v2_mcore.checkpoint.names import canonical_modules
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 from megatron_fsdp_v2_mcore.formats import delayed_scaling
 
-__all__ = ["allocate", "restore", "tensors_to_load", "tensors_to_save"]
-
 
 @dataclass(frozen=True, slots=True)
 class _StateTensor:

@@ -12,8 +12,6 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
-__all__ = ["EXPERT", "restored_options"]
-
 EXPERT = "is_expert_parallel"
 """Option that describes the parallelism of a run; a checkpoint does not set it."""
 

@@ -23,8 +23,6 @@ from megatron_fsdp_v2_mcore.checkpoint.name_table import (
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import is_torch_dist
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
-__all__ = ["join_subtensors", "model_tensors"]
-
 
 def model_tensors(folder: CheckpointFolder) -> Sequence[ModelTensor] | None:
     """Return the tensors of the model in a checkpoint that Megatron saved.

@@ -15,18 +15,6 @@ from typing import Any
 
 from megatron_fsdp_v2_mcore.flags.errors import FlagError, flag_of
 
-__all__ = [
-    "EXPERT_TENSOR_NAME",
-    "SUBTENSOR_SUFFIXES",
-    "Place",
-    "StoredNames",
-    "is_fp8_state",
-    "is_history",
-    "split_subtensor_suffix",
-    "state_name",
-    "unwrapped",
-]
-
 _FP8_PREFIX = "fp8_state."
 _FP8_TENSORS = r"fp8_state\.(?:scale|amax_history)_(?:fwd|bwd)"
 _FP8_STATE = re.compile(rf"(?:.*\.)?{_FP8_TENSORS}\d*")

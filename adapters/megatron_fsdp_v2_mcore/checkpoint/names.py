@@ -18,13 +18,6 @@ from torch import Tensor, nn
 from megatron_fsdp_v2_mcore.checkpoint.name_table import EXPERT_TENSOR_NAME
 from megatron_fsdp_v2_mcore.model.tensor_shards import PIECES_ATTRIBUTE
 
-__all__ = [
-    "CanonicalName",
-    "canonical_modules",
-    "canonical_names",
-    "canonical_parameter_names",
-]
-
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 

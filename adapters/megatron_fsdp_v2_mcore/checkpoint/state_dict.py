@@ -32,16 +32,6 @@ from megatron_fsdp_v2_mcore.flags.checkpoint_check import reject_gpt_layers
 from megatron_fsdp_v2_mcore.flags.options import active_options
 from megatron_fsdp_v2_mcore.model.replicas import check_before_save
 
-__all__ = [
-    "CHUNKS",
-    "META",
-    "Translation",
-    "checkpoint_entries",
-    "load_by_global_names",
-    "save_by_global_names",
-    "with_chunks",
-]
-
 CHUNKS = "_chunks_of_megatron_fsdp_v2"
 """Temporary entry of a state dict: the model chunks from which it was built."""
 

@@ -20,19 +20,6 @@ from megatron_fsdp_v2_mcore.flags.precision import (
 from megatron_fsdp_v2_mcore.flags.settings import check_sharding, reject
 from megatron_fsdp_v2_mcore.flags.table import EMERGING, OWN_FLAGS, size
 
-__all__ = [
-    "accepted_by_megatron",
-    "add_arguments",
-    "check_arguments",
-    "check_no_yaml",
-    "check_validated_arguments",
-    "is_enabled",
-    "reject_model_options",
-    "supported_on_cpu",
-    "with_arguments",
-    "without_yaml",
-]
-
 API_FLAG = "--use-fsdp-fully-shard-api"
 _OFFLOAD_FLAG = "--optimizer-cpu-offload"
 

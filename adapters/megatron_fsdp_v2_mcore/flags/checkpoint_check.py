@@ -15,17 +15,6 @@ from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.manifest import read_json
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
-__all__ = [
-    "CONFIG",
-    "RELEASE",
-    "TRACKER",
-    "check_checkpoint_folder",
-    "find_checkpoint",
-    "flag_errors",
-    "is_torch_dist",
-    "reject_gpt_layers",
-]
-
 TRACKER = "latest_checkpointed_iteration.txt"
 CONFIG = "metadata.json"
 """File in which Megatron records the format of a checkpoint."""

@@ -12,15 +12,6 @@ from megatron_fsdp_v2.layout.placement import STRATEGIES
 from megatron_fsdp_v2.runtime.options import check_at_least_one
 from megatron_fsdp_v2_mcore.flags.table import OWN_FLAGS
 
-__all__ = [
-    "Options",
-    "active_options",
-    "is_active",
-    "require_active",
-    "set_active",
-    "training_globals",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Options:

@@ -13,19 +13,6 @@ import torch
 
 from megatron_fsdp_v2_mcore.flags.errors import FlagError, flag_of
 
-__all__ = [
-    "DTYPE_OPTIONS",
-    "apply_main_grads_dtype",
-    "check_has_fused_adam",
-    "check_optimizer_flags",
-    "dtype_name",
-    "dtype_of",
-    "is_precision_aware",
-    "offloads",
-    "optimizer_problem",
-    "state_dtypes",
-]
-
 DTYPE_OPTIONS = ("main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 """Options of `--use-precision-aware-optimizer`."""
 

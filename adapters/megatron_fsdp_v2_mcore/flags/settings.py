@@ -16,8 +16,6 @@ from megatron_fsdp_v2_mcore.flags.errors import FlagError, flag_of
 from megatron_fsdp_v2_mcore.flags.options import Options
 from megatron_fsdp_v2_mcore.flags.table import rejected_by
 
-__all__ = ["ShardingSettings", "check_sharding", "notices", "reject", "sharding_settings"]
-
 
 @dataclass(frozen=True, slots=True)
 class ShardingSettings:

@@ -16,8 +16,6 @@ from megatron_fsdp_v2._text import parse_size
 from megatron_fsdp_v2.layout.placement import STRATEGIES
 from megatron_fsdp_v2_mcore.flags.errors import flag_of
 
-__all__ = ["EMERGING", "NO_FLAG", "OWN_FLAGS", "REJECTED", "Flag", "rejected_by"]
-
 EMERGING = ("muon", "adaptive_muon", "lion")
 """Optimizers of Megatron's registry, apart from Adam, that support sharded parameters."""
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from megatron_fsdp_v2.comm.interface import Axis
 
-__all__ = ["AxesGroup", "group_over"]
-
 
 class AxesGroup(dist.ProcessGroup):
     """The ranks of several mesh axes, for all-reduces along one axis after the other.

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["allocate", "amax_group", "has_fp8_state", "live_state", "num_grouped_gemms"]
-
 
 def has_fp8_state(module: nn.Module) -> bool:
     """Whether a module is one of Transformer Engine that quantizes tensors."""

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
     from megatron_fsdp_v2.layout.placement import AxisPlacements
 
-__all__ = ["FORMATS"]
-
 _OWN_ATTRIBUTES = """
 _amax_columnwise _amax_rowwise _columnwise_data _columnwise_scale_inv _data _dtype _fp4_dtype
 _fp8_dtype _high_precision_init_val _is_2D_scaled _is_param _nvfp4_e4m3_max _nvfp4_use_4over6

@@ -18,8 +18,6 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp_v2_mcore.formats.delayed_scaling import allocate
 
-__all__ = ["name_amax_mesh"]
-
 _QUANTIZER_ATTRIBUTES = ("_get_weight_quantizers", "init_fp8_metadata")
 
 

@@ -10,8 +10,6 @@ from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.params.formats import DenseFormat
 from megatron_fsdp_v2.params.group import ParameterGroup
 
-__all__ = ["limit_weight_caches"]
-
 
 def limit_weight_caches(module: nn.Module, *, keeps_weights: bool, keeps_transposes: bool) -> None:
     """Disable the caching of full weight copies in modules whose unit is gathered for every use.

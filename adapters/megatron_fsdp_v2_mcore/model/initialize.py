@@ -35,8 +35,6 @@ from torch import nn
 
 from megatron_fsdp_v2_mcore.model.tensor_shards import is_expert
 
-__all__ = ["INITIAL_VALUES_WARNING", "initializer"]
-
 INITIAL_VALUES_WARNING = (
     "--init-model-with-meta-device: weights of Transformer Engine's layers are initialized after "
     "those of an output layer; on pipeline stages with an output layer, their initial values "

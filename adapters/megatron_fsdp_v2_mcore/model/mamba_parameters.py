@@ -9,8 +9,6 @@ import torch
 from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
-__all__ = ["use_registered_parameters"]
-
 HELPER_PARAMETERS = ("conv1d_weight", "conv1d_bias", "dt_bias", "A_log", "D")
 """Parameters of a mixer that its helper also references, under the same name with `_cp1`."""
 

@@ -13,8 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp_v2.comm.groups import group_of_same_ranks
 
-__all__ = ["Meshes", "dense_meshes", "expert_meshes", "gather_groups"]
-
 
 @dataclass(frozen=True, slots=True)
 class Meshes:

@@ -22,8 +22,6 @@ from megatron_fsdp_v2.comm.rank_checks import checksum
 from megatron_fsdp_v2.dtensor.sharded_rows import local_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 
-__all__ = ["check_before_save", "check_before_step", "different_from_first", "note_after_step"]
-
 _MAX_LISTED = 4
 _KEPT = "a checkpoint contains the values of the first rank only"
 

@@ -18,8 +18,6 @@ from torch import nn
 from megatron_fsdp_v2 import FSDPModule
 from megatron_fsdp_v2.runtime.scheduled import ScheduledUnits
 
-__all__ = ["attach_to_plan", "scheduled_modules"]
-
 
 def scheduled_modules(chunk: nn.Module) -> list[nn.Module]:
     """Return the units of a sharded chunk that a plan has nodes for: layers and separate experts.

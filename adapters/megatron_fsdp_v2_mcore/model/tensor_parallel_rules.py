@@ -17,9 +17,6 @@ from megatron_fsdp_v2.tensor_parallel import (
     TensorParallelRule,
 )
 
-__all__ = ["MEGATRON_RULES", "TRANSFORMER_ENGINE_RULES"]
-
-
 _UNMARKED_SHARDS = ("softmax_offset",)
 """Parameters that Megatron splits without setting attributes: the attention sinks of a rank's heads
 (`--softmax-type learnable`), in its own and in Transformer Engine's attention."""

@@ -20,8 +20,6 @@ from megatron_fsdp_v2.tensor_parallel import tensor_shard_by_rules
 from megatron_fsdp_v2_mcore.model.meshes import Meshes
 from megatron_fsdp_v2_mcore.model.tensor_parallel_rules import MEGATRON_RULES
 
-__all__ = ["PIECES_ATTRIBUTE", "is_expert", "tensor_shards"]
-
 PIECES_ATTRIBUTE = "checkpoint_piece_names"
 """Attribute of fused parameters: the suffix of each sub-tensor's name in a checkpoint."""
 

@@ -25,17 +25,6 @@ from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2_mcore.model.meshes import Meshes
 from megatron_fsdp_v2_mcore.model.tensor_shards import is_expert
 
-__all__ = [
-    "UNIT_CLASSES",
-    "PlannedUnit",
-    "all_reduce_embedding_grads",
-    "broadcast_parameters",
-    "pass_gathered_weights",
-    "plan_units",
-    "shared_by_stages",
-    "synchronize_embeddings",
-]
-
 UNIT_CLASSES: tuple[type, ...] = (TransformerLayer, MambaLayer)
 """Classes of layers that are units by default."""
 

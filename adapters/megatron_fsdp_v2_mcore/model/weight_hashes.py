@@ -22,8 +22,6 @@ from megatron_fsdp_v2.params.group import ParameterGroup
 from megatron_fsdp_v2.runtime.module import make_idle, named_units
 from megatron_fsdp_v2_mcore.model.replicas import different_from_first
 
-__all__ = ["compare_replicas"]
-
 
 def compare_replicas(original: Callable[..., bool]) -> Callable[..., bool]:
     """Replace Megatron's `check_param_hashes_across_dp_replicas` for sharded models."""

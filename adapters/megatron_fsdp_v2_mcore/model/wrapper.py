@@ -48,8 +48,6 @@ from megatron_fsdp_v2_mcore.model.units import (
     synchronize_embeddings,
 )
 
-__all__ = ["FullyShardedDataParallel", "sharded_without_training", "with_active_options"]
-
 
 class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
     """A model chunk sharded by `fully_shard`, with the methods that Megatron calls.

@@ -16,8 +16,6 @@ from megatron_fsdp_v2_mcore.flags.errors import FlagError, optimizer_field
 from megatron_fsdp_v2_mcore.flags.precision import dtype_name, optimizer_problem
 from megatron_fsdp_v2_mcore.optim.optimizer_state import supports_any_grad_dtype
 
-__all__ = ["check_config", "check_gradients", "clipping_config", "factory_config"]
-
 
 def check_config(config: Any, params: Iterable[torch.Tensor]) -> None:
     """Check that the optimizer of a configuration supports sharded parameters.

@@ -25,13 +25,6 @@ from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.optim import MatrixFunction, MatrixStep, newton_schulz_flops
 from megatron_fsdp_v2.optim.matrix_step import parameter_name
 
-__all__ = [
-    "FSDPZeROTensorParallelAdaptiveMuon",
-    "FSDPZeROTensorParallelMuon",
-    "ShardedMatrixStep",
-    "sharded_class",
-]
-
 HOOKS = ("pre_weight_update_fn_inplace", "post_weight_update_fn_inplace")
 """Methods that `OrthogonalizedOptimizer` calls before and after a weight's update."""
 

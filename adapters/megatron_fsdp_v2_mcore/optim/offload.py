@@ -22,8 +22,6 @@ from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.memory.host_memory import empty_in_host_memory, register_host_memory
 from megatron_fsdp_v2_mcore.optim.optimizer_state import optimizer_like, state_after_a_step
 
-__all__ = ["ShardedHybridOptimizer", "choose_offloaded", "offloaded"]
-
 STEP = "step"
 
 

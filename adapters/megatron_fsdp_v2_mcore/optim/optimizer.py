@@ -49,15 +49,6 @@ from megatron_fsdp_v2_mcore.optim.optimizer_state import (
     unscaled_zeros,
 )
 
-__all__ = [
-    "FSDPMuonChainedOptimizer",
-    "ShardedChain",
-    "ShardedEmergingOptimizer",
-    "ShardedOptimizer",
-    "params_l2_norm",
-    "with_checks",
-]
-
 STATE, META = "state", "param_to_group_meta"
 _RUN_OPTIONS = ("is_expert_parallel",)
 """Options of a parameter group that a checkpoint does not set: this run's parallelism."""

@@ -28,8 +28,6 @@ from megatron_fsdp_v2_mcore.optim.optimizer import (
     ShardedEmergingOptimizer,
 )
 
-__all__ = ["build_emerging_optimizer"]
-
 _QKV = "linear_qkv.weight"
 
 

@@ -21,17 +21,6 @@ from megatron_fsdp_v2.dtensor.optimizer_state import has_no_rows
 from megatron_fsdp_v2.dtensor.sharded_rows import local_of, rows_like
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 
-__all__ = [
-    "load_scaled",
-    "optimizer_like",
-    "reset_zero_scales_after_steps",
-    "scaled_names",
-    "state_after_a_step",
-    "supports_any_grad_dtype",
-    "unscaled",
-    "unscaled_zeros",
-]
-
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALED = (torch.float16, torch.uint8)
 _FP8 = torch.uint8

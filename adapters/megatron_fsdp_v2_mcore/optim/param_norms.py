@@ -24,9 +24,6 @@ from megatron_fsdp_v2_mcore.checkpoint.names import canonical_parameter_names
 from megatron_fsdp_v2_mcore.flags.options import active_options, training_globals
 from megatron_fsdp_v2_mcore.optim.optimizer import params_counted_on_rank
 
-__all__ = ["log_grads", "log_norms", "norms_of_all"]
-
-
 _pending: list[tuple[Sequence[nn.Module], dict[str, float]]] = []
 """Model chunks and the norms of their gradients, until an iteration is logged."""
 

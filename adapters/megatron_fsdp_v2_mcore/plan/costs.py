@@ -14,8 +14,6 @@ from typing import Any
 
 from megatron_fsdp_v2.plan.description import MemoryOption, ParameterDescription
 
-__all__ = ["Costs"]
-
 
 @dataclass(frozen=True)
 class Costs:

@@ -40,8 +40,6 @@ from megatron_fsdp_v2_mcore.model.units import UNIT_CLASSES, plan_units, shared_
 from megatron_fsdp_v2_mcore.plan.costs import Costs
 from megatron_fsdp_v2_mcore.pretrain_gpt.gpt import build_model
 
-__all__ = ["describe_training"]
-
 EXPERT = "expert dp"
 """Name of the mesh of experts."""
 

@@ -29,8 +29,6 @@ from megatron_fsdp_v2_mcore.flags.precision import (
     state_dtypes,
 )
 
-__all__ = ["describe", "parse_flags", "rejections_as_errors", "without_gpu_flags"]
-
 
 def describe(flags: Sequence[str], num_ranks: int) -> SourceResult:
     """Describe a training, in a process without a process group.

@@ -17,8 +17,6 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
-__all__ = ["check_data", "dataset_config"]
-
 
 def dataset_config(args: Any) -> GPTDatasetConfig:
     """Return the dataset configuration of Megatron's arguments.

@@ -38,8 +38,6 @@ from megatron.training.utils import is_first_or_last_pipeline_stage
 from megatron_fsdp_v2_mcore.flags.errors import FlagError, flag_of, rejections_as_flag_errors
 from megatron_fsdp_v2_mcore.pretrain_gpt.data import check_data, dataset_config
 
-__all__ = ["train"]
-
 # A loss that grows by more than this factor in an iteration is treated as a hardware fault.
 SPIKY_LOSS_FACTOR = 10.0
 

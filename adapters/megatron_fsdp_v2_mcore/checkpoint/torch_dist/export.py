@@ -46,8 +46,6 @@ from megatron_fsdp_v2_mcore.flags.checkpoint_check import (
 )
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
-__all__ = ["Export", "export", "to_torch_dist"]
-
 MODEL = "model."
 STATE = "optimizer.state."
 MOMENTS = ("exp_avg", "exp_avg_sq")

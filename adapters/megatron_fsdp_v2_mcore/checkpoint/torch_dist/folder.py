@@ -22,16 +22,6 @@ from megatron_fsdp_v2.checkpoint.manifest import file_inside
 from megatron_fsdp_v2_mcore.checkpoint.group_options import EXPERT, restored_options
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
-__all__ = [
-    "COMMON",
-    "FULLY_RESHARDABLE",
-    "SHARDING_TYPE",
-    "SavedGroups",
-    "common_state",
-    "optimizer_problem",
-    "run_arguments",
-]
-
 COMMON = "common_state/shard_0_1"
 LEGACY_COMMON = "common.pt"
 

@@ -40,8 +40,6 @@ from megatron_fsdp_v2_mcore.flags.checkpoint_check import (
 )
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
-__all__ = ["with_torch_dist"]
-
 STATE = "optimizer.state."
 MAIN_WEIGHTS = ("param", "fp32_param")
 """Names of main weights in Megatron's distributed optimizer and in its optimizer for DDP."""

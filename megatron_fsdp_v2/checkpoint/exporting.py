@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import enum
 import re
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +32,6 @@ from megatron_fsdp_v2.checkpoint.plain_files import (
     SAFETENSORS,
     PlainTensor,
     TensorSource,
-    check_absent,
     converted,
     index_of,
     open_pt,
@@ -41,7 +39,7 @@ from megatron_fsdp_v2.checkpoint.plain_files import (
     write_pt,
     write_safetensors,
 )
-from megatron_fsdp_v2.checkpoint.replacing import remove_own, sync, temporary_name
+from megatron_fsdp_v2.checkpoint.replacing import check_absent, created
 from megatron_fsdp_v2.checkpoint.writing import Blocks, write_folder
 
 __all__ = [
@@ -335,16 +333,8 @@ def _write_folder(source: TensorSource, target: Path) -> list[Path]:
             blocks.add((0,) * len(tensor.shape), tensor.shape, partial(source.read, tensor))
     tied = {MODEL + name: MODEL + kept for name, kept in source.tied.items()}
     paths = {MODEL + t.name: (MODEL.removesuffix("."), t.name) for t in source.tensors}
-    unfinished = temporary_name(target, uuid.uuid4().hex)
-    unfinished.mkdir()
-    try:
+    with created([target]) as (unfinished,):
         write_folder(unfinished, entries, tied=tied, paths=paths)
-        check_absent(target)
-        unfinished.rename(target)
-    except BaseException:
-        remove_own(unfinished)
-        raise
-    sync(target.parent)
     return [target]
 
 

@@ -9,8 +9,6 @@ import contextlib
 import importlib
 import json
 import math
-import os
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,8 +18,8 @@ import torch
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotFoundError
 from megatron_fsdp_v2.checkpoint.foreign import load_object
-from megatron_fsdp_v2.checkpoint.manifest import INCOMPLETE, check_file_name, check_name, read_json
-from megatron_fsdp_v2.checkpoint.replacing import sync
+from megatron_fsdp_v2.checkpoint.manifest import check_file_name, check_name, read_json
+from megatron_fsdp_v2.checkpoint.replacing import created
 from megatron_fsdp_v2.checkpoint.writing import own_storage
 
 __all__ = [
@@ -31,7 +29,6 @@ __all__ = [
     "SAFETENSORS",
     "PlainTensor",
     "TensorSource",
-    "check_absent",
     "converted",
     "index_of",
     "open_pt",
@@ -130,51 +127,6 @@ def converted(source: TensorSource, dtype: torch.dtype | None) -> TensorSource:
     return replace(source, tensors=tensors, read=read)
 
 
-def check_absent(path: Path) -> None:
-    """Check that nothing is at a path, not even a dangling link.
-
-    Raises:
-        ValueError: Something is.
-    """
-    if os.path.lexists(path):
-        raise ValueError(f"{path} already exists; remove it or name another")
-
-
-@contextlib.contextmanager
-def _temporary(paths: Sequence[Path]) -> Iterator[list[Path]]:
-    """Create several files, all of them or none; the last one appears last.
-
-    Args:
-        paths: The files. Existing ones are not changed, not even if they are created meanwhile.
-
-    Yields:
-        Temporary paths to write them to.
-
-    Raises:
-        ValueError: One of them already exists.
-    """
-    for path in paths:
-        check_absent(path)
-    token = uuid.uuid4().hex
-    unfinished = [path.with_name(f"{path.name}.{token}{INCOMPLETE}") for path in paths]
-    placed: list[Path] = []
-    try:
-        yield unfinished
-        for written, path in zip(unfinished, paths, strict=True):
-            sync(written)
-            # A rename would replace a file that was created meanwhile.
-            check_absent(path)
-            written.rename(path)
-            placed.append(path)
-    except BaseException:
-        for path in placed:
-            path.unlink(missing_ok=True)
-        raise
-    finally:
-        for written in unfinished:
-            written.unlink(missing_ok=True)
-
-
 # -- safetensors ----------------------------------------------------------------------------------
 
 
@@ -228,7 +180,7 @@ def write_safetensors(source: TensorSource, file: Path, max_shard_bytes: int) ->
         names = (f"{file.stem}-{i + 1:05d}-of-{len(shards):05d}" for i in range(len(shards)))
         # Without an index the files are no model, so that it comes last.
         paths = [*(file.with_name(name + SAFETENSORS) for name in names), index_of(file)]
-    with _temporary(paths) as unfinished:
+    with created(paths) as unfinished:
         for path, shard in zip(unfinished, shards, strict=False):
             here = {tensor.name for tensor in shard}
             others = {name: kept for name, kept in tied.items() if kept in here}
@@ -359,7 +311,7 @@ def write_pt(source: TensorSource, file: Path) -> list[Path]:
     for tensor in sorted(source.tensors, key=lambda tensor: tensor.name in tied):
         kept = tied.get(tensor.name)
         model[tensor.name] = source.read(tensor) if kept is None else model[kept]
-    with _temporary([file]) as (unfinished,), unfinished.open("wb") as out:
+    with created([file]) as (unfinished,), unfinished.open("wb") as out:
         torch.save({tensor.name: model[tensor.name] for tensor in source.tensors}, out)
     return [file]
 

@@ -12,6 +12,8 @@ import os
 import re
 import socket
 import time
+import uuid
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, Timeout
@@ -21,7 +23,9 @@ from megatron_fsdp_v2.checkpoint.manifest import INCOMPLETE, MANIFEST, METADATA
 
 __all__ = [
     "acquire_lock",
+    "check_absent",
     "check_replaceable",
+    "created",
     "find_folder",
     "put_in_place",
     "release_lock",
@@ -80,6 +84,56 @@ def release_lock(lock: BaseFileLock) -> None:
 def temporary_name(target: Path, token: str) -> Path:
     """Where a checkpoint is written before it is renamed to `target`."""
     return target.with_name(f"{target.name}.{token}{INCOMPLETE}")
+
+
+def check_absent(path: Path) -> None:
+    """Check that nothing is at a path, not even a dangling link.
+
+    Raises:
+        ValueError: Something is.
+    """
+    if os.path.lexists(path):
+        raise ValueError(f"{path} already exists; remove it or name another")
+
+
+@contextlib.contextmanager
+def created(paths: Sequence[Path]) -> Iterator[list[Path]]:
+    """Create several files or a checkpoint, all of them or none; the last one appears last.
+
+    Args:
+        paths: What to create. Existing ones are not changed, not even if they are created
+            meanwhile.
+
+    Yields:
+        Temporary paths to write them to.
+
+    Raises:
+        ValueError: One of them already exists.
+    """
+    for path in paths:
+        check_absent(path)
+    token = uuid.uuid4().hex
+    unfinished = [temporary_name(path, token) for path in paths]
+    placed: list[Path] = []
+    try:
+        yield unfinished
+        for written, path in zip(unfinished, paths, strict=True):
+            sync(written)
+            # A rename would replace a file that was created meanwhile.
+            check_absent(path)
+            written.rename(path)
+            placed.append(path)
+    except BaseException:
+        for path in placed:
+            path.unlink(missing_ok=True)
+        raise
+    finally:
+        for written in unfinished:
+            if written.is_dir():
+                remove_own(written)
+            else:
+                written.unlink(missing_ok=True)
+    sync(paths[0].parent)
 
 
 def check_replaceable(target: Path) -> None:

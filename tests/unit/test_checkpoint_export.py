@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from megatron_fsdp_v2.checkpoint import plain_files, writing
+from megatron_fsdp_v2.checkpoint import plain_files, replacing, writing
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.exporting import convert, export
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
@@ -165,7 +165,7 @@ def test_file_created_during_an_export_is_not_overwritten(
     def create_file(written: Path) -> None:
         (out / "m-00002-of-00013.safetensors").write_text("mine")
 
-    monkeypatch.setattr(plain_files, "sync", create_file)
+    monkeypatch.setattr(replacing, "sync", create_file)
     with pytest.raises(ValueError, match=r"m-00002-of-00013\.safetensors already exists"):
         export(folder, out / "m.safetensors", max_shard_bytes=1)
     assert names_in(out) == ["m-00002-of-00013.safetensors"]

@@ -20,8 +20,6 @@ from megatron_fsdp_v2.checkpoint.inspecting import inspect, listing
 from megatron_fsdp_v2.checkpoint.plain_files import DTYPES
 from megatron_fsdp_v2.checkpoint.verifying import verify
 
-__all__ = ["CONVERTER_GROUP", "Converter", "command", "find_converter"]
-
 _KINDS = "folder of torch's distributed checkpoint; .safetensors, its index or its folder; or .pt"
 _SHOWN = 8
 

@@ -20,22 +20,6 @@ from torch.optim import Optimizer
 from megatron_fsdp_v2.dtensor.optimizer_state import wrap_foreign_state
 from megatron_fsdp_v2.optim.flat import FlatOptimizer
 
-__all__ = [
-    "EXTRA",
-    "MODEL",
-    "OPTIMIZER_GROUPS",
-    "OPTIMIZER_KIND",
-    "OPTIMIZER_STATE",
-    "extra_state_names",
-    "groups_entry",
-    "is_extra_state",
-    "kind_entry",
-    "model_entries",
-    "parameter_names",
-    "state_entries",
-    "tied_entries",
-]
-
 MODEL = "model."
 OPTIMIZER_STATE = "optimizer.state."
 OPTIMIZER_GROUPS = "optimizer.param_groups"

@@ -12,16 +12,6 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-__all__ = [
-    "CheckpointError",
-    "NotFoundError",
-    "ReplacedError",
-    "all_ranks_or_raise",
-    "everyones",
-    "naming_full_disk",
-    "warn",
-]
-
 _FULL = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",

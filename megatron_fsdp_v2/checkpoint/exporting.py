@@ -42,21 +42,6 @@ from megatron_fsdp_v2.checkpoint.plain_files import (
 from megatron_fsdp_v2.checkpoint.replacing import check_absent, created
 from megatron_fsdp_v2.checkpoint.writing import Blocks, write_folder
 
-__all__ = [
-    "MAX_SHARD_BYTES",
-    "MODEL",
-    "CheckpointKind",
-    "Exported",
-    "ModelTensor",
-    "Piece",
-    "convert",
-    "export",
-    "find_kind",
-    "find_layouts",
-    "natural_order",
-    "open_source",
-]
-
 LAYOUT_GROUP = "megatron_fsdp_v2.checkpoint_layouts"
 
 

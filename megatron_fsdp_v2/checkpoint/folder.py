@@ -39,8 +39,6 @@ from megatron_fsdp_v2.checkpoint.manifest import (
 )
 from megatron_fsdp_v2.checkpoint.replacing import find_folder
 
-__all__ = ["CheckpointFolder", "ReadRequest", "coverage_problems"]
-
 _SHOWN = 4
 
 

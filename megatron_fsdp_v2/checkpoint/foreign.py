@@ -39,8 +39,6 @@ from megatron_fsdp_v2.checkpoint.manifest import (
     integers,
 )
 
-__all__ = ["compare_checksums", "load_object", "read_entries"]
-
 _SHOWN = 4
 
 

@@ -17,8 +17,6 @@ from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.manifest import FORMAT_VERSION
 from megatron_fsdp_v2.checkpoint.plain_files import PlainTensor
 
-__all__ = ["inspect", "listing"]
-
 
 def inspect(path: str | Path) -> dict[str, Any]:
     """List the contents of a checkpoint: a folder, a `.safetensors` file or index, or a `.pt` file.

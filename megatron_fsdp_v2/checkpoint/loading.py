@@ -57,8 +57,6 @@ from megatron_fsdp_v2.dtensor.sharded_rows import local_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.runtime.module import make_idle, showing_sharded
 
-__all__ = ["Comparison", "compare", "load", "requests_for"]
-
 _ATTEMPTS = 20
 _PAUSE_S = 0.05
 

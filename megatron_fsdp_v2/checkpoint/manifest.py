@@ -21,25 +21,6 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 
-__all__ = [
-    "FORMAT_VERSION",
-    "INCOMPLETE",
-    "MANIFEST",
-    "METADATA",
-    "Entry",
-    "Manifest",
-    "StoredChunk",
-    "check_file_name",
-    "check_name",
-    "check_path",
-    "dumps",
-    "file_inside",
-    "integer",
-    "integers",
-    "read_json",
-    "write_manifest",
-]
-
 METADATA = ".metadata"
 """The file of torch's distributed checkpoint that describes the others."""
 MANIFEST = "manifest.json"

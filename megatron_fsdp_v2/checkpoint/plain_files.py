@@ -22,21 +22,6 @@ from megatron_fsdp_v2.checkpoint.manifest import check_file_name, check_name, re
 from megatron_fsdp_v2.checkpoint.replacing import created
 from megatron_fsdp_v2.checkpoint.writing import own_storage
 
-__all__ = [
-    "DTYPES",
-    "INDEX",
-    "PT_SUFFIXES",
-    "SAFETENSORS",
-    "PlainTensor",
-    "TensorSource",
-    "converted",
-    "index_of",
-    "open_pt",
-    "open_safetensors",
-    "write_pt",
-    "write_safetensors",
-]
-
 safetensors: Any = None
 with contextlib.suppress(ImportError):
     importlib.import_module("safetensors.torch")

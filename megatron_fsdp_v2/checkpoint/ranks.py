@@ -20,8 +20,6 @@ from megatron_fsdp_v2.checkpoint.errors import everyones
 from megatron_fsdp_v2.comm.groups import default_store, new_local_group
 from megatron_fsdp_v2.runtime.module import named_units
 
-__all__ = ["background_group", "check_same_path", "forget_group", "group_of", "reserve_path"]
-
 _groups: WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], Any]] = WeakKeyDictionary()
 """Process groups by purpose and ranks, for each default process group."""
 

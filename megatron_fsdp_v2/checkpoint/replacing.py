@@ -21,20 +21,6 @@ from filelock import BaseFileLock, FileLock, Timeout
 from megatron_fsdp_v2.checkpoint.errors import warn
 from megatron_fsdp_v2.checkpoint.manifest import INCOMPLETE, MANIFEST, METADATA
 
-__all__ = [
-    "acquire_lock",
-    "check_absent",
-    "check_replaceable",
-    "created",
-    "find_folder",
-    "put_in_place",
-    "release_lock",
-    "remove_leftovers",
-    "remove_own",
-    "sync",
-    "temporary_name",
-]
-
 PREVIOUS = ".previous"
 """Suffix of a checkpoint that is being replaced, until it is removed."""
 

@@ -60,8 +60,6 @@ from megatron_fsdp_v2.dtensor.sharded_rows import local_of, rows_like, rows_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.runtime.module import make_idle
 
-__all__ = ["pack", "save", "save_nested"]
-
 _DESTROYED = (
     "the process group was destroyed while the checkpoint was written; wait for the result() of "
     "the save before destroy_process_group()"

@@ -12,8 +12,6 @@ from megatron_fsdp_v2.checkpoint.foreign import compare_checksums, load_object
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, METADATA, StoredChunk
 from megatron_fsdp_v2.checkpoint.plain_files import open_safetensors
 
-__all__ = ["Report", "verify"]
-
 
 @dataclass(slots=True)
 class Report:

@@ -36,8 +36,6 @@ from megatron_fsdp_v2.checkpoint.errors import naming_full_disk
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, METADATA, write_manifest
 from megatron_fsdp_v2.checkpoint.replacing import sync
 
-__all__ = ["Blocks", "Planner", "Writer", "own_storage", "pickled", "write_folder"]
-
 
 def pickled(value: Any) -> bytes:
     """What `torch.save` writes for a value."""

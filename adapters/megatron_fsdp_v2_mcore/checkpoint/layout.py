@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from megatron_fsdp_v2.checkpoint.entries import MODEL
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
-from megatron_fsdp_v2.checkpoint.exporting import MODEL, ModelTensor, Piece
+from megatron_fsdp_v2.checkpoint.exporting import ModelTensor, Piece
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2_mcore.checkpoint.name_table import (
     SUBTENSOR_SUFFIXES,

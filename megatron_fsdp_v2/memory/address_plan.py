@@ -41,43 +41,34 @@ class Trace:
     live_before: int
     events: tuple[int, ...]
 
-    def changes(self) -> Iterator[tuple[int, int]]:
-        """Yield the events that have an effect, each with the set of buffers live before it."""
-        live = self.live_before
-        for event in self.events:
-            after = live | 1 << event if event >= 0 else live & ~(1 << ~event)
-            if after != live:
-                yield event, live
-            live = after
-
-    def used(self) -> int:
-        """Return the set of buffers that are live at any time."""
-        used = self.live_before
-        for event in self.events:
-            used |= 1 << event if event >= 0 else 0
-        return used
-
-    def peak(self, sizes: Sequence[int]) -> int:
-        """Return the largest sum of live bytes."""
-        nbytes = peak = sum(sizes[key] for key in keys_of(self.live_before))
-        for event, _ in self.changes():
-            nbytes += sizes[event] if event >= 0 else -sizes[~event]
-            peak = max(peak, nbytes)
-        return peak
-
-    def add_conflicts(self, conflicts: list[int]) -> None:
+    def measure(self, sizes: Sequence[int], conflicts: list[int]) -> tuple[int, int]:
         """Add to each buffer's conflicts the buffers that are live at the same time.
 
         Args:
+            sizes: Bytes per key.
             conflicts: A set per key; changed in place.
+
+        Returns:
+            Set of the buffers that are live at any time, and the largest sum of live bytes.
         """
-        for key in keys_of(self.live_before):
-            conflicts[key] |= self.live_before & ~(1 << key)
-        for event, live in self.changes():
-            if event >= 0:
-                conflicts[event] |= live
-                for key in keys_of(live):
-                    conflicts[key] |= 1 << event
+        live = used = self.live_before
+        nbytes = peak = sum(sizes[key] for key in keys_of(live))
+        for key in keys_of(live):
+            conflicts[key] |= live & ~(1 << key)
+        for event in self.events:
+            key = max(event, ~event)
+            if event >= 0 and not live >> key & 1:
+                conflicts[key] |= live
+                for other in keys_of(live):
+                    conflicts[other] |= 1 << key
+                live |= 1 << key
+                nbytes += sizes[key]
+            elif event < 0 and live >> key & 1:
+                live ^= 1 << key
+                nbytes -= sizes[key]
+            used |= live
+            peak = max(peak, nbytes)
+        return used, peak
 
 
 @dataclass(frozen=True, slots=True)

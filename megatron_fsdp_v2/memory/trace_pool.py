@@ -295,9 +295,9 @@ class TracedArena(Arena):
         if len(self._programs) == MAX_PROGRAMS:
             self._programs.clear()
         self._programs[trace] = TracedProgram(name, trace, 1)
-        self._used |= trace.used()
-        self._peak = max(self._peak, trace.peak(self._sizes))
-        trace.add_conflicts(self._conflicts)
+        used, peak = trace.measure(self._sizes, self._conflicts)
+        self._used |= used
+        self._peak = max(self._peak, peak)
         plan = self._plan
         fits = plan is not None and all(
             plan.place(key) is not None and not self._conflicts[key] & plan.overlaps[key]

@@ -107,11 +107,10 @@ sizes_of_six = st.lists(st.integers(0, 5000), min_size=6, max_size=6)
 
 def _plan_of(sizes: list[int], many: list[Trace]) -> MemoryPlan:
     """Return one plan for several traces, combined as in the pool."""
-    conflicts, used = [0] * len(sizes), 0
+    conflicts, used, peak = [0] * len(sizes), 0, 0
     for trace in many:
-        trace.add_conflicts(conflicts)
-        used |= trace.used()
-    peak = max((trace.peak(sizes) for trace in many), default=0)
+        of_trace, highest = trace.measure(sizes, conflicts)
+        used, peak = used | of_trace, max(peak, highest)
     return plan_memory(sizes, conflicts, used, peak)
 
 

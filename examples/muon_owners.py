@@ -87,8 +87,9 @@ def main() -> None:
             sum(bucket.sent_numel for bucket in plan_buckets(layouts, ownership, grid, rank))
             for rank in range(ranks)
         ]
+        balance = max(ownership.flops) * ranks / sum(ownership.flops)
         sys.stdout.write(
-            f"{ranks:6}{ownership.balance:20.3f}{sum(sent) / ranks / shard:12.2f} (mean)"
+            f"{ranks:6}{balance:20.3f}{sum(sent) / ranks / shard:12.2f} (mean)"
             f"{max(sent) / shard:8.2f} (most)\n"
         )
     draw(plan(args.layers, args.ranks)[1], args.layers, args.out)

@@ -157,16 +157,6 @@ class GridWork:
         # Positions of exchanged rectangles in local tensors; every run reads them twice.
         self._places = [list(self._local(bucket)) for bucket in self.plan]
 
-    @property
-    def sent_numel(self) -> int:
-        """Number of elements that this rank sends per run."""
-        return sum(bucket.sent_numel for bucket in self.plan)
-
-    @property
-    def flops(self) -> int:
-        """Floating-point operations of this rank per run."""
-        return self.ownership.flops[self._rank]
-
     def run(self, updates: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
         """Compute the results. Collective over the grid; see `MatrixEngine.run`."""
         self._check()

@@ -95,12 +95,6 @@ class Ownership:
         """Number of buckets."""
         return max(self.buckets, default=-1) + 1
 
-    @property
-    def balance(self) -> float:
-        """Work of the busiest rank, divided by the mean work of all ranks."""
-        total = sum(self.flops)
-        return max(self.flops) * len(self.flops) / total if total else 1.0
-
     def members(self, bucket: int) -> list[int]:
         """Return the indices of the matrices of a bucket."""
         return [index for index, b in enumerate(self.buckets) if b == bucket]

@@ -74,7 +74,6 @@ def test_owners_of_matrices_match_plans_made_by_hand(
     assert plan.owners == owners
     work = [sum(f for f, o in zip(flops, owners, strict=True) if o == r) for r in range(3)]
     assert plan.flops == tuple(work)
-    assert plan.balance == pytest.approx(max(work) * 3 / sum(work))
 
 
 def test_parameters_without_elements_have_no_matrices() -> None:
@@ -104,8 +103,14 @@ def _llama(num_ranks: int) -> tuple[list[MatrixLayout], Ownership, Grid]:
     return layouts, Ownership.plan(_matrices(layouts), num_ranks, 32 * 2**20), grid
 
 
+def _balance(num_ranks: int) -> float:
+    """Return the work of the busiest rank, divided by the mean work of all ranks."""
+    flops = _llama(num_ranks)[1].flops
+    return max(flops) * num_ranks / sum(flops)
+
+
 def test_the_busiest_rank_of_llama_3_8b_does_at_most_a_tenth_more_than_the_mean() -> None:
-    found = {num_ranks: _llama(num_ranks)[1].balance for num_ranks in range(8, 65)}
+    found = {num_ranks: _balance(num_ranks) for num_ranks in range(8, 65)}
     assert {num_ranks for num_ranks, balance in found.items() if balance > 1.1} == UNEVEN
     assert max(found.values()) < 1.17
     assert not UNEVEN & {8, 16, 32, 64}
@@ -127,8 +132,7 @@ def _sent_over_own(num_ranks: int) -> tuple[float, float]:
 @pytest.mark.parametrize("num_ranks", [8, 16, 32, 64])
 def test_page_has_the_balance_and_the_sent_elements(num_ranks: int) -> None:
     mean, largest = _sent_over_own(num_ranks)
-    balance = _llama(num_ranks)[1].balance
-    row = f"| {num_ranks} | {balance:.3f} | {mean:.2f}, {largest:.2f} |"
+    row = f"| {num_ranks} | {_balance(num_ranks):.3f} | {mean:.2f}, {largest:.2f} |"
     assert row in (ROOT / "docs" / "muon.md").read_text().splitlines()
 
 

@@ -115,7 +115,7 @@ class MixedPrecisionPolicy:
             field.name
             for field in dataclasses.fields(policy)
             if getattr(policy, field.name) not in (field.default, None, False)
-            and field.name not in (*known, "reduce_dtype", "resolve")
+            and field.name not in (*known, "reduce_dtype")
         ]
         if unknown:
             raise ValueError(

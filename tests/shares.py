@@ -1,6 +1,6 @@
 """Selection of a share of the longer tests by commit.
 
-The tests marked `functional` take about an hour and a half. Continuous integration runs a different
+The tests marked `functional` take about two hours. Continuous integration runs a different
 share of them for each commit: all tests run over time, and the same commit repeats a failure.
 """
 

@@ -59,7 +59,7 @@ def test_every_engine_trains_like_the_plain_loop(tmp_path: Path) -> None:
 @on_ranks(
     2,
     changed=[
-        {"shape": replace(TINY, vocabulary=64, experts=4), "micro_batches": 2},
+        longer({"shape": replace(TINY, vocabulary=64, experts=4), "micro_batches": 2}),
         longer({"dtype": "bf16", "recomputes": True}),
         longer({"micro_batches": 2, "optimizer": "foreach"}),
     ],
@@ -132,7 +132,7 @@ UNGROUPED = Case(layers=3, width=448, vocabulary=512, length=4)
 """Layers that are large enough to be separate units, as with FSDP2."""
 
 
-@on_ranks(2, dtype=["fp32", longer("bf16")])
+@on_ranks(2, dtype=[longer("fp32"), longer("bf16")])
 def test_zero_3_takes_no_more_steady_and_build_memory_than_fsdp2(dtype: str) -> None:
     setting = Setting("small", UNGROUPED, dtype)
     mesh = init_device_mesh("cpu", (2,))

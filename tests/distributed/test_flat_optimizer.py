@@ -158,7 +158,7 @@ def _trained_with_changes(
         longer("1", "optim_grads_params", 7, True),
         longer("2", "no_shard", 16, False),
         ("3", "optim_grads_params", 7, False),
-        ("HFSDP 2x2", "optim", ALIGNED, True),
+        longer("HFSDP 2x2", "optim", ALIGNED, True),
     ],
 )
 @on_ranks("mesh")

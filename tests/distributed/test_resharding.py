@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_fsdp_v2 import checkpoint, fully_shard
+from tests.cases import quick_only
 from tests.distributed.checkpoint_trainings import digests
 from tests.distributed.cut_parameters import Place
 from tests.distributed.test_tensor_parallel import _Parts, _sharded
@@ -128,7 +129,7 @@ def _check(pools: RankPools, folder: Path, trials: Iterable[tuple[Pair, str]]) -
 QUICK = list(zip(covering_pairs(), itertools.cycle(NAMES), strict=False))
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("size", quick_only(SIZES, (2, 1), (2, 2), (3, 1)), ids=str)
 def test_a_checkpoint_loads_bit_equal_at_every_size_and_strategy(
     pools: RankPools, tmp_path: Path, size: tuple[int, ...]
 ) -> None:
@@ -141,4 +142,6 @@ def test_a_checkpoint_loads_bit_equal_in_every_arrangement(
     pools: RankPools, tmp_path: Path, saves: Place
 ) -> None:
     pairs = itertools.product([saves], ARRANGEMENTS)
-    _check(pools, tmp_path, itertools.product(pairs, NAMES))
+    # Optimizers in turn: every arrangement saves and loads each of them.
+    names = itertools.islice(itertools.cycle(NAMES), ARRANGEMENTS.index(saves), None)
+    _check(pools, tmp_path, zip(pairs, names, strict=False))

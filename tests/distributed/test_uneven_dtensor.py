@@ -130,7 +130,11 @@ _WHEN = ("before", "after", "alone")
         ("2", "optim_grads_params", True),
         ("3", "optim", True),
         ("HSDP 2x2", "optim_grads", True),
-        *(longer(m, s, a) for m in MESHES for s in strategies_on(m) for a in (True, False)),
+        *(
+            longer(mesh, strategy, (row + column) % 2 == 0)
+            for row, mesh in enumerate(MESHES)
+            for column, strategy in enumerate(strategies_on(mesh))
+        ),
     ],
 )
 @on_ranks("mesh", timeout_s=120)

@@ -52,6 +52,7 @@ def test_python_blocks_of_a_page_run_in_order(page: str, pools: RankPools, tmp_p
     pools(2).run(run_page, run, str(tmp_path))
 
 
+@pytest.mark.functional
 @pytest.mark.parametrize("block", _blocks_by_use("program"), ids=lambda block: block.name)
 def test_complete_programs_train_under_torchrun(block: Block, tmp_path: Path) -> None:
     path = tmp_path / "train.py"

@@ -38,7 +38,8 @@ def _of_ddp(megatron: RankPools, num_ranks: int) -> dict[int, float]:
     return printed_losses(trained(megatron, num_ranks, STEPS, once=True).losses[:20])
 
 
-@pytest.mark.parametrize("num_ranks", [1, longer(2)])
+@pytest.mark.functional
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_command_prints_the_losses_of_ddp_and_few_other_lines(
     megatron: RankPools, num_ranks: int
 ) -> None:

@@ -130,7 +130,6 @@ APPENDED = {
     "slots of metadata": METADATA_CLASS + SLOTS,
     "state of a member": name("builtins", "getattr")
     + (name(__name__, "Color") + text("RED") + b"\x86R" + EVIL + b"b0"),
-    "call": SYSTEM + TOUCH + b"\x85R0",
     "call of a call": SYSTEM + b")R" + TOUCH + b"\x85R0",
     "call by name": name("builtins", "eval") + text("open('made', 'w')") + b"\x85R0",
     "new": SYSTEM + TOUCH + b"\x85\x810",
@@ -233,7 +232,6 @@ FOUND_BY_INSPECT: dict[str, Callable[[Metadata], Any]] = {
     "a negative offset": lambda m: setattr(weight(m).chunks[0], "offsets", torch.Size((-1, 0))),
     "a shape of strings": lambda m: setattr(weight(m), "size", ("6", "4")),
     "a shape of bools": lambda m: setattr(weight(m), "size", (True, 4)),
-    "65 dimensions": lambda m: setattr(weight(m), "size", (1,) * 65),
     "no chunks": lambda m: setattr(weight(m), "chunks", None),
     "not a dtype": lambda m: setattr(weight(m).properties, "dtype", "float32"),
     "no properties": lambda m: setattr(weight(m), "properties", None),
@@ -244,7 +242,6 @@ FOUND_BY_INSPECT: dict[str, Callable[[Metadata], Any]] = {
     ),
     "a name with a surrogate": lambda m: renamed(m, "model.\udc80"),
     "a name that is a number": lambda m: renamed(m, 3),
-    "a name of a megabyte": lambda m: renamed(m, "m" * 2**20),
     "a path up": lambda m: all_infos(m, relative_path="../mine/keep"),
     "an absolute path": lambda m: all_infos(m, relative_path="/etc/passwd"),
     "an empty path": lambda m: all_infos(m, relative_path=""),
@@ -260,10 +257,8 @@ FOUND_BY_INSPECT: dict[str, Callable[[Metadata], Any]] = {
 NOT_FOUND_BY_INSPECT: dict[str, Callable[[Metadata], Any]] = {
     "an offset in a file beyond 63 bits": lambda m: all_infos(m, offset=2**63 - 1, length=2),
     "an offset behind the end of a file": lambda m: all_infos(m, offset=10**12),
-    "a length of terabytes": lambda m: all_infos(m, length=10**13),
     "a length of zero": lambda m: all_infos(m, length=0),
     "a file that does not exist": lambda m: all_infos(m, relative_path="nothing"),
-    "a gigabyte that does not exist": lambda m: resized(m, 2**25, 6),
     "a shape of terabytes": lambda m: resized(m, 2**40, 6),
     "a chunk outside": lambda m: setattr(weight(m).chunks[0], "offsets", torch.Size((3, 0))),
     "a chunk twice": lambda m: weight(m).chunks.append(weight(m).chunks[0]),
@@ -319,8 +314,6 @@ MANIFESTS: dict[str, tuple[Any, str | None]] = {
     "an index of a chunk of other dimensions": (tensor_of(chunks=[[0, 0, 0, 0, 1, 1]]), None),
     "another version": ({"version": 2}, "is of version 2 of .*reads version 1"),
     "another format": ({"format": "another"}, "is of version 1 of the format 'another'"),
-    "deep": (b'{"units":' + b"[" * 20_000 + b"]" * 20_000 + b"}", None),
-    "digits": (b'{"version":' + b"9" * 5000 + b"}", None),
     "not text": (b"\xff\xfe", None),
 }
 """Changed fields of a manifest, or its bytes, and text of the error."""
@@ -355,20 +348,6 @@ def test_named_pipes_do_not_block_readers(tmp_path: Path) -> None:
     (path / FIRST).unlink()
     os.mkfifo(path / FIRST)
     assert_rejected(path, inspected=False)
-
-
-def test_no_memory_is_allocated_for_optimizer_state_that_is_not_stored(tmp_path: Path) -> None:
-    model = nn.Linear(4, 6)
-    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-    model(torch.ones(4)).sum().backward()
-    optimizer.step()
-    checkpoint.save(tmp_path / "c", model, optimizer)
-    with changed_metadata(tmp_path / "c") as metadata:
-        state: Any = metadata.state_dict_metadata["optimizer.state.weight.momentum_buffer"]
-        state.size = state.chunks[0].sizes = torch.Size((2**29, 2**29))
-    with pytest.raises(CheckpointError):
-        checkpoint.load(tmp_path / "c", model, optimizer)
-    assert optimizer.state[model.weight]["momentum_buffer"].shape == (6, 4)
 
 
 def header(changed: dict[str, Any] | str) -> bytes:

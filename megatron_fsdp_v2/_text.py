@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable, Sequence
 
 __all__ = ["aligned", "compact", "listed", "parse_size", "readable_size", "table"]
 
-_UNITS = {"": 1, "B": 1}
-_UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)}
-_UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)}
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)}
+_UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)}
 
 
 def readable_size(nbytes: float, digits: int = 1) -> str:
@@ -48,12 +48,13 @@ def parse_size(text: str) -> int:
     """Parse a size such as `5GB`, `1.5 MiB` or `5000` (bytes) into bytes.
 
     Args:
-        text: A positive number and a unit, decimal (`KB` to `TB`) or binary (`KiB` to `TiB`).
+        text: A positive number and a unit, decimal (`KB` to `TB`) or binary (`KiB` to `TiB`), in
+            upper or lower case.
 
     Raises:
         ValueError: `text` is not a size.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", text)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", text.lower())
     if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
         raise ValueError(f"{text!r} is not a size, such as 5GB or 500MiB")
     return max(1, int(float(match[1]) * _UNITS[match[2]]))

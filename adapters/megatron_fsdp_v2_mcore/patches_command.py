@@ -13,9 +13,7 @@ from megatron_fsdp_v2_mcore.patches import PATCHES, SUPPORTED, check_patch, mega
 
 
 class _PatchesCommand:
-    """The subcommand `patches`, registered as an entry point."""
-
-    help = "list where Megatron is patched, why, and whether each patch fits"
+    """`megatron-fsdp-v2 patches`."""
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Add the subcommand's arguments."""

@@ -10,8 +10,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_fsdp_v2._text import parse_size
-from megatron_fsdp_v2.layout.mixed_precision import DTYPES, MixedPrecisionPolicy
+from megatron_fsdp_v2 import _arguments as arguments
+from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp_v2.layout.placement import OUTER_NAMES, STRATEGIES
 from megatron_fsdp_v2.plan.description import (
     DATA,
@@ -38,8 +38,6 @@ from megatron_fsdp_v2.runtime.options import RuntimeOptions
 class _PlanCommand:
     """`megatron-fsdp-v2 plan`."""
 
-    help = "memory, communication and time of a training before it runs"
-
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Add the arguments of the model, the machine, the compared strategies and the output."""
         parser.usage = (
@@ -47,7 +45,7 @@ class _PlanCommand:
             "       megatron-fsdp-v2 plan --ranks N [options] -- <training flags>"
         )
         parser.add_argument("flags", nargs="*", help="training flags, after --")
-        parser.add_argument("--ranks", type=_count, required=True, help="ranks of the job")
+        parser.add_argument("--ranks", type=arguments.count, required=True, help="ranks of the job")
         _add_model_options(parser.add_argument_group("a custom model"))
         _add_machine_options(parser.add_argument_group("what it runs on"))
         group = parser.add_argument_group("what is compared and written")
@@ -56,7 +54,7 @@ class _PlanCommand:
         )
         group.add_argument(
             "--outer",
-            type=_count,
+            type=arguments.count,
             action="append",
             default=[],
             metavar="N",
@@ -73,16 +71,12 @@ class _PlanCommand:
         group.add_argument("--plot", metavar="FILE", type=Path, help="write a picture")
 
     def run(self, args: argparse.Namespace) -> int:
-        """Print the plan. On invalid input, print the error to standard error and return 2."""
-        try:
-            report = _report(args)
-            if args.plot is not None:
-                draw(report, args.plot)
-            if args.json not in (None, "-"):
-                Path(args.json).write_text(_json(report))
-        except (ValueError, OSError) as error:
-            sys.stderr.write(f"{error}\n")
-            return 2
+        """Print the plan."""
+        report = _report(args)
+        if args.plot is not None:
+            draw(report, args.plot)
+        if args.json not in (None, "-"):
+            Path(args.json).write_text(_json(report))
         if args.json == "-":
             sys.stdout.write(_json(report))
         else:
@@ -93,28 +87,12 @@ class _PlanCommand:
 # -- options ----------------------------------------------------------------------------------
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
-    return int(text)
-
-
-def _size(text: str) -> int:
-    # Without a unit `--memory 76` would be 76 bytes.
-    if not text.endswith("B"):
-        raise argparse.ArgumentTypeError(f"{text!r} has no unit; write a size such as 76GiB")
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def _number(field: str, meaning: str) -> dict[str, Any]:
-    return dict(dest=field, type=_count, metavar="N", help=meaning)
+    return dict(dest=field, type=arguments.count, metavar="N", help=meaning)
 
 
 def _nbytes(field: str, meaning: str) -> dict[str, Any]:
-    return dict(dest=field, type=_size, metavar="SIZE", help=meaning)
+    return dict(dest=field, type=arguments.size, metavar="SIZE", help=meaning)
 
 
 def _switch(field: str, meaning: str, value: object = True) -> dict[str, Any]:
@@ -123,7 +101,7 @@ def _switch(field: str, meaning: str, value: object = True) -> dict[str, Any]:
 
 def _dtype(field: str, meaning: str) -> dict[str, Any]:
     meaning += "; default: as MixedPrecisionPolicy has it"
-    return dict(dest=field, choices=list(DTYPES), help=meaning)
+    return dict(dest=field, type=arguments.dtype, metavar="DTYPE", help=meaning)
 
 
 _MODEL_FLAGS: dict[str, dict[str, Any]] = {
@@ -204,7 +182,7 @@ def _add_machine_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--memory", **_nbytes("memory", "for the training on a rank, such as 76GiB"))
     for flag, (attribute, _, meaning) in _MACHINE_FLAGS.items():
         group.add_argument(flag, dest=attribute, type=float, metavar="X", help=meaning)
-    group.add_argument("--gpus-per-node", type=_count, metavar="N")
+    group.add_argument("--gpus-per-node", type=arguments.count, metavar="N")
 
 
 def _given(args: argparse.Namespace, kind: Any) -> dict[str, Any]:
@@ -309,8 +287,6 @@ def _own_model(args: argparse.Namespace) -> TrainingDescription:
         alternatives = (
             MemoryOption("half the tokens in twice the micro-batches", args.activations // 2),
         )
-    given = _given(args, MixedPrecisionPolicy)
-    dtypes: dict[str, Any] = {field: DTYPES[name] for field, name in given.items()}
     notes = []
     if args.machine is not None and args.tokens is None:
         notes.append("without --tokens a step computes nothing, and all communication is exposed")
@@ -321,7 +297,7 @@ def _own_model(args: argparse.Namespace) -> TrainingDescription:
     return TrainingDescription(
         units,
         {DATA: MeshDescription(args.ranks)},
-        MixedPrecisionPolicy(**dtypes),
+        MixedPrecisionPolicy(**_given(args, MixedPrecisionPolicy)),
         options=RuntimeOptions(**_given(args, RuntimeOptions)),
         plain_nbytes=plain_nbytes,
         alternatives=alternatives,

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from string import Template
 
-from megatron_fsdp_v2.cli import build_parser, discover_commands
+from megatron_fsdp_v2_cli import COMMANDS, build_parser
 from tests.processes import ROOT, ran
 
 _ELLIPSIS = "..."
@@ -179,9 +179,9 @@ def _check_started(is_module: bool, program: str, arguments: Sequence[str]) -> N
 
 
 def _check_our_command(arguments: Sequence[str]) -> None:
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in discover_commands():
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
         raise AssertionError(f"megatron-fsdp-v2 has no command {arguments[0]}")
-    _parsed(build_parser(discover_commands(), list(arguments)), arguments)
+    _parsed(build_parser(arguments), arguments)
 
 
 def _check_pytest(arguments: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fsdp_v2.cli import main
+from megatron_fsdp_v2_cli import main
 from tests.docs.blocks import ROOT, Block, documented, use_of
 from tests.docs.running import load, run_page
 from tests.docs.shell import check, check_flags, commands_of, typed_lines

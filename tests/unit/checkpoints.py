@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megatron_fsdp_v2.checkpoint import writing
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, METADATA
 from megatron_fsdp_v2.checkpoint.writing import Blocks, pickled
-from megatron_fsdp_v2.cli import main
+from megatron_fsdp_v2_cli import main
 
 FIRST = "__0_0.distcp"
 """Name of the first data file."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_fsdp_v2.cli import main
+from megatron_fsdp_v2_cli import main
 
 
 def called(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:

@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_fsdp_v2 import cli
 from megatron_fsdp_v2.checkpoint import command as converters
 from megatron_fsdp_v2.checkpoint import exporting
 from tests.processes import ROOT
@@ -36,7 +35,6 @@ def declared(group: str) -> dict[str, EntryPoint]:
 
 @pytest.fixture(autouse=True)
 def declared_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "discover_commands", lambda: declared(cli.COMMAND_GROUP))
     for module in (exporting, converters):
         monkeypatch.setattr(module, "entry_points", lambda group: tuple(declared(group).values()))
 

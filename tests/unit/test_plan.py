@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from examples.plan_models import llama_405b
-from megatron_fsdp_v2 import MixedPrecisionPolicy, cli
+from megatron_fsdp_v2 import MixedPrecisionPolicy
 from megatron_fsdp_v2.diagnostics import Role
 from megatron_fsdp_v2.plan import (
     PRESETS,
@@ -62,12 +62,6 @@ def scalar() -> nn.Module:
     module = nn.Module()
     module.scale = nn.Parameter(torch.tensor(1.0))
     return module
-
-
-@pytest.fixture(autouse=True)
-def offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = EntryPoint("plan", "megatron_fsdp_v2.plan.command:command", cli.COMMAND_GROUP)
-    monkeypatch.setattr(cli, "discover_commands", lambda: {"plan": point})
 
 
 def offer_sources(monkeypatch: pytest.MonkeyPatch, *values: str) -> None:

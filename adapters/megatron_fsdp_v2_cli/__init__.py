@@ -1,0 +1,171 @@
+"""Command line `megatron-fsdp-v2`.
+
+A package of its own: importing the package `megatron_fsdp_v2` imports torch, which takes seconds. A
+command's module is imported if the command line names the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import logging
+import os
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import NoReturn, Protocol, override
+
+__all__ = ["COMMANDS", "Command", "build_parser", "main"]
+
+PROGRAM = "megatron-fsdp-v2"
+
+COMMANDS = {
+    "ckpt": (
+        "inspect, verify, export or convert a checkpoint",
+        "megatron_fsdp_v2.checkpoint.command",
+    ),
+    "patches": (
+        "list where Megatron is patched, why, and whether each patch fits",
+        "megatron_fsdp_v2_mcore.patches_command",
+    ),
+    "plan": (
+        "memory, communication and time of a training before it runs",
+        "megatron_fsdp_v2.plan.command",
+    ),
+}
+"""Commands: one line of help, and the module whose attribute `command` is the `Command`."""
+
+_ENDED_BY_PIPE = 141
+"""Exit status of a program that SIGPIPE ends, as shells report it."""
+_INTERRUPTED = 130
+
+
+class Command(Protocol):
+    """A command; see `COMMANDS`."""
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Add the command's arguments to its parser."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Run the command and return the exit status.
+
+        Raises:
+            ValueError: The input is invalid; `main` prints the message.
+            OSError: A file cannot be read or written; likewise.
+        """
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors suggest what may have been meant."""
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        if found := re.search(r"invalid choice: '([^']*)'|unrecognized arguments: (\S+)", message):
+            wrong = (found[1] or found[2]).partition("=")[0]
+            if close := difflib.get_close_matches(wrong, list(_words_of(self)), n=1):
+                message += f"; did you mean {close[0]}?"
+        super().error(message)
+
+
+def _words_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield the options and choices of a parser, and those of its subparsers."""
+    for action in parser._actions:
+        yield from action.option_strings
+        yield from map(str, action.choices or ())
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from _words_of(below)
+
+
+def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    """Build the parser for one command line.
+
+    Args:
+        words: The command line. The command that it names is imported.
+
+    Returns:
+        The parser. After parsing, the attribute `run` is the function to call, if a command was
+        named.
+
+    Raises:
+        ImportError: The command needs a package that cannot be imported.
+    """
+    parser = _Parser(prog=PROGRAM, description="Tools for training with per-module fully_shard().")
+    parser.add_argument("--version", action="version", version=_installed_version())
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
+    named = next((word for word in words if not word.startswith("-")), "")
+    for name, (text, module) in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=text, description=text)
+        if name == named:
+            command: Command = importlib.import_module(module).command
+            command.configure(subparser)
+            subparser.set_defaults(run=command.run)
+    return parser
+
+
+def _installed_version() -> str:
+    try:
+        return f"{PROGRAM} {version(PROGRAM)}"
+    except PackageNotFoundError:
+        return f"{PROGRAM} (not installed: no version)"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        words: The arguments without the program's name; None for the arguments of the process.
+
+    Returns:
+        The exit status: that of the command; 2 after an error, with one sentence on standard error.
+    """
+    # Megatron warns of optional packages that it does not find; torch of a missing CUDA.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    given = list(sys.argv[1:] if words is None else words)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"megatron\.")
+            status = _run(given)
+        # A closed pipe is found when buffered output is written.
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python writes what is left at its end, which would fail once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _ENDED_BY_PIPE
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except ImportError as error:
+        missing = error.name or str(error)
+        sys.stderr.write(
+            f"{PROGRAM} {' '.join(given[:1])} needs {missing}, which cannot be imported: install "
+            f"this package with its extra, {PROGRAM}[megatron]\n"
+        )
+        return 2
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return status
+
+
+def _run(words: Sequence[str]) -> int:
+    completing = os.environ.get("COMP_LINE", "").split()[1:]
+    parser = build_parser(completing or words)
+    if "_ARGCOMPLETE" in os.environ:
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if not hasattr(args, "run"):
+        parser.print_help()
+        return 0
+    status: int = args.run(args)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

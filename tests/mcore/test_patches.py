@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+import megatron_fsdp_v2_cli as cli
 from megatron_cpu_rehearsal.patches import PATCHES as ALWAYS
 from megatron_cpu_rehearsal.patches import WITHOUT_TRANSFORMER_ENGINE
 from megatron_cpu_rehearsal.te.patches import BEFORE_IMPORT
-from megatron_fsdp_v2 import cli
 from megatron_fsdp_v2_mcore import Options, install, patches, uninstall
 from megatron_fsdp_v2_mcore.patches_command import command
 

@@ -9,8 +9,6 @@ import torch
 from megatron_fsdp_v2._text import parse_size
 from megatron_fsdp_v2.layout.mixed_precision import DTYPES
 
-__all__ = ["count", "dtype", "size"]
-
 
 def count(text: str) -> int:
     """Parse a whole number of at least 1."""

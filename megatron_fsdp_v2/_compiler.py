@@ -13,8 +13,6 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["break_graph", "not_compiled", "reject_compiled_autograd", "uncompiled"]
-
 _REASON = (
     "megatron_fsdp_v2 gathers weights before the forward of a sharded module and drops them after "
     "it, between compiled graphs; to compile without graph breaks, compile the sharded modules "

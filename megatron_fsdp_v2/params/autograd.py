@@ -17,21 +17,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megatron_fsdp_v2._compiler import uncompiled
 
-__all__ = [
-    "Inputs",
-    "InternalHook",
-    "ReplacedTensors",
-    "cast_floats",
-    "in_backward",
-    "is_gathered_weight",
-    "map_tensors",
-    "next_node_number",
-    "save_activations_on_cpu",
-    "tensors_within",
-    "watch_inputs",
-    "watch_outputs",
-]
-
 
 def in_backward() -> bool:
     """Return whether the calling thread runs in the autograd engine."""

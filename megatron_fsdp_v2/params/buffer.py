@@ -40,8 +40,6 @@ from megatron_fsdp_v2.memory.allocator import Allocator, BufferUse, TemporaryBuf
 from megatron_fsdp_v2.memory.host_memory import empty_in_host_memory
 from megatron_fsdp_v2.memory.observer import CollectiveIssued, Observer
 
-__all__ = ["BufferContext", "DataParallelBuffer", "Offload", "ShardGrid", "Span", "place_in"]
-
 
 @dataclass(frozen=True, slots=True)
 class Span:

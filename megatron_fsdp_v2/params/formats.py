@@ -23,17 +23,6 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.layout.placement import AxisPlacements
     from megatron_fsdp_v2.params.buffer import DataParallelBuffer
 
-__all__ = [
-    "DenseFormat",
-    "GroupWrite",
-    "PayloadBytes",
-    "WeightFormat",
-    "WeightUse",
-    "format_of",
-    "payload_bytes",
-    "register_format",
-]
-
 
 class WeightUse(enum.Flag):
     """Uses of gathered weights."""

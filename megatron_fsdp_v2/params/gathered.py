@@ -16,8 +16,6 @@ from megatron_fsdp_v2.params.autograd import in_backward
 if TYPE_CHECKING:
     from megatron_fsdp_v2.params.group import ParameterGroup
 
-__all__ = ["FusedGradient", "GatheredParameter", "freed_class", "gathered_class", "gathered_name"]
-
 
 class FusedGradient:
     """Attributes of a parameter through which fused kernels write the full gradient buffer.

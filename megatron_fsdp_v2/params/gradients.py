@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.params.group import GroupSpec
     from megatron_fsdp_v2.params.parameters import GroupParameters
 
-__all__ = ["GradState", "GroupGrads"]
-
 
 class GradState(enum.Enum):
     """Content of a gradient buffer: the full buffer, or the partial buffer of an outer axis."""

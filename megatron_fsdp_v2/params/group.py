@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.memory.allocator import Allocator, TemporaryBuffer
     from megatron_fsdp_v2.memory.observer import Observer
 
-__all__ = ["GroupSpec", "ParameterGroup", "WeightSource", "write_stale_weights"]
-
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:

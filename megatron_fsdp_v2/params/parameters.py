@@ -38,17 +38,6 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.params.buffer import DataParallelBuffer
     from megatron_fsdp_v2.params.group import ParameterGroup
 
-__all__ = [
-    "GroupParameters",
-    "OwnedParameter",
-    "OwnerSlot",
-    "find_owner_slot",
-    "groups_of",
-    "num_stale",
-    "propagate_attributes",
-    "tensor_hook_rejection",
-]
-
 
 @dataclass(slots=True)
 class OwnedParameter:

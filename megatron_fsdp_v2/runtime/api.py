@@ -48,8 +48,6 @@ if TYPE_CHECKING:
 
     from megatron_fsdp_v2.params.parameters import OwnedParameter
 
-__all__ = ["SMALL_UNIT_BYTES", "fully_shard", "group_modules"]
-
 SMALL_UNIT_BYTES = 16 << 20
 """Bytes of parameters below which a unit's collectives take longer to issue than to run."""
 

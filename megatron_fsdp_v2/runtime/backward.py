@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.runtime.context import Context
     from megatron_fsdp_v2.runtime.unit import Unit
 
-__all__ = ["Backward", "ForwardRecord"]
-
 # Backwards that began and have neither ended nor been repaired.
 _UNDER_WAY: weakref.WeakSet[Backward] = weakref.WeakSet()
 

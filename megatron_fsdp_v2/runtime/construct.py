@@ -46,19 +46,6 @@ from megatron_fsdp_v2.runtime.options import RuntimeOptions
 from megatron_fsdp_v2.runtime.unit import Unit, class_names, unit_owning
 from megatron_fsdp_v2.runtime.unit_checks import REGISTRATIONS, note_ignored
 
-__all__ = [
-    "TiedParameter",
-    "UnitPlan",
-    "check_modules",
-    "make_unit",
-    "outermost",
-    "own_modules",
-    "owned_parameters",
-    "used_parameters",
-    "with_number_prefixes",
-]
-
-
 type TiedParameter = tuple[OwnedParameter, ParameterGroup, int]
 
 

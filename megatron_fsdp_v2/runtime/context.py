@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.runtime.options import RuntimeOptions
     from megatron_fsdp_v2.runtime.unit import Unit
 
-__all__ = ["Context"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _NestedPass:

@@ -30,13 +30,6 @@ if TYPE_CHECKING:
 
     from megatron_fsdp_v2.runtime.unit import Unit
 
-__all__ = [
-    "UnitState",
-    "install_hooks",
-    "install_state_dict_hooks",
-    "register_fsdp_forward_method",
-]
-
 
 def install_hooks(module: nn.Module) -> None:
     """Register the hooks of a unit on one of its modules.

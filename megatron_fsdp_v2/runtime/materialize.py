@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.params.parameters import OwnedParameter
     from megatron_fsdp_v2.runtime.unit import Unit
 
-__all__ = ["UnsetTensor", "check_has_values", "materialize"]
-
 # The name of a tensor without values, and a function that looks the tensor up.
 type UnsetTensor = tuple[str, Callable[[], torch.Tensor | None]]
 

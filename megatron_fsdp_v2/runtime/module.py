@@ -29,16 +29,6 @@ from megatron_fsdp_v2.runtime.unit_checks import check_is_between_steps
 if TYPE_CHECKING:
     from megatron_fsdp_v2.runtime.unit import Unit
 
-__all__ = [
-    "REJECTED_METHODS",
-    "FSDPModule",
-    "make_idle",
-    "named_units",
-    "showing_sharded",
-    "swap_class",
-    "unit_of",
-]
-
 # Looked up at import: programs replace `fsdp.fully_shard` by this package's function, for libraries
 # that import it when they shard a model.
 _THEIR_FUNCTION = fsdp.fully_shard.__wrapped__  # type: ignore[attr-defined]

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.params.group import ParameterGroup
     from megatron_fsdp_v2.runtime.context import Context
 
-__all__ = ["watch_optimizers"]
-
 
 @dataclass(slots=True)
 class _OptimizerFacts:

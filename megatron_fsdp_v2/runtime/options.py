@@ -16,8 +16,6 @@ from megatron_fsdp_v2.runtime.schedule import PrefetchLimit
 if TYPE_CHECKING:
     from megatron_fsdp_v2.dtensor.row_shards import TensorShard
 
-__all__ = ["RuntimeOptions", "UnitOptions", "check_at_least_one", "given_options", "merge_options"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeOptions:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.runtime.backward import ForwardRecord
     from megatron_fsdp_v2.runtime.unit import Unit
 
-__all__ = ["LEGAL_MOVES", "Phase", "RunningForward", "UnitSettings"]
-
 
 class Phase(enum.Enum):
     """Phase of a unit."""

@@ -9,8 +9,6 @@ from megatron_fsdp_v2.comm.backends import NcclRegistrar, registrar_for
 from megatron_fsdp_v2.memory.registered_memory import RegisteredMemory
 from megatron_fsdp_v2.runtime.module import FSDPModule, named_units
 
-__all__ = ["register_pool"]
-
 
 def register_pool(model: nn.Module, registrar: NcclRegistrar | None = None) -> bool:
     """Register the memory of a model's trace pool with the process groups of its units.

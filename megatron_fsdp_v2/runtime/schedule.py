@@ -28,18 +28,6 @@ from weakref import WeakKeyDictionary
 if TYPE_CHECKING:
     from megatron_fsdp_v2.runtime.unit import Unit
 
-__all__ = [
-    "AT_END",
-    "FORWARD_NUMBERS",
-    "UNKNOWN",
-    "ExecutionOrder",
-    "GatherSchedule",
-    "PrefetchLimit",
-    "RootPass",
-    "WaitReason",
-    "live",
-]
-
 
 def live[T](refs: Iterable[Callable[[], T | None]]) -> list[T]:
     """Return the referenced objects that are not deleted."""

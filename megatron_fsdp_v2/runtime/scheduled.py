@@ -33,8 +33,6 @@ from megatron_fsdp_v2.runtime.schedule import live
 if TYPE_CHECKING:
     from megatron_fsdp_v2.runtime.unit import Unit
 
-__all__ = ["ScheduledUnits"]
-
 
 class ScheduledUnits:
     """Gathers and reduces the units under a root as a schedule reports their uses.

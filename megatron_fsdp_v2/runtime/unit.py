@@ -42,9 +42,6 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.params.group import ParameterGroup
     from megatron_fsdp_v2.runtime.context import Context
 
-__all__ = ["Unit", "class_names", "unit_owning"]
-
-
 # The unit of each group, which reduces its gradients.
 _OWNERS: weakref.WeakKeyDictionary[ParameterGroup, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
 

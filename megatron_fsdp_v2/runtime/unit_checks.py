@@ -27,20 +27,6 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.runtime.context import Context
     from megatron_fsdp_v2.runtime.unit import Unit
 
-__all__ = [
-    "REGISTRATIONS",
-    "check_capture",
-    "check_captured_pass",
-    "check_is_between_steps",
-    "check_is_gathered",
-    "check_outputs",
-    "check_owned",
-    "check_transforms",
-    "check_units",
-    "compare_unit",
-    "note_ignored",
-]
-
 
 class Registrations:
     """Counts parameters and modules that any module registers, from the first sharded one on.

@@ -53,7 +53,7 @@ QUANTIZED: tuple[Row, ...] = (
         _row(f"{recipe} {gathers}", 2, _model(recipe, "--log-params-norm"), ours=gathers,
              strategies=strategies, norms=_norms(recipe))
         for recipe in FORMATS
-        for gathers, strategies in ((GATHERS[recipe], STRATEGIES), ("", (ZERO3,)))
+        for gathers, strategies in ((GATHERS[recipe], (ZERO3, NO_SHARD)), ("", (ZERO3,)))
     ),
     *(
         _row(f"{recipe}, random initialization by rank", 2,

@@ -128,24 +128,6 @@ def test_switches_give_bitwise_identical_results(pattern: str) -> None:
         assert _pool_changes_nothing(on, pattern, strategy, "3")
 
 
-def _pool_cases() -> Iterator[tuple[str, str, str]]:
-    """Yield patterns, meshes and strategies in turn; the switches are tested with the pool too."""
-    for number, pattern in enumerate(p for p in ALL if p not in COLLIDING):
-        for place, mesh_name in enumerate(MESHES if pattern in PATTERNS else ["2"]):
-            strategies = _strategies(pattern, mesh_name)
-            yield pattern, mesh_name, strategies[(number + place) % len(strategies)]
-
-
-@pytest.mark.functional
-@pytest.mark.parametrize(("pattern", "mesh_name", "strategy"), list(_pool_cases()))
-@on_ranks("mesh_name")
-def test_trace_pool_gives_bitwise_identical_results(
-    pattern: str, mesh_name: str, strategy: str
-) -> None:
-    plain = train_pattern(pattern, strategy, mesh_name)
-    assert _pool_changes_nothing(plain, pattern, strategy, mesh_name)
-
-
 # -- options with bitwise identical results -------------------------------------------------------
 
 _POOL = {"enable_trace_pool": True}
@@ -204,6 +186,10 @@ SAME_BITS: dict[str, Row] = {
     ),
     "ranks checked before each collective": Row(
         "plain", change={"check_ranks": "always"}, strategies=STRATEGIES
+    ),
+    "pool, HSDP": Row(_UNSYNCED, "HSDP 2x2", change=_POOL, strategies=STRATEGIES, is_quick=False),
+    "pool, HFSDP": Row(
+        _UNSYNCED, "HFSDP 2x2", change=_POOL, strategies=STRATEGIES[1:], is_quick=False
     ),
     "one gradient buffer": Row(_UNSYNCED, "HSDP 2x2", change={"max_live_grad_buffers": 1}),
     **{

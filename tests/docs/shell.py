@@ -176,6 +176,10 @@ def _check_started(is_module: bool, program: str, arguments: Sequence[str]) -> N
     elif program == "megatron_fsdp_v2_mcore.run":
         _check_started(False, arguments[0], arguments[1:])
         check_flags(arguments[1:])
+    elif program == "examples.train_hf":
+        from examples.train_hf.__main__ import build_parser as parser_of_trainer
+
+        _parsed(parser_of_trainer(), arguments)
 
 
 def _check_our_command(arguments: Sequence[str]) -> None:

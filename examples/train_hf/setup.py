@@ -1,0 +1,211 @@
+"""What a training starts from: packed text, the parallel model, and its optimizer."""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from examples.pretrain_text.text import collect
+from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp_v2.optim import Muon
+
+_SMALL = {
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+SMALL_MODELS: dict[str, dict[str, Any]] = {
+    "llama": _SMALL,
+    "qwen3": _SMALL,
+    "qwen3_moe": _SMALL | _EXPERTS,
+    "gemma3_text": _SMALL,
+    "gpt2": {"n_embd": 128, "n_layer": 4, "n_head": 4},
+}
+"""Options of small models to try the trainer with, by model type of transformers."""
+
+
+# -- text -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Text:
+    """Documents, packed into sequences of equal length.
+
+    Attributes:
+        tokenizer: What made the tokens.
+        trained: Sequences to train on, (number, seq_length).
+        held_out: Sequences to evaluate on, (number, seq_length).
+        seed: Seed of the order of sequences.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    trained: torch.Tensor
+    held_out: torch.Tensor
+    seed: int
+
+    def batch(self, step: int, size: int) -> torch.Tensor:
+        """Returns the sequences of a step, (size, seq_length), for any number of ranks."""
+        total = len(self.trained)
+        numbers = range(step * size, (step + 1) * size)
+        orders = {
+            epoch: torch.randperm(total, generator=torch.Generator().manual_seed(self.seed + epoch))
+            for epoch in {number // total for number in numbers}
+        }
+        return torch.stack([self.trained[orders[n // total][n % total]] for n in numbers])
+
+
+def load_text(settings: argparse.Namespace) -> Text:
+    """Tokenizes and packs the text.
+
+    Raises:
+        ValueError: There is too little text.
+    """
+    if settings.tokenizer is None:
+        tokenizer = _bytes_tokenizer()
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer, local_files_only=True)
+    documents = [document.decode(errors="replace") for document in collect(settings.text).documents]
+    ids = [
+        token
+        for tokens in tokenizer(documents)["input_ids"]
+        for token in (*tokens, tokenizer.eos_token_id)
+    ]
+    length, size = settings.seq_length, settings.batch_size
+    rows = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+    num_held_out = size * max(1, min(4, len(rows) // (20 * size)))
+    if len(rows) < 2 * num_held_out:
+        raise ValueError(
+            f"the text has {len(rows)} sequences of {length} tokens, too few to train on and to "
+            f"evaluate with batches of {size}: give more text"
+        )
+    return Text(tokenizer, rows[:-num_held_out], rows[-num_held_out:], settings.seed)
+
+
+def _bytes_tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    end = "<|endoftext|>"
+    vocabulary = {token: index for index, token in enumerate([*alphabet, end])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end)
+
+
+# -- model ----------------------------------------------------------------------------------------
+
+
+def build_model(settings: argparse.Namespace, vocab_size: int) -> Any:
+    """Builds the model in fp32, with equal values on every rank.
+
+    Raises:
+        ValueError: There is no such model.
+    """
+    torch.manual_seed(settings.seed)
+    path = Path(settings.model)
+    if settings.model in SMALL_MODELS:
+        config = AutoConfig.for_model(
+            settings.model,
+            vocab_size=vocab_size,
+            max_position_embeddings=settings.seq_length + 64,
+            bos_token_id=None,
+            eos_token_id=vocab_size - 1,
+            pad_token_id=None,
+            **SMALL_MODELS[settings.model],
+        )
+    elif list(path.glob("*.safetensors*")):
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    elif path.exists():
+        config = AutoConfig.from_pretrained(path)
+    else:
+        raise ValueError(
+            f"--model {settings.model} is neither a model's folder or config.json nor one of "
+            f"{', '.join(SMALL_MODELS)}"
+        )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """Returns the decoder's layers: the outermost list with the most parameters."""
+    lists = _outer_lists(model)
+    return max(lists, key=lambda found: sum(param.numel() for param in found.parameters()))
+
+
+def _outer_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield child
+        else:
+            yield from _outer_lists(child)
+
+
+def parallelize(model: Any, settings: argparse.Namespace, device: torch.device) -> nn.Module:
+    """Makes a model data-parallel; returns the module to call. The one place of the switch.
+
+    Raises:
+        ValueError: The mesh does not fit the number of ranks.
+    """
+    model.to(device)
+    if settings.gradient_checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    layers = decoder_layers(model)
+    trained: nn.Module = model
+    if settings.parallel_strategy == "ddp":
+        trained = DistributedDataParallel(model)
+    else:
+        options: dict[str, Any] = {
+            "mesh": _mesh(settings.mesh, device.type),
+            "sharding_strategy": settings.sharding_strategy,
+            # Main weights stay fp32, as they are.
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16 if settings.dtype == "bf16" else None,
+                grad_comm_dtype=torch.float32,
+            ),
+        }
+        for unit in (*layers, model.get_input_embeddings(), model.get_output_embeddings(), model):
+            fully_shard(unit, **options)
+    if settings.compile:
+        for layer in layers:
+            layer.compile(backend=settings.compile)
+    return trained
+
+
+def _mesh(shape: str | None, device_type: str) -> DeviceMesh:
+    num_ranks = dist.get_world_size()
+    if shape is None:
+        return init_device_mesh(device_type, (num_ranks,))
+    sizes = tuple(int(size) if size.isdigit() else 0 for size in shape.split("x"))
+    if len(sizes) != 2 or sizes[0] * sizes[1] != num_ranks:
+        raise ValueError(f"--mesh {shape} must be RxS, such as 2x4, with R * S = {num_ranks} ranks")
+    return init_device_mesh(device_type, sizes)
+
+
+def build_optimizer(model: nn.Module, settings: argparse.Namespace) -> torch.optim.Optimizer:
+    """Builds the optimizer; it does not matter to it how parameters are sharded, or if."""
+    if settings.optimizer == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=settings.lr or 1e-3, weight_decay=0.1)
+    matrices = [param for param in decoder_layers(model).parameters() if param.ndim in (2, 3)]
+    known = {id(param) for param in matrices}
+    others = [param for param in model.parameters() if id(param) not in known]
+    groups: list[dict[str, Any]] = [{"params": matrices}]
+    groups.append({"params": others, "use_muon": False, "lr": 1e-3})
+    dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
+    return Muon(groups, lr=settings.lr or 0.02, ns_dtype=dtype)

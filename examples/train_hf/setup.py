@@ -38,7 +38,14 @@ SMALL_MODELS: dict[str, dict[str, Any]] = {
     "qwen3": _SMALL,
     "qwen3_moe": _SMALL | _EXPERTS,
     "gemma3_text": _SMALL,
-    "gpt2": {"n_embd": 128, "n_layer": 4, "n_head": 4},
+    "gpt2": {
+        "n_embd": 128,
+        "n_layer": 4,
+        "n_head": 4,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    },
 }
 """Options of small models to try the trainer with, by model type of transformers."""
 

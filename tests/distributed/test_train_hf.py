@@ -31,6 +31,11 @@ def trained(out: Path, *words: str) -> list[dict[str, Any]]:
     return train(build_parser().parse_args([*SMALL, "--out", str(out), *words]))
 
 
+def run(pools: RankPools, ranks: int, out: Path, *words: str) -> list[list[dict[str, Any]]]:
+    """Train on ranks; returns the records of each."""
+    return pools(ranks).run(trained, out, *words, timeout_s=300.0)
+
+
 def check_equal(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], rtol: float) -> None:
     """Compare losses, gradient norms and generated text of two runs."""
     for mine, other in zip(ours, theirs, strict=True):
@@ -68,21 +73,25 @@ def test_sharded_runs_equal_ddp(
         options = ["--model", model, "--optimizer", kind]
         if kind not in of_ddp:
             ddp = [*options, "--parallel-strategy", "ddp"]
-            of_ddp[kind] = pools(ranks).run(trained, tmp_path / f"ddp-{kind}", *ddp)[0]
-        found = pools(ranks).run(trained, tmp_path / str(number), *options, *words)
+            of_ddp[kind] = run(pools, ranks, tmp_path / f"ddp-{kind}", *ddp)[0]
+        found = run(pools, ranks, tmp_path / str(number), *options, *words)
         check_equal(found[0], of_ddp[kind], rtol=1e-6 if kind == "adamw" else 1e-5)
         assert all(each == found[0] for each in found)
 
 
 @pytest.mark.functional
 @pytest.mark.parametrize(
-    "words", [["--mesh", "2x2"], ["--compile", "aot_eager"], ["--dtype", "bf16"]]
+    ("ranks", "words"),
+    [(4, ["--mesh", "2x2"]), (2, ["--compile", "aot_eager"]), (2, ["--dtype", "bf16"])],
+    ids=["mesh", "compile", "bf16"],
 )
-def test_meshes_compilation_and_bf16(words: list[str], pools: RankPools, tmp_path: Path) -> None:
+def test_meshes_compilation_and_bf16(
+    ranks: int, words: list[str], pools: RankPools, tmp_path: Path
+) -> None:
     dtype = words if "bf16" in words else []
-    ddp = ["--parallel-strategy", "ddp", *dtype]
-    theirs = pools(4).run(trained, tmp_path / "ddp", "--batch-size", "8", *ddp)[0]
-    ours = pools(4).run(trained, tmp_path / "ours", "--batch-size", "8", *words)[0]
+    size = ["--batch-size", "4", *dtype]
+    theirs = run(pools, ranks, tmp_path / "ddp", *size, "--parallel-strategy", "ddp")[0]
+    ours = run(pools, ranks, tmp_path / "ours", *size, *words)[0]
     # Autocast leaves norms and softmax in fp32.
     check_equal(ours, theirs, rtol=3e-3 if dtype else 1e-6)
 
@@ -93,14 +102,12 @@ def test_a_run_resumes_elsewhere_and_exports(
     optimizer: str, pools: RankPools, tmp_path: Path
 ) -> None:
     words = ["--optimizer", optimizer, "--steps", "4", "--eval-every", "2"]
-    whole = pools(2).run(trained, tmp_path / "a", *words, "--save-every", "2")[0]
+    whole = run(pools, 2, tmp_path / "a", *words, "--save-every", "2")[0]
     middle = str(tmp_path / "a" / "checkpoints" / "step_000002")
     for ranks, strategy in ((3, "fsdp"), (1, "ddp")):
         out, export = tmp_path / strategy, str(tmp_path / f"{strategy}-export")
-        resumed = pools(ranks).run(
-            trained, out, *words, "--resume", middle, "--export", export,
-            "--parallel-strategy", strategy,
-        )[0]  # fmt: skip
+        resuming = ["--resume", middle, "--export", export, "--parallel-strategy", strategy]
+        resumed = run(pools, ranks, out, *words, *resuming)[0]
         check_equal(resumed, whole, rtol=1e-5)
         settings = build_parser().parse_args([*SMALL, "--model", export, "--tokenizer", export])
         text = load_text(settings)

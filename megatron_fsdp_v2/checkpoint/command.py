@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
@@ -15,7 +16,7 @@ from megatron_fsdp_v2 import _arguments as arguments
 from megatron_fsdp_v2._text import listed, readable_size
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.exporting import MAX_SHARD_BYTES, Exported, convert, export
-from megatron_fsdp_v2.checkpoint.inspecting import inspect, listing
+from megatron_fsdp_v2.checkpoint.inspecting import inspect, listing, summary
 from megatron_fsdp_v2.checkpoint.verifying import verify
 
 _KINDS = "folder of torch's distributed checkpoint; .safetensors, its index or its folder; or .pt"
@@ -37,7 +38,9 @@ class _CheckpointCommand:
         looks = add("inspect", "names, shapes, dtypes and sizes", _inspect)
         looks.add_argument("path", help=_KINDS)
         looks.add_argument("--json", action="store_true", help="for programs")
-        looks.add_argument("--depth", type=int, help="parts of names to show; default: all")
+        looks.add_argument("--depth", type=arguments.count, help="parts of names; default: all")
+        looks.add_argument("--filter", default="*", metavar="PATTERN", help="such as '*.bias'")
+        looks.add_argument("--sizes", action="store_true", help="the largest first")
         checks = add("verify", "read every byte and compare checksums; 1 if damaged", _verify)
         checks.add_argument("path", help=_KINDS)
         text = "write the model as plain tensors in one file"
@@ -77,7 +80,8 @@ def _inspect(args: argparse.Namespace) -> int:
     if args.json:
         sys.stdout.write(json.dumps(contents, indent=2) + "\n")
         return 0
-    sys.stdout.writelines(f"{line}\n" for line in listing(contents, args.depth))
+    lines = listing(contents, args.depth, pattern=args.filter, largest_first=args.sizes)
+    sys.stdout.writelines(f"{line}\n" for line in (*summary(contents), "", *lines))
     return 0
 
 
@@ -132,8 +136,9 @@ def _write(write: Callable[..., Exported], args: argparse.Namespace) -> int:
     beside = f" and {len(others)} files beside it" if others else ""
     sys.stdout.write(f"{shown}{beside}: {done.num_tensors} tensors, {readable_size(done.nbytes)}\n")
     if done.left_out:
-        names = listed(done.left_out, _SHOWN)
-        sys.stdout.write(f"not of the model, and left out: {names}\n")
+        parts = Counter(name.partition(".")[0] for name in done.left_out)
+        counts = [f"{part} ({n} entries)" if n > 1 else part for part, n in parts.items()]
+        sys.stdout.write(f"not of the model, and left out: {listed(counts, _SHOWN)}\n")
     return 0
 
 

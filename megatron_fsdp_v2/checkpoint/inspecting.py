@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import fnmatch
+import math
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_fsdp_v2._text import aligned, readable_size
+from megatron_fsdp_v2.checkpoint.entries import MODEL
 from megatron_fsdp_v2.checkpoint.exporting import (
     CheckpointKind,
     find_kind,
@@ -24,32 +29,38 @@ def inspect(path: str | Path) -> dict[str, Any]:
     See `find_kind` for what a folder may hold.
 
     Returns:
-        What `ckpt inspect --json` prints: `path` and `kind`; `tensors`, by the names they are
-        stored as, each with its shape, dtype, bytes and number of chunks; `objects`, the other
-        entries, each with its bytes in the file; the number and the bytes of all tensors; and
-        `manifest`, what is known of the save, None without a manifest.
+        What `ckpt inspect --json` prints: `path` and `kind`; `iteration`, from the name of the
+        folder, or None; `tensors`, by the names they are stored as, each with its shape, dtype,
+        bytes, number of chunks, and another name of the same chunks (`same_as`) if it is tied;
+        `objects`, the other entries, each with its bytes in the file; the number and the bytes of
+        all tensors; and `manifest`, what is known of the save, None without a manifest.
 
     Raises:
         CheckpointError: There is none, or it cannot be read.
     """
     kind, _ = find_kind(path)
     objects: dict[str, Any] = {}
+    first: dict[object, str] = {}
     manifest: dict[str, Any] | None = None
     if kind is CheckpointKind.FOLDER:
         folder, found = CheckpointFolder(path), []
         for key, entry in folder.entries.items():
             if entry.dtype is not None:
-                found.append((PlainTensor(key, entry.shape, entry.dtype), len(entry.chunks)))
+                same = first.setdefault(frozenset(entry.chunks) or key, key)
+                tensor = PlainTensor(key, entry.shape, entry.dtype)
+                found.append((tensor, len(entry.chunks), None if same == key else same))
             else:
                 objects[key] = {"nbytes": sum(chunk.length for chunk in entry.chunks)}
         if (saved := folder.manifest) is not None:
             manifest = {"version": FORMAT_VERSION, "world_size": saved.world_size}
             manifest |= {"torch": saved.torch, "files": len(folder.lengths)}
     else:
-        found = [(tensor, 1) for tensor in open_source(path).tensors]
+        found = [(tensor, 1, None) for tensor in open_source(path).tensors]
+    numbered = re.search(r"(?:iter|step)_0*(\d+)$", Path(path).resolve().name)
     return {
         "path": str(path),
         "kind": kind.value,
+        "iteration": int(numbered[1]) if numbered else None,
         "manifest": manifest,
         "tensors": {
             tensor.name: {
@@ -57,44 +68,86 @@ def inspect(path: str | Path) -> dict[str, Any]:
                 "dtype": str(tensor.dtype).removeprefix("torch."),
                 "nbytes": tensor.nbytes,
                 "chunks": chunks,
+                **({} if same_as is None else {"same_as": same_as}),
             }
-            for tensor, chunks in found
+            for tensor, chunks, same_as in found
         },
         "objects": objects,
         "num_tensors": len(found),
-        "nbytes": sum(tensor.nbytes for tensor, _ in found),
+        "nbytes": sum(tensor.nbytes for tensor, _, _ in found),
     }
 
 
-def listing(contents: Mapping[str, Any], depth: int | None = None) -> Iterator[str]:
+def summary(contents: Mapping[str, Any]) -> Iterator[str]:
+    """Format what is in a checkpoint, and who saved it, line by line. Tied tensors count once.
+
+    Args:
+        contents: The result of `inspect`.
+    """
+    known, tensors = contents["manifest"], contents["tensors"]
+    iteration = contents["iteration"]
+    yield contents["path"] + ("" if iteration is None else f", iteration {iteration}")
+    if known:
+        yield (
+            f"saved by {known['world_size']} ranks with torch {known['torch']}, "
+            f"{known['files']} files, manifest of version {known['version']}"
+        )
+    elif contents["kind"] == CheckpointKind.FOLDER.value:
+        yield "saved by another program: no manifest"
+    # Without a prefix for the model, everything is the model.
+    has_parts = known or any(name.startswith(MODEL) for name in tensors)
+    parts: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        if "same_as" not in tensor:
+            parts[name.partition(".")[0] if has_parts else MODEL[:-1]].append(tensor)
+    rows = [
+        (
+            part,
+            f"{sum(math.prod(tensor['shape']) for tensor in found):,} elements",
+            f"{len(found)} tensors",
+            readable_size(sum(tensor["nbytes"] for tensor in found)),
+            ", ".join(sorted({tensor["dtype"] for tensor in found})),
+        )
+        for part, found in sorted(parts.items())
+    ]
+    yield from aligned(rows, left=(0, 4))
+
+
+def listing(
+    contents: Mapping[str, Any],
+    depth: int | None = None,
+    *,
+    pattern: str = "*",
+    largest_first: bool = False,
+) -> Iterator[str]:
     """Format names with shapes, dtypes and sizes, line by line.
 
     Args:
         contents: The result of `inspect`.
         depth: Parts of names to show; entries with the same first parts are added up. None shows
             every entry.
+        pattern: Names to show, with `*` and `?` as in file names.
+        largest_first: Whether to sort by size instead of by name.
     """
-    tensors, known = contents["tensors"], contents["manifest"]
-    leaves = tensors | contents["objects"]
+    leaves = {
+        name: leaf
+        for name, leaf in (contents["tensors"] | contents["objects"]).items()
+        if fnmatch.fnmatchcase(name, pattern)
+    }
+    tensors = contents["tensors"].keys() & leaves.keys()
     groups: dict[str, list[str]] = {}
     for name in sorted(leaves, key=natural_order):
         groups.setdefault(".".join(name.split(".")[:depth]), []).append(name)
+    sizes = {group: sum(leaves[n]["nbytes"] for n in names) for group, names in groups.items()}
     rows = []
-    for group, names in groups.items():
-        size = readable_size(sum(leaves[name]["nbytes"] for name in names))
+    for group in sorted(groups, key=sizes.__getitem__, reverse=True) if largest_first else groups:
+        names, size = groups[group], readable_size(sizes[group])
         if names[0] != group:
-            rows.append((group, f"{len(tensors.keys() & set(names))} tensors", "", size))
+            rows.append((group, f"{len(tensors & set(names))} tensors", "", size))
         elif group in tensors:
-            shape = str(tuple(tensors[group]["shape"]))
-            rows.append((group, shape, tensors[group]["dtype"], size))
+            rows.append((group, str(tuple(leaves[group]["shape"])), leaves[group]["dtype"], size))
         else:
             rows.append((group, "", "object", size))
-    rows.append(("total", f"{len(tensors)} tensors", "", readable_size(contents["nbytes"])))
+    total = sum(leaves[name]["nbytes"] for name in tensors)
+    rows.append(("total", f"{len(tensors)} tensors", "", readable_size(total)))
     yield from aligned(rows, left=(0, 1, 2))
-    if known:
-        yield (
-            f"manifest of version {known['version']}: saved by {known['world_size']} ranks with "
-            f"torch {known['torch']}, {known['files']} files"
-        )
-    elif contents["kind"] == CheckpointKind.FOLDER.value:
-        yield "no manifest: saved by another program"

@@ -59,18 +59,40 @@ def folder(tmp_path: Path) -> Path:
     return write_folder(tmp_path / "checkpoint", tensors, {"extra": {"step": 3}})
 
 
-def test_inspect_lists_names_in_natural_order(folder: Path, output_of: OutputOf) -> None:
-    lines = [line.split() for line in output_of("inspect", folder).splitlines()]
+def test_inspect_summarizes_and_lists_names_in_natural_order(
+    folder: Path, output_of: OutputOf
+) -> None:
+    folder = folder.rename(folder.with_name("iter_0000020"))
+    head, _, text = output_of("inspect", folder).partition("\n\n")
+    path, saved, *parts = head.splitlines()
+    assert path == f"{folder}, iteration 20"
+    assert saved.startswith("saved by 1 ranks with torch ")
+    assert [" ".join(line.split()) for line in parts] == [
+        "model 3,078 elements 4 tensors 12.0 KiB bfloat16, float32",
+        "optimizer 2 elements 1 tensors 8 B float32",
+    ]
+    lines = [line.split() for line in text.splitlines()]
     layers = [f"model.layers.{number}.weight" for number in (0, 2, 10)]
     names = ["extra", "model.embedding.table.weight", *layers, "optimizer.state.exp_avg"]
-    assert [line[0] for line in lines[:-2]] == names
+    assert [line[0] for line in lines] == [*names, "total"]
     assert lines[2] == [layers[0], "(4,", "256)", "float32", "4.0", "KiB"]
     assert lines[1] == [names[1], "(2,", "3)", "bfloat16", "12", "B"]
-    assert lines[-2] == ["total", "5", "tensors", "12.0", "KiB"]
-    assert " ".join(lines[-1]).startswith("manifest of version 1: saved by 1 ranks")
-    first, second, *_ = output_of("inspect", folder, "--depth", 1).splitlines()
-    assert first.split()[:2] == ["extra", "object"]
-    assert second.split() == ["model", "4", "tensors", "12.0", "KiB"]
+    assert lines[-1] == ["total", "5", "tensors", "12.0", "KiB"]
+
+
+def test_inspect_selects_sorts_and_adds_up(folder: Path, output_of: OutputOf) -> None:
+    def listed(*words: str) -> list[str]:
+        text = output_of("inspect", folder, *words).partition("\n\n")[2]
+        return [" ".join(line.split()) for line in text.splitlines()]
+
+    first, second, *_ = listed("--depth", "1")
+    assert first.startswith("extra object")
+    assert second == "model 4 tensors 12.0 KiB"
+    assert listed("--depth", "1", "--sizes")[0] == second
+    assert listed("--filter", "*.embedding.*") == [
+        "model.embedding.table.weight (2, 3) bfloat16 12 B",
+        "total 1 tensors 12 B",
+    ]
 
 
 def test_inspect_writes_json(folder: Path, output_of: OutputOf) -> None:
@@ -99,7 +121,7 @@ def test_export_prints_written_and_omitted_tensors(
     out = tmp_path / "model.safetensors"
     written = output_of("export", folder, out, "--dtype", "bfloat16", "--max-shard-size", "5MB")
     assert f"{out}: 4 tensors, 6.0 KiB\n" in written
-    assert "left out: optimizer.state.exp_avg, extra" in written
+    assert "left out: optimizer, extra" in written
     assert all(tensor.dtype == torch.bfloat16 for tensor in load_file(out).values())
     written = output_of(
         "export", folder, tmp_path / "sharded.safetensors", "--max-shard-size", "5KB"

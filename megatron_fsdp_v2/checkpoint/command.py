@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from megatron_fsdp_v2 import _arguments as arguments
+from megatron_fsdp_v2._progress import progress
 from megatron_fsdp_v2._text import listed, readable_size
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.exporting import MAX_SHARD_BYTES, Exported, convert, export
@@ -86,7 +87,8 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    report = verify(args.path)
+    with progress("verify") as advance:
+        report = verify(args.path, advance=advance)
     for line in (*report.problems, *report.notes):
         sys.stdout.write(f"{line}\n")
     count = len(report.problems)
@@ -125,13 +127,15 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _write(write: Callable[..., Exported], args: argparse.Namespace) -> int:
-    done = write(
-        args.path,
-        args.out_file,
-        dtype=args.dtype,
-        max_shard_bytes=args.max_shard_size,
-        prefix=args.prefix,
-    )
+    with progress("write") as advance:
+        done = write(
+            args.path,
+            args.out_file,
+            dtype=args.dtype,
+            max_shard_bytes=args.max_shard_size,
+            prefix=args.prefix,
+            advance=advance,
+        )
     *others, shown = done.files
     beside = f" and {len(others)} files beside it" if others else ""
     sys.stdout.write(f"{shown}{beside}: {done.num_tensors} tensors, {readable_size(done.nbytes)}\n")

@@ -9,6 +9,7 @@ provides the function that reassembles them, under the entry-point group
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_fsdp_v2._progress import Advance, unwatched
 from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.checkpoint.entries import MODEL
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, naming_full_disk
@@ -216,6 +218,7 @@ def export(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     prefix: str | None = None,
+    advance: Advance = unwatched,
 ) -> Exported:
     """Write the model of a checkpoint as plain tensors under plain names.
 
@@ -230,6 +233,7 @@ def export(
         max_shard_bytes: A larger `.safetensors` model becomes several files of at most so many
             bytes, or of one tensor, and an index.
         prefix: Prefix of the model's tensors in the checkpoint, which is removed; detected if None.
+        advance: Called with the bytes that were read so far, and with all bytes of the model.
 
     Returns:
         What was written.
@@ -242,7 +246,9 @@ def export(
     target = Path(out_file)
     if target.suffix not in (SAFETENSORS, *PT_SUFFIXES):
         raise ValueError(f"out_file is {target.name}; name it {SAFETENSORS} or .pt")
-    return convert(path, target, dtype=dtype, max_shard_bytes=max_shard_bytes, prefix=prefix)
+    return convert(
+        path, target, dtype=dtype, max_shard_bytes=max_shard_bytes, prefix=prefix, advance=advance
+    )
 
 
 def convert(
@@ -252,6 +258,7 @@ def convert(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     prefix: str | None = None,
+    advance: Advance = unwatched,
 ) -> Exported:
     """Write the model of a checkpoint of one kind as one of another.
 
@@ -262,6 +269,7 @@ def convert(
         dtype: As in `export`.
         max_shard_bytes: As in `export`.
         prefix: As in `export`, of a folder.
+        advance: As in `export`.
 
     Returns:
         What was written.
@@ -278,7 +286,7 @@ def convert(
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be at least 1")
     check_absent(target)
     check_absent(index_of(target))
-    opened = converted(open_source(source, prefix=prefix), dtype)
+    opened = converted(_watched(open_source(source, prefix=prefix), advance), dtype)
     with naming_full_disk(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.suffix == SAFETENSORS:
@@ -289,6 +297,20 @@ def convert(
             files = _write_folder(opened, target)
     nbytes = sum(tensor.nbytes for tensor in opened.tensors if tensor.name not in opened.tied)
     return Exported(tuple(files), len(opened.tensors), nbytes, tuple(opened.left_out))
+
+
+def _watched(source: TensorSource, advance: Advance) -> TensorSource:
+    """Return a source that reports the bytes that it reads."""
+    total, done = sum(tensor.nbytes for tensor in source.tensors), 0
+
+    def read(tensor: PlainTensor) -> torch.Tensor:
+        nonlocal done
+        data = source.read(tensor)
+        done += data.nbytes
+        advance(done, total)
+        return data
+
+    return dataclasses.replace(source, read=read)
 
 
 def open_source(path: str | Path, *, prefix: str | None = None) -> TensorSource:

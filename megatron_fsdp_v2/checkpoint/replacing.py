@@ -87,8 +87,7 @@ def created(paths: Sequence[Path]) -> Iterator[list[Path]]:
     """Create several files or a checkpoint, all of them or none; the last one appears last.
 
     Args:
-        paths: What to create. Existing ones are not changed, not even if they are created
-            meanwhile.
+        paths: What to create; existing ones are not changed.
 
     Yields:
         Temporary paths to write them to.
@@ -105,7 +104,7 @@ def created(paths: Sequence[Path]) -> Iterator[list[Path]]:
         yield unfinished
         for written, path in zip(unfinished, paths, strict=True):
             sync(written)
-            # A rename would replace a file that was created meanwhile.
+            # Writing may take long, and a rename would replace a file that was created meanwhile.
             check_absent(path)
             written.rename(path)
             placed.append(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_fsdp_v2._progress import Advance, unwatched
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotFoundError
 from megatron_fsdp_v2.checkpoint.exporting import CheckpointKind, find_kind
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
@@ -37,7 +38,7 @@ class Report:
         return not self.problems
 
 
-def verify(path: str | Path) -> Report:
+def verify(path: str | Path, *, advance: Advance = unwatched) -> Report:
     """Verify the structure of a checkpoint, and every byte against a checksum.
 
     One process, no process group. Where there is no manifest, the checksums that `torch.save`
@@ -46,6 +47,7 @@ def verify(path: str | Path) -> Report:
 
     Args:
         path: A folder, a `.safetensors` file, index or folder, or a `.pt` file; see `find_kind`.
+        advance: Called with the bytes of a folder that were read so far, and with all of them.
 
     Returns:
         What was found; a checkpoint that cannot even be opened has one problem.
@@ -61,7 +63,7 @@ def verify(path: str | Path) -> Report:
         elif kind is CheckpointKind.PT:
             _verify_pt(found, report)
         else:
-            _verify_folder(CheckpointFolder(found), report)
+            _verify_folder(CheckpointFolder(found), report, advance)
     except NotFoundError:
         raise
     except CheckpointError as error:
@@ -93,7 +95,7 @@ def _verify_pt(path: Path, report: Report) -> None:
         report.problems.append(f"{path.name}: {error}")
 
 
-def _verify_folder(folder: CheckpointFolder, report: Report) -> None:
+def _verify_folder(folder: CheckpointFolder, report: Report, advance: Advance) -> None:
     items: dict[str, dict[int, tuple[str, StoredChunk]]] = {}
     for key, entry in folder.entries.items():
         report.problems.extend(folder.storage_problems(key))
@@ -105,7 +107,7 @@ def _verify_folder(folder: CheckpointFolder, report: Report) -> None:
         # It is only written for torch, and no entry.
         items[METADATA] = {0: ("metadata", manifest.metadata)}
     report.num_files = len(items)
-    num_without = 0
+    num_without = num_read = 0
     for name in sorted(items):
         try:
             folder.check_file(name)
@@ -117,6 +119,8 @@ def _verify_folder(folder: CheckpointFolder, report: Report) -> None:
             if manifest is not None and start != position:
                 report.problems.append(f"{name}: {position} to {start} is of no item, or of two")
             position = start + chunk.length
+            num_read += chunk.length
+            advance(num_read, folder.lengths.total())
             try:
                 content = folder.read_item(key, chunk)
                 if manifest is not None or compare_checksums(content):

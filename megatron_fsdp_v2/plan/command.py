@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fsdp_v2 import _arguments as arguments
+from megatron_fsdp_v2._progress import progress
 from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp_v2.layout.placement import OUTER_NAMES, STRATEGIES
 from megatron_fsdp_v2.plan.description import (
@@ -225,15 +226,18 @@ def _report(args: argparse.Namespace) -> PlanReport:
     sizes = list(args.outer)
     if source.strategy.outer_size not in (None, *sizes):
         sizes.append(source.strategy.outer_size)
-    plans = [
-        # The job runs where the stage with the largest peak fits.
-        max(
-            (plan_one(stage, strategy, machine) for stage in source.stages),
-            key=lambda plan: plan.peak_nbytes,
-        )
+    chosen = [
+        strategy
         for strategy in strategies(source.stages[0], sizes, source.strategy.others)
         if args.strategy in ("all", strategy.inner)
     ]
+    plans = []
+    with progress("plan", unit=" strategies") as advance:
+        for strategy in chosen:
+            # The job runs where the stage with the largest peak fits.
+            stages = (plan_one(stage, strategy, machine) for stage in source.stages)
+            plans.append(max(stages, key=lambda plan: plan.peak_nbytes))
+            advance(len(plans), len(chosen))
     best = None if memory is None else best_plan(plans, memory)
     shown = best or next(
         (plan for plan in plans if plan.strategy == source.strategy),

@@ -15,8 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_fsdp_v2 import _progress
 from megatron_fsdp_v2.checkpoint import command as converters
 from megatron_fsdp_v2.checkpoint import exporting
+from megatron_fsdp_v2.checkpoint.verifying import verify
 from tests.processes import ROOT
 from tests.unit.checkpoints import FIRST, flip, names_in, no_file_longer_than, write_folder
 from tests.unit.commands import called
@@ -223,3 +225,26 @@ def test_impossible_requests_print_one_sentence_and_return_2(
     sentence = err.splitlines()[-1] if err.startswith("usage:") else err.removesuffix("\n")
     assert problem in sentence
     assert "\n" not in sentence
+
+
+def test_long_commands_report_the_bytes_they_have_read(folder: Path, tmp_path: Path) -> None:
+    for run in (
+        lambda advance: verify(folder, advance=advance),
+        lambda advance: exporting.export(folder, tmp_path / "m.pt", advance=advance),
+    ):
+        calls: list[tuple[int, int]] = []
+        run(lambda done, total, calls=calls: calls.append((done, total)))
+        assert len(calls) >= 4 and calls == sorted(calls)
+        assert {total for _, total in calls} == {calls[-1][0]}
+
+
+def test_a_bar_is_shown_on_a_terminal_after_some_seconds(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for delay, shown in ((0.0, True), (3600.0, False)):
+        monkeypatch.setattr(_progress, "SILENT_S", delay)
+        with _progress.progress("verify") as advance:
+            advance(1, 2)
+            advance(2, 2)
+        assert ("verify" in capfd.readouterr().err) == shown

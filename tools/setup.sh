@@ -128,7 +128,7 @@ install_project() {
     # With the build backend in the environment, the editable build downloads no other copy.
     logged "installing setuptools" "${pip[@]}" --constraint "$pinned" setuptools
     say "installing the project and its pinned dependencies (minutes the first time)"
-    if ! "${pip[@]}" --constraint "$pinned" --no-build-isolation --editable '.[megatron,test,docs]' \
+    if ! "${pip[@]}" --constraint "$pinned" --no-build-isolation --editable '.[megatron,test,docs,plan]' \
         2>&1 | tee -a "$LOG" | show_progress; then
         tail -n 20 "$LOG" >&2
         die "pip could not install the project: the lines above are the end of $LOG."

@@ -35,6 +35,10 @@ COMMANDS = {
         "memory, communication and time of a training before it runs",
         "megatron_fsdp_v2.plan.command",
     ),
+    "trace": (
+        "timeline of a step from torch's profiler: computation, communication, what is exposed",
+        "megatron_fsdp_v2_trace.command",
+    ),
 }
 """Commands: one line of help, and the module whose attribute `command` is the `Command`."""
 

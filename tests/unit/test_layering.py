@@ -36,8 +36,9 @@ def tree(tmp_path):
             folder = place / package / layer
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "__init__.py").touch()
-    (tmp_path / "adapters" / "megatron_fsdp_v2_cli").mkdir()
-    (tmp_path / "adapters" / "megatron_fsdp_v2_cli" / "__init__.py").touch()
+    for package in ("megatron_fsdp_v2_cli", "megatron_fsdp_v2_trace"):
+        (tmp_path / "adapters" / package).mkdir()
+        (tmp_path / "adapters" / package / "__init__.py").touch()
     shutil.copy(ROOT / "adapters" / "ruff.toml", tmp_path / "adapters")
     return tmp_path
 

@@ -1,0 +1,1 @@
+"""Timeline of a step: what `megatron-fsdp-v2 trace` reads from torch's profiler, and draws."""

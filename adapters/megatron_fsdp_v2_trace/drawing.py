@@ -1,0 +1,152 @@
+"""Draw timelines: an interactive page by plotly, a picture by matplotlib."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_fsdp_v2_trace.timeline import EXPOSED, TRACKS, Timeline
+
+_MIB = 1 << 20
+_COLORS = (
+    *("#4477aa", "#66ccee", "#228833", "#ccbb44", "#aa3377", "#ee7733", "#009988", "#997700"),
+    *("#44bb99", "#99ddff", "#bbcc33", "#eedd88"),
+)
+_EXPOSED_COLOR = "#ee3333"
+_HOVER = "%{customdata[0]}<br>%{customdata[1]}<br>%{x:.3f} ms<extra></extra>"
+
+
+def draw(timelines: Sequence[Timeline], path: Path) -> None:
+    """Write a page (`.html`) or a picture (any format of matplotlib).
+
+    Args:
+        timelines: One run, or several on one time axis.
+        path: The file.
+
+    Raises:
+        ValueError: The library is not installed, or does not write such files.
+    """
+    (_draw_page if path.suffix == ".html" else _draw_picture)(timelines, path)
+
+
+def _library(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ValueError(
+            f"drawing needs {name.partition('.')[0]}: install megatron-fsdp-v2[plan]"
+        ) from None
+
+
+def _colors(timelines: Sequence[Timeline]) -> dict[str, str]:
+    units = dict.fromkeys(unit for timeline in timelines for unit in timeline.units)
+    return {unit: _COLORS[index % len(_COLORS)] for index, unit in enumerate(units)}
+
+
+def _caption(timeline: Timeline) -> str:
+    exposed = timeline.seconds(EXPOSED)
+    return (
+        f"{timeline.name}: {1e3 * timeline.end:.1f} ms, {1e3 * exposed:.1f} ms "
+        f"({exposed / timeline.end:.0%}) of it exposed communication"
+    )
+
+
+def _draw_page(timelines: Sequence[Timeline], path: Path) -> None:
+    plotly, objects = _library("plotly.subplots"), _library("plotly.graph_objects")
+    captions = [text for timeline in timelines for text in (_caption(timeline), "")]
+    figure = plotly.make_subplots(
+        rows=2 * len(timelines),
+        cols=1,
+        shared_xaxes="all",
+        row_heights=[0.7, 0.3] * len(timelines),
+        vertical_spacing=0.06,
+        subplot_titles=captions,
+    )
+    colors = _colors(timelines)
+    for number, timeline in enumerate(timelines):
+        row = 2 * number + 1
+        for unit in timeline.units:
+            spans = [span for span in timeline.spans if span.unit == unit]
+            figure.add_trace(
+                objects.Bar(
+                    orientation="h",
+                    name=unit,
+                    legendgroup=unit,
+                    showlegend=number == 0 or unit not in timelines[0].units,
+                    base=[1e3 * span.start for span in spans],
+                    x=[1e3 * (span.end - span.start) for span in spans],
+                    y=[span.track for span in spans],
+                    marker={
+                        "color": [
+                            _EXPOSED_COLOR if span.track == EXPOSED else colors[unit]
+                            for span in spans
+                        ],
+                        "line": {"width": 0},
+                    },
+                    customdata=[[span.name or "exposed", unit] for span in spans],
+                    hovertemplate=_HOVER,
+                ),
+                row=row,
+                col=1,
+            )
+        figure.update_yaxes(
+            categoryorder="array", categoryarray=list(TRACKS), autorange="reversed", row=row, col=1
+        )
+        figure.add_trace(
+            objects.Scatter(
+                x=[1e3 * time for time, _ in timeline.memory],
+                y=[nbytes / _MIB for _, nbytes in timeline.memory],
+                line={"shape": "hv", "color": "#555555"},
+                showlegend=False,
+                hovertemplate="%{y:.1f} MiB<extra></extra>",
+            ),
+            row=row + 1,
+            col=1,
+        )
+        figure.update_yaxes(title_text="live MiB", rangemode="tozero", row=row + 1, col=1)
+    figure.update_xaxes(title_text="ms", row=2 * len(timelines), col=1)
+    figure.update_layout(
+        barmode="overlay", height=480 * len(timelines), legend={"orientation": "h", "y": -0.12}
+    )
+    figure.write_html(path, include_plotlyjs=True, config={"responsive": True})
+
+
+def _draw_picture(timelines: Sequence[Timeline], path: Path) -> None:
+    module, patches = _library("matplotlib.figure"), _library("matplotlib.patches")
+    figure = module.Figure(figsize=(12, 4.5 * len(timelines)), dpi=120)
+    figure.set_layout_engine("constrained")
+    axes = figure.subplots(
+        2 * len(timelines), 1, sharex=True, squeeze=False, height_ratios=[3, 1] * len(timelines)
+    )[:, 0]
+    colors = _colors(timelines)
+    for number, timeline in enumerate(timelines):
+        upper, lower = axes[2 * number], axes[2 * number + 1]
+        for height, track in enumerate(TRACKS):
+            spans = [span for span in timeline.spans if span.track == track]
+            upper.broken_barh(
+                [(1e3 * span.start, 1e3 * (span.end - span.start)) for span in spans],
+                (height - 0.4, 0.8),
+                facecolors=[
+                    _EXPOSED_COLOR if track == EXPOSED else colors[span.unit] for span in spans
+                ],
+            )
+        upper.set_yticks(range(len(TRACKS)), TRACKS)
+        upper.invert_yaxis()
+        upper.set_title(_caption(timeline), fontsize="medium", loc="left")
+        lower.step(
+            [1e3 * time for time, _ in timeline.memory],
+            [nbytes / _MIB for _, nbytes in timeline.memory],
+            where="post",
+            color="#555555",
+        )
+        lower.set_ylabel("live MiB")
+        lower.set_ylim(bottom=0)
+    axes[-1].set_xlabel("ms")
+    handles = [patches.Patch(color=color, label=unit) for unit, color in colors.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=8, fontsize="small")
+    try:
+        figure.savefig(path)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None

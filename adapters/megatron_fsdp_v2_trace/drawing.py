@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,13 @@ _COLORS = (
     *("#44bb99", "#99ddff", "#bbcc33", "#eedd88"),
 )
 _EXPOSED_COLOR = "#ee3333"
+_PAGE = """<!doctype html>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<body style="margin: 0">
+{plot}
+"""
 _HOVER = "%{customdata[0]}<br>%{customdata[1]}<br>%{x:.3f} ms<extra></extra>"
 
 
@@ -47,10 +55,7 @@ def _colors(timelines: Sequence[Timeline]) -> dict[str, str]:
 
 def _caption(timeline: Timeline) -> str:
     exposed = timeline.seconds(EXPOSED)
-    return (
-        f"{timeline.name}: {1e3 * timeline.end:.1f} ms, {1e3 * exposed:.1f} ms "
-        f"({exposed / timeline.end:.0%}) of it exposed communication"
-    )
+    return f"{timeline.name}: {1e3 * timeline.end:.1f} ms, {exposed / timeline.end:.0%} exposed"
 
 
 def _draw_page(timelines: Sequence[Timeline], path: Path) -> None:
@@ -108,9 +113,13 @@ def _draw_page(timelines: Sequence[Timeline], path: Path) -> None:
         figure.update_yaxes(title_text="live MiB", rangemode="tozero", row=row + 1, col=1)
     figure.update_xaxes(title_text="ms", row=2 * len(timelines), col=1)
     figure.update_layout(
-        barmode="overlay", height=480 * len(timelines), legend={"orientation": "h", "y": -0.12}
+        barmode="overlay",
+        height=440 * len(timelines),
+        legend={"orientation": "h", "yref": "container", "y": 0},
+        margin={"l": 70, "r": 20, "t": 50, "b": 90},
     )
-    figure.write_html(path, include_plotlyjs=True, config={"responsive": True})
+    plot = figure.to_html(full_html=False, include_plotlyjs=True, config={"responsive": True})
+    path.write_text(_PAGE.format(title=html.escape(timelines[0].name), plot=plot), encoding="utf-8")
 
 
 def _draw_picture(timelines: Sequence[Timeline], path: Path) -> None:

@@ -90,6 +90,8 @@ def load_text(settings: argparse.Namespace) -> Text:
         tokenizer = _bytes_tokenizer()
     else:
         tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer, local_files_only=True)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"--tokenizer {settings.tokenizer} has no end-of-text token (eos_token)")
     documents = [document.decode(errors="replace") for document in collect(settings.text).documents]
     ids = [
         token
@@ -138,10 +140,15 @@ def build_model(settings: argparse.Namespace, vocab_size: int) -> Any:
             pad_token_id=None,
             **SMALL_MODELS[settings.model],
         )
-    elif list(path.glob("*.safetensors*")):
-        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     elif path.exists():
         config = AutoConfig.from_pretrained(path)
+        if config.vocab_size < vocab_size:
+            raise ValueError(
+                f"--model {path} has {config.vocab_size} tokens, and the tokenizer {vocab_size}: "
+                "give --tokenizer of the model"
+            )
+        if list(path.glob("*.safetensors*")):
+            return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     else:
         raise ValueError(
             f"--model {settings.model} is neither a model's folder or config.json nor one of "

@@ -157,6 +157,17 @@ def test_bad_arguments_are_errors(
     assert message in capsys.readouterr().err
 
 
+def test_a_tokenizer_that_does_not_fit_the_model_is_an_error(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = '{"model_type": "llama", "vocab_size": 100}'
+    (tmp_path / "config.json").write_text(config)
+    words = [*SMALL, "--out", str(tmp_path / "out"), "--model"]
+    for model in (tmp_path, tmp_path / "config.json"):
+        assert main([*words, str(model)]) == 2
+        assert "has 100 tokens, and the tokenizer 257" in capsys.readouterr().err
+
+
 def test_the_layers_are_the_outermost_list_with_most_parameters() -> None:
     def layer() -> nn.Module:
         return nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(9, 9), nn.Linear(9, 9)])})

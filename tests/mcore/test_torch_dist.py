@@ -22,6 +22,7 @@ from megatron_fsdp_v2.checkpoint.exporting import open_source
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.foreign import load_object
 from megatron_fsdp_v2.checkpoint.writing import pickled, write_folder
+from megatron_fsdp_v2_cli import main
 from tests.cases import longer
 from tests.mcore import flags as f
 from tests.mcore.session import Training, distance, train
@@ -200,14 +201,12 @@ def test_resume_from_an_export_is_bitwise_identical(
 def _export(
     source: Path, target: Path, iteration: int | None = SAVED_AT, expert_parallel: int | None = None
 ) -> int:
-    from megatron_fsdp_v2_mcore.checkpoint.torch_dist.export import to_torch_dist
-
-    parser = argparse.ArgumentParser()
-    to_torch_dist.configure(parser)
-    words = [] if iteration is None else ["--iteration", str(iteration)]
+    words = ["ckpt", "convert", "--to", "torch_dist", str(source), str(target)]
+    if iteration is not None:
+        words += ["--iteration", str(iteration)]
     if expert_parallel is not None:
         words += ["--expert-model-parallel-size", str(expert_parallel)]
-    return to_torch_dist.run(source, target, parser.parse_args(words))
+    return main(words)
 
 
 def test_export_prints_its_result_or_an_error_in_one_line(

@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, req
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.processes import ROOT, ran
 
@@ -202,3 +203,13 @@ def test_program_of_the_readme_needs_only_declared_dependencies(tmp_path):
     done = ran(sys.executable, program, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert "step 50: loss" in done.stdout
+
+
+def test_commits_and_ci_run_the_commands_of_this_project() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    linted = (ROOT / "Makefile").read_text().partition("\nlint:")[2].partition("\n\n")[0]
+    for tool in ("ruff check", "ruff format", "mypy", "lint-imports"):
+        assert tool in linted
+        assert any(tool in hook["entry"] for hook in hooks), tool
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    assert [step["run"] for step in workflow["jobs"]["ci"]["steps"] if "run" in step] == [".ci/run"]

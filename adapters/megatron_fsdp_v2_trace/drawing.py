@@ -16,6 +16,7 @@ _COLORS = (
     *("#44bb99", "#99ddff", "#bbcc33", "#eedd88"),
 )
 _EXPOSED_COLOR = "#ee3333"
+_MOST_IN_LEGEND = 48
 _PAGE = """<!doctype html>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -53,6 +54,11 @@ def _colors(timelines: Sequence[Timeline]) -> dict[str, str]:
     return {unit: _COLORS[index % len(_COLORS)] for index, unit in enumerate(units)}
 
 
+def _heights(timelines: Sequence[Timeline]) -> list[float]:
+    """Return the relative heights of a run's rows: spans, and memory if any run has it."""
+    return [0.7, 0.3] if any(timeline.memory for timeline in timelines) else [1.0]
+
+
 def _caption(timeline: Timeline) -> str:
     exposed = timeline.seconds(EXPOSED)
     return f"{timeline.name}: {1e3 * timeline.end:.1f} ms, {exposed / timeline.end:.0%} exposed"
@@ -60,18 +66,19 @@ def _caption(timeline: Timeline) -> str:
 
 def _draw_page(timelines: Sequence[Timeline], path: Path) -> None:
     plotly, objects = _library("plotly.subplots"), _library("plotly.graph_objects")
-    captions = [text for timeline in timelines for text in (_caption(timeline), "")]
+    heights = _heights(timelines)
+    captions = [text for t in timelines for text in (_caption(t), "")[: len(heights)]]
     figure = plotly.make_subplots(
-        rows=2 * len(timelines),
+        rows=len(heights) * len(timelines),
         cols=1,
         shared_xaxes="all",
-        row_heights=[0.7, 0.3] * len(timelines),
+        row_heights=heights * len(timelines),
         vertical_spacing=0.06,
         subplot_titles=captions,
     )
     colors = _colors(timelines)
     for number, timeline in enumerate(timelines):
-        row = 2 * number + 1
+        row = len(heights) * number + 1
         for unit in timeline.units:
             spans = [span for span in timeline.spans if span.unit == unit]
             figure.add_trace(
@@ -99,6 +106,8 @@ def _draw_page(timelines: Sequence[Timeline], path: Path) -> None:
         figure.update_yaxes(
             categoryorder="array", categoryarray=list(TRACKS), autorange="reversed", row=row, col=1
         )
+        if len(heights) == 1:
+            continue
         figure.add_trace(
             objects.Scatter(
                 x=[1e3 * time for time, _ in timeline.memory],
@@ -111,7 +120,7 @@ def _draw_page(timelines: Sequence[Timeline], path: Path) -> None:
             col=1,
         )
         figure.update_yaxes(title_text="live MiB", rangemode="tozero", row=row + 1, col=1)
-    figure.update_xaxes(title_text="ms", row=2 * len(timelines), col=1)
+    figure.update_xaxes(title_text="ms", row=len(heights) * len(timelines), col=1)
     figure.update_layout(
         barmode="overlay",
         height=440 * len(timelines),
@@ -126,12 +135,12 @@ def _draw_picture(timelines: Sequence[Timeline], path: Path) -> None:
     module, patches = _library("matplotlib.figure"), _library("matplotlib.patches")
     figure = module.Figure(figsize=(12, 4.5 * len(timelines)), dpi=120)
     figure.set_layout_engine("constrained")
-    axes = figure.subplots(
-        2 * len(timelines), 1, sharex=True, squeeze=False, height_ratios=[3, 1] * len(timelines)
-    )[:, 0]
+    heights = _heights(timelines) * len(timelines)
+    axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    num_rows = len(heights) // len(timelines)
     colors = _colors(timelines)
     for number, timeline in enumerate(timelines):
-        upper, lower = axes[2 * number], axes[2 * number + 1]
+        upper = axes[num_rows * number]
         for height, track in enumerate(TRACKS):
             spans = [span for span in timeline.spans if span.track == track]
             upper.broken_barh(
@@ -144,6 +153,9 @@ def _draw_picture(timelines: Sequence[Timeline], path: Path) -> None:
         upper.set_yticks(range(len(TRACKS)), TRACKS)
         upper.invert_yaxis()
         upper.set_title(_caption(timeline), fontsize="medium", loc="left")
+        if num_rows == 1:
+            continue
+        lower = axes[num_rows * number + 1]
         lower.step(
             [1e3 * time for time, _ in timeline.memory],
             [nbytes / _MIB for _, nbytes in timeline.memory],
@@ -154,6 +166,7 @@ def _draw_picture(timelines: Sequence[Timeline], path: Path) -> None:
         lower.set_ylim(bottom=0)
     axes[-1].set_xlabel("ms")
     handles = [patches.Patch(color=color, label=unit) for unit, color in colors.items()]
+    del handles[_MOST_IN_LEGEND:]
     figure.legend(handles=handles, loc="outside lower center", ncols=8, fontsize="small")
     try:
         figure.savefig(path)

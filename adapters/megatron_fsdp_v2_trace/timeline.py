@@ -80,7 +80,8 @@ class Timeline:
 def read(path: str | Path) -> Timeline:
     """Read a trace that `torch.profiler` exported (`export_chrome_trace`), of a CPU or a GPU.
 
-    Units are known if `diagnostics.profile_ranges` was on.
+    Or the step that `megatron-fsdp-v2 plan --timeline` wrote. In traces of the profiler, units are
+    known if `diagnostics.profile_ranges` was on.
 
     Raises:
         ValueError: It is no such trace, or has nothing to show.
@@ -136,7 +137,12 @@ def without(
 
 
 def _spans(events: Sequence[Mapping[str, Any]]) -> Iterator[Span]:
-    """Yield computation and communication, of the GPU if the trace has any, else of the CPU."""
+    """Yield computation and communication: of a plan, of the GPU if it has any, or of the CPU."""
+    planned = [event for event in events if event.get("cat") == "fsdp"]
+    if planned:
+        for event in planned:
+            yield _span(event, event["args"]["track"], event["args"]["unit"])
+        return
     running, issued = _running_units(events), _phases(events, ("unshard", "reduce_grad"))
     kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if kernels:

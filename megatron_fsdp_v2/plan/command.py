@@ -33,6 +33,7 @@ from megatron_fsdp_v2.plan.sources import (
     describe_flags,
     model_arguments,
 )
+from megatron_fsdp_v2.plan.timeline import write_timeline
 from megatron_fsdp_v2.runtime.options import RuntimeOptions
 
 
@@ -70,12 +71,21 @@ class _PlanCommand:
         )
         group.add_argument("--json", metavar="FILE", help="write data; - for standard output")
         group.add_argument("--plot", metavar="FILE", type=Path, help="write a picture")
+        group.add_argument(
+            "--timeline",
+            metavar="FILE",
+            type=Path,
+            help="write the step of the strategy that is shown, for megatron-fsdp-v2 trace; needs "
+            "--machine",
+        )
 
     def run(self, args: argparse.Namespace) -> int:
         """Print the plan."""
         report = _report(args)
         if args.plot is not None:
             draw(report, args.plot)
+        if args.timeline is not None:
+            write_timeline(report, args.timeline)
         if args.json not in (None, "-"):
             Path(args.json).write_text(_json(report))
         if args.json == "-":

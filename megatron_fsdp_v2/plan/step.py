@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import override
+from typing import NamedTuple, override
 
 from torch import nn
 
@@ -25,6 +25,7 @@ from megatron_fsdp_v2.params.group import ParameterGroup
 from megatron_fsdp_v2.plan.exposure import WAIT_REASONS, Exposure, Reason
 from megatron_fsdp_v2.plan.machine import Machine
 from megatron_fsdp_v2.plan.simulation import Device
+from megatron_fsdp_v2.plan.simulation.devices import COMPUTE, Queue
 from megatron_fsdp_v2.runtime.module import named_units
 
 
@@ -79,6 +80,24 @@ class StepEvent:
     times: int = 1
 
 
+class Work(NamedTuple):
+    """Computation or a collective, in virtual time.
+
+    Attributes:
+        track: `compute`, `gather` or `reduce`.
+        unit: Name of the unit; empty for the root.
+        name: `forward`, `backward`, or the kind of a collective.
+        start: Seconds since the beginning of the step.
+        end: Likewise.
+    """
+
+    track: str
+    unit: str
+    name: str
+    start: float
+    end: float
+
+
 @dataclass(slots=True)
 class Step:
     """The recorded events and times of a step.
@@ -89,6 +108,8 @@ class Step:
         compute_seconds: Time of the computation; 0 without a machine.
         seconds: Time of the step; 0 without a machine.
         exposures: Every collective that the step waited for; empty without a machine.
+        work: Computation and collectives in the order of their issue; empty without a machine. Of
+            micro-batches in the middle, one is there.
         to_device_nbytes: Bytes of offloaded main weights and gradients copied to the device, in
             their dtype in host memory.
         to_host_nbytes: Bytes copied to host memory.
@@ -99,6 +120,7 @@ class Step:
     compute_seconds: float = 0.0
     seconds: float = 0.0
     exposures: list[Exposure] = field(default_factory=list)
+    work: list[Work] = field(default_factory=list)
     to_device_nbytes: int = 0
     to_host_nbytes: int = 0
 
@@ -168,10 +190,15 @@ class StepRecorder(AbstractContextManager["StepRecorder"]):
         self._device, self._machine = device, machine
         self._began = self._skipped = 0.0
         self._under_way: dict[CollectiveIssued, _Issued] = {}
+        # Unit and phase that compute, and the track, unit and kind of the latest collective.
+        self._computes = ("", "forward")
+        self._issues = ("", "", "")
 
     @override
     def __enter__(self) -> StepRecorder:
         self.restart()
+        if self._device is not None and self._machine is not None:
+            self._device.timeline.listener = self._ran
         self._context.observer.subscribe(self._receive)
         return self
 
@@ -186,6 +213,8 @@ class StepRecorder(AbstractContextManager["StepRecorder"]):
     @override
     def __exit__(self, *exception: object) -> None:
         self._context.observer.unsubscribe(self._receive)
+        if self._device is not None:
+            self._device.timeline.listener = None
         self.step.seconds = self.now
 
     @property
@@ -200,6 +229,16 @@ class StepRecorder(AbstractContextManager["StepRecorder"]):
     def note(self, kind: str, unit: str, numel: int = 0, axis: str = "") -> None:
         """Append an event; see `StepEvent`."""
         self.step.events.append(StepEvent(kind, unit, numel, axis, self.times))
+        if kind in ("forward", "backward"):
+            self._computes = unit, kind
+
+    def _ran(self, queues: Sequence[Queue], begin: float, end: float) -> None:
+        """Record work of the simulated device."""
+        assert self._device is not None
+        is_computation = self._device.timeline.queues[COMPUTE] in queues
+        track, unit, name = (COMPUTE, *self._computes) if is_computation else self._issues
+        shift = self._skipped - self._began
+        self.step.work.append(Work(track, unit, name, begin + shift, end + shift))
 
     def _receive(self, event: Event) -> None:
         match event:
@@ -209,6 +248,9 @@ class StepRecorder(AbstractContextManager["StepRecorder"]):
                     self.note("forward", self._names[owner])
             case PhaseEnded(owner, "pre_backward") if owner in self._names:
                 self.note("backward", self._names[owner])
+            case PhaseEnded(owner, "post_forward" | "post_backward") if owner in self._names:
+                # What follows is the root's, until the next unit begins.
+                self._computes = "", self._computes[1]
             case BufferAcquired(buffer) if buffer in self._buffers:
                 if buffer.use is BufferUse.GRADIENT:
                     self.note("collect", self._buffers[buffer], buffer.tensor.numel())
@@ -231,6 +273,8 @@ class StepRecorder(AbstractContextManager["StepRecorder"]):
         collective = self._collective(issued, group)
         self.note(issued.kind, unit, issued.numel, collective.axis)
         self.step.collectives[collective] += self.times
+        track = "reduce" if collective.purpose == "reduce" else "gather"
+        self._issues = track, unit, issued.kind
         if self._device is not None and self._machine is not None:
             link = self._machine.link(collective.ranks)
             free = self._device.timeline.queues[link].ready - self._began + self._skipped

@@ -34,6 +34,7 @@ from megatron_fsdp_v2.plan import (
     sources,
     strategies,
 )
+from megatron_fsdp_v2_trace.timeline import read
 from tests.cases import longer
 from tests.docs.blocks import blocks_in
 from tests.pages import check_page
@@ -432,3 +433,22 @@ def test_examples_on_the_page_are_what_the_command_writes(
     page = "```console\n".join(shown)
     check_page(request, PAGE, page)
     assert len(blocks) > 2
+
+
+def test_the_timeline_of_a_plan_has_its_times(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["--ranks", "8", "--machine", "h100", "--strategy", "optim_grads_params"]
+    words += ["--tokens", "4096", "--model", "examples.plan_models:llama_8b", "--json", "-"]
+    status, out, err = run(capsys, *words, "--timeline", str(tmp_path / "step.json"))
+    assert (status, err) == (0, "")
+    (plan,) = json.loads(out)["plans"]
+    step = read(tmp_path / "step.json")
+    assert step.seconds("compute") == pytest.approx(plan["seconds"]["compute"])
+    assert step.end == pytest.approx(plan["seconds"]["step"], rel=0.05)
+    first = step.units[1]
+    assert all(step.seconds(track, first) > 0 for track in ("compute", "gather", "reduce"))
+    status, _, err = run(
+        capsys, "--ranks", "2", "--model", f"{HERE}stack", "--timeline", str(tmp_path / "a.json")
+    )
+    assert status == 2 and "add --machine" in err

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,11 +39,13 @@ class Timeline:
 
     Attributes:
         queues: Queues by name, created at their first use.
+        listener: Called with the queues, the beginning and the end of work; None: nobody listens.
     """
 
     def __init__(self) -> None:
         self._now = 0.0
         self.queues: defaultdict[str, Queue] = defaultdict(Queue)
+        self.listener: Callable[[Sequence[Queue], float, float], None] | None = None
 
     @property
     def now(self) -> float:
@@ -59,6 +61,8 @@ class Timeline:
         for queue in queues:
             queue.ready = begin + seconds
             queue.busy += seconds
+        if self.listener is not None:
+            self.listener(queues, begin, begin + seconds)
         return begin + seconds
 
     def wait(self, until: float) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_fsdp_v2_trace.drawing import draw
-from megatron_fsdp_v2_trace.timeline import COMPUTE, EXPOSED, GATHER, REDUCE, Timeline, read
+from megatron_fsdp_v2_trace.timeline import COMPUTE, EXPOSED, GATHER, REDUCE, StepTimeline, read
 
 _COLUMNS = (COMPUTE, GATHER, REDUCE, EXPOSED)
 
@@ -47,7 +47,7 @@ class _TraceCommand:
         return 0
 
 
-def lines(timeline: Timeline) -> Iterator[str]:
+def lines(timeline: StepTimeline) -> Iterator[str]:
     """Format the time of every unit, in milliseconds, line by line."""
     yield f"{timeline.name}, {1e3 * timeline.end:.1f} ms"
     rows = [("unit", *(f"{column} ms" for column in _COLUMNS))]

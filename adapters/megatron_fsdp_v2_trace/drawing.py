@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_fsdp_v2_trace.timeline import EXPOSED, TRACKS, Timeline
+from megatron_fsdp_v2_trace.timeline import EXPOSED, TRACKS, StepTimeline
 
 _MIB = 1 << 20
 _COLORS = (
@@ -27,7 +27,7 @@ _PAGE = """<!doctype html>
 _HOVER = "%{customdata[0]}<br>%{customdata[1]}<br>%{x:.3f} ms<extra></extra>"
 
 
-def draw(timelines: Sequence[Timeline], path: Path) -> None:
+def draw(timelines: Sequence[StepTimeline], path: Path) -> None:
     """Write a page (`.html`) or a picture (any format of matplotlib).
 
     Args:
@@ -49,22 +49,22 @@ def _library(name: str) -> Any:
         ) from None
 
 
-def _colors(timelines: Sequence[Timeline]) -> dict[str, str]:
+def _colors(timelines: Sequence[StepTimeline]) -> dict[str, str]:
     units = dict.fromkeys(unit for timeline in timelines for unit in timeline.units)
     return {unit: _COLORS[index % len(_COLORS)] for index, unit in enumerate(units)}
 
 
-def _heights(timelines: Sequence[Timeline]) -> list[float]:
+def _heights(timelines: Sequence[StepTimeline]) -> list[float]:
     """Return the relative heights of a run's rows: spans, and memory if any run has it."""
     return [0.7, 0.3] if any(timeline.memory for timeline in timelines) else [1.0]
 
 
-def _caption(timeline: Timeline) -> str:
+def _caption(timeline: StepTimeline) -> str:
     exposed = timeline.seconds(EXPOSED)
     return f"{timeline.name}: {1e3 * timeline.end:.1f} ms, {exposed / timeline.end:.0%} exposed"
 
 
-def _draw_page(timelines: Sequence[Timeline], path: Path) -> None:
+def _draw_page(timelines: Sequence[StepTimeline], path: Path) -> None:
     plotly, objects = _library("plotly.subplots"), _library("plotly.graph_objects")
     heights = _heights(timelines)
     captions = [text for t in timelines for text in (_caption(t), "")[: len(heights)]]
@@ -131,7 +131,7 @@ def _draw_page(timelines: Sequence[Timeline], path: Path) -> None:
     path.write_text(_PAGE.format(title=html.escape(timelines[0].name), plot=plot), encoding="utf-8")
 
 
-def _draw_picture(timelines: Sequence[Timeline], path: Path) -> None:
+def _draw_picture(timelines: Sequence[StepTimeline], path: Path) -> None:
     module, patches = _library("matplotlib.figure"), _library("matplotlib.patches")
     figure = module.Figure(figsize=(12, 4.5 * len(timelines)), dpi=120)
     figure.set_layout_engine("constrained")

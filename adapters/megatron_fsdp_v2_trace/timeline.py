@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import gzip
 import json
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ _BEGINS = {"pre_forward": "forward", "pre_backward": "backward"}
 _ENDS = {"post_forward": "forward", "post_backward": "backward"}
 
 
-class Span(NamedTuple):
+class TimeSpan(NamedTuple):
     """Something that took time.
 
     Attributes:
@@ -41,7 +41,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class StepTimeline:
     """A trace of one rank.
 
     Attributes:
@@ -51,7 +51,7 @@ class Timeline:
     """
 
     name: str
-    spans: Sequence[Span]
+    spans: Sequence[TimeSpan]
     memory: Sequence[tuple[float, int]]
 
     def seconds(self, track: str, unit: str | None = None) -> float:
@@ -77,7 +77,7 @@ class Timeline:
         return max((span.end for span in self.spans), default=0.0)
 
 
-def read(path: str | Path) -> Timeline:
+def read(path: str | Path) -> StepTimeline:
     """Read a trace that `torch.profiler` exported (`export_chrome_trace`), of a CPU or a GPU.
 
     Or the step that `megatron-fsdp-v2 plan --timeline` wrote. In traces of the profiler, units are
@@ -102,7 +102,7 @@ def read(path: str | Path) -> Timeline:
         raise ValueError(f"{path} is no trace of torch's profiler: {error!r}") from error
     if not moved:
         raise ValueError(f"{path} has neither operators nor kernels; profile at least one step")
-    return Timeline(path.name, moved, memory)
+    return StepTimeline(path.name, moved, memory)
 
 
 def merged(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -123,7 +123,8 @@ def without(
     ends = [end for _, end in taken]
     for start, end in intervals:
         left = start
-        for other_start, other_end in taken[bisect.bisect_right(ends, start) :]:
+        for index in range(bisect.bisect_right(ends, start), len(taken)):
+            other_start, other_end = taken[index]
             if other_start >= end:
                 break
             if other_start > left:
@@ -136,7 +137,7 @@ def without(
 # -- spans ----------------------------------------------------------------------------------------
 
 
-def _spans(events: Sequence[Mapping[str, Any]]) -> Iterator[Span]:
+def _spans(events: Sequence[Mapping[str, Any]]) -> Iterator[TimeSpan]:
     """Yield computation and communication: of a plan, of the GPU if it has any, or of the CPU."""
     planned = [event for event in events if event.get("cat") == "fsdp"]
     if planned:
@@ -162,14 +163,14 @@ def _spans(events: Sequence[Mapping[str, Any]]) -> Iterator[Span]:
         for e in events
         if e.get("cat") == "user_annotation" and e["name"].startswith(_COLLECTIVES)
     ]
-    calls: dict[str, list[float]] = defaultdict(list)
+    calls: dict[str, deque[float]] = defaultdict(deque)
     for event in events:
         if event.get("cat") == "cpu_op" and event["name"].startswith("c10d::"):
             calls[_kind(event["name"])].append(event["ts"])
     for event in collectives:
         kind = _kind(event["name"])
         # A worker thread runs collectives in the order in which the host issued them.
-        at = calls[kind].pop(0) if calls[kind] else event["ts"]
+        at = calls[kind].popleft() if calls[kind] else event["ts"]
         yield _span(event, kind, issued.at(at))
     ends: dict[Any, float] = defaultdict(float)
     for event in events:
@@ -181,9 +182,9 @@ def _spans(events: Sequence[Mapping[str, Any]]) -> Iterator[Span]:
             yield _span(event, COMPUTE, running.at(event["ts"]))
 
 
-def _span(event: Mapping[str, Any], track: str, unit: str) -> Span:
+def _span(event: Mapping[str, Any], track: str, unit: str) -> TimeSpan:
     start = event["ts"] / 1e6
-    return Span(track, unit, event["name"], start, start + event["dur"] / 1e6)
+    return TimeSpan(track, unit, event["name"], start, start + event["dur"] / 1e6)
 
 
 def _kind(name: str) -> str:
@@ -197,10 +198,10 @@ def _kind(name: str) -> str:
     return OTHER
 
 
-def _exposed(spans: Sequence[Span]) -> list[Span]:
+def _exposed(spans: Sequence[TimeSpan]) -> list[TimeSpan]:
     busy = merged((span.start, span.end) for span in spans if span.track == COMPUTE)
     return [
-        Span(EXPOSED, span.unit, "", start, end)
+        TimeSpan(EXPOSED, span.unit, "", start, end)
         for span in spans
         if span.track in (GATHER, REDUCE, OTHER)
         for start, end in without([(span.start, span.end)], busy)

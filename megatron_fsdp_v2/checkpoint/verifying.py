@@ -108,6 +108,7 @@ def _verify_folder(folder: CheckpointFolder, report: Report, advance: Advance) -
         items[METADATA] = {0: ("metadata", manifest.metadata)}
     report.num_files = len(items)
     num_without = num_read = 0
+    total = folder.lengths.total()
     for name in sorted(items):
         try:
             folder.check_file(name)
@@ -120,7 +121,7 @@ def _verify_folder(folder: CheckpointFolder, report: Report, advance: Advance) -
                 report.problems.append(f"{name}: {position} to {start} is of no item, or of two")
             position = start + chunk.length
             num_read += chunk.length
-            advance(num_read, folder.lengths.total())
+            advance(num_read, total)
             try:
                 content = folder.read_item(key, chunk)
                 if manifest is not None or compare_checksums(content):

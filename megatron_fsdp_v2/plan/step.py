@@ -80,7 +80,7 @@ class StepEvent:
     times: int = 1
 
 
-class Work(NamedTuple):
+class StepWork(NamedTuple):
     """Computation or a collective, in virtual time.
 
     Attributes:
@@ -120,7 +120,7 @@ class Step:
     compute_seconds: float = 0.0
     seconds: float = 0.0
     exposures: list[Exposure] = field(default_factory=list)
-    work: list[Work] = field(default_factory=list)
+    work: list[StepWork] = field(default_factory=list)
     to_device_nbytes: int = 0
     to_host_nbytes: int = 0
 
@@ -238,7 +238,7 @@ class StepRecorder(AbstractContextManager["StepRecorder"]):
         is_computation = self._device.timeline.queues[COMPUTE] in queues
         track, unit, name = (COMPUTE, *self._computes) if is_computation else self._issues
         shift = self._skipped - self._began
-        self.step.work.append(Work(track, unit, name, begin + shift, end + shift))
+        self.step.work.append(StepWork(track, unit, name, begin + shift, end + shift))
 
     def _receive(self, event: Event) -> None:
         match event:

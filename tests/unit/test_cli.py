@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 import megatron_fsdp_v2_cli as cli
-from tests.processes import ROOT
+from tests.processes import ROOT, ran
 from tests.unit.commands import called
 
 
@@ -72,8 +72,7 @@ def test_version_is_that_of_the_installed_distribution(
 
 def run_alone(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'adapters'}", **variables}
-    words = [sys.executable, "-c", code]
-    return subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    return ran(sys.executable, "-c", code, env=environment)
 
 
 def test_help_imports_no_torch() -> None:

@@ -60,7 +60,7 @@ CLASSES: tuple[Any, ...] = (
 )
 WITH_FUSED = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    **{f"{cls.__name__}, for-loop": (cls, {"foreach": False}) for cls in CLASSES},
+    **{f"{cls.__name__}, for-loop": (cls, {"foreach": False}) for cls in CLASSES[:3]},
     **{f"{cls.__name__}, foreach": (cls, {"foreach": True}) for cls in CLASSES},
     **{f"{cls.__name__}, fused": (cls, {"fused": True}) for cls in WITH_FUSED},
 }
@@ -261,7 +261,8 @@ def _with_gradients(strategy: str = STRATEGIES[-1]) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(("name", "num_holders"), [("few", 2), ("many", 3)])
-@on_ranks(4, timeout_s=20, foreach=[True, False], order=[1.0, 2.0, float("inf")])
+@pytest.mark.parametrize(("foreach", "order"), [(True, 2.0), (False, 1.0), (False, float("inf"))])
+@on_ranks(4, timeout_s=20)
 def test_subset_without_rows_on_a_rank_is_clipped_to_the_unsharded_norm(
     name: str, num_holders: int, foreach: bool, order: float
 ) -> None:
@@ -352,12 +353,13 @@ def test_loop_over_gradients_is_right_where_ranks_have_no_rows(name: str) -> Non
 
 
 # Replicated gradients cannot overflow on one rank only.
-OVERFLOWS = [(s, where) for s in STRATEGIES for where in ("", "loss", "shard")]
-OVERFLOWS.remove(("no_shard", "shard"))
+OVERFLOWS = [("no_shard", ""), ("no_shard", "loss")]
+OVERFLOWS += [(STRATEGIES[-1], where) for where in ("", "loss", "shard")]
 
 
 @pytest.mark.parametrize(("strategy", "where"), OVERFLOWS)
-@on_ranks(4, timeout_s=20, name=["few", ""], fused=[False, True])
+@pytest.mark.parametrize(("name", "fused"), [("few", True), ("", False)])
+@on_ranks(4, timeout_s=20)
 def test_an_overflow_on_one_rank_makes_all_ranks_skip_the_step(
     strategy: str, where: str, name: str, fused: bool
 ) -> None:

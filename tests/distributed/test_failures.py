@@ -46,7 +46,7 @@ from tests.reference.models import Checkpointed, Formula, Skipping, Stack
 # -- axes of one rank -----------------------------------------------------------------------------
 
 
-@on_ranks("shape", shape=[(1,), (1, 1), (1, 2), (2, 1)], strategy=quick_strategies(STRATEGIES))
+@on_ranks("shape", shape=[(1, 2), (2, 1)], strategy=quick_strategies(STRATEGIES))
 def test_gradients_do_not_double_along_an_axis_of_one_rank(
     shape: tuple[int, ...], strategy: str
 ) -> None:
@@ -262,7 +262,7 @@ def test_saves_and_loads_are_correct_after_an_interruption(
     assert max(errors) < EXACT, errors
 
 
-@on_ranks(2, strategy=STRATEGIES)
+@on_ranks(2, strategy=STRATEGIES[::3])
 def test_optimizer_of_gathered_weights_raises_at_its_first_step(strategy: str) -> None:
     plain, model = fp64_pair(strategy)
     _forward_without_backward(model)
@@ -277,7 +277,7 @@ def test_optimizer_of_gathered_weights_raises_at_its_first_step(strategy: str) -
 
 
 @pytest.mark.parametrize("as_parameters", [False, True], ids=["tensors", "parameters"])
-@on_ranks(2, strategy=STRATEGIES[::3], before_it=["", "gathered", *INTERRUPTIONS])
+@on_ranks(2, strategy=STRATEGIES[-1:], before_it=["", "gathered", "exception in a backward"])
 def test_functional_call_is_rejected_and_replaces_nothing(
     strategy: str, before_it: str, as_parameters: bool
 ) -> None:
@@ -301,7 +301,7 @@ def test_functional_call_is_rejected_and_replaces_nothing(
     assert weight_error(model, plain) < EXACT
 
 
-@on_ranks(2, strategy=STRATEGIES)
+@on_ranks(2, strategy=STRATEGIES[::3])
 def test_freezing_takes_effect_while_weights_are_gathered(strategy: str) -> None:
     _, model = fp64_pair(strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -344,7 +344,7 @@ def test_next_forward_gathers_weights_after_a_failed_gather(is_async: bool, at_i
     assert gradient_error(model, plain) < 1e-6
 
 
-@on_ranks(2, strategy=STRATEGIES)
+@on_ranks(2, strategy=STRATEGIES[1::2])
 def test_reductions_of_a_failed_backward_are_dropped(strategy: str) -> None:
     """Of the two parameters of the second group, one is unused."""
     params = {name: nn.Parameter(torch.ones(8, 4)) for name in ("first", "second", "unused")}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import warnings
-from collections import Counter
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -21,14 +19,11 @@ from megatron_fsdp_v2.runtime.module import named_units, unit_of
 from tests.distributed.allocations import allocation_sizes, steady_nbytes
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
-    MESHES,
     STRATEGIES,
-    count_collectives,
     gradient_error,
     on_mesh,
     own_loss,
     record_collectives,
-    strategies_on,
     wrap,
 )
 from tests.reference.models import INPUT, WIDTH, Formula, Stack
@@ -37,78 +32,6 @@ from tests.sharding import shard
 NUM_BLOCKS = 5
 
 # -- collectives ----------------------------------------------------------------------------------
-
-NUM_UNITS = 3
-"""Two blocks and the root, of one parameter group each."""
-
-SYNCS = ("every", "last", "afterwards")
-"""Which backwards synchronize gradients: all, the last one alone (`no_sync` around the others), or
-none, with `reduce_grad` after them."""
-
-
-def expected(mesh_name: str, strategy: str, syncs: str, num_micro: int) -> Counter[Any]:
-    """Expected number of collectives of a step, by kind and axis.
-
-    ZeRO-2 and ZeRO-3 reduce along the inner axis in every backward, so that no full gradient stays
-    in memory. All other reductions run once per synchronization. Weights that stay gathered between
-    uses are gathered after a synchronization, since a step may have changed them. ZeRO-3 gathers
-    them for each forward and each backward, and in the root once for both, since its backward
-    follows its forward.
-    """
-    is_2d, has_outer_shards = len(MESHES[mesh_name][0]) == 2, MESHES[mesh_name][1] == "optim"
-    num_syncs = num_micro if syncs == "every" else 1
-    reduces_each = strategy in ("optim_grads", "optim_grads_params")
-    # Backwards that write main gradients end with an all-reduce of flags per axis.
-    num_flags = num_micro if reduces_each and not is_2d else num_syncs
-    found = {
-        "reduce inner": NUM_UNITS * (num_micro if reduces_each else num_syncs) + num_flags,
-        "reduce outer": (NUM_UNITS * num_syncs + num_flags) * is_2d,
-        "gather inner": NUM_UNITS * num_syncs * (strategy != "no_shard"),
-        "gather outer": NUM_UNITS * num_syncs * has_outer_shards,
-    }
-    if strategy == "optim_grads_params":
-        found["gather inner"] = (2 * NUM_UNITS - 1) * num_micro
-    return Counter({name: count for name, count in found.items() if count})
-
-
-def counted(model: Any, axes: Any, syncs: str, num_micro: int) -> Counter[Any]:
-    """Measured number of collectives of a step, by kind and axis."""
-    with count_collectives(axes) as sent:
-        for number in range(num_micro):
-            synchronizes = syncs == "every" or (syncs == "last" and number == num_micro - 1)
-            with contextlib.nullcontext() if synchronizes else model.no_sync():
-                model(torch.randn(4, 5)).square().mean().backward()
-        if syncs == "afterwards":
-            model.reduce_grad()
-    found: Counter[Any] = Counter()
-    for (kind, axis, _, _), count in sent.items():
-        found[f"{'gather' if kind == 'all_gather' else 'reduce'} {axis}"] += count
-    return found
-
-
-@on_ranks("mesh_name", mesh_name=["2", "HSDP 2x2", "HFSDP 2x2"])
-def test_step_issues_the_expected_collectives(mesh_name: str) -> None:
-    wrong = {}
-    for strategy in strategies_on(mesh_name):
-        for overlaps in (False, True):
-            model = wrap(
-                Stack(NUM_UNITS - 1),
-                sharding_strategy=strategy,
-                enable_unshard_prefetch=overlaps,
-                enable_async_reduce_grad=overlaps,
-                **on_mesh(mesh_name),
-            )
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-            axes = model._fsdp_unit.groups[0].axes
-            for syncs in SYNCS:
-                for num_micro in (1, 2, 4):
-                    found = counted(model, axes, syncs, num_micro)
-                    wanted = expected(mesh_name, strategy, syncs, num_micro)
-                    if found != wanted:
-                        wrong[strategy, overlaps, syncs, num_micro] = found, wanted
-                    optimizer.step()
-                    optimizer.zero_grad()
-    assert not wrong, wrong
 
 
 def _in_place(model: Any, x: torch.Tensor) -> torch.Tensor:

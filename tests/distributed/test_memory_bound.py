@@ -101,7 +101,7 @@ def _without_activations(peak: Moment) -> int:
 
 
 PEAKS = [
-    quick_if(case[0] == "2" or case[2] == 1, *case)
+    quick_if((case[1] == "bf16") == (case[2] == 2), *case)
     for case in itertools.product(("2", "HSDP 2x2", "HFSDP 2x2"), POLICIES, (1, 2))
 ]
 
@@ -134,13 +134,13 @@ def test_peak_memory_of_a_step_is_within_two_percent_of_its_plan(
 COSTS: list[tuple[dict[str, Any], int, int]] = [
     ({}, 2, 2),
     ({"enable_unshard_prefetch": False}, 1, 2),
-    *(({"unshard_prefetch_depth": depth}, 1 + depth, 2) for depth in (1, 2, 3)),
+    ({"unshard_prefetch_depth": 3}, 4, 2),
     ({"unshard_prefetch_depth": 20}, NUM_BLOCKS, 2),
     # Fewer bytes than one block, and the bytes of two and a half blocks.
     ({"unshard_prefetch_bytes": 1}, 2, 2),
     ({"unshard_prefetch_bytes": 4 * 5 * BLOCK_NUMEL // 2}, 3, 2),
     ({"enable_async_reduce_grad": False}, 2, 1),
-    *(({"max_live_grad_buffers": number}, 2, number) for number in (1, 2, 3)),
+    ({"max_live_grad_buffers": 3}, 2, 3),
 ]
 
 
@@ -159,21 +159,7 @@ def test_each_unit_of_prefetch_depth_and_each_gradient_buffer_costs_one_buffer(
     assert recorded.count("all_gather") == 2 * (2 * NUM_BLOCKS + 1)
 
 
-@on_ranks(2, strategy=STRATEGIES, num_microbatches=[1, 2])
-def test_temporary_memory_is_the_same_for_four_and_for_ten_blocks(
-    strategy: str, num_microbatches: int
-) -> None:
-    four, ten = (
-        tracked(wrap(deep(count), sharding_strategy=strategy), num_microbatches).role_peaks
-        for count in (4, 10)
-    )
-    # Gradients that are not sharded between micro-batches stay in the buffers of all units.
-    accumulates = num_microbatches > 1 and strategy in ("no_shard", "optim")
-    for role in (Role.COMMUNICATION,) if accumulates else TEMPORARY:
-        assert four[role] == ten[role], role
-
-
-@on_ranks(1, strategy=STRATEGIES)
+@on_ranks(1, strategy=STRATEGIES[::3])
 def test_one_rank_gathers_nothing_and_has_no_buffer_for_communication(strategy: str) -> None:
     found = tracked(wrap(deep(), sharding_strategy=strategy)).role_peaks
     assert found[Role.GATHERED] == found[Role.COMMUNICATION] == found[Role.MODEL_WEIGHT] == 0

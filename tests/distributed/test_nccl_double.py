@@ -85,7 +85,7 @@ class Square(torch.nn.Linear):
 @pytest.mark.parametrize(
     ("mesh_name", "strategy", "main_grads"),
     quick_rows(
-        itertools.product(("3", "4", "HSDP 2x2", "HFSDP 2x2"), STRATEGIES[1:], MAIN_GRADS),
+        itertools.product(("3", "HSDP 2x2", "HFSDP 2x2"), STRATEGIES[1::2], MAIN_GRADS),
         [("3", STRATEGIES[-1], torch.float32), ("HFSDP 2x2", STRATEGIES[1], torch.bfloat16)],
     ),
 )
@@ -120,7 +120,7 @@ def test_reduce_scatter_with_fp32_accumulation_adds_bf16_gradients_in_fp32(
         errors.append(float((found - exact).abs().max()))
         nbytes.append(recorded.nbytes("reduce_scatter"))
     assert nbytes[0] == nbytes[1] > 0
-    if main_grads is torch.float32 and mesh_name in ("3", "4"):
+    if main_grads is torch.float32 and mesh_name == "3":
         assert errors[0] < 1e-6
         assert errors[1] > 1e-3
     # Rounding to bf16, whose last bit is 2**-7 here and 2**-6 above 2: along the outer axis, and in

@@ -7,13 +7,12 @@ buffer that no wait orders.
 
 from tests.stream_safety.checker import Fault, Violation, find_violations
 from tests.stream_safety.recording import Recording, record_streams
-from tests.stream_safety.schedule import Buffer, Region, Schedule
+from tests.stream_safety.schedule import Buffer, Schedule
 
 __all__ = [
     "Buffer",
     "Fault",
     "Recording",
-    "Region",
     "Schedule",
     "Violation",
     "find_violations",

@@ -7,7 +7,7 @@ TORCH    ?=
 VENV     ?= .venv$(if $(TORCH),-torch-$(TORCH))
 STRATEGY ?= optim_grads_params
 RANKS    ?= 2
-ITERS    ?= 300
+ITERS    ?= 200
 OUT      ?= out/pretrain
 ONE_IN   ?= 1
 TIME     ?=
@@ -52,7 +52,7 @@ help: ## list the targets and their variables
 	  '  PYTORCH=path   test-fsdp2: a checkout of PyTorch, of the installed or a similar version' \
 	  '  STRATEGY=name  pretrain: sharding strategy (optim_grads_params)' \
 	  '  RANKS=n        pretrain: number of ranks (2)' \
-	  '  ITERS=n        pretrain: iterations of the first run (300)' \
+	  '  ITERS=n        pretrain: iterations of the first run (200)' \
 	  '  TEXT=path      pretrain: a file or folder of text (the sources of the Python library)' \
 	  '  OUT=path       pretrain: folder for data, logs, checkpoints and the plot (out/pretrain)' \
 	  '  ONE_IN=n       longer tests, test-torch: run one of every n tests, selected by the commit (1)' \
@@ -71,7 +71,11 @@ setup: ## create the environment with pinned dependencies
 setup-newest: # the environment of test-torch
 	@$(MAKE) --no-print-directory setup TORCH=$(NEWEST_TORCH)
 
-pretrain: setup ## pretrain a small GPT on real text, save, resume, show the result
+.PHONY: setup-pretrain
+setup-pretrain: # a part of the environment; `make test` adds the rest
+	@VENV="$(VENV)" PYTHON="$(PYTHON)" TORCH="$(TORCH)" PARTS=pretrain tools/setup.sh
+
+pretrain: setup-pretrain ## pretrain a small GPT on real text, save, resume, show the result
 	@$(PY) -m examples.pretrain_text --strategy "$(STRATEGY)" --ranks "$(RANKS)" \
 	  --iters "$(ITERS)" --out "$(OUT)" $(TEXT_OPTION)
 

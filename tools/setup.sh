@@ -4,9 +4,10 @@
 #   VENV     path of the environment (default .venv)
 #   PYTHON   interpreter that creates the environment (default: the first Python >= 3.12 found)
 #   TORCH    version of torch to install instead of the version in constraints.txt
+#   PARTS    what to install: "all" (default), or "pretrain" for what `make pretrain` needs
 #
 # A stamp in the environment records the inputs of the installation. A call with unchanged inputs
-# installs nothing.
+# installs nothing, and neither does one for "pretrain" after one for "all".
 set -euo pipefail
 
 readonly NEEDED="3.12"
@@ -14,6 +15,7 @@ readonly NEEDED="3.12"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 readonly TORCH="${TORCH:-}"
 readonly VENV="${VENV:-.venv${TORCH:+-torch-$TORCH}}"
+readonly PARTS="${PARTS:-all}"
 readonly STAMP="$VENV/.setup-stamp"
 readonly LOG="$VENV/setup.log"
 # Folder of Transformer Engine, which only a rehearsal searches.
@@ -107,6 +109,19 @@ create_environment() {
         logged "installing pip" "$VENV/bin/python" -m ensurepip
 }
 
+# Prints the number of unpacked packages every 15 seconds, while it grows.
+count_unpacked() {
+    local folder before now
+    folder="$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    before="$(find "$folder" -maxdepth 1 -name '*.dist-info' | wc -l)"
+    # A sleep that outlives this script must not hold its output open.
+    while sleep 15 >/dev/null 2>&1; do
+        now="$(find "$folder" -maxdepth 1 -name '*.dist-info' | wc -l)"
+        [ "$now" -eq "$before" ] || say "  unpacked $now packages"
+        before="$now"
+    done
+}
+
 # Filters pip's output: prints the names of large downloads, without URLs, and the package count.
 show_progress() {
     awk '
@@ -127,8 +142,14 @@ install_project() {
     constraints >"$pinned"
     # With the build backend in the environment, the editable build downloads no other copy.
     logged "installing setuptools" "${pip[@]}" --constraint "$pinned" setuptools
+    local extras=megatron,pretrain
+    [ "$PARTS" = pretrain ] || extras=megatron,pretrain,test,docs,plan
     say "installing the project and its pinned dependencies (minutes the first time)"
-    if ! "${pip[@]}" --constraint "$pinned" --no-build-isolation --editable '.[megatron,test,docs,plan]' \
+    count_unpacked &
+    # shellcheck disable=SC2064
+    trap "kill $! 2>/dev/null || true" EXIT
+    # Python compiles the few modules that are imported; pip would compile all of torch's.
+    if ! "${pip[@]}" --no-compile --constraint "$pinned" --no-build-isolation --editable ".[$extras]" \
         2>&1 | tee -a "$LOG" | show_progress; then
         tail -n 20 "$LOG" >&2
         die "pip could not install the project: the lines above are the end of $LOG."
@@ -145,9 +166,11 @@ install_rehearsal_packages() {
 }
 
 main() {
-    local wanted
+    case "$PARTS" in all | pretrain) ;; *) die "PARTS=$PARTS is neither all nor pretrain." ;; esac
+    local wanted has=""
     wanted="$(fingerprint)"
-    if [ -x "$VENV/bin/python" ] && [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$wanted" ]; then
+    [ ! -x "$VENV/bin/python" ] || has="$(cat "$STAMP" 2>/dev/null || true)"
+    if [ "$has" = "$wanted all" ] || [ "$has" = "$wanted $PARTS" ]; then
         say "$VENV is up to date"
         return
     fi
@@ -155,8 +178,8 @@ main() {
     create_environment
     rm -f "$STAMP"
     install_project
-    install_rehearsal_packages
-    printf '%s\n' "$wanted" >"$STAMP"
+    [ "$PARTS" = pretrain ] || install_rehearsal_packages
+    printf '%s\n' "$wanted $PARTS" >"$STAMP"
     say "done: $VENV is ready"
 }
 

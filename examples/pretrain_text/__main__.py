@@ -39,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"sharding strategy; {DDP} runs Megatron's own DDP for comparison",
     )
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks")
-    parser.add_argument("--iters", type=int, default=300, help="iterations of the first run")
+    parser.add_argument("--iters", type=int, default=200, help="iterations of the first run")
     parser.add_argument("--out", type=Path, default=Path("out/pretrain"), help="where files go")
     parser.add_argument("--text", help="file or folder of text; default: the Python library")
     return parser
@@ -78,14 +78,15 @@ def prepare(console: Console, settings: Settings, text: str | None) -> datasets.
     Returns:
         The dataset.
     """
+    console.print("step 1 of 3: text")
     corpus = collect(text)
     dataset = datasets.build(corpus.documents, settings.out / "data")
     skipped = f", {corpus.num_skipped} files skipped" if corpus.num_skipped else ""
     console.print(
-        f"text: {corpus.source}, {corpus.nbytes / 1e6:.1f} MB in {corpus.num_files} files{skipped}"
+        f"  {corpus.source}, {corpus.nbytes / 1e6:.1f} MB in {corpus.num_files} files{skipped}"
     )
     console.print(
-        f"data: {dataset.num_tokens:,} tokens {'written' if dataset.is_new else 'found'} "
+        f"  {dataset.num_tokens:,} tokens {'written' if dataset.is_new else 'found'} "
         f"at {dataset.prefix}"
     )
     return dataset
@@ -104,15 +105,17 @@ def train(console: Console, settings: Settings, dataset: datasets.Dataset) -> Re
     """
     # Checkpoints of an earlier run would be mistaken for checkpoints of this run.
     shutil.rmtree(settings.checkpoints, ignore_errors=True)
+    console.print(f"step 2 of 3: train {settings.iters} iterations, save after {settings.half_way}")
     first = run(
         console,
         "first run",
         training_command(settings.ranks, first_run_flags(settings, dataset)),
-        settings.out / "first_run.log",
+        settings.first_log,
         range(1, settings.iters + 1),
         settings.ranks,
     )
     expected = range(settings.half_way + 1, settings.resumed_until + 1)
+    console.print(f"step 3 of 3: resume, and repeat iterations up to {settings.resumed_until}")
     resumed = run(
         console,
         "resumed run",

@@ -1,5 +1,6 @@
 """A picture and a short summary of the runs."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,10 +123,19 @@ def show_summary(console: Console, results: Results) -> None:
         "resume proof": describe(results.proof),
         "loss curve": str(results.picture),
     }
-    console.print()
-    for name, value in rows.items():
-        # A wrapped path cannot be copied.
-        console.print(f"{name:<14}{value}", soft_wrap=True, markup=False)
+    tool = Path(sys.executable).with_name("megatron-fsdp-v2")
+    steps = {
+        "your text": "make pretrain TEXT=path/to/file_or_folder",
+        "a checkpoint": f"{tool} ckpt inspect {checkpoint}",
+        "your job": f"{tool} plan --ranks 64 --machine h100 -- <flags of your pretraining>",
+        "its flags": f"as in the first line of {settings.first_log}",
+        "all pages": "docs/index.md",
+    }
+    for part in (rows, steps):
+        console.print("" if part is rows else "\nnext:")
+        for name, value in part.items():
+            # A wrapped path cannot be copied.
+            console.print(f"{name:<14}{value}", soft_wrap=True, markup=False)
 
 
 def describe(proof: ResumeProof) -> str:

@@ -72,6 +72,11 @@ class Settings:
         return self.out / "checkpoints"
 
     @property
+    def first_log(self) -> Path:
+        """The command and the output of the first run."""
+        return self.out / "first_run.log"
+
+    @property
     def half_way_checkpoint(self) -> Path:
         """The checkpoint that the second run resumes from."""
         return self.checkpoints / f"iter_{self.half_way:07d}"

@@ -19,7 +19,8 @@ from tests.processes import ROOT, ran
 (NEWEST,) = ROOT.glob("constraints-torch-*.txt")
 NEWEST_TORCH = NEWEST.stem.removeprefix("constraints-torch-")
 DEPENDENCIES = ("pyproject.toml", "constraints.txt", "tools/rehearsal-packages.txt")
-TOOLS = ("awk", "bash", "cat", "cksum", "cp", "dirname", "mkdir", "rm", "sed", "tail", "tee")
+_TOOLS = "awk bash cat cksum cp dirname find mkdir rm sed sleep tail tee wc"
+TOOLS = _TOOLS.split()
 
 # Answers the calls of the script to an interpreter, and logs the installations.
 FAKE_PYTHON = """#!/bin/bash
@@ -115,6 +116,17 @@ def test_only_a_changed_dependency_file_causes_another_installation(tree, name):
         file.write("# changed\n")
     assert tree.setup().returncode == 0
     assert tree.num_installs == 2
+
+
+def test_what_pretrain_needs_is_installed_first_and_the_rest_when_it_is_needed(tree):
+    assert tree.setup(PARTS="pretrain").returncode == 0
+    assert "mypy" not in (calls := tree.calls.read_text()) and ".[megatron,pretrain]" in calls
+    assert "up to date" in tree.setup(PARTS="pretrain").stdout
+    assert tree.setup().returncode == 0
+    assert ".[megatron,pretrain,test,docs,plan]" in tree.calls.read_text()
+    assert "up to date" in tree.setup(PARTS="pretrain").stdout
+    assert tree.num_installs == 2
+    assert "neither all nor pretrain" in tree.setup(PARTS="some").stderr
 
 
 def test_an_environment_without_a_stamp_is_kept(tree):

@@ -19,7 +19,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -34,11 +34,16 @@ from megatron_fsdp_v2.comm.interface import (
     Work,
 )
 from megatron_fsdp_v2.layout.buffer_layout import BufferLayout
-from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.layout.placement import AxisPlacements, Placement
 from megatron_fsdp_v2.memory.allocator import Allocator, BufferUse, TemporaryBuffer, alias_of
 from megatron_fsdp_v2.memory.host_memory import empty_in_host_memory
 from megatron_fsdp_v2.memory.observer import CollectiveIssued, Observer
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from megatron_fsdp_v2.params.group import GroupSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +75,29 @@ class ShardGrid:
     parts: tuple[int, ...]
 
     @classmethod
-    def of(cls, axes: Sequence[Axis], main_placements: Sequence[Placement]) -> ShardGrid:
-        """Return the grid for placements of main weights, the most finely sharded tensors."""
-        parts = tuple(
-            axis.size if placement is Placement.SHARD else 1
-            for axis, placement in zip(axes, main_placements, strict=True)
+    def of(
+        cls,
+        mesh: DeviceMesh,
+        placements: Sequence[AxisPlacements],
+        gather_group: dist.ProcessGroup | None,
+    ) -> ShardGrid:
+        """Return the grid for main weights, the most finely sharded tensors, as this rank sees it.
+
+        Args:
+            mesh: The data-parallel mesh.
+            placements: Placements per mesh axis, outermost first.
+            gather_group: Process group of gathers along the innermost axis; None for the axis's.
+        """
+        groups = [*[None] * (mesh.ndim - 1), gather_group]
+        axes = tuple(
+            Axis(mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis), group)
+            for axis, group in enumerate(groups)
         )
-        return cls(tuple(axes), parts)
+        parts = tuple(
+            axis.size if placement.main_weight is Placement.SHARD else 1
+            for axis, placement in zip(axes, placements, strict=True)
+        )
+        return cls(axes, parts)
 
     @property
     def num_slices(self) -> int:
@@ -122,11 +143,8 @@ class BufferContext:
     Attributes:
         label: Name of the group, for reports and errors.
         layout: Positions of parameters in the whole flat tensor.
-        grid: Mapping of its slices onto the mesh.
-        placements: Placements per mesh axis, outermost first.
-        dtypes: Dtypes of weights and gradients.
+        spec: Properties that all parameters of the group share.
         device: Device of the buffers.
-        host: Offloading of main weights and main gradients; None if they are on the device.
         comm: Issues collectives.
         allocator: Makes temporary buffers.
         observer: Receives events of temporary buffers and main gradients.
@@ -134,11 +152,8 @@ class BufferContext:
 
     label: Label
     layout: BufferLayout
-    grid: ShardGrid
-    placements: tuple[AxisPlacements, ...]
-    dtypes: GroupDtypes
+    spec: GroupSpec
     device: torch.device
-    host: Offload | None
     comm: Communicator
     allocator: Allocator
     observer: Observer = field(default_factory=Observer)
@@ -161,7 +176,7 @@ class BufferContext:
             dtype: Element type.
             packing: See `DataParallelBuffer`.
         """
-        numel = self.grid.span(placements).count * self.layout.shard_numel // packing
+        numel = self.spec.grid.span(placements).count * self.layout.shard_numel // packing
         name = f"{self.label.name}/{kind}"
         memory = self.allocator.buffer(name, use, numel, dtype, self.device)
         return DataParallelBuffer(self, placements, memory.tensor, memory, packing=packing)
@@ -179,9 +194,9 @@ class BufferContext:
         """
         numel = span.count * self.layout.shard_numel
         make = torch.empty if is_overwritten else torch.zeros
-        if self.host is None:
+        if self.spec.offload is None:
             return make(numel, dtype=dtype, device=self.device)
-        is_pinned = self.host.pin_memory and self.device.type == "cuda"
+        is_pinned = self.spec.offload.pin_memory and self.device.type == "cuda"
         is_meta = self.device.type == "meta"
         memory = empty_in_host_memory((numel,), dtype, pin_memory=is_pinned, is_meta=is_meta)
         return memory if is_overwritten else memory.zero_()
@@ -208,7 +223,7 @@ class BufferContext:
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum a flat tensor over all ranks of the mesh, in place. Collective."""
-        for number, axis in reversed(list(enumerate(self.grid.axes))):
+        for number, axis in reversed(list(enumerate(self.spec.grid.axes))):
             kind, stream = CollectiveKind.ALL_REDUCE, CommStream.REDUCE
             collective = Collective(kind, tensor, tensor, axis, stream, label=self.label)
             self.issue(collective, number, is_temporary=False, async_op=False)
@@ -258,7 +273,7 @@ class DataParallelBuffer:
     ) -> None:
         self.context = context
         self.placements = tuple(placements)
-        self.span = context.grid.span(placements)
+        self.span = context.spec.grid.span(placements)
         self.tensor = tensor
         self.memory = memory
         self.packing = packing
@@ -310,7 +325,7 @@ class DataParallelBuffer:
 
     def part(self, placements: Sequence[Placement]) -> DataParallelBuffer:
         """Return the part of this buffer that a finer placement holds, in the same memory."""
-        tensor = self.piece(self.context.grid.span(placements))
+        tensor = self.piece(self.context.spec.grid.span(placements))
         return DataParallelBuffer(self.context, placements, tensor, packing=self.packing)
 
     # -- memory -------------------------------------------------------------------------------
@@ -414,7 +429,7 @@ class DataParallelBuffer:
                 accumulate,
                 before=before,
                 after=after if is_last else None,
-                sums_in_fp32=context.dtypes.sums_in_fp32,
+                sums_in_fp32=context.spec.dtypes.sums_in_fp32,
                 label=context.label,
             )
             is_async = async_op and (is_queued or is_last)
@@ -425,25 +440,24 @@ class DataParallelBuffer:
 
     def _steps(self, out: DataParallelBuffer) -> list[_Transfer]:
         """Return the collectives that transfer this buffer into another one, in order."""
-        axes, steps, held = self.context.grid.axes, [], self.span
-        for number, axis in enumerate(axes):
+        grid, steps, held = self.context.spec.grid, [], self.span
+        for number, axis in enumerate(grid.axes):
             mine, theirs = self.placements[number], out.placements[number]
             if mine is theirs:
                 continue
             if mine is Placement.PARTIAL:
                 is_cut = theirs is Placement.SHARD
                 kind = CollectiveKind.REDUCE_SCATTER if is_cut else CollectiveKind.ALL_REDUCE
-                is_inner = number == len(axes) - 1
+                is_inner = number == len(grid.axes) - 1
                 comm_stream = CommStream.REDUCE if is_inner else CommStream.OUTER
                 steps.append(_Transfer(kind, number, axis, comm_stream, out.span))
-            elif self.context.grid.parts[number] > 1:
-                parts = self.context.grid.parts[number]
+            elif (parts := grid.parts[number]) > 1:
                 held = Span(held.first - axis.rank * held.count, held.count * parts)
                 gather = CollectiveKind.ALL_GATHER
                 steps.append(_Transfer(gather, number, axis.for_gathers(), CommStream.GATHER, held))
         if not steps:
             # Equal placements: an all-reduce over one rank, which copies, scales or adds.
-            alone = Axis(axes[-1].group, 1, 0)
+            alone = Axis(grid.axes[-1].group, 1, 0)
             steps.append(
                 _Transfer(CollectiveKind.ALL_REDUCE, 0, alone, CommStream.REDUCE, out.span)
             )

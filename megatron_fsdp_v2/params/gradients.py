@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import nn
 
-    from megatron_fsdp_v2.params.group import GroupSpec
     from megatron_fsdp_v2.params.parameters import GroupParameters
 
 
@@ -98,19 +97,14 @@ class GroupGrads:
         is_written: Whether a reduction of this backward wrote the main gradient.
         has_contributed: Whether this rank had a gradient in that reduction, or in an earlier
             backward that left it to that reduction.
-        spec: Spec of the group. If not `reduces`, the main gradient is this rank's own gradient of
-            its rows, without scaling.
     """
 
-    def __init__(
-        self, spec: GroupSpec, parameters: GroupParameters, context: BufferContext
-    ) -> None:
-        self.spec = spec
+    def __init__(self, parameters: GroupParameters, context: BufferContext) -> None:
         self.context = context
         self._parameters = parameters
         self._params = parameters.sharded
-        self._errors_on_missing = spec.errors_on_missing_grad
-        layout, placements, dtypes = context.layout, context.placements, context.dtypes
+        layout, spec = context.layout, context.spec
+        placements, dtypes = spec.placements, spec.dtypes
         self._placements = [p.main_weight for p in placements]
         self.accumulates_unreduced = placements[-1].unreduced_grad is Placement.PARTIAL
         dtype = dtypes.main_grad if self.accumulates_unreduced else dtypes.grad_comm
@@ -122,7 +116,7 @@ class GroupGrads:
             dtype = dtypes.main_grad
             self.partial = self._gradient_buffer("partial_grad", reduced, dtype, "outer_grad_comm")
         self._staging: DataParallelBuffer | None = None
-        if context.host is not None:
+        if spec.offload is not None:
             self._staging = context.temporary(
                 "offloading", BufferUse.COMMUNICATION, self._placements, dtypes.main_grad
             )
@@ -130,13 +124,13 @@ class GroupGrads:
         self._views = [self.full.view(index) for index in range(num_params)]
         assert self.full.memory is not None
         self._gaps = [self.full.memory.alias(start, (end - start,)) for start, end in layout.gaps()]
-        self._main_span = context.grid.span(self._placements)
+        self._main_span = spec.grid.span(self._placements)
         places = [place_in(layout, self._main_span, index) for index in range(num_params)]
         self._places = [
             (shape, torch.empty(shape, device="meta").stride(), offset) for offset, shape in places
         ]
         # With many ranks, most gradients are empty: they are not made again in every backward.
-        is_in_host_memory = context.host is not None and context.device.type != "meta"
+        is_in_host_memory = spec.offload is not None and context.device.type != "meta"
         device = torch.device("cpu") if is_in_host_memory else context.device
         self._empty = {
             index: torch.empty(shape, dtype=dtypes.main_grad, device=device)
@@ -165,7 +159,7 @@ class GroupGrads:
     ) -> DataParallelBuffer:
         context = self.context
         buffer = context.temporary(kind, BufferUse.GRADIENT, placements, dtype)
-        comm_dtype = context.dtypes.grad_comm
+        comm_dtype = context.spec.dtypes.grad_comm
         if dtype != comm_dtype:
             buffer.comm_copy = context.temporary(
                 copied_as, BufferUse.COMMUNICATION, placements, comm_dtype
@@ -192,7 +186,8 @@ class GroupGrads:
     @property
     def reduced_over(self) -> tuple[dist.ProcessGroup, ...]:
         """Process groups of several ranks over which gradients are summed."""
-        axes = self.context.grid.axes if self.spec.reduces else ()
+        spec = self.context.spec
+        axes = spec.grid.axes if spec.reduces else ()
         return tuple([axis.group for axis in axes if axis.size > 1])
 
     @property
@@ -203,7 +198,7 @@ class GroupGrads:
     @property
     def has_outer_axis(self) -> bool:
         """Whether a second reduction follows, along an outer axis."""
-        return self.partial is not None and self.spec.reduces
+        return self.partial is not None and self.context.spec.reduces
 
     @property
     def has_partial(self) -> bool:
@@ -321,7 +316,7 @@ class GroupGrads:
             RuntimeError: A gradient is missing and `on_missing_grad` is `error`.
         """
         has_gradient = self.has_gradient
-        if self._errors_on_missing and has_gradient:
+        if self.context.spec.errors_on_missing_grad and has_gradient:
             rows = zip(self._parameters.names, self._filled, self._params, strict=True)
             missing = [name for name, filled, param in rows if not filled and param.requires_grad]
             if missing:
@@ -337,7 +332,8 @@ class GroupGrads:
         self.has_contributed |= has_gradient
         self._filled = [False] * len(self._filled)
         before, after = self._factors()
-        if self.spec.reduces and before != 1.0:
+        reduces = self.context.spec.reduces
+        if reduces and before != 1.0:
             self.full.tensor.mul_(before)
         self._full_state = self._moved(self._full_state, GradState.REDUCING)
         if self.has_outer_axis:
@@ -347,7 +343,7 @@ class GroupGrads:
             self._inner_work = self.full.redistribute(
                 self.partial, accumulate=accumulate, async_op=async_op
             )
-        elif self.spec.reduces:
+        elif reduces:
             self._inner_work = self._into_main(self.full, after, async_op=async_op)
         else:
             own = self.full.part(self._placements)
@@ -390,7 +386,7 @@ class GroupGrads:
     def end_reductions(self) -> None:
         """Finish a backward, after the caller waited for all reductions."""
         self._inner_work = self._last_work = DONE
-        if self.context.host is not None:
+        if self.context.spec.offload is not None:
             self.context.comm.synchronize()
         if self.is_written:
             self.has_contributed = False
@@ -400,7 +396,7 @@ class GroupGrads:
     def before_grad_accumulation(self) -> None:
         """Order autograd's next accumulation into `param.grad` after its reduction."""
         self._wait_for_last()
-        if self.context.host is not None:
+        if self.context.spec.offload is not None:
             self.context.comm.synchronize()
 
     def _wait_for_last(self) -> None:
@@ -424,10 +420,11 @@ class GroupGrads:
         buffers. A fp16 sum may exceed 65504 and overflow, so with fp16 the terms are multiplied by
         the power of two in a factor below 1, which is exact unless a gradient underflows.
         """
-        if torch.float16 not in (self.context.dtypes.grad_comm, self.context.dtypes.main_grad):
-            return 1.0, self.spec.scale
-        before = min(1.0, 2.0 ** (math.frexp(self.spec.scale)[1] - 1))
-        return before, self.spec.scale / before
+        dtypes, scale = self.context.spec.dtypes, self.context.spec.scale
+        if torch.float16 not in (dtypes.grad_comm, dtypes.main_grad):
+            return 1.0, scale
+        before = min(1.0, 2.0 ** (math.frexp(scale)[1] - 1))
+        return before, scale / before
 
     def _moved(self, state: GradState, to: GradState) -> GradState:
         if to not in _MOVES[state]:
@@ -469,7 +466,7 @@ class GroupGrads:
         # Tensors made in inference mode could not be modified in place later.
         with torch.inference_mode(False), context.comm.allocation_context():
             flat = context.main_memory(
-                self._main_span, context.dtypes.main_grad, is_overwritten=is_overwritten
+                self._main_span, context.spec.dtypes.main_grad, is_overwritten=is_overwritten
             )
         self._main = weakref.ref(flat)
         if context.observer.subscribers and self.full.memory is not None:

@@ -7,8 +7,8 @@ import enum
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -46,7 +46,10 @@ class GroupSpec:
         granularity: The smallest block that a shard boundary never splits.
         scale: Factor of a gradient's sum over data-parallel ranks.
         errors_on_missing_grad: Whether a missing gradient is an error; otherwise it is zero.
-        reduces: Whether gradients are summed over data-parallel ranks.
+        mesh: The data-parallel mesh.
+        grid: Mapping of flat buffers onto the axes of the mesh, as this rank sees them.
+        reduces: Whether gradients are summed over data-parallel ranks. Otherwise, a main gradient
+            is this rank's own gradient of its rows, without scaling.
         format_type: Format of the model weights.
         offload: Host memory for main weights and gradients; None keeps them on the device.
     """
@@ -57,6 +60,9 @@ class GroupSpec:
     granularity: Granularity
     scale: float
     errors_on_missing_grad: bool
+    # Ranks compare the repr of a spec.
+    mesh: DeviceMesh = field(repr=False)
+    grid: ShardGrid = field(repr=False, compare=False)
     reduces: bool = True
     format_type: type[WeightFormat] = DenseFormat
     offload: Offload | None = None
@@ -115,8 +121,6 @@ class ParameterGroup:
 
     Attributes:
         names: Parameter names relative to the unit.
-        spec: Properties that all parameters share.
-        mesh: The data-parallel mesh.
         info: Information about the group for its sharded parameters.
         layout: Positions of the parameters in the flat buffer.
         format: Writes model weights and binds them to modules.
@@ -138,44 +142,30 @@ class ParameterGroup:
         owned: Sequence[OwnedParameter],
         spec: GroupSpec,
         layout: BufferLayout,
-        mesh: DeviceMesh,
-        axes: Sequence[Axis],
         device: torch.device,
         communicator: Communicator,
         allocator: Allocator,
     ) -> None:
-        self.spec = spec
-        self.mesh = mesh
         self.layout = layout
-        grid = ShardGrid.of(axes, [p.main_weight for p in spec.placements])
-        self._context = BufferContext(
-            Label(name),
-            layout,
-            grid,
-            spec.placements,
-            spec.dtypes,
-            device,
-            spec.offload,
-            communicator,
-            allocator,
-        )
+        self._context = BufferContext(Label(name), layout, spec, device, communicator, allocator)
         self.format = spec.format_type(spec.dtypes)
         self._make_weights()
         owner = weakref.ref(self)
         self.info = GroupInfo(
             self._context.label, owner, functools.partial(_before_grad_accumulation, owner)
         )
+        strides = spec.grid.strides
         row_shards = [
-            RowShards(layout.row_ranges(i), grid.strides, p.tensor, info=self.info, name=p.name)
+            RowShards(layout.row_ranges(i), strides, p.tensor, info=self.info, name=p.name)
             for i, p in enumerate(owned)
         ]
-        self.parameters = GroupParameters(self, owned, row_shards, mesh)
+        self.parameters = GroupParameters(self, owned, row_shards)
         self.names = self.parameters.names
         self.sharded_params = self.parameters.sharded
         self.unsharded_params = self.parameters.gathered
         self.grads: GroupGrads | None = None
         if spec.requires_grad:
-            self.grads = GroupGrads(spec, self.parameters, self._context)
+            self.grads = GroupGrads(self.parameters, self._context)
         self._reference_count = 0
         # Gathers to wait for; None if no gather is under way.
         self._gathering: list[Work] | None = None
@@ -186,22 +176,22 @@ class ParameterGroup:
     def _make_weights(self) -> None:
         """Make the buffers of weights, and choose what they are gathered from."""
         context, weight_format = self._context, self.format
-        main = [p.main_weight for p in context.placements]
-        model = [p.model_weight for p in context.placements]
-        grid, dtype = context.grid, weight_format.payload_dtype
-        main_dtype = context.dtypes.main_weight
+        spec, dtype = context.spec, weight_format.payload_dtype
+        main = [p.main_weight for p in spec.placements]
+        model = [p.model_weight for p in spec.placements]
+        grid, main_dtype = spec.grid, spec.dtypes.main_weight
         self.gathers_for_use = grid.span(model).count < grid.num_slices
         self.single_payload = len(weight_format.payloads) == 1
         is_written_locally = grid.span(model) == grid.span(main) and not weight_format.communicates
         self.is_refreshed_locally = is_written_locally
         self.source = WeightSource.MODEL
         if is_written_locally:
-            if context.host is None and dtype == main_dtype:
+            if spec.offload is None and dtype == main_dtype:
                 self.source = WeightSource.MAIN
             elif self.single_payload and self.gathers_for_use:
                 self.source = WeightSource.CAST
             else:
-                self.is_refreshed_locally = context.host is None
+                self.is_refreshed_locally = spec.offload is None
         memory = context.main_memory(grid.span(main), main_dtype)
         self.main_weight = DataParallelBuffer(context, main, memory)
         self.payloads: list[Payload] = []
@@ -228,9 +218,14 @@ class ParameterGroup:
         return self._context.label.name
 
     @property
+    def spec(self) -> GroupSpec:
+        """Properties that all parameters share."""
+        return self._context.spec
+
+    @property
     def axes(self) -> tuple[Axis, ...]:
         """Axes of the mesh as this rank sees them, outermost first."""
-        return self._context.grid.axes
+        return self.spec.grid.axes
 
     @property
     def device(self) -> torch.device:
@@ -240,7 +235,7 @@ class ParameterGroup:
     @property
     def sharded_axes(self) -> Sequence[Axis]:
         """Axes along which a format communicates: the axes that shard main weights."""
-        grid = self._context.grid
+        grid = self.spec.grid
         axes = [axis.for_gathers() for axis in grid.axes]
         cut = [axis for axis, parts in zip(axes, grid.parts, strict=True) if parts > 1]
         return cut or axes[-1:]
@@ -308,13 +303,11 @@ class ParameterGroup:
     def set_gather_group(self, group: dist.ProcessGroup | None) -> None:
         """Set the process group of gathers along the innermost axis; None for the axis's own."""
         axes = (*self.axes[:-1], dataclasses.replace(self.axes[-1], gather_group=group))
-        self._context.grid = dataclasses.replace(self._context.grid, axes=axes)
+        self.change_spec(grid=dataclasses.replace(self.spec.grid, axes=axes))
 
-    def set_reduction(self, *, reduces: bool, scale: float) -> None:
-        """Set `reduces` and `scale` of the spec, also of parameters that are frozen now."""
-        self.spec = dataclasses.replace(self.spec, reduces=reduces, scale=scale)
-        if self.grads is not None:
-            self.grads.spec = self.spec
+    def change_spec(self, **changes: Any) -> None:
+        """Change properties that are read anew for every gather or reduction."""
+        self._context.spec = dataclasses.replace(self.spec, **changes)
 
     def holds(self, param: torch.Tensor) -> bool:
         """Return whether a tensor is one of the group's sharded parameters."""
@@ -554,7 +547,7 @@ class ParameterGroup:
         if self.grads is None and self.parameters.is_any_trained:
             # May run in inference mode, whose tensors a later training could not modify.
             with torch.inference_mode(False):
-                self.grads = GroupGrads(self.spec, self.parameters, self._context)
+                self.grads = GroupGrads(self.parameters, self._context)
                 self.parameters.expect_gradients()
 
 

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
     from megatron_fsdp_v2.dtensor.row_shards import GroupInfo, RowShards, TensorShard
-    from megatron_fsdp_v2.params.buffer import DataParallelBuffer
     from megatron_fsdp_v2.params.group import ParameterGroup
 
 
@@ -93,7 +92,6 @@ class GroupParameters:
         owner: ParameterGroup,
         owned: Sequence[OwnedParameter],
         row_shards: Sequence[RowShards],
-        mesh: DeviceMesh,
     ) -> None:
         """Copy this rank's rows into the main weights, and make sharded and gathered parameters.
 
@@ -101,7 +99,6 @@ class GroupParameters:
             owner: The group, whose weight buffers exist already.
             owned: The original parameters, which are not changed.
             row_shards: Row ranges of each parameter over the mesh.
-            mesh: The data-parallel mesh.
         """
         self._info = owner.info
         self._main_weight = owner.main_weight
@@ -119,7 +116,7 @@ class GroupParameters:
         self.names = [p.name for p in owned]
         self.row_shards = row_shards
         self.dtensors = [p.dtensor for p in owned]
-        self.sharded = [self._sharded(i, p, owner.main_weight, mesh) for i, p in enumerate(owned)]
+        self.sharded = [self._sharded(i, p, owner.spec.mesh) for i, p in enumerate(owned)]
         if owner.spec.requires_grad:
             self.expect_gradients()
         self.gathered = [self._gathered(i, p, owner) for i, p in enumerate(owned)]
@@ -129,11 +126,9 @@ class GroupParameters:
         self.note_written()
         self.views = [local_of(param) for param in self.sharded]
 
-    def _sharded(
-        self, index: int, owned: OwnedParameter, main: DataParallelBuffer, mesh: DeviceMesh
-    ) -> nn.Parameter:
+    def _sharded(self, index: int, owned: OwnedParameter, mesh: DeviceMesh) -> nn.Parameter:
         """Copy the original's rows into the main weight, and return a DTensor over them."""
-        rows, (start, end) = main.view(index), main.rows(index)
+        rows, (start, end) = self._main_weight.view(index), self._main_weight.rows(index)
         with torch.no_grad():
             values = self._format.values(owned.param) if owned.values is None else owned.values
             rows.copy_(values[start:end])

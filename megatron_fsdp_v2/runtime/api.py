@@ -14,11 +14,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
 from megatron_fsdp_v2.comm.groups import check_gather_group
-from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.layout.buffer_layout import Granularity
 from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp_v2.layout.placement import resolve_placements
-from megatron_fsdp_v2.params.buffer import Offload
+from megatron_fsdp_v2.params.buffer import Offload, ShardGrid
 from megatron_fsdp_v2.params.formats import format_of
 from megatron_fsdp_v2.params.group import GroupSpec
 from megatron_fsdp_v2.runtime.construct import (
@@ -207,13 +206,17 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     check_gather_group(of_unit.gather_group, mesh)
     policy = MixedPrecisionPolicy.of(mp_policy)
     sizes = [mesh.size(axis) for axis in range(mesh.ndim)]
+    placements = resolve_placements(sharding_strategy, outer_dp_sharding_strategy, sizes)
+    device = _device_of(mesh)
     spec = GroupSpec(
         policy.resolve(torch.float32),
         requires_grad=True,
-        placements=resolve_placements(sharding_strategy, outer_dp_sharding_strategy, sizes),
+        placements=placements,
         granularity=Granularity.parse(shard_granularity),
         scale=1.0 / mesh.size() if gradient_scaling_factor is None else gradient_scaling_factor,
         errors_on_missing_grad=on_missing_grad == "error",
+        mesh=mesh,
+        grid=ShardGrid.of(mesh, placements, of_unit.gather_group),
         offload=offload,
     )
     if policy.reduce_scatter_with_fp32_accumulation and sharding_strategy == "no_shard":
@@ -222,7 +225,6 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
             "sharding_strategy='no_shard', which all-reduces gradients; shard them (optim or "
             "further), or set grad_comm_dtype=torch.float32"
         )
-    device = _device_of(mesh)
     owned, tied = owned_parameters(modules, ignored_params or frozenset(), device)
     tied += used_parameters(modules, of_unit.used_params)
     for parameter in owned:
@@ -235,7 +237,6 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     ]
     given = [(class_names(modules), root_options)]
     given += [(name, unit.root_options) for name, unit in inside]
-    groups = [*[None] * (mesh.ndim - 1), of_unit.gather_group]
     plan = UnitPlan(
         modules=modules,
         root_options=root_options,
@@ -243,16 +244,10 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
         policy=policy,
         spec=spec,
         reshard_after_forward=_reshards_after_forward(reshard_after_forward, sizes[-1]),
-        mesh=mesh,
-        axes=[
-            Axis(mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis), group)
-            for axis, group in enumerate(groups)
-        ],
         device=device,
         owned=owned,
         tied=tied,
-        tensor_shards=of_unit.tensor_shards,
-        param_init_fn=of_unit.param_init_fn,
+        unit_options=of_unit,
     )
     for _, unit in inside:
         if unit.is_unsharded or unit.context.backward.is_reducing:

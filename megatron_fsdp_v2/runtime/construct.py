@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from megatron_fsdp_v2.comm.backends import communicator_for
-from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.dtensor.row_shards import TensorShard
 from megatron_fsdp_v2.dtensor.tp_params import tensor_shard_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
@@ -29,7 +28,6 @@ from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp_v2.layout.split import flat_buffers
 from megatron_fsdp_v2.memory.allocator import Allocator
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
-from megatron_fsdp_v2.params.buffer import ShardGrid
 from megatron_fsdp_v2.params.formats import DenseFormat, format_of
 from megatron_fsdp_v2.params.group import GroupSpec, ParameterGroup
 from megatron_fsdp_v2.params.parameters import (
@@ -42,7 +40,7 @@ from megatron_fsdp_v2.runtime.hooks import install_hooks, install_state_dict_hoo
 from megatron_fsdp_v2.runtime.materialize import materialize
 from megatron_fsdp_v2.runtime.module import FSDPModule, swap_class, unit_of
 from megatron_fsdp_v2.runtime.optimizer_steps import watch_optimizers
-from megatron_fsdp_v2.runtime.options import RuntimeOptions
+from megatron_fsdp_v2.runtime.options import RuntimeOptions, UnitOptions
 from megatron_fsdp_v2.runtime.unit import Unit, class_names, unit_owning
 from megatron_fsdp_v2.runtime.unit_checks import REGISTRATIONS, note_ignored
 
@@ -297,13 +295,10 @@ class UnitPlan:
         policy: Dtypes of weights, gradients, inputs and outputs.
         spec: Properties that all groups of the unit share; see `spec_of`.
         reshard_after_forward: Whether to reshard between forward and backward.
-        mesh: The data-parallel mesh.
-        axes: Axes of the mesh as this rank sees them, outermost first.
         device: Device of the buffers.
         owned: Parameters that the unit owns.
         tied: Parameters of its modules that other units own.
-        tensor_shards: Tensor-parallel splits of plain tensors, from the caller.
-        param_init_fn: Initializes modules whose tensors are on the meta device.
+        unit_options: Rarely used options of the unit.
     """
 
     modules: Sequence[nn.Module]
@@ -312,13 +307,10 @@ class UnitPlan:
     policy: MixedPrecisionPolicy
     spec: GroupSpec
     reshard_after_forward: bool
-    mesh: DeviceMesh
-    axes: Sequence[Axis]
     device: torch.device
     owned: Sequence[OwnedParameter]
     tied: Sequence[TiedParameter]
-    tensor_shards: Mapping[nn.Parameter, TensorShard]
-    param_init_fn: Callable[[nn.Module], None] | None
+    unit_options: UnitOptions
 
     def spec_of(self, param: nn.Parameter) -> GroupSpec:
         """Return the properties of the group that a parameter belongs to."""
@@ -340,21 +332,21 @@ def make_unit(plan: UnitPlan) -> None:
         ValueError: A parameter cannot be sharded as planned.
         RuntimeError: Memory is exhausted, or a tied parameter is gathered.
     """
-    modules, owned = plan.modules, plan.owned
+    modules, owned, given = plan.modules, plan.owned, plan.unit_options
     for parameter in owned:
         if not parameter.param.is_meta or isinstance(parameter.param, DTensor):
-            _describe_tensor_shard(parameter, plan.mesh, plan.tensor_shards)
+            _describe_tensor_shard(parameter, plan.spec.mesh, given.tensor_shards)
     tied_groups = _tied_groups(plan)
     own = list(own_modules(with_number_prefixes(modules)))
     with ExitStack() as undo:
         _keep(undo, (part for _, part in own))
         unset_names, unset = materialize(
-            owned, modules, own, plan.device, plan.axes, plan.param_init_fn, undo
+            owned, modules, own, plan.device, plan.spec.grid.axes, given.param_init_fn, undo
         )
         for parameter in owned:
             # An initialization may set the tensor-parallel attributes of its parameters.
             if parameter.meta_original is not None and parameter.dtensor is None:
-                _describe_tensor_shard(parameter, plan.mesh, plan.tensor_shards)
+                _describe_tensor_shard(parameter, plan.spec.mesh, given.tensor_shards)
         allocator = TracePoolAllocator() if plan.options.enable_trace_pool else Allocator()
         context = Context(communicator_for(plan.device), allocator, plan.options)
         made = _make_groups(plan, context)
@@ -411,7 +403,7 @@ def _tied_groups(plan: UnitPlan) -> list[ParameterGroup]:
         if isinstance(parameter.param, UnevenDTensor):
             # A sharded parameter has the dtype of its main weight, not its original dtype.
             spec = dataclasses.replace(spec, dtypes=group.spec.dtypes)
-        if group.mesh != plan.mesh or group.spec != spec:
+        if group.spec != spec:
             raise ValueError(
                 f"{where}, which was sharded with another mesh, strategy, granularity, scaling or "
                 "precision; use the same for both"
@@ -432,7 +424,7 @@ def _make_groups(
         lambda parameter: (plan.spec_of(parameter.param), parameter.is_separate and parameter.name),
         lambda parameter: parameter.shape,
         lambda key: key[0].smallest_itemsize,
-        ShardGrid.of(plan.axes, [p.main_weight for p in plan.spec.placements]).num_slices,
+        plan.spec.grid.num_slices,
         plan.spec.granularity,
     )
     made = []
@@ -445,8 +437,6 @@ def _make_groups(
             members,
             spec,
             layout,
-            plan.mesh,
-            plan.axes,
             plan.device,
             context.communicator,
             context.allocator,

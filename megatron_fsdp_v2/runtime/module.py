@@ -260,7 +260,7 @@ class FSDPModule(fsdp.FSDPModule):
         for unit in _units(self, recurse=recurse):
             check_is_between_steps(unit, "set_requires_gradient_reduction")
             for group in unit.groups:
-                group.set_reduction(reduces=requires_gradient_reduction, scale=group.spec.scale)
+                group.change_spec(reduces=requires_gradient_reduction)
 
     @override
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -278,7 +278,7 @@ class FSDPModule(fsdp.FSDPModule):
         unit = unit_of(self)
         check_is_between_steps(unit, "set_gradient_divide_factor")
         for group in unit.groups:
-            group.set_reduction(reduces=group.spec.reduces, scale=1.0 / factor)
+            group.change_spec(scale=1.0 / factor)
 
     @override
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:

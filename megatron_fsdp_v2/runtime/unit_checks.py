@@ -188,7 +188,7 @@ def check_units(context: Context) -> None:
             # Converted or replaced parameters (`to_empty()`) are compared with their values.
             unit.sync()
             if unit.groups:
-                by_mesh.setdefault(unit.groups[0].mesh, []).append(unit)
+                by_mesh.setdefault(unit.groups[0].spec.mesh, []).append(unit)
         for members in by_mesh.values():
             group = members[0].groups[0]
             compare_units([_record(unit) for unit in members], group.axes, group.device)

@@ -133,7 +133,7 @@ def accelerated(
     # Two layers, and the units that accelerate adds: embeddings, and the norm with the head.
     units = [unit for _, unit in named_units(model) if unit.groups]
     assert len(units) == (3 if tied else 4)
-    assert {unit.groups[0].mesh.size() for unit in units} == {dist.get_world_size()}
+    assert {unit.groups[0].spec.mesh.size() for unit in units} == {dist.get_world_size()}
     parameters = full_parameters(model)
     saved = accelerator.get_state_dict(model)
     if accelerator.is_main_process:

@@ -205,7 +205,7 @@ def test_fsdp2_call_trains_like_fsdp2(world_size: int, optimizer: str, dtype: to
     assert recorded.dtypes(gathers=False) == {torch.float32}
     assert _distance(*weights) < 1e-6
     assert [unit.settings.reshard_after_forward for unit in units] == [True, False, True]
-    assert units[0].groups[0].mesh is units[1].groups[0].mesh
+    assert units[0].groups[0].spec.mesh is units[1].groups[0].spec.mesh
 
 
 @on_ranks(2)

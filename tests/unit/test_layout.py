@@ -171,7 +171,7 @@ def test_parameters_packed_two_per_byte_start_at_byte_boundaries(
         assert layout.alignment.line in (2, 32, 64, 128, 256)
         memory = torch.zeros(layout.numel // 2, dtype=torch.uint8)
         grid = ShardGrid((Axis(cast(Any, None), num_shards, 0),), (num_shards,))
-        context = cast(Any, SimpleNamespace(layout=layout, grid=grid))
+        context = cast(Any, SimpleNamespace(layout=layout, spec=SimpleNamespace(grid=grid)))
         buffer = DataParallelBuffer(context, [Placement.REPLICATE], memory, packing=2)
         assert 2 * buffer.nbytes == layout.numel
         for position, index in enumerate(members):

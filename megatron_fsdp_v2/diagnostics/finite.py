@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2._text import listed
-from megatron_fsdp_v2.diagnostics.walk import chunks, local_of, parameters_below, reduce_rows
-from megatron_fsdp_v2.dtensor.sharded_rows import plain_attributes, raw_grad
+from megatron_fsdp_v2.diagnostics.walk import chunks, parameters_below, reduce_rows
+from megatron_fsdp_v2.dtensor.sharded_rows import plain_attributes, plain_of, raw_grad
 
 _NAMED_AT_MOST = 20
 """Tensors an error message names."""
@@ -128,7 +128,7 @@ def not_finite(module: nn.Module) -> list[str]:
         found_grads = [raw_grad(param) for _, param in named]
     for (name, _), grad in zip(named, found_grads, strict=True):
         if grad is not None:
-            here = local_of(grad)
+            here = plain_of(grad)
             if here.numel():
                 by_kind.setdefault((here.device, here.dtype), {})[name] = here
     found: list[str] = []

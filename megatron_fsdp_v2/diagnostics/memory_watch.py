@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp_v2.diagnostics.memory_ledger import Account, Ledger, Role
-from megatron_fsdp_v2.diagnostics.walk import local_of, parameters_below, units_below
+from megatron_fsdp_v2.diagnostics.walk import parameters_below, units_below
+from megatron_fsdp_v2.dtensor.sharded_rows import plain_of
 from megatron_fsdp_v2.memory.allocator import BufferUse, TemporaryBuffer
 from megatron_fsdp_v2.memory.host_memory import (
     is_in_host_memory,
@@ -199,7 +200,7 @@ class MemoryWatch(TorchDispatchMode):
     def _book_state(self, optimizer: torch.optim.Optimizer, account: Account) -> None:
         """Book new optimizer state; the state of an offloaded parameter is offloaded too."""
         for param, state in optimizer.state.items():
-            of_host = isinstance(param, torch.Tensor) and is_in_host_memory(local_of(param))
+            of_host = isinstance(param, torch.Tensor) and is_in_host_memory(plain_of(param))
             for value in tree_leaves(state):
                 if isinstance(value, torch.Tensor):
                     self._book(value, account, of_host=of_host)
@@ -296,7 +297,7 @@ class MemoryWatch(TorchDispatchMode):
 
     def _book(self, tensor: torch.Tensor, account: Account, *, of_host: bool = False) -> None:
         """Book an existing tensor. An offloaded tensor moves to the host ledger."""
-        local = local_of(tensor)
+        local = plain_of(tensor)
         on_host = is_in_host_memory(local) or (of_host and local.device.type == "cpu")
         if not on_host and local.device != self.device:
             return

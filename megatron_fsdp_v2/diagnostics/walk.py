@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megatron_fsdp_v2.dtensor.sharded_rows import plain_of
 from megatron_fsdp_v2.runtime.module import named_units
 from megatron_fsdp_v2.runtime.unit import Unit
 
@@ -40,12 +41,12 @@ class NamedParameter:
     @property
     def local(self) -> torch.Tensor:
         """This rank's part of the parameter; no copy."""
-        return local_of(self.param).detach()
+        return plain_of(self.param).detach()
 
     @property
     def local_grad(self) -> torch.Tensor | None:
         """This rank's part of the gradient; no copy."""
-        return None if self.param.grad is None else local_of(self.param.grad).detach()
+        return None if self.param.grad is None else plain_of(self.param.grad).detach()
 
     def axes(self, *, sharded: bool) -> list[dist.ProcessGroup]:
         """Mesh axes of several ranks along which it is sharded, or else replicated."""
@@ -57,11 +58,6 @@ class NamedParameter:
             for axis, placement in enumerate(self.param.placements)
             if mesh.size(axis) > 1 and placement.is_replicate() is not sharded
         ]
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor, or the given plain tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def units_below(module: nn.Module) -> list[tuple[str, Unit]]:

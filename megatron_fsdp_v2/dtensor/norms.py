@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map_only
 
 from megatron_fsdp_v2.comm.interface import naming_failures
-from megatron_fsdp_v2.dtensor.sharded_rows import sharded_axes
+from megatron_fsdp_v2.dtensor.sharded_rows import plain_of, sharded_axes
 
 
 class ShardedNorm(torch.Tensor):
@@ -157,7 +157,7 @@ def unscale(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         kwargs: Empty.
     """
     grads, found_inf, inv_scale = args
-    local = [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads]
+    local = list(map(plain_of, grads))
     held = [tensor for tensor in local if tensor.numel()]
     if held:
         func(held, found_inf, inv_scale, **kwargs)

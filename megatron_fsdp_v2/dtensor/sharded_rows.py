@@ -431,6 +431,11 @@ Implemented in C, since each step reads it several times per parameter.
 """
 
 
+def plain_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor of any DTensor; a plain tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def rows_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor, sharded or not, sharing memory."""
     return local_of(tensor) if isinstance(tensor, ShardedRows) else tensor.detach()

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self, override
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from megatron_fsdp_v2.dtensor.sharded_rows import plain_of
 from megatron_fsdp_v2.dtensor.tp_params import part_of
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ class DenseFormat(WeightFormat):
     @override
     def takes(param: torch.Tensor) -> bool:
         """Return whether the parameter, or its local tensor, is not a wrapper of other tensors."""
-        local = param._local_tensor if isinstance(param, DTensor) else param
+        local = plain_of(param)
         return not (is_traceable_wrapper_subclass(local) or hasattr(local, "fsdp_pre_all_gather"))
 
 

@@ -22,6 +22,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from megatron_fsdp_v2.comm.backends import communicator_for
 from megatron_fsdp_v2.dtensor.row_shards import TensorShard
+from megatron_fsdp_v2.dtensor.sharded_rows import plain_of
 from megatron_fsdp_v2.dtensor.tp_params import tensor_shard_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
@@ -193,7 +194,7 @@ def _check_parameter(name: str, param: nn.Parameter, device: torch.device) -> No
             f"parameter {name} is sharded already, by a unit that contains it; wrap inner units "
             "before outer ones"
         )
-    local = param._local_tensor if isinstance(param, DTensor) else param
+    local = plain_of(param)
     known = format_of(param)
     if known is None or (known is DenseFormat and not _has_memory(local)):
         raise ValueError(

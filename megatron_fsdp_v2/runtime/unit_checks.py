@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -17,6 +16,7 @@ from torch.nn.modules.module import (
 
 from megatron_fsdp_v2._text import readable_size
 from megatron_fsdp_v2.comm.rank_checks import UnitRecord, checksum, compare_steps, compare_units
+from megatron_fsdp_v2.dtensor.sharded_rows import plain_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.params.autograd import tensors_within
@@ -333,7 +333,7 @@ def check_outputs(unit: Unit, output: Any) -> None:
     replaced = unit.running.replaced if unit.running is not None else None
     held = replaced.tensors() if replaced is not None and replaced.containers else ()
     for tensor in (*tensors_within(output), *held):
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        local = plain_of(tensor)
         if not torch._C._has_storage(local):
             continue
         for group in dropped:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self, override
 
 import torch
@@ -32,40 +31,6 @@ class WeightUse(enum.Flag):
     BACKWARD = enum.auto()
     """A backward: gradients of inputs and weights."""
     BOTH = FORWARD | BACKWARD
-
-
-@dataclass(frozen=True, slots=True)
-class PayloadBytes:
-    """Sizes of the payloads of a format, for plans.
-
-    Attributes:
-        itemsize: Bytes of one element of a payload.
-        uses: Uses of every payload.
-        is_kept: Whether payloads are always written once per step and kept. Otherwise, main weights
-            with the same placement are cast for every gather.
-        packing: Elements of a parameter per element of a payload.
-    """
-
-    itemsize: int
-    uses: tuple[WeightUse, ...] = (WeightUse.BOTH,)
-    is_kept: bool = False
-    packing: int = 1
-
-
-def payload_bytes(
-    format_type: type[WeightFormat] | None, dtypes: GroupDtypes
-) -> PayloadBytes | None:
-    """Return the sizes of a format's payloads; None for plain numbers of the compute dtype.
-
-    Args:
-        format_type: The format; None if no registered format accepts the parameter.
-        dtypes: Dtypes of weights and gradients.
-    """
-    if format_type is None or format_type is DenseFormat:
-        return None
-    uses = tuple(format_type.payloads.values())
-    is_kept = format_type.communicates or len(uses) > 1
-    return PayloadBytes(format_type.itemsize(dtypes), uses, is_kept, format_type.packing)
 
 
 class GroupWrite[FormatT](NamedTuple):

@@ -17,13 +17,13 @@ from megatron_fsdp_v2.params.autograd import in_backward
 from megatron_fsdp_v2.params.formats import (
     DenseFormat,
     GroupWrite,
-    PayloadBytes,
     WeightFormat,
     WeightUse,
     register_format,
 )
 from megatron_fsdp_v2.plan.description import (
     ParameterDescription,
+    PayloadBytes,
     TrainingDescription,
     UnitDescription,
 )

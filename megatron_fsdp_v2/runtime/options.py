@@ -75,17 +75,6 @@ class RuntimeOptions:
             return PrefetchLimit(0)
         return PrefetchLimit(1 if units is None and nbytes is None else units, nbytes)
 
-    @property
-    def live_units(self) -> str:
-        """How many units have temporary buffers at any time, in words."""
-        gathered = f"{(self.unshard_prefetch_depth or 1) + 1} units are"
-        if self.unshard_prefetch_bytes is not None:
-            gathered = "one unit and its prefetched successors are"
-        return (
-            f"apart from the root, at most {gathered} gathered and {self.max_live_grad_buffers} "
-            "have full gradient buffers at any time"
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class UnitOptions:

@@ -66,13 +66,15 @@ def notices(source: Any, options: Options) -> Iterator[str]:
     flags = [flag_of(name) for name in fields if getattr(source, name, False)]
     if flags:
         how = "--fsdp-trace-pool keeps" if has_pool else "add --fsdp-trace-pool to keep"
-        suggested = getattr(source, "suggested_communication_unit_size", None)
         runtime = options.runtime
-        if suggested is not None:
-            runtime = dataclasses.replace(runtime, unshard_prefetch_bytes=max(1, suggested))
+        gathered = f"{(runtime.unshard_prefetch_depth or 1) + 1} units are"
+        has_bytes = getattr(source, "suggested_communication_unit_size", None) is not None
+        if has_bytes or runtime.unshard_prefetch_bytes is not None:
+            gathered = "one unit and its prefetched successors are"
         yield (
-            f"{' and '.join(flags)}: without the flag, {runtime.live_units}; {how} their memory at "
-            "fixed addresses between steps"
+            f"{' and '.join(flags)}: without the flag, apart from the root, at most {gathered} "
+            f"gathered and {runtime.max_live_grad_buffers} have full gradient buffers at any time; "
+            f"{how} their memory at fixed addresses between steps"
         )
     if getattr(source, "nccl_ub", False) and not has_pool:
         yield (

@@ -153,4 +153,4 @@ def gathered_name(param: torch.Tensor) -> str | None:
         return None
     group, index = param._owner_slot
     owner: ParameterGroup | None = group()
-    return None if owner is None else owner.label(index)
+    return None if owner is None else owner.parameters.label(index)

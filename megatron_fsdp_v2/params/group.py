@@ -267,13 +267,10 @@ class ParameterGroup:
 
     def temporaries(self) -> dict[str, TemporaryBuffer]:
         """Return the temporary memory of its buffers, by kind."""
-        memories = (buffer.memory for buffer in self._buffers())
+        buffers = [payload.gathered for payload in self.payloads]
+        buffers += [] if self.grads is None else self.grads.buffers()
+        memories = (buffer.memory for buffer in buffers)
         return {m.name.rpartition("/")[2]: m for m in memories if m is not None}
-
-    def _buffers(self) -> Iterator[DataParallelBuffer]:
-        yield from (payload.gathered for payload in self.payloads)
-        if self.grads is not None:
-            yield from self.grads.buffers()
 
     def join(self, name: str, allocator: Allocator, observer: Observer) -> None:
         """Join a root: use its allocator and observer, under a new name.
@@ -285,11 +282,9 @@ class ParameterGroup:
         """
         self._context.label.name = name
         self._context.allocator, self._context.observer = allocator, observer
-        for buffer in self._buffers():
-            if buffer.memory is not None:
-                kind = buffer.memory.name.rpartition("/")[2]
-                buffer.memory.name = f"{name}/{kind}"
-                allocator.join(buffer.memory)
+        for kind, memory in self.temporaries().items():
+            memory.name = f"{name}/{kind}"
+            allocator.join(memory)
 
     def state(self) -> Iterator[object]:
         """Yield every object that `join` changes, except the memory of buffers."""
@@ -309,14 +304,6 @@ class ParameterGroup:
         """Change properties that are read anew for every gather or reduction."""
         self._context.spec = dataclasses.replace(self.spec, **changes)
 
-    def holds(self, param: torch.Tensor) -> bool:
-        """Return whether a tensor is one of the group's sharded parameters."""
-        return any(param is known for known in self.sharded_params)
-
-    def label(self, index: int) -> str:
-        """Return the name of a parameter for error messages."""
-        return self.parameters.label(index)
-
     def gathered_name_at(self, tensor: torch.Tensor) -> str | None:
         """Return the name of the parameter that a view of the gathered buffer begins in.
 
@@ -329,7 +316,7 @@ class ParameterGroup:
         first = tensor.storage_offset() * tensor.element_size() // flat.element_size()
         place = (first - int(flat.storage_offset())) * self.gathered_weight.packing
         index = self.layout.index_at(place)
-        return f"a parameter of {self.name}" if index is None else self.label(index)
+        return f"a parameter of {self.name}" if index is None else self.parameters.label(index)
 
     # -- gathered weights ---------------------------------------------------------------------
 

@@ -463,7 +463,7 @@ class GroupParameters:
         if not isinstance(param, UnevenDTensor):
             return False
         group: Any = param.row_shards.info.owner()
-        return group is not None and group.holds(param)
+        return group is not None and any(param is known for known in group.sharded_params)
 
     def _mark_stale(self, param: torch.Tensor, index: int, used: str) -> None:
         """Mark a replaced tensor as stale: a gradient that reaches it is an error.

@@ -79,7 +79,7 @@ def _hash_group(group: ParameterGroup, hashes: dict[Any, dict[str, str]]) -> Non
         mine = hashes.setdefault(axis.group, {})
         for what, buffer in compared.items():
             for index, _ in enumerate(group.names):
-                mine[f"{group.label(index)}{what}"] = _hash(buffer.view(index))
+                mine[f"{group.parameters.label(index)}{what}"] = _hash(buffer.view(index))
 
 
 def _hash(tensor: torch.Tensor) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -75,16 +74,11 @@ def break_graph(what: str) -> None:
         )
 
 
-class _Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-def reject_compiled_autograd(unit: _Named) -> None:
+def reject_compiled_autograd(name: str) -> None:
     """Raise if a backward runs in compiled autograd, which collects hooks before it runs them.
 
     Args:
-        unit: The unit whose backward begins.
+        name: Name of the unit whose backward begins.
 
     Raises:
         RuntimeError: The backward runs in compiled autograd.
@@ -92,7 +86,7 @@ def reject_compiled_autograd(unit: _Named) -> None:
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     if module is not None and module.in_compiled_autograd_region:
         raise RuntimeError(
-            f"the backward of {unit.name} runs in compiled autograd, which collects the hooks of a "
+            f"the backward of {name} runs in compiled autograd, which collects the hooks of a "
             "backward before it runs them, so that weights are not gathered when they are needed; "
             "turn torch._dynamo.config.compiled_autograd off: compiled modules have compiled "
             "backwards without it"

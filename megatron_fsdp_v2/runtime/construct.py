@@ -40,7 +40,7 @@ from megatron_fsdp_v2.runtime.context import Context
 from megatron_fsdp_v2.runtime.hooks import install_hooks, install_state_dict_hooks
 from megatron_fsdp_v2.runtime.materialize import materialize
 from megatron_fsdp_v2.runtime.module import FSDPModule, swap_class, unit_of
-from megatron_fsdp_v2.runtime.optimizer_steps import watch_optimizers
+from megatron_fsdp_v2.runtime.optimizer_steps import OPTIMIZER_WATCH
 from megatron_fsdp_v2.runtime.options import RuntimeOptions, UnitOptions
 from megatron_fsdp_v2.runtime.unit import Unit, class_names, unit_owning
 from megatron_fsdp_v2.runtime.unit_checks import REGISTRATIONS, note_ignored
@@ -383,7 +383,7 @@ def make_unit(plan: UnitPlan) -> None:
             part._fsdp_unit = unit  # type: ignore[assignment]
             install_hooks(part)
         _join(modules, context, undo)
-        watch_optimizers(context)
+        OPTIMIZER_WATCH.add(context)
         REGISTRATIONS.watch()
         undo.pop_all()
 

@@ -64,7 +64,7 @@ class _OptimizerFacts:
     hidden: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 
 
-class _OptimizerWatch:
+class OptimizerWatch:
     """Global pre-step and post-step hooks of all optimizers.
 
     Fused and foreach steps advance no version counter, so steps are observed by torch's hooks for
@@ -80,6 +80,7 @@ class _OptimizerWatch:
         self._watched: WeakKeyDictionary[Optimizer, _OptimizerFacts] = WeakKeyDictionary()
 
     def add(self, context: Context) -> None:
+        """Mark a context's model weights as stale after every step on its parameters."""
         if not self._num_added:
             register_optimizer_step_pre_hook(uncompiled(self._before_step))
             register_optimizer_step_post_hook(uncompiled(self._after_step))
@@ -246,9 +247,4 @@ def _check_is_current(param: Any) -> None:
         )
 
 
-_WATCH = _OptimizerWatch()
-
-
-def watch_optimizers(context: Context) -> None:
-    """Mark a context's model weights as stale after every optimizer step on its parameters."""
-    _WATCH.add(context)
+OPTIMIZER_WATCH = OptimizerWatch()

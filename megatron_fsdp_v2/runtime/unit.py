@@ -575,7 +575,7 @@ class Unit:
                 before a second differentiation; or the backward is compiled.
         """
         context = self.context
-        reject_compiled_autograd(self)
+        reject_compiled_autograd(self.name)
         backward = context.backward
         if backward.has_failed:
             context.repair()

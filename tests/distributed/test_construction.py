@@ -420,13 +420,14 @@ def _of_unit(unit: Any) -> Iterable[Any]:
     yield _attributes(unit.context.allocator)
     for group in unit.groups:
         yield _attributes(group)
-        yield [_attributes(buffer) for buffer in group._buffers()]
+        yield [_attributes(payload.gathered) for payload in group.payloads]
+        yield [] if group.grads is None else [_attributes(b) for b in group.grads.buffers()]
 
 
 def _snapshot(model: Any, originals: list[torch.Tensor]) -> dict[str, Any]:
     """Everything that sharding may change."""
     found: dict[str, Any] = {"random": torch.get_rng_state().numpy().tobytes()}
-    found["watched"] = len(optimizer_steps._WATCH._contexts)
+    found["watched"] = len(optimizer_steps.OPTIMIZER_WATCH._contexts)
     for name, module in model.named_modules():
         found[f"class of {name}"] = type(module)
         for key, value in _attributes(module).items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -560,7 +560,10 @@ class GroupGrads:
             tables = list(map(raw_post_hooks, self._params))
         for param, table in zip(self._params, tables, strict=True):
             if table and param.requires_grad and param.grad is not None:
-                _run_hooks(param, table)
+                # Autograd does not call them for sharded parameters.
+                for hook in list(table.values()):
+                    if not isinstance(hook, InternalHook):
+                        hook(param)
 
     # -- after a failed backward --------------------------------------------------------------
 
@@ -594,10 +597,3 @@ class GroupGrads:
         self._held = None
         for buffer in self.buffers():
             buffer.drop()
-
-
-def _run_hooks(param: torch.Tensor, hooks: Mapping[int, Callable[[torch.Tensor], None]]) -> None:
-    """Call users' post-accumulate hooks, which autograd does not call for sharded parameters."""
-    for hook in list(hooks.values()):
-        if not isinstance(hook, InternalHook):
-            hook(param)

@@ -429,10 +429,9 @@ class Backward:
                 self._reduce_rest(unit, synchronize=unit.syncs_gradients)
             unit.end_backward()
         context.gathers.drop_prefetched()
-        self._end_reductions()
+        self._end_reductions(synchronize=synchronize)
         # An optimizer without torch's step hooks may step now.
         context.weight_version += synchronize
-        self.has_unreduced = not synchronize
         self._forget()
         context.end_pass("synchronized backward" if synchronize else "backward")
 
@@ -445,8 +444,7 @@ class Backward:
         synchronize = any(unit.syncs_gradients for unit in units)
         for unit in reversed(units):
             self._reduce_rest(unit, synchronize=unit.syncs_gradients)
-        self._end_reductions()
-        self.has_unreduced = not synchronize
+        self._end_reductions(synchronize=synchronize)
         self.num_scheduled -= 1
         if not context.is_scheduled:
             context.gathers.drop_prefetched()
@@ -468,19 +466,19 @@ class Backward:
             if is_pending and any(grads.accumulates_unreduced for grads in unit.grads()):
                 self._pending.add(weakref.ref(unit))
             self._reduce_rest(unit, synchronize=True)
-        self._end_reductions()
+        self._end_reductions(synchronize=True)
         # As after a synchronized backward: an optimizer may step next.
         self.context.weight_version += 1
-        self.has_unreduced = False
         _run_hooks(reversed(units), only_certain=False)
 
-    def _end_reductions(self) -> None:
+    def _end_reductions(self, *, synchronize: bool) -> None:
         """Wait for all reductions, and drop gradients to which no rank contributed."""
         self._drain()
         groups = _grads_of(self.context.units())
         _drop_unused(groups)
         for grads in groups:
             grads.end_reductions()
+        self.has_unreduced = not synchronize
 
     def _run_hooks_of_synced(self) -> None:
         synced = [unit for unit in reversed(self.context.units()) if unit.syncs_gradients]

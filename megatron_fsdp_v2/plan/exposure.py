@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from megatron_fsdp_v2._text import compact, table
-from megatron_fsdp_v2.runtime.schedule import WaitReason
 
 
 class Reason(enum.Enum):
@@ -33,9 +32,12 @@ class Reason(enum.Enum):
         "did not allow it to start earlier",
     )
     ORDER = "not expected", "the unit was not expected: the previous pass ran other units"
-    AT_ONCE = "waited for at once", WaitReason.AT_ONCE.value
-    BUFFERS = "gradient buffers", WaitReason.BUFFER_LIMIT.value
-    LAST = "end of the backward", WaitReason.END.value
+    AT_ONCE = "waited for at once", "overlap is off, or the next operation reads its result"
+    BUFFERS = (
+        "gradient buffers",
+        "another unit needed a full gradient buffer: see max_live_grad_buffers",
+    )
+    LAST = "end of the backward", "the backward is over, and no computation is left to hide it"
 
     meaning: str
 
@@ -73,14 +75,6 @@ class Exposure:
     seconds: float
     reason: Reason | None
     times: int = 1
-
-
-WAIT_REASONS = {
-    WaitReason.BUFFER_LIMIT: Reason.BUFFERS,
-    WaitReason.END: Reason.LAST,
-    WaitReason.AT_ONCE: Reason.AT_ONCE,
-}
-"""Why a step waits for a reduction, by the runtime's reason to wait."""
 
 
 @dataclass(frozen=True)

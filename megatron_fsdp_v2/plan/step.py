@@ -22,7 +22,7 @@ from megatron_fsdp_v2.memory.observer import (
 )
 from megatron_fsdp_v2.params.autograd import in_backward
 from megatron_fsdp_v2.params.group import ParameterGroup
-from megatron_fsdp_v2.plan.exposure import WAIT_REASONS, Exposure, Reason
+from megatron_fsdp_v2.plan.exposure import Exposure, Reason
 from megatron_fsdp_v2.plan.machine import Machine
 from megatron_fsdp_v2.plan.simulation import Device
 from megatron_fsdp_v2.plan.simulation.devices import COMPUTE, Queue
@@ -321,9 +321,9 @@ class StepRecorder(AbstractContextManager["StepRecorder"]):
         purpose = flight.collective.purpose
         gathers = self._context.gathers
         if purpose == "reduce":
-            is_async = self._context.options.enable_async_reduce_grad
-            why = self._context.backward.wait_reason
-            return WAIT_REASONS[why] if is_async else Reason.AT_ONCE
+            if not self._context.options.enable_async_reduce_grad:
+                return Reason.AT_ONCE
+            return Reason.LAST if self._context.backward.is_draining else Reason.BUFFERS
         if flight.use <= 1 and gathers.num_uses <= 2:
             return Reason.FIRST
         if not issued.is_async:

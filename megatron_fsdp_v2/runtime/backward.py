@@ -17,7 +17,6 @@ from megatron_fsdp_v2.runtime.schedule import (
     FORWARD_NUMBERS,
     UNKNOWN,
     RootPass,
-    WaitReason,
     live,
 )
 from megatron_fsdp_v2.runtime.unit_checks import check_captured_pass, compare_unit
@@ -104,7 +103,7 @@ class Backward:
         num_scheduled: Micro-batches under way in a schedule that runs modules part by part; see
             `ScheduledUnits`.
         has_unreduced: Whether the latest backward left gradients to be synchronized.
-        wait_reason: Reason of the latest wait for reductions.
+        is_draining: Whether the latest wait was for all reductions, not for room.
     """
 
     def __init__(self, context: Context) -> None:
@@ -116,7 +115,7 @@ class Backward:
         self.has_gradient = False
         self.num_scheduled = 0
         self.has_unreduced = False
-        self.wait_reason = WaitReason.BUFFER_LIMIT
+        self.is_draining = False
         # The end-of-backward callback; the engine drops it together with a failed graph task.
         self._end: weakref.ref[object] | None = None
         self._graph_task = -1
@@ -336,7 +335,7 @@ class Backward:
                     grads.reduce(async_op=is_async)
                     issued.append(grads)
             if not is_async:
-                self._drain(WaitReason.AT_ONCE)
+                self._drain()
 
     def _reduce_rest(self, unit: Unit, *, synchronize: bool) -> None:
         """Reduce remaining gradients of a unit, including partial ones along the outer axis."""
@@ -349,13 +348,13 @@ class Backward:
 
     def make_room(self) -> None:
         """Wait for the oldest reductions until the bound allows another full gradient buffer."""
-        self.wait_reason = WaitReason.BUFFER_LIMIT
+        self.is_draining = False
         while len(self._inner) >= self.context.options.max_live_grad_buffers:
             self._finish_inner()
 
-    def _drain(self, why: WaitReason = WaitReason.END) -> None:
+    def _drain(self) -> None:
         """Wait for all reductions."""
-        self.wait_reason = why
+        self.is_draining = True
         while self._inner:
             self._finish_inner()
         while self._outer:

@@ -15,7 +15,6 @@ freed.
 
 from __future__ import annotations
 
-import enum
 import itertools
 import sys
 import weakref
@@ -403,14 +402,3 @@ class RootPass:
             self.is_reduced = True
             _UNREDUCED.discard(self)
         return live(self._order[start : self._next])
-
-
-class WaitReason(enum.Enum):
-    """Reason to wait for reductions. Reports show the value."""
-
-    BUFFER_LIMIT = "another unit needed a full gradient buffer: see max_live_grad_buffers"
-    """The bound of full gradient buffers, or of partial shards, is reached."""
-    END = "the backward is over, and no computation is left to hide it"
-    """Gradients are read next."""
-    AT_ONCE = "overlap is off, or the next operation reads its result"
-    """Asynchronous reductions are disabled."""

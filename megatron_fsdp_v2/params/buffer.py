@@ -344,11 +344,8 @@ class DataParallelBuffer:
         """Allocate uninitialized memory if the buffer has none, and return `tensor`."""
         if self.memory is None:
             return self.tensor
-        comm, observer = self.context.comm, self.context.observer
-        if not comm.has_streams:
-            return observer.acquire(self.memory)
-        with comm.allocation_context():
-            return observer.acquire(self.memory)
+        with self.context.comm.allocation_context():
+            return self.context.observer.acquire(self.memory)
 
     def drop(self) -> None:
         """Free the temporary memory of this buffer and of `comm_copy`. Idempotent."""
@@ -358,8 +355,7 @@ class DataParallelBuffer:
 
     def _release(self) -> None:
         if self.memory is not None and self.memory.is_live:
-            if self.context.comm.has_streams:
-                self.context.comm.wait_before_free()
+            self.context.comm.wait_before_free()
             self.context.observer.release(self.memory)
 
     def return_to_saved_views(self) -> None:

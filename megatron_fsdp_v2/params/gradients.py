@@ -276,8 +276,6 @@ class GroupGrads:
     def _order_write(self, index: int) -> None:
         """Order the current stream's write of a gradient after writes of other streams."""
         comm, aside = self.context.comm, self._written_aside
-        if not comm.has_streams:
-            return
         side, writer = comm.side_stream(), aside.get(index)
         if side == writer:
             return
@@ -293,7 +291,7 @@ class GroupGrads:
     def wait_for_writers(self) -> None:
         """Order the caller's next operations after all writes to the full buffer."""
         comm = self.context.comm
-        if comm.has_streams and (self._written_aside or comm.side_stream() is not None):
+        if self._written_aside or comm.side_stream() is not None:
             comm.wait_for(set(self._written_aside.values()), and_compute=True)
             self._written_aside.clear()
 

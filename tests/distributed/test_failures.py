@@ -335,7 +335,8 @@ def test_next_forward_gathers_weights_after_a_failed_gather(is_async: bool, at_i
         with mock.patch.object(backends, "all_gather_single", return_value=work):
             return communicator.issue(collective, async_op=async_op)
 
-    broken: Any = mock.Mock(has_streams=False, issue=fails)
+    broken: Any = backends.CpuCommunicator()
+    broken.issue = fails
     communicator = group.replace_communicator(broken)
     with torch.no_grad(), pytest.raises(RuntimeError, match="Connection closed by peer"):
         own_loss(model, 0)

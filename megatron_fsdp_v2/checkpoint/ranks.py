@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.checkpoint.errors import everyones
-from megatron_fsdp_v2.comm.groups import default_store, new_local_group
+from megatron_fsdp_v2.comm.groups import default_store, new_local_group, ranks_of
 from megatron_fsdp_v2.runtime.module import named_units
 
 _groups: WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], Any]] = WeakKeyDictionary()
@@ -119,12 +119,7 @@ def _group(purpose: str, ranks: Sequence[int]) -> Any:
 
 
 def _check_group(group: Any, needed: Sequence[int]) -> None:
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(
-            "process_group must be a process group that this rank is part of, got "
-            f"{type(group).__name__}; make it with torch.distributed.new_group"
-        )
-    ranks = dist.get_process_group_ranks(group)
+    ranks = ranks_of(group, "process_group")
     lacking = [str(rank) for rank in needed if rank not in set(ranks)]
     if lacking:
         raise ValueError(

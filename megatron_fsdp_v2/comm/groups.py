@@ -71,6 +71,24 @@ def default_store() -> Any:
     return core._world.pg_map[dist.group.WORLD][1]
 
 
+def ranks_of(group: object, argument: str) -> list[int]:
+    """Return the global ranks of a process group that a caller passed.
+
+    Args:
+        group: The process group.
+        argument: Name of the argument, for the error.
+
+    Raises:
+        ValueError: `group` is not a process group of this rank.
+    """
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"{argument} must be a process group that this rank is part of, got "
+            f"{type(group).__name__}; make it with torch.distributed.new_group"
+        )
+    return dist.get_process_group_ranks(group)
+
+
 def check_gather_group(group: object, mesh: DeviceMesh) -> None:
     """Check that a process group can run the gathers along the innermost axis of a mesh.
 
@@ -84,12 +102,7 @@ def check_gather_group(group: object, mesh: DeviceMesh) -> None:
     """
     if group is None:
         return
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(
-            "gather_group must be a process group that this rank is part of, got "
-            f"{type(group).__name__}; make it with torch.distributed.new_group"
-        )
-    found = dist.get_process_group_ranks(group)
+    found = ranks_of(group, "gather_group")
     needed = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
     if found != needed:
         raise ValueError(

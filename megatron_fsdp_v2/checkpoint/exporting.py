@@ -9,7 +9,6 @@ provides the function that reassembles them, under the entry-point group
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -286,7 +285,7 @@ def convert(
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be at least 1")
     check_absent(target)
     check_absent(index_of(target))
-    opened = converted(_watched(open_source(source, prefix=prefix), advance), dtype)
+    opened = converted(open_source(source, prefix=prefix), dtype, advance)
     with naming_full_disk(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.suffix == SAFETENSORS:
@@ -297,20 +296,6 @@ def convert(
             files = _write_folder(opened, target)
     nbytes = sum(tensor.nbytes for tensor in opened.tensors if tensor.name not in opened.tied)
     return Exported(tuple(files), len(opened.tensors), nbytes, tuple(opened.left_out))
-
-
-def _watched(source: TensorSource, advance: Advance) -> TensorSource:
-    """Return a source that reports the bytes that it reads."""
-    total, done = sum(tensor.nbytes for tensor in source.tensors), 0
-
-    def read(tensor: PlainTensor) -> torch.Tensor:
-        nonlocal done
-        data = source.read(tensor)
-        done += data.nbytes
-        advance(done, total)
-        return data
-
-    return dataclasses.replace(source, read=read)
 
 
 def open_source(path: str | Path, *, prefix: str | None = None) -> TensorSource:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megatron_fsdp_v2._progress import Advance
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotFoundError
 from megatron_fsdp_v2.checkpoint.foreign import load_object
 from megatron_fsdp_v2.checkpoint.manifest import check_file_name, check_name, read_json
@@ -80,7 +81,7 @@ class TensorSource:
     notes: Sequence[str] = ()
 
 
-def converted(source: TensorSource, dtype: torch.dtype | None) -> TensorSource:
+def converted(source: TensorSource, dtype: torch.dtype | None, advance: Advance) -> TensorSource:
     """Return a source that reads tensors in the dtype they are written in.
 
     No tensor that it reads shares its storage. Its `read` raises a CheckpointError if an element is
@@ -89,10 +90,15 @@ def converted(source: TensorSource, dtype: torch.dtype | None) -> TensorSource:
     Args:
         source: Source of the stored tensors.
         dtype: Dtype of floating-point tensors; None keeps the stored dtypes.
+        advance: Called with the bytes that were read so far, and with all stored bytes.
     """
+    total, done = sum(tensor.nbytes for tensor in source.tensors), 0
 
     def read(tensor: PlainTensor) -> torch.Tensor:
+        nonlocal done
         data = source.read(tensor)
+        done += data.nbytes
+        advance(done, total)
         if data.dtype == tensor.dtype:
             return own_storage(data)
         after = data.to(tensor.dtype)

@@ -67,17 +67,6 @@ SUMS = (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE)
 """Kinds that sum over ranks; `store_scaled` writes their result."""
 
 
-class Label:
-    """Name for the errors of failed collectives.
-
-    Attributes:
-        name: Name of the communicated buffers; may change.
-    """
-
-    def __init__(self, name: str = "") -> None:
-        self.name = name
-
-
 class Collective(NamedTuple):
     """Description of a collective to issue. A NamedTuple: a dataclass takes 3x as long to make.
 
@@ -98,7 +87,7 @@ class Collective(NamedTuple):
         after: Consumes the output; runs in the same stream after the collective.
         sums_in_fp32: Whether a reduce-scatter is an all-to-all and a local sum in fp32, since NCCL
             rounds every partial sum to the dtype of the input. Ignored by other kinds.
-        label: Read if the collective fails.
+        name: Name of the communicated buffers, for the error of a failed collective.
     """
 
     kind: CollectiveKind
@@ -113,7 +102,7 @@ class Collective(NamedTuple):
     before: Callable[[], object] | None = None
     after: Callable[[], object] | None = None
     sums_in_fp32: bool = False
-    label: Label = Label()
+    name: str = ""
 
     @property
     def full(self) -> torch.Tensor:
@@ -126,8 +115,9 @@ class Collective(NamedTuple):
 
     def failure(self, error: Exception) -> RuntimeError:
         """Return the error to raise for an error of the process group."""
-        kind, name = self.kind.value.replace("_", "-"), self.label.name
-        return collective_error(f"{kind} of {name}" if name else kind, self.axis.group, error)
+        kind = self.kind.value.replace("_", "-")
+        what = f"{kind} of {self.name}" if self.name else kind
+        return collective_error(what, self.axis.group, error)
 
     def run_on_one_rank(self) -> None:
         """Run the collective locally, for an axis of one rank."""
@@ -162,7 +152,7 @@ class Communicator:
     With `async_op=False`, the result is available when the call returns. Tensors must stay
     allocated until the work handle has been waited for; the handle holds references to them.
 
-    A collective that fails, when issued or waited for, raises a RuntimeError with its label's name.
+    A collective that fails, when issued or waited for, raises a RuntimeError with its name.
 
     Attributes:
         has_streams: Whether operations are queued on streams. If False, there are no side streams,

@@ -14,21 +14,19 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from megatron_fsdp_v2.comm.interface import Label
 
-
-@dataclass(slots=True)
+@dataclass
 class GroupInfo:
     """Information that the tensors of one parameter group share. The group updates it.
 
     Attributes:
-        label: Name of the group, for errors.
+        name: Name of the group, such as `decoder.layers.3/0`; changes when it joins a root.
         owner: Returns the group, or None once it is deleted.
         before_grad_accumulation: Called before autograd accumulates a gradient into a sharded
             parameter from which a loss was computed directly.
     """
 
-    label: Label = field(default_factory=Label)
+    name: str = ""
     owner: Callable[[], object | None] = lambda: None
     before_grad_accumulation: Callable[[], None] = lambda: None
 
@@ -145,7 +143,7 @@ class RowShards:
     @property
     def label(self) -> str | None:
         """Name of the parameter for errors; None for a tensor without a group."""
-        return f"{self.name} of {self.info.label.name}" if self.name else None
+        return f"{self.name} of {self.info.name}" if self.name else None
 
     def held(self, rows: tuple[int, int]) -> tuple[int, ...]:
         """Return these rows followed by this rank's tensor-parallel rank."""

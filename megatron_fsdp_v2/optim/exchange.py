@@ -21,12 +21,9 @@ from megatron_fsdp_v2.comm.interface import (
     CollectiveKind,
     CommStream,
     Communicator,
-    Label,
 )
 from megatron_fsdp_v2.optim.matrix_layout import Grid, MatrixLayout, Rectangle
 from megatron_fsdp_v2.optim.ownership import Matrix, Ownership
-
-_LABEL = Label("the optimizer's matrices")
 
 type Key = tuple[int, Rectangle]
 """A rectangle of a matrix, by the matrix's index in the ownership."""
@@ -238,7 +235,7 @@ class Transfer:
                 CommStream.REDUCE,
                 output_numels=into,
                 input_numels=out,
-                label=_LABEL,
+                name="the optimizer's matrices",
             )
             work = communicator.issue(collective, async_op=True)
             yield

@@ -30,9 +30,9 @@ from megatron_fsdp_v2.comm.interface import (
     CollectiveKind,
     CommStream,
     Communicator,
-    Label,
     Work,
 )
+from megatron_fsdp_v2.dtensor.row_shards import GroupInfo
 from megatron_fsdp_v2.layout.buffer_layout import BufferLayout
 from megatron_fsdp_v2.layout.placement import AxisPlacements, Placement
 from megatron_fsdp_v2.memory.allocator import Allocator, BufferUse, TemporaryBuffer, alias_of
@@ -141,7 +141,7 @@ class BufferContext:
     """State shared by the flat buffers of one parameter group.
 
     Attributes:
-        label: Name of the group, for reports and errors.
+        info: Information about the group for its sharded parameters, with its name.
         layout: Positions of parameters in the whole flat tensor.
         spec: Properties that all parameters of the group share.
         device: Device of the buffers.
@@ -150,7 +150,7 @@ class BufferContext:
         observer: Receives events of temporary buffers and main gradients.
     """
 
-    label: Label
+    info: GroupInfo
     layout: BufferLayout
     spec: GroupSpec
     device: torch.device
@@ -177,7 +177,7 @@ class BufferContext:
             packing: See `DataParallelBuffer`.
         """
         numel = self.spec.grid.span(placements).count * self.layout.shard_numel // packing
-        name = f"{self.label.name}/{kind}"
+        name = f"{self.info.name}/{kind}"
         memory = self.allocator.buffer(name, use, numel, dtype, self.device)
         return DataParallelBuffer(self, placements, memory.tensor, memory, packing=packing)
 
@@ -216,7 +216,7 @@ class BufferContext:
             return self.comm.issue(collective, async_op=async_op)
         full, kind = collective.full, collective.kind.value
         event = CollectiveIssued(
-            self.label.name, kind, number, full.numel(), full.itemsize, is_temporary, async_op
+            self.info.name, kind, number, full.numel(), full.itemsize, is_temporary, async_op
         )
         issue = functools.partial(self.comm.issue, collective, async_op=async_op)
         return self.observer.collective(event, issue)
@@ -225,7 +225,7 @@ class BufferContext:
         """Sum a flat tensor over all ranks of the mesh, in place. Collective."""
         for number, axis in reversed(list(enumerate(self.spec.grid.axes))):
             kind, stream = CollectiveKind.ALL_REDUCE, CommStream.REDUCE
-            collective = Collective(kind, tensor, tensor, axis, stream, label=self.label)
+            collective = Collective(kind, tensor, tensor, axis, stream, name=self.info.name)
             self.issue(collective, number, is_temporary=False, async_op=False)
 
 
@@ -426,7 +426,7 @@ class DataParallelBuffer:
                 before=before,
                 after=after if is_last else None,
                 sums_in_fp32=context.spec.dtypes.sums_in_fp32,
-                label=context.label,
+                name=context.info.name,
             )
             is_async = async_op and (is_queued or is_last)
             is_temporary = out.memory is not None

@@ -171,7 +171,7 @@ class GroupGrads:
     @property
     def name(self) -> str:
         """Name of the group."""
-        return self.context.label.name
+        return self.context.info.name
 
     @property
     def is_arriving(self) -> bool:

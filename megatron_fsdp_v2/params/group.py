@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_fsdp_v2.comm.interface import DONE, Label
+from megatron_fsdp_v2.comm.interface import DONE
 from megatron_fsdp_v2.dtensor.row_shards import GroupInfo, RowShards
 from megatron_fsdp_v2.layout.buffer_layout import Granularity
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
@@ -147,13 +147,11 @@ class ParameterGroup:
         allocator: Allocator,
     ) -> None:
         self.layout = layout
-        self._context = BufferContext(Label(name), layout, spec, device, communicator, allocator)
+        owner = weakref.ref(self)
+        self.info = GroupInfo(name, owner, functools.partial(_before_grad_accumulation, owner))
+        self._context = BufferContext(self.info, layout, spec, device, communicator, allocator)
         self.format = spec.format_type(spec.dtypes)
         self._make_weights()
-        owner = weakref.ref(self)
-        self.info = GroupInfo(
-            self._context.label, owner, functools.partial(_before_grad_accumulation, owner)
-        )
         strides = spec.grid.strides
         row_shards = [
             RowShards(layout.row_ranges(i), strides, p.tensor, info=self.info, name=p.name)
@@ -215,7 +213,7 @@ class ParameterGroup:
     @property
     def name(self) -> str:
         """Name of the group for reports, such as `decoder.layers.3/0`."""
-        return self._context.label.name
+        return self.info.name
 
     @property
     def spec(self) -> GroupSpec:
@@ -280,7 +278,7 @@ class ParameterGroup:
             allocator: Allocator of temporary buffers; it takes over the existing ones.
             observer: Receives the events of the group's buffers.
         """
-        self._context.label.name = name
+        self.info.name = name
         self._context.allocator, self._context.observer = allocator, observer
         for kind, memory in self.temporaries().items():
             memory.name = f"{name}/{kind}"
@@ -288,7 +286,7 @@ class ParameterGroup:
 
     def state(self) -> Iterator[object]:
         """Yield every object that `join` changes, except the memory of buffers."""
-        yield from (self, self._context, self._context.label)
+        yield from (self, self._context, self.info)
 
     def replace_communicator(self, communicator: Communicator) -> Communicator:
         """Replace the communicator, and return the previous one."""

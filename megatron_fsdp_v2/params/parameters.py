@@ -172,7 +172,7 @@ class GroupParameters:
 
     def label(self, index: int) -> str:
         """Return the name of a parameter for error messages."""
-        return f"{self.names[index]} of {self._info.label.name}"
+        return f"{self.names[index]} of {self._info.name}"
 
     # -- registration -------------------------------------------------------------------------
 
@@ -503,7 +503,7 @@ class OwnerSlot:
     @property
     def label(self) -> str:
         """Name of the tensor for error messages."""
-        return f"{self.name} of {self.info.label.name} as it was {self.used}"
+        return f"{self.name} of {self.info.name} as it was {self.used}"
 
 
 class _StaleParameters(WeakIdKeyDictionary):

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from megatron_fsdp_v2.comm.interface import Label
 from megatron_fsdp_v2.dtensor.row_shards import GroupInfo, RowShards
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from tests.cases import longer
@@ -254,7 +253,7 @@ def test_unsupported_operations_raise_by_name() -> None:
 @on_ranks(2, ranges=[((0, 1), (1, 5)), ((0, 3), (3, 5))])
 def test_plain_dtensor_over_local_rows_is_right_or_an_error_by_name(ranges: Any) -> None:
     full, (start, end) = torch.arange(20.0).view(5, 4), ranges[dist.get_rank()]
-    shards = RowShards(ranges, (1,), name="weight", info=GroupInfo(Label("unit")))
+    shards = RowShards(ranges, (1,), name="weight", info=GroupInfo("unit"))
     param = UnevenDTensor.from_rows(full[start:end].clone(), mesh_of(2), shards, full.shape)
     where = {"device_mesh": param.device_mesh, "placements": param.placements}
 

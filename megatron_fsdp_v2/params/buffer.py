@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp_v2.comm.interface import (
     DONE,
@@ -40,9 +42,6 @@ from megatron_fsdp_v2.memory.host_memory import empty_in_host_memory
 from megatron_fsdp_v2.memory.observer import CollectiveIssued, Observer
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-
     from megatron_fsdp_v2.params.group import GroupSpec
 
 

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self, override
+from typing import ClassVar, NamedTuple, Self, override
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.dtensor.sharded_rows import plain_of
 from megatron_fsdp_v2.dtensor.tp_params import part_of
-
-if TYPE_CHECKING:
-    from megatron_fsdp_v2.comm.interface import Axis
-    from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
-    from megatron_fsdp_v2.layout.placement import AxisPlacements
-    from megatron_fsdp_v2.params.buffer import DataParallelBuffer
+from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
+from megatron_fsdp_v2.layout.placement import AxisPlacements
+from megatron_fsdp_v2.params.buffer import DataParallelBuffer
 
 
 class WeightUse(enum.Flag):

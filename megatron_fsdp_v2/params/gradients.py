@@ -9,9 +9,11 @@ import enum
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2.comm.interface import DONE, Work
@@ -33,12 +35,7 @@ from megatron_fsdp_v2.memory.observer import MainGradientAllocated
 from megatron_fsdp_v2.params.autograd import InternalHook
 from megatron_fsdp_v2.params.buffer import BufferContext, DataParallelBuffer, place_in
 from megatron_fsdp_v2.params.gathered import FusedGradient
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-    from torch import nn
-
-    from megatron_fsdp_v2.params.parameters import GroupParameters
+from megatron_fsdp_v2.params.parameters import GroupParameters
 
 
 class GradState(enum.Enum):

@@ -8,31 +8,24 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp_v2.comm.interface import DONE
+from megatron_fsdp_v2.comm.interface import DONE, Axis, Communicator, Work
 from megatron_fsdp_v2.dtensor.row_shards import GroupInfo, RowShards
-from megatron_fsdp_v2.layout.buffer_layout import Granularity
+from megatron_fsdp_v2.layout.buffer_layout import BufferLayout, Granularity
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
-from megatron_fsdp_v2.layout.placement import Placement
-from megatron_fsdp_v2.memory.allocator import BufferUse
+from megatron_fsdp_v2.layout.placement import AxisPlacements, Placement
+from megatron_fsdp_v2.memory.allocator import Allocator, BufferUse, TemporaryBuffer
+from megatron_fsdp_v2.memory.observer import Observer
 from megatron_fsdp_v2.params.buffer import BufferContext, DataParallelBuffer, Offload, ShardGrid
 from megatron_fsdp_v2.params.formats import DenseFormat, GroupWrite, WeightFormat, WeightUse
 from megatron_fsdp_v2.params.gradients import GroupGrads
 from megatron_fsdp_v2.params.parameters import GroupParameters, OwnedParameter
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from megatron_fsdp_v2.comm.interface import Axis, Communicator, Work
-    from megatron_fsdp_v2.layout.buffer_layout import BufferLayout
-    from megatron_fsdp_v2.layout.placement import AxisPlacements
-    from megatron_fsdp_v2.memory.allocator import Allocator, TemporaryBuffer
-    from megatron_fsdp_v2.memory.observer import Observer
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.nn.utils import stateless
 from torch.utils.weak import WeakIdKeyDictionary
 
+from megatron_fsdp_v2.dtensor.row_shards import GroupInfo, RowShards, TensorShard
 from megatron_fsdp_v2.dtensor.sharded_rows import (
     local_of,
     plain_attributes,
@@ -31,10 +34,6 @@ from megatron_fsdp_v2.params.autograd import InternalHook
 from megatron_fsdp_v2.params.gathered import GatheredParameter, freed_class, gathered_class
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec
-
-    from megatron_fsdp_v2.dtensor.row_shards import GroupInfo, RowShards, TensorShard
     from megatron_fsdp_v2.params.group import ParameterGroup
 
 

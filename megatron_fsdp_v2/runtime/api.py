@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Set as AbstractSet
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy as TheirPolicy
 from torch.distributed.tensor import Shard
 
 from megatron_fsdp_v2.comm.groups import check_gather_group
@@ -20,6 +22,7 @@ from megatron_fsdp_v2.layout.placement import resolve_placements
 from megatron_fsdp_v2.params.buffer import Offload, ShardGrid
 from megatron_fsdp_v2.params.formats import format_of
 from megatron_fsdp_v2.params.group import GroupSpec
+from megatron_fsdp_v2.params.parameters import OwnedParameter
 from megatron_fsdp_v2.runtime.construct import (
     UnitPlan,
     check_modules,
@@ -39,13 +42,6 @@ from megatron_fsdp_v2.runtime.options import (
     merge_options,
 )
 from megatron_fsdp_v2.runtime.unit import class_names
-
-if TYPE_CHECKING:
-    from collections.abc import Set as AbstractSet
-
-    from torch.distributed.fsdp import MixedPrecisionPolicy as TheirPolicy
-
-    from megatron_fsdp_v2.params.parameters import OwnedParameter
 
 SMALL_UNIT_BYTES = 16 << 20
 """Bytes of parameters below which a unit's collectives take longer to issue than to run."""

@@ -12,6 +12,7 @@ import torch
 
 from megatron_fsdp_v2._compiler import uncompiled
 from megatron_fsdp_v2.comm.backends import is_capturing
+from megatron_fsdp_v2.params.gradients import GroupGrads
 from megatron_fsdp_v2.runtime.schedule import (
     AT_END,
     FORWARD_NUMBERS,
@@ -22,7 +23,6 @@ from megatron_fsdp_v2.runtime.schedule import (
 from megatron_fsdp_v2.runtime.unit_checks import check_captured_pass, compare_unit
 
 if TYPE_CHECKING:
-    from megatron_fsdp_v2.params.gradients import GroupGrads
     from megatron_fsdp_v2.runtime.context import Context
     from megatron_fsdp_v2.runtime.unit import Unit
 

@@ -10,8 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_fsdp_v2.comm.backends import is_capturing
+from megatron_fsdp_v2.comm.interface import Communicator
+from megatron_fsdp_v2.memory.allocator import Allocator
 from megatron_fsdp_v2.memory.observer import Observer
+from megatron_fsdp_v2.params.group import ParameterGroup
 from megatron_fsdp_v2.runtime.backward import Backward
+from megatron_fsdp_v2.runtime.options import RuntimeOptions
 from megatron_fsdp_v2.runtime.schedule import (
     FORWARD_NUMBERS,
     GatherSchedule,
@@ -21,10 +25,6 @@ from megatron_fsdp_v2.runtime.schedule import (
 )
 
 if TYPE_CHECKING:
-    from megatron_fsdp_v2.comm.interface import Communicator
-    from megatron_fsdp_v2.memory.allocator import Allocator
-    from megatron_fsdp_v2.params.group import ParameterGroup
-    from megatron_fsdp_v2.runtime.options import RuntimeOptions
     from megatron_fsdp_v2.runtime.unit import Unit
 
 

@@ -14,7 +14,8 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,13 +23,8 @@ from torch.distributed import fsdp
 
 from megatron_fsdp_v2._compiler import not_compiled, uncompiled
 from megatron_fsdp_v2.params.parameters import groups_of
-from megatron_fsdp_v2.runtime.unit import unit_owning
+from megatron_fsdp_v2.runtime.unit import Unit, unit_owning
 from megatron_fsdp_v2.runtime.unit_checks import check_outputs
-
-if TYPE_CHECKING:
-    from types import FrameType
-
-    from megatron_fsdp_v2.runtime.unit import Unit
 
 
 def install_hooks(module: nn.Module) -> None:

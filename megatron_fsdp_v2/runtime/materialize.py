@@ -19,14 +19,12 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2.comm.calls import broadcast_single
-from megatron_fsdp_v2.comm.interface import naming_failures
+from megatron_fsdp_v2.comm.interface import Axis, naming_failures
 from megatron_fsdp_v2.dtensor.tp_params import part_of
 from megatron_fsdp_v2.params.formats import DenseFormat, format_of
-from megatron_fsdp_v2.params.parameters import propagate_attributes
+from megatron_fsdp_v2.params.parameters import OwnedParameter, propagate_attributes
 
 if TYPE_CHECKING:
-    from megatron_fsdp_v2.comm.interface import Axis
-    from megatron_fsdp_v2.params.parameters import OwnedParameter
     from megatron_fsdp_v2.runtime.unit import Unit
 
 # The name of a tensor without values, and a function that looks the tensor up.

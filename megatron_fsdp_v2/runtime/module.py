@@ -11,7 +11,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Self, cast, override
+from typing import Any, NoReturn, Self, cast, override
 
 import torch
 from torch import nn
@@ -24,10 +24,8 @@ from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.params.parameters import groups_of
 from megatron_fsdp_v2.runtime.hooks import UnitState
 from megatron_fsdp_v2.runtime.options import check_at_least_one
+from megatron_fsdp_v2.runtime.unit import Unit
 from megatron_fsdp_v2.runtime.unit_checks import check_is_between_steps
-
-if TYPE_CHECKING:
-    from megatron_fsdp_v2.runtime.unit import Unit
 
 # Looked up at import: programs replace `fsdp.fully_shard` by this package's function, for libraries
 # that import it when they shard a model.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,13 +32,11 @@ from megatron_fsdp_v2.dtensor.optimizer_state import (
 from megatron_fsdp_v2.dtensor.sharded_rows import local_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.params.gathered import gathered_name
+from megatron_fsdp_v2.params.group import ParameterGroup
 from megatron_fsdp_v2.params.parameters import find_owner_slot, num_stale
+from megatron_fsdp_v2.runtime.context import Context
 from megatron_fsdp_v2.runtime.schedule import live
 from megatron_fsdp_v2.runtime.unit_checks import check_capture
-
-if TYPE_CHECKING:
-    from megatron_fsdp_v2.params.group import ParameterGroup
-    from megatron_fsdp_v2.runtime.context import Context
 
 
 @dataclass(slots=True)

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2.comm.rank_checks import CheckRanks
+from megatron_fsdp_v2.dtensor.row_shards import TensorShard
 from megatron_fsdp_v2.runtime.schedule import PrefetchLimit
-
-if TYPE_CHECKING:
-    from megatron_fsdp_v2.dtensor.row_shards import TensorShard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

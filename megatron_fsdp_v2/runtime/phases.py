@@ -6,14 +6,13 @@ import enum
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from megatron_fsdp_v2.params.autograd import Inputs, ReplacedTensors
+from megatron_fsdp_v2.runtime.backward import ForwardRecord
 
 if TYPE_CHECKING:
-    from types import FrameType
-
-    from megatron_fsdp_v2.runtime.backward import ForwardRecord
     from megatron_fsdp_v2.runtime.unit import Unit
 
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -29,9 +28,7 @@ from torch import nn
 from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.runtime.module import named_units, unit_of
 from megatron_fsdp_v2.runtime.schedule import live
-
-if TYPE_CHECKING:
-    from megatron_fsdp_v2.runtime.unit import Unit
+from megatron_fsdp_v2.runtime.unit import Unit
 
 
 class ScheduledUnits:

@@ -6,12 +6,13 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from megatron_fsdp_v2._compiler import reject_compiled_autograd, uncompiled
+from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp_v2.params.autograd import (
     cast_floats,
     in_backward,
@@ -20,8 +21,10 @@ from megatron_fsdp_v2.params.autograd import (
     watch_outputs,
 )
 from megatron_fsdp_v2.params.formats import WeightUse
-from megatron_fsdp_v2.params.group import write_stale_weights
+from megatron_fsdp_v2.params.gradients import GroupGrads
+from megatron_fsdp_v2.params.group import ParameterGroup, write_stale_weights
 from megatron_fsdp_v2.runtime.backward import ForwardRecord
+from megatron_fsdp_v2.runtime.context import Context
 from megatron_fsdp_v2.runtime.phases import LEGAL_MOVES, Phase, RunningForward, UnitSettings
 from megatron_fsdp_v2.runtime.schedule import FORWARD_NUMBERS, live
 from megatron_fsdp_v2.runtime.unit_checks import (
@@ -35,12 +38,6 @@ from megatron_fsdp_v2.runtime.unit_checks import (
     check_units,
     compare_unit,
 )
-
-if TYPE_CHECKING:
-    from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
-    from megatron_fsdp_v2.params.gradients import GroupGrads
-    from megatron_fsdp_v2.params.group import ParameterGroup
-    from megatron_fsdp_v2.runtime.context import Context
 
 # The unit of each group, which reduces its gradients.
 _OWNERS: weakref.WeakKeyDictionary[ParameterGroup, weakref.ref[Unit]] = weakref.WeakKeyDictionary()

@@ -20,10 +20,10 @@ from megatron_fsdp_v2.dtensor.sharded_rows import plain_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.params.autograd import tensors_within
+from megatron_fsdp_v2.params.group import ParameterGroup
 from megatron_fsdp_v2.runtime.materialize import check_has_values
 
 if TYPE_CHECKING:
-    from megatron_fsdp_v2.params.group import ParameterGroup
     from megatron_fsdp_v2.runtime.context import Context
     from megatron_fsdp_v2.runtime.unit import Unit
 

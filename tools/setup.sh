@@ -149,7 +149,7 @@ install_project() {
     # shellcheck disable=SC2064
     trap "kill $! 2>/dev/null || true" EXIT
     # Python compiles the few modules that are imported; pip would compile all of torch's.
-    if ! "${pip[@]}" --no-compile --constraint "$pinned" --no-build-isolation --editable ".[$extras]" \
+    if ! PYTHONUNBUFFERED=1 "${pip[@]}" --no-compile --constraint "$pinned" --no-build-isolation --editable ".[$extras]" \
         2>&1 | tee -a "$LOG" | show_progress; then
         tail -n 20 "$LOG" >&2
         die "pip could not install the project: the lines above are the end of $LOG."

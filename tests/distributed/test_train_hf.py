@@ -93,7 +93,7 @@ def test_meshes_compilation_and_bf16(
     theirs = run(pools, ranks, tmp_path / "ddp", *size, "--parallel-strategy", "ddp")[0]
     ours = run(pools, ranks, tmp_path / "ours", *size, *words)[0]
     # Autocast leaves norms and softmax in fp32.
-    check_equal(ours, theirs, rtol=3e-3 if dtype else 1e-6)
+    check_equal(ours, theirs, rtol=1e-2 if dtype else 1e-6)
 
 
 @pytest.mark.functional

@@ -39,13 +39,16 @@ def _trained(flags: list[str], folder: Path, held_until: int) -> tuple[Any, list
         The training, and the iteration that a restart would have loaded, before each iteration.
     """
     training, seen, may_write = enter_rehearsal()["training"], [], threading.Event()
+    from megatron_fsdp_v2_mcore.checkpoint import async_saving
+
     finalize = training.maybe_finalize_async_save
 
     def finalize_and_note(blocking: bool = False, **kwargs: Any) -> None:
         if len(seen) == held_until:
             may_write.set()
-            # The pending saves complete before this call between two iterations.
-            saving._BACKGROUND.submit(int).result()
+            # The pending saves and the calls that wait for them complete before this call.
+            for threads in (saving._BACKGROUND, async_saving._EXECUTOR):
+                threads.submit(int).result()
         finalize(blocking, **kwargs)
         seen.append(_tracked(folder))
 

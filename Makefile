@@ -62,7 +62,7 @@ help: ## list the targets and their variables
 	  '  DEVICE=name    test-gpu: cuda, or cpu to rehearse the checks (cuda)' \
 	  '  GPUS=n         test-gpu: number of ranks (all GPUs; 2 on a CPU)' \
 	  '  GPU_OUT=path   test-gpu: folder of the report (out/gpu)' \
-	  '  WRITE=1        bench: write the results to docs/benchmarks.md'
+	  '  WRITE=1        bench: write the results to docs/performance.md'
 
 setup: ## create the environment with pinned dependencies
 	@VENV="$(VENV)" PYTHON="$(PYTHON)" TORCH="$(TORCH)" tools/setup.sh

@@ -1,11 +1,11 @@
 """`make bench`: compares this package with its peers on this machine.
 
     python -m benchmarks                       # a few minutes
-    python -m benchmarks --write-docs          # also write docs/benchmarks.md
+    python -m benchmarks --write-docs          # also write docs/performance.md
     python -m benchmarks --settings deep --ranks 2 --engines DDP FSDP2 ours
     python -m benchmarks --full                # the whole product of settings, and every engine
 
-All engines of a setting run in turns in one process group. docs/benchmarks.md describes the method.
+All engines of a setting run in turns in one process group; docs/performance.md has the method.
 """
 
 from __future__ import annotations

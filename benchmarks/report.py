@@ -19,7 +19,7 @@ from benchmarks.noise import cpus
 __all__ = ["PAGE", "Table", "draw", "hardware", "machine", "markdown", "put_between_marks"]
 __all__ += ["rest", "show", "steps", "write_page"]
 
-PAGE = "docs/benchmarks.md"
+PAGE = "docs/performance.md"
 COMMAND = "make bench"
 _PICTURE = "images/benchmarks.png"
 _BEGIN, _END = "<!-- results: begin -->\n", "<!-- results: end -->\n"

@@ -3,7 +3,7 @@
     python -m benchmarks.sim --model 8b --ranks 8 64 1024
     python -m benchmarks.sim --model 405b --ranks 16384 --recompute
 
-One process represents one rank; time is virtual, and tensors have no values. `docs/simulation.md`
+One process represents one rank; time is virtual, and tensors have no values. `docs/performance.md`
 describes the model.
 """
 

@@ -37,7 +37,7 @@ from megatron_fsdp_v2.comm.interface import Work
 from megatron_fsdp_v2.plan.simulation import HostDevice, simulated_groups
 from megatron_fsdp_v2.plan.simulation.process_group import BACKEND
 
-PAGE = "docs/simulation.md"
+PAGE = "docs/tested.md"
 COMMAND = "python -m benchmarks.sim.gloo --write-docs"
 ENGINES = {"ours": ours(), "fsdp2": wrap_with_fsdp2}
 NAMES = {"ours": "ours", "fsdp2": "FSDP2"}

@@ -1,7 +1,7 @@
 """The flat buffers of a unit: the parameters of each buffer, and its aligned layout.
 
 Slices and parameters start at multiples of 128 bytes if the padding stays within its bound;
-otherwise `aligned_buffers` weakens the alignment. `docs/layout.md` has the numbers.
+otherwise `aligned_buffers` weakens the alignment. `docs/concepts.md` has the numbers.
 
 Parameters of different row sizes in one flat buffer need slices that are a multiple of all their
 row sizes. With many ranks that multiple exceeds a rank's share, and most of the buffer is padding.

@@ -144,7 +144,7 @@ def names_of_units(name: str, code: str) -> list[str]:
 
 
 def test_code_of_the_page_makes_layers_and_experts_units(clients: RankPools) -> None:
-    page = Path(__file__).parents[2] / "docs/clients.md"
+    page = Path(__file__).parents[2] / "docs/hugging_face.md"
     code = page.read_text().partition("```python\n")[2].partition("```")[0]
     (names,) = clients(1).run(names_of_units, "Mixtral", code)
     layers = [f"model.layers.{i}{part}" for i in range(2) for part in ("", ".mlp.experts")]

@@ -388,7 +388,7 @@ def _partly_frozen() -> nn.Module:
 @on_ranks(2)
 def test_the_printed_summary_in_the_docs_is_real() -> None:
     summary = group_summary(_sharded(mp_policy=BF16, build=_partly_frozen))
-    assert str(summary) in (ROOT / "docs" / "diagnostics.md").read_text()
+    assert str(summary) in (ROOT / "docs" / "memory.md").read_text()
 
 
 # -- ranges -----------------------------------------------------------------------------------

@@ -326,7 +326,7 @@ def _without_temporaries(report: str) -> str:
 
 
 def test_the_printed_report_in_the_docs_is_real(pools: RankPools, tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "memory_bound.md").read_text()
+    text = (ROOT / "docs" / "memory.md").read_text()
     report = pools(2).run(printed_report, str(tmp_path / "step.png"))[0]
     assert _without_temporaries(report) in _without_temporaries(text)
     assert (tmp_path / "step.png").stat().st_size > 10_000

@@ -282,9 +282,10 @@ def test_example_with_its_own_parser_rehearses_under_run(core: RankPools) -> Non
 
 @on_core(2)
 def test_code_and_command_of_the_page_work() -> None:
-    page = "docs/megatron_core.md"
+    page = "docs/cluster.md"
     blocks = blocks_in(page, (ROOT / page).read_text())
-    first, second = (block.code for block in blocks if block.language == "python")
+    python = [block.code for block in blocks if block.language == "python"]
+    first, second = (code for code in python if "FullyShardedDataParallel" in code)
     example = enter()
     settings = example.Settings(iterations=2)
 
@@ -301,7 +302,7 @@ def test_code_and_command_of_the_page_work() -> None:
         trained = names["model"], names["optimizer"]
         of_the_page = example.run(settings, *trained, example.batches())
     assert of_the_page == core_only.train({"iterations": 2})
-    (command,) = (block.code for block in blocks if block.language == "bash")
+    (command,) = (block.code for block in blocks if "megatron_core_loop.py" in block.code)
     words = shlex.split(command.replace("\\\n", " "))
     assert words[:6] == ["torchrun", "--nproc-per-node", "2", "-m", RUN, EXAMPLE]
     assert words[6] == "--cpu-rehearsal"

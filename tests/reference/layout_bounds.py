@@ -1,4 +1,4 @@
-"""Shapes of units of real models (docs/layout.md), and a brute-force check of layouts."""
+"""Shapes of units of real models (docs/concepts.md), and a brute-force check of layouts."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_negligible_padding_keeps_one_buffer() -> None:
 
 
 def _table() -> str:
-    """Return the table of docs/layout.md; up to 2,048 ranks, padding must be at most 1 %."""
+    """Return the table of docs/concepts.md; up to 2,048 ranks, padding must be at most 1 %."""
     rows = []
     for unit, shapes in UNITS.items():
         numel = numel_of(shapes)
@@ -103,4 +103,4 @@ def _table() -> str:
 def test_padding_is_at_most_one_percent_and_the_table_of_the_page_is_current(
     request: pytest.FixtureRequest,
 ) -> None:
-    check_part(request, "docs/layout.md", "table", _table())
+    check_part(request, "docs/concepts.md", "table", _table())

@@ -175,8 +175,8 @@ def test_unsupported_simulations_raise() -> None:
 
 
 def test_the_example_on_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs" / "simulation.md").read_text()
-    (block,) = [b for b in blocks_in("simulation.md", page) if b.language == "python"]
+    page = (ROOT / "docs" / "tested.md").read_text()
+    (block,) = [b for b in blocks_in("tested.md", page) if "simulated_ranks" in b.code]
     exec(compile(block.code, block.name, "exec"), {"__name__": "page"})
     found = re.fullmatch(r"(\d+\.\d) ms, at most (\d+\.\d\d) GiB\n", capsys.readouterr().out)
     assert found is not None
@@ -270,7 +270,7 @@ def test_planned_step_time_matches_the_simulation(planned_job: Job) -> None:
 
 
 def test_page_has_the_simulated_and_planned_step_times() -> None:
-    page = (ROOT / "docs" / "simulation.md").read_text()
+    page = (ROOT / "docs" / "tested.md").read_text()
     rows = re.findall(r"^\| ([\d,]+) ranks \| ([\d.]+) ms \| ([\d.]+) ms \|$", page, re.MULTILINE)
     assert len(rows) > 2
     for ranks, *times in rows:

@@ -1,4 +1,4 @@
-"""`docs/torch_private_names.md` lists all used private names of torch, and torch has these names.
+"""`CONTRIBUTING.md` lists all used private names of torch, and torch has these names.
 
 A new version of torch may rename a private name without notice; the test reports the name.
 """
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tests.pages import rows_of, section
 from tests.processes import ROOT
 
-PAGE = "docs/torch_private_names.md"
+PAGE = "CONTRIBUTING.md"
 PACKAGES = ("megatron_fsdp_v2", "adapters")
 
 EXAMPLES = {
@@ -56,7 +56,8 @@ def _listed(title: str) -> dict[str, str]:
 
 
 MISSING: Any = object()
-NEEDED, OPTIONAL = _listed("Required names"), _listed("Optional names")
+NEEDED = _listed("Private names of torch")
+OPTIONAL = _listed("Optional private names of torch")
 
 
 def _is_private(name: str) -> bool:

@@ -208,7 +208,7 @@ class _Loader:
         """Replace main weights that do not round to the model weights in the file. Collective.
 
         Megatron's `fully_reshardable` format may store a main weight at a wrong place; see
-        docs/checkpoint_conversion.md.
+        docs/checkpoints.md.
         """
         dtypes = {key: entry.dtype for key, entry in self._folder.tensors()}
         counts: Counter[str] = Counter()
@@ -276,7 +276,7 @@ def _report(folder: CheckpointFolder, counts: Mapping[str, int]) -> None:
         sys.stdout.write(
             f"{folder.path}: these main weights do not round to the model weights, which are used "
             f"instead: {listed(found, _MAX_LISTED)}. Their moments are probably wrong as well and "
-            "are loaded; see docs/checkpoint_conversion.md\n"
+            "are loaded; see docs/checkpoints.md\n"
         )
 
 

@@ -41,7 +41,7 @@ TEXT_OPTION = --text "$(TEXT)"
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain test test-all test-random test-functional test-upstream test-matrices test-trainings test-share test-clients test-fsdp2 test-torch lint golden test-gpu bench
+.PHONY: help setup pretrain test test-all test-random test-functional test-upstream test-matrices test-trainings test-share test-clients test-fsdp2 test-torch lint golden test-gpu bench docs
 
 help: ## list the targets and their variables
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -136,6 +136,11 @@ lint: setup ## ruff, format check, type check, import layering
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 	@$(VENV)/bin/lint-imports --no-logo
+
+docs: ## the documentation as a site: out/site/index.html
+	@VENV="$(VENV)" PYTHON="$(PYTHON)" tools/setup_docs.sh
+	@NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict
+	@echo "out/site/index.html"
 
 test-gpu: setup ## all checks that need a GPU, on all GPUs of this machine, with one report
 	@mkdir -p "$(GPU_OUT)"

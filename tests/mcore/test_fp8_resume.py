@@ -73,9 +73,8 @@ def _loaded(pools: RankPools, world_size: int, folder: Path, *flags: f.Flags) ->
 @pytest.mark.parametrize(
     ("world_size", "flags"),
     [
-        pytest.param(1, [f.fsdp(), GATHERED], id="1 rank"),
         pytest.param(3, [f.fsdp(), GATHERED], id="3 ranks"),
-        *[pytest.param(2, [f.fsdp(s), GATHERED], id=s) for s in (f.NO_SHARD, f.ZERO1, f.ZERO2)],
+        pytest.param(2, [f.fsdp(f.NO_SHARD), GATHERED], id=f.NO_SHARD),
         pytest.param(2, [f.fsdp(), DELAYED, MAIN], id="bf16 weights"),
         pytest.param(2, [f.fsdp(), GATHERED, PADDED], id="tensor"),
         pytest.param(2, [f.fsdp(), GATHERED, f.PP2], id="pipeline"),

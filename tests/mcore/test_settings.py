@@ -169,9 +169,7 @@ SHARD, METADATA = "__0_0.distcp", ".metadata"
 # The damaged file, its new content or the number of bytes that are kept, and the expected error.
 DAMAGE: tuple[tuple[str, bytes | int | None, str], ...] = (
     (SHARD, 100, r"truncated: __0_0\.distcp has 100 of \d+ bytes"),
-    (SHARD, None, r"__0_0\.distcp is missing"),
     (METADATA, None, r"its save was cut short: it has no \.metadata"),
-    (METADATA, 50, "cannot be read"),
     (METADATA, b"cos\nsystem\n(S'true'\ntR.", r"a os\.system is in the place of a Metadata"),
 )
 

@@ -143,19 +143,6 @@ def _gelu(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.gelu(x, approximate="tanh")
 
 
-def test_layouts_of_a_product_are_forward_dgrad_and_wgrad() -> None:
-    weight, x, grad = torch.randn(5, 7), torch.randn(2, 3, 7), torch.randn(2, 3, 5)
-    wide = [tensor.double() for tensor in (weight, x, grad)]
-    (forward, *nothing) = _gemm(weight, x, "TN")
-    check(forward, wide[1] @ wide[0].t())
-    assert nothing == [None, None, None]
-    (dgrad, *_) = _gemm(weight, grad, "NN", grad=True)
-    check(dgrad, wide[2] @ wide[0])
-    wgrad, bias_grad, *_ = _gemm(x, grad, "NT", grad=True, bias=torch.empty(5))
-    check(wgrad, wide[2].reshape(6, 5).t() @ wide[1].reshape(6, 7))
-    check(bias_grad, wide[2].sum((0, 1)))
-
-
 def test_bias_and_gelu_are_applied_before_rounding() -> None:
     weight, x, bias = (torch.randn(*shape).bfloat16() for shape in ((5, 7), (6, 7), (5,)))
     y, _, before, _ = _gemm(weight, x, "TN", bias=bias, gelu=True)
@@ -373,14 +360,6 @@ def test_kernel_and_its_gradient_match_their_definition(name: str) -> None:
         wanted = torch.autograd.grad(exact, leaves, grad.double())
         for mine, theirs in zip(kernel.backward(grad, *inputs, *kept), wanted, strict=True):
             check(mine, theirs, 2e-5)
-
-
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_gradient_of_a_bias_before_an_activation_is_summed(name: str) -> None:
-    x, grad = torch.randn(3, 4, 10), torch.randn(3, 4, 10)
-    bias_grad, again = getattr(TEX, f"dbias_d{name}")(grad, x, None)
-    assert torch.equal(again, getattr(TEX, f"d{name}")(grad, x, None))
-    check(bias_grad, again.double().sum((0, 1)))
 
 
 def test_rms_norm_backward_adds_a_gradient() -> None:

@@ -30,7 +30,7 @@ NEWEST_PY := .venv-torch-$(NEWEST_TORCH)/bin/python
 TORCH_SAMPLE = $(addprefix tests/distributed/test_, checkpoint.py collectives.py construction.py \
   drop_in.py failures.py fsdp2.py misuse.py parameters.py precision.py stream_safety.py \
   tensor_parallel.py torch_checkpoint.py torch_versions.py uneven_dtensor.py) \
-  $(addprefix tests/unit/test_, checkpoint_export.py exposure.py fsdp2_surface.py row_shards.py \
+  $(addprefix tests/unit/test_, checkpoint_export.py exposure.py fsdp2_surface.py \
   simulation.py torch_private_names.py) \
   tests/parity/test_parity.py::test_pattern_trains_like_the_reference tests/golden \
   functional_tests/test_matrix.py

@@ -13,7 +13,6 @@ from torch import nn
 
 from megatron_fsdp_v2.runtime.module import named_units
 from megatron_fsdp_v2.runtime.scheduled import ScheduledUnits
-from tests.cases import quick_strategies
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     STRATEGIES,
@@ -243,7 +242,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@on_ranks(2, strategy=quick_strategies(STRATEGIES), options=OPTIONS)
+@on_ranks(2, strategy=STRATEGIES[1::2], options=OPTIONS)
 def test_schedule_with_deferred_weight_gradients_trains_like_a_plain_loop(
     strategy: str, options: str
 ) -> None:

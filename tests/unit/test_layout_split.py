@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -58,19 +57,6 @@ def test_split_has_every_parameter_once_and_at_most_the_padding_of_one_buffer(
     elif padding > tolerance * numel_of(shapes):
         # Each buffer beyond the tolerance has to save the minimum gain.
         assert whole - padding >= MIN_GAIN * numel_of(shapes) * (len(split) - 1)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_many_row_sizes_pad_no_more_than_one_buffer_per_row_size(seed: int) -> None:
-    numbers = random.Random(seed)
-    shapes = [(numbers.randint(200, 400), numbers.randint(50, 200)) for _ in range(20)]
-    split = split_for_padding(shapes, 64, ROW)
-    assert sorted(itertools.chain(*split)) == list(range(len(shapes)))
-    padding = _padding(shapes, split, 64)
-    rows = sorted({shape[1] for shape in shapes})
-    each = [[i for i, shape in enumerate(shapes) if shape[1] == row] for row in rows]
-    assert padding < 0.2 * BufferLayout.plan(shapes, 64).padding_numel
-    assert padding <= _padding(shapes, each, 64) + MIN_GAIN * numel_of(shapes) * len(each)
 
 
 def test_negligible_padding_keeps_one_buffer() -> None:

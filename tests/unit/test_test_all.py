@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import ROOT, ran
-from tools.test_all import current_commit, estimate, main
+from tools.test_all import current_commit, main
 
 RESULTS = "out/test_all/results.jsonl"
 SUITE = """
@@ -89,11 +89,3 @@ def test_a_run_stops_when_its_time_is_over_and_the_next_one_continues(suites: li
     assert _ran() == ["first"]
     assert main(suites) == 0
     assert _ran() == ["ends", "fails", "last", "ran"]
-
-
-def test_estimates_take_the_last_duration_or_the_mean_of_the_file_or_of_all() -> None:
-    known = {"a.py::one": 1.0, "a.py::two": 3.0, "b.py::one": 8.0}
-    assert estimate(["a.py::one"], known) == 1.0
-    assert estimate(["a.py::new"], known) == 2.0
-    assert estimate(["c.py::new"], known) == 4.0
-    assert estimate(["c.py::new"], {}) == 1.0

@@ -61,7 +61,6 @@ def test_every_engine_trains_like_the_plain_loop(tmp_path: Path) -> None:
     changed=[
         longer({"shape": replace(TINY, vocabulary=64, experts=4), "micro_batches": 2}),
         longer({"dtype": "bf16", "recomputes": True}),
-        longer({"micro_batches": 2, "optimizer": "foreach"}),
     ],
 )
 def test_engines_measured_together_train_like_the_plain_loop(changed: dict[str, Any]) -> None:
@@ -132,9 +131,10 @@ UNGROUPED = Case(layers=3, width=448, vocabulary=512, length=4)
 """Layers that are large enough to be separate units, as with FSDP2."""
 
 
-@on_ranks(2, dtype=[longer("fp32"), longer("bf16")])
-def test_zero_3_takes_no_more_steady_and_build_memory_than_fsdp2(dtype: str) -> None:
-    setting = Setting("small", UNGROUPED, dtype)
+@pytest.mark.functional
+@on_ranks(2)
+def test_zero_3_takes_no_more_steady_and_build_memory_than_fsdp2() -> None:
+    setting = Setting("small", UNGROUPED, "bf16")
     mesh = init_device_mesh("cpu", (2,))
     names = ("FSDP2", "ours, optim_grads_params")
     theirs, ours = (memory.measure(name, setting, mesh) for name in names)
@@ -201,17 +201,11 @@ TOOK = {
 }
 
 
-@pytest.mark.parametrize(
-    ("strategy", "micro_batches", "expected"),
-    [
-        ("no_shard", 4, 100 + 20 + 4),
-        ("optim", 4, 100 + 5 + 10 + 2),
-        ("optim_grads", 4, 100 + 4 * 5 + 10 + 2),
-        ("optim_grads_params", 1, 100 + 5 + 1.5 * 10 + 2),
-        ("optim_grads_params", 4, 100 + 4 * 5 + 4 * 1.5 * 10 + 2),
-    ],
-)
-def test_limit_adds_the_times_of_each_strategy(
-    strategy: str, micro_batches: int, expected: float
-) -> None:
-    assert limit_seconds(TOOK, strategy, micro_batches, gathers=1.5) == expected
+def test_limit_adds_the_times_of_each_strategy() -> None:
+    expected = {
+        "no_shard": 100 + 20 + 4,
+        "optim": 100 + 5 + 10 + 2,
+        "optim_grads": 100 + 4 * 5 + 10 + 2,
+        "optim_grads_params": 100 + 4 * 5 + 4 * 1.5 * 10 + 2,
+    }
+    assert {name: limit_seconds(TOOK, name, 4, gathers=1.5) for name in expected} == expected

@@ -145,7 +145,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "checkpointing, reentrant": {},
     "checkpointed region of units, non-reentrant": {},
     "module used twice in a forward": {},
-    "detached inputs": {},
     "nested outputs, keyword inputs": {},
     "tied parameters in one unit": {},
     "frozen parameters": {},

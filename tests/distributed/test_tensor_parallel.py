@@ -48,7 +48,7 @@ from tests.cases import quick_if
 from tests.distributed.checkpoint_trainings import digests, muon
 from tests.distributed.cut_parameters import Spec, full, part, tensor_shard
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.plain_parallel_model import CUT, RULES, WORDS, Column, parts, whole
+from tests.distributed.plain_parallel_model import RULES, WORDS, Column, parts, whole
 from tests.distributed.wrapping import STRATEGIES, error_message, mesh_of, of_all_ranks
 from tests.ranks import RankPools
 from tests.reference.models import Block, Checkpointed, Stack
@@ -195,7 +195,7 @@ KINDS += [(STRATEGIES[-1], "adamw"), (STRATEGIES[-1], "muon")]
     ("shape", "strategy", "kind"),
     [
         quick_if(shape == (2, 2) or (strategy, kind) == KINDS[3], shape, strategy, kind)
-        for shape in ((1, 2), (2, 1), (2, 2), (1, 2, 2))
+        for shape in ((2, 2), (1, 2, 2))
         for strategy, kind in KINDS
     ],
 )
@@ -213,19 +213,6 @@ def test_training_equals_the_unsharded_loop(
     tolerance = 1e-5 if kind == "muon" else 1e-6
     assert full_error(model, reference) < tolerance
     assert mine == pytest.approx(theirs, abs=tolerance, rel=tolerance)
-
-
-@on_ranks(2)
-def test_rules_describe_every_parameter_and_shift_dimensions_of_stacked_weights() -> None:
-    mesh = mesh_with_tp(1, 2)
-    model = parts(mesh)
-    shards = tensor_shards(model, mesh=mesh, rules=RULES)
-    found = {name: shards[param] for name, param in model.named_parameters()}
-    assert found.keys() == dict(whole().named_parameters()).keys()
-    assert {name: s.dim for name, s in found.items() if s.dim is not None} == CUT
-    assert found["experts_up.weight"].dim == 1
-    assert len(found["gated.weight"].pieces) == 2
-    assert "experts_up.bias" not in found
 
 
 # -- checkpoints ----------------------------------------------------------------------------------
@@ -301,9 +288,7 @@ def _frozen() -> Any:
 _RECOMPUTED = partial(plain, 0, Checkpointed)
 VARIANTS: dict[str, Callable[[], Any]] = {
     "recomputed": lambda: sharded(2, 2, model=_RECOMPUTED(use_reentrant=False)),
-    "recomputed, reentrant": lambda: sharded(2, 2, model=_RECOMPUTED(use_reentrant=True)),
     "trace pool": lambda: sharded(2, 2, enable_trace_pool=True),
-    "outer axis": lambda: sharded(2, 1, 2),
     "outer axis, sharded": lambda: sharded(2, 1, 2, outer_dp_sharding_strategy="optim"),
     "frozen": lambda: sharded(2, 2, model=_frozen()),
 }
@@ -494,7 +479,7 @@ def _sharded(dp: int, tp: int, strategy: str) -> Any:
     return fully_shard(model, mesh=both["outer"], sharding_strategy=strategy, options=options)
 
 
-@on_ranks(2, sizes=[(1, 2), (2, 1)], strategy=STRATEGIES)
+@on_ranks(2, sizes=[(1, 2), (2, 1)], strategy=STRATEGIES[-1:])
 def test_state_wrapped_by_an_optimizer_has_the_rows_of_its_parameter(
     sizes: tuple[int, int], strategy: str
 ) -> None:

@@ -335,7 +335,7 @@ def test_every_stager_of_torch_saves_in_another_process(tmp_path: Path, size: in
 # -- ranks without rows --------------------------------------------------------------------------
 
 
-@on_ranks(3, name=["AdamW", "Adagrad", "NAdam", "Muon"], way=WAYS)
+@on_ranks(3, name=["AdamW", "Muon"], way=WAYS)
 def test_resumed_run_saves_the_total_step_count(tmp_path: Path, name: str, way: str) -> None:
     save, load = WAYS[way]
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
@@ -382,8 +382,9 @@ def losses_around_a_save(folder: str, way: str, strategy: str, *, saves: bool) -
     return train(model, optimizer, 3, first=3)
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-@pytest.mark.parametrize("way", ["ours", "torch"])
+@pytest.mark.parametrize(
+    ("strategy", "way"), [("no_shard", "ours"), ("optim_grads_params", "torch")]
+)
 def test_training_with_state_of_plain_dtensors_resumes_at_another_size(
     pools: RankPools, tmp_path: Path, way: str, strategy: str
 ) -> None:
@@ -394,7 +395,7 @@ def test_training_with_state_of_plain_dtensors_resumes_at_another_size(
         assert losses == pytest.approx(expected[0], rel=1e-6)
 
 
-@on_ranks(2, optimizer=["SGD", "AdamW", "AdamW, fused"], strategy=STRATEGIES[1:])
+@on_ranks(2, optimizer=["SGD", "AdamW", "AdamW, fused"], strategy=STRATEGIES[-1:])
 def test_rank_without_rows_initializes_state_without_collectives(
     optimizer: str, strategy: str
 ) -> None:
@@ -436,7 +437,7 @@ def test_full_weights_are_gathered_and_broadcast_from_rank_0(build: Any) -> None
     assert weight_error(fresh, plain) == 0.0
 
 
-@on_ranks(2, strategy=["no_shard", "optim_grads", "optim_grads_params"])
+@on_ranks(2, strategy=["no_shard", "optim_grads_params"])
 def test_training_resumes_from_one_file_per_rank(tmp_path: Path, strategy: str) -> None:
     path = tmp_path / f"{strategy}-{dist.get_rank()}.pt"
     model = net(sharding_strategy=strategy)

@@ -95,15 +95,12 @@ def _two_inputs(unit: Any, x: torch.Tensor) -> torch.Tensor:
 
 # The forward of a unit, and a function that calls the unit.
 _IN_PLACE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "relu": (_relu_first, lambda unit, x: unit(x)),
     "relu of a residual": (_relu_first, _residual),
-    "pieces": (_in_pieces, lambda unit, x: unit(x)),
     "pieces of a residual, and then by the caller": (_in_pieces, _changed_after),
     "its output": (lambda self, x: self.layer(x).mul_(self.scale), _part_changed_after),
     "a view it returns": (lambda self, x: self.layer(x).view(-1, 2), _changed_after),
     "the input it returns": (lambda self, x: x, _changed_after),
     "the second input alone": (lambda self, x, y: self.layer(y.mul_(self.scale)), _two_inputs),
-    "one of two inputs": (_both_inputs, _two_inputs),
     "one input given twice": (_both_inputs, lambda unit, x: unit(x, x)),
 }
 
@@ -149,17 +146,10 @@ def _add_to_field(state: Any, loss: torch.Tensor) -> None:
 # An argument, a function that writes a loss into it, and a function that reads the losses.
 _WRITTEN: dict[str, tuple[Callable[[], Any], Callable[..., Any], Callable[[Any], Any]]] = {
     "list": (list, list.append, sum),
-    "deque": (collections.deque, collections.deque.append, sum),
-    "dict": (dict, _add_to_item, lambda state: state["aux"] + sum(state["outputs"])),
     "ordered dict in a list": (
         lambda: [collections.OrderedDict()],
         lambda state, loss: _add_to_item(state[0], loss),
         lambda state: state[0]["aux"] + sum(state[0]["outputs"]),
-    ),
-    "defaultdict": (
-        lambda: collections.defaultdict(list),
-        lambda state, loss: state["aux"].append(loss),
-        lambda state: sum(state["aux"]),
     ),
     "dataclass": (
         lambda: _State(torch.zeros(()), {}),
@@ -277,6 +267,10 @@ def gradient_penalty(model: Any, step: int, micro: int, rank: int) -> torch.Tens
 # -- forwards inside a backward -------------------------------------------------------------------
 
 
+def _in_hook(model: Any, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    return grad * model(x).mean().detach()
+
+
 def _last_block(model: Any, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """Run a unit whose backward is over."""
     return grad * model.blocks[2](torch.ones(1, WIDTH) * x.mean()).mean()
@@ -308,24 +302,14 @@ def _hooked(
     return loss
 
 
-_HOOKED: dict[str, Callable[..., torch.Tensor]] = {
-    "model": lambda model, x, grad: grad * model(x).mean(),
-    "model, with gradients": torch.enable_grad()(
-        lambda model, x, grad: grad * model(x).mean().detach()
-    ),
-    "block": _last_block,
-    "model and its backward": _with_backward,
-}
-
 # -- recomputed regions ---------------------------------------------------------------------------
 
 
 class _SharedInRegion(Stack):
     """A recomputed region that runs a unit, which contains another unit, three times."""
 
-    def __init__(self, reentrant: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.reentrant = reentrant
         self.blocks[1] = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), Block())
 
     def _region(self, x: torch.Tensor) -> torch.Tensor:
@@ -334,7 +318,7 @@ class _SharedInRegion(Stack):
         return self.blocks[2](x)
 
     def run_blocks(self, x: torch.Tensor) -> Any:
-        return checkpoint(self._region, x, use_reentrant=self.reentrant)
+        return checkpoint(self._region, x, use_reentrant=False)
 
 
 class _TwiceInRegion(nn.Module):
@@ -398,7 +382,7 @@ class _Framed(Stack):
         return self._run("output", self.output, x)
 
 
-_FRAMED = [("", False), ("input", False), ("output", False), ("block", True), ("output", True)]
+_FRAMED = [("", False), ("output", False), ("block", True), ("output", True)]
 
 # -- methods that run the forward -----------------------------------------------------------------
 
@@ -679,15 +663,15 @@ UNUSUAL: dict[str, Pattern] = {
         f"in hooks of the backward: {name}{', recomputed' * (build is not Stack)}": Pattern(
             build, loss=functools.partial(_hooked, run), optimizer=plain_sgd
         )
-        for name, run in _HOOKED.items()
-        for build in (Stack, functools.partial(Checkpointed, use_reentrant="grad" in name))
+        for name, run, build in (
+            ("model", _in_hook, Stack),
+            ("model", _in_hook, functools.partial(Checkpointed, use_reentrant=False)),
+            ("model, with gradients", torch.enable_grad()(_in_hook), Stack),
+            ("block", _last_block, functools.partial(Checkpointed, use_reentrant=True)),
+            ("model and its backward", _with_backward, Stack),
+        )
     },
-    "unit recomputed three times, reentrant": Pattern(
-        lambda: _SharedInRegion(True), lambda m: [m.blocks[1][2], *m.blocks]
-    ),
-    "unit recomputed three times, non-reentrant": Pattern(
-        lambda: _SharedInRegion(False), lambda m: [m.blocks[1][2], *m.blocks]
-    ),
+    "unit recomputed three times": Pattern(_SharedInRegion, lambda m: [m.blocks[1][2], *m.blocks]),
     "units inside a unit recomputed twice": Pattern(
         lambda: _TwiceInRegion(False), _units_of_region
     ),
@@ -746,15 +730,17 @@ UNUSUAL: dict[str, Pattern] = {
     ),
     **{
         f"fused weight gradients: {kind}, {times} times": _fused(kind, times)
-        for kind in ("add", "overwrite", "late", "none")
-        for times in (1, 2)
-    },
-    **{
-        f"fused weight gradients: {ahead} forwards ahead": _fused(
-            "overwrite", 2, loss=functools.partial(_ahead, ahead)
+        for kind, times in (
+            ("add", 2),
+            ("overwrite", 1),
+            ("overwrite", 2),
+            ("late", 2),
+            ("none", 2),
         )
-        for ahead in (1, 2)
     },
+    "fused weight gradients: 2 forwards ahead": _fused(
+        "overwrite", 2, loss=functools.partial(_ahead, 2)
+    ),
     "fused weight gradients: tied": _fused("add", 1, True),
     "evaluation between forward and backward": Pattern(Stack, loss=_evaluated_before_backward),
     "evaluated in inference mode once unfrozen": Pattern(
@@ -774,16 +760,12 @@ UNUSUAL: dict[str, Pattern] = {
         lambda m: [],
         loss=lambda m, step, micro, rank: (rank + 1) * m().square().mean(),
     ),
-    "biases trained alone": Pattern(Stack, loss=_train_biases),
-    "biases trained alone, recomputed": Pattern(
-        lambda: Checkpointed(use_reentrant=False), loss=_train_biases
-    ),
+    "biases trained alone": Pattern(lambda: Checkpointed(use_reentrant=False), loss=_train_biases),
     **{
         f"parameters without elements, {name}": Pattern(
             Elementless, lambda m: [m.alone], clips=True, optimizer=optimizer
         )
         for name, optimizer in {
-            "foreach": functools.partial(torch.optim.AdamW, eps=1e-3, foreach=True),
             "fused": functools.partial(torch.optim.AdamW, eps=1e-3, fused=True),
             "flat": functools.partial(flat_optimizer(torch.optim.AdamW), eps=1e-3),
         }.items()

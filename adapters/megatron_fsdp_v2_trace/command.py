@@ -8,7 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_fsdp_v2_trace.drawing import draw
-from megatron_fsdp_v2_trace.timeline import COMPUTE, EXPOSED, GATHER, REDUCE, StepTimeline, read
+from megatron_fsdp_v2_trace.timeline import (
+    COMPUTE,
+    EXPOSED,
+    GATHER,
+    REDUCE,
+    StepTimeline,
+    busy_seconds,
+    read,
+)
 
 _COLUMNS = (COMPUTE, GATHER, REDUCE, EXPOSED)
 
@@ -51,9 +59,9 @@ def lines(timeline: StepTimeline) -> Iterator[str]:
     """Format the time of every unit, in milliseconds, line by line."""
     yield f"{timeline.name}, {1e3 * timeline.end:.1f} ms"
     rows = [("unit", *(f"{column} ms" for column in _COLUMNS))]
-    for unit in (*timeline.units, None):
-        times = [f"{1e3 * timeline.seconds(column, unit):.2f}" for column in _COLUMNS]
-        rows.append((unit or "all", *times))
+    for unit, spans in (*timeline.by_unit().items(), ("all", timeline.spans)):
+        times = [f"{1e3 * busy_seconds(spans, column):.2f}" for column in _COLUMNS]
+        rows.append((unit, *times))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, *cells in rows:
         numbers = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_fsdp_v2_trace.timeline import EXPOSED, TRACKS, StepTimeline
+from megatron_fsdp_v2_trace.timeline import EXPOSED, TRACKS, StepTimeline, busy_seconds
 
 _MIB = 1 << 20
 _COLORS = (
@@ -50,7 +50,7 @@ def _library(name: str) -> Any:
 
 
 def _colors(timelines: Sequence[StepTimeline]) -> dict[str, str]:
-    units = dict.fromkeys(unit for timeline in timelines for unit in timeline.units)
+    units = dict.fromkeys(unit for timeline in timelines for unit in timeline.by_unit())
     return {unit: _COLORS[index % len(_COLORS)] for index, unit in enumerate(units)}
 
 
@@ -60,7 +60,7 @@ def _heights(timelines: Sequence[StepTimeline]) -> list[float]:
 
 
 def _caption(timeline: StepTimeline) -> str:
-    exposed = timeline.seconds(EXPOSED)
+    exposed = busy_seconds(timeline.spans, EXPOSED)
     return f"{timeline.name}: {1e3 * timeline.end:.1f} ms, {exposed / timeline.end:.0%} exposed"
 
 
@@ -76,17 +76,16 @@ def _draw_page(timelines: Sequence[StepTimeline], path: Path) -> None:
         vertical_spacing=0.06,
         subplot_titles=captions,
     )
-    colors = _colors(timelines)
+    colors, shown = _colors(timelines), set[str]()
     for number, timeline in enumerate(timelines):
         row = len(heights) * number + 1
-        for unit in timeline.units:
-            spans = [span for span in timeline.spans if span.unit == unit]
+        for unit, spans in timeline.by_unit().items():
             figure.add_trace(
                 objects.Bar(
                     orientation="h",
                     name=unit,
                     legendgroup=unit,
-                    showlegend=number == 0 or unit not in timelines[0].units,
+                    showlegend=unit not in shown,
                     base=[1e3 * span.start for span in spans],
                     x=[1e3 * (span.end - span.start) for span in spans],
                     y=[span.track for span in spans],
@@ -103,6 +102,7 @@ def _draw_page(timelines: Sequence[StepTimeline], path: Path) -> None:
                 row=row,
                 col=1,
             )
+            shown.add(unit)
         figure.update_yaxes(
             categoryorder="array", categoryarray=list(TRACKS), autorange="reversed", row=row, col=1
         )

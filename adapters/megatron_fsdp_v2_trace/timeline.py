@@ -8,6 +8,7 @@ import json
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,22 +55,12 @@ class StepTimeline:
     spans: Sequence[TimeSpan]
     memory: Sequence[tuple[float, int]]
 
-    def seconds(self, track: str, unit: str | None = None) -> float:
-        """Return the time in which a track, or a unit in it, was busy."""
-        return sum(
-            end - start
-            for start, end in merged(
-                (span.start, span.end)
-                for span in self.spans
-                if span.track == track and unit in (None, span.unit)
-            )
-        )
-
-    @property
-    def units(self) -> list[str]:
-        """Units in the order in which they first ran."""
-        order = sorted(self.spans, key=lambda span: span.start)
-        return list(dict.fromkeys(span.unit for span in order))
+    def by_unit(self) -> dict[str, list[TimeSpan]]:
+        """Return the spans of each unit, units in the order in which they first ran."""
+        found: dict[str, list[TimeSpan]] = {}
+        for span in sorted(self.spans, key=lambda span: span.start):
+            found.setdefault(span.unit, []).append(span)
+        return found
 
     @property
     def end(self) -> float:
@@ -105,6 +96,12 @@ def read(path: str | Path) -> StepTimeline:
     return StepTimeline(path.name, moved, memory)
 
 
+def busy_seconds(spans: Iterable[TimeSpan], track: str) -> float:
+    """Return the time in which a track was busy with any of these spans."""
+    busy = merged((span.start, span.end) for span in spans if span.track == track)
+    return sum(end - start for start, end in busy)
+
+
 def merged(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the union of intervals, sorted and disjoint."""
     found: list[tuple[float, float]] = []
@@ -120,10 +117,9 @@ def without(
     intervals: Iterable[tuple[float, float]], taken: Sequence[tuple[float, float]]
 ) -> Iterator[tuple[float, float]]:
     """Yield the parts of intervals outside of others, which are sorted and disjoint."""
-    ends = [end for _, end in taken]
     for start, end in intervals:
         left = start
-        for index in range(bisect.bisect_right(ends, start), len(taken)):
+        for index in range(bisect.bisect_right(taken, start, key=itemgetter(1)), len(taken)):
             other_start, other_end = taken[index]
             if other_start >= end:
                 break

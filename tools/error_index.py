@@ -37,10 +37,11 @@ def messages(module: ast.Module) -> Iterator[tuple[str, str]]:
     for function in every:
         for node in ast.walk(function):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-                name, args = ast.unparse(node.exc.func).rpartition(".")[2], node.exc.args
+                names, args = re.findall(r"\w+Error", ast.unparse(node.exc.func)), node.exc.args
                 text = _text(args[-1], function, functions) if args else ""
-                if name.endswith("Error") and len(re.sub(r"\{.*?\}", "", text)) > 12:
-                    yield name, " ".join(text.split())
+                # Without its values, an error that passes on another one has hardly a word left.
+                if names and len(re.sub(r"\{.*?\}", "", text)) > 12:
+                    yield " or ".join(names), " ".join(text.split())
 
 
 def _text(node: ast.expr, within: ast.FunctionDef, functions: dict[str, ast.FunctionDef]) -> str:
@@ -86,19 +87,22 @@ def tables() -> str:
         for path in sorted((ROOT / folder).rglob("*.py")):
             where = path.relative_to(ROOT / folder)
             for found in messages(ast.parse(path.read_text())):
-                files = rooms[where.parts[0].removesuffix(".py")][found]
+                files = rooms[_room(where)][found]
                 if str(where) not in files:
                     files.append(str(where))
         for room, rows in sorted(rooms.items()):
-            parts.append(
-                f"### {title}: {room.strip('_')}\n\n| error | message | file |\n|---|---|---|"
-            )
+            parts.append(f"### {title}: {room}\n\n| error | message | file |\n|---|---|---|")
             parts += [
                 f"| {name} | {_cell(text)} | {', '.join(f'`{file}`' for file in files)} |"
                 for (name, text), files in sorted(rows.items(), key=lambda row: row[0][::-1])
             ]
             parts[-1] += "\n"
     return "\n".join(parts)
+
+
+def _room(path: Path) -> str:
+    name = path.parts[0].removesuffix(".py").strip("_")
+    return "package" if name == "init" else name
 
 
 def _cell(text: str) -> str:

@@ -35,6 +35,10 @@ COMMANDS = {
         "memory, communication and time of a training before it runs",
         "megatron_fsdp_v2.plan.command",
     ),
+    "prove": (
+        "prove on a few CPU ranks that a configuration trains as Megatron's own DDP does",
+        "megatron_fsdp_v2_mcore.prove.command",
+    ),
     "trace": (
         "timeline of a step from torch's profiler: computation, communication, what is exposed",
         "megatron_fsdp_v2_trace.command",

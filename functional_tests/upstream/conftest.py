@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from functional_tests.upstream.configurations import read
-from functional_tests.upstream.shrink import shrunk
+from functional_tests.upstream.sides import shrunk
 from functional_tests.upstream.validation import rejections
 
 REJECTIONS = Path(__file__).with_name("rejections.txt")

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from functional_tests.upstream.configurations import FILE, PATH, Configuration
+from megatron_fsdp_v2_mcore.prove.shrink import NOT_RUN
 
 TAG = "core_v0.19.0"
 FOLDER = "tests/functional_tests/test_cases"
@@ -27,28 +28,6 @@ FAMILIES = ("gpt", "hybrid", "mixtral", "moe", "nemotron")
 
 OTHER_PROGRAMS = "grpo"
 """Part of the names of configurations in these folders that run `train_rl.py`."""
-
-PLACES = """
---data-cache-path --data-path --load --merge-file --save --split --tensorboard-dir
---tiktoken-pattern --tokenizer-model --tokenizer-type --vocab-file --wandb-entity --wandb-exp-name
---wandb-project --wandb-save-dir
-"""
-
-LOADING_AND_SAVING = """
---auto-detect-ckpt-format --finetune --no-load-optim --no-use-tokenizer-model-from-checkpoint-args
---override-opt_param-scheduler --save-interval --save-retain-interval --use-checkpoint-args
---use-checkpoint-opt_param-scheduler
-"""
-
-LOGGING_AND_TIMING = """
---distributed-timeout-minutes --exit-duration-in-mins --exit-interval --inference-max-seq-length
---log-energy --log-interval --log-memory-interval --log-memory-to-tensorboard --log-progress
---log-throughput --log-timers-to-tensorboard --log-validation-ppl-to-tensorboard --logging-level
---num-workers --seed --straggler-minmax-count --tensorboard-log-interval --timing-log-level
---timing-log-option
-"""
-
-LEFT_OUT = frozenset(f"{PLACES} {LOADING_AND_SAVING} {LOGGING_AND_TIMING}".split())
 
 _HEAD = """
 # Flags of the functional tests of Megatron-LM, as data: names and values only.
@@ -88,7 +67,7 @@ def read(checkout: Path) -> tuple[list[Configuration], list[str]]:
         flags = {
             flag: _words(value)
             for flag, value in arguments.items()
-            if flag not in LEFT_OUT and value is not False and value is not None
+            if flag not in NOT_RUN and value is not False and value is not None
         }
         key = tuple((flag, *words) for flag, words in sorted(flags.items()))
         found.setdefault(key, []).append(f"{family}/{name}")

@@ -7,8 +7,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from functional_tests.upstream.shrink import Shrunk
-from functional_tests.upstream.sides import sharded, user_flags
+from functional_tests.upstream.sides import Shrunk, sharded, user_flags
 from tests.mcore.command_line import call_in_process
 from tests.mcore.flags import LOCAL
 
@@ -19,7 +18,9 @@ def rejections(configurations: Sequence[Shrunk]) -> list[str]:
     Returns:
         The reason why each configuration is rejected; empty for valid configurations.
     """
-    calls = [(user_flags(each), sharded(each).flags, each.world_size) for each in configurations]
+    calls = [
+        (user_flags(each), sharded(each).flags, each.run.world_size) for each in configurations
+    ]
     return call_in_process(_validate_each, calls)
 
 

@@ -1,0 +1,133 @@
+"""`megatron-fsdp-v2 prove`: whether a configuration trains as Megatron's own data parallelism."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from megatron_cpu_rehearsal.flags import TRANSFORMER_ENGINE, with_cpu_flags
+from megatron_cpu_rehearsal.te import load
+from megatron_fsdp_v2 import _arguments as arguments
+from megatron_fsdp_v2._progress import progress
+from megatron_fsdp_v2_mcore.flags.arguments import supported_on_cpu
+from megatron_fsdp_v2_mcore.prove import report, sides, worker
+from megatron_fsdp_v2_mcore.prove.preflight import preflight
+from megatron_fsdp_v2_mcore.prove.proof import TIMEOUT_S, Prover, num_trainings
+from megatron_fsdp_v2_mcore.prove.ranks import Pool, pools
+from megatron_fsdp_v2_mcore.prove.shrink import (
+    MOST_RANKS,
+    Flags,
+    as_words,
+    covering_runs,
+    parse_words,
+    ranks_of,
+)
+from megatron_fsdp_v2_mcore.prove.source import Source, read_script, read_yaml
+
+
+class _ProveCommand:
+    """`megatron-fsdp-v2 prove`."""
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Add the arguments of the job, the runs and the output."""
+        parser.usage = (
+            "megatron-fsdp-v2 prove [options] -- <training flags>\n"
+            "       megatron-fsdp-v2 prove [options] --script job.sh\n"
+            "       megatron-fsdp-v2 prove [options] --yaml job.yaml"
+        )
+        parser.add_argument("flags", nargs="*", help="training flags, after --")
+        parser.add_argument(
+            "--script",
+            type=Path,
+            metavar="FILE",
+            help="a bash script that starts the job; it is executed, with torchrun, python, srun "
+            "and other launchers replaced by a program that records their arguments",
+        )
+        parser.add_argument("--yaml", type=Path, metavar="FILE", help="flags as a YAML file")
+        parser.add_argument("--ranks", type=arguments.count, metavar="N", help="ranks of the job")
+        parser.add_argument(
+            "--local-ranks",
+            type=arguments.count,
+            default=MOST_RANKS,
+            metavar="N",
+            help=f"largest number of ranks of a run; default: {MOST_RANKS}",
+        )
+        parser.add_argument(
+            "--device",
+            choices=["cpu", "cuda"],
+            default="cpu",
+            help="cuda runs on this node's GPUs, without a rehearsal; default: cpu",
+        )
+        parser.add_argument("--json", metavar="FILE", help="write data; - for standard output")
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Prove the configuration, and print the report."""
+        start = time.monotonic()
+        source = _source(args)
+        flags = parse_words(source.words)
+        ranks = args.ranks or source.num_ranks
+        warnings = list(preflight(flags, source.environment, ranks))
+        runs = covering_runs(flags, args.local_ranks)
+        rehearses, impl = args.device == "cpu", sides.impl_of(flags)
+        if rehearses and impl == TRANSFORMER_ENGINE and (why_not := load.why_not()):
+            raise ValueError(f"FP8 and FP4 cannot be proven here: {why_not}")
+        total = 1 + sum(map(num_trainings, runs))
+        with (
+            progress("prove", unit=" trainings") as advance,
+            pools(impl, sides.recipe_of(flags), args.device) as of_size,
+        ):
+            done = 0
+
+            def count() -> None:
+                nonlocal done
+                done += 1
+                advance(done, total)
+
+            _check(flags, ranks, of_size(1), rehearses=rehearses)
+            count()
+            prover = Prover(of_size, rehearses=rehearses, advance=count)
+            results = [prover.prove(run) for run in runs]
+        found = report.Report(flags, warnings, results, time.monotonic() - start)
+        data = json.dumps(report.as_dict(found), indent=2) + "\n"
+        if args.json not in (None, "-"):
+            Path(args.json).write_text(data)
+        if args.json == "-":
+            sys.stdout.write(data)
+        else:
+            sys.stdout.writelines(f"{line}\n" for line in report.lines(found))
+        return found.exit_code
+
+
+def _check(flags: Flags, num_ranks: int | None, pool: Pool, *, rehearses: bool) -> None:
+    """Let Megatron and this package check the flags at full size.
+
+    Raises:
+        ValueError: One of them rejects the flags.
+    """
+    typed = sides.user_flags(flags)
+    on_device = sides.on_cpu(typed, sides.impl_of(flags)) if rehearses else typed
+    words = as_words(on_device)
+    if rehearses:
+        words = tuple(with_cpu_flags(words, supported_on_cpu(words)))
+    if num_ranks is None:
+        num_ranks = ranks_of(flags)
+    (why_not,) = pool.run(worker.rejection, words, as_words(typed), num_ranks, timeout_s=TIMEOUT_S)
+    if why_not:
+        raise ValueError(f"on {num_ranks} ranks: {why_not}")
+
+
+def _source(args: argparse.Namespace) -> Source:
+    given = [name for name in ("flags", "script", "yaml") if getattr(args, name)]
+    if len(given) != 1:
+        raise ValueError(
+            "give the flags of the job after --, or a script with --script, or a file with --yaml"
+        )
+    if args.script:
+        return read_script(args.script)
+    return read_yaml(args.yaml) if args.yaml else Source(tuple(args.flags))
+
+
+command = _ProveCommand()

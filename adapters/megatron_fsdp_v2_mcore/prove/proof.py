@@ -1,0 +1,238 @@
+"""A proof: the trainings of every shrunk run, and what differs between them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_fsdp_v2_mcore.prove import sides
+from megatron_fsdp_v2_mcore.prove.compare import (
+    EXACT,
+    LOSS,
+    NORM,
+    Bounds,
+    Difference,
+    numbers,
+    relative,
+    whole,
+)
+from megatron_fsdp_v2_mcore.prove.ranks import Pool, RankError
+from megatron_fsdp_v2_mcore.prove.shrink import ITERATIONS, Flags, Run, as_words
+from megatron_fsdp_v2_mcore.prove.sides import Side
+from megatron_fsdp_v2_mcore.prove.worker import Job, Outcome, forget, train
+
+SAVED = ITERATIONS // 2
+"""The iteration of the checkpoint."""
+TIMEOUT_S = 300.0
+WITHOUT_EVALUATION: Flags = {"--eval-interval": ("1000",), "--eval-iters": ("0",)}
+
+FP32 = Bounds()
+ROUNDED = Bounds(2e-6, 2e-5, 2e-4, 2e-2, 0.3, 0.5)
+"""Equal weights give equal results. A later weight rounds to the next bf16 value on one side."""
+REDUCED_IN_16_BITS = replace(ROUNDED, gradient=3e-2, later_gradient=0.3)
+QUANTIZED = Bounds(2e-6, 1e-2, 1e-3, 5e-2, 0.6, 0.8)
+"""Quantization turns the last bit of a gradient into a step of an FP8 number."""
+OTHER_SIZE = replace(FP32, loss=1e-5, later_loss=1e-5, later_norm=1e-4)
+
+TRAINING = "training, in fp32"
+OWN = "training, in its own precision"
+RESUME = "resumed at the same size"
+SHRUNK = "resumed on one rank"
+ONE_RANK = "on one rank"
+
+
+@dataclass
+class Phase:
+    """One comparison of a run.
+
+    Attributes:
+        name: What was compared.
+        differences: Differences that exceed the bounds, the first one first.
+        loss: Largest relative difference of losses.
+        norm: Largest relative difference of gradient norms.
+        is_ours: Whether a difference is a fault of this package; otherwise Megatron's parallelism
+            differs from one rank.
+        seconds: Duration.
+        curves: Losses and norms of both sides, ours first.
+        num_compared: Compared elements of weights and gradients.
+        error: Error of a training that did not run, in one line.
+        traceback: Tracebacks of its ranks.
+    """
+
+    name: str
+    differences: list[Difference] = field(default_factory=list)
+    loss: float = 0.0
+    norm: float = 0.0
+    is_ours: bool = True
+    seconds: float = 0.0
+    curves: tuple[Sequence[float], ...] = ()
+    num_compared: int = 0
+    error: str = ""
+    traceback: str = ""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing differs."""
+        return not self.differences and not self.error
+
+
+@dataclass
+class RunResult:
+    """The comparisons of a run."""
+
+    run: Run
+    phases: list[Phase] = field(default_factory=list)
+
+
+Trains = Callable[[Job], Outcome]
+Advance = Callable[[int, int], object]
+
+
+def num_trainings(run: Run) -> int:
+    """Return the number of trainings that `prove_run` starts."""
+    flags = sides.sharded(run).flags
+    return 4 + 2 * sides.is_low_precision(flags) + sides.is_random(run.flags)
+
+
+class Prover:
+    """Runs the trainings of proofs.
+
+    Args:
+        pools: Pools of ranks by size.
+        trains: Function that trains on a rank.
+        rehearses: Whether ranks rehearse on a CPU.
+        advance: Called after every training.
+    """
+
+    def __init__(
+        self,
+        pools: Callable[[int], Pool],
+        trains: Trains = train,
+        *,
+        rehearses: bool = True,
+        advance: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._pools, self._trains = pools, trains
+        self._rehearses, self._advance = rehearses, advance
+        self._impl, self._phases = "", list[Phase]()
+
+    def prove(self, run: Run) -> RunResult:
+        """Train and compare a run."""
+        self._impl, self._phases = sides.impl_of(run.flags), []
+        with tempfile.TemporaryDirectory(prefix="prove-") as folder:
+            fp32, own = f"{folder}/fp32", f"{folder}/own"
+            saved = self._beside_ddp(run, TRAINING, sides.in_fp32, FP32, fp32)
+            continued, kind, folder_of = saved, sides.in_fp32, fp32
+            flags = sides.sharded(run).flags
+            if saved and sides.is_low_precision(flags):
+                kind, folder_of = sides.in_own_precision, own
+                continued = self._beside_ddp(run, OWN, kind, _own_bounds(flags), own)
+            if continued:
+                self._resumed(run, continued, kind, folder_of)
+            if saved:
+                self._on_one_rank(run, saved, fp32)
+        return RunResult(run, self._phases)
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[Phase]:
+        phase, start = Phase(name), time.monotonic()
+        try:
+            yield phase
+        except RankError as error:
+            phase.error, phase.traceback = str(error), error.tracebacks
+        phase.differences.sort(key=lambda each: each.order)
+        phase.seconds = time.monotonic() - start
+        self._phases.append(phase)
+
+    def _train(self, side: Side, pool: Pool | None = None, **options: Any) -> Outcome:
+        """Train on all ranks of a pool, and merge what they measured."""
+        pool = pool or self._pools(side.world_size)
+        flags = side.flags | WITHOUT_EVALUATION
+        if self._rehearses:
+            flags = sides.on_cpu(flags, self._impl)
+        job = Job(
+            as_words(flags), exact_norms=side.exact_norms, rehearses=self._rehearses, **options
+        )
+        outcomes = pool.run(self._trains, job, timeout_s=TIMEOUT_S)
+        self._advance()
+        return Outcome(
+            next((each.losses for each in outcomes if each.losses), []),
+            outcomes[0].grad_norms,
+            [difference for each in outcomes for difference in each.differences],
+            sum(each.num_compared for each in outcomes),
+            {name: values for each in outcomes for name, values in each.whole.items()},
+        )
+
+    def _beside_ddp(
+        self, run: Run, name: str, kind: Callable[[Side], Side], bounds: Bounds, folder: str
+    ) -> Outcome | None:
+        """Train with Megatron's DDP and with this package; None if one of them fails."""
+        with self._phase(name) as phase:
+            # Its ranks keep the reference.
+            pool = self._pools(run.world_size)
+            pool.run(forget, timeout_s=TIMEOUT_S)
+            theirs = self._train(kind(sides.reference(run)), pool, keep="reference")
+            saves = kind(_saving(sides.sharded(run), folder))
+            mine = self._train(saves, pool, against="reference", bounds=bounds, whole=SAVED)
+            _compare(phase, mine, theirs, bounds)
+            phase.differences += mine.differences
+            phase.num_compared = mine.num_compared
+            return mine
+        return None
+
+    def _resumed(self, run: Run, saved: Outcome, kind: Callable[[Side], Side], folder: str) -> None:
+        with self._phase(RESUME) as phase:
+            mine = self._train(kind(_loading(sides.sharded(run), folder)))
+            continued = Outcome(saved.losses[SAVED:], saved.grad_norms[SAVED:])
+            _compare(phase, mine, continued, EXACT, SAVED + 1)
+
+    def _on_one_rank(self, run: Run, saved: Outcome, folder: str) -> None:
+        """Resume on one rank: with equal weights, and with Megatron's results of several ranks."""
+        loads = sides.in_fp32(_loading(sides.sharded(run), folder))
+        alone = sides.on_one_rank(loads)
+        if sides.is_random(run.flags):
+            loads, alone = sides.without_random(loads), sides.without_random(alone)
+            theirs = self._train(loads)
+        else:
+            theirs = Outcome(saved.losses[SAVED:], saved.grad_norms[SAVED:])
+        with self._phase(SHRUNK) as phase:
+            mine = self._train(alone, whole=0)
+            phase.differences += whole(mine.whole, saved.whole)
+        if phase.is_equal:
+            with self._phase(ONE_RANK) as phase:
+                phase.is_ours = False
+                _compare(phase, mine, theirs, OTHER_SIZE, SAVED + 1)
+
+
+def _own_bounds(flags: Flags) -> Bounds:
+    if not sides.QUANTIZATION.isdisjoint(flags):
+        return QUANTIZED
+    in_16_bits = {
+        "--grad-reduce-in-bf16",
+        "--megatron-fsdp-grad-comm-dtype",
+        "--megatron-fsdp-main-grads-dtype",
+    }
+    return ROUNDED if in_16_bits.isdisjoint(flags) else REDUCED_IN_16_BITS
+
+
+def _saving(side: Side, folder: str) -> Side:
+    return replace(side, flags=side.flags | {"--save": (folder,), "--save-interval": (str(SAVED),)})
+
+
+def _loading(side: Side, folder: str) -> Side:
+    return replace(side, flags=side.flags | {"--load": (folder,), "--ckpt-step": (str(SAVED),)})
+
+
+def _compare(phase: Phase, mine: Outcome, theirs: Outcome, bounds: Bounds, first: int = 1) -> None:
+    phase.differences += numbers(LOSS, mine.losses, theirs.losses, bounds, first)
+    phase.differences += numbers(NORM, mine.grad_norms, theirs.grad_norms, bounds, first)
+    pairs = zip(mine.losses, theirs.losses, strict=False)
+    phase.loss = max((relative(a, b) for a, b in pairs), default=math.inf)
+    pairs = zip(mine.grad_norms, theirs.grad_norms, strict=False)
+    phase.norm = max((relative(a, b) for a, b in pairs), default=math.inf)
+    phase.curves = (mine.losses, theirs.losses, mine.grad_norms, theirs.grad_norms)

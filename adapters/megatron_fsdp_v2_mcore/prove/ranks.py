@@ -1,0 +1,177 @@
+"""Process groups for short trainings: ranks are started once per size and train many times."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import wait
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_cpu_rehearsal.patching import environment
+
+_VARIABLE = "MEGATRON_FSDP_V2_PROVE"
+_PRELOADED = "megatron_fsdp_v2_mcore.prove.preloaded"
+_START_S = 300.0
+_GRACE_S = 10.0
+"""Ranks of one group usually fail together: time to wait for the others."""
+_MOST_THREADS = 100
+"""Every gloo group has threads, and Megatron does not destroy all groups: ranks with more threads
+are replaced."""
+
+
+class RankError(RuntimeError):
+    """A rank raised, died or did not answer in time.
+
+    Attributes:
+        tracebacks: Tracebacks of all ranks that failed.
+    """
+
+    def __init__(self, failures: Mapping[int, str]) -> None:
+        rank = min(failures)
+        super().__init__(f"rank {rank}: {failures[rank].strip().splitlines()[-1]}")
+        self.tracebacks = "\n".join(f"rank {rank}: {failures[rank]}" for rank in sorted(failures))
+
+
+class Pool(Protocol):
+    """The ranks of one size."""
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
+        """Call a module-level function on every rank; return the results by rank."""
+
+
+class Ranks:
+    """The worker processes of one size."""
+
+    def __init__(self, context: Any, world_size: int, device: str) -> None:
+        self._connections: list[Any] = []
+        self._processes: list[Any] = []
+        with contextlib.closing(socket.socket()) as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(world_size):
+            mine, theirs = context.Pipe()
+            args = (rank, world_size, port, theirs, device)
+            process = context.Process(target=_serve, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(mine)
+            self._processes.append(process)
+        self._collect(_START_S)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
+        """Call a module-level function on every rank; return the results by rank.
+
+        Raises:
+            RankError: A rank raised an error, died or timed out.
+        """
+        for connection in self._connections:
+            connection.send((function, args))
+        return self._collect(timeout_s)
+
+    def _collect(self, timeout_s: float) -> list[Any]:
+        deadline = time.monotonic() + timeout_s
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        waiting: dict[Any, int] = {
+            connection: rank for rank, connection in enumerate(self._connections)
+        }
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            ready: list[Any] = wait(list(waiting), left)
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    is_done, value = connection.recv()
+                except EOFError:
+                    is_done, value = False, "the process died"
+                if is_done:
+                    results[rank] = value
+                else:
+                    failures[rank] = value
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+        failures |= dict.fromkeys(waiting.values(), "no answer in time")
+        if failures:
+            if waiting:
+                self.close()
+            raise RankError(failures)
+        return [results[rank] for rank in range(len(results))]
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the ranks can run another function without being slowed down."""
+        tasks = f"/proc/{self._processes[0].pid}/task"
+        is_worn = os.path.isdir(tasks) and len(os.listdir(tasks)) > _MOST_THREADS
+        return not is_worn and all(process.is_alive() for process in self._processes)
+
+    def close(self) -> None:
+        """Terminate the processes."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+@contextlib.contextmanager
+def pools(impl: str, recipe: Sequence[str], device: str) -> Iterator[Callable[[int], Pool]]:
+    """Provide pools by their number of ranks within a context.
+
+    Args:
+        impl: Value of `--transformer-impl`.
+        recipe: Flags that determine the rehearsed GPU.
+        device: `cpu`, or `cuda` for a GPU and NCCL on every rank, without a rehearsal.
+    """
+    started: dict[int, Ranks] = {}
+    # Imports before a fork may initialize CUDA, which a forked process cannot use.
+    context: Any = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
+    if device != "cuda":
+        context.set_forkserver_preload([_PRELOADED])
+    # A fork server has the module search path of `python -c`.
+    found_here = os.pathsep.join(filter(None, sys.path))
+
+    def of_size(world_size: int) -> Pool:
+        if world_size in started and not started[world_size].is_usable:
+            started.pop(world_size).close()
+        if world_size not in started:
+            with environment({_VARIABLE: " ".join((impl, *recipe)), "PYTHONPATH": found_here}):
+                started[world_size] = Ranks(context, world_size, device)
+        return started[world_size]
+
+    try:
+        yield of_size
+    finally:
+        for ranks in started.values():
+            ranks.close()
+
+
+def _serve(rank: int, world_size: int, port: int, connection: Any, device: str) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+    )
+    gc.freeze()
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        torch.set_num_threads(1)
+        backend = "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=world_size)
+    connection.send((True, None))
+    while True:
+        function, args = connection.recv()
+        try:
+            connection.send((True, function(*args)))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))

@@ -1,0 +1,173 @@
+"""Several trainings of Megatron in one process: its start, and the reset of its global state.
+
+Importing Megatron takes seconds and a short training milliseconds, so ranks are forked from a
+process that has imported it, and train one configuration after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import gc
+import importlib
+import multiprocessing
+import os
+import queue
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_cpu_rehearsal import rehearse
+from megatron_cpu_rehearsal.flags import IMPL_FLAG, cpu_environment, with_cpu_flags
+from megatron_cpu_rehearsal.patching import Patches
+from megatron_fsdp_v2_mcore.flags.arguments import supported_on_cpu
+
+_STACK = contextlib.ExitStack()
+
+
+def start(impl: str, recipe: Sequence[str]) -> None:
+    """Import Megatron in a rehearsal that lasts as long as this process and those forked from it.
+
+    Args:
+        impl: Value of `--transformer-impl`: Megatron looks for Transformer Engine once per process.
+        recipe: Flags that determine the rehearsed GPU.
+    """
+    os.environ["MEGATRON_LOGGING_LEVEL"] = "40"
+    _STACK.enter_context(rehearse([IMPL_FLAG, impl, *recipe]))
+    # Later, modules that the end of a rehearsal needs would be gone.
+    atexit.register(_STACK.close)
+    prepare()
+
+
+def prepare() -> None:
+    """Import Megatron, and keep what each of its trainings would compute again."""
+    from megatron.training import arguments
+
+    importlib.import_module("megatron_fsdp_v2_mcore.pretrain_gpt.gpt")
+    importlib.import_module("megatron.core.tokenizers.text")
+    _keep_help_texts()
+    _keep_sample_orders()
+    arguments.add_megatron_arguments(argparse.ArgumentParser())
+    # Imported objects, which are most objects, need no traversal when garbage is collected.
+    gc.collect()
+    gc.freeze()
+
+
+@contextlib.contextmanager
+def training(flags: Sequence[str], *, rehearses: bool) -> Iterator[tuple[Patches, Any]]:
+    """Set this rank up for one training, and reset Megatron after it. Collective.
+
+    Args:
+        flags: All flags except those of the rehearsal.
+        rehearses: Whether the rank rehearses on a CPU.
+
+    Yields:
+        A registry of patches that are undone at the end, and the function that trains.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    from megatron_fsdp_v2_mcore import install
+    from megatron_fsdp_v2_mcore.pretrain_gpt import gpt
+
+    argv, patches = sys.argv, Patches()
+    # Megatron's asynchronous saves may start processes, which a daemon must not do.
+    multiprocessing.current_process().daemon = False
+    if "--async-save" not in flags:
+        # Starting a process for this queue takes longer than a short training.
+        filesystem_async._results_queue = queue.Queue()
+    torch.manual_seed(0)
+    install()
+    try:
+        if rehearses:
+            flags = with_cpu_flags(flags, supported_on_cpu(flags))
+            patches.default_environment(cpu_environment(flags))
+        sys.argv = ["pretrain_gpt", *flags]
+        with open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink):
+            yield patches, gpt.train
+    finally:
+        sys.argv = argv
+        try:
+            _reset()
+        finally:
+            patches.undo()
+
+
+def _keep_help_texts() -> None:
+    """Keep the help texts of flags, for which Megatron parses the source of its classes."""
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    read: Any = ArgumentGroupFactory._get_field_docstrings
+    known: dict[type, dict[str, str]] = {}
+
+    def remembered(factory: Any, source: type) -> dict[str, str]:
+        if source not in known:
+            known[source] = read(factory, source)
+        return dict(known[source])
+
+    ArgumentGroupFactory._get_field_docstrings = remembered
+
+
+def _keep_sample_orders() -> None:
+    """Keep the last shuffled order of the mock data, which has millions of samples."""
+    from megatron.core.datasets import gpt_dataset
+
+    shuffle: Any = gpt_dataset._build_shuffle_index
+    known: dict[tuple[Any, ...], Any] = {}
+
+    def remembered(num_samples: int, total_size: int, random: Any) -> Any:
+        _, words, *rest = random.get_state()
+        key = (num_samples, total_size, words.tobytes(), *rest)
+        if key not in known:
+            # 25 MB each.
+            if len(known) >= 4:
+                known.clear()
+            known[key] = shuffle(num_samples, total_size, random)
+        return known[key]
+
+    gpt_dataset._build_shuffle_index = remembered
+
+
+def _reset() -> None:
+    """Reset Megatron's global state and destroy its process groups. Collective."""
+    from megatron.core import mpu, rerun_state_machine
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+    from megatron.core.transformer.moe import moe_logging
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+    from megatron.training import async_utils, checkpointing, global_vars
+
+    from megatron_fsdp_v2.checkpoint import ranks
+    from megatron_fsdp_v2.runtime import api
+    from megatron_fsdp_v2_mcore import uninstall
+
+    uninstall()
+    async_utils._async_calls_queue = None
+    # The process group of asynchronous saves is destroyed below.
+    ranks._groups.clear()
+    global_vars.destroy_global_vars()
+    global_vars._GLOBAL_TIMERS = None
+    destroy_num_microbatches_calculator()
+    rerun_state_machine.destroy_rerun_state_machine()
+    moe_logging.destroy_moe_metrics_tracker()
+    MTPLossLoggingHelper.tracker = {}
+    checkpointing._CHECKPOINT_VERSION = None
+    filesystem_async._results_queue = None
+    quantization = sys.modules.get("transformer_engine.pytorch.quantization")
+    if quantization is not None:
+        # Amaxes of deleted modules would be reduced with those of the next training.
+        quantization.FP8GlobalStateManager.reset()
+    dist.barrier()
+    mpu.destroy_model_parallel()
+    # Megatron drops its groups without destroying them, and each group has threads.
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    # Default meshes use these groups.
+    api._MESHES.clear()
+    # --manual-gc disables collection.
+    gc.enable()
+    gc.collect()

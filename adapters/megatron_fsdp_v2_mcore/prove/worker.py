@@ -1,0 +1,225 @@
+"""What a rank does in a proof: one training, recorded, and compared with an earlier one."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_cpu_rehearsal.patching import environment
+from megatron_fsdp_v2.plan.sources import FlagsError
+from megatron_fsdp_v2_mcore.plan.source import parse_flags
+from megatron_fsdp_v2_mcore.prove.compare import Bounds, Difference, Record, Tensors, records
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training on all ranks of a pool.
+
+    Attributes:
+        flags: All flags except those of the rehearsal.
+        keep: Name under which ranks keep their values for later comparisons.
+        against: Name of kept values to compare with.
+        bounds: Allowed differences.
+        exact_norms: Whether gradient norms are summed in fp64, where the order does not matter.
+        whole: After this many iterations of this training, whole weights are returned.
+        rehearses: Whether ranks rehearse on a CPU.
+    """
+
+    flags: tuple[str, ...]
+    keep: str | None = None
+    against: str | None = None
+    bounds: Bounds = field(default_factory=Bounds)
+    exact_norms: bool = False
+    whole: int | None = None
+    rehearses: bool = True
+
+
+@dataclass
+class Outcome:
+    """What a rank measured.
+
+    Attributes:
+        losses: Loss of every iteration, on the last pipeline stage.
+        grad_norms: Gradient norm of every iteration before clipping; NaN if it was skipped.
+        differences: Differences from the kept values that exceed the bounds.
+        num_compared: Number of compared elements of gradients and weights.
+        whole: Whole weights of this rank's stage.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
+    num_compared: int = 0
+    whole: dict[str, Any] = field(default_factory=dict)
+
+
+_COPY = " (copy)"
+"""Suffix of the names of a tied embedding on later pipeline stages."""
+
+_kept: dict[str, Record] = {}
+"""Values of earlier trainings of this rank."""
+
+
+def forget() -> None:
+    """Drop the values of earlier trainings."""
+    _kept.clear()
+
+
+def rejection(words: Sequence[str], typed: Sequence[str], num_ranks: int) -> str:
+    """Return the reason why Megatron or this package rejects flags; empty if neither does.
+
+    Args:
+        words: Flags that Megatron validates.
+        typed: The user's flags, which this package checks.
+        num_ranks: Number of ranks of the job.
+    """
+    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+
+    from megatron_fsdp_v2_mcore import install, uninstall
+
+    first_rank = {"WORLD_SIZE": str(num_ranks), "RANK": "0", "LOCAL_RANK": "0"}
+    said = io.StringIO()
+    install()
+    try:
+        with environment(first_rank), redirect_stderr(said), redirect_stdout(io.StringIO()):
+            parse_flags(words, typed)
+    except FlagsError as error:
+        return str(error)
+    except SystemExit:
+        # The message follows the name of the program.
+        return said.getvalue().strip().splitlines()[-1].partition("error: ")[2]
+    finally:
+        destroy_num_microbatches_calculator()
+        uninstall()
+    return ""
+
+
+def train(job: Job) -> Outcome:
+    """Run one training on this rank. Collective over the pool."""
+    from megatron_fsdp_v2_mcore.prove import session
+
+    outcome, record = Outcome(), Record()
+    with session.training(job.flags, rehearses=job.rehearses) as (patches, run):
+        _watch(patches, outcome, record, job)
+        if job.exact_norms:
+            _sum_norms_in_fp64(patches)
+        run()
+    if job.keep is not None:
+        _kept[job.keep] = record
+    if job.against is not None:
+        outcome.differences = records(record, _kept[job.against], job.bounds)
+        tensors = [t for values in (*record.grads, *record.weights) for t in values.values()]
+        outcome.num_compared = sum(tensor.numel() for tensor in tensors)
+    return outcome
+
+
+def _watch(patches: Any, outcome: Outcome, record: Record, job: Job) -> None:
+    """Record what Megatron's loop logs, and the values around every step of the optimizer."""
+    from megatron.training import training
+
+    log, loop = training.training_log, training.train
+
+    def log_and_record(losses: Any, *args: Any, **kwargs: Any) -> Any:
+        if (loss := losses.get("lm loss")) is not None:
+            outcome.losses.append(float(loss))
+        # (total, learning rate, iteration, loss scale, report, skipped, gradient norm, ...)
+        norm = args[6]
+        outcome.grad_norms.append(math.nan if norm is None else float(norm))
+        return log(losses, *args, **kwargs)
+
+    def train_and_record(*args: Any, **kwargs: Any) -> Any:
+        chunks, optimizer = kwargs.get("model", args[1]), kwargs.get("optimizer", args[2])
+        step = optimizer.step
+
+        def record_weights() -> None:
+            record.weights.append(_weights(chunks, record))
+            if len(record.weights) - 1 == job.whole:
+                outcome.whole = _whole(chunks)
+
+        def step_and_record(*args: Any, **kwargs: Any) -> Any:
+            record.grads.append(_grads(chunks))
+            result = step(*args, **kwargs)
+            record_weights()
+            return result
+
+        record_weights()
+        optimizer.step = step_and_record
+        return loop(*args, **kwargs)
+
+    patches.set(training, "training_log", log_and_record)
+    patches.set(training, "train", train_and_record)
+
+
+def _named(chunks: Sequence[Any]) -> dict[str, Any]:
+    """Return this rank's trained parameters by their names in a checkpoint."""
+    from megatron_fsdp_v2_mcore.checkpoint.names import canonical_parameter_names
+
+    return {
+        name.fqn + _COPY if name.is_copy else name.fqn: param
+        for param, name in canonical_parameter_names(chunks).items()
+        if param.requires_grad and not name.is_unused
+    }
+
+
+def _weights(chunks: Sequence[Any], record: Record) -> Tensors:
+    """Return copies of this rank's main weights."""
+    found: Tensors = {}
+    for name, param in _named(chunks).items():
+        main = getattr(param, "main_param", None)
+        value = param if main is None else main
+        found[name] = _copy(value).view(_part_shape(param))
+        record.first_rows[name] = param.local_rows[0] if hasattr(param, "local_rows") else 0
+    return found
+
+
+def _grads(chunks: Sequence[Any]) -> Tensors:
+    """Return copies of this rank's gradients; zeros if there is none."""
+    found: Tensors = {}
+    for name, param in _named(chunks).items():
+        grad = getattr(param, "main_grad", None)
+        if grad is None or hasattr(param, "local_rows"):
+            grad = param.grad if param.grad is not None else torch.zeros_like(param)
+        found[name] = _copy(grad).view(_part_shape(param))
+    return found
+
+
+def _part_shape(param: Any) -> Any:
+    return param.to_local().shape if hasattr(param, "local_rows") else param.shape
+
+
+def _copy(tensor: Any) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.detach().to("cpu", torch.float32, copy=True)
+
+
+def _whole(chunks: Sequence[Any]) -> dict[str, Any]:
+    """Return all weights of this rank's stage, unsplit. Collective."""
+    found = {}
+    for name, param in _named(chunks).items():
+        if name.endswith(_COPY):
+            continue
+        whole = param.detach().full_tensor() if hasattr(param, "full_tensor") else param.detach()
+        found[name] = whole.to("cpu", torch.float32).numpy().copy()
+    return found
+
+
+def _sum_norms_in_fp64(patches: Any) -> None:
+    """Patch Megatron to sum the squares of all gradients in fp64."""
+    from megatron.core.optimizer import layer_wise_optimizer, optimizer
+
+    def norm(grads: Any, norm_type: float = 2, grad_stats_parallel_group: Any = None) -> float:
+        total = torch.zeros(1, dtype=torch.float64)
+        for grad in grads:
+            total += grad.double().square().sum().cpu()
+        dist.all_reduce(total, group=grad_stats_parallel_group)
+        return math.sqrt(total.item())
+
+    for user in (optimizer, layer_wise_optimizer):
+        patches.set(user, "get_grad_norm_fp32", norm)

@@ -1,0 +1,250 @@
+"""`prove` without trainings: runs that cover a job, comparisons, pre-flight, flags of scripts."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_fsdp_v2_mcore.prove import compare, source
+from megatron_fsdp_v2_mcore.prove.compare import Bounds, Difference, Record
+from megatron_fsdp_v2_mcore.prove.preflight import preflight
+from megatron_fsdp_v2_mcore.prove.proof import Phase, RunResult
+from megatron_fsdp_v2_mcore.prove.report import CANNOT_RUN, DIFFERS, PROVEN, Report, as_dict, lines
+from megatron_fsdp_v2_mcore.prove.shrink import (
+    AXES,
+    DATA_PARALLEL,
+    Flags,
+    axes_of,
+    covering_runs,
+    number,
+    parse_words,
+)
+from tests.unit.commands import called
+
+MODEL = "--num-layers 80 --hidden-size 8192 --num-query-groups 8 --micro-batch-size 1 "
+FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor "
+
+
+def flags(text: str) -> Flags:
+    return parse_words(text.split())
+
+
+@pytest.mark.parametrize("sizes", list(itertools.product((1, 8), repeat=5)))
+def test_runs_hold_every_pair_of_axes_in_eight_ranks(sizes: tuple[int, ...]) -> None:
+    axes = (*AXES[:4], AXES[5])
+    given = " ".join(f"{axis} {size}" for axis, size in zip(axes, sizes, strict=True))
+    experts = "--num-experts 64 --expert-tensor-parallel-size 1 "
+    job = flags(MODEL + experts + given)
+    runs = covering_runs(job)
+    wanted = (DATA_PARALLEL, *axes_of(job))
+    for pair in itertools.combinations(wanted, 2):
+        assert any(set(pair) <= set(run.axes) for run in runs), pair
+    for run in runs:
+        assert run.world_size <= 8
+        for axis in axes:
+            assert number(run.flags, axis) == (2 if axis in run.axes else 1)
+
+
+@pytest.mark.parametrize(
+    ("job", "kept"),
+    [
+        ("--moe-layer-freq [0]*3+[1]*58 --pipeline-model-parallel-size 16", "[0,1,1,1]"),
+        ("--moe-layer-freq [0,1]*40 --pipeline-model-parallel-size 16", "[0,1,0,1]"),
+        ("--moe-layer-freq ([1]*2+[0])*9", "[1,0]"),
+        ("--moe-layer-freq 1", "1"),
+    ],
+)
+def test_order_of_dense_and_expert_layers_is_kept(job: str, kept: str) -> None:
+    (first, *_) = covering_runs(flags(MODEL + job))
+    assert first.flags["--moe-layer-freq"] == (kept,)
+
+
+def test_fewer_query_groups_than_tensor_parallel_ranks_stay_fewer() -> None:
+    job = flags(MODEL + "--tensor-model-parallel-size 16")
+    assert covering_runs(job)[0].flags["--num-query-groups"] == ("1",)
+
+
+def test_a_pair_that_needs_more_ranks_is_an_error() -> None:
+    job = flags(MODEL + "--tensor-model-parallel-size 8")
+    with pytest.raises(ValueError, match="2 ranks cannot hold --tensor-model-parallel-size and"):
+        covering_runs(job, 2)
+
+
+def _record(grad: float, step: float = 1.0, rows: slice = slice(None)) -> Record:
+    start = torch.arange(1.0, 5)
+    grads = torch.tensor([grad, 2.0, 3.0, 1e-9])
+    weights = [{"w": start[rows]}, {"w": (start - step * grads.sign())[rows]}]
+    return Record(weights, [{"w": grads[rows]}], {"w": rows.start or 0})
+
+
+def test_rows_of_equal_trainings_are_equal() -> None:
+    assert not compare.records(_record(1.0, rows=slice(1, 3)), _record(1.0), Bounds())
+
+
+def test_first_difference_names_parameter_iteration_and_both_values() -> None:
+    found = compare.records(_record(1.5), _record(1.0), Bounds())
+    (first, *_) = sorted(found, key=lambda each: each.order)
+    assert first == Difference(compare.GRADIENT, 1, "w", 1.5, 1.0, pytest.approx(1 / 6))
+    (late,) = compare.records(_record(1.0, step=1.9), _record(1.0), Bounds())
+    assert (late.kind, late.iteration, late.name) == (compare.WEIGHT, 1, "w")
+
+
+def test_update_of_a_gradient_that_is_only_rounding_is_not_compared() -> None:
+    mine = _record(1.0)
+    mine.weights[1]["w"][3] += 2
+    assert not compare.records(mine, _record(1.0), Bounds())
+
+
+def test_one_factor_for_all_values_is_named() -> None:
+    mine = _record(1.0)
+    mine.grads[0]["w"] *= 2
+    (found,) = compare.records(mine, _record(1.0), Bounds())
+    assert found.factor == pytest.approx(2)
+    assert "2 times all its values" in str(found)
+
+
+def test_missing_and_changed_whole_weights_are_named() -> None:
+    one, other = ({"a": torch.ones(2).numpy()} for _ in range(2))
+    other["b"] = one["a"]
+    assert [each.name for each in compare.whole(one, other)] == ["b"]
+    other = {"a": torch.tensor([1.0, 1.0 + 1e-7]).numpy()}
+    assert [each.name for each in compare.whole(one, other)] == ["a"]
+
+
+def test_losses_that_are_not_finite_differ() -> None:
+    assert compare.numbers(compare.LOSS, [float("nan")], [1.0], Bounds())
+    assert compare.numbers(compare.LOSS, [1.0], [1.0, 2.0], Bounds())
+
+
+@pytest.mark.parametrize(
+    ("job", "variables", "ranks", "said"),
+    [
+        (FSDP, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, None, "unset it"),
+        ("--tensor-model-parallel-size 2", {}, None, "requires CUDA_DEVICE_MAX_CONNECTIONS=1"),
+        ("--use-megatron-fsdp", {}, None, "--ckpt-format torch_dist with --use-megatron-fsdp"),
+        (FSDP, {}, None, "no expandable_segments:True"),
+        (
+            f"{FSDP} --use-nccl-ub",
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+            None,
+            "leave one of them out",
+        ),
+        ("--save /tmp/checkpoints", {}, 64, "a folder of one node"),
+        ("--no-check-for-nan-in-loss-and-grad", {}, None, "steps never wait for the GPU"),
+        ("--pipeline-model-parallel-size 3", {}, 8, "no multiple of tensor x pipeline"),
+        (
+            "--num-experts 8 --expert-model-parallel-size 3",
+            {},
+            8,
+            "no multiple of pipeline x expert",
+        ),
+        ("--micro-batch-size 2 --global-batch-size 24", {}, 8, "no multiple of micro-batch size"),
+    ],
+)
+def test_preflight_names_the_mistake(
+    job: str, variables: dict[str, str], ranks: int | None, said: str
+) -> None:
+    found = list(preflight(flags(job), variables, ranks))
+    assert [sentence for sentence in found if said in sentence], found
+
+
+def test_preflight_of_a_good_job_is_silent() -> None:
+    variables = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    job = f"{FSDP} --save /lustre/run --micro-batch-size 1 --global-batch-size 64"
+    assert not list(preflight(flags(job), variables, 64))
+
+
+SCRIPT = """
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+NODES=4
+ARGS=(--num-layers 32 --data-path "/a folder/text")
+[[ $NODES -gt 2 ]] && ARGS+=(--bf16)
+torchrun --nproc_per_node 8 --nnodes=$NODES {module} \\
+  "${{ARGS[@]}}" --lr $((1 + 2))e-4
+"""
+
+
+@pytest.mark.parametrize("module", ["pretrain_gpt.py", "-m megatron_fsdp_v2_mcore.pretrain_gpt"])
+def test_flags_of_a_script_are_expanded_by_bash(tmp_path: Path, module: str) -> None:
+    script = tmp_path / "job.sh"
+    script.write_text(SCRIPT.format(module=module))
+    found = source.read_script(script)
+    assert found.num_ranks == 32
+    assert found.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    words = ("--num-layers", "32", "--data-path", "/a folder/text", "--bf16", "--lr", "3e-4")
+    assert found.words == words
+
+
+def test_flags_under_srun_are_found(tmp_path: Path) -> None:
+    script = tmp_path / "job.sh"
+    script.write_text("srun -N 2 bash -c 'torchrun --nproc-per-node 4 train.py --bf16 --lr 1 --a'")
+    assert source.read_script(script).words == ("--bf16", "--lr", "1", "--a")
+
+
+def test_flags_of_yaml_files(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("MODEL_ARGS:\n  --bf16: true\n  --fp16: false\n  --lr: 1e-4\n")
+    assert source.read_yaml(path).words == ("--bf16", "--lr", "1e-4")
+    path.write_text("model_parallel:\n  tensor_model_parallel_size: 2\nrecompute_modules: [a, b]\n")
+    words = ("--tensor-model-parallel-size", "2", "--recompute-modules", "a", "b")
+    assert source.read_yaml(path).words == words
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "said"),
+    [
+        ("", "prove", "give the flags of the job after --"),
+        ("", "prove --script {} -- --bf16", "give the flags of the job after --"),
+        ("", "prove -- bf16", "training flags begin with --, got 'bf16'"),
+        ("echo nothing", "prove --script {}", "starts no training with torchrun"),
+        ("- 1", "prove --yaml {}", "contains no names and values of flags"),
+        ("a: [", "prove --yaml {}", "is no YAML file"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    content: str, words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "job"
+    path.write_text(content)
+    status, _, error = called(capsys, *words.format(path).split())
+    assert (status, said in error, error.count("Traceback")) == (CANNOT_RUN, True, 0), error
+
+
+def _report(*phases: Phase) -> Report:
+    job = flags(f"{MODEL} {FSDP} --use-flash-attn --save /x")
+    (run,) = covering_runs(job)
+    return Report(job, ["a sentence"], [RunResult(run, list(phases))], 1.0)
+
+
+GAP = Difference(compare.GRADIENT, 2, "layer.weight", 1.0, 2.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("phase", "code", "verdict"),
+    [
+        (Phase("training", num_compared=5), PROVEN, "PROVEN: 1 run trained"),
+        (Phase("training", [GAP]), DIFFERS, "DIFFERS: run 1, training: gradient of layer.weight"),
+        (Phase("training", error="rank 0: no"), CANNOT_RUN, "CANNOT RUN: run 1, training: rank 0"),
+    ],
+)
+def test_verdict_exit_code_and_data(phase: Phase, code: int, verdict: str) -> None:
+    report = _report(phase)
+    assert report.exit_code == code
+    assert report.verdict.startswith(verdict)
+    assert as_dict(report)["exit_code"] == code
+
+
+def test_difference_of_megatron_itself_is_said_and_does_not_fail() -> None:
+    report = _report(Phase("training"), Phase("on one rank", [GAP], is_ours=False))
+    assert report.exit_code == PROVEN
+    assert "Megatron itself: run 1 differs from one rank" in "\n".join(lines(report))
+
+
+def test_flags_are_sorted_by_what_is_proven() -> None:
+    text = "\n".join(lines(_report(Phase("training"))))
+    assert "proven with another value: --hidden-size 8192 (64)" in text
+    assert "only parsed: --save /x" in text
+    assert "not proven without a GPU: --use-flash-attn (fused attention needs a GPU)" in text

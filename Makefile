@@ -89,6 +89,7 @@ test-all: lint setup-newest ## every suite once, with the time left; not again w
 	  --suite 'tests: $(PY) -m pytest -m "not gpu"' \
 	  --suite 'clients: $(CLIENTS_PY) -m pytest tests/clients' \
 	  --suite 'torch $(NEWEST_TORCH): $(NEWEST_PY) -m pytest -m "not gpu and not functional" $(TORCH_SAMPLE)' \
+	  --program 'dist: $(MAKE) --no-print-directory dist' \
 	  --program 'random cases from 0: $(RANDOM_CASES) --cases 334 --seed 0' \
 	  --program 'random cases from 334: $(RANDOM_CASES) --cases 333 --seed 334' \
 	  --program 'random cases from 667: $(RANDOM_CASES) --cases 333 --seed 667'
@@ -136,6 +137,13 @@ lint: setup ## ruff, format check, type check, import layering
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 	@$(VENV)/bin/lint-imports --no-logo
+
+.PHONY: dist
+dist: ## the wheel and the source distribution that it is built from, checked, in out/dist
+	@VENV="$(VENV)" PYTHON="$(PYTHON)" tools/setup_docs.sh
+	@rm -rf out/dist && mkdir -p out
+	@$(VENV)-docs/bin/python -m build --outdir out/dist . >out/dist.log || { tail -n 20 out/dist.log >&2; exit 1; }
+	@$(VENV)-docs/bin/twine check --strict out/dist/*
 
 docs: ## the documentation as a site: out/site/index.html
 	@VENV="$(VENV)" PYTHON="$(PYTHON)" tools/setup_docs.sh

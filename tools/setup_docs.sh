@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Creates or repairs the environment of `make docs`: mkdocs and what it needs, neither torch nor this
-# project. API pages are written from the sources, which are not imported.
+# Creates or repairs the environment of `make docs` and `make dist`: mkdocs, build and twine, neither
+# torch nor this project. API pages are written from the sources, which are not imported.
 #
 #   VENV     path of the base environment (default .venv); this environment is $VENV-docs
 #   PYTHON   interpreter that creates it (default: the base environment's, or python3)
@@ -45,7 +45,7 @@ main() {
     if ! "$DOCS/bin/python" -m pip install --disable-pip-version-check --no-input --progress-bar off \
         --requirement "$REQUIREMENTS" >"$LOG" 2>&1; then
         tail -n 20 "$LOG" >&2
-        die "pip could not install mkdocs: the lines above are the end of $LOG."
+        die "pip could not install the packages: the lines above are the end of $LOG."
     fi
     printf '%s\n' "$wanted" >"$STAMP"
 }

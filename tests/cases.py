@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -32,11 +32,6 @@ def quick_strategies(strategies: Iterable[str]) -> list[Any]:
     backward and gathers for every use.
     """
     return quick_only(strategies, "optim", "optim_grads_params")
-
-
-def quick_rows(rows: Iterable[tuple[Any, ...]], quick: Collection[Any]) -> list[Any]:
-    """Return cases of several values; all except the quick ones run in the longer suites only."""
-    return [quick_if(row in quick, *row) for row in rows]
 
 
 def pairwise(

@@ -181,7 +181,7 @@ class _Carried:
     more: dict[str, Any]
 
 
-@on_ranks(2, mode=["enable_grad", "no_grad", "inference_mode"], fails=[False, True])
+@on_ranks(2, mode=["enable_grad", "inference_mode"], fails=[False, True])
 def test_cast_arguments_are_the_callers_again_with_what_the_forward_wrote(
     mode: str, fails: bool
 ) -> None:
@@ -220,7 +220,7 @@ def _small_integers(rank: int) -> torch.Tensor:
     return ((torch.arange(21) * (rank + 2)) % 7 - 2).float().view(7, 3)
 
 
-@on_ranks("mesh_name", comm_dtype=[FP32, BF16, FP16], mesh_name=["3", "HSDP 2x2", "HFSDP 2x2"])
+@on_ranks("mesh_name", comm_dtype=[FP32, FP16], mesh_name=["3", "HSDP 2x2", "HFSDP 2x2"])
 def test_a_gradient_is_the_factor_times_the_sum_over_ranks_of_both_axes(
     mesh_name: str, comm_dtype: torch.dtype
 ) -> None:
@@ -246,12 +246,10 @@ FP16_POLICIES = {
 }
 
 
-@on_ranks("shape", shape=[(2,), (2, 2)], strategy=STRATEGIES[1::2], policy=FP16_POLICIES)
-def test_an_fp16_mean_does_not_overflow_where_the_sum_would(
-    shape: tuple[int, ...], strategy: str, policy: str
-) -> None:
+@on_ranks(4, strategy=STRATEGIES[1::2], policy=FP16_POLICIES)
+def test_an_fp16_mean_does_not_overflow_where_the_sum_would(strategy: str, policy: str) -> None:
     options = {"sharding_strategy": strategy, "mp_policy": FP16_POLICIES[policy]}
-    model = wrap(_dot(), mesh=mesh_of(*shape), **options)
+    model = wrap(_dot(), mesh=mesh_of(2, 2), **options)
     model(torch.full((7, 3), 60_000.0)).backward()
     values = model.weight.grad.to_local().unique().tolist()
     assert any(of_all_ranks(values))
@@ -346,9 +344,7 @@ class Quantized(nn.Module):
 
 FROZEN = [
     (torch.float8_e4m3fn, False, (2,)),
-    (torch.float8_e5m2, True, (2,)),
     (torch.float8_e4m3fn, True, (2, 2)),
-    (torch.complex64, False, (2,)),
     (torch.complex128, False, (2, 2)),
     (torch.int64, True, (3,)),
 ]

@@ -107,19 +107,18 @@ Case = tuple[str, tuple[int, ...], str, dict[str, Any]]
 OF_BOTH: list[Case] = [
     *((strategy, (2,), "", {}) for strategy in STRATEGIES),
     (ZERO3, (3,), "", {}),
-    (ZERO3, (2, 2), "", {}),
-    (ZERO3, (2,), "not reentrant", {}),
     (ZERO3, (2,), "not reentrant", {"enable_trace_pool": True}),
-    (ZERO3, (2,), "", {"reshard_after_forward": False}),
 ]
 OF_TWO_PAYLOADS: list[Case] = [
+    (ZERO3, (2, 2), "", {}),
+    (ZERO3, (2,), "not reentrant", {}),
+    (ZERO3, (2,), "", {"reshard_after_forward": False}),
     (ZERO3, (2,), "reentrant", {}),
     (ZERO3, (2,), "", {"enable_unshard_prefetch": False}),
-    ("optim", (2,), "", {"check_ranks": "always"}),
     (ZERO3, (2,), "", {"check_ranks": "always"}),
 ]
 CASES = [(kind, *case) for kind in MADE_OF for case in OF_BOTH]
-CASES += [(ScaledFloat8, "optim", (3,), "", {}), *((TwoWay, *case) for case in OF_TWO_PAYLOADS)]
+CASES += [(TwoWay, *case) for case in OF_TWO_PAYLOADS]
 
 
 @pytest.mark.parametrize(("kind", "strategy", "shape", "recompute", "options"), CASES, ids=str)

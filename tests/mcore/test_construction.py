@@ -29,10 +29,7 @@ MOE = f"{f.ALLTOALL} --moe-grouped-gemm"
 GATE = "--moe-shared-expert-intermediate-size 64 --moe-shared-expert-gate"
 BUILT: dict[str, str] = {
     "combined": f"{MOE} {f.EP2} {TENSOR} --sequence-parallel {f.UNTIED} --bf16",
-    "plain": "",
-    "pipeline-untied-swiglu": f"{f.PP2} {f.UNTIED} --swiglu",
     "pipeline-tied": f.PP2,
-    "experts-fp32": f"{MOE} {f.EP2}",
     "virtual-stages": f"{MOE} {f.VPP2}",
     "shared-expert-gate": f"{MOE} {GATE} --bf16",
 }

@@ -198,8 +198,7 @@ def saved(megatron: RankPools, tmp_path_factory: pytest.TempPathFactory) -> Path
     "flags",
     [
         "--use-checkpoint-args",
-        "--auto-detect-ckpt-format",
-        "--ckpt-assume-constant-structure --ckpt-fully-parallel-load",
+        "--auto-detect-ckpt-format --ckpt-assume-constant-structure --ckpt-fully-parallel-load "
         "--exit-on-missing-checkpoint",
     ],
 )
@@ -312,7 +311,7 @@ def test_values_of_a_resumed_run_come_from_the_file_or_the_command_line(
     assert sharded.winners(f"{GIVEN} {RATES}", flags) == WINNERS[flags]
 
 
-@pytest.mark.parametrize("flags", WINNERS)
+@pytest.mark.parametrize("flags", [OVERRIDE, FROM_FILE, "--finetune"])
 @pytest.mark.functional
 def test_values_of_a_run_that_megatrons_optimizer_resumes_come_from_the_same(
     megatrons: _Saved, flags: str
@@ -340,9 +339,7 @@ def test_megatrons_checkpoint_is_resumed_with_other_rates(
     [
         ("--decoupled-lr 6e-3", "weight: max_lr 0.002, here 0.006; use the flags"),
         longer("--lr 4e-3", "max_lr 0.001, here 0.004; use the flags"),
-        longer("--min-lr 4e-5", "min_lr 1e-05, here 4e-05; use the flags"),
         longer("--weight-decay 0.2", "start weight decay do not match"),
-        longer("--lr-decay-iters 12", "total number of iterations do not match"),
     ],
 )
 def test_other_values_of_the_schedule_need_a_flag(sharded: _Saved, given: str, said: str) -> None:
@@ -370,7 +367,6 @@ def train_below(flags: Sequence[str], threshold: float) -> Training:
         ("", ""),
         longer("", "--no-fsdp-flat-optimizer"),
         longer("", "--optimizer-cpu-offload"),
-        longer("--optimizer lion --lr 1e-4", ""),
         longer(f.MUON, ""),
     ],
 )
@@ -428,7 +424,6 @@ def _outer(config: Any) -> list[str]:
         (f.ZERO3, "", 2),
         (f.NO_SHARD, "--bf16", 2),
         longer(f.ZERO1, "", 2),
-        longer(f.ZERO2, "--bf16", 2),
         longer(f.ZERO3, f.HSDP, 4),
     ],
 )

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib.util
 import io
+import itertools
 import os
 import re
 import shlex
@@ -31,6 +32,7 @@ _VARIABLES = {
     "SLURM_JOB_NODELIST": "node-[1-2]",
     "SLURM_NNODES": "2",
     "SLURM_JOB_ID": "7",
+    "IMAGE": "pytorch.sqsh",
     "head_node": "node-1",
 }
 _MODEL_FLAGS = """
@@ -71,7 +73,10 @@ def commands_of(script: str) -> list[Command]:
             words = shlex.split(line, comments=True)
             if words and not _ASSIGNMENT.match(words[0]):
                 words = [Template(word).substitute(_VARIABLES) for word in words]
-                found.append(words[words[0] == "srun" :])
+                if words[0] == "srun":
+                    # Its options are of the form --name=value.
+                    words = [*itertools.dropwhile(lambda w: w.startswith("-"), words[1:])]
+                found.append(words)
         except (ValueError, KeyError) as error:
             raise AssertionError(f"{line}: {error}") from None
     return found

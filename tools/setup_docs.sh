@@ -35,15 +35,17 @@ interpreter() {
 
 main() {
     local wanted
-    wanted="$(pwd -P && cat tools/setup_docs.sh "$REQUIREMENTS" | cksum)"
+    wanted="$({ pwd -P && cat tools/setup_docs.sh "$REQUIREMENTS"; } | cksum)"
     if [ -x "$DOCS/bin/python" ] && [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$wanted" ]; then
         return
     fi
     say "creating $DOCS with the packages of $REQUIREMENTS"
     rm -rf "$DOCS"
-    "$(interpreter)" -m venv "$DOCS"
-    if ! "$DOCS/bin/python" -m pip install --disable-pip-version-check --no-input --progress-bar off \
-        --requirement "$REQUIREMENTS" >"$LOG" 2>&1; then
+    local python
+    python="$(interpreter)"
+    "$python" -m venv --without-pip "$DOCS"
+    if ! "$python" -m pip --python "$DOCS/bin/python" install --disable-pip-version-check --no-input \
+        --no-compile --progress-bar off --requirement "$REQUIREMENTS" >"$LOG" 2>&1; then
         tail -n 20 "$LOG" >&2
         die "pip could not install the packages: the lines above are the end of $LOG."
     fi

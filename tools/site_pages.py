@@ -76,6 +76,8 @@ def _in_site(where: Path, link: str) -> str:
     name = str(target.relative_to(ROOT))
     if name in TEXTS:
         return TEXTS[name]
+    if (package := _package(name)) in PACKAGES:
+        return f"api/{package}.md"
     return name.removeprefix("docs/") if name.startswith("docs/") else f"files/{_as_text(name)}"
 
 
@@ -91,4 +93,11 @@ def _linked_files() -> list[str]:
         (page.parent / link).resolve() for page in pages for link in _LINK.findall(page.read_text())
     }
     names = {str(path.relative_to(ROOT)) for path in found if path.is_file()}
-    return sorted(name for name in names if name not in TEXTS and not name.startswith("docs/"))
+    elsewhere = {*TEXTS, *(name for name in names if _package(name) in PACKAGES)}
+    return sorted(name for name in names - elsewhere if not name.startswith("docs/"))
+
+
+def _package(name: str) -> str:
+    """Return the package of an `__init__.py`, or an empty string."""
+    folder, _, file = name.removeprefix("adapters/").rpartition("/")
+    return folder.replace("/", ".") if file == "__init__.py" else ""

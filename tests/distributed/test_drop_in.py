@@ -60,7 +60,7 @@ CLASSES: tuple[Any, ...] = (
 )
 WITH_FUSED = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    **{f"{cls.__name__}, for-loop": (cls, {"foreach": False}) for cls in CLASSES[:3]},
+    **{f"{cls.__name__}, for-loop": (cls, {"foreach": False}) for cls in CLASSES[1:2]},
     **{f"{cls.__name__}, foreach": (cls, {"foreach": True}) for cls in CLASSES},
     **{f"{cls.__name__}, fused": (cls, {"fused": True}) for cls in WITH_FUSED},
 }
@@ -191,8 +191,8 @@ INSIDE: dict[str, Callable[[torch.Tensor, Callable[[], None]], torch.Tensor]] = 
 }
 
 
-@on_ranks("size", size=[1, 2], inside=INSIDE)
-def test_forward_inside_a_backward_computes_with_current_weights(size: int, inside: str) -> None:
+@on_ranks(2, inside=INSIDE)
+def test_forward_inside_a_backward_computes_with_current_weights(inside: str) -> None:
     """The last step follows a forward without a backward, which expects no recomputation."""
     errors: dict[str, float] = {}
     for strategy in STRATEGIES:
@@ -260,8 +260,10 @@ def _with_gradients(strategy: str = STRATEGIES[-1]) -> tuple[Any, Any]:
     return plain, model
 
 
-@pytest.mark.parametrize(("name", "num_holders"), [("few", 2), ("many", 3)])
-@pytest.mark.parametrize(("foreach", "order"), [(True, 2.0), (False, 1.0), (False, float("inf"))])
+@pytest.mark.parametrize(
+    ("name", "num_holders", "foreach", "order"),
+    [("few", 2, True, 2.0), ("many", 3, False, 1.0), ("few", 2, False, float("inf"))],
+)
 @on_ranks(4, timeout_s=20)
 def test_subset_without_rows_on_a_rank_is_clipped_to_the_unsharded_norm(
     name: str, num_holders: int, foreach: bool, order: float
@@ -318,14 +320,11 @@ def _clip_on_rows(grads: Sequence[Any]) -> float:
 
 LOOPS: dict[str, Callable[[Sequence[Any]], Any]] = {
     "norms": lambda grads: [whole(grad.norm()) for grad in grads],
-    "norms as numbers": lambda grads: [grad.norm().item() for grad in grads],
     "vector_norm": lambda grads: [float(vector_norm(grad)) for grad in grads],
     "vector_norm, inf": lambda grads: max(float(vector_norm(g, float("inf"))) for g in grads),
     "norm of norms": lambda grads: vector_norm(torch.stack([g.norm() for g in grads])).item(),
     "_foreach_norm": lambda grads: [whole(norm) for norm in torch._foreach_norm(grads)],
-    "norm of _foreach_norm": lambda g: torch.stack(torch._foreach_norm(g)).norm().item(),
     "_foreach_norm, summed": lambda g: sum(n.item() ** 2 for n in torch._foreach_norm(g)),
-    "NaN": lambda grads: [bool(torch.isnan(grad).any()) for grad in grads],
     "finite": lambda grads: all(bool(grad.isfinite().all()) for grad in grads),
     "histograms": lambda grads: [whole(torch.histc(grad, 4, -9, 9)) for grad in grads],
     "largest": lambda grads: max(grad.abs().max().item() for grad in grads),
@@ -353,12 +352,17 @@ def test_loop_over_gradients_is_right_where_ranks_have_no_rows(name: str) -> Non
 
 
 # Replicated gradients cannot overflow on one rank only.
-OVERFLOWS = [("no_shard", ""), ("no_shard", "loss")]
-OVERFLOWS += [(STRATEGIES[-1], where) for where in ("", "loss", "shard")]
+OVERFLOWS = [
+    ("no_shard", "", "few", True),
+    ("no_shard", "loss", "", False),
+    (STRATEGIES[-1], "", "", False),
+    (STRATEGIES[-1], "loss", "few", True),
+    (STRATEGIES[-1], "shard", "few", True),
+    (STRATEGIES[-1], "shard", "", False),
+]
 
 
-@pytest.mark.parametrize(("strategy", "where"), OVERFLOWS)
-@pytest.mark.parametrize(("name", "fused"), [("few", True), ("", False)])
+@pytest.mark.parametrize(("strategy", "where", "name", "fused"), OVERFLOWS)
 @on_ranks(4, timeout_s=20)
 def test_an_overflow_on_one_rank_makes_all_ranks_skip_the_step(
     strategy: str, where: str, name: str, fused: bool
@@ -466,7 +470,6 @@ CASES: dict[str, tuple[Any, Callable[[], nn.Module], Any, str]] = {
         "3",
     ),
     "rows are replicated": (Lamb, Stack, None, "HSDP 2x2"),
-    "rows are replicated, on the host": (Lars, Stack, None, "HSDP 2x2"),
     "a parameter that is not used": (Lamb, _with_unused_layer, lambda m: [m.used, m.other], "3"),
 }
 

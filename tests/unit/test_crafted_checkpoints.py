@@ -198,13 +198,6 @@ def test_anything_but_metadata_is_rejected(tmp_path: Path, what: str) -> None:
     assert_rejected(file.parent, "cannot be read")
 
 
-@pytest.mark.parametrize("kept", [0, 50])
-def test_truncated_metadata_is_rejected(tmp_path: Path, kept: int) -> None:
-    file = save_valid(tmp_path / "c") / METADATA
-    file.write_bytes(file.read_bytes()[:kept])
-    assert_rejected(file.parent, "cannot be read")
-
-
 def weight(metadata: Metadata) -> Any:
     return metadata.state_dict_metadata["model.weight"]
 

@@ -115,11 +115,6 @@ def test_fit_of_measured_times_has_their_latency_and_bandwidth() -> None:
         AlphaBeta.fitted({5: 1.0})
 
 
-def test_ranks_of_a_node_and_ranks_across_nodes_use_different_links() -> None:
-    assert MACHINE.link(range(8)) == "node"
-    assert MACHINE.link(range(0, 64, 8)) == "network"
-
-
 # -- collectives ------------------------------------------------------------------------------
 
 

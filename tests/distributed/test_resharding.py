@@ -134,3 +134,14 @@ def test_a_checkpoint_loads_bit_equal_at_every_size_and_strategy(
     pools: RankPools, tmp_path: Path, size: tuple[int, ...]
 ) -> None:
     _check(pools, tmp_path, [trial for trial in QUICK if size_of(trial[0][0]) == size])
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize("saves", ARRANGEMENTS, ids=str)
+def test_a_checkpoint_loads_bit_equal_in_every_arrangement(
+    pools: RankPools, tmp_path: Path, saves: Place
+) -> None:
+    pairs = itertools.product([saves], ARRANGEMENTS)
+    # Optimizers in turn: every arrangement saves and loads each of them.
+    names = itertools.islice(itertools.cycle(NAMES), ARRANGEMENTS.index(saves), None)
+    _check(pools, tmp_path, zip(pairs, names, strict=False))

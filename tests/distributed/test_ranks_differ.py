@@ -85,7 +85,7 @@ def test_a_unit_skipped_on_one_rank_of_the_outermost_axis_is_named(mesh: str) ->
         assert text.startswith(f"{does[rank]} (Block) where {does[1 - rank]}")
 
 
-@on_ranks(2, strategy=["no_shard", "optim", "optim_grads"], as_nccl=[False, True])
+@on_ranks(2, strategy=["no_shard", "optim_grads"], as_nccl=[False, True])
 def test_only_a_unit_skipped_on_all_ranks_has_no_gradient(strategy: str, as_nccl: bool) -> None:
     policy = MixedPrecisionPolicy(
         grad_comm_dtype=torch.bfloat16,
@@ -276,7 +276,7 @@ def test_a_double_backward_may_reach_a_unit_after_its_reduction_on_one_rank() ->
     assert gradient_error(model, plain) < 1e-12
 
 
-@on_ranks(2, strategy=["no_shard", "optim", "optim_grads"])
+@on_ranks(2, strategy=["no_shard", "optim"])
 def test_a_gradient_of_negative_zeros_on_one_rank_is_a_gradient_on_all(strategy: str) -> None:
     rank, x = dist.get_rank(), torch.ones(64, requires_grad=True)
     block = Formula(lambda m, x: x * m.scale, scale=nn.Parameter(torch.ones(64)))

@@ -60,9 +60,11 @@ def test_command_prints_the_losses_of_ddp_and_few_other_lines(
 
 
 @pytest.mark.functional
-def test_command_without_our_flags_trains_megatrons_ddp(megatron: RankPools) -> None:
-    run = torchrun(2, PRETRAIN, [*LONGER, "--exit-interval", "20", "--cpu-rehearsal"])
+def test_command_without_our_flags_trains_and_prints_as_megatron_does(megatron: RankPools) -> None:
+    flags = words(LONGER, "--exit-interval 20 --cpu-rehearsal --rehearsal-verbose")
+    run = torchrun(2, PRETRAIN, flags)
     assert run.code == 0, run.output[-3000:]
+    assert "end of arguments" in run.output
     assert run.losses == pytest.approx(_of_ddp(megatron, 2), rel=PRINTED)
 
 
@@ -85,14 +87,6 @@ def test_run_with_a_script_like_megatrons_matches_ddp(
     assert "norms of every parameter at iteration 20" in ours.output
     for word in UNCLEAN:
         assert word not in ours.output
-
-
-@pytest.mark.functional
-def test_verbose_flag_prints_megatrons_output() -> None:
-    flags = words(MODEL_FLAGS, "--train-iters 1 --cpu-rehearsal --rehearsal-verbose")
-    run = torchrun(1, PRETRAIN, flags)
-    assert run.code == 0, run.output[-3000:]
-    assert "end of arguments" in run.output
 
 
 SHOW = """

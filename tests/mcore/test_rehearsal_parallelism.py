@@ -30,7 +30,7 @@ BY_ALL_GATHER = f"{f.MOE} {f.EP2} --moe-token-dispatcher-type allgather"
 # With two and with four ranks, every rank has micro-batches of every global batch.
 SHARED_EXPERT = f"{EXPERTS} --global-batch-size 16 --moe-shared-expert-intermediate-size 64"
 GROUPED = "--moe-grouped-gemm"
-EXPERT_TENSOR = f"{GROUPED} --global-batch-size 16 {f.TP2_SP} --expert-tensor-parallel-size"
+EXPERT_TENSOR = f"{GROUPED} --global-batch-size 16 {f.TP2_SP} --expert-tensor-parallel-size 2"
 LATENT_EXPERTS = "--num-experts 2 --moe-router-topk 2 --moe-latent-size 32 --disable-bias-linear"
 # A zero-centered norm stores a factor of one as zero, which weight decay does not change.
 UNDECAYED = f"{f.LATENT} --weight-decay 0"
@@ -39,21 +39,16 @@ FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-
 # Ranks and flags of two runs with the same results.
 ALIKE: dict[str, tuple[int, str, int, str]] = {
     "two-ranks": (2, "", 1, ""),
-    "three-ranks": (3, "", 2, ""),
     "distributed-optimizer": (2, "--use-distributed-optimizer", 2, ""),
     "megatrons-own-fsdp-zero3": (2, f"{FSDP} optim_grads_params", 2, ""),
-    "tensor": (2, TENSOR, 1, WHOLE),
     "tensor-and-sequence": (2, SEQUENCE, 1, WHOLE),
     "tensor-and-sequence-qk-norm": (2, f"{SEQUENCE} {QK_NORM}", 1, f"{WHOLE} {QK_NORM}"),
     "full-recompute": (2, f"{SEQUENCE} {f.FULL_RECOMPUTE}", 2, SEQUENCE),
     "context-window": (2, f"{f.CP2} {WINDOW}", 1, WINDOW),
-    "context-recompute": (2, f"{f.CP2} {NO_MASK} --recompute-activations", 1, NO_MASK),
     "context-and-data": (4, f"{f.CP2} {GQA}", 1, GQA),
-    "context-and-tensor": (4, f"{f.CP2} {SEQUENCE}", 1, WHOLE),
     "dispatchers": (2, EXPERTS, 2, BY_ALL_GATHER),
     "grouped-experts-and-data": (4, f"{SHARED_EXPERT} {GROUPED}", 2, f"{SHARED_EXPERT} {GROUPED}"),
-    "expert-tensor-1": (4, f"{EXPERTS} {EXPERT_TENSOR} 1", 4, f"{BY_ALL_GATHER} {EXPERT_TENSOR} 1"),
-    "expert-tensor-2": (4, f"{EXPERTS} {EXPERT_TENSOR} 2", 4, f"{BY_ALL_GATHER} {EXPERT_TENSOR} 2"),
+    "expert-tensor": (4, f"{EXPERTS} {EXPERT_TENSOR}", 4, f"{BY_ALL_GATHER} {EXPERT_TENSOR}"),
     "hybrid-context": (2, f"{f.MAMBA} {f.CP2}", 1, f.MAMBA),
     "latent-attention": (2, f"{SEQUENCE} {f.LOW_RANK_QUERIES}", 1, f"{WHOLE} {f.LOW_RANK_QUERIES}"),
     "sparse-attention": (2, f"{SEQUENCE} {f.SPARSE}", 1, f"{WHOLE} {f.SPARSE}"),

@@ -350,7 +350,7 @@ SAME: tuple[Row, ...] = tuple(replace(
     Row("Muon, its Adam offloaded", 2, "--optimizer muon", ours=OFFLOAD,
         probe=partial(probes.offloads, fraction=1.0), finds=True),
     *(
-        Row(f"default layers, {flags}", 2, f"{TE} --bf16 {others}", ours=flags,
+        Row(f"default layers, {flags} {others}", 2, f"{TE} --bf16 {others}", ours=flags,
             tolerance=1e-2 if others else 1e-3, norms=1.0)
         for flags, others in (
             ("--megatron-fsdp-main-params-dtype bf16", ""),

@@ -10,6 +10,7 @@ import torch
 
 from megatron_fsdp_v2_mcore.prove import compare, source
 from megatron_fsdp_v2_mcore.prove.compare import Bounds, Difference, Record
+from megatron_fsdp_v2_mcore.prove.page import html_page
 from megatron_fsdp_v2_mcore.prove.preflight import preflight
 from megatron_fsdp_v2_mcore.prove.proof import Phase, RunResult
 from megatron_fsdp_v2_mcore.prove.report import CANNOT_RUN, DIFFERS, PROVEN, Report, as_dict, lines
@@ -241,6 +242,12 @@ def test_difference_of_megatron_itself_is_said_and_does_not_fail() -> None:
     report = _report(Phase("training"), Phase("on one rank", [GAP], is_ours=False))
     assert report.exit_code == PROVEN
     assert "Megatron itself: run 1 differs from one rank" in "\n".join(lines(report))
+
+
+def test_page_draws_both_sides_of_every_comparison() -> None:
+    page = html_page(_report(Phase("training", curves=([2.0, 1.0], [2.0, 1.5], [3.0], [3.0]))))
+    assert page.count('"reference"') == page.count('"this package"') == 2
+    assert "PROVEN: 1 run trained" in page
 
 
 def test_flags_are_sorted_by_what_is_proven() -> None:

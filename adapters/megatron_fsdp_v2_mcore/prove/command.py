@@ -8,12 +8,15 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
 from megatron_cpu_rehearsal.flags import TRANSFORMER_ENGINE, with_cpu_flags
 from megatron_cpu_rehearsal.te import load
 from megatron_fsdp_v2 import _arguments as arguments
 from megatron_fsdp_v2._progress import progress
 from megatron_fsdp_v2_mcore.flags.arguments import supported_on_cpu
 from megatron_fsdp_v2_mcore.prove import report, sides, worker
+from megatron_fsdp_v2_mcore.prove.page import html_page
 from megatron_fsdp_v2_mcore.prove.preflight import preflight
 from megatron_fsdp_v2_mcore.prove.proof import TIMEOUT_S, Prover, num_trainings
 from megatron_fsdp_v2_mcore.prove.ranks import Pool, pools
@@ -61,6 +64,7 @@ class _ProveCommand:
             default="cpu",
             help="cuda runs on this node's GPUs, without a rehearsal; default: cpu",
         )
+        parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with curves")
         parser.add_argument("--json", metavar="FILE", help="write data; - for standard output")
 
     def run(self, args: argparse.Namespace) -> int:
@@ -70,7 +74,12 @@ class _ProveCommand:
         flags = parse_words(source.words)
         ranks = args.ranks or source.num_ranks
         warnings = list(preflight(flags, source.environment, ranks))
-        runs = covering_runs(flags, args.local_ranks)
+        most_ranks = args.local_ranks
+        if args.device == "cuda":
+            most_ranks = min(most_ranks, torch.cuda.device_count())
+            if most_ranks < 2:
+                raise ValueError("--device cuda needs two GPUs; leave it out to prove on the CPU")
+        runs = covering_runs(flags, most_ranks)
         rehearses, impl = args.device == "cpu", sides.impl_of(flags)
         if rehearses and impl == TRANSFORMER_ENGINE and (why_not := load.why_not()):
             raise ValueError(f"FP8 and FP4 cannot be proven here: {why_not}")
@@ -94,6 +103,8 @@ class _ProveCommand:
         data = json.dumps(report.as_dict(found), indent=2) + "\n"
         if args.json not in (None, "-"):
             Path(args.json).write_text(data)
+        if args.html is not None:
+            args.html.write_text(html_page(found))
         if args.json == "-":
             sys.stdout.write(data)
         else:

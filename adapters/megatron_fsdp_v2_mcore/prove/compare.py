@@ -17,13 +17,14 @@ GRADIENT, NORM, WEIGHT = "gradient", "gradient norm", "weight"
 KINDS = (INITIAL, LOADED, LOSS, GRADIENT, NORM, WEIGHT)
 """Compared values, in the order in which an iteration computes them."""
 
-_NOISE = 1e-2
-"""A gradient below this part of the iteration's largest one is compared as if it had this size:
-the gradient of a key's bias is zero up to rounding."""
+_FIRST_NOISE, _NOISE = 1e-4, 1e-2
+"""A gradient below this part of the iteration's largest one is compared as if it had this size: the
+gradient of a key's bias is zero up to rounding. In the first iteration both sides compute the same
+gradients and only sum them in another order."""
 
 _TRUSTED = 1e-3
-"""Weights are compared where the gradient is at least this part of the largest one: Adam divides a
-gradient by its own size, so that the sign of a rounding error would decide the update."""
+"""Weights are compared where the gradient is at least this part of the largest one, and ten times
+its bound: Adam divides a gradient by its own size, so that rounding would decide the update."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Bounds:
     """Largest relative differences.
 
     Attributes:
-        loss: Of losses and gradient norms in the first iteration.
+        loss: Of losses in the first iteration.
+        norm: Of the gradient norm in the first iteration.
         gradient: Of gradients in the first iteration, relative to the parameter's largest one.
         later_loss: Of losses in later iterations.
         later_norm: Of gradient norms in later iterations.
@@ -40,6 +42,7 @@ class Bounds:
     """
 
     loss: float = 2e-6
+    norm: float = 2e-6
     gradient: float = 2e-5
     later_loss: float = 5e-6
     later_norm: float = 2e-5
@@ -50,12 +53,12 @@ class Bounds:
         """Return the bound of a kind of value."""
         if kind in (INITIAL, LOADED):
             return 0.0
-        first = {LOSS: self.loss, NORM: self.loss, GRADIENT: self.gradient, WEIGHT: self.weight}
+        first = {LOSS: self.loss, NORM: self.norm, GRADIENT: self.gradient, WEIGHT: self.weight}
         later = {LOSS: self.later_loss, NORM: self.later_norm, GRADIENT: self.later_gradient}
         return (first if iteration == 1 else first | later)[kind]
 
 
-EXACT = Bounds(*(0.0,) * 6)
+EXACT = Bounds(*(0.0,) * 7)
 
 
 @dataclass(frozen=True)
@@ -152,10 +155,10 @@ def records(mine: Record, theirs: Record, bounds: Bounds) -> list[Difference]:
     found = _differ(INITIAL, 0, mine.weights[0], theirs.weights[0], mine.first_rows, bounds)
     steps = zip(mine.grads, theirs.grads, mine.weights[1:], theirs.weights[1:], strict=True)
     for iteration, (my_grads, grads, my_weights, weights) in enumerate(steps, start=1):
-        floor = _NOISE * _largest(grads.values())
+        floor = (_FIRST_NOISE if iteration == 1 else _NOISE) * _largest(grads.values())
         scales = {name: max(_largest([grad]), floor) for name, grad in grads.items()}
         found += _differ(GRADIENT, iteration, my_grads, grads, mine.first_rows, bounds, scales)
-        start, trusted = theirs.weights[0], _trusted(theirs.grads[:iteration])
+        start, trusted = theirs.weights[0], _trusted(theirs.grads[:iteration], bounds)
         scales = {
             name: _largest([weight - start[name]]) + 1e-6 * _largest([weight])
             for name, weight in weights.items()
@@ -180,13 +183,14 @@ def whole(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Difference
     return found
 
 
-def _trusted(grads: Sequence[Tensors]) -> Tensors:
+def _trusted(grads: Sequence[Tensors], bounds: Bounds) -> Tensors:
     """Return where no gradient was so small that rounding determines its update."""
     found: Tensors = {}
+    part = max(_TRUSTED, 10 * bounds.gradient)
     for of_iteration in grads:
         largest = _largest(of_iteration.values())
         for name, grad in of_iteration.items():
-            limit = max(_TRUSTED * _largest([grad]), _TRUSTED * _NOISE * largest)
+            limit = part * max(_largest([grad]), _NOISE * largest)
             is_large = grad.abs() >= limit
             found[name] = is_large & found[name] if name in found else is_large
     return found

@@ -32,12 +32,12 @@ TIMEOUT_S = 300.0
 WITHOUT_EVALUATION: Flags = {"--eval-interval": ("1000",), "--eval-iters": ("0",)}
 
 FP32 = Bounds()
-ROUNDED = Bounds(2e-6, 2e-5, 2e-4, 2e-2, 0.3, 0.5)
+ROUNDED = Bounds(2e-6, 2e-6, 2e-5, 2e-4, 2e-2, 0.3, 0.5)
 """Equal weights give equal results. A later weight rounds to the next bf16 value on one side."""
-REDUCED_IN_16_BITS = replace(ROUNDED, gradient=3e-2, later_gradient=0.3)
-QUANTIZED = Bounds(2e-6, 1e-2, 1e-3, 5e-2, 0.6, 0.8)
+REDUCED_IN_16_BITS = replace(ROUNDED, norm=1e-3, gradient=3e-2)
+QUANTIZED = Bounds(2e-6, 1e-3, 1e-2, 1e-3, 5e-2, 0.6, 0.8)
 """Quantization turns the last bit of a gradient into a step of an FP8 number."""
-OTHER_SIZE = replace(FP32, loss=1e-5, later_loss=1e-5, later_norm=1e-4)
+OTHER_SIZE = replace(FP32, loss=1e-5, norm=1e-4, later_loss=1e-5, later_norm=1e-4)
 
 TRAINING = "training, in fp32"
 OWN = "training, in its own precision"
@@ -96,7 +96,7 @@ Advance = Callable[[int, int], object]
 def num_trainings(run: Run) -> int:
     """Return the number of trainings that `prove_run` starts."""
     flags = sides.sharded(run).flags
-    return 4 + 2 * sides.is_low_precision(flags) + sides.is_random(run.flags)
+    return 4 + 2 * sides.is_low_precision(flags) + sides.has_dropout(run.flags)
 
 
 class Prover:
@@ -195,8 +195,8 @@ class Prover:
         """Resume on one rank: with equal weights, and with Megatron's results of several ranks."""
         loads = sides.in_fp32(_loading(sides.sharded(run), folder))
         alone = sides.on_one_rank(loads)
-        if sides.is_random(run.flags):
-            loads, alone = sides.without_random(loads), sides.without_random(alone)
+        if sides.has_dropout(run.flags):
+            loads, alone = sides.without_dropout(loads), sides.without_dropout(alone)
             theirs = self._train(loads)
         else:
             theirs = Outcome(saved.losses[SAVED:], saved.grad_norms[SAVED:])

@@ -82,9 +82,13 @@ def training(flags: Sequence[str], *, rehearses: bool) -> Iterator[tuple[Patches
     torch.manual_seed(0)
     install()
     try:
+        # Megatron requires one CUDA connection of some trainings, and several of others.
+        variables = cpu_environment(flags)
         if rehearses:
             flags = with_cpu_flags(flags, supported_on_cpu(flags))
-            patches.default_environment(cpu_environment(flags))
+        else:
+            variables = {name: variables[name] for name in variables if name.startswith("CUDA")}
+        patches.default_environment(variables)
         sys.argv = ["pretrain_gpt", *flags]
         with open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink):
             yield patches, gpt.train

@@ -33,6 +33,9 @@ CHECKPOINT_FORMAT = "--ckpt-format"
 OF_ANOTHER_FORMAT = "--verify-integrity"
 """A flag that Megatron supports with `torch_dist` only."""
 
+RANDOM_ROUTING = "--moe-router-force-load-balancing"
+"""Megatron does not restore its random numbers from a checkpoint."""
+
 _NOT_OF_DDP = """
 --init-model-with-meta-device --megatron-fsdp-grad-comm-dtype --megatron-fsdp-main-grads-dtype
 --megatron-fsdp-main-params-dtype --no-use-layer-wise-param-layout
@@ -44,7 +47,7 @@ _NOT_OF_DDP = """
 --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer
 --use-torch-optimizer-for-cpu-offload
 """
-NOT_OF_DDP = {*_NOT_OF_DDP.split(), API_FLAG, *(flag.flag for flag in OWN_FLAGS)}
+NOT_OF_DDP = {*_NOT_OF_DDP.split(), API_FLAG, RANDOM_ROUTING, *(flag.flag for flag in OWN_FLAGS)}
 """Flags of sharded weights and optimizer state."""
 
 _SAVING = """
@@ -76,7 +79,6 @@ _ROUNDED = {
     "--megatron-fsdp-main-params-dtype",
 }
 _DROPOUT = ("--attention-dropout", "--hidden-dropout")
-_RANDOM_ROUTING = {"--moe-router-force-load-balancing", "--moe-input-jitter-eps"}
 _RECIPES = ("--fp8-format", "--fp8-recipe", "--fp4-format")
 _FLEX = ("--moe-flex-dispatcher-backend", "--moe-enable-deepep")
 
@@ -98,7 +100,7 @@ class Side:
 
 def user_flags(flags: Flags) -> Flags:
     """Return the flags of a user of this package: his own, or ZeRO-3 if he does not use FSDP."""
-    names = {CHECKPOINT_FORMAT, OF_ANOTHER_FORMAT, "--use-torch-fsdp2"}
+    names = {CHECKPOINT_FORMAT, OF_ANOTHER_FORMAT, "--use-torch-fsdp2", RANDOM_ROUTING}
     chosen = {FSDP: (), API_FLAG: (), CHECKPOINT_FORMAT: ("fsdp_dtensor",)}
     default = {} if FSDP in flags else {STRATEGY: (ZERO3,)}
     # Every layer of the tiny models is a unit. By default, all of them would be one unit.
@@ -171,16 +173,15 @@ def on_one_rank(side: Side) -> Side:
     return Side(1, flags, side.exact_norms)
 
 
-def without_random(side: Side) -> Side:
-    """Return a training without random numbers, which depend on the number of ranks."""
-    flags = without(side.flags, _RANDOM_ROUTING) | {name: ("0",) for name in _DROPOUT}
+def without_dropout(side: Side) -> Side:
+    """Return a training without dropout, whose random numbers depend on the number of ranks."""
+    flags = side.flags | {name: ("0",) for name in _DROPOUT}
     return Side(side.world_size, flags, side.exact_norms)
 
 
-def is_random(flags: Flags) -> bool:
-    """Whether a training draws random numbers; Megatron's default is a dropout of 0.1."""
-    drops = any(float(flags.get(name, ("0.1",))[0]) > 0 for name in _DROPOUT)
-    return drops or not _RANDOM_ROUTING.isdisjoint(flags)
+def has_dropout(flags: Flags) -> bool:
+    """Whether a training drops activations; Megatron's default is a probability of 0.1."""
+    return any(float(flags.get(name, ("0.1",))[0]) > 0 for name in _DROPOUT)
 
 
 def is_low_precision(flags: Flags) -> bool:

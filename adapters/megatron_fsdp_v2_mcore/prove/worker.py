@@ -47,7 +47,8 @@ class Outcome:
 
     Attributes:
         losses: Loss of every iteration, on the last pipeline stage.
-        grad_norms: Gradient norm of every iteration before clipping; NaN if it was skipped.
+        grad_norms: Gradient norm of every iteration before clipping; infinite if its update was
+            skipped.
         differences: Differences from the kept values that exceed the bounds.
         num_compared: Number of compared elements of gradients and weights.
         whole: Whole weights of this rank's stage.
@@ -131,7 +132,7 @@ def _watch(patches: Any, outcome: Outcome, record: Record, job: Job) -> None:
             outcome.losses.append(float(loss))
         # (total, learning rate, iteration, loss scale, report, skipped, gradient norm, ...)
         norm = args[6]
-        outcome.grad_norms.append(math.nan if norm is None else float(norm))
+        outcome.grad_norms.append(math.inf if norm is None else float(norm))
         return log(losses, *args, **kwargs)
 
     def train_and_record(*args: Any, **kwargs: Any) -> Any:
@@ -215,9 +216,10 @@ def _sum_norms_in_fp64(patches: Any) -> None:
     from megatron.core.optimizer import layer_wise_optimizer, optimizer
 
     def norm(grads: Any, norm_type: float = 2, grad_stats_parallel_group: Any = None) -> float:
-        total = torch.zeros(1, dtype=torch.float64)
+        device = torch.device(torch.cuda.current_device())
+        total = torch.zeros(1, dtype=torch.float64, device=device)
         for grad in grads:
-            total += grad.double().square().sum().cpu()
+            total += grad.double().square().sum()
         dist.all_reduce(total, group=grad_stats_parallel_group)
         return math.sqrt(total.item())
 

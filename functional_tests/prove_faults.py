@@ -1,0 +1,150 @@
+"""Faults that are planted into sharded trainings, which `prove` must find and name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from megatron_fsdp_v2_mcore.flags.arguments import API_FLAG
+from megatron_fsdp_v2_mcore.prove import worker
+from megatron_fsdp_v2_mcore.prove.worker import Job, Outcome
+
+
+def train(job: Job, *, fault: str) -> Outcome:
+    """Train as `worker.train` does, with a fault if this package shards the model."""
+    if API_FLAG not in job.flags:
+        return worker.train(job)
+    with FAULTS[fault](job):
+        return worker.train(job)
+
+
+@contextlib.contextmanager
+def _wrong_divisor_for_experts(job: Job) -> Iterator[None]:
+    from megatron_fsdp_v2_mcore.model import wrapper
+
+    shard = wrapper.fully_shard
+
+    def divide_by_own_mesh(modules: Any, *, mesh: Any, **options: Any) -> Any:
+        return shard(modules, mesh=mesh, **(options | {"gradient_scaling_factor": 1 / mesh.size()}))
+
+    with mock.patch.object(wrapper, "fully_shard", divide_by_own_mesh):
+        yield
+
+
+@contextlib.contextmanager
+def _lost_gradient_of_tied_weights(job: Job) -> Iterator[None]:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    share = LanguageModule.shared_embedding_or_output_weight
+    with mock.patch.object(
+        LanguageModule, "shared_embedding_or_output_weight", lambda self: share(self).detach()
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _stale_weight_after_a_load(job: Job) -> Iterator[None]:
+    from megatron_fsdp_v2.params.group import ParameterGroup
+
+    is_stale = ParameterGroup.is_stale
+
+    def after_a_step(self: Any, weight_version: int) -> bool:
+        is_written = self._refreshed_at is not None
+        return not (is_written and weight_version == 0) and is_stale(self, weight_version)
+
+    loads = "--load" in job.flags
+    with mock.patch.object(ParameterGroup, "is_stale", after_a_step if loads else is_stale):
+        yield
+
+
+@contextlib.contextmanager
+def _wrong_scale_with_per_token_loss(job: Job) -> Iterator[None]:
+    from megatron_fsdp_v2_mcore.model.wrapper import FullyShardedDataParallel
+
+    scale = FullyShardedDataParallel.scale_gradients
+    with mock.patch.object(
+        FullyShardedDataParallel, "scale_gradients", lambda self, factor: scale(self, 2 * factor)
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _skipped_refresh_under_fp8(job: Job) -> Iterator[None]:
+    from megatron_fsdp_v2.runtime import unit
+
+    write = unit.write_stale_weights
+
+    def skip_once(groups: Any, weight_version: int) -> None:
+        if weight_version != 1:
+            write(groups, weight_version)
+            return
+        for group in groups:
+            if group.format.communicates:
+                group.note_written(weight_version)
+
+    with mock.patch.object(unit, "write_stale_weights", skip_once):
+        yield
+
+
+@contextlib.contextmanager
+def _momentum_advanced_twice(job: Job) -> Iterator[None]:
+    from megatron_fsdp_v2_mcore.optim.optimizer import ShardedChain
+
+    step = ShardedChain.step
+
+    def advance_twice(self: Any) -> Any:
+        result = step(self)
+        for part in self.chained_optimizers:
+            for param, state in part.optimizer.state.items():
+                if param.grad is not None:
+                    state["exp_avg"].to_local().lerp_(param.grad.to_local(), 0.1)
+        return result
+
+    with mock.patch.object(ShardedChain, "step", advance_twice):
+        yield
+
+
+@contextlib.contextmanager
+def _swapped_halves_in_a_reshard(job: Job) -> Iterator[None]:
+    from megatron_fsdp_v2_mcore.model import tensor_shards
+
+    halves = tensor_shards.GATED_SUFFIXES
+    is_reshard = "--load" in job.flags and "--tensor-model-parallel-size" not in _larger(job)
+    with mock.patch.object(tensor_shards, "GATED_SUFFIXES", halves[::-1] if is_reshard else halves):
+        yield
+
+
+def _larger(job: Job) -> set[str]:
+    """Return the flags with the value 2."""
+    return {name for name, value in zip(job.flags, job.flags[1:], strict=False) if value == "2"}
+
+
+@contextlib.contextmanager
+def _norm_without_replicated_parameters(job: Job) -> Iterator[None]:
+    from megatron_fsdp_v2_mcore.optim import optimizer
+
+    counted = optimizer.params_counted_on_rank
+
+    def only_split(params: Any, *groups: Any) -> Iterator[Any]:
+        split = (p for p in params if getattr(p, "tensor_model_parallel", False))
+        return counted(split, *groups)
+
+    with mock.patch.object(optimizer, "params_counted_on_rank", only_split):
+        yield
+
+
+FAULTS: dict[str, Callable[[Job], contextlib.AbstractContextManager[None]]] = {
+    function.__name__[1:]: function
+    for function in (
+        _wrong_divisor_for_experts,
+        _lost_gradient_of_tied_weights,
+        _stale_weight_after_a_load,
+        _wrong_scale_with_per_token_loss,
+        _skipped_refresh_under_fp8,
+        _momentum_advanced_twice,
+        _swapped_halves_in_a_reshard,
+        _norm_without_replicated_parameters,
+    )
+}

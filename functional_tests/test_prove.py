@@ -1,0 +1,107 @@
+"""`prove` proves good configurations, and finds and names planted faults."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+
+from functional_tests import prove_faults
+from megatron_fsdp_v2_mcore.prove.proof import Prover
+from megatron_fsdp_v2_mcore.prove.report import DIFFERS, PROVEN, Report
+from megatron_fsdp_v2_mcore.prove.shrink import covering_runs, parse_words
+from megatron_fsdp_v2_mcore.prove.worker import train
+from tests.mcore import flags as f
+from tests.mcore.te_pools import pools_for
+
+pytestmark = pytest.mark.functional
+
+JOB = (
+    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 "
+    "--max-position-embeddings 4096 --micro-batch-size 1 --global-batch-size 256 --lr 1e-4 "
+    "--train-iters 1000 --attention-dropout 0 --hidden-dropout 0"
+)
+FSDP = f"{JOB} --use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy"
+FP8 = (
+    "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather "
+    "--transformer-impl transformer_engine"
+)
+MOE = "--num-experts 64 --moe-router-topk 2 --expert-model-parallel-size 8 --moe-grouped-gemm"
+EXPERTS = f"{MOE} --disable-bias-linear --moe-token-dispatcher-type alltoall"
+
+
+def prove(request: pytest.FixtureRequest, job: str, fault: str | None = None) -> Report:
+    """Return the report of a job whose sharded trainings have a fault."""
+    flags = parse_words(job.split())
+    trains = train if fault is None else functools.partial(prove_faults.train, fault=fault)
+    prover = Prover(pools_for(request, job.split()), trains)
+    return Report(flags, (), [prover.prove(run) for run in covering_runs(flags)], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "job", "said"),
+    [
+        (
+            "wrong_divisor_for_experts",
+            f"{JOB} {EXPERTS}",
+            r"in fp32: gradient of \S*experts\S* of iteration 1: .* 2 times all its values",
+        ),
+        (
+            "lost_gradient_of_tied_weights",
+            JOB,
+            r"in fp32: gradient of embedding.word_embeddings.weight of iteration 1",
+        ),
+        (
+            "stale_weight_after_a_load",
+            f"{FSDP} optim",
+            r"resumed at the same size: loss of iteration 3",
+        ),
+        (
+            "wrong_scale_with_per_token_loss",
+            f"{JOB} --calculate-per-token-loss",
+            r"in fp32: gradient of \S+ of iteration 1: .* 2 times all its values",
+        ),
+        (
+            "skipped_refresh_under_fp8",
+            f"{FSDP} optim_grads_params {FP8}",
+            r"in its own precision: loss of iteration 2",
+        ),
+        (
+            "momentum_advanced_twice",
+            f"{JOB} {f.OVERLAP_GRADS}",
+            r"in fp32: weight of \S+ of iteration 2",
+        ),
+        (
+            "swapped_halves_in_a_reshard",
+            f"{JOB} --swiglu --tensor-model-parallel-size 8",
+            r"resumed on one rank: loaded weight of \S*linear_fc1.weight",
+        ),
+        (
+            "norm_without_replicated_parameters",
+            f"{JOB} --tensor-model-parallel-size 8",
+            r"in fp32: gradient norm of iteration 1",
+        ),
+    ],
+)
+def test_planted_fault_is_found_and_named(
+    request: pytest.FixtureRequest, fault: str, job: str, said: str
+) -> None:
+    report = prove(request, job, fault)
+    assert report.exit_code == DIFFERS
+    assert re.search(said, report.verdict), report.verdict
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        f"{JOB} --bf16",
+        f"{JOB} {EXPERTS} --bf16",
+        f"{FSDP} optim_grads_params {FP8}",
+        f"{FSDP} optim --swiglu --tensor-model-parallel-size 8 --sequence-parallel",
+        f"{JOB} {f.MTP} --calculate-per-token-loss --optimizer muon",
+    ],
+)
+def test_good_configuration_is_proven(request: pytest.FixtureRequest, job: str) -> None:
+    report = prove(request, job)
+    assert report.exit_code == PROVEN, report.verdict

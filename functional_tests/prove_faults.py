@@ -46,16 +46,19 @@ def _lost_gradient_of_tied_weights(job: Job) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stale_weight_after_a_load(job: Job) -> Iterator[None]:
-    from megatron_fsdp_v2.params.group import ParameterGroup
+    from megatron.training import training
 
-    is_stale = ParameterGroup.is_stale
+    load = training.load_checkpoint
 
-    def after_a_step(self: Any, weight_version: int) -> bool:
-        is_written = self._refreshed_at is not None
-        return not (is_written and weight_version == 0) and is_stale(self, weight_version)
+    def load_all_but_one(model: Any, *args: Any, **kwargs: Any) -> Any:
+        params = [p for p in model[0].parameters() if p.dim() > 1][1:2]
+        kept = [param.to_local().detach().clone() for param in params]
+        result = load(model, *args, **kwargs)
+        for param, rows in zip(params, kept, strict=True):
+            param.to_local().detach().copy_(rows)
+        return result
 
-    loads = "--load" in job.flags
-    with mock.patch.object(ParameterGroup, "is_stale", after_a_step if loads else is_stale):
+    with mock.patch.object(training, "load_checkpoint", load_all_but_one):
         yield
 
 
@@ -73,18 +76,26 @@ def _wrong_scale_with_per_token_loss(job: Job) -> Iterator[None]:
 @contextlib.contextmanager
 def _skipped_refresh_under_fp8(job: Job) -> Iterator[None]:
     from megatron_fsdp_v2.runtime import unit
+    from megatron_fsdp_v2_mcore.optim.optimizer import ShardedChain
 
-    write = unit.write_stale_weights
+    write, step, steps = unit.write_stale_weights, ShardedChain.step, []
+
+    def count(self: Any) -> Any:
+        steps.append(self)
+        return step(self)
 
     def skip_once(groups: Any, weight_version: int) -> None:
-        if weight_version != 1:
+        if len(steps) != 1:
             write(groups, weight_version)
             return
         for group in groups:
             if group.format.communicates:
                 group.note_written(weight_version)
 
-    with mock.patch.object(unit, "write_stale_weights", skip_once):
+    with (
+        mock.patch.object(unit, "write_stale_weights", skip_once),
+        mock.patch.object(ShardedChain, "step", count),
+    ):
         yield
 
 

@@ -144,27 +144,35 @@ def numbers(
     ]
 
 
-def records(mine: Record, theirs: Record, bounds: Bounds) -> list[Difference]:
+def records(mine: Record, theirs: Record, bounds: Bounds, num_before: int = 0) -> list[Difference]:
     """Return the differences of weights and gradients that exceed the bounds.
 
     Args:
-        mine: Values of a rank, of some rows of each parameter.
-        theirs: Values of the same rank in the other training, of all rows.
+        mine: Values of a rank.
+        theirs: Values of the same rank in the other training, of at least the same rows.
         bounds: Allowed differences.
+        num_before: Iterations of the other training before the first of this one.
     """
-    found = _differ(INITIAL, 0, mine.weights[0], theirs.weights[0], mine.first_rows, bounds)
-    steps = zip(mine.grads, theirs.grads, mine.weights[1:], theirs.weights[1:], strict=True)
-    for iteration, (my_grads, grads, my_weights, weights) in enumerate(steps, start=1):
+    first_rows = {name: row - theirs.first_rows[name] for name, row in mine.first_rows.items()}
+    before = theirs.weights[num_before]
+    kind = LOADED if num_before else INITIAL
+    found = _differ(kind, num_before, mine.weights[0], before, first_rows, bounds)
+    steps = zip(
+        *(mine.grads, theirs.grads[num_before:]),
+        *(mine.weights[1:], theirs.weights[num_before + 1 :]),
+        strict=True,
+    )
+    for iteration, (my_grads, grads, my_weights, weights) in enumerate(steps, start=num_before + 1):
         floor = (_FIRST_NOISE if iteration == 1 else _NOISE) * _largest(grads.values())
         scales = {name: max(_largest([grad]), floor) for name, grad in grads.items()}
-        found += _differ(GRADIENT, iteration, my_grads, grads, mine.first_rows, bounds, scales)
+        found += _differ(GRADIENT, iteration, my_grads, grads, first_rows, bounds, scales)
         start, trusted = theirs.weights[0], _trusted(theirs.grads[:iteration], bounds)
         scales = {
             name: _largest([weight - start[name]]) + 1e-6 * _largest([weight])
             for name, weight in weights.items()
         }
         found += _differ(
-            *(WEIGHT, iteration, my_weights, weights, mine.first_rows, bounds, scales, trusted)
+            *(WEIGHT, iteration, my_weights, weights, first_rows, bounds, scales, trusted)
         )
     return found
 

@@ -39,6 +39,7 @@ QUANTIZED = Bounds(2e-6, 1e-3, 1e-2, 1e-3, 5e-2, 0.6, 0.8)
 """Quantization turns the last bit of a gradient into a step of an FP8 number."""
 OTHER_SIZE = replace(FP32, loss=1e-5, norm=1e-4, later_loss=1e-5, later_norm=1e-4)
 
+_REFERENCE, _SAVED = "reference", "saved"
 TRAINING = "training, in fp32"
 OWN = "training, in its own precision"
 RESUME = "resumed at the same size"
@@ -120,10 +121,14 @@ class Prover:
         self._pools, self._trains = pools, trains
         self._rehearses, self._advance = rehearses, advance
         self._impl, self._phases = "", list[Phase]()
+        self._pool: Pool
 
     def prove(self, run: Run) -> RunResult:
         """Train and compare a run."""
         self._impl, self._phases = sides.impl_of(run.flags), []
+        # Its ranks keep values from one training to the next.
+        self._pool = self._pools(run.world_size)
+        self._pool.run(forget, timeout_s=TIMEOUT_S)
         with tempfile.TemporaryDirectory(prefix="prove-") as folder:
             fp32, own = f"{folder}/fp32", f"{folder}/own"
             saved = self._beside_ddp(run, TRAINING, sides.in_fp32, FP32, fp32)
@@ -149,9 +154,9 @@ class Prover:
         phase.seconds = time.monotonic() - start
         self._phases.append(phase)
 
-    def _train(self, side: Side, pool: Pool | None = None, **options: Any) -> Outcome:
-        """Train on all ranks of a pool, and merge what they measured."""
-        pool = pool or self._pools(side.world_size)
+    def _train(self, side: Side, **options: Any) -> Outcome:
+        """Train on all ranks, and merge what they measured."""
+        pool = self._pools(1) if side.world_size == 1 else self._pool
         flags = side.flags | WITHOUT_EVALUATION
         if self._rehearses:
             flags = sides.on_cpu(flags, self._impl)
@@ -173,12 +178,9 @@ class Prover:
     ) -> Outcome | None:
         """Train with Megatron's DDP and with this package; None if one of them fails."""
         with self._phase(name) as phase:
-            # Its ranks keep the reference.
-            pool = self._pools(run.world_size)
-            pool.run(forget, timeout_s=TIMEOUT_S)
-            theirs = self._train(kind(sides.reference(run)), pool, keep="reference")
+            theirs = self._train(kind(sides.reference(run)), keep=_REFERENCE)
             saves = kind(_saving(sides.sharded(run), folder))
-            mine = self._train(saves, pool, against="reference", bounds=bounds, whole=SAVED)
+            mine = self._train(saves, keep=_SAVED, against=_REFERENCE, bounds=bounds, whole=SAVED)
             _compare(phase, mine, theirs, bounds)
             phase.differences += mine.differences
             phase.num_compared = mine.num_compared
@@ -187,9 +189,12 @@ class Prover:
 
     def _resumed(self, run: Run, saved: Outcome, kind: Callable[[Side], Side], folder: str) -> None:
         with self._phase(RESUME) as phase:
-            mine = self._train(kind(_loading(sides.sharded(run), folder)))
+            loads = kind(_loading(sides.sharded(run), folder))
+            mine = self._train(loads, against=_SAVED, bounds=EXACT, num_before=SAVED)
             continued = Outcome(saved.losses[SAVED:], saved.grad_norms[SAVED:])
             _compare(phase, mine, continued, EXACT, SAVED + 1)
+            phase.differences += mine.differences
+            phase.num_compared = mine.num_compared
 
     def _on_one_rank(self, run: Run, saved: Outcome, folder: str) -> None:
         """Resume on one rank: with equal weights, and with Megatron's results of several ranks."""

@@ -74,8 +74,11 @@ class Ranks:
         Raises:
             RankError: A rank raised an error, died or timed out.
         """
-        for connection in self._connections:
-            connection.send((function, args))
+        for rank, connection in enumerate(self._connections):
+            try:
+                connection.send((function, args))
+            except OSError:
+                raise RankError({rank: "the process died"}) from None
         return self._collect(timeout_s)
 
     def _collect(self, timeout_s: float) -> list[Any]:

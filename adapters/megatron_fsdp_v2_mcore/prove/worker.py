@@ -26,6 +26,7 @@ class Job:
         flags: All flags except those of the rehearsal.
         keep: Name under which ranks keep their values for later comparisons.
         against: Name of kept values to compare with.
+        num_before: Iterations of those values before the first of this training.
         bounds: Allowed differences.
         exact_norms: Whether gradient norms are summed in fp64, where the order does not matter.
         whole: After this many iterations of this training, whole weights are returned.
@@ -35,6 +36,7 @@ class Job:
     flags: tuple[str, ...]
     keep: str | None = None
     against: str | None = None
+    num_before: int = 0
     bounds: Bounds = field(default_factory=Bounds)
     exact_norms: bool = False
     whole: int | None = None
@@ -115,7 +117,7 @@ def train(job: Job) -> Outcome:
     if job.keep is not None:
         _kept[job.keep] = record
     if job.against is not None:
-        outcome.differences = records(record, _kept[job.against], job.bounds)
+        outcome.differences = records(record, _kept[job.against], job.bounds, job.num_before)
         tensors = [t for values in (*record.grads, *record.weights) for t in values.values()]
         outcome.num_compared = sum(tensor.numel() for tensor in tensors)
     return outcome

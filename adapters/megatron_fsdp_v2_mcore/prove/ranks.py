@@ -37,7 +37,8 @@ class RankError(RuntimeError):
     """
 
     def __init__(self, failures: Mapping[int, str]) -> None:
-        rank = min(failures)
+        # A check that all ranks take part in refers to the rank that found something.
+        rank = min(failures, key=lambda rank: ("see the error of rank" in failures[rank], rank))
         super().__init__(f"rank {rank}: {failures[rank].strip().splitlines()[-1]}")
         self.tracebacks = "\n".join(f"rank {rank}: {failures[rank]}" for rank in sorted(failures))
 

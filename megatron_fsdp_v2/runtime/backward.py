@@ -46,17 +46,6 @@ class ForwardRecord:
             its backward.
     """
 
-    __slots__ = (
-        "_unit",
-        "begins",
-        "ends",
-        "has_post_backward_hook",
-        "is_nested",
-        "is_recomputed",
-        "number",
-        "passed",
-    )
-
     def __init__(self, unit: Unit, *, is_recomputed: bool) -> None:
         context = unit.context
         self._unit = unit

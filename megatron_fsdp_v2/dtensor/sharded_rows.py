@@ -432,7 +432,7 @@ Implemented in C, since each step reads it several times per parameter.
 
 
 def plain_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of any DTensor; a plain tensor itself."""
+    """Return the local tensor of any DTensor, which data parallelism shards; or a plain tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

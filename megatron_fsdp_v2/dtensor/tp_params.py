@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from megatron_fsdp_v2.dtensor.row_shards import TensorShard
+from megatron_fsdp_v2.dtensor.sharded_rows import plain_of
 
 
 def from_part(part: torch.Tensor, spec: DTensorSpec) -> DTensor:
@@ -32,12 +33,7 @@ def part_of_gradient(gradient: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     with torch.no_grad():
         if isinstance(gradient, DTensor) and gradient.placements != spec.placements:
             gradient = gradient.redistribute(spec.mesh, spec.placements)
-        return part_of(gradient)
-
-
-def part_of(param: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that data parallelism shards: the local tensor of a DTensor. Detached."""
-    return param.to_local().detach() if isinstance(param, DTensor) else param.detach()
+        return plain_of(gradient).detach()
 
 
 def tensor_shard_of(name: str, param: DTensor, data: DeviceMesh) -> tuple[TensorShard, DTensorSpec]:

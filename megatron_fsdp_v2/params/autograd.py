@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -352,17 +353,7 @@ def tensors_within(value: Any) -> Iterator[torch.Tensor]:
 
 
 # Objects that hold no outputs; searching their attributes would reach the whole program.
-_LEAVES = (
-    int,
-    float,
-    str,
-    bytes,
-    type,
-    torch.nn.Module,
-    types.ModuleType,
-    types.FunctionType,
-    types.MethodType,
-)
+_LEAVES = (*_PLAIN, bytes, type, nn.Module, types.ModuleType, types.FunctionType, types.MethodType)
 
 
 # -- saved tensors -----------------------------------------------------------------------------

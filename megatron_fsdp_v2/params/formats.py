@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.dtensor.sharded_rows import plain_of
-from megatron_fsdp_v2.dtensor.tp_params import part_of
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.layout.placement import AxisPlacements
 from megatron_fsdp_v2.params.buffer import DataParallelBuffer
@@ -108,7 +107,7 @@ class WeightFormat:
         Returns:
             A tensor of plain numbers, whose rows data parallelism shards.
         """
-        return part_of(param)
+        return plain_of(param).detach()
 
     def bind(self, views: Sequence[torch.Tensor], index: int, like: torch.Tensor) -> torch.Tensor:
         """Return the tensor that modules compute with, over views of the gathered buffers.

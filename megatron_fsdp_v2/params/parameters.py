@@ -23,11 +23,12 @@ from megatron_fsdp_v2.dtensor.row_shards import GroupInfo, RowShards, TensorShar
 from megatron_fsdp_v2.dtensor.sharded_rows import (
     local_of,
     plain_attributes,
+    plain_of,
     raw_hooks,
     raw_requires_grad,
     raw_version,
 )
-from megatron_fsdp_v2.dtensor.tp_params import from_part, part_of
+from megatron_fsdp_v2.dtensor.tp_params import from_part
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.memory.allocator import set_data
 from megatron_fsdp_v2.params.autograd import InternalHook
@@ -64,7 +65,7 @@ class OwnedParameter:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the tensor that data parallelism shards: the parameter or its TP-local shard."""
-        return tuple(part_of(self.param).shape)
+        return tuple(plain_of(self.param).shape)
 
 
 class GroupParameters:

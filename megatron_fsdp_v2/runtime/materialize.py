@@ -20,7 +20,7 @@ from torch import nn
 
 from megatron_fsdp_v2.comm.calls import broadcast_single
 from megatron_fsdp_v2.comm.interface import Axis, naming_failures
-from megatron_fsdp_v2.dtensor.tp_params import part_of
+from megatron_fsdp_v2.dtensor.sharded_rows import plain_of
 from megatron_fsdp_v2.params.formats import DenseFormat, format_of
 from megatron_fsdp_v2.params.parameters import OwnedParameter, propagate_attributes
 
@@ -93,7 +93,7 @@ def materialize(
     for parameter in fresh:
         _copy_from_replacement(parameter)
         if parameter.dtensor is not None and parameter.dtensor.placements[0].is_replicate():
-            _share(part_of(parameter.param), parameter.dtensor.mesh.get_group())
+            _share(plain_of(parameter.param).detach(), parameter.dtensor.mesh.get_group())
     tensors = [_values(parameter) for parameter in fresh]
     buffers = [
         (label, functools.partial(_buffer_of, weakref.ref(module), attribute))
@@ -169,14 +169,14 @@ def _set_random_states(device: torch.device, states: Sequence[torch.Tensor]) -> 
 
 
 def _values(parameter: OwnedParameter) -> torch.Tensor:
-    return part_of(parameter.param) if parameter.values is None else parameter.values
+    return plain_of(parameter.param).detach() if parameter.values is None else parameter.values
 
 
 def _materialize_parameter(parameter: OwnedParameter, device: torch.device) -> None:
     old = parameter.param
     made = nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
     with torch.no_grad():
-        _mark_unset(part_of(made))
+        _mark_unset(plain_of(made))
     for key, value in vars(old).items():
         setattr(made, key, value)
     parameter.param, parameter.meta_original = made, old

@@ -103,7 +103,7 @@ def _post_forward(module: Any, args: Any, output: Any) -> Any:
         if unit.pending_modules:
             if not torch.is_grad_enabled() and unit.context.pass_has_grad:
                 # The recomputation of this module has a backward of its own.
-                unit.count_use()
+                unit.context.root_pass.add_use(unit.reduced_with)
             check_outputs(unit, output)
             output = unit.wrap_outputs(output)
             if unit.running is not None:

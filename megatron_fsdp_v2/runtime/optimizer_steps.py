@@ -9,7 +9,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -29,7 +28,7 @@ from megatron_fsdp_v2.dtensor.optimizer_state import (
     restore_gradients,
     watch_state,
 )
-from megatron_fsdp_v2.dtensor.sharded_rows import local_of
+from megatron_fsdp_v2.dtensor.sharded_rows import plain_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.params.gathered import gathered_name
 from megatron_fsdp_v2.params.group import ParameterGroup
@@ -216,8 +215,7 @@ def _initializes_state(optimizer: Optimizer, contexts: Sequence[Context]) -> boo
     if any(known.param_grads_and_main()[1] is not None for unit in units for known in unit.grads()):
         return False
     # Local rows also of a plain DTensor, whose operations would count over all ranks.
-    rows = (local_of(grad) if isinstance(grad, DTensor) else grad for grad in grads)
-    return not any(each.count_nonzero() for each in rows)
+    return not any(plain_of(grad).count_nonzero() for grad in grads)
 
 
 def _is_zero(lr: Any) -> bool:

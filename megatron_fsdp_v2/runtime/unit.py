@@ -422,7 +422,7 @@ class Unit:
             if has_grad or pass_has_grad:
                 context.gathers.expect_backward(self)
                 self.num_pending_backwards += 1
-                self.count_use()
+                context.root_pass.add_use(self.reduced_with)
             if self.will_reshard_after_forward and not running.is_gathered_around:
                 self.reshard()
             if ends_pass and not (has_grad or is_nested):
@@ -492,10 +492,6 @@ class Unit:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is not None or not torch.is_grad_enabled():
             self.context.root_pass.recomputable.add(weakref.ref(self))
-
-    def count_use(self) -> None:
-        """Count a use of the unit's parameters, whose backward its reduction has to wait for."""
-        self.context.root_pass.add_use(self.reduced_with)
 
     def _begin_pass(self) -> None:
         """Start a new pass, at a forward of the root or of a unit outside the root's forward.

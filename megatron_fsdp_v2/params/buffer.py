@@ -278,9 +278,6 @@ class DataParallelBuffer:
         self.packing = packing
         self.comm_copy: DataParallelBuffer | None = None
         self.staging = staging
-        expected = self.span.count * context.layout.shard_numel // packing
-        if tensor.numel() != expected:
-            raise ValueError(f"a span of {expected} elements cannot use {tensor.numel()} of them")
 
     @property
     def layout(self) -> BufferLayout:

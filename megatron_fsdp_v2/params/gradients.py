@@ -42,15 +42,13 @@ class GradState(enum.Enum):
     """Content of a gradient buffer: the full buffer, or the partial buffer of an outer axis."""
 
     ABSENT = "absent"
-    """No memory."""
+    """No memory: no gradient, or its sum is in the next buffer."""
     ARRIVING = "arriving"
     """Full buffer: gradients of this rank, as autograd computes them."""
     ACCUMULATED = "accumulated"
     """Partial buffer: sums along the inner axis, until the synchronized backward."""
     REDUCING = "reducing"
     """A collective reads it."""
-    REDUCED = "reduced"
-    """No memory: the sum is in the partial buffer or the main gradient."""
 
     # Faster than the `__hash__` of enums, which is written in Python.
     __hash__ = object.__hash__
@@ -61,8 +59,7 @@ _MOVES = {
     GradState.ARRIVING: {GradState.REDUCING},
     GradState.ACCUMULATED: {GradState.ACCUMULATED, GradState.REDUCING},
     # The next inner sum may be issued before the outer reduction is waited for.
-    GradState.REDUCING: {GradState.REDUCED, GradState.ACCUMULATED},
-    GradState.REDUCED: {GradState.ARRIVING, GradState.ACCUMULATED},
+    GradState.REDUCING: {GradState.ABSENT, GradState.ACCUMULATED},
 }
 """Legal moves. After a failure, every state moves to `ABSENT`."""
 
@@ -349,7 +346,7 @@ class GroupGrads:
         if self._full_state is not GradState.REDUCING:
             return
         self._inner_work.wait()
-        self._full_state = self._moved(self._full_state, GradState.REDUCED)
+        self._full_state = self._moved(self._full_state, GradState.ABSENT)
         self.full.drop()
         if self._staging is not None and not self.has_outer_axis:
             self._staging.drop()
@@ -366,7 +363,7 @@ class GroupGrads:
         assert self.partial is not None
         self._wait_for_last()
         if self._partial_state is GradState.REDUCING:
-            self._partial_state = self._moved(self._partial_state, GradState.REDUCED)
+            self._partial_state = self._moved(self._partial_state, GradState.ABSENT)
             self.partial.drop()
         elif self.partial.comm_copy is not None:
             self.partial.comm_copy.drop()

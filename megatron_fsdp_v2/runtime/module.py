@@ -8,6 +8,7 @@ overridden here; methods without an equivalent raise an error that names the alt
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -564,23 +565,22 @@ def _root_between_passes(module: object, method: str) -> Unit:
     return unit
 
 
-_CLASSES: dict[type, type] = {}
+@functools.cache
+def _sharded_class(of: type, *, is_compiled: bool) -> type:
+    """Return a subclass of `FSDPModule` and of a module's class."""
+    # Libraries look classes up by their full names.
+    names: dict[str, Any] = {"__module__": of.__module__, "__qualname__": of.__qualname__}
+    if is_compiled:
+        # The result of torch.compile() has a `__len__` that raises for most modules, and the
+        # compiler evaluates the truth of objects.
+        names["__bool__"] = lambda self: True
+    return type(f"FSDP{of.__name__}", (FSDPModule, of), names)
 
 
 def swap_class(module: nn.Module) -> None:
-    """Change a module's class to a subclass of `FSDPModule` and of its class; cached per class."""
-    cls = type(module)
-    sharded = _CLASSES.get(cls)
-    if sharded is None:
-        # Libraries look classes up by their full names.
-        names: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        if hasattr(module, "_orig_mod"):
-            # The result of torch.compile() has a `__len__` that raises for most modules, and the
-            # compiler evaluates the truth of objects.
-            names["__bool__"] = lambda self: True
-        sharded = type(f"FSDP{cls.__name__}", (FSDPModule, cls), names)
-        _CLASSES[cls] = sharded
-    module.__class__ = sharded
+    """Change a module's class to its sharded class."""
+    cls: type = type(module)
+    module.__class__ = _sharded_class(cls, is_compiled=hasattr(module, "_orig_mod"))
     # Torch's `fully_shard` rejects a module with a state, which prevents sharding twice. Torch's
     # `replicate` skips modules registered under this name; otherwise it would broadcast and reduce
     # shards as whole parameters.

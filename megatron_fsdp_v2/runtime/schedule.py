@@ -221,23 +221,13 @@ class GatherSchedule:
                 requested.prefetch()
                 self._requested.append(weakref.ref(requested))
             return
-        due = []
         for expected in self.limit.fitting(following):
-            # A unit that is in use, or kept for its backward, must not be dropped as a
-            # misprediction.
-            if not expected.is_unsharded:
-                due.append(expected)
-            # A gathered unit may lack the payload of its next use.
-            elif not expected.single_payload:
-                expected.prefetch()
-        self._prefetch(due)
-
-    def _prefetch(self, units: Sequence[Unit]) -> None:
-        for unit in units:
-            unit.prefetch()
+            # A unit that is in use, or kept for its backward, may lack a payload, and must not be
+            # dropped as a misprediction.
+            is_kept, ref = expected.is_unsharded, weakref.ref(expected)
+            expected.prefetch()
             # Recorded once: an earlier prefetch may have been dropped by a load of weights.
-            ref = weakref.ref(unit)
-            if ref not in self._prefetched:
+            if not is_kept and ref not in self._prefetched:
                 self._prefetched.append(ref)
 
     def drop_prefetched(self) -> None:

@@ -99,10 +99,10 @@ class FakeUnit:
     log: list[str]
     gathered_nbytes: int
     is_unsharded: bool = False
-    single_payload: bool = True
 
     def prefetch(self) -> None:
-        self.log.append(f"+{self.name}")
+        if not self.is_unsharded:
+            self.log.append(f"+{self.name}")
         self.is_unsharded = True
 
     def reshard(self) -> None:

@@ -283,8 +283,6 @@ class Unit:
 
     def prefetch(self) -> None:
         """Start gathering ahead of use. Collective."""
-        if self.is_unsharded and self.single_payload:
-            return
         uses = WeightUse.FORWARD
         if self.context.belongs_to_backward:
             # A recomputed unit runs its forward first, then its backward.

@@ -360,6 +360,8 @@ class Unit:
                 context.begin_nested_pass(self, has_grad=torch.is_grad_enabled())
             elif not inside and (self.is_root or not context.is_in_forward):
                 self._begin_pass()
+                # A repair has ended the forwards of all units, this one too.
+                self.running = running
             elif context.is_capturing:
                 check_captured_pass(context, self.name)
             self.note_if_recomputable()

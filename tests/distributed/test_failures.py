@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, override
 from unittest import mock
 
 import pytest
@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.utils.checkpoint import checkpoint as recompute
 
-from megatron_fsdp_v2 import checkpoint
+from megatron_fsdp_v2 import checkpoint, fully_shard
 from megatron_fsdp_v2.comm import backends
 from megatron_fsdp_v2.comm.interface import Collective, Work
 from megatron_fsdp_v2.runtime.module import unit_of
@@ -237,6 +237,25 @@ def _trained(strategy: str) -> tuple[Any, Any, list[Any]]:
     optimizers = _adamw(plain, model)
     train_both(plain, model, optimizers, range(2))
     return plain, model, optimizers
+
+
+class First(nn.Sequential):
+    """Takes a list, of which it uses the first tensor."""
+
+    @override
+    def forward(self, inputs: list[torch.Tensor]) -> Any:
+        return super().forward(inputs[0])
+
+
+@on_ranks(2)
+def test_a_list_holds_the_tensors_of_its_owner_after_a_failed_forward_and_the_next() -> None:
+    model: Any = fully_shard(First(nn.Linear(4, 4)), mesh=mesh_of(2))
+    inputs = [torch.ones(2, 4, requires_grad=True)]
+    (own,) = inputs
+    with failing(model[0].register_forward_pre_hook(fail)):
+        model(inputs)
+    model(inputs)
+    assert inputs[0] is own
 
 
 @on_ranks(2, strategy=STRATEGIES[1::2], kind=INTERRUPTIONS)

@@ -72,7 +72,7 @@ def _pre_forward(module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     # A recomputation runs a single module, for its own backward.
     if len(unit.modules) == 1 or unit.recomputes:
         return unit.pre_forward(args, kwargs)
-    pending = unit.pending_modules
+    pending = unit.running.pending_modules
     if pending and id(module) not in pending:
         # The module ran already: a new forward begins, and the previous forward skipped the pending
         # modules.
@@ -81,7 +81,7 @@ def _pre_forward(module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         unit.note_if_recomputable()
         return unit.cast_inputs(args, kwargs)
     routed = unit.pre_forward(args, kwargs)
-    unit.pending_modules.update(id(ref()) for ref in unit.modules)
+    unit.running.pending_modules.update(id(ref()) for ref in unit.modules)
     return routed
 
 
@@ -99,19 +99,18 @@ def _post_forward(module: Any, args: Any, output: Any) -> Any:
     if _runs_method(unit):
         return unit.wrap_outputs(output)
     if len(unit.modules) > 1 and not unit.is_recomputing:
-        unit.pending_modules.discard(id(module))
-        if unit.pending_modules:
+        unit.running.pending_modules.discard(id(module))
+        if unit.running.pending_modules:
             if not torch.is_grad_enabled() and unit.context.pass_has_grad:
                 # The recomputation of this module has a backward of its own.
                 unit.context.root_pass.add_use(unit.reduced_with)
             check_outputs(unit, output)
             output = unit.wrap_outputs(output)
-            if unit.running is not None:
-                unit.running.replaced.restore()
+            unit.running.replaced.restore()
             return output
     if unit.is_root and not unit.is_recomputing:
         for other in unit.context.units():
-            if other.pending_modules:
+            if other.running.pending_modules:
                 other.end_forward()
                 other.forget_forward()
     return unit.post_forward(output)
@@ -121,13 +120,13 @@ def _after_forward(module: Any, args: Any, output: Any) -> None:
     """Forward hook of a module that also runs if its forward or an earlier hook raised."""
     del args, output
     unit: Unit = module._fsdp_unit
-    if unit.running is None or _is_scheduled(unit) or _runs_method(unit):
+    if not unit.running.has_begun or _is_scheduled(unit) or _runs_method(unit):
         return
-    if unit.pending_modules and not unit.is_recomputing:
-        if id(module) not in unit.pending_modules:
+    if unit.running.pending_modules and not unit.is_recomputing:
+        if id(module) not in unit.running.pending_modules:
             # Other modules of the unit have not run yet.
             return
-        unit.pending_modules.clear()
+        unit.running.pending_modules.clear()
     unit.after_forward()
 
 
@@ -145,7 +144,7 @@ def _begin_method(module: Any, frame: FrameType, args: Any, kwargs: Any) -> tupl
     """
     unit: Unit = module._fsdp_unit
     args, kwargs = _pre_forward(module, args, kwargs)
-    if not _runs_method(unit) and unit.running is not None:
+    if not _runs_method(unit):
         unit.running.method_frame = frame
     return args, kwargs
 
@@ -168,7 +167,7 @@ def _fail_method(module: Any, frame: FrameType) -> None:
 
 def _leave_method(module: Any, frame: FrameType) -> None:
     unit: Unit = module._fsdp_unit
-    if unit.running is not None and unit.running.method_frame is frame:
+    if unit.running.method_frame is frame:
         unit.running.method_frame = None
 
 
@@ -186,7 +185,7 @@ def _runs_method(unit: Unit) -> bool:
     Searches the stack, because callers of `_begin_method` need not report that the method raised.
     """
     running = unit.running
-    if running is None or running.method_frame is None or unit.recomputes:
+    if running.method_frame is None or unit.recomputes:
         return False
     if any(frame is running.method_frame for frame, _ in traceback.walk_stack(sys._getframe())):
         return True

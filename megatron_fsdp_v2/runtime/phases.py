@@ -66,24 +66,26 @@ class UnitSettings:
 
 @dataclass(slots=True)
 class RunningForward:
-    """A unit's forward under way.
+    """A unit's forward under way, or the next one.
 
     Attributes:
+        has_begun: Whether it is under way.
         is_recomputation: Whether it repeats an earlier forward.
         is_gathered_around: Whether weights were already gathered for a backward when it began.
         replaced: Tensors replaced in its arguments.
         record: Its record; None without gradients.
-        inputs: Its inputs that require gradients; None without gradients.
+        inputs: Its inputs that require gradients.
         since: Number of its first autograd node.
         pending_modules: With several modules, the `id()`s of those that have not run.
         method_frame: Frame that calls a method registered as a forward, while the method runs.
     """
 
+    has_begun: bool = False
     is_recomputation: bool = False
     is_gathered_around: bool = False
     replaced: ReplacedTensors = field(default_factory=ReplacedTensors)
     record: ForwardRecord | None = None
-    inputs: Inputs | None = None
+    inputs: Inputs = field(default_factory=Inputs)
     since: int = 0
     pending_modules: set[int] = field(default_factory=set)
     method_frame: FrameType | None = None

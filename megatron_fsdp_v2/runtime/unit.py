@@ -67,7 +67,7 @@ class Unit:
         settings: Options that a user sets between passes.
         phase: Current phase.
         is_root: Whether its module is the outermost one.
-        running: Its forward under way.
+        running: Its forward under way, or the next one.
         unset: Names of parameters and buffers that had no values when the unit was made, each with
             a function that looks the tensor up.
         num_users: Forwards and backwards of a schedule that use the unit now.
@@ -102,7 +102,7 @@ class Unit:
         self.settings = UnitSettings(reshard_after_forward)
         self.phase = Phase.IDLE
         self.is_root = True
-        self.running: RunningForward | None = None
+        self.running = RunningForward()
         self.unset: Sequence[tuple[str, Callable[[], torch.Tensor | None]]] = ()
         self.num_users = 0
         self.single_payload = all(group.single_payload for group in self.held_groups)
@@ -160,12 +160,7 @@ class Unit:
     @property
     def is_recomputing(self) -> bool:
         """Whether its running forward is a recomputation."""
-        return self.running is not None and self.running.is_recomputation
-
-    @property
-    def pending_modules(self) -> set[int]:
-        """With several modules, the `id()`s of those that have not run in the running forward."""
-        return set() if self.running is None else self.running.pending_modules
+        return self.running.is_recomputation
 
     @property
     def expects_backward(self) -> bool:
@@ -351,7 +346,7 @@ class Unit:
     def pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather weights, cast inputs and add post-backward hooks, before the module's forward."""
         context = self.context
-        self.running = running = RunningForward()
+        self.running = running = RunningForward(has_begun=True)
         with self.observed_phase("pre_forward"):
             inside = context.backward.is_running
             recomputes = running.is_recomputation = inside and self.recomputes
@@ -397,13 +392,12 @@ class Unit:
 
     def forget_forward(self) -> None:
         """Put replaced tensors back, at the end of a forward."""
-        if self.running is not None:
-            self.running.replaced.restore()
-            self.running = None
+        self.running.replaced.restore()
+        self.running = RunningForward()
 
     def end_forward(self) -> None:
         """End a forward: reshard, and count a pending backward if gradients are enabled."""
-        context, running = self.context, self.running or RunningForward()
+        context, running = self.context, self.running
         with self.observed_phase("post_forward"):
             if running.is_recomputation:
                 self._end_recomputation()
@@ -449,8 +443,6 @@ class Unit:
 
     def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return forward inputs in the dtypes of the policy, until `forget_forward`."""
-        if self.running is None:
-            self.running = RunningForward()
         replaced = self.running.replaced
         replaced.hold(args, kwargs)
         dtype = self.policy.param_dtype
@@ -465,14 +457,14 @@ class Unit:
 
     def wrap_outputs(self, output: Any) -> Any:
         """Return forward outputs in the dtype of the policy, with hooks for the backward."""
-        running = self.running or RunningForward()
+        running = self.running
         output = self.cast_outputs(output)
         if torch.is_grad_enabled():
             record, since = running.record, running.since
             if record is None:
                 # The forward enabled gradients for its caller.
                 record, since = ForwardRecord(self, is_recomputed=False), next_node_number()
-            elif running.inputs is not None:
+            else:
                 record.has_post_backward_hook = not running.inputs.lacks_end_hook
             if not record.is_recomputed:
                 record.ends = next(FORWARD_NUMBERS)
@@ -625,8 +617,7 @@ class Unit:
             # Its inputs need no gradients, so no hook marked the end of its backward.
             self.num_pending_backwards = max(0, self.num_pending_backwards - 1)
         self.phase = Phase.IDLE
-        if self.running is not None:
-            self.running.pending_modules.clear()
+        self.running.pending_modules.clear()
 
     def reset_after_error(self) -> None:
         """Reshard and return to IDLE after an error."""

@@ -330,9 +330,7 @@ def check_outputs(unit: Unit, output: Any) -> None:
     if not unit.gathered_nbytes or not unit.will_reshard_after_forward:
         return
     dropped = [group for group in unit.held_groups if group.gathers_for_use]
-    replaced = unit.running.replaced if unit.running is not None else None
-    held = replaced.tensors() if replaced is not None and replaced.containers else ()
-    for tensor in (*tensors_within(output), *held):
+    for tensor in (*tensors_within(output), *unit.running.replaced.tensors()):
         local = plain_of(tensor)
         if not torch._C._has_storage(local):
             continue

@@ -140,8 +140,9 @@ def _row_of(unit: str, group: ParameterGroup) -> GroupRow:
         for axis, at in enumerate(spec.placements)
     )
     main, grads, is_here = group.main_weight, group.grads, spec.offload is None
+    is_trained = group.is_trained
     kept = [payload.model.nbytes for payload in group.payloads if payload.model is not main]
-    collected = [] if grads is None else [grads.full, grads.full.comm_copy, grads.partial]
+    collected = [grads.full, grads.full.comm_copy, grads.partial] if is_trained else []
     main_grad = main.tensor.numel() * spec.dtypes.main_grad.itemsize
     return GroupRow(
         unit=unit,
@@ -149,12 +150,12 @@ def _row_of(unit: str, group: ParameterGroup) -> GroupRow:
         numel=layout.param_numel,
         dtypes=spec.dtypes,
         placements=placements,
-        is_trained=group.grads is not None,
+        is_trained=is_trained,
         shard_numel=group.main_weight.tensor.numel(),
         padding_numel=layout.padding_numel,
         main_weight_nbytes=main.nbytes * is_here,
         model_weight_nbytes=sum(kept),
-        main_grad_nbytes=main_grad * is_here * (grads is not None),
+        main_grad_nbytes=main_grad * is_here * is_trained,
         gathered_nbytes=group.gathered_nbytes,
         full_grad_nbytes=sum(buffer.nbytes for buffer in collected if buffer is not None),
     )

@@ -406,7 +406,7 @@ class _Plan:
         """
         for ref, runs in self._runs:
             group = ref()
-            if group is None or group.grads is None:
+            if group is None:
                 continue
             grads, flat, others = group.grads.param_grads_and_main()
             if not all([run.take_gradient(grads, None if others else flat) for run in runs]):

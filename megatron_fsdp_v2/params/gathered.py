@@ -43,7 +43,7 @@ class FusedGradient:
             AttributeError: Outside a backward, or for a frozen parameter.
         """
         owner: ParameterGroup | None = self._owner_slot[0]()
-        if owner is None or owner.grads is None or not self.requires_grad or not in_backward():
+        if owner is None or not self.requires_grad or not in_backward():
             raise AttributeError(
                 "main_grad exists in the backward of a trained parameter only; after it, read "
                 "the reduced gradient from the sharded parameter's .grad"

@@ -122,7 +122,7 @@ class ParameterGroup:
         gathers_for_use: Whether every use needs a gather (ZeRO-3).
         source: What weights are gathered from.
         is_refreshed_locally: Whether `refresh` is cheap and needs no communication.
-        grads: Gradients of the group; `None` for frozen parameters.
+        grads: Gradients of the group. Those of frozen parameters have no memory.
         parameters: Sharded and gathered parameters, and the modules that register them.
         sharded_params: DTensor parameters, in the order of `names`.
         unsharded_params: Gathered parameters, in the order of `names`; see
@@ -154,9 +154,7 @@ class ParameterGroup:
         self.names = self.parameters.names
         self.sharded_params = self.parameters.sharded
         self.unsharded_params = self.parameters.gathered
-        self.grads: GroupGrads | None = None
-        if spec.requires_grad:
-            self.grads = GroupGrads(self.parameters, self._context)
+        self.grads = GroupGrads(self.parameters, self._context)
         self._reference_count = 0
         # Gathers to wait for; None if no gather is under way.
         self._gathering: list[Work] | None = None
@@ -244,7 +242,7 @@ class ParameterGroup:
     @property
     def main_grad(self) -> DataParallelBuffer | None:
         """The reduced gradient; None if no parameter has a gradient, so that it has no memory."""
-        return None if self.grads is None else self.grads.main
+        return self.grads.main
 
     @property
     def gathered_nbytes(self) -> int:
@@ -258,8 +256,7 @@ class ParameterGroup:
 
     def temporaries(self) -> dict[str, TemporaryBuffer]:
         """Return the temporary memory of its buffers, by kind."""
-        buffers = [payload.gathered for payload in self.payloads]
-        buffers += [] if self.grads is None else self.grads.buffers()
+        buffers = (*(payload.gathered for payload in self.payloads), *self.grads.buffers())
         memories = (buffer.memory for buffer in buffers)
         return {m.name.rpartition("/")[2]: m for m in memories if m is not None}
 
@@ -390,8 +387,6 @@ class ParameterGroup:
                 self._gathering = []
                 raise
             self.parameters.mark_live()
-        if self.grads is None:
-            self.unfreeze_if_trained()
         self.parameters.copy_requires_grad_to_gathered()
         if self.format.prepares:
             uses = WeightUse(0)
@@ -425,9 +420,8 @@ class ParameterGroup:
         if not self._wait() and self.parameters.has_changed_requires_grad():
             self.parameters.copy_requires_grad_to_sharded()
         self.parameters.install(self.sharded_params)
-        if self.grads is not None:
-            # Side streams that wrote gradients may still be reading weights.
-            self.grads.wait_for_writers()
+        # Side streams that wrote gradients may still be reading weights.
+        self.grads.wait_for_writers()
         if self.gathers_for_use and self.format.prepares:
             self.format.forget()
         self._drop_gathered()
@@ -512,21 +506,12 @@ class ParameterGroup:
     @property
     def is_trained(self) -> bool:
         """Whether any parameter requires a gradient now."""
-        return self.grads is not None and self.parameters.is_any_trained
+        return self.parameters.is_any_trained
 
     @property
     def has_unreduced(self) -> bool:
         """Whether gradients arrived whose reduction into the main gradient is not under way."""
-        grads = self.grads
-        return grads is not None and (grads.has_partial or grads.has_gradient)
-
-    def unfreeze_if_trained(self) -> None:
-        """Make gradient buffers if parameters that were frozen are trained now."""
-        if self.grads is None and self.parameters.is_any_trained:
-            # May run in inference mode, whose tensors a later training could not modify.
-            with torch.inference_mode(False):
-                self.grads = GroupGrads(self.parameters, self._context)
-                self.parameters.expect_gradients()
+        return self.grads.has_partial or self.grads.has_gradient
 
 
 def write_stale_weights(groups: Iterable[ParameterGroup], weight_version: int) -> None:
@@ -557,5 +542,5 @@ def write_stale_weights(groups: Iterable[ParameterGroup], weight_version: int) -
 def _before_grad_accumulation(owner: Callable[[], ParameterGroup | None]) -> None:
     """Order autograd's accumulation into `grad` of a sharded parameter after reductions."""
     group = owner()
-    if group is not None and group.grads is not None:
+    if group is not None:
         group.grads.before_grad_accumulation()

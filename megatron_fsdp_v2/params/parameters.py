@@ -106,7 +106,6 @@ class GroupParameters:
         # Gathered parameters that share memory with the main weight, with their indices.
         self._in_main_weight: list[tuple[int, torch.Tensor]] = []
         self._format = owner.format
-        self._grad_dtype = owner.spec.dtypes.main_grad
         self._trained = [owner.spec.requires_grad] * len(owned)
         self._sites = [
             (index, weakref.ref(module), attribute)
@@ -117,8 +116,10 @@ class GroupParameters:
         self.row_shards = row_shards
         self.dtensors = [p.dtensor for p in owned]
         self.sharded = [self._sharded(i, p, owner.spec.mesh) for i, p in enumerate(owned)]
-        if owner.spec.requires_grad:
-            self.expect_gradients()
+        for sharded in self.sharded:
+            # Torch rejects gradients of other dtypes by default.
+            if sharded.dtype != owner.spec.dtypes.main_grad:
+                sharded.grad_dtype = owner.spec.dtypes.main_grad
         self.gathered = [self._gathered(i, p, owner) for i, p in enumerate(owned)]
         self._format.adopt(self.gathered)
         self._live = [(param, type(param)) for param in self.gathered]
@@ -298,12 +299,6 @@ class GroupParameters:
         """Set `requires_grad` of sharded parameters to that of the gathered ones."""
         for sharded, gathered in zip(self.sharded, self.gathered, strict=True):
             sharded.requires_grad_(gathered.requires_grad)
-
-    def expect_gradients(self) -> None:
-        """Set `grad_dtype` to the main gradient's dtype; torch rejects other dtypes by default."""
-        for sharded in self.sharded:
-            if self._grad_dtype != sharded.dtype:
-                sharded.grad_dtype = self._grad_dtype
 
     # -- external changes ---------------------------------------------------------------------
 

@@ -356,7 +356,7 @@ def _unit_sizes(groups: Sequence[PlannedGroup]) -> Iterator[UnitSize]:
                 sum(p.gathered.nbytes for group in own for p in group.payloads if p.uses & use)
                 for use in (WeightUse.FORWARD, WeightUse.BACKWARD)
             ),
-            grad_buffer_nbytes=sum(group.grads.full.nbytes for group in own if group.grads),
+            grad_buffer_nbytes=sum(group.grads.full.nbytes for group in own if group.is_trained),
         )
 
 

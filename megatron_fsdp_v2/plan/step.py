@@ -184,7 +184,7 @@ class StepRecorder(AbstractContextManager["StepRecorder"]):
                 for buffer in group.temporaries().values():
                     if buffer.use is BufferUse.GATHERED:
                         self._buffers[buffer] = name
-                if group.grads is not None and group.grads.full.memory is not None:
+                if group.grads.full.memory is not None:
                     self._buffers[group.grads.full.memory] = name
         self._meshes = meshes or {}
         self._device, self._machine = device, machine

@@ -306,8 +306,7 @@ class Backward:
             due = [
                 group.grads
                 for group in unit.groups
-                if group.grads is not None
-                and (group.grads.has_gradient or (is_pending and group.is_trained))
+                if (group.grads.has_gradient or (is_pending and group.is_trained))
                 and (synchronize or not group.grads.accumulates_unreduced)
             ]
             if due:

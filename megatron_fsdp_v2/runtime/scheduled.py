@@ -113,7 +113,7 @@ class ScheduledUnits:
         self._check_is_open("expect_gradients")
         for unit in self._held:
             for group in unit.groups:
-                if group.grads is not None and group.is_trained:
+                if group.is_trained:
                     unit.context.backward.make_room()
                     group.grads.begin()
 

@@ -139,8 +139,8 @@ class Unit:
         return f"{self.fqn or 'the root'} ({self.class_name})"
 
     def grads(self) -> list[GroupGrads]:
-        """Return the gradients of its trained groups."""
-        return [group.grads for group in self.groups if group.grads is not None]
+        """Return the gradients of its groups."""
+        return [group.grads for group in self.groups]
 
     @functools.cached_property
     def gathered_nbytes(self) -> int:
@@ -531,12 +531,11 @@ class Unit:
             write_stale_weights(context.groups(), context.weight_version)
         if not context.ranks_may_differ:
             return
-        # Ranks may run different units, so every rank refreshes and unfreezes all groups here, not
+        # Ranks may run different units, so every rank refreshes all groups here, not
         # at a unit's use: a rank that skips a unit still reduces with the others.
         # A unit that the pass skips would not wait for its refresh before a capture ends.
         is_async = not (context.gathers.limit.is_none or context.is_captured)
         for group in context.groups():
-            group.unfreeze_if_trained()
             if not group.is_refreshed_locally and not group.is_held:
                 group.parameters.sync()
                 group.refresh(context.weight_version, async_op=is_async)
@@ -638,7 +637,7 @@ class Unit:
         Raises:
             RuntimeError: The gradient was computed while the weights were not gathered.
         """
-        if param.grad is None or group.grads is None:
+        if param.grad is None:
             return
         context = self.context
         backward = context.backward

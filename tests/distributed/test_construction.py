@@ -406,7 +406,7 @@ def _of_unit(unit: Any) -> Iterable[Any]:
     for group in unit.groups:
         yield _attributes(group)
         yield [_attributes(payload.gathered) for payload in group.payloads]
-        yield [] if group.grads is None else [_attributes(b) for b in group.grads.buffers()]
+        yield [_attributes(buffer) for buffer in group.grads.buffers()]
 
 
 def _snapshot(model: Any, originals: list[torch.Tensor]) -> dict[str, Any]:

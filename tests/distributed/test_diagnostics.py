@@ -303,7 +303,7 @@ def _storage(tensor: torch.Tensor | None) -> int:
 
 def _main_grad(group: Any) -> int:
     """Bytes of a group's main gradient, after a backward."""
-    if group.grads is None:
+    if not group.is_trained:
         return 0
     if group.main_grad is not None:
         return _storage(group.main_grad.tensor)
@@ -328,7 +328,8 @@ def test_summary_bytes_equal_storage_bytes(
         for module in [model, *model.blocks]:
             for group in unit_of(module).groups:
                 main, own = group.main_weight.tensor, group.model_weight.tensor
-                kinds = ("model_weight", "full_grad", "grad_comm", "partial_grad")
+                kinds = ["model_weight"]
+                kinds += ["full_grad", "grad_comm", "partial_grad"] if group.is_trained else []
                 buffers = [group.temporaries().get(kind) for kind in kinds]
                 held = [0 if b is None else _storage(b.acquire()) for b in buffers]
                 resting = (main, None if own.data_ptr() == main.data_ptr() else own)

@@ -78,8 +78,7 @@ def record_streams(module: nn.Module) -> Iterator[Recording]:
 def _name_buffers(name: str, group: ParameterGroup, recorder: StreamRecorder) -> None:
     recorder.name(group.main_weight.tensor, f"{name} weights main")
     recorder.name(group.model_weight.tensor, f"{name} weights model")
-    if group.grads is not None:
-        recorder.name_main(group.grads.full.tensor, f"{name} grads main")
+    recorder.name_main(group.grads.full.tensor, f"{name} grads main")
     if group.main_grad is not None:
         recorder.name(group.main_grad.tensor, f"{name} grads main")
     for kind, buffer in group.temporaries().items():

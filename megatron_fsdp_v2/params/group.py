@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp_v2.comm.interface import DONE, Axis, Communicator, Work
 from megatron_fsdp_v2.dtensor.row_shards import GroupInfo, RowShards
+from megatron_fsdp_v2.dtensor.sharded_rows import plain_attributes, raw_requires_grad
 from megatron_fsdp_v2.layout.buffer_layout import BufferLayout, Granularity
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.layout.placement import AxisPlacements, Placement
@@ -506,7 +507,8 @@ class ParameterGroup:
     @property
     def is_trained(self) -> bool:
         """Whether any parameter requires a gradient now."""
-        return self.parameters.is_any_trained
+        with plain_attributes():
+            return any(map(raw_requires_grad, self.sharded_params))
 
     @property
     def has_unreduced(self) -> bool:

@@ -270,12 +270,6 @@ class GroupParameters:
 
     # -- requires_grad ------------------------------------------------------------------------
 
-    @property
-    def is_any_trained(self) -> bool:
-        """Whether any parameter requires a gradient now."""
-        with plain_attributes():
-            return any(map(raw_requires_grad, self.sharded))
-
     def copy_requires_grad_to_gathered(self) -> None:
         """Set `requires_grad` of gathered parameters to that of the sharded ones."""
         with plain_attributes():

@@ -16,6 +16,7 @@ from megatron_fsdp_v2.diagnostics import Moment, Role, group_summary, memory_tra
 from megatron_fsdp_v2.plan import MeshDescription, Strategy, TrainingDescription, describe_module
 from megatron_fsdp_v2.plan.run import run_training
 from megatron_fsdp_v2.runtime.module import unit_of
+from tests.cases import longer
 from tests.distributed.allocations import count_live_buffers, peak_nbytes
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
@@ -99,7 +100,9 @@ def _without_activations(peak: Moment) -> int:
 
 
 PEAKS = [
-    (mesh, *case) for mesh in ("2", "HSDP 2x2", "HFSDP 2x2") for case in (("fp32", 1), ("bf16", 2))
+    case(mesh, *given)
+    for mesh in ("2", "HSDP 2x2", "HFSDP 2x2")
+    for case, given in ((longer, ("fp32", 1)), (pytest.param, ("bf16", 2)))
 ]
 
 

@@ -117,7 +117,7 @@ def _strategy_of_switches(pattern: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "pattern", [quick_if(number % 8 == 0, pattern) for number, pattern in enumerate(ALL)]
+    "pattern", [quick_if(number % 16 == 0, pattern) for number, pattern in enumerate(ALL)]
 )
 @on_ranks(3)
 def test_switches_give_bitwise_identical_results(pattern: str) -> None:

@@ -21,7 +21,7 @@ from tests.random.program import Outcome, run_case
 from tests.random.rules import broken_rule
 from tests.ranks import RankPools
 
-QUICK = range(16)
+QUICK = range(8)
 
 
 @pytest.mark.parametrize("seed", QUICK)

@@ -89,7 +89,7 @@ test-all: lint setup-newest ## every suite once, with the time left; not again w
 	  --suite 'tests: $(PY) -m pytest -m "not gpu"' \
 	  --suite 'clients: $(CLIENTS_PY) -m pytest tests/clients' \
 	  --suite 'torch $(NEWEST_TORCH): $(NEWEST_PY) -m pytest -m "not gpu and not functional" $(TORCH_SAMPLE)' \
-	  --program 'dist: $(MAKE) --no-print-directory dist' \
+	  --program 'dist: make --no-print-directory dist' \
 	  --program 'random cases from 0: $(RANDOM_CASES) --cases 334 --seed 0' \
 	  --program 'random cases from 334: $(RANDOM_CASES) --cases 333 --seed 334' \
 	  --program 'random cases from 667: $(RANDOM_CASES) --cases 333 --seed 667'

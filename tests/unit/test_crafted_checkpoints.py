@@ -13,6 +13,7 @@ import os
 import pathlib
 import pickle
 import random
+import resource
 import shutil
 import struct
 import types
@@ -533,7 +534,20 @@ def values_of(path: Path) -> dict[str, torch.Tensor]:
     return {tensor.name: source.read(tensor) for tensor in source.tensors}
 
 
+@pytest.fixture
+def bounded_memory() -> Iterator[None]:
+    """Let allocations of more than 4 GB fail: a changed index makes C's unpickler try one."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("bounded_memory")
 @pytest.mark.parametrize("count", [60, longer(5000)])
 @pytest.mark.parametrize("kind", ["ours", "torch", "safetensors", "pt"])
 def test_random_changes_have_no_effect_or_raise_checkpoint_error(

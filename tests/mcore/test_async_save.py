@@ -83,6 +83,16 @@ def test_tracker_names_an_iteration_after_its_background_save_completes(
     assert resumed.losses == trainings.losses[4:]
 
 
+def test_an_iteration_that_is_saved_twice_is_complete(megatron: RankPools, tmp_path: Path) -> None:
+    """At an interval, and since the batch size changes: two saves of one path, both pending."""
+    flags = _flags(tmp_path, 4, ["--step-batch-size-schedule", "0:8 512:16"])
+    del flags[(at := flags.index("--global-batch-size")) : at + 2]
+    trained = run_of_ranks(megatron, 2, flags)
+    assert len(trained.losses) == 4
+    assert _tracked(tmp_path) == 4
+    assert all(verify(tmp_path / f"iter_{n:07d}").is_good for n in (2, 4))
+
+
 @on_megatron(2)
 def test_failed_save_on_one_rank_raises_its_error_on_all_ranks(tmp_path: Path) -> None:
     """The last rank cannot write the second checkpoint."""

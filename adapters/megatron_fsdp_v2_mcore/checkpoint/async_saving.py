@@ -23,6 +23,9 @@ from megatron_fsdp_v2.checkpoint.saving import save_nested
 _EXECUTOR = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megatron-async-save")
 """Runs requests in the order in which they are scheduled, as Megatron's worker does."""
 
+_saves: dict[str, Future[None]] = {}
+"""The latest save of each path."""
+
 
 def with_threaded_saves(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace the classes and functions that Megatron's `get_async_strategy` returns."""
@@ -90,7 +93,11 @@ def _start_save(
     state_dict: dict[str, Any], writer: AsyncWriter, *rest: Any, **unused: Any
 ) -> tuple[AsyncWriter]:
     """Copy the state dict to host memory and start writing it. Collective."""
-    writer.save = save_nested(writer.path, state_dict, async_save=True)
+    # Megatron may save an iteration twice: at an interval, and since the batch size changes. The
+    # second save replaces what the first one has written.
+    if (earlier := _saves.get(writer.path)) is not None:
+        wait([earlier])
+    writer.save = _saves[writer.path] = save_nested(writer.path, state_dict, async_save=True)
     return (writer,)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from functional_tests import prove_faults
 from megatron_fsdp_v2_mcore.prove.proof import Prover
-from megatron_fsdp_v2_mcore.prove.report import DIFFERS, PROVEN, Report
+from megatron_fsdp_v2_mcore.prove.report import DIFFERS, PROVEN, ProofReport
 from megatron_fsdp_v2_mcore.prove.shrink import covering_runs, parse_words
 from megatron_fsdp_v2_mcore.prove.worker import train
 from tests.mcore import flags as f
@@ -31,12 +31,12 @@ MOE = "--num-experts 64 --moe-router-topk 2 --expert-model-parallel-size 8 --moe
 EXPERTS = f"{MOE} --disable-bias-linear --moe-token-dispatcher-type alltoall"
 
 
-def prove(request: pytest.FixtureRequest, job: str, fault: str | None = None) -> Report:
+def prove(request: pytest.FixtureRequest, job: str, fault: str | None = None) -> ProofReport:
     """Return the report of a job whose sharded trainings have a fault."""
     flags = parse_words(job.split())
     trains = train if fault is None else functools.partial(prove_faults.train, fault=fault)
     prover = Prover(pools_for(request, job.split()), trains)
-    return Report(flags, (), [prover.prove(run) for run in covering_runs(flags)], 0.0)
+    return ProofReport(flags, (), [prover.prove(run) for run in covering_runs(flags)], 0.0)
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,12 @@ class Shrunk:
 
     name: str
     names: tuple[str, ...]
-    run: shrink.Run
+    run: shrink.ShrunkRun
 
 
 def shrunk(configurations: list[Configuration]) -> list[Shrunk]:
     """Shrink configurations, and merge those that become equal."""
-    runs: dict[tuple[int, tuple[str, ...]], tuple[shrink.Run, list[str]]] = {}
+    runs: dict[tuple[int, tuple[str, ...]], tuple[shrink.ShrunkRun, list[str]]] = {}
     for configuration in configurations:
         run = shrink.shrink(dict(configuration.flags))
         names = runs.setdefault((run.world_size, as_words(run.flags)), (run, []))[1]

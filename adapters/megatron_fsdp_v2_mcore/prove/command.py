@@ -99,7 +99,7 @@ class _ProveCommand:
             count()
             prover = Prover(of_size, rehearses=rehearses, advance=count)
             results = [prover.prove(run) for run in runs]
-        found = report.Report(flags, warnings, results, time.monotonic() - start)
+        found = report.ProofReport(flags, warnings, results, time.monotonic() - start)
         data = json.dumps(report.as_dict(found), indent=2) + "\n"
         if args.json not in (None, "-"):
             Path(args.json).write_text(data)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from itertools import batched
 
-from megatron_fsdp_v2_mcore.prove.report import Report, lines
+from megatron_fsdp_v2_mcore.prove.report import ProofReport, lines
 
 _PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width"><title>{title}</title></head>
@@ -14,7 +14,7 @@ _PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 """
 
 
-def html_page(report: Report) -> str:
+def html_page(report: ProofReport) -> str:
     """Return a page with the report, and the losses and norms of both sides of every comparison.
 
     Raises:

@@ -22,7 +22,7 @@ from megatron_fsdp_v2_mcore.prove.compare import (
     whole,
 )
 from megatron_fsdp_v2_mcore.prove.ranks import Pool, RankError
-from megatron_fsdp_v2_mcore.prove.shrink import ITERATIONS, Flags, Run, as_words
+from megatron_fsdp_v2_mcore.prove.shrink import ITERATIONS, Flags, ShrunkRun, as_words
 from megatron_fsdp_v2_mcore.prove.sides import Side
 from megatron_fsdp_v2_mcore.prove.worker import Job, Outcome, forget, train
 
@@ -48,7 +48,7 @@ ONE_RANK = "on one rank"
 
 
 @dataclass
-class Phase:
+class Comparison:
     """One comparison of a run.
 
     Attributes:
@@ -86,15 +86,15 @@ class Phase:
 class RunResult:
     """The comparisons of a run."""
 
-    run: Run
-    phases: list[Phase] = field(default_factory=list)
+    run: ShrunkRun
+    phases: list[Comparison] = field(default_factory=list)
 
 
 Trains = Callable[[Job], Outcome]
 Advance = Callable[[int, int], object]
 
 
-def num_trainings(run: Run) -> int:
+def num_trainings(run: ShrunkRun) -> int:
     """Return the number of trainings that `prove_run` starts."""
     flags = sides.sharded(run).flags
     return 4 + 2 * sides.is_low_precision(flags) + sides.has_dropout(run.flags)
@@ -120,10 +120,10 @@ class Prover:
     ) -> None:
         self._pools, self._trains = pools, trains
         self._rehearses, self._advance = rehearses, advance
-        self._impl, self._phases = "", list[Phase]()
+        self._impl, self._phases = "", list[Comparison]()
         self._pool: Pool
 
-    def prove(self, run: Run) -> RunResult:
+    def prove(self, run: ShrunkRun) -> RunResult:
         """Train and compare a run."""
         self._impl, self._phases = sides.impl_of(run.flags), []
         # Its ranks keep values from one training to the next.
@@ -144,8 +144,8 @@ class Prover:
         return RunResult(run, self._phases)
 
     @contextlib.contextmanager
-    def _phase(self, name: str) -> Iterator[Phase]:
-        phase, start = Phase(name), time.monotonic()
+    def _phase(self, name: str) -> Iterator[Comparison]:
+        phase, start = Comparison(name), time.monotonic()
         try:
             yield phase
         except RankError as error:
@@ -174,7 +174,7 @@ class Prover:
         )
 
     def _beside_ddp(
-        self, run: Run, name: str, kind: Callable[[Side], Side], bounds: Bounds, folder: str
+        self, run: ShrunkRun, name: str, kind: Callable[[Side], Side], bounds: Bounds, folder: str
     ) -> Outcome | None:
         """Train with Megatron's DDP and with this package; None if one of them fails."""
         with self._phase(name) as phase:
@@ -187,7 +187,9 @@ class Prover:
             return mine
         return None
 
-    def _resumed(self, run: Run, saved: Outcome, kind: Callable[[Side], Side], folder: str) -> None:
+    def _resumed(
+        self, run: ShrunkRun, saved: Outcome, kind: Callable[[Side], Side], folder: str
+    ) -> None:
         with self._phase(RESUME) as phase:
             loads = kind(_loading(sides.sharded(run), folder))
             mine = self._train(loads, against=_SAVED, bounds=EXACT, num_before=SAVED)
@@ -196,7 +198,7 @@ class Prover:
             phase.differences += mine.differences
             phase.num_compared = mine.num_compared
 
-    def _on_one_rank(self, run: Run, saved: Outcome, folder: str) -> None:
+    def _on_one_rank(self, run: ShrunkRun, saved: Outcome, folder: str) -> None:
         """Resume on one rank: with equal weights, and with Megatron's results of several ranks."""
         loads = sides.in_fp32(_loading(sides.sharded(run), folder))
         alone = sides.on_one_rank(loads)
@@ -233,7 +235,9 @@ def _loading(side: Side, folder: str) -> Side:
     return replace(side, flags=side.flags | {"--load": (folder,), "--ckpt-step": (str(SAVED),)})
 
 
-def _compare(phase: Phase, mine: Outcome, theirs: Outcome, bounds: Bounds, first: int = 1) -> None:
+def _compare(
+    phase: Comparison, mine: Outcome, theirs: Outcome, bounds: Bounds, first: int = 1
+) -> None:
     phase.differences += numbers(LOSS, mine.losses, theirs.losses, bounds, first)
     phase.differences += numbers(NORM, mine.grad_norms, theirs.grad_norms, bounds, first)
     pairs = zip(mine.losses, theirs.losses, strict=False)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_fsdp_v2_mcore.prove import sides
-from megatron_fsdp_v2_mcore.prove.proof import Phase, RunResult
+from megatron_fsdp_v2_mcore.prove.proof import Comparison, RunResult
 from megatron_fsdp_v2_mcore.prove.shrink import NOT_RUN, Flags, as_words
 
 PROVEN, DIFFERS, CANNOT_RUN = range(3)
@@ -17,7 +17,7 @@ PROVEN, DIFFERS, CANNOT_RUN = range(3)
 
 
 @dataclass(frozen=True)
-class Report:
+class ProofReport:
     """The results of a proof.
 
     Attributes:
@@ -33,7 +33,7 @@ class Report:
     seconds: float
 
     @property
-    def phases(self) -> list[tuple[int, RunResult, Phase]]:
+    def phases(self) -> list[tuple[int, RunResult, Comparison]]:
         """All comparisons, with the number and the result of their run."""
         return [
             (number, result, phase)
@@ -68,7 +68,7 @@ class Report:
         )
 
 
-def flag_table(report: Report) -> dict[str, list[str]]:
+def flag_table(report: ProofReport) -> dict[str, list[str]]:
     """Sort the user's flags by what the proof says about them."""
     needs_gpu = dict(sides.needs_gpu(report.flags))
     trained: Flags = {}
@@ -90,7 +90,7 @@ def flag_table(report: Report) -> dict[str, list[str]]:
     return table
 
 
-def lines(report: Report) -> Iterator[str]:
+def lines(report: ProofReport) -> Iterator[str]:
     """Format a report as text, line by line."""
     yield report.verdict
     for number, _, phase in report.phases:
@@ -131,7 +131,7 @@ def lines(report: Report) -> Iterator[str]:
 _MOST_SHOWN = 5
 
 
-def as_dict(report: Report) -> dict[str, Any]:
+def as_dict(report: ProofReport) -> dict[str, Any]:
     """Return a report as data for JSON."""
     return {
         "exit_code": report.exit_code,

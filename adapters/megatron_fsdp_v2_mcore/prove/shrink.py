@@ -122,7 +122,7 @@ Axis = str
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class ShrunkRun:
     """A shrunk configuration, which a few ranks train in seconds.
 
     Attributes:
@@ -165,7 +165,7 @@ def without(flags: Flags, names: Collection[str]) -> Flags:
     return {name: values for name, values in flags.items() if name not in names}
 
 
-def shrink(flags: Flags, axes: Collection[Axis] | None = None) -> Run:
+def shrink(flags: Flags, axes: Collection[Axis] | None = None) -> ShrunkRun:
     """Shrink a configuration.
 
     Args:
@@ -186,7 +186,7 @@ def shrink(flags: Flags, axes: Collection[Axis] | None = None) -> Run:
     if "--fp16" in flags:
         # With Megatron's default, all of the few steps would overflow.
         flags[LOSS_SCALE] = ("65536",)
-    return Run(world_size, kept if axes is None else tuple(axes), flags)
+    return ShrunkRun(world_size, kept if axes is None else tuple(axes), flags)
 
 
 def axes_of(flags: Flags) -> tuple[Axis, ...]:
@@ -206,7 +206,7 @@ def ranks_of(flags: Flags) -> int:
     return pipeline * shards * (2 if doubles else 1)
 
 
-def covering_runs(flags: Flags, most_ranks: int = MOST_RANKS) -> list[Run]:
+def covering_runs(flags: Flags, most_ranks: int = MOST_RANKS) -> list[ShrunkRun]:
     """Shrink a configuration to runs that together hold every pair of its axes.
 
     Args:
@@ -217,7 +217,7 @@ def covering_runs(flags: Flags, most_ranks: int = MOST_RANKS) -> list[Run]:
         ValueError: A pair of axes needs more ranks.
     """
     axes = (DATA_PARALLEL, *axes_of(flags))
-    runs: list[Run] = []
+    runs: list[ShrunkRun] = []
     candidates = [
         run
         for size in range(len(axes), 0, -1)

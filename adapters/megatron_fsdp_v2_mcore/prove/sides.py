@@ -14,7 +14,7 @@ from megatron_fsdp_v2_mcore.prove.shrink import (
     AXES,
     QUANTIZED,
     Flags,
-    Run,
+    ShrunkRun,
     as_words,
     drop_axis,
     number,
@@ -154,12 +154,12 @@ def on_cpu(flags: Flags, impl: str) -> Flags:
     return kept | {IMPL_FLAG: (impl,)}
 
 
-def sharded(run: Run) -> Side:
+def sharded(run: ShrunkRun) -> Side:
     """Return the training of this package."""
     return Side(run.world_size, user_flags(run.flags))
 
 
-def reference(run: Run) -> Side:
+def reference(run: ShrunkRun) -> Side:
     """Return the training of Megatron's own DDP, in which every rank steps all weights."""
     return Side(run.world_size, without(run.flags, {*WRAPPERS, *NOT_OF_DDP, *SAVING}))
 

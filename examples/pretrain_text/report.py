@@ -127,8 +127,9 @@ def show_summary(console: Console, results: Results) -> None:
     steps = {
         "your text": "make pretrain TEXT=path/to/file_or_folder",
         "a checkpoint": f"{tool} ckpt inspect {checkpoint}",
-        "your job": f"{tool} plan --ranks 64 --machine h100 -- <flags of your pretraining>",
-        "its flags": f"as in the first line of {settings.first_log}",
+        "your job": f"{tool} prove -- <its flags>",
+        "its memory": f"{tool} plan --ranks 64 --machine h100 -- <its flags>",
+        "these flags": f"the first line of {settings.first_log}",
         "all pages": "docs/index.md",
     }
     for part in (rows, steps):

@@ -97,7 +97,9 @@ def _start_save(
     # second save replaces what the first one has written.
     if (earlier := _saves.get(writer.path)) is not None:
         wait([earlier])
-    writer.save = _saves[writer.path] = save_nested(writer.path, state_dict, async_save=True)
+    save = save_nested(writer.path, state_dict, async_save=True)
+    assert save is not None
+    writer.save = _saves[writer.path] = save
     return (writer,)
 
 

@@ -12,7 +12,7 @@ from megatron_fsdp_v2_mcore.prove import compare, source
 from megatron_fsdp_v2_mcore.prove.compare import Bounds, Difference, Record
 from megatron_fsdp_v2_mcore.prove.page import html_page
 from megatron_fsdp_v2_mcore.prove.preflight import preflight
-from megatron_fsdp_v2_mcore.prove.proof import Comparison, RunResult
+from megatron_fsdp_v2_mcore.prove.proof import ProofPhase, RunResult
 from megatron_fsdp_v2_mcore.prove.report import (
     CANNOT_RUN,
     DIFFERS,
@@ -221,7 +221,7 @@ def test_bad_input_is_one_sentence(
     assert (status, said in error, error.count("Traceback")) == (CANNOT_RUN, True, 0), error
 
 
-def _report(*phases: Comparison) -> ProofReport:
+def _report(*phases: ProofPhase) -> ProofReport:
     job = flags(f"{MODEL} {FSDP} --use-flash-attn --save /x")
     (run,) = covering_runs(job)
     return ProofReport(job, ["a sentence"], [RunResult(run, list(phases))], 1.0)
@@ -233,20 +233,20 @@ GAP = Difference(compare.GRADIENT, 2, "layer.weight", 1.0, 2.0, 0.5)
 @pytest.mark.parametrize(
     ("phase", "code", "verdict"),
     [
-        (Comparison("training", num_compared=5), PROVEN, "PROVEN: 1 run trained"),
+        (ProofPhase("training", num_compared=5), PROVEN, "PROVEN: 1 run trained"),
         (
-            Comparison("training", [GAP]),
+            ProofPhase("training", [GAP]),
             DIFFERS,
             "DIFFERS: run 1, training: gradient of layer.weight",
         ),
         (
-            Comparison("training", error="rank 0: no"),
+            ProofPhase("training", error="rank 0: no"),
             CANNOT_RUN,
             "CANNOT RUN: run 1, training: rank 0",
         ),
     ],
 )
-def test_verdict_exit_code_and_data(phase: Comparison, code: int, verdict: str) -> None:
+def test_verdict_exit_code_and_data(phase: ProofPhase, code: int, verdict: str) -> None:
     report = _report(phase)
     assert report.exit_code == code
     assert report.verdict.startswith(verdict)
@@ -254,19 +254,19 @@ def test_verdict_exit_code_and_data(phase: Comparison, code: int, verdict: str) 
 
 
 def test_difference_of_megatron_itself_is_said_and_does_not_fail() -> None:
-    report = _report(Comparison("training"), Comparison("on one rank", [GAP], is_ours=False))
+    report = _report(ProofPhase("training"), ProofPhase("on one rank", [GAP], is_ours=False))
     assert report.exit_code == PROVEN
     assert "Megatron itself: run 1 differs from one rank" in "\n".join(lines(report))
 
 
 def test_page_draws_both_sides_of_every_comparison() -> None:
-    page = html_page(_report(Comparison("training", curves=([2.0, 1.0], [2.0, 1.5], [3.0], [3.0]))))
+    page = html_page(_report(ProofPhase("training", curves=([2.0, 1.0], [2.0, 1.5], [3.0], [3.0]))))
     assert page.count('"reference"') == page.count('"this package"') == 2
     assert "PROVEN: 1 run trained" in page
 
 
 def test_flags_are_sorted_by_what_is_proven() -> None:
-    text = "\n".join(lines(_report(Comparison("training"))))
+    text = "\n".join(lines(_report(ProofPhase("training"))))
     assert "proven with another value: --hidden-size 8192 (64)" in text
     assert "only parsed: --save /x" in text
     assert "not proven without a GPU: --use-flash-attn (fused attention needs a GPU)" in text

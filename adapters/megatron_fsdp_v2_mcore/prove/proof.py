@@ -48,7 +48,7 @@ ONE_RANK = "on one rank"
 
 
 @dataclass
-class Comparison:
+class ProofPhase:
     """One comparison of a run.
 
     Attributes:
@@ -87,7 +87,7 @@ class RunResult:
     """The comparisons of a run."""
 
     run: ShrunkRun
-    phases: list[Comparison] = field(default_factory=list)
+    phases: list[ProofPhase] = field(default_factory=list)
 
 
 Trains = Callable[[Job], Outcome]
@@ -120,7 +120,7 @@ class Prover:
     ) -> None:
         self._pools, self._trains = pools, trains
         self._rehearses, self._advance = rehearses, advance
-        self._impl, self._phases = "", list[Comparison]()
+        self._impl, self._phases = "", list[ProofPhase]()
         self._pool: Pool
 
     def prove(self, run: ShrunkRun) -> RunResult:
@@ -144,8 +144,8 @@ class Prover:
         return RunResult(run, self._phases)
 
     @contextlib.contextmanager
-    def _phase(self, name: str) -> Iterator[Comparison]:
-        phase, start = Comparison(name), time.monotonic()
+    def _phase(self, name: str) -> Iterator[ProofPhase]:
+        phase, start = ProofPhase(name), time.monotonic()
         try:
             yield phase
         except RankError as error:
@@ -236,7 +236,7 @@ def _loading(side: Side, folder: str) -> Side:
 
 
 def _compare(
-    phase: Comparison, mine: Outcome, theirs: Outcome, bounds: Bounds, first: int = 1
+    phase: ProofPhase, mine: Outcome, theirs: Outcome, bounds: Bounds, first: int = 1
 ) -> None:
     phase.differences += numbers(LOSS, mine.losses, theirs.losses, bounds, first)
     phase.differences += numbers(NORM, mine.grad_norms, theirs.grad_norms, bounds, first)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_fsdp_v2_mcore.prove import sides
-from megatron_fsdp_v2_mcore.prove.proof import Comparison, RunResult
+from megatron_fsdp_v2_mcore.prove.proof import ProofPhase, RunResult
 from megatron_fsdp_v2_mcore.prove.shrink import NOT_RUN, Flags, as_words
 
 PROVEN, DIFFERS, CANNOT_RUN = range(3)
@@ -33,7 +33,7 @@ class ProofReport:
     seconds: float
 
     @property
-    def phases(self) -> list[tuple[int, RunResult, Comparison]]:
+    def phases(self) -> list[tuple[int, RunResult, ProofPhase]]:
         """All comparisons, with the number and the result of their run."""
         return [
             (number, result, phase)

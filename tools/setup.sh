@@ -124,16 +124,20 @@ count_unpacked() {
 
 # Filters pip's output: prints the names of large downloads, without URLs, and the package count.
 show_progress() {
-    awk '
-        /^ *(Downloading|Using cached) / && /\([0-9.]+ [MG]B\)/ {
-            size = $0; sub(/.*\(/, "", size); sub(/\).*/, "", size)
-            name = $0; sub(/ \([^(]*\)$/, "", name); sub(/.*[\/ ]/, "", name); sub(/-[^-]*-[^-]*-[^-]*\.whl.*/, "", name)
-            split(size, part, " ")
-            if (part[2] == "GB" || part[1] >= 20) { print "setup:   " name " (" size ")"; fflush() }
-        }
-        /^Installing collected packages:/ {
-            print "setup:   unpacking " (NF - 3) " packages"; fflush()
-        }'
+    local line name size unit
+    local download='^ *(Downloading|Using cached) (.*) \(([0-9.]+) ([MG]B)\)'
+    while IFS= read -r line; do
+        if [[ $line =~ $download ]]; then
+            name="${BASH_REMATCH[2]##*/}" size="${BASH_REMATCH[3]}" unit="${BASH_REMATCH[4]}"
+            # A wheel's name ends with its Python, its ABI and its platform.
+            [[ ! $name =~ ^(.*)-[^-]*-[^-]*-[^-]*\.whl ]] || name="${BASH_REMATCH[1]}"
+            if [ "$unit" = GB ] || [ "${size%.*}" -ge 20 ]; then
+                say "  $name ($size $unit)"
+            fi
+        elif [[ $line == "Installing collected packages:"* ]]; then
+            say "  unpacking $(wc -w <<<"${line#*:}") packages"
+        fi
+    done
 }
 
 install_project() {

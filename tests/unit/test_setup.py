@@ -19,7 +19,7 @@ from tests.processes import ROOT, ran
 (NEWEST,) = ROOT.glob("constraints-torch-*.txt")
 NEWEST_TORCH = NEWEST.stem.removeprefix("constraints-torch-")
 DEPENDENCIES = ("pyproject.toml", "constraints.txt", "tools/rehearsal-packages.txt")
-_TOOLS = "awk bash cat cksum cp dirname find mkdir rm sed sleep tail tee wc"
+_TOOLS = "bash cat cksum cp dirname find mkdir rm sed sleep tail tee wc"
 TOOLS = _TOOLS.split()
 
 # Answers the calls of the script to an interpreter, and logs the installations.

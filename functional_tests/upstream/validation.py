@@ -51,26 +51,15 @@ def _keep_one_parser() -> None:
 
 
 def _rejection(typed: Sequence[str], on_cpu: Sequence[str], world_size: int) -> str:
-    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from megatron_cpu_rehearsal.flags import with_cpu_flags
-    from megatron_cpu_rehearsal.patching import environment
-    from megatron_fsdp_v2.plan.sources import FlagsError
     from megatron_fsdp_v2_mcore.plan.source import parse_flags, rejections_as_errors
+    from megatron_fsdp_v2_mcore.prove.worker import reason_of
 
-    said = io.StringIO()
-    first_rank = {"WORLD_SIZE": str(world_size), "RANK": "0", "LOCAL_RANK": "0"}
-    try:
-        with environment(first_rank), contextlib.redirect_stderr(said):
-            args, _ = parse_flags(with_cpu_flags(on_cpu), typed)
-            with rejections_as_errors():
-                pretrain_cfg_container_from_args(args)
-    except FlagsError as error:
-        return str(error)
-    except SystemExit:
-        # The message follows the name of the program.
-        return said.getvalue().strip().splitlines()[-1].partition("error: ")[2]
-    finally:
-        destroy_num_microbatches_calculator()
-    return ""
+    def check() -> None:
+        args, _ = parse_flags(with_cpu_flags(on_cpu), typed)
+        with rejections_as_errors():
+            pretrain_cfg_container_from_args(args)
+
+    return reason_of(check, world_size)

@@ -13,7 +13,6 @@ from unittest import mock
 import torch
 
 from tests.mcore.flags import LOCAL
-from tests.mcore.session import end_groups
 
 _STACK = contextlib.ExitStack()
 
@@ -46,6 +45,7 @@ def clean() -> Iterator[None]:
     from megatron.core import parallel_state
 
     import megatron_fsdp_v2_mcore
+    from megatron_fsdp_v2_mcore.prove.session import end_groups
 
     try:
         yield

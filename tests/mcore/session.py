@@ -6,17 +6,11 @@ dedicated pool, whose processes start a CPU rehearsal once and keep it.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
-import gc
-import importlib
-import math
 import multiprocessing
 import os
-import queue
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -68,25 +62,16 @@ def train(
         exact_norms: Whether gradient norms are summed in fp64, where the order does not matter.
     """
     modules = enter_rehearsal(impl_of(flags), flags)
+    from megatron_fsdp_v2_mcore.prove import session
+
     result = Training()
-    if "--async-save" not in flags:
-        _write_without_processes()
-    argv, patches = sys.argv, modules["Patches"]()
-    _watch(patches, modules["training"], result, probe)
-    _freeze(patches, modules["gpt"], freezes)
-    if exact_norms:
-        _sum_norms_in_fp64(patches)
-    try:
-        sys.argv = ["pretrain_gpt", *modules["with_cpu_flags"](flags)]
-        patches.default_environment(modules["cpu_environment"](flags))
+    with session.training(flags, rehearses=True) as (patches, run):
+        _watch(patches, modules["training"], result, probe)
+        _freeze(patches, modules["gpt"], freezes)
+        if exact_norms:
+            session.sum_norms_in_fp64(patches)
         with _silent():
-            modules["gpt"].train()
-    finally:
-        sys.argv = argv
-        try:
-            _tear_down()
-        finally:
-            patches.undo()
+            run()
     return result
 
 
@@ -142,32 +127,6 @@ def _freeze(patches: Any, gpt: Any, patterns: Sequence[str]) -> None:
     patches.set(gpt, "build_model", build_and_freeze)
 
 
-def _write_without_processes() -> None:
-    """Patch Megatron to save torch_dist checkpoints without a process for its queue.
-
-    Starting that process takes longer than a short training.
-    """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    filesystem_async._results_queue = queue.Queue()
-
-
-def _sum_norms_in_fp64(patches: Any) -> None:
-    """Patch Megatron to sum the squares of all gradients in fp64."""
-    from megatron.core.optimizer import layer_wise_optimizer, optimizer
-
-    def norm(grads: Any, norm_type: float = 2, grad_stats_parallel_group: Any = None) -> float:
-        assert norm_type == 2
-        total = torch.zeros(1, dtype=torch.float64)
-        for grad in grads:
-            total += grad.double().square().sum()
-        dist.all_reduce(total, group=grad_stats_parallel_group)
-        return math.sqrt(total.item())
-
-    for user in (optimizer, layer_wise_optimizer):
-        patches.set(user, "get_grad_norm_fp32", norm)
-
-
 def merge_ranks(results: Sequence[Training]) -> Training:
     """Merge the measurements of all ranks. Only the last pipeline stage has losses."""
     seen = [result for result in results if result.losses or result.evaluations]
@@ -187,11 +146,7 @@ def distance(mine: Sequence[float], theirs: Sequence[float]) -> float:
     return max((abs(a - b) / abs(b) for a, b in pairs if a != b), default=0.0)
 
 
-MOST_ORDERS = 6
-"""Maximum number of cached sample orders, of 25 MB each."""
-
 _MODULES: dict[str, Any] = {}
-_STACK = contextlib.ExitStack()
 
 
 def impl_of(flags: Sequence[str]) -> str:
@@ -249,128 +204,16 @@ def start_permanent_rehearsal(impl: str = "local", flags: Sequence[str] = ()) ->
     kind = f"{impl} {cpu_capability(recipe)}"
     assert _MODULES.get("kind", kind) == kind, f"this pool is for {_MODULES['kind']}"
     if not _MODULES:
-        os.environ["MEGATRON_LOGGING_LEVEL"] = "40"
-        from megatron_cpu_rehearsal import rehearse
-        from megatron_cpu_rehearsal.flags import cpu_environment, with_cpu_flags
-        from megatron_cpu_rehearsal.patching import Patches
+        # A rehearsal starts before Megatron or this package is imported.
+        from megatron_fsdp_v2_mcore.prove import session
 
-        _STACK.enter_context(rehearse(["--transformer-impl", impl, *recipe]))
-        from megatron.training import arguments, training
+        session.start(impl, recipe)
+        from megatron.training import training
 
-        from megatron_fsdp_v2_mcore.flags.arguments import supported_on_cpu
         from megatron_fsdp_v2_mcore.pretrain_gpt import gpt
 
-        # Otherwise, the first training would import and read these on every rank.
-        importlib.import_module("megatron.core.tokenizers.text")
-        _cache_help_texts()
-        arguments.add_megatron_arguments(argparse.ArgumentParser())
-        _cache_sample_orders()
-        _MODULES.update(
-            kind=kind,
-            training=training,
-            gpt=gpt,
-            with_cpu_flags=lambda flags: with_cpu_flags(flags, supported_on_cpu(flags)),
-            cpu_environment=cpu_environment,
-            Patches=Patches,
-        )
-        # Teardowns collect garbage. Imported objects, which are most objects, need no traversal.
-        gc.collect()
-        gc.freeze()
+        _MODULES.update(kind=kind, training=training, gpt=gpt)
     return _MODULES
-
-
-def _cache_help_texts() -> None:
-    """Cache the help texts that Megatron reads for its flags.
-
-    For every parser, Megatron parses the source of its own classes, which takes a considerable part
-    of a short training.
-    """
-    from megatron.training.argument_utils import ArgumentGroupFactory
-
-    read: Any = ArgumentGroupFactory._get_field_docstrings
-    known: dict[type, dict[str, str]] = {}
-
-    def remembered(factory: Any, source: type) -> dict[str, str]:
-        if source not in known:
-            known[source] = read(factory, source)
-        return dict(known[source])
-
-    ArgumentGroupFactory._get_field_docstrings = remembered
-
-
-def _cache_sample_orders() -> None:
-    """Cache the sample order that Megatron shuffles for a size and seed.
-
-    Its mock data has millions of samples, of which a short training uses a dozen.
-    """
-    from megatron.core.datasets import gpt_dataset
-
-    shuffle: Any = gpt_dataset._build_shuffle_index
-    known: dict[tuple[Any, ...], Any] = {}
-
-    def remembered(num_samples: int, total_size: int, random: Any) -> Any:
-        _, words, *rest = random.get_state()
-        key = (num_samples, total_size, words.tobytes(), *rest)
-        if key not in known:
-            if len(known) >= MOST_ORDERS:
-                known.clear()
-            known[key] = shuffle(num_samples, total_size, random)
-        return known[key]
-
-    gpt_dataset._build_shuffle_index = remembered
-
-
-def _tear_down() -> None:
-    """Reset Megatron's global state and destroy its process groups. Collective."""
-    from megatron.core import mpu, rerun_state_machine
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
-    from megatron.core.transformer.moe import moe_logging
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-    from megatron.training import async_utils, checkpointing, global_vars
-
-    from megatron_fsdp_v2.checkpoint import ranks
-    from megatron_fsdp_v2_mcore import uninstall
-
-    uninstall()
-    async_utils._async_calls_queue = None
-    # The process group of asynchronous saves is destroyed below.
-    ranks._groups.clear()
-    global_vars.destroy_global_vars()
-    global_vars._GLOBAL_TIMERS = None
-    destroy_num_microbatches_calculator()
-    rerun_state_machine.destroy_rerun_state_machine()
-    moe_logging.destroy_moe_metrics_tracker()
-    MTPLossLoggingHelper.tracker = {}
-    checkpointing._CHECKPOINT_VERSION = None
-    # Saving a torch_dist checkpoint starts a process for a queue, which would outlive this one.
-    filesystem_async._results_queue = None
-    for child in multiprocessing.active_children():
-        child.terminate()
-        child.join()
-    quantization = sys.modules.get("transformer_engine.pytorch.quantization")
-    if quantization is not None:
-        # Amaxes of deleted modules would be reduced with those of the next training.
-        quantization.FP8GlobalStateManager.reset()
-    end_groups(mpu)
-
-
-def end_groups(parallel_state: Any) -> None:
-    """Destroy all process groups except that of all ranks. Collective."""
-    dist.barrier()
-    parallel_state.destroy_model_parallel()
-    # Megatron drops its groups without destroying them, and each group has threads.
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-    # Default meshes use these groups. The import is here, since a rehearsal starts before Megatron
-    # or this package is imported.
-    from megatron_fsdp_v2.runtime import api
-
-    api._MESHES.clear()
-    # --manual-gc disables collection. Groups, with hundreds of threads, are in reference cycles.
-    gc.enable()
-    gc.collect()
 
 
 @contextlib.contextmanager

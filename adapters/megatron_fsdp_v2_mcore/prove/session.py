@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import math
 import multiprocessing
 import os
 import queue
@@ -27,6 +28,8 @@ from megatron_cpu_rehearsal.patching import Patches
 from megatron_fsdp_v2_mcore.flags.arguments import supported_on_cpu
 
 _STACK = contextlib.ExitStack()
+_MOST_ORDERS = 6
+"""Kept orders of samples, of 25 MB each."""
 
 
 def start(impl: str, recipe: Sequence[str]) -> None:
@@ -90,14 +93,30 @@ def training(flags: Sequence[str], *, rehearses: bool) -> Iterator[tuple[Patches
             variables = {name: variables[name] for name in variables if name.startswith("CUDA")}
         patches.default_environment(variables)
         sys.argv = ["pretrain_gpt", *flags]
-        with open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink):
-            yield patches, gpt.train
+        yield patches, gpt.train
     finally:
         sys.argv = argv
         try:
             _reset()
         finally:
             patches.undo()
+
+
+def sum_norms_in_fp64(patches: Patches) -> None:
+    """Patch Megatron to sum the squares of all gradients in fp64."""
+    from megatron.core.optimizer import layer_wise_optimizer, optimizer
+
+    def norm(grads: Any, norm_type: float = 2, grad_stats_parallel_group: Any = None) -> float:
+        assert norm_type == 2
+        device = torch.device(torch.cuda.current_device())
+        total = torch.zeros(1, dtype=torch.float64, device=device)
+        for grad in grads:
+            total += grad.double().square().sum()
+        dist.all_reduce(total, group=grad_stats_parallel_group)
+        return math.sqrt(total.item())
+
+    for user in (optimizer, layer_wise_optimizer):
+        patches.set(user, "get_grad_norm_fp32", norm)
 
 
 def _keep_help_texts() -> None:
@@ -116,7 +135,7 @@ def _keep_help_texts() -> None:
 
 
 def _keep_sample_orders() -> None:
-    """Keep the last shuffled order of the mock data, which has millions of samples."""
+    """Keep the last shuffled orders of the mock data, which has millions of samples."""
     from megatron.core.datasets import gpt_dataset
 
     shuffle: Any = gpt_dataset._build_shuffle_index
@@ -126,8 +145,7 @@ def _keep_sample_orders() -> None:
         _, words, *rest = random.get_state()
         key = (num_samples, total_size, words.tobytes(), *rest)
         if key not in known:
-            # 25 MB each.
-            if len(known) >= 4:
+            if len(known) >= _MOST_ORDERS:
                 known.clear()
             known[key] = shuffle(num_samples, total_size, random)
         return known[key]
@@ -145,7 +163,6 @@ def _reset() -> None:
     from megatron.training import async_utils, checkpointing, global_vars
 
     from megatron_fsdp_v2.checkpoint import ranks
-    from megatron_fsdp_v2.runtime import api
     from megatron_fsdp_v2_mcore import uninstall
 
     uninstall()
@@ -159,19 +176,34 @@ def _reset() -> None:
     moe_logging.destroy_moe_metrics_tracker()
     MTPLossLoggingHelper.tracker = {}
     checkpointing._CHECKPOINT_VERSION = None
+    # Saving a torch_dist checkpoint starts a process for a queue, which would outlive this one.
     filesystem_async._results_queue = None
+    for child in multiprocessing.active_children():
+        child.terminate()
+        child.join()
     quantization = sys.modules.get("transformer_engine.pytorch.quantization")
     if quantization is not None:
         # Amaxes of deleted modules would be reduced with those of the next training.
         quantization.FP8GlobalStateManager.reset()
+    end_groups(mpu)
+
+
+def end_groups(parallel_state: Any) -> None:
+    """Destroy all process groups except that of all ranks. Collective.
+
+    Args:
+        parallel_state: Megatron's module of its process groups.
+    """
+    from megatron_fsdp_v2.runtime import api
+
     dist.barrier()
-    mpu.destroy_model_parallel()
+    parallel_state.destroy_model_parallel()
     # Megatron drops its groups without destroying them, and each group has threads.
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
     # Default meshes use these groups.
     api._MESHES.clear()
-    # --manual-gc disables collection.
+    # --manual-gc disables collection. Groups, with hundreds of threads, are in reference cycles.
     gc.enable()
     gc.collect()

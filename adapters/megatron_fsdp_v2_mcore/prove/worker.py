@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_cpu_rehearsal.patching import environment
 from megatron_fsdp_v2.plan.sources import FlagsError
@@ -83,16 +82,29 @@ def rejection(words: Sequence[str], typed: Sequence[str], num_ranks: int) -> str
         typed: The user's flags, which this package checks.
         num_ranks: Number of ranks of the job.
     """
-    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
-
     from megatron_fsdp_v2_mcore import install, uninstall
+
+    install()
+    try:
+        return reason_of(lambda: parse_flags(words, typed), num_ranks)
+    finally:
+        uninstall()
+
+
+def reason_of(check: Callable[[], object], num_ranks: int) -> str:
+    """Return the reason why a check rejects flags, on the first rank of a job; empty if it passes.
+
+    Args:
+        check: Raises `FlagsError`, or lets Megatron's parser exit.
+        num_ranks: Number of ranks of the job.
+    """
+    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 
     first_rank = {"WORLD_SIZE": str(num_ranks), "RANK": "0", "LOCAL_RANK": "0"}
     said = io.StringIO()
-    install()
     try:
         with environment(first_rank), redirect_stderr(said), redirect_stdout(io.StringIO()):
-            parse_flags(words, typed)
+            check()
     except FlagsError as error:
         return str(error)
     except SystemExit:
@@ -100,7 +112,6 @@ def rejection(words: Sequence[str], typed: Sequence[str], num_ranks: int) -> str
         return said.getvalue().strip().splitlines()[-1].partition("error: ")[2]
     finally:
         destroy_num_microbatches_calculator()
-        uninstall()
     return ""
 
 
@@ -112,8 +123,9 @@ def train(job: Job) -> Outcome:
     with session.training(job.flags, rehearses=job.rehearses) as (patches, run):
         _watch(patches, outcome, record, job)
         if job.exact_norms:
-            _sum_norms_in_fp64(patches)
-        run()
+            session.sum_norms_in_fp64(patches)
+        with redirect_stdout(io.StringIO()):
+            run()
     if job.keep is not None:
         _kept[job.keep] = record
     if job.against is not None:
@@ -211,19 +223,3 @@ def _whole(chunks: Sequence[Any]) -> dict[str, Any]:
         whole = param.detach().full_tensor() if hasattr(param, "full_tensor") else param.detach()
         found[name] = whole.to("cpu", torch.float32).numpy().copy()
     return found
-
-
-def _sum_norms_in_fp64(patches: Any) -> None:
-    """Patch Megatron to sum the squares of all gradients in fp64."""
-    from megatron.core.optimizer import layer_wise_optimizer, optimizer
-
-    def norm(grads: Any, norm_type: float = 2, grad_stats_parallel_group: Any = None) -> float:
-        device = torch.device(torch.cuda.current_device())
-        total = torch.zeros(1, dtype=torch.float64, device=device)
-        for grad in grads:
-            total += grad.double().square().sum()
-        dist.all_reduce(total, group=grad_stats_parallel_group)
-        return math.sqrt(total.item())
-
-    for user in (optimizer, layer_wise_optimizer):
-        patches.set(user, "get_grad_norm_fp32", norm)

@@ -15,6 +15,7 @@ from benchmarks import upstream
 from benchmarks.engines import BASELINE
 from benchmarks.memory import COLUMNS
 from benchmarks.noise import cpus
+from tools.page_parts import with_part
 
 __all__ = ["PAGE", "Table", "draw", "hardware", "machine", "markdown", "put_between_marks"]
 __all__ += ["rest", "show", "steps", "write_page"]
@@ -22,7 +23,6 @@ __all__ += ["rest", "show", "steps", "write_page"]
 PAGE = "docs/performance.md"
 COMMAND = "make bench"
 _PICTURE = "images/benchmarks.png"
-_BEGIN, _END = "<!-- results: begin -->\n", "<!-- results: end -->\n"
 
 
 @dataclass(frozen=True)
@@ -197,5 +197,4 @@ def write_page(record: dict[str, Any], page: str) -> None:
 def put_between_marks(page: str, text: str) -> None:
     """Replace the text between the markers of a page."""
     path = Path(page)
-    before, others = path.read_text().split(_BEGIN)
-    path.write_text(before + _BEGIN + text + _END + others.split(_END)[1])
+    path.write_text(with_part(path.read_text(), "results", text))

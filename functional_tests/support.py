@@ -19,10 +19,10 @@ from functional_tests.matrix import STRATEGIES
 from functional_tests.upstream import test_upstream
 from tests.pages import table, wrapped
 from tests.processes import ROOT
+from tools.page_parts import with_part
 from tools.test_all import PASSED, Results
 
 PAGE = ROOT / "docs" / "tested.md"
-BEGIN, END = "<!-- support: begin -->\n", "<!-- support: end -->\n"
 
 MODELS = {
     "experts": "--num-experts",
@@ -126,8 +126,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("out/test_all/results.jsonl"))
     last = Results(parser.parse_args().results, "", "").every()[-1]
     results = Results(parser.parse_args().results, last.commit, last.run)
-    before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(before + BEGIN + text(results) + END + rest.split(END)[1])
+    PAGE.write_text(with_part(PAGE.read_text(), "support", text(results)))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 from tests.processes import ROOT
+from tools.page_parts import with_part
 
 MEASURED = pytest.StashKey[list[str]]()
 """Texts to print at the end of the tests."""
@@ -60,6 +61,4 @@ def check_page(request: pytest.FixtureRequest, page: str, text: str) -> None:
 
 def check_part(request: pytest.FixtureRequest, page: str, part: str, text: str) -> None:
     """Like `check_page`, for the part of a page between `<part>: begin` and `<part>: end`."""
-    begin, end = f"<!-- {part}: begin -->\n", f"\n<!-- {part}: end -->\n"
-    before, rest = (ROOT / page).read_text().split(begin)
-    check_page(request, page, before + begin + text + end + rest.split(end)[1])
+    check_page(request, page, with_part((ROOT / page).read_text(), part, f"{text}\n"))

@@ -16,9 +16,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+from tools.page_parts import with_part
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "errors.md"
-BEGIN, END = "<!-- errors: begin -->\n", "<!-- errors: end -->\n"
 
 PACKAGES = {
     "megatron_fsdp_v2": "core",
@@ -111,8 +112,7 @@ def _cell(text: str) -> str:
 
 def page() -> str:
     """Return the page with the current tables."""
-    before, rest = PAGE.read_text().split(BEGIN)
-    return before + BEGIN + tables() + END + rest.split(END)[1]
+    return with_part(PAGE.read_text(), "errors", tables())
 
 
 def main(words: list[str]) -> int:

@@ -1,0 +1,1 @@
+"""Programs of this repository: set-up, the index of errors, the site, all suites."""

@@ -11,6 +11,9 @@ from megatron_fsdp_v2_mcore.flags.arguments import API_FLAG
 from megatron_fsdp_v2_mcore.prove import worker
 from megatron_fsdp_v2_mcore.prove.worker import Job, Outcome
 
+type Fault = contextlib.AbstractContextManager[Any]
+"""A context in which this package computes something wrong."""
+
 
 def train(job: Job, *, fault: str) -> Outcome:
     """Train as `worker.train` does, with a fault if this package shards the model."""
@@ -20,8 +23,7 @@ def train(job: Job, *, fault: str) -> Outcome:
         return worker.train(job)
 
 
-@contextlib.contextmanager
-def _wrong_divisor_for_experts(job: Job) -> Iterator[None]:
+def _wrong_divisor_for_experts(job: Job) -> Fault:
     from megatron_fsdp_v2_mcore.model import wrapper
 
     shard = wrapper.fully_shard
@@ -29,23 +31,19 @@ def _wrong_divisor_for_experts(job: Job) -> Iterator[None]:
     def divide_by_own_mesh(modules: Any, *, mesh: Any, **options: Any) -> Any:
         return shard(modules, mesh=mesh, **(options | {"gradient_scaling_factor": 1 / mesh.size()}))
 
-    with mock.patch.object(wrapper, "fully_shard", divide_by_own_mesh):
-        yield
+    return mock.patch.object(wrapper, "fully_shard", divide_by_own_mesh)
 
 
-@contextlib.contextmanager
-def _lost_gradient_of_tied_weights(job: Job) -> Iterator[None]:
+def _lost_gradient_of_tied_weights(job: Job) -> Fault:
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     share = LanguageModule.shared_embedding_or_output_weight
-    with mock.patch.object(
+    return mock.patch.object(
         LanguageModule, "shared_embedding_or_output_weight", lambda self: share(self).detach()
-    ):
-        yield
+    )
 
 
-@contextlib.contextmanager
-def _stale_weight_after_a_load(job: Job) -> Iterator[None]:
+def _stale_weight_after_a_load(job: Job) -> Fault:
     from megatron.training import training
 
     load = training.load_checkpoint
@@ -58,19 +56,16 @@ def _stale_weight_after_a_load(job: Job) -> Iterator[None]:
             param.to_local().detach().copy_(rows)
         return result
 
-    with mock.patch.object(training, "load_checkpoint", load_all_but_one):
-        yield
+    return mock.patch.object(training, "load_checkpoint", load_all_but_one)
 
 
-@contextlib.contextmanager
-def _wrong_scale_with_per_token_loss(job: Job) -> Iterator[None]:
+def _wrong_scale_with_per_token_loss(job: Job) -> Fault:
     from megatron_fsdp_v2_mcore.model.wrapper import FullyShardedDataParallel
 
     scale = FullyShardedDataParallel.scale_gradients
-    with mock.patch.object(
+    return mock.patch.object(
         FullyShardedDataParallel, "scale_gradients", lambda self, factor: scale(self, 2 * factor)
-    ):
-        yield
+    )
 
 
 @contextlib.contextmanager
@@ -99,8 +94,7 @@ def _skipped_refresh_under_fp8(job: Job) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _momentum_advanced_twice(job: Job) -> Iterator[None]:
+def _momentum_advanced_twice(job: Job) -> Fault:
     from megatron_fsdp_v2_mcore.optim.optimizer import ShardedChain
 
     step = ShardedChain.step
@@ -113,18 +107,17 @@ def _momentum_advanced_twice(job: Job) -> Iterator[None]:
                     state["exp_avg"].to_local().lerp_(param.grad.to_local(), 0.1)
         return result
 
-    with mock.patch.object(ShardedChain, "step", advance_twice):
-        yield
+    return mock.patch.object(ShardedChain, "step", advance_twice)
 
 
-@contextlib.contextmanager
-def _swapped_halves_in_a_reshard(job: Job) -> Iterator[None]:
+def _swapped_halves_in_a_reshard(job: Job) -> Fault:
     from megatron_fsdp_v2_mcore.model import tensor_shards
 
     halves = tensor_shards.GATED_SUFFIXES
     is_reshard = "--load" in job.flags and "--tensor-model-parallel-size" not in _larger(job)
-    with mock.patch.object(tensor_shards, "GATED_SUFFIXES", halves[::-1] if is_reshard else halves):
-        yield
+    return mock.patch.object(
+        tensor_shards, "GATED_SUFFIXES", halves[::-1] if is_reshard else halves
+    )
 
 
 def _larger(job: Job) -> set[str]:
@@ -132,8 +125,7 @@ def _larger(job: Job) -> set[str]:
     return {name for name, value in zip(job.flags, job.flags[1:], strict=False) if value == "2"}
 
 
-@contextlib.contextmanager
-def _norm_without_replicated_parameters(job: Job) -> Iterator[None]:
+def _norm_without_replicated_parameters(job: Job) -> Fault:
     from megatron_fsdp_v2_mcore.optim import optimizer
 
     counted = optimizer.params_counted_on_rank
@@ -142,11 +134,10 @@ def _norm_without_replicated_parameters(job: Job) -> Iterator[None]:
         split = (p for p in params if getattr(p, "tensor_model_parallel", False))
         return counted(split, *groups)
 
-    with mock.patch.object(optimizer, "params_counted_on_rank", only_split):
-        yield
+    return mock.patch.object(optimizer, "params_counted_on_rank", only_split)
 
 
-FAULTS: dict[str, Callable[[Job], contextlib.AbstractContextManager[None]]] = {
+FAULTS: dict[str, Callable[[Job], Fault]] = {
     function.__name__[1:]: function
     for function in (
         _wrong_divisor_for_experts,

@@ -40,7 +40,12 @@ def draw(timelines: Sequence[StepTimeline], path: Path) -> None:
     (_draw_page if path.suffix == ".html" else _draw_picture)(timelines, path)
 
 
-def _library(name: str) -> Any:
+def library(name: str) -> Any:
+    """Import a module of a library that draws.
+
+    Raises:
+        ValueError: The library is not installed.
+    """
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -65,7 +70,7 @@ def _caption(timeline: StepTimeline) -> str:
 
 
 def _draw_page(timelines: Sequence[StepTimeline], path: Path) -> None:
-    plotly, objects = _library("plotly.subplots"), _library("plotly.graph_objects")
+    plotly, objects = library("plotly.subplots"), library("plotly.graph_objects")
     heights = _heights(timelines)
     captions = [text for t in timelines for text in (_caption(t), "")[: len(heights)]]
     figure = plotly.make_subplots(
@@ -132,7 +137,7 @@ def _draw_page(timelines: Sequence[StepTimeline], path: Path) -> None:
 
 
 def _draw_picture(timelines: Sequence[StepTimeline], path: Path) -> None:
-    module, patches = _library("matplotlib.figure"), _library("matplotlib.patches")
+    module, patches = library("matplotlib.figure"), library("matplotlib.patches")
     figure = module.Figure(figsize=(12, 4.5 * len(timelines)), dpi=120)
     figure.set_layout_engine("constrained")
     heights = _heights(timelines) * len(timelines)

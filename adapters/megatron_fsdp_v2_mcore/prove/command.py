@@ -29,6 +29,7 @@ from megatron_fsdp_v2_mcore.prove.shrink import (
     ranks_of,
 )
 from megatron_fsdp_v2_mcore.prove.source import Source, read_script, read_yaml
+from megatron_fsdp_v2_trace.drawing import library
 
 
 class _ProveCommand:
@@ -71,6 +72,9 @@ class _ProveCommand:
         """Prove the configuration, and print the report."""
         start = time.monotonic()
         source = _source(args)
+        if args.html is not None:
+            # Minutes later, a missing library would cost the results.
+            library("plotly")
         flags = parse_words(source.words)
         ranks = args.ranks or source.num_ranks
         warnings = list(preflight(flags, source.environment, ranks))

@@ -6,6 +6,7 @@ import html
 from itertools import batched
 
 from megatron_fsdp_v2_mcore.prove.report import ProofReport, lines
+from megatron_fsdp_v2_trace.drawing import library
 
 _PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width"><title>{title}</title></head>
@@ -18,16 +19,14 @@ def html_page(report: ProofReport) -> str:
     """Return a page with the report, and the losses and norms of both sides of every comparison.
 
     Raises:
-        ModuleNotFoundError: plotly is not installed.
+        ValueError: plotly is not installed.
     """
-    from plotly import graph_objects  # type: ignore[import-untyped]
-    from plotly.subplots import make_subplots  # type: ignore[import-untyped]
-
+    graph_objects, subplots = library("plotly.graph_objects"), library("plotly.subplots")
     figures: list[str] = []
     for number, _, phase in report.phases:
         if not phase.curves:
             continue
-        figure = make_subplots(rows=1, cols=2, subplot_titles=("loss", "gradient norm"))
+        figure = subplots.make_subplots(rows=1, cols=2, subplot_titles=("loss", "gradient norm"))
         for column, (mine, theirs) in enumerate(batched(phase.curves, 2), start=1):
             for name, values, dash in (
                 ("reference", theirs, "solid"),

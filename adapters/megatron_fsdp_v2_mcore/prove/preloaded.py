@@ -2,10 +2,8 @@
 
 import os
 
+from megatron_fsdp_v2_mcore.prove.ranks import VARIABLE
 from megatron_fsdp_v2_mcore.prove.session import start
-
-VARIABLE = "MEGATRON_FSDP_V2_PROVE"
-"""Environment variable with the layers and the flags of the recipe."""
 
 _impl, *_recipe = os.environ[VARIABLE].split()
 start(_impl, _recipe)

@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from megatron_cpu_rehearsal.patching import environment
 
-_VARIABLE = "MEGATRON_FSDP_V2_PROVE"
+VARIABLE = "MEGATRON_FSDP_V2_PROVE"
+"""Environment variable of the fork server: the layers, then the flags of the recipe."""
 _PRELOADED = "megatron_fsdp_v2_mcore.prove.preloaded"
 _START_S = 300.0
 _GRACE_S = 10.0
@@ -144,7 +145,7 @@ def pools(impl: str, recipe: Sequence[str], device: str) -> Iterator[Callable[[i
         if world_size in started and not started[world_size].is_usable:
             started.pop(world_size).close()
         if world_size not in started:
-            with environment({_VARIABLE: " ".join((impl, *recipe)), "PYTHONPATH": found_here}):
+            with environment({VARIABLE: " ".join((impl, *recipe)), "PYTHONPATH": found_here}):
                 started[world_size] = Ranks(context, world_size, device)
         return started[world_size]
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_fsdp_v2._text import aligned
 from megatron_fsdp_v2_mcore.prove import sides
 from megatron_fsdp_v2_mcore.prove.proof import ProofPhase, RunResult
 from megatron_fsdp_v2_mcore.prove.shrink import NOT_RUN, Flags, as_words
@@ -113,9 +114,7 @@ def lines(report: ProofReport) -> Iterator[str]:
         numbers = [_number(phase.loss), _number(phase.norm), f"{phase.num_compared:,}"]
         cells = numbers if phase.curves else ["", "", ""]
         rows.append((str(number), phase.name, *cells, f"{phase.seconds:.0f}", what))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    yield from aligned(rows, left=range(len(rows[0])))
     for number, _, phase in report.phases:
         for difference in phase.differences[:_MOST_SHOWN]:
             yield f"run {number}, {phase.name}: {difference}"

@@ -184,7 +184,7 @@ def shrink(flags: Flags, axes: Collection[Axis] | None = None) -> ShrunkRun:
     _shrink_steps(flags, world_size)
     flags |= DATA
     if "--fp16" in flags:
-        # With Megatron's default, all of the few steps would overflow.
+        # With Megatron's default loss scale, each of these few steps would overflow.
         flags[LOSS_SCALE] = ("65536",)
     return ShrunkRun(world_size, kept if axes is None else tuple(axes), flags)
 

@@ -42,7 +42,7 @@ class GradState(enum.Enum):
     """Content of a gradient buffer: the full buffer, or the partial buffer of an outer axis."""
 
     ABSENT = "absent"
-    """No memory: no gradient, or its sum is in the next buffer."""
+    """No memory: no gradient arrived, or the next buffer has the sum."""
     ARRIVING = "arriving"
     """Full buffer: gradients of this rank, as autograd computes them."""
     ACCUMULATED = "accumulated"

@@ -151,7 +151,7 @@ def owned_parameters(
 def used_parameters(
     modules: Sequence[nn.Module], used: AbstractSet[nn.Parameter]
 ) -> list[TiedParameter]:
-    """Return parameters owned by other units that the modules' forwards read, as tied ones.
+    """Return the parameters of other units that forwards of these modules read, as tied ones.
 
     Raises:
         ValueError: A parameter is not sharded, or belongs to a unit that contains a module.

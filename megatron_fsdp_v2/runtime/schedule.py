@@ -375,7 +375,7 @@ class RootPass:
         return any([p.turn > self.turn and p.first < position for p in _UNREDUCED])
 
     def due(self, *, is_left: bool) -> list[Unit]:
-        """Return the units whose turn has come, up to the first one with a pending use.
+        """Return the units to reduce next, up to the first unit with a pending use.
 
         Args:
             is_left: Whether the backward has left the pass: no pending use can follow.

@@ -9,7 +9,7 @@ import pytest
 
 from functional_tests import prove_faults
 from megatron_fsdp_v2_mcore.prove.proof import Prover
-from megatron_fsdp_v2_mcore.prove.report import DIFFERS, PROVEN, ProofReport
+from megatron_fsdp_v2_mcore.prove.report import DIFFERS, PROVEN, ProofReport, lines
 from megatron_fsdp_v2_mcore.prove.shrink import covering_runs, parse_words
 from megatron_fsdp_v2_mcore.prove.worker import train
 from tests.mcore import flags as f
@@ -105,3 +105,32 @@ def test_planted_fault_is_found_and_named(
 def test_good_configuration_is_proven(request: pytest.FixtureRequest, job: str) -> None:
     report = prove(request, job)
     assert report.exit_code == PROVEN, report.verdict
+
+
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        (
+            f"{JOB} --context-parallel-size 4 --eod-mask-loss",
+            r"on one rank: gradient norm of iteration 3: .* difference of 9\.\de-02",
+        ),
+        (
+            f"{JOB} {f.MTP} --context-parallel-size 4 --calculate-per-token-loss",
+            r"on one rank: gradient norm of iteration 3: .* difference of \d\.\de-04",
+        ),
+        (
+            f"{JOB} {f.LATENT} --tensor-model-parallel-size 8",
+            r"replicas of tensor-parallel ranks: replica of \S+ of iteration 1",
+        ),
+        (
+            f"{JOB} --softmax-type learnable --tensor-model-parallel-size 8",
+            r"replicas of tensor-parallel ranks: replica of \S*softmax_offset of iteration 1",
+        ),
+    ],
+)
+def test_fault_of_megatron_itself_is_named(
+    request: pytest.FixtureRequest, job: str, said: str
+) -> None:
+    report = prove(request, job)
+    assert report.exit_code == PROVEN, report.verdict
+    assert re.search(rf"Megatron itself: run 1, {said}", "\n".join(lines(report)))

@@ -150,6 +150,10 @@ def test_losses_that_are_not_finite_differ() -> None:
             "no multiple of pipeline x expert",
         ),
         ("--micro-batch-size 2 --global-batch-size 24", {}, 8, "no multiple of micro-batch size"),
+        ("--context-parallel-size 2", {}, None, "add --calculate-per-token-loss"),
+        ("--context-parallel-size 2 --mtp-num-layers 1", {}, None, "the loss of further tokens"),
+        ("--tensor-model-parallel-size 2 --multi-latent-attention", {}, None, "ranks train apart"),
+        ("--tensor-model-parallel-size 2 --softmax-type learnable", {}, None, "attention sinks"),
     ],
 )
 def test_preflight_names_the_mistake(
@@ -221,6 +225,13 @@ def test_bad_input_is_one_sentence(
     assert (status, said in error, error.count("Traceback")) == (CANNOT_RUN, True, 0), error
 
 
+def test_replicas_that_differ_name_parameter_iteration_and_both_values() -> None:
+    first = [{"w": torch.ones(2)}, {"w": torch.tensor([1.0, 4.0])}]
+    mine = [{"w": torch.ones(2)}, {"w": torch.tensor([1.0, 5.0])}]
+    (found,) = compare.replicas(mine, first)
+    assert found == Difference(compare.REPLICA, 1, "w", 5.0, 4.0, pytest.approx(0.2))
+
+
 def _report(*phases: ProofPhase) -> ProofReport:
     job = flags(f"{MODEL} {FSDP} --use-flash-attn --save /x")
     (run,) = covering_runs(job)
@@ -256,7 +267,7 @@ def test_verdict_exit_code_and_data(phase: ProofPhase, code: int, verdict: str) 
 def test_difference_of_megatron_itself_is_said_and_does_not_fail() -> None:
     report = _report(ProofPhase("training"), ProofPhase("on one rank", [GAP], is_ours=False))
     assert report.exit_code == PROVEN
-    assert "Megatron itself: run 1 differs from one rank" in "\n".join(lines(report))
+    assert f"Megatron itself: run 1, on one rank: {GAP}" in "\n".join(lines(report))
 
 
 def test_page_draws_both_sides_of_every_comparison() -> None:

@@ -13,8 +13,8 @@ Tensors = dict[str, torch.Tensor]
 """Values of a rank by the parameter's name in a checkpoint."""
 
 INITIAL, LOADED, LOSS = "initial weight", "loaded weight", "loss"
-GRADIENT, NORM, WEIGHT = "gradient", "gradient norm", "weight"
-KINDS = (INITIAL, LOADED, LOSS, GRADIENT, NORM, WEIGHT)
+GRADIENT, NORM, WEIGHT, REPLICA = "gradient", "gradient norm", "weight", "replica"
+KINDS = (INITIAL, LOADED, LOSS, GRADIENT, NORM, WEIGHT, REPLICA)
 """Compared values, in the order in which an iteration computes them."""
 
 _FIRST_NOISE, _NOISE = 1e-4, 1e-2
@@ -51,7 +51,7 @@ class Bounds:
 
     def of(self, kind: str, iteration: int) -> float:
         """Return the bound of a kind of value."""
-        if kind in (INITIAL, LOADED):
+        if kind in (INITIAL, LOADED, REPLICA):
             return 0.0
         first = {LOSS: self.loss, NORM: self.norm, GRADIENT: self.gradient, WEIGHT: self.weight}
         later = {LOSS: self.later_loss, NORM: self.later_norm, GRADIENT: self.later_gradient}
@@ -174,6 +174,20 @@ def records(mine: Record, theirs: Record, bounds: Bounds, num_before: int = 0) -
         found += _differ(
             *(WEIGHT, iteration, my_weights, weights, first_rows, bounds, scales, trusted)
         )
+    return found
+
+
+def replicas(mine: Sequence[Tensors], first: Sequence[Tensors]) -> list[Difference]:
+    """Return the differences between a rank's weights and those of the first rank of its group.
+
+    Args:
+        mine: Weights before the first iteration and after every iteration.
+        first: The same weights of the first rank, which should be equal.
+    """
+    found = []
+    for iteration, (own, other) in enumerate(zip(mine, first, strict=True)):
+        rows, scales = dict.fromkeys(own, 0), {name: _largest([own[name]]) for name in own}
+        found += _differ(REPLICA, iteration, own, other, rows, EXACT, scales)
     return found
 
 

@@ -49,6 +49,7 @@ def preflight(flags: Flags, environment: Mapping[str, str], num_ranks: int | Non
             f"{CHECKPOINT_FORMAT} {checkpoints} with {FSDP}: add {CHECKPOINT_FORMAT} fsdp_dtensor; "
             "megatron-fsdp-v2 ckpt convert changes existing checkpoints"
         )
+    yield from _faults_of_megatron(flags)
     yield from _allocator(flags, environment)
     yield from _folders(flags, num_ranks)
     if (
@@ -62,6 +63,32 @@ def preflight(flags: Flags, environment: Mapping[str, str], num_ranks: int | Non
         )
     if num_ranks is not None:
         yield from _sizes(flags, num_ranks)
+
+
+def _faults_of_megatron(flags: Flags) -> Iterator[str]:
+    """Yield what Megatron computes wrongly, with its own data parallelism too."""
+    tensor, context = number(flags, TENSOR) > 1, number(flags, CONTEXT) > 1
+    if context and "--calculate-per-token-loss" not in flags:
+        yield (
+            f"{CONTEXT} without --calculate-per-token-loss: if the loss of some tokens is masked "
+            "(prompts, padding, --eod-mask-loss), Megatron averages the means of ranks with "
+            "different numbers of other tokens; add --calculate-per-token-loss"
+        )
+    if context and "--mtp-num-layers" in flags:
+        yield (
+            f"{CONTEXT} with --mtp-num-layers: Megatron scales the loss of further tokens with the "
+            "numbers of one rank's part; no flag prevents it"
+        )
+    if tensor and "--multi-latent-attention" in flags and "--sequence-parallel" not in flags:
+        yield (
+            f"{TENSOR} with --multi-latent-attention: Megatron does not sum all gradients of "
+            "replicas, and tensor-parallel ranks train apart; add --sequence-parallel"
+        )
+    if tensor and flags.get("--softmax-type") == ("learnable",):
+        yield (
+            f"{TENSOR} with --softmax-type learnable: Megatron leaves the attention sinks of all "
+            "tensor-parallel ranks but the first out of the gradient norm; no flag prevents it"
+        )
 
 
 def _allocator(flags: Flags, environment: Mapping[str, str]) -> Iterator[str]:

@@ -39,12 +39,17 @@ QUANTIZED = Bounds(2e-6, 1e-3, 1e-2, 1e-3, 5e-2, 0.6, 0.8)
 """Quantization turns the last bit of a gradient into a step of an FP8 number."""
 OTHER_SIZE = replace(FP32, loss=1e-5, norm=1e-4, later_loss=1e-5, later_norm=1e-4)
 
+DIFFERING_REPLICAS = "--fsdp-save-differing-replicas"
+_ONE_REPLICA = (
+    f"replicas differ: a save needs {DIFFERING_REPLICAS}, and has the values of the first rank"
+)
 _REFERENCE, _SAVED = "reference", "saved"
 TRAINING = "training, in fp32"
 OWN = "training, in its own precision"
 RESUME = "resumed at the same size"
 SHRUNK = "resumed on one rank"
 ONE_RANK = "on one rank"
+REPLICAS = "replicas of tensor-parallel ranks"
 
 
 @dataclass
@@ -56,8 +61,7 @@ class ProofPhase:
         differences: Differences that exceed the bounds, the first one first.
         loss: Largest relative difference of losses.
         norm: Largest relative difference of gradient norms.
-        is_ours: Whether a difference is a fault of this package; otherwise Megatron's parallelism
-            differs from one rank.
+        is_ours: Whether a difference is a fault of this package; otherwise it is Megatron's.
         seconds: Duration.
         curves: Losses and norms of both sides, ours first.
         num_compared: Compared elements of weights and gradients.
@@ -137,6 +141,10 @@ class Prover:
             if saved and sides.is_low_precision(flags):
                 kind, folder_of = sides.in_own_precision, own
                 continued = self._beside_ddp(run, OWN, kind, _own_bounds(flags), own)
+            if saved and saved.replicas:
+                # A checkpoint has the values of the first rank.
+                self._phases.append(ProofPhase(RESUME, is_ours=False, error=_ONE_REPLICA))
+                return RunResult(run, self._phases)
             if continued:
                 self._resumed(run, continued, kind, folder_of)
             if saved:
@@ -171,6 +179,7 @@ class Prover:
             [difference for each in outcomes for difference in each.differences],
             sum(each.num_compared for each in outcomes),
             {name: values for each in outcomes for name, values in each.whole.items()},
+            list(dict.fromkeys(found for each in outcomes for found in each.replicas)),
         )
 
     def _beside_ddp(
@@ -184,8 +193,12 @@ class Prover:
             _compare(phase, mine, theirs, bounds)
             phase.differences += mine.differences
             phase.num_compared = mine.num_compared
-            return mine
-        return None
+        if phase.error:
+            return None
+        if name == TRAINING and theirs.replicas:
+            found = sorted(theirs.replicas, key=lambda each: each.order)
+            self._phases.append(ProofPhase(REPLICAS, found, is_ours=False))
+        return mine
 
     def _resumed(
         self, run: ShrunkRun, saved: Outcome, kind: Callable[[Side], Side], folder: str
@@ -228,7 +241,8 @@ def _own_bounds(flags: Flags) -> Bounds:
 
 
 def _saving(side: Side, folder: str) -> Side:
-    return replace(side, flags=side.flags | {"--save": (folder,), "--save-interval": (str(SAVED),)})
+    saving: Flags = {"--save": (folder,), "--save-interval": (str(SAVED),)}
+    return replace(side, flags=side.flags | saving | {DIFFERING_REPLICAS: ()})
 
 
 def _loading(side: Side, folder: str) -> Side:

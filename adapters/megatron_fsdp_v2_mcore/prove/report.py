@@ -96,12 +96,9 @@ def lines(report: ProofReport) -> Iterator[str]:
     yield report.verdict
     for number, _, phase in report.phases:
         if not phase.is_ours and phase.differences:
-            yield (
-                f"Megatron itself: run {number} differs from one rank of the same model: "
-                f"{phase.differences[0]}"
-            )
+            yield f"Megatron itself: run {number}, {phase.name}: {phase.differences[0]}"
         if not phase.is_ours and phase.error:
-            yield f"run {number} was not compared with one rank: {phase.error}"
+            yield f"run {number}, {phase.name}: not compared: {phase.error}"
     for number, result in enumerate(report.results, start=1):
         axes = ", ".join(map(_short, result.run.axes))
         yield f"run {number}: {result.run.world_size} ranks; {axes}"

@@ -28,6 +28,7 @@ from megatron_cpu_rehearsal.patching import Patches
 from megatron_fsdp_v2_mcore.flags.arguments import supported_on_cpu
 
 _STACK = contextlib.ExitStack()
+_LONGEST_DOCUMENT = 64
 _MOST_ORDERS = 6
 """Kept orders of samples, of 25 MB each."""
 
@@ -92,6 +93,8 @@ def training(flags: Sequence[str], *, rehearses: bool) -> Iterator[tuple[Patches
         else:
             variables = {name: variables[name] for name in variables if name.startswith("CUDA")}
         patches.default_environment(variables)
+        if "--eod-mask-loss" in flags:
+            _mask_most_of_documents(patches)
         sys.argv = ["pretrain_gpt", *flags]
         yield patches, gpt.train
     finally:
@@ -100,6 +103,25 @@ def training(flags: Sequence[str], *, rehearses: bool) -> Iterator[tuple[Patches
             _reset()
         finally:
             patches.undo()
+
+
+def _mask_most_of_documents(patches: Patches) -> None:
+    """Patch Megatron's mock documents: short ones, of which the last three quarters are masked.
+
+    With one masked token in thousands, most ranks would have the same number of others.
+    """
+    from megatron.core.datasets import gpt_dataset
+
+    documents: Any = gpt_dataset.MockGPTLowLevelDataset
+    get = documents.__getitem__
+
+    def masked(self: Any, index: int) -> Any:
+        document = get(self, index)
+        document[len(document) // 4 :] = self.eod_token
+        return document
+
+    patches.set(documents, "max_sequence_length", _LONGEST_DOCUMENT)
+    patches.set(documents, "__getitem__", masked)
 
 
 def sum_norms_in_fp64(patches: Patches) -> None:

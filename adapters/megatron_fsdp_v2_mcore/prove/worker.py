@@ -12,9 +12,18 @@ from typing import Any
 import torch
 
 from megatron_cpu_rehearsal.patching import environment
+from megatron_fsdp_v2.checkpoint.errors import everyones
 from megatron_fsdp_v2.plan.sources import FlagsError
+from megatron_fsdp_v2_mcore.model.tensor_shards import is_expert
 from megatron_fsdp_v2_mcore.plan.source import parse_flags
-from megatron_fsdp_v2_mcore.prove.compare import Bounds, Difference, Record, Tensors, records
+from megatron_fsdp_v2_mcore.prove.compare import (
+    Bounds,
+    Difference,
+    Record,
+    Tensors,
+    records,
+    replicas,
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,7 @@ class Outcome:
         differences: Differences from the kept values that exceed the bounds.
         num_compared: Number of compared elements of gradients and weights.
         whole: Whole weights of this rank's stage.
+        replicas: Differences between tensor-parallel ranks in weights that are not split.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -60,6 +70,7 @@ class Outcome:
     differences: list[Difference] = field(default_factory=list)
     num_compared: int = 0
     whole: dict[str, Any] = field(default_factory=dict)
+    replicas: list[Difference] = field(default_factory=list)
 
 
 _COPY = " (copy)"
@@ -166,7 +177,9 @@ def _watch(patches: Any, outcome: Outcome, record: Record, job: Job) -> None:
 
         record_weights()
         optimizer.step = step_and_record
-        return loop(*args, **kwargs)
+        result = loop(*args, **kwargs)
+        outcome.replicas = _replicas(chunks, record)
+        return result
 
     patches.set(training, "training_log", log_and_record)
     patches.set(training, "train", train_and_record)
@@ -181,6 +194,27 @@ def _named(chunks: Sequence[Any]) -> dict[str, Any]:
         for param, name in canonical_parameter_names(chunks).items()
         if param.requires_grad and not name.is_unused
     }
+
+
+def _replicas(chunks: Sequence[Any], record: Record) -> list[Difference]:
+    """Compare the weights that tensor parallelism does not split. Collective.
+
+    Megatron counts such a weight in the norm, and saves it, on the first rank only.
+    """
+    from megatron.core import mpu
+
+    names = [name for name, param in _named(chunks).items() if _is_replica(param)]
+    mine = [{name: weights[name] for name in names} for weights in record.weights]
+    return replicas(mine, everyones(mine, mpu.get_tensor_model_parallel_group())[0])
+
+
+def _is_replica(param: Any) -> bool:
+    # Experts have tensor-parallel groups of their own.
+    if is_expert(param):
+        return False
+    if hasattr(param, "row_shards"):
+        return param.row_shards.tensor is not None and param.row_shards.tensor.dim is None
+    return not getattr(param, "tensor_model_parallel", False)
 
 
 def _weights(chunks: Sequence[Any], record: Record) -> Tensors:

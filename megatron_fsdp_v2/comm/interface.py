@@ -170,6 +170,18 @@ class Communicator:
         """
         raise NotImplementedError
 
+    def run(self, function: Callable[[], object], stream: Any, *, async_op: bool) -> Work:
+        """Run a function that issues collectives or other operations.
+
+        Args:
+            function: The function.
+            stream: Stream to run it in; None for that of reductions along an outer axis.
+            async_op: Whether to return before its operations are done.
+        """
+        del stream, async_op
+        function()
+        return DONE
+
     def begin_pass(self) -> None:
         """Make the current stream the compute stream."""
 

@@ -6,7 +6,7 @@ recorders for the check of stream safety (`tests/stream_safety`). Both run this 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, override
@@ -172,6 +172,18 @@ class StreamCommunicator(Communicator):
             keep = (collective.output, collective.input, result)
             event = self._device.current_stream().record_event()
             return _EventWork(self, event, keep)
+
+    @override
+    def run(self, function: Callable[[], object], stream: Any, *, async_op: bool) -> Work:
+        """See `Communicator.run`."""
+        chosen = self._streams[CommStream.OUTER] if stream is None else stream
+        chosen.wait_stream(self._device.current_stream())
+        with self._device.use(chosen):
+            function()
+            work = _EventWork(self, self._device.current_stream().record_event(), ())
+        if not async_op:
+            work.wait()
+        return work
 
     def _run(self, c: Collective) -> torch.Tensor:
         """Queue a collective, and return the tensor that holds its result."""

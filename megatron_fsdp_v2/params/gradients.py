@@ -86,7 +86,7 @@ class GroupGrads:
     Attributes:
         context: Context of the buffers.
         full: Buffer that gradients arrive in.
-        partial: Buffer for the reduction along an outer axis; None without an outer axis.
+        partial: Buffer for the reduction along an outer axis, or for the hook; else None.
         accumulates_unreduced: Whether the full buffer accumulates until the synchronized backward.
         is_written: Whether a reduction of this backward wrote the main gradient.
         has_contributed: Whether this rank had a gradient in that reduction, or in an earlier
@@ -109,6 +109,10 @@ class GroupGrads:
             reduced = [Placement.PARTIAL, self._placements[-1]]
             dtype = dtypes.main_grad
             self.partial = self._gradient_buffer("partial_grad", reduced, dtype, "outer_grad_comm")
+        self._hook: Callable[[torch.Tensor], object] | None = None
+        self._hook_stream: Any = None
+        # The reduced gradient of one backward, for the hook; with one axis it is `partial`.
+        self._hooked: DataParallelBuffer | None = None
         self._staging: DataParallelBuffer | None = None
         if spec.offload is not None:
             self._staging = context.temporary(
@@ -186,12 +190,15 @@ class GroupGrads:
 
     @property
     def may_be_unused(self) -> bool:
-        """Whether a main gradient was written from None, without a gradient of this rank."""
-        return self._was_unset and not self.has_contributed
+        """Whether a main gradient was written from None, without a gradient of this rank.
+
+        A hook may have added gradients of ranks outside the mesh.
+        """
+        return self._was_unset and not self.has_contributed and self._hook is None
 
     @property
     def has_outer_axis(self) -> bool:
-        """Whether a second reduction follows, along an outer axis."""
+        """Whether a second reduction follows, along an outer axis or by a hook."""
         return self.partial is not None and self.context.spec.reduces
 
     @property
@@ -209,11 +216,30 @@ class GroupGrads:
 
     def buffers(self) -> Iterator[DataParallelBuffer]:
         """Yield all buffers with temporary memory."""
-        for buffer in (self.full, self.partial, self._staging):
+        hooked = None if self._hooked is self.partial else self._hooked
+        for buffer in (self.full, self.partial, hooked, self._staging):
             if buffer is not None:
                 yield buffer
                 if buffer.comm_copy is not None:
                     yield buffer.comm_copy
+
+    def set_hook(self, hook: Callable[[torch.Tensor], object] | None, stream: Any) -> None:
+        """Set a function that receives reduced gradients before they reach the main gradient.
+
+        Args:
+            hook: Called with the flat gradient that this rank holds, scaled; None for none.
+            stream: Stream to call the hook in; None for that of reductions along an outer axis.
+        """
+        self._hook, self._hook_stream, self._hooked = hook, stream, None
+        if hook is not None:
+            self._hooked = self.context.temporary(
+                "hooked_grad",
+                BufferUse.GRADIENT,
+                self._placements,
+                self.context.spec.dtypes.main_grad,
+            )
+        if len(self._placements) == 1:
+            self.partial = self._hooked
 
     # -- collection ---------------------------------------------------------------------------
 
@@ -352,7 +378,7 @@ class GroupGrads:
             self._staging.drop()
 
     def reduce_outer(self, *, async_op: bool) -> None:
-        """Start reducing the partial buffer along the outer mesh axis. Collective."""
+        """Start reducing the partial buffer, along the outer axis or by the hook. Collective."""
         if self.has_partial:
             assert self.partial is not None
             self._partial_state = self._moved(self._partial_state, GradState.REDUCING)
@@ -365,6 +391,8 @@ class GroupGrads:
         if self._partial_state is GradState.REDUCING:
             self._partial_state = self._moved(self._partial_state, GradState.ABSENT)
             self.partial.drop()
+            if self._hooked is not None:
+                self._hooked.drop()
         elif self.partial.comm_copy is not None:
             self.partial.comm_copy.drop()
         if self._staging is not None:
@@ -399,9 +427,21 @@ class GroupGrads:
         """Reduce a buffer into the main gradient, and set `param.grad`."""
         accumulate, main = self._open_main(), self.main
         assert main is not None, self.name
-        self._last_work = source.redistribute(
-            main, scale=scale, accumulate=accumulate, async_op=async_op
-        )
+        hooked = self._hooked if source is self.partial else None
+        if hooked is None:
+            self._last_work = source.redistribute(
+                main, scale=scale, accumulate=accumulate, async_op=async_op
+            )
+        else:
+            hooked.take()
+
+            def run() -> None:
+                assert self._hook is not None
+                source.redistribute(hooked, scale=scale)
+                self._hook(hooked.tensor)
+                hooked.redistribute(main, accumulate=accumulate)
+
+            self._last_work = self.context.comm.run(run, self._hook_stream, async_op=async_op)
         self._publish(accumulated=accumulate)
         return self._last_work
 

@@ -33,15 +33,16 @@ from megatron_fsdp_v2.runtime.unit_checks import check_is_between_steps
 _THEIR_FUNCTION = fsdp.fully_shard.__wrapped__  # type: ignore[attr-defined]
 
 REJECTED_METHODS = {
-    "set_all_reduce_hook": "give fully_shard a 2-D mesh, which all-reduces along its outer axis; a "
-    "DTensor's gradient may be changed between backward and step",
+    "set_all_gather_layout": "gathered weights are views of one flat buffer, in its layout",
     "set_allocate_memory_from_process_group_for_comm": "buffers come from torch's allocator, or "
     "with fully_shard(enable_trace_pool=True) from one block of memory",
     "set_custom_all_gather": "collectives are those of the mesh's process groups",
     "set_custom_reduce_scatter": "collectives are those of the mesh's process groups",
     "set_keep_unsharded_storage": "fully_shard(enable_trace_pool=True) gathers weights at the same "
     "addresses in every step",
-    "set_symm_mem_for_comm": "buffers come from torch's allocator",
+    "set_symm_mem_for_comm": "buffers come from torch's allocator, or with "
+    "fully_shard(enable_trace_pool=True) from one block of memory, which "
+    "runtime.registered_pool.register_pool(model) registers with NCCL",
     "_set_unshard_async_op": "set_modules_to_forward_prefetch says what is gathered ahead",
 }
 """Methods of FSDP2, of all versions, that raise an error here, each with its alternative."""
@@ -278,6 +279,43 @@ class FSDPModule(fsdp.FSDPModule):
         check_is_between_steps(unit, "set_gradient_divide_factor")
         for group in unit.groups:
             group.change_spec(scale=1.0 / factor)
+
+    @override
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], object] | None, *, stream: Any = None
+    ) -> None:
+        """Set a function that may change this unit's reduced gradients, such as sum them further.
+
+        Each backward that synchronizes gradients calls it once per parameter group, with a flat
+        tensor: the gradient that this rank holds, summed over the mesh and scaled, before it is
+        added to `param.grad`. The tensor includes padding, and the gradients of earlier backwards
+        that did not synchronize. All ranks call the hooks of their units in one order. With a hook,
+        a parameter without a gradient on any rank of the mesh gets zeros. Units inside this one
+        keep their own hooks.
+
+        Args:
+            hook: Changes the tensor in place; None removes the hook.
+            stream: Stream of a 1-D mesh to call the hook in. Default: an internal stream.
+
+        Raises:
+            ValueError: The mesh is 2-D and `stream` is given; or parameters of the unit are sharded
+                over different meshes.
+            RuntimeError: Gradients are not synchronized yet.
+        """
+        unit = unit_of(self)
+        check_is_between_steps(unit, "set_all_reduce_hook")
+        if len({group.spec.mesh for group in unit.groups}) > 1:
+            raise ValueError(
+                f"parameters of {unit.name} are sharded over different meshes, between which a "
+                "hook cannot distinguish; give those of each mesh a unit of their own"
+            )
+        if stream is not None and any(len(group.axes) > 1 for group in unit.groups):
+            raise ValueError(
+                f"the mesh of {unit.name} is 2-D, so its hook runs in the stream of reductions "
+                "along the outer axis; leave stream out"
+            )
+        for group in unit.groups:
+            group.grads.set_hook(hook, stream)
 
     @override
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:

@@ -31,16 +31,18 @@ class ShardedNorm(torch.Tensor):
         mesh: Mesh of the tensors.
         axes: Mesh axes the tensors are sharded along.
         order: The p of the p-norm.
+        is_data: Whether all axes of the mesh are data-parallel.
     """
 
     local: torch.Tensor
     mesh: DeviceMesh
     axes: frozenset[int]
     order: float
+    is_data: bool
 
     def like(self, local: torch.Tensor) -> ShardedNorm:
         """Wrap other local norms of the same tensors."""
-        return _sharded_norm(local, self.mesh, self.axes, self.order)
+        return _sharded_norm(local, self.mesh, self.axes, self.order, self.is_data)
 
     def reduced(self) -> DTensor:
         """Return the global norm, equal on every rank of the mesh. Collective."""
@@ -84,7 +86,7 @@ class ShardedNorm(torch.Tensor):
 
 def _sharded_norm(local: torch.Tensor, *about: Any) -> ShardedNorm:
     norm = local.as_subclass(ShardedNorm)
-    norm.local, (norm.mesh, norm.axes, norm.order) = local, about
+    norm.local, (norm.mesh, norm.axes, norm.order, norm.is_data) = local, about
     return norm
 
 
@@ -93,16 +95,27 @@ def _are_alike(norms: Any) -> bool:
 
 
 def _stacked(norms: Sequence[ShardedNorm]) -> ShardedNorm:
-    """Stack norms of one mesh. The result is reduced along every axis that shards one of them.
+    """Stack norms. The result is reduced along every axis that shards one of them.
 
-    A norm that is replicated along such an axis is added by the first rank of that axis only.
+    A norm that is replicated along such an axis is added by the first rank of that axis only. Norms
+    of several meshes are reduced over the mesh that contains the others. If its axes are
+    data-parallel, tensors over a part of its ranks (experts) differ between the parts.
     """
-    mesh = norms[0].mesh
-    check_mesh("norm", [norm.mesh for norm in norms])
+    meshes = list(dict.fromkeys(norm.mesh for norm in norms))
     axes = frozenset[int]().union(*(norm.axes for norm in norms))
-    skipped = {axis for axis in axes if mesh.get_local_rank(axis)}
-    local = [torch.zeros_like(norm.local) if skipped - norm.axes else norm.local for norm in norms]
-    return _sharded_norm(torch.stack(local), mesh, axes, norms[0].order)
+    widest = norms[0]
+    if len(meshes) > 1:
+        widest = max(norms, key=lambda norm: norm.mesh.size())
+        ranks, *others = ({*m.mesh.flatten().tolist()} for m in (widest.mesh, *meshes))
+        if not all(each == ranks or (widest.is_data and each < ranks) for each in others):
+            check_mesh("norm", meshes)
+        axes = frozenset(range(widest.mesh.ndim))
+    local = []
+    for norm in norms:
+        among = axes if len(meshes) == 1 else range(norm.mesh.ndim)
+        is_first = all(axis in norm.axes or not norm.mesh.get_local_rank(axis) for axis in among)
+        local.append(norm.local if is_first else torch.zeros_like(norm.local))
+    return _sharded_norm(torch.stack(local), widest.mesh, axes, norms[0].order, widest.is_data)
 
 
 def check_mesh(what: str, meshes: Sequence[DeviceMesh]) -> None:
@@ -140,7 +153,8 @@ def local_norms(tensors: Sequence[Any], order: float) -> list[ShardedNorm]:
     for tensor in tensors:
         local, axes = tensor._local_tensor, frozenset(sharded_axes(tensor))
         norm = next(norms) if local.numel() else local.new_zeros(())
-        found.append(_sharded_norm(norm, tensor.device_mesh, axes, order))
+        is_data = tensor.device_mesh.ndim == len(tensor.row_shards.strides)
+        found.append(_sharded_norm(norm, tensor.device_mesh, axes, order, is_data))
     return found
 
 
@@ -163,8 +177,14 @@ def unscale(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         func(held, found_inf, inv_scale, **kwargs)
         torch.autograd.graph.increment_version(grads)
     sharded = [grad for grad in grads if isinstance(grad, DTensor)]
-    # In the order of the list, which is the same on all ranks.
-    axes = dict.fromkeys((g.device_mesh, axis) for g in sharded for axis in sharded_axes(g))
+    # In the order of the list, which is the same on all ranks. Tensors over a part of the ranks
+    # (experts) may differ between ranks that hold equal rows of others.
+    is_one = len({grad.device_mesh for grad in sharded}) < 2
+    axes = dict.fromkeys(
+        (grad.device_mesh, axis)
+        for grad in sharded
+        for axis in (sharded_axes(grad) if is_one else range(grad.device_mesh.ndim))
+    )
     for mesh, axis in axes:
         found, group = found_inf.to(mesh.device_type), mesh.get_group(axis)
         with naming_failures("all-reduce of whether a gradient is not finite", group):

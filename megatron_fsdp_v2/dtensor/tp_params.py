@@ -7,6 +7,9 @@ is a view of the gathered buffer.
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
+from typing import NamedTuple
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -14,6 +17,18 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from megatron_fsdp_v2.dtensor.row_shards import TensorShard
 from megatron_fsdp_v2.dtensor.sharded_rows import plain_of
+
+
+class ComputePlacement(NamedTuple):
+    """Placement that a module computes with.
+
+    Attributes:
+        spec: Spec of the DTensor.
+        data_axes: Axes of its mesh that are data-parallel, which replicate the parameter.
+    """
+
+    spec: DTensorSpec
+    data_axes: frozenset[int] = frozenset()
 
 
 def from_part(part: torch.Tensor, spec: DTensorSpec) -> DTensor:
@@ -24,37 +39,59 @@ def from_part(part: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor(part, placed, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def part_of_gradient(gradient: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+def part_of_gradient(gradient: torch.Tensor, compute: ComputePlacement) -> torch.Tensor:
     """Return this rank's part of a gradient, with the placement of the parameter.
 
-    Collective over the tensor-parallel mesh if the gradient has another placement: the gradient of
-    a replicated parameter is `Partial` if ranks computed on different parts of a sequence.
+    Collective over the tensor-parallel axis if the gradient has another placement: the gradient of
+    a replicated parameter is `Partial` if ranks computed on different parts of a sequence. Along
+    data-parallel axes the gradient stays this rank's summand.
     """
     with torch.no_grad():
-        if isinstance(gradient, DTensor) and gradient.placements != spec.placements:
-            gradient = gradient.redistribute(spec.mesh, spec.placements)
+        if isinstance(gradient, DTensor):
+            pairs = enumerate(zip(gradient.placements, compute.spec.placements, strict=True))
+            wanted = [has if axis in compute.data_axes else want for axis, (has, want) in pairs]
+            if tuple(wanted) != gradient.placements:
+                gradient = gradient.redistribute(compute.spec.mesh, wanted)
         return plain_of(gradient).detach()
 
 
-def tensor_shard_of(name: str, param: DTensor, data: DeviceMesh) -> tuple[TensorShard, DTensorSpec]:
+def tensor_shard_of(
+    name: str, param: DTensor, data: DeviceMesh, data_axes: AbstractSet[str]
+) -> tuple[TensorShard | None, ComputePlacement]:
     """Return the tensor-parallel split of a DTensor, and its placement. No communication.
 
     Args:
         name: Name of the parameter, for errors.
-        param: A DTensor over a tensor-parallel mesh.
+        param: A DTensor over a tensor-parallel mesh, which may have data-parallel axes as well.
         data: The data-parallel mesh to shard it over.
+        data_axes: Names of the data-parallel axes of the DTensor's mesh, which replicate it.
+
+    Returns:
+        None instead of a split if only data-parallel axes have several ranks.
 
     Raises:
         ValueError: Its placement cannot be sharded by rows, or the two meshes are not axes of one
             mesh.
     """
-    tensor, placements = param.device_mesh, tuple(param.placements)
-    where = f"parameter {name} is a DTensor with placements {placements} over {tensor}"
-    if tensor.ndim != 1:
+    mesh, placements = param.device_mesh, tuple(param.placements)
+    where = f"parameter {name} is a DTensor with placements {placements} over {mesh}"
+    names = mesh.mesh_dim_names or ()
+    held = frozenset(axis for axis, known in enumerate(names) if known in data_axes)
+    compute = ComputePlacement(param._spec, held)
+    if not all(placements[axis].is_replicate() for axis in held):
+        raise ValueError(f"{where}; along data-parallel axes, only Replicate is supported")
+    others = [axis for axis in range(mesh.ndim) if axis not in held]
+    if len(others) > 1:
+        others = [axis for axis in others if mesh.size(axis) > 1] or others[:1]
+    if not others:
+        return None, compute
+    if len(others) > 1 or (mesh.ndim > 1 and not held):
         raise ValueError(
-            f"{where}; one tensor-parallel axis is supported: parallelize over a 1-D mesh"
+            f"{where}; one tensor-parallel axis is supported: parallelize over a 1-D mesh, or name "
+            "the data-parallel axes of a mesh with dp_mesh_dims"
         )
-    (placement,) = placements
+    tensor = mesh[names[others[0]]] if held else mesh
+    placement = placements[others[0]]
     if type(placement) not in (Shard, Replicate):
         raise ValueError(
             f"{where}; only Shard and Replicate are supported: redistribute() what is sharded "
@@ -79,4 +116,4 @@ def tensor_shard_of(name: str, param: DTensor, data: DeviceMesh) -> tuple[Tensor
         raise ValueError(
             f"{where}, which is not an axis of the same mesh as {data}; {advice}"
         ) from error
-    return TensorShard(both, dim), param._spec
+    return TensorShard(both, dim), compute

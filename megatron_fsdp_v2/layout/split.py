@@ -43,12 +43,17 @@ _MAX_MOVES = 16
 """Maximum number of parameters that are moved to buffers of other row sizes."""
 
 
+def is_balanced(layout: BufferLayout) -> bool:
+    """Return whether a buffer has little padding, so that all slices hold equally many elements."""
+    return layout.padding_numel <= max(TOLERANCE * layout.param_numel, NEGLIGIBLE)
+
+
 def flat_buffers[ItemT, KeyT: Hashable](
     items: Iterable[ItemT],
     key_of: Callable[[ItemT], KeyT],
     shape_of: Callable[[ItemT], Sequence[int]],
     itemsize_of: Callable[[KeyT], float],
-    num_shards: int,
+    num_shards_of: Callable[[KeyT], int],
     granularity: Granularity,
 ) -> Iterator[tuple[KeyT, list[ItemT], BufferLayout]]:
     """Group the parameters of a unit into flat buffers, in the order of their first appearance.
@@ -61,7 +66,7 @@ def flat_buffers[ItemT, KeyT: Hashable](
         key_of: Key of an item; all parameters of a buffer have the same key.
         shape_of: Shape of an item.
         itemsize_of: Bytes of the smallest element type of the buffers with a key.
-        num_shards: Slices of each flat buffer.
+        num_shards_of: Slices of each flat buffer with a key.
         granularity: The smallest block that is never split.
     """
     alike: dict[KeyT, list[ItemT]] = {}
@@ -69,7 +74,8 @@ def flat_buffers[ItemT, KeyT: Hashable](
         alike.setdefault(key_of(item), []).append(item)
     for key, members in alike.items():
         shapes = tuple(tuple(shape_of(member)) for member in members)
-        for indices, layout in aligned_buffers(shapes, num_shards, granularity, itemsize_of(key)):
+        sizes = num_shards_of(key), granularity, itemsize_of(key)
+        for indices, layout in aligned_buffers(shapes, *sizes):
             yield key, [members[index] for index in indices], layout
 
 

@@ -516,6 +516,14 @@ class ParameterGroup:
         return self.grads.has_partial or self.grads.has_gradient
 
 
+def one_per_mesh(groups: Iterable[ParameterGroup]) -> list[ParameterGroup]:
+    """Return the first group on each mesh, in the order of the groups."""
+    found: dict[DeviceMesh, ParameterGroup] = {}
+    for group in groups:
+        found.setdefault(group.spec.mesh, group)
+    return list(found.values())
+
+
 def write_stale_weights(groups: Iterable[ParameterGroup], weight_version: int) -> None:
     """Write the stale weights of formats that communicate, in one call per format and mesh.
 

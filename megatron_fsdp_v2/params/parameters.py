@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.nn.utils import stateless
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -28,14 +27,14 @@ from megatron_fsdp_v2.dtensor.sharded_rows import (
     raw_requires_grad,
     raw_version,
 )
-from megatron_fsdp_v2.dtensor.tp_params import from_part
+from megatron_fsdp_v2.dtensor.tp_params import ComputePlacement, from_part
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.memory.allocator import set_data
 from megatron_fsdp_v2.params.autograd import InternalHook
 from megatron_fsdp_v2.params.gathered import GatheredParameter, freed_class, gathered_class
 
 if TYPE_CHECKING:
-    from megatron_fsdp_v2.params.group import ParameterGroup
+    from megatron_fsdp_v2.params.group import GroupSpec, ParameterGroup
 
 
 @dataclass(slots=True)
@@ -48,7 +47,10 @@ class OwnedParameter:
         sites: `(module, attribute)` pairs; several for tied parameters.
         meta_original: Meta parameter that this one replaced; modules may hold it elsewhere.
         tensor: Tensor-parallel split, if given.
-        dtensor: Tensor-parallel placement that its module computes with, if it is a DTensor.
+        dtensor: Placement that its module computes with, if it is a DTensor.
+        data_axes: Names of the data-parallel axes of its mesh, if it is a DTensor over some.
+        spec: Properties of its group, if they differ from those of its unit.
+        has_equal_shares: Whether every rank must hold the same amount of it.
         is_separate: Whether it gets flat buffers of its own.
         values: Initial values of its main weight; None: the format provides them.
     """
@@ -58,7 +60,10 @@ class OwnedParameter:
     sites: list[tuple[nn.Module, str]] = field(default_factory=list)
     meta_original: nn.Parameter | None = None
     tensor: TensorShard | None = None
-    dtensor: DTensorSpec | None = None
+    dtensor: ComputePlacement | None = None
+    data_axes: AbstractSet[str] = frozenset()
+    spec: GroupSpec | None = None
+    has_equal_shares: bool = False
     is_separate: bool = False
     values: torch.Tensor | None = None
 
@@ -79,7 +84,7 @@ class GroupParameters:
     Attributes:
         names: Names relative to the unit.
         row_shards: Row ranges of every main weight over the mesh.
-        dtensors: Tensor-parallel placements of parameters that were DTensors; None for others.
+        dtensors: Placements of parameters that were DTensors; None for others.
         sharded: DTensors over main weights, registered on modules while the group is sharded.
         gathered: Parameters that modules compute with: views of the gathered buffer, DTensors over
             the tensor-parallel mesh, or what the format binds to a view. The same objects for the
@@ -151,7 +156,7 @@ class GroupParameters:
         views = [buffer.view(index) for buffer in buffers]
         param: nn.Parameter
         if dtensor is not None:
-            param = nn.Parameter(from_part(views[0], dtensor), requires_grad=is_trained)
+            param = nn.Parameter(from_part(views[0], dtensor.spec), requires_grad=is_trained)
             # A DTensor's memory is that of its local tensor.
             memory: Sequence[torch.Tensor] = [local_of(param)]
         else:

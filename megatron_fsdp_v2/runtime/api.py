@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as TheirPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2.comm.groups import check_gather_group
 from megatron_fsdp_v2.layout.buffer_layout import Granularity
@@ -33,6 +32,7 @@ from megatron_fsdp_v2.runtime.construct import (
     used_parameters,
     with_number_prefixes,
 )
+from megatron_fsdp_v2.runtime.meshes import DataMesh
 from megatron_fsdp_v2.runtime.module import named_units
 from megatron_fsdp_v2.runtime.options import (
     RuntimeOptions,
@@ -155,12 +155,18 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
             default True.
         enable_trace_pool: Place temporary buffers at planned addresses in one block of memory
             (`TracePoolAllocator`); default False.
-        shard_placement_fn: As with FSDP2; may return only None or `Shard(0)`.
+        shard_placement_fn: As with FSDP2: returns the placement of a parameter, or a
+            `ShardPlacementResult(placement, mesh_info)` to shard it on another mesh than the unit.
+            Parameters are always sharded by rows. `Shard(dim)` of another dimension is accepted if
+            every rank then holds as much as with that dimension; `Replicate()` means `no_shard` for
+            this parameter.
         offload_policy: As with FSDP2. `CPUOffloadPolicy(pin_memory)`: main weights, gradients and
             therefore optimizer states are in host memory, and the optimizer steps there. Weights
             are copied to the device for every gather, and reduced gradients are copied to the host.
             `OffloadPolicy()` offloads nothing.
-        dp_mesh_dims: None; `mesh` has the data-parallel axes and no others.
+        dp_mesh_dims: As with FSDP2: a `DataParallelMeshDims` that names the data-parallel axes of
+            `mesh`, whose other axes shard or replicate DTensors. Without `shard`, the strategy is
+            `no_shard`. None: all axes of `mesh` are data-parallel.
         options: A `RuntimeOptions`: further options that all units of a root share. Or a
             `UnitOptions`: rarely used options of this unit, with a `RuntimeOptions` inside if
             needed. A `RuntimeOptions` sets all of its options; the three arguments above take
@@ -176,11 +182,6 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
         RuntimeError: A unit inside is in use, or memory is exhausted.
     """
     offload = _offload_of(offload_policy)
-    if dp_mesh_dims is not None:
-        raise ValueError(
-            f"dp_mesh_dims={dp_mesh_dims!r} cannot be honored: give the data-parallel axes as the "
-            "mesh, such as mesh=mesh['dp'] or mesh['outer', 'dp'] of a mesh with more axes"
-        )
     if options is None or isinstance(options, RuntimeOptions):
         of_unit = UnitOptions(runtime=options)
     elif isinstance(options, UnitOptions):
@@ -193,38 +194,58 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
         enable_async_reduce_grad=enable_async_reduce_grad,
         enable_trace_pool=enable_trace_pool,
     )
-    mesh = _default_mesh() if mesh is None else mesh
     modules = outermost(module)
     check_modules(modules)
-    _check_mesh(mesh)
+    data = DataMesh.of(mesh, dp_mesh_dims)
+    if not data.is_sharded and sharding_strategy not in ("no_shard", "optim_grads_params"):
+        raise ValueError(
+            f"dp_mesh_dims={dp_mesh_dims!r} names no axis to shard along, and sharding_strategy="
+            f"{sharding_strategy!r} shards; name one, or use sharding_strategy='no_shard'"
+        )
     if on_missing_grad not in ("zero", "error"):
         raise ValueError(f"on_missing_grad must be 'zero' or 'error', got {on_missing_grad!r}")
-    check_gather_group(of_unit.gather_group, mesh)
+    check_gather_group(of_unit.gather_group, data.mesh)
     policy = MixedPrecisionPolicy.of(mp_policy)
-    sizes = [mesh.size(axis) for axis in range(mesh.ndim)]
-    placements = resolve_placements(sharding_strategy, outer_dp_sharding_strategy, sizes)
-    device = _device_of(mesh)
-    spec = GroupSpec(
-        policy.resolve(torch.float32),
-        requires_grad=True,
-        placements=placements,
-        granularity=Granularity.parse(shard_granularity),
-        scale=1.0 / mesh.size() if gradient_scaling_factor is None else gradient_scaling_factor,
-        errors_on_missing_grad=on_missing_grad == "error",
-        mesh=mesh,
-        grid=ShardGrid.of(mesh, placements, of_unit.gather_group),
-        offload=offload,
-    )
-    if policy.reduce_scatter_with_fp32_accumulation and sharding_strategy == "no_shard":
-        raise ValueError(
-            "mp_policy.reduce_scatter_with_fp32_accumulation cannot be used with "
-            "sharding_strategy='no_shard', which all-reduces gradients; shard them (optim or "
-            "further), or set grad_comm_dtype=torch.float32"
+    granularity = Granularity.parse(shard_granularity)
+
+    @functools.cache
+    def spec_on(there: DataMesh) -> GroupSpec:
+        mesh, strategies = there.mesh, (sharding_strategy, outer_dp_sharding_strategy)
+        if not there.is_sharded:
+            strategies = ("no_shard", "no_shard")
+        sizes = [mesh.size(axis) for axis in range(mesh.ndim)]
+        placements = resolve_placements(*strategies, sizes)
+        if policy.reduce_scatter_with_fp32_accumulation and strategies[0] == "no_shard":
+            raise ValueError(
+                "mp_policy.reduce_scatter_with_fp32_accumulation cannot be used with "
+                "sharding_strategy='no_shard', which all-reduces gradients; shard them (optim or "
+                "further), or set grad_comm_dtype=torch.float32"
+            )
+        return GroupSpec(
+            policy.resolve(torch.float32),
+            requires_grad=True,
+            placements=placements,
+            granularity=granularity,
+            scale=1.0 / mesh.size() if gradient_scaling_factor is None else gradient_scaling_factor,
+            errors_on_missing_grad=on_missing_grad == "error",
+            mesh=mesh,
+            grid=ShardGrid.of(
+                mesh, placements, of_unit.gather_group if mesh == data.mesh else None
+            ),
+            offload=offload,
         )
+
+    device, spec = _device_of(data.mesh), spec_on(data)
+    reshards = _reshards_after_forward(reshard_after_forward, spec.grid.axes[-1].size)
     owned, tied = owned_parameters(modules, ignored_params or frozenset(), device)
     tied += used_parameters(modules, of_unit.used_params)
     for parameter in owned:
-        _check_placement_and_offload(parameter, shard_placement_fn, offload)
+        there = data
+        if shard_placement_fn is not None:
+            there = DataMesh.of_parameter(parameter, shard_placement_fn, data)
+            parameter.spec = spec_on(there)
+        parameter.data_axes = there.names
+        _check_mesh_and_offload(parameter, there, offload)
         parameter.is_separate = parameter.param in of_unit.separate_params
     inside = [
         (f"{prefix}.{name} ({unit.class_name})".removeprefix("."), unit)
@@ -239,10 +260,11 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
         options=merge_options(given),
         policy=policy,
         spec=spec,
-        reshard_after_forward=_reshards_after_forward(reshard_after_forward, sizes[-1]),
+        reshard_after_forward=reshards,
         device=device,
         owned=owned,
         tied=tied,
+        selects_meshes=shard_placement_fn is not None,
         unit_options=of_unit,
     )
     for _, unit in inside:
@@ -253,37 +275,6 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
             )
     make_unit(plan)
     return module
-
-
-# Per default process group, since a program may destroy it and initialize another one.
-_MESHES: weakref.WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = weakref.WeakKeyDictionary()
-
-
-def _default_mesh() -> DeviceMesh:
-    """One axis over all ranks, of the accelerator's device type if there is one, else the CPU's.
-
-    Starts the default process group from the environment if there is none yet, as FSDP2 does.
-    """
-    if not dist.is_initialized():
-        dist.init_process_group()
-    group = dist.group.WORLD
-    assert group is not None
-    mesh = _MESHES.get(group)
-    if mesh is None:
-        device = torch.accelerator.current_accelerator(check_available=True)
-        device_type = "cpu" if device is None else device.type
-        mesh = _MESHES[group] = init_device_mesh(device_type, (dist.get_world_size(),))
-    return mesh
-
-
-def _check_mesh(mesh: object) -> None:
-    if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"this is rank {dist.get_rank()}, and mesh has the ranks "
-            f"{mesh.mesh.flatten().tolist()}; shard a module on the ranks of its mesh only"
-        )
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
@@ -331,19 +322,15 @@ def _offload_of(policy: object) -> Offload | None:
     )
 
 
-def _check_placement_and_offload(
-    parameter: OwnedParameter,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
-    offload: Offload | None,
+def _check_mesh_and_offload(
+    parameter: OwnedParameter, data: DataMesh, offload: Offload | None
 ) -> None:
-    """Check that a parameter supports the given `shard_placement_fn` and `offload_policy`."""
-    placement = None if shard_placement_fn is None else shard_placement_fn(parameter.param)
-    if placement is not None and placement != Shard(0):
+    """Check that a parameter supports its mesh and the given `offload_policy`."""
+    if data.is_part and not isinstance(parameter.param, DTensor):
         raise ValueError(
-            f"shard_placement_fn returns {placement} for parameter {parameter.name}; "
-            "parameters are sharded by rows (Shard(0), possibly uneven) over the mesh of "
-            "their unit. Return None; set shard_granularity for blocks that must not be split, and "
-            "make a module whose parameters have another mesh a unit with that mesh"
+            f"parameter {parameter.name} is a plain tensor, and mesh has further axes than those "
+            "that dp_mesh_dims names, which may shard or replicate it; make it a DTensor over mesh "
+            "(distribute_tensor), or give the data-parallel axes alone as the mesh"
         )
     found = None if offload is None else format_of(parameter.param)
     if found is not None and found.communicates:

@@ -26,7 +26,7 @@ from megatron_fsdp_v2.dtensor.sharded_rows import plain_of
 from megatron_fsdp_v2.dtensor.tp_params import tensor_shard_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
-from megatron_fsdp_v2.layout.split import flat_buffers
+from megatron_fsdp_v2.layout.split import flat_buffers, is_balanced
 from megatron_fsdp_v2.memory.allocator import Allocator
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.params.formats import DenseFormat, format_of
@@ -243,9 +243,10 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _describe_tensor_shard(
-    parameter: OwnedParameter, mesh: DeviceMesh, shards: Mapping[nn.Parameter, TensorShard]
+    parameter: OwnedParameter, spec: GroupSpec, shards: Mapping[nn.Parameter, TensorShard]
 ) -> None:
     """Set a parameter's tensor-parallel split from its DTensor placement or from `shards`."""
+    mesh = (parameter.spec or spec).mesh
     given = parameter.param if parameter.meta_original is None else parameter.meta_original
     tensor = parameter.tensor = shards.get(given)
     if isinstance(parameter.param, DTensor):
@@ -254,7 +255,9 @@ def _describe_tensor_shard(
                 f"parameter {parameter.name} is a DTensor, whose placement defines its split; "
                 "leave it out of tensor_shards"
             )
-        parameter.tensor, parameter.dtensor = tensor_shard_of(parameter.name, parameter.param, mesh)
+        parameter.tensor, parameter.dtensor = tensor_shard_of(
+            parameter.name, parameter.param, mesh, parameter.data_axes
+        )
         return
     if tensor is None:
         return
@@ -294,11 +297,12 @@ class UnitPlan:
         root_options: Root options passed to this unit.
         options: Options of the root, merged from all units.
         policy: Dtypes of weights, gradients, inputs and outputs.
-        spec: Properties that all groups of the unit share; see `spec_of`.
+        spec: Properties of the unit's groups, unless a parameter has others; see `spec_of`.
         reshard_after_forward: Whether to reshard between forward and backward.
         device: Device of the buffers.
         owned: Parameters that the unit owns.
         tied: Parameters of its modules that other units own.
+        selects_meshes: Whether parameters may have other meshes than the unit.
         unit_options: Rarely used options of the unit.
     """
 
@@ -311,14 +315,16 @@ class UnitPlan:
     device: torch.device
     owned: Sequence[OwnedParameter]
     tied: Sequence[TiedParameter]
+    selects_meshes: bool
     unit_options: UnitOptions
 
-    def spec_of(self, param: nn.Parameter) -> GroupSpec:
+    def spec_of(self, parameter: OwnedParameter) -> GroupSpec:
         """Return the properties of the group that a parameter belongs to."""
+        param = parameter.param
         format_type = DenseFormat if isinstance(param, UnevenDTensor) else format_of(param)
         assert format_type is not None
         return dataclasses.replace(
-            self.spec,
+            parameter.spec or self.spec,
             dtypes=self.policy.resolve(param.dtype),
             requires_grad=param.requires_grad,
             reduces=getattr(param, "requires_gradient_reduction", True),
@@ -336,7 +342,7 @@ def make_unit(plan: UnitPlan) -> None:
     modules, owned, given = plan.modules, plan.owned, plan.unit_options
     for parameter in owned:
         if not parameter.param.is_meta or isinstance(parameter.param, DTensor):
-            _describe_tensor_shard(parameter, plan.spec.mesh, given.tensor_shards)
+            _describe_tensor_shard(parameter, plan.spec, given.tensor_shards)
     tied_groups = _tied_groups(plan)
     own = list(own_modules(with_number_prefixes(modules)))
     with ExitStack() as undo:
@@ -347,7 +353,7 @@ def make_unit(plan: UnitPlan) -> None:
         for parameter in owned:
             # An initialization may set the tensor-parallel attributes of its parameters.
             if parameter.meta_original is not None and parameter.dtensor is None:
-                _describe_tensor_shard(parameter, plan.spec.mesh, given.tensor_shards)
+                _describe_tensor_shard(parameter, plan.spec, given.tensor_shards)
         allocator = TracePoolAllocator() if plan.options.enable_trace_pool else Allocator()
         context = Context(communicator_for(plan.device), allocator, plan.options)
         made = _make_groups(plan, context)
@@ -400,7 +406,13 @@ def _tied_groups(plan: UnitPlan) -> list[ParameterGroup]:
     tied_groups: list[ParameterGroup] = []
     for parameter, group, index in plan.tied:
         where = f"parameter {parameter.name} is tied to {group.names[index]} of {group.name}"
-        spec = plan.spec_of(parameter.param)
+        if plan.selects_meshes:
+            # The function knows the parameter as it was before it was sharded.
+            theirs = group.spec
+            parameter.spec = dataclasses.replace(
+                plan.spec, mesh=theirs.mesh, placements=theirs.placements, scale=theirs.scale
+            )
+        spec = plan.spec_of(parameter)
         if isinstance(parameter.param, UnevenDTensor):
             # A sharded parameter has the dtype of its main weight, not its original dtype.
             spec = dataclasses.replace(spec, dtypes=group.spec.dtypes)
@@ -422,10 +434,10 @@ def _make_groups(
     """Build the parameter groups of a unit, each with parameters of one spec and little padding."""
     buffers = flat_buffers(
         plan.owned,
-        lambda parameter: (plan.spec_of(parameter.param), parameter.is_separate and parameter.name),
+        lambda parameter: (plan.spec_of(parameter), parameter.is_separate and parameter.name),
         lambda parameter: parameter.shape,
         lambda key: key[0].smallest_itemsize,
-        plan.spec.grid.num_slices,
+        lambda key: key[0].grid.num_slices,
         plan.spec.granularity,
     )
     made = []
@@ -433,6 +445,15 @@ def _make_groups(
         problem = spec.format_type.problem(spec.dtypes, spec.placements)
         if problem is not None:
             raise ValueError(f"parameter {members[0].name}: {problem}")
+        for parameter in members:
+            if parameter.has_equal_shares and not is_balanced(layout):
+                raise ValueError(
+                    f"shard_placement_fn returns a Shard along another dimension than 0 for "
+                    f"parameter {parameter.name} of shape {parameter.shape}, whose rows are not "
+                    f"split: some of the {layout.num_shards} ranks would hold {layout.shard_numel} "
+                    f"elements, where {layout.param_numel // layout.num_shards} would be equal "
+                    "shares. Return None to accept that, or shard it over fewer ranks"
+                )
         group = ParameterGroup(
             f"{class_names(plan.modules)}/{number}",
             members,

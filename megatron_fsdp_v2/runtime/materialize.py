@@ -22,6 +22,7 @@ from megatron_fsdp_v2.comm.calls import broadcast_single
 from megatron_fsdp_v2.comm.interface import Axis, naming_failures
 from megatron_fsdp_v2.dtensor.sharded_rows import plain_of
 from megatron_fsdp_v2.params.formats import DenseFormat, format_of
+from megatron_fsdp_v2.params.group import one_per_mesh
 from megatron_fsdp_v2.params.parameters import OwnedParameter, propagate_attributes
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def materialize(
         roots: The modules given to `fully_shard`.
         modules: The unit's own modules with names.
         device: Device to allocate on.
-        axes: Axes of the data-parallel mesh.
+        axes: Axes of the unit's data-parallel mesh.
         param_init_fn: Called with the module instead of `reset_parameters()`.
         undo: Restores generator states and the other tensors of the initialized modules. The caller
             restores registered parameters and buffers.
@@ -92,17 +93,20 @@ def materialize(
                     _initialize(module, param_init_fn, made, undo)
     for parameter in fresh:
         _copy_from_replacement(parameter)
-        if parameter.dtensor is not None and parameter.dtensor.placements[0].is_replicate():
-            _share(plain_of(parameter.param).detach(), parameter.dtensor.mesh.get_group())
-    tensors = [_values(parameter) for parameter in fresh]
+        if parameter.dtensor is not None:
+            spec, data_axes = parameter.dtensor
+            for number, placement in enumerate(spec.placements):
+                if placement.is_replicate() and number not in data_axes:
+                    _share(plain_of(parameter.param).detach(), spec.mesh.get_group(number))
+    tensors = [(_values(p), axes if p.spec is None else p.spec.grid.axes) for p in fresh]
     buffers = [
         (label, functools.partial(_buffer_of, weakref.ref(module), attribute))
         for label, module, attribute in empty_buffers
     ]
-    tensors += [buffer for _, look_up in buffers if (buffer := look_up()) is not None]
-    for tensor in tensors:
+    tensors += [(buffer, axes) for _, look_up in buffers if (buffer := look_up()) is not None]
+    for tensor, among in tensors:
         # Along one axis after the other.
-        for axis in axes:
+        for axis in among:
             if axis.size > 1:
                 _share(tensor, axis.group)
     # Checked after the broadcast, so that all ranks find the same tensors.
@@ -294,7 +298,7 @@ def check_has_values(unit: Unit) -> None:
         group.parameters.sync()
     found = [_is_unset(look_up()) for _, look_up in unit.unset]
     # Ranks without rows of a parameter get the result from the ranks that have some.
-    for group in unit.groups[:1]:
+    for group in one_per_mesh(unit.groups):
         table = torch.tensor(found, dtype=torch.int32, device=group.device)
         for axis in group.axes:
             if axis.size > 1:

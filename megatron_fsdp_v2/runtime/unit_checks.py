@@ -20,7 +20,7 @@ from megatron_fsdp_v2.dtensor.sharded_rows import plain_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.params.autograd import tensors_within
-from megatron_fsdp_v2.params.group import ParameterGroup
+from megatron_fsdp_v2.params.group import ParameterGroup, one_per_mesh
 from megatron_fsdp_v2.runtime.materialize import check_has_values
 
 if TYPE_CHECKING:
@@ -183,15 +183,16 @@ def check_units(context: Context) -> None:
     if units[0].is_root:
         _warn_of_large_root(units)
     if context.options.check_ranks != "never":
-        by_mesh: dict[Any, list[Unit]] = {}
         for unit in units:
             # Converted or replaced parameters (`to_empty()`) are compared with their values.
             unit.sync()
-            if unit.groups:
-                by_mesh.setdefault(unit.groups[0].spec.mesh, []).append(unit)
-        for members in by_mesh.values():
-            group = members[0].groups[0]
-            compare_units([_record(unit) for unit in members], group.axes, group.device)
+        for group in one_per_mesh(context.groups()):
+            there = [
+                (unit, [each for each in unit.groups if each.spec.mesh == group.spec.mesh])
+                for unit in units
+            ]
+            records = [_record(unit, groups) for unit, groups in there if groups]
+            compare_units(records, group.axes, group.device)
     # Of all units, and not at a unit's own first use: a rank may skip that.
     for unit in units:
         check_has_values(unit)
@@ -238,10 +239,11 @@ def _nbytes(group: ParameterGroup, numel: int) -> int:
     return numel // gathered.packing * gathered.tensor.element_size()
 
 
-def _record(unit: Unit) -> UnitRecord:
+def _record(unit: Unit, groups: Sequence[ParameterGroup]) -> UnitRecord:
+    """Describe a unit's groups on one mesh."""
     options = [unit.class_name]
-    copies = [0] * len(unit.groups[0].axes)
-    for group in unit.groups:
+    copies = [0] * len(groups[0].axes)
+    for group in groups:
         options += [",".join(group.names), group.layout.fingerprint, repr(group.spec)]
         if group.axes[-1].gather_group is not None:
             options.append("gathered in a group of its own")
@@ -270,13 +272,13 @@ def compare_unit(context: Context, unit: Unit, action: str, *, along_all: bool =
     groups = unit.held_groups if action == "gather" else unit.groups
     if not groups:
         return
-    group = groups[0]
     steps = [f"{known} {u.name}" for u in context.units() for known in ("gather", "reduce")]
     code = steps.index(f"{action} {unit.name}")
-    for axis in group.axes if along_all else group.axes[-1:]:
-        # With a separate gather group, gathers pair with gathers and reductions with reductions.
-        compared = axis.for_gathers() if action == "gather" else axis
-        compare_steps(code, steps, compared, group.device)
+    for group in one_per_mesh(groups):
+        for axis in group.axes if along_all else group.axes[-1:]:
+            # With a separate gather group, gathers pair with gathers, reductions with reductions.
+            compared = axis.for_gathers() if action == "gather" else axis
+            compare_steps(code, steps, compared, group.device)
 
 
 def check_is_between_steps(unit: Unit, method: str) -> None:

@@ -22,7 +22,14 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 
-from megatron_fsdp_v2 import MixedPrecisionPolicy, RuntimeOptions, UnitOptions, fully_shard
+from megatron_fsdp_v2 import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    RuntimeOptions,
+    ShardPlacementResult,
+    UnitOptions,
+    fully_shard,
+)
 from megatron_fsdp_v2.diagnostics import memory_tracker
 from megatron_fsdp_v2.params.autograd import save_activations_on_cpu
 from megatron_fsdp_v2.params.formats import register_format
@@ -118,14 +125,6 @@ class _OfTorch215:
     param_dtype_override_fn: Any = None
 
 
-@dataclasses.dataclass
-class _OnAnotherMesh:
-    """Like torch 2.15's `ShardPlacementResult`."""
-
-    placement: Shard
-    mesh_info: Any = None
-
-
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "unknown sharding_strategy 'zero3'; choose one of no_shard, optim": {
         "sharding_strategy": "zero3"
@@ -153,14 +152,17 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "reshard_after_forward": "yes"
     },
     "offload_policy='cpu' cannot be honored; give": {"offload_policy": "cpu"},
-    "dp_mesh_dims='dp' cannot be honored: give the data-parallel axes as the mesh": {
+    "dp_mesh_dims must be a DataParallelMeshDims(shard=..., replicate=...) with names": {
         "dp_mesh_dims": "dp"
     },
-    "shard_placement_fn returns S(1) for parameter weight; parameters are sharded by": {
-        "shard_placement_fn": lambda param: Shard(1) if param.ndim > 1 else None
+    "must name axes of mesh, each once and in the order of the mesh": {
+        "dp_mesh_dims": DataParallelMeshDims(shard="dp")
     },
-    "make a module whose parameters have another mesh a unit with that mesh": {
-        "shard_placement_fn": lambda param: _OnAnotherMesh(Shard(0))
+    "shard_placement_fn returns S(2) for parameter weight of 2 dimensions; return None": {
+        "shard_placement_fn": lambda param: Shard(2)
+    },
+    "mesh must be a DeviceMesh, got NoneType": {
+        "shard_placement_fn": lambda param: ShardPlacementResult(None, None)
     },
 }
 # -- misuse ---------------------------------------------------------------------------------------

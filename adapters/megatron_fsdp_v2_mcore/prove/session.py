@@ -216,7 +216,7 @@ def end_groups(parallel_state: Any) -> None:
     Args:
         parallel_state: Megatron's module of its process groups.
     """
-    from megatron_fsdp_v2.runtime import api
+    from megatron_fsdp_v2.runtime import meshes
 
     dist.barrier()
     parallel_state.destroy_model_parallel()
@@ -225,7 +225,7 @@ def end_groups(parallel_state: Any) -> None:
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
     # Default meshes use these groups.
-    api._MESHES.clear()
+    meshes._MESHES.clear()
     # --manual-gc disables collection. Groups, with hundreds of threads, are in reference cycles.
     gc.enable()
     gc.collect()

@@ -1,0 +1,172 @@
+"""Units whose parameters are on different meshes: experts on fewer data-parallel ranks."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, override
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from megatron_fsdp_v2 import RuntimeOptions, ShardPlacementResult, fully_shard
+from megatron_fsdp_v2.runtime.module import unit_of
+from tests.distributed.checkpoint_trainings import muon
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import (
+    STRATEGIES,
+    batch,
+    mesh_of,
+    step_all,
+    whole,
+)
+from tests.reference.models import INPUT
+
+EXPERTS = 4
+
+
+@functools.cache
+def expert_mesh() -> DeviceMesh:
+    """Four ranks; created once, since its groups are never destroyed."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+
+
+class _Gather(torch.autograd.Function):
+    """Tokens of all ranks of a group; the backward sums their gradients."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _Sum.apply(grad, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    """This rank's tokens of the sum over a group; the backward gathers the gradients."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group, total = group, x.clone()
+        dist.all_reduce(total, group=group)
+        return total.chunk(group.size())[group.rank()]
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _Gather.apply(grad, ctx.group), None
+
+
+class Mixture(nn.Module):
+    """A layer with experts, all of them here or an equal share on every rank of a group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(INPUT), nn.Linear(INPUT, EXPERTS)
+        self.up = nn.Parameter(torch.randn(EXPERTS, INPUT, INPUT) / 2)
+        self.group: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        shares = self.gate(y).softmax(-1)
+        up = self.up.to_local() if isinstance(self.up, DTensor) else self.up
+        if self.group is not None:
+            y, shares = _Gather.apply(y, self.group), _Gather.apply(shares, self.group)
+            shares = shares.chunk(self.group.size(), -1)[self.group.rank()]
+        made = torch.einsum("ti,eio,te->to", y, up, shares)
+        return x + (made if self.group is None else _Sum.apply(made, self.group))
+
+
+def build() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(Mixture(), Mixture(), nn.Linear(INPUT, 3))
+
+
+def sharded(kind: str, dense: tuple[int, ...] = (4,), **options: Any) -> Any:
+    """The model on 4 ranks, its experts on 2 x 2: plain tensors, or DTensors over `ep`."""
+    model, mesh = build(), expert_mesh()
+    for layer in model[:2]:
+        layer.group = mesh.get_group("ep")
+        share = layer.up.detach().chunk(2)[layer.group.rank()].clone()
+        if kind == "dtensor":
+            share = distribute_tensor(layer.up.detach(), mesh["ep"], [Shard(0)])
+        layer.up = nn.Parameter(share)
+    experts = {id(layer.up) for layer in model[:2]}
+    # Of torch, or the mesh itself.
+    info: Any = FSDPMeshInfo(mesh["edp"], shard_mesh_dim=0) if kind == "dtensor" else mesh["edp"]
+
+    def place(param: nn.Parameter) -> Any:
+        return ShardPlacementResult(Shard(0), info) if id(param) in experts else None
+
+    for unit in (*model[:2], model):
+        fully_shard(
+            unit,
+            mesh=mesh_of(*dense),
+            shard_placement_fn=place,
+            gradient_scaling_factor=1 / 4,
+            **options,
+        )
+    model[0].set_modules_to_forward_prefetch([model[1]])
+    model[1].set_modules_to_backward_prefetch([model[0]])
+    return model
+
+
+def _optimizer(kind: str, model: nn.Module) -> Any:
+    if kind == "muon":
+        return muon(model, lr=0.02, ns_dtype=torch.float32)
+    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+
+
+def _train(model: nn.Module, optimizer: Any, ranks: list[int], steps: range) -> list[float]:
+    """Train on the mean loss of data-parallel ranks; return norms before clipping."""
+    norms = []
+    for step in steps:
+        for rank in ranks:
+            (model(batch(rank, step)).square().mean() / len(ranks)).backward()
+        norms.append(whole(nn.utils.clip_grad_norm_(model.parameters(), 0.1)).item())
+        step_all(optimizer)
+    return norms
+
+
+def _error(model: nn.Module, plain: nn.Module) -> float:
+    """Largest difference from the whole weights. Collective."""
+    errors = []
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        full, wanted = whole(mine).detach(), theirs
+        if full.shape != wanted.shape:
+            wanted = theirs.chunk(2)[expert_mesh().get_local_rank("ep")]
+        errors.append(float((full - wanted).abs().max()))
+    return max(errors)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "dense"),
+    [
+        *((strategy, "adamw", dense) for strategy in STRATEGIES for dense in ((4,), (2, 2))),
+        ("optim_grads_params", "muon", (4,)),
+    ],
+)
+@on_ranks(4, kind=["plain", "dtensor"])
+def test_training_equals_the_plain_loop(
+    kind: str, strategy: str, optimizer: str, dense: tuple[int, ...]
+) -> None:
+    plain, options = build(), RuntimeOptions(check_ranks="always")
+    model = sharded(kind, dense, sharding_strategy=strategy, options=options)
+    sizes = {group.spec.mesh.size() for group in unit_of(model[0]).groups}
+    mine = _train(model, _optimizer(optimizer, model), [dist.get_rank()], range(3))
+    theirs = _train(plain, _optimizer(optimizer, plain), [0, 1, 2, 3], range(3))
+    tolerance = 1e-5 if optimizer == "muon" else 1e-6
+    assert sizes == {2, 4}
+    assert mine == pytest.approx(theirs, rel=tolerance)
+    assert _error(model, plain) < tolerance

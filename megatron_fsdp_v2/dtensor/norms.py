@@ -63,6 +63,11 @@ class ShardedNorm(torch.Tensor):
         """Return the global norm as a plain tensor. Collective."""
         return self.reduced().full_tensor()
 
+    @override
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Show this rank's norm without a reduction, which one rank alone cannot run."""
+        return f"ShardedNorm(local={self.local}, order={self.order}, axes={set(self.axes)})"
+
     @classmethod
     @override
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -521,9 +521,9 @@ def sharded_axes(tensor: DTensor) -> list[int]:
 
 
 _KEEP_ROWS = (
-    "absolute bfloat16 bool byte char contiguous cpu cuda divide double empty_like fill float "
-    "full_like half int long masked_fill multiply negative ones_like rsub short subtract to "
-    "true_divide type type_as where zero zeros_like"
+    "absolute bfloat16 bool byte char conj contiguous cpu cuda divide double empty_like fill float "
+    "full_like half int long masked_fill multiply negative ones_like resolve_conj resolve_neg rsub "
+    "short subtract to true_divide type type_as where zero zeros_like"
 )
 """Names of elementwise functions that torch does not tag as pointwise."""
 

@@ -1,8 +1,9 @@
 """Sharded parameters, and the rules by which operations run: on local rows or on whole tensors.
 
 An elementwise operation (`keeps_rows`) runs on each rank's rows, and its result is sharded like its
-input. Every other operation gathers its operands, runs on whole plain tensors and returns
-replicated DTensors.
+input. A view is described, without communication. A read by the host (`item`, `numpy`) is an error,
+since one rank may read alone. Every other operation gathers its operands, runs on whole plain
+tensors and returns replicated DTensors.
 """
 
 from __future__ import annotations
@@ -21,8 +22,34 @@ from torch.optim import optimizer as optimizers
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from megatron_fsdp_v2.dtensor.local_rules import (
+    AS_DTENSORS,
+    DRAWS,
+    DRAWS_OF_ALL,
+    METADATA,
+    READS,
+    RESHAPES,
+    STORAGES,
+    VIEWS,
+    Rule,
+    as_dtensors,
+    as_metadata,
+    backward,
+    changes,
+    data_ptr,
+    grad_of,
+    mixed,
+    register_hook,
+    reject_random,
+    reject_read,
+    reject_reshape,
+    reject_storage,
+    reject_view,
+    run,
+    set_data,
+)
 from megatron_fsdp_v2.dtensor.norms import ShardedNorm, check_mesh, local_norms, order_of, unscale
-from megatron_fsdp_v2.dtensor.optimizer_kinds import RejectedError, rejected, running_optimizer
+from megatron_fsdp_v2.dtensor.optimizer_kinds import running_optimizer
 from megatron_fsdp_v2.dtensor.sharded_rows import (
     COMPUTED,
     FastAttributes,
@@ -39,9 +66,6 @@ from megatron_fsdp_v2.dtensor.sharded_rows import (
     sharded_axes,
 )
 
-type Rule = Callable[[Callable[..., Any], Any, dict[str, Any]], Any]
-"""Runs a function of torch with positional and keyword arguments."""
-
 
 class UnevenDTensor(ShardedRows):
     """A `ShardedRows` that runs every operation of torch by one of the rules of this file."""
@@ -50,7 +74,7 @@ class UnevenDTensor(ShardedRows):
     @override
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on the local rows or on the whole tensor."""
-        return _run(rule_of(func), func, args, kwargs)
+        return run(rule_of(func), func, args, kwargs)
 
     @override
     def redistribute(
@@ -135,6 +159,8 @@ def _local_operand(first: ShardedRows, value: Any, tracked: bool) -> Any:
         return local_rows(value) if tracked else value._local_tensor
     if (tracked and value.requires_grad) or not (value.ndim == 0 or isinstance(value, DTensor)):
         raise _NeedsWholeError
+    if isinstance(value, ShardedView):
+        raise _NeedsWholeError
     if isinstance(value, DTensor):
         value = value.full_tensor() if sharded_axes(value) else value._local_tensor
     if value.ndim == 0:
@@ -202,6 +228,8 @@ def _local_list_operand(own: torch.Tensor | None, other: torch.Tensor) -> torch.
         # Most optimizer states share this object with their parameter.
         is_alike = isinstance(other, ShardedRows) and other.row_shards is own.row_shards
         return local_of(other) if is_alike else _local_operand(own, other, tracked=False)
+    if isinstance(other, ShardedView):
+        raise _NeedsWholeError
     if not isinstance(other, DTensor):
         if other.ndim and isinstance(own, DTensor):
             raise _NeedsWholeError
@@ -218,30 +246,131 @@ def replicated(local: torch.Tensor, mesh: DeviceMesh) -> ReplicatedDTensor:
     """Wrap a tensor that is equal on all ranks as a DTensor."""
 
     def wrap(local: torch.Tensor) -> Any:
-        meta = TensorMeta(local.shape, local.stride(), local.dtype)
-        spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
+        spec = _replicated(local, mesh)
         return DTensor.__new__(ReplicatedDTensor, local, spec, requires_grad=False)
 
     return cast("ReplicatedDTensor", linear(local, wrap, local_part))
+
+
+def _replicated(local: torch.Tensor, mesh: DeviceMesh) -> DTensorSpec:
+    meta = TensorMeta(local.shape, local.stride(), local.dtype)
+    return DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
 
 
 class ReplicatedDTensor(FastAttributes):
     """The result of an operation on whole tensors: equal on all ranks.
 
     Attributes:
-        bases: The sharded tensors that it is a view of. Writes into it are copied to them.
+        is_copy: Whether it shares memory with the gathered copy of a sharded tensor, which is not
+            sharded again if it is written into.
     """
 
-    bases: Sequence[_Whole] = ()
+    is_copy = False
 
     @classmethod
     @override
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation on local tensors, as DTensor may have no rule for it."""
         rule = rule_of(func)
-        # The result of detach() must keep its bases.
-        is_common = rule in _COMMON and not func.__name__.startswith("detach")
-        return _run(rule if is_common else on_whole, func, args, kwargs)
+        # The result of detach() may be a copy too.
+        is_same = rule in _OF_REPLICATED and not func.__name__.startswith("detach")
+        return run(rule if is_same else on_whole, func, args, kwargs)
+
+
+class ShardedView(FastAttributes):
+    """A view of a sharded tensor that is not gathered. Its local tensor is on the meta device.
+
+    Every operation gathers the sharded tensor, runs on the view of it, and shards it again if the
+    operation wrote into the view.
+
+    Attributes:
+        base: The sharded tensor.
+        make: Returns the view of the whole plain tensor.
+    """
+
+    base: ShardedRows
+    make: Callable[[torch.Tensor], torch.Tensor]
+
+    device = property(lambda self: self.base.device)
+    is_cpu = property(lambda self: self.base.is_cpu)
+    is_cuda = property(lambda self: self.base.is_cuda)
+    is_meta = property(lambda self: self.base.is_meta)
+
+    @override
+    def to_local(self, **kwargs: Any) -> Any:
+        return reject_read(DTensor.to_local, (self,), kwargs)
+
+    @override
+    def full_tensor(self, **kwargs: Any) -> torch.Tensor:
+        """Return the view of the whole tensor. Collective; differentiable."""
+        return self.of(self.base.full_tensor(**kwargs))
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the view of a gathered base."""
+        return self.make(whole if self.requires_grad else whole.detach())
+
+    @override
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        """Gather the view and redistribute it. Collective; differentiable."""
+        return replicated(self.full_tensor(), self.device_mesh).redistribute(*args, **kwargs)
+
+    @override
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ShardedView(shape={tuple(self.shape)}, dtype={self.dtype}, base={self.base!r})"
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return reject_storage(type(self).__reduce_ex__, (self,), {})
+
+    @classmethod
+    @override
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Describe a view of the view; run any other operation on the whole tensor."""
+        rule = as_view if func is torch.Tensor.detach else rule_of(func)
+        return run(_OF_VIEWS.get(rule, on_whole), func, args, kwargs)
+
+
+def _same(whole: torch.Tensor) -> torch.Tensor:
+    return whole
+
+
+def as_view(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Describe a view of a sharded tensor. No communication.
+
+    Functions that copy are passed to `on_whole`: `reshape` of a transpose, an index of tensors.
+    """
+    source = args[0] if args else None
+    if func.__name__.endswith("_as") and len(args) == 2:
+        # Only the shape of the other tensor is read.
+        args = source, torch.empty(args[1].shape, device="meta")
+    others = [leaf for leaf in tree_leaves((args[1:], kwargs)) if isinstance(leaf, torch.Tensor)]
+    is_indexed = any(not other.is_meta for other in others)
+    if not isinstance(source, ShardedRows | ShardedView) or is_indexed:
+        return on_whole(func, args, kwargs)
+    if isinstance(source, ShardedView):
+        meta, make = source._local_tensor, source.make
+    else:
+        meta, make = torch.empty(source.shape, dtype=source.dtype, device="meta"), _same
+    found, structure = tree_flatten(func(meta, *args[1:], **kwargs))
+    memory = meta.untyped_storage()._cdata
+    if any(view.untyped_storage()._cdata != memory for view in found):
+        return on_whole(func, args, kwargs)
+    mesh, base = source.device_mesh, _base_of(source)
+    is_detached = func is torch.Tensor.detach or not is_tracked(source)
+
+    def made(index: int, meta: torch.Tensor) -> ShardedView:
+        def of(whole: torch.Tensor) -> torch.Tensor:
+            views: Sequence[torch.Tensor] = tree_leaves(func(make(whole), *args[1:], **kwargs))
+            return views[index]
+
+        tracked = (meta.is_floating_point() or meta.is_complex()) and not is_detached
+        view: Any = DTensor.__new__(
+            ShardedView, meta, _replicated(meta, mesh), requires_grad=tracked
+        )
+        view.base, view.make = base, of
+        return cast("ShardedView", view)
+
+    return tree_unflatten(list(itertools.starmap(made, enumerate(found))), structure)
 
 
 def on_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -261,14 +390,18 @@ def on_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
     leaves, structure = tree_flatten((args, kwargs))
     tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
     mesh = _common_mesh(name, list(tensors.values()))
-    wholes = {key: _Whole(name, tensor) for key, tensor in tensors.items()}
-    plain = [wholes[id(leaf)].plain if id(leaf) in wholes else leaf for leaf in leaves]
+    # Views of one tensor are views of one gathered copy, which then has the writes into all.
+    bases = {id(base): base for base in map(_base_of, tensors.values())}
+    wholes = {key: _Whole(name, base) for key, base in bases.items()}
+    operands = {key: wholes[id(_base_of(each))].operand(each) for key, each in tensors.items()}
+    plain = [operands.get(id(leaf), leaf) for leaf in leaves]
     plain_args, plain_kwargs = tree_unflatten(plain, structure)
     result = func(*plain_args, **plain_kwargs)
-    untracked = set(map(id, _untracked_writes(func, name, args, kwargs)))
+    untracked = {id(_base_of(each)) for each in _untracked_writes(func, name, args, kwargs)}
     for key, whole in wholes.items():
         whole.write_back(is_written=key in untracked)
-    sources = {id(whole.plain): whole.tensor for whole in wholes.values()}
+    sources = {id(operand): tensors[key] for key, operand in operands.items()}
+    copies = {whole.plain.untyped_storage()._cdata for whole in wholes.values() if whole.is_copy}
 
     def distributed(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or id(leaf) in sources:
@@ -279,61 +412,27 @@ def on_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
                 "full_tensor()"
             )
         made = replicated(leaf, mesh)
-        bases = [base for whole in wholes.values() for base in whole.bases]
-        memory = leaf.untyped_storage()._cdata
-        made.bases = [base for base in bases if base.plain.untyped_storage()._cdata == memory]
+        made.is_copy = leaf.untyped_storage()._cdata in copies
         return made
 
     return tree_map(distributed, result)
 
 
+def _base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sharded tensor that a tensor is a view of, or the tensor."""
+    return tensor.base if isinstance(tensor, ShardedView) else tensor
+
+
 def _common_mesh(name: str, operands: Sequence[torch.Tensor]) -> DeviceMesh:
     """Return the mesh of the sharded operands; raise if the operands cannot be combined."""
+    operands = list(map(_base_of, operands))
     plain = [o for o in operands if not isinstance(o, DTensor | ShardedNorm)]
     # In the step of an optimizer, plain tensors are assumed to be equal on every rank.
     if any(operand.ndim for operand in plain) and running_optimizer() is None:
-        raise _mixed(name, operands, [tuple(operand.shape) for operand in plain])
+        raise mixed(name, operands, [tuple(operand.shape) for operand in plain])
     meshes = [operand.device_mesh for operand in operands if isinstance(operand, FastAttributes)]
     check_mesh(name, meshes)
     return meshes[0]
-
-
-def _mixed(name: str, operands: Sequence[torch.Tensor], shapes: Sequence[Any]) -> RuntimeError:
-    """Return the error for an operation that mixes sharded and plain tensors."""
-    plain = [operand for operand in operands if not isinstance(operand, DTensor)]
-    for operand in operands:
-        label = _parameter_label(operand)
-        if label is None:
-            continue
-        if plain and all(isinstance(each, torch.nn.Parameter) for each in plain):
-            return RuntimeError(
-                f"{name} computes with {label}, which is sharded, and with a plain parameter. If "
-                "that is the gathered weight of another module, which stays gathered after a "
-                "forward with gradients enabled (a frozen teacher), call reshard() on that module "
-                "before, or run its forward under torch.no_grad()"
-            )
-        return RuntimeError(
-            f"{name} computes with {label}, which is sharded: this rank holds some of its "
-            "rows. Its module or weight was used outside of the forward of the unit that "
-            "gathers it. Call unshard() on that unit before and reshard() after, or register "
-            "the method with register_fsdp_forward_method(unit, name), or call fully_shard on "
-            "the module itself, before its unit; if the forward of another unit reads the weight, "
-            "give that unit UnitOptions(used_params=...)"
-        )
-    return RuntimeError(
-        f"{name} mixes sharded tensors, or what was computed from them, with plain tensors of "
-        f"shapes {shapes}, which may differ between ranks; make those DTensors "
-        "(distribute_tensor), or compute with full_tensor()"
-    )
-
-
-def _parameter_label(operand: torch.Tensor) -> str | None:
-    """Return the name of the parameter that an operand is, or is a view of, such as a transpose."""
-    bases = operand.bases if isinstance(operand, ReplicatedDTensor) else ()
-    for tensor in (operand, *(base.tensor for base in bases)):
-        if isinstance(tensor, ShardedRows) and isinstance(tensor, torch.nn.Parameter):
-            return tensor.row_shards.label
-    return None
 
 
 def _untracked_writes(func: Any, name: str, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
@@ -352,20 +451,17 @@ def _untracked_writes(func: Any, name: str, args: Any, kwargs: Any) -> Iterator[
 
 
 class _Whole:
-    """An operand of an operation on whole tensors. Writes into it are copied back to its rows.
+    """A tensor of an operation on whole tensors. Writes into it are copied back to its rows.
 
     Attributes:
-        tensor: The operand.
-        plain: The whole operand as a plain tensor.
-        version: Version of the operand when `plain` was made.
+        tensor: The tensor: an operand, or the base of operands that are views.
+        plain: The whole tensor as a plain tensor.
     """
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         self._name = name
         self.tensor = self.plain = tensor
-        self.version = tensor._version
-        if any(base.tensor._version != base.version for base in self.bases):
-            raise self._rejected("reads a view that was made before a change of")
+        self._views: list[tuple[torch.Tensor, torch.Size, Any]] = []
         if isinstance(tensor, ReplicatedDTensor):
             self.plain = local_rows(tensor)
         elif isinstance(tensor, DTensor | ShardedNorm):
@@ -373,203 +469,59 @@ class _Whole:
         self._before = self.plain._version, self.plain.grad_fn
 
     @property
-    def bases(self) -> Sequence[_Whole]:
-        """The sharded tensors that the operand is a view of."""
-        if isinstance(self.tensor, ReplicatedDTensor):
-            return self.tensor.bases
-        return [self] if isinstance(self.tensor, ShardedRows) else ()
+    def is_copy(self) -> bool:
+        """Whether it is the gathered copy of a sharded tensor, or shares memory with one."""
+        tensor = self.tensor
+        return isinstance(tensor, ShardedRows) or getattr(tensor, "is_copy", False)
+
+    def operand(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the plain tensor of an operand: the whole, or a view of it."""
+        if not isinstance(tensor, ShardedView):
+            return self.plain
+        view = tensor.of(self.plain)
+        self._views.append((view, view.shape, view.grad_fn))
+        return view
 
     def write_back(self, *, is_written: bool) -> None:
-        """Copy values that the operation wrote back into the operand and its bases.
+        """Copy values that the operation wrote into the operands back into the tensor.
 
         Args:
-            is_written: Whether the operation writes it without advancing its version counter.
+            is_written: Whether the operation writes one without advancing its version counter.
         """
         tensor: Any = self.tensor
         plain = self.plain
-        if not is_written and self._before == (plain._version, plain.grad_fn):
-            return
-        if plain.shape != tensor.shape:
+        version, node = self._before
+        operands = [(plain, tensor.shape, node), *self._views]
+        if any(operand.shape != shape for operand, shape, _ in operands):
             raise self._rejected("changes the shape of")
+        is_recorded = any(operand.grad_fn is not before for operand, _, before in operands)
+        if not is_written and not is_recorded and plain._version == version:
+            return
+        if getattr(tensor, "is_copy", False):
+            raise self._rejected("writes into a copy of")
         is_torchs = type(tensor) is DTensor and bool(sharded_axes(tensor))
-        if plain.grad_fn is not self._before[1] and isinstance(tensor, DTensor):
-            if self.bases or is_torchs:
+        if is_recorded and isinstance(tensor, DTensor):
+            if isinstance(tensor, ShardedRows) or is_torchs:
                 raise self._rejected("writes, recorded by autograd, into")
             Overwrite.apply(tensor, plain)  # type: ignore[no-untyped-call]
             return
-        for base in self.bases:
-            rows = shard_like(cast("ShardedRows", base.tensor), base.plain.detach())
+        if isinstance(tensor, ShardedRows):
+            rows = shard_like(tensor, plain.detach())
             with torch.no_grad():
-                local_of(base.tensor).copy_(local_of(rows))
-            torch.autograd.graph.increment_version(base.tensor)
-            base.version = base.tensor._version
-        if is_torchs:
+                local_of(tensor).copy_(local_of(rows))
+            torch.autograd.graph.increment_version(tensor)
+        elif is_torchs:
             whole = replicated(plain.detach(), tensor.device_mesh)
             with torch.no_grad():
                 tensor.copy_(whole.redistribute(placements=tensor.placements))
-        elif isinstance(tensor, DTensor) and not isinstance(tensor, ShardedRows):
+        elif isinstance(tensor, DTensor):
             torch.autograd.graph.increment_version(tensor)
 
     def _rejected(self, what: str) -> RuntimeError:
-        return RuntimeError(
-            f"{self._name} {what} a sharded tensor (shape {tuple(self.tensor.shape)}); compute "
-            "another tensor, and copy_() it over the sharded one"
-        )
+        return changes(what, self._name, self.tensor)
 
 
-# -- rules for sharded and replicated tensors ------------------------------------------------------
-
-
-def _run(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
-    """Run a function by its rule. Add the optimizer's name to an error raised in its step."""
-    try:
-        return rule(func, args, kwargs or {})
-    except Exception as error:
-        optimizer = None if isinstance(error, RejectedError) else running_optimizer()
-        if optimizer is None:
-            raise
-        raise rejected(optimizer, str(error) or type(error).__name__) from error
-
-
-def as_dtensors(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run a function by DTensor's own rule. The result is sharded like the first operand."""
-    with torch._C.DisableTorchFunctionSubclass():
-        result = func(*args, **kwargs)
-    like = next((value for value in (*args, *kwargs.values()) if isinstance(value, DTensor)), None)
-    return in_rows(result, like)
-
-
-def in_rows(result: Any, like: Any) -> Any:
-    """Convert a DTensor that torch made from a sharded tensor into a sharded tensor."""
-    if type(result) is not DTensor or not isinstance(like, ShardedRows):
-        return result
-    # `ShardedRows` adds no storage, so the object can change class in place.
-    result.__class__ = type(like)
-    made = cast("ShardedRows", result)
-    made.row_shards = like.row_shards
-    if made.dtype == like.dtype:
-        # DTensor caches results per mesh layout; the cached mesh may have destroyed groups.
-        made._spec = like._spec
-    return made
-
-
-def _reject_random(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    raise RuntimeError(
-        f"{func.__name__} of a sharded tensor draws random numbers, which would differ between "
-        "ranks; draw from generators in the same state, and compute with full_tensor()"
-    )
-
-
-def _backward(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Run `Tensor.backward` or `torch.autograd.backward` from local tensors. No communication."""
-    given = inspect.signature(func).bind(*args, **kwargs).arguments
-    tensors = _sequence(given.get("tensors", given.get("self")))
-    grads = _sequence(given.get("grad_tensors", given.get("gradient")))
-    with torch.enable_grad():
-        roots = [local_rows(t) if isinstance(t, DTensor) else t for t in tensors]
-    grads = grads or [None] * len(roots)
-    create_graph = bool(given.get("create_graph"))
-    keeps_graph = given.get("retain_graph")
-    # Calls the engine directly: `torch.autograd.backward` would dispatch here again for its
-    # `inputs`, and disabling the dispatch would also disable it for hooks in the backward.
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.run_backward(
-        tuple(roots),
-        tuple(map(_local_gradient, tensors, roots, grads)),
-        create_graph if keeps_graph is None else keeps_graph,
-        create_graph,
-        tuple(_sequence(given.get("inputs"))),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
-
-
-def _sequence(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple) else () if value is None else (value,)
-
-
-def _local_gradient(tensor: Any, root: torch.Tensor, grad: Any) -> torch.Tensor:
-    """Return the gradient of a tensor's local part, given the gradient of the tensor."""
-    if grad is None:
-        if tensor.numel() != 1:
-            raise RuntimeError("grad can be implicitly created only for scalar outputs")
-        return torch.ones_like(root)
-    if isinstance(tensor, ShardedRows):
-        return local_rows(shard_like(tensor, grad))
-    return local_rows(grad) if isinstance(grad, ReplicatedDTensor) else grad
-
-
-def _grad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if running_optimizer() is not None and not any(o.requires_grad for o in _sequence(args[0])):
-        raise RuntimeError("it differentiates gradients, which are sums over ranks without a graph")
-    with torch._C.DisableTorchFunctionSubclass():
-        grads = func(*args, **kwargs)
-    return tuple(map(in_rows, grads, _sequence(args[1])))
-
-
-_AS_DTENSORS = (
-    "__hash__ __len__ __repr__ _has_compatible_shallow_copy_type can_cast constant_ "
-    "detach detach_ get_device has_names is_complex is_contiguous is_floating_point is_inference "
-    "is_nonzero is_pinned is_same_size is_shared is_signed nelement ndimension "
-    "numel pin_memory register_post_accumulate_grad_hook requires_grad_ result_type "
-    "retain_grad share_memory_ storage_offset untyped_storage "
-    # Every rank draws random numbers for its own rows.
-    "alpha_dropout bernoulli dropout feature_alpha_dropout"
-)
-"""Names of functions that read no values or write all elements; DTensor runs them locally."""
-
-_DRAWS_OF_ALL = (
-    "binomial dropout1d dropout2d dropout3d fractional_max_pool2d fractional_max_pool3d "
-    "gumbel_softmax multinomial normal pca_lowrank poisson rrelu rrelu_ svd_lowrank"
-)
-"""Names of functions that draw random numbers for the whole tensor."""
-
-_DRAWS = (
-    "bernoulli_ cauchy_ exponential_ geometric_ kaiming_normal_ kaiming_uniform_ log_normal_ "
-    "normal_ rand_like randint_like randn_like random_ uniform_"
-)
-"""Names of functions that draw a random number for every element, and read no values."""
-
-# -- rules for sharded tensors only ----------------------------------------------------------------
-
-
-def _reject_storage(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    # Called by safetensors.
-    raise RuntimeError(
-        f"this rank holds some rows of a sharded tensor of shape {tuple(args[0].shape)}. Write a "
-        "gathered state dict (torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
-        "options=StateDictOptions(full_state_dict=True))), or save with "
-        "megatron_fsdp_v2.checkpoint.save and export"
-    )
-
-
-def _set_data(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Use the local rows of the value. The group copies them into its main weight at the next use.
-
-    A copy into the own rows would change tensors that `data` returned before.
-    """
-    target, value = args
-    if value.shape != target.shape or value.dtype != target.dtype:
-        raise ValueError(
-            f"a sharded tensor of shape {tuple(target.shape)} and {target.dtype} cannot take data "
-            f"of shape {tuple(value.shape)} and {value.dtype}; change both before sharding"
-        )
-    # Tensors made in inference mode have no version counter.
-    with torch.inference_mode(False), torch.no_grad():
-        rows = local_of(shard_like(target, value)).detach().to(local_of(target).device)
-        target._local_tensor = rows.clone() if rows.is_inference() else rows
-    torch.autograd.graph.increment_version(target)
-
-
-def _data_ptr(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
-    """Return 0: the tensor has no memory of its own, only its local tensor has.
-
-    Torch would return the offset of the local tensor, which its stagers take for memory.
-    """
-    if running_optimizer() is not None:
-        # The optimizer may branch on the address, which differs between ranks.
-        raise RuntimeError("it asks for the address of a tensor, which differs between ranks")
-    return 0
+# -- rules -----------------------------------------------------------------------------------------
 
 
 def _draw(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -609,6 +561,14 @@ def _set_item(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     # torch assigns several values to masked elements in their order in the whole tensor.
     if is_mask and not (isinstance(value, torch.Tensor) and value.ndim):
         target.masked_fill_(index, value)
+    elif (
+        isinstance(value, int | float)
+        and not is_tracked(target)
+        and not any(map(torch.is_tensor, tree_leaves(index)))
+    ):
+        mask = torch.zeros(target.shape, dtype=torch.bool)
+        mask[index] = True
+        _base_of(target).masked_fill_(shard_like(target, mask), value)
     else:
         on_whole(func, args, kwargs)
 
@@ -646,35 +606,66 @@ def _norms(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return [next(ours) if mine else torch.linalg.vector_norm(t, order) for t, mine in pairs]
 
 
-def _register_hook(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    tensor, hook = args
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(tensor, lambda grad: hook(in_rows(grad, tensor)))
+def _constant(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    # `nn.init` passes its arguments by name.
+    with torch.no_grad():
+        return kwargs["tensor"].fill_(kwargs["val"])
 
 
-_COMMON = (as_dtensors, _reject_random, _backward, _grad, _data_ptr)
-"""Rules that apply to replicated results as well as to sharded tensors."""
+def _data(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    # `data` has its own version counter in torch, which would hide writes.
+    return args[0].detach()
+
+
+def _format(func: Any, args: Any, kwargs: dict[str, Any]) -> str:
+    tensor, spec = args
+    return format(tensor.item(), spec) if spec else repr(tensor)
+
+
+def _read(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Read values on the host, if this rank holds them or every rank steps an optimizer."""
+    tensor: Any = _base_of(args[0])
+    is_local = all(tensor.device_mesh.size(axis) == 1 for axis in sharded_axes(tensor))
+    rule = on_whole if is_local or running_optimizer() is not None else reject_read
+    return rule(func, args, kwargs)
+
 
 _RULES: dict[Any, Rule] = {
-    **dict.fromkeys(_AS_DTENSORS.split(), as_dtensors),
-    **dict.fromkeys(_DRAWS_OF_ALL.split(), _reject_random),
-    **dict.fromkeys((f"{name}.__get__" for name in COMPUTED), on_whole),
+    **dict.fromkeys(METADATA.split(), as_metadata),
+    **dict.fromkeys(AS_DTENSORS.split(), as_dtensors),
+    **dict.fromkeys(READS.split(), _read),
+    **dict.fromkeys(RESHAPES.split(), reject_reshape),
+    **dict.fromkeys(VIEWS.split(), as_view),
+    **dict.fromkeys(DRAWS_OF_ALL.split(), reject_random),
+    **dict.fromkeys((f"{name}.__get__" for name in COMPUTED), as_view),
     **dict.fromkeys(("new_empty", "new_full", "new_ones", "new_zeros"), _new),
     **dict.fromkeys(("linalg_vector_norm", "norm"), _norm),
-    **dict.fromkeys((torch.Tensor.backward, torch.autograd.backward), _backward),
-    **dict.fromkeys(_DRAWS.split(), _draw),
+    **dict.fromkeys((torch.Tensor.backward, torch.autograd.backward), backward),
+    **dict.fromkeys(DRAWS.split(), _draw),
+    **dict.fromkeys(STORAGES.split(), reject_storage),
     "_amp_foreach_non_finite_check_and_unscale_": unscale,
+    "__format__": _format,
     "__setitem__": _set_item,
+    "constant_": _constant,
     "_foreach_norm": _norms,
     "copy_": _copy,
-    # `data` has its own version counter in torch, which would hide writes.
-    "data.__get__": lambda func, args, kwargs: args[0].detach(),
-    "data.__set__": _set_data,
-    "data_ptr": _data_ptr,
-    "register_hook": _register_hook,
-    "storage": _reject_storage,
-    torch.autograd.grad: _grad,
+    "data.__get__": _data,
+    "data.__set__": set_data,
+    "data_ptr": data_ptr,
+    "register_hook": register_hook,
+    torch.autograd.grad: grad_of,
 }
+
+_OF_REPLICATED = (as_metadata, as_dtensors, reject_random, backward, grad_of, data_ptr)
+"""Rules of sharded tensors that apply to replicated results too."""
+
+_OF_VIEWS: dict[Rule, Rule] = {
+    **{rule: rule for rule in (as_metadata, as_view, _read, backward, grad_of)},
+    **{rule: rule for rule in (_data, _format, reject_random, reject_reshape, reject_storage)},
+    **dict.fromkeys((as_dtensors, register_hook, set_data), reject_view),
+    data_ptr: reject_storage,
+}
+"""Rules for views of sharded tensors, by the rule of the sharded tensor; `on_whole` if missing."""
 
 
 @functools.cache
@@ -682,7 +673,8 @@ def rule_of(func: Any) -> Rule:
     """Return the rule by which a function of torch runs on an `UnevenDTensor`."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
-        return _RULES.get(f"{func.__self__.__name__}.{name}", as_dtensors)
+        default = as_metadata if name == "__get__" else as_dtensors
+        return _RULES.get(f"{func.__self__.__name__}.{name}", default)
     if func in _RULES or name in _RULES:
         return _RULES.get(func) or _RULES[name]
     if name.startswith(("_foreach_", "_fused_")):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.checkpoint.exporting import convert
@@ -108,6 +109,32 @@ def difference_when_loaded_from_pretrained(name: str, folder: Path) -> float:
 def test_from_pretrained_loads_an_export(measure: Measure, tmp_path: Path, name: str) -> None:
     (tmp_path / "exported").mkdir()
     function, compared = difference_when_loaded_from_pretrained, "every tensor of the state dict"
+    measure("transformers", compared, 2, function, name, tmp_path, at_most=0.0)
+
+
+def difference_when_saved_gathered(name: str, folder: Path) -> float:
+    """Save with the state dict that the error of `save_pretrained` names, and load it."""
+    training = training_of(name)
+    model = sharded(training, built(training))
+    remedy = r"get_model_state_dict\(model, options=StateDictOptions\(full_state_dict=True\)\)"
+    for ranks in (range(1), range(2)):  # one rank alone, then every rank
+        if dist.get_rank() in ranks:
+            with pytest.raises(RuntimeError, match=remedy):
+                model.save_pretrained(folder / "rejected")
+        dist.barrier()
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    model.save_pretrained(folder / "gathered", state_dict=dict(whole))
+    dist.barrier()
+    found = MODELS[name].cls.from_pretrained(folder / "gathered").state_dict()
+    assert found.keys() == whole.keys()
+    return max(float((found[key] - whole[key]).abs().max()) for key in whole)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_save_pretrained_names_the_state_dict_that_it_writes(
+    measure: Measure, tmp_path: Path, name: str
+) -> None:
+    function, compared = difference_when_saved_gathered, "every tensor of the state dict"
     measure("transformers", compared, 2, function, name, tmp_path, at_most=0.0)
 
 

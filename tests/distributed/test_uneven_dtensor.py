@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
+import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -185,6 +189,11 @@ def test_writes_into_views_change_the_sharded_rows(granularity: str) -> None:
         first.fill_(2.0)
         second[0].add_(first.sum())
 
+    def both_halves(weight: Any) -> None:
+        before = weight.view(2, -1)[1]
+        torch._foreach_mul_(list(weight.chunk(2)), 3.0)
+        weight[0].copy_(before[: weight[0].numel()].view_as(weight[0]))
+
     check(
         nn.init.dirac_,
         lambda w: w[2].zero_(),
@@ -201,6 +210,7 @@ def test_writes_into_views_change_the_sharded_rows(granularity: str) -> None:
             -1.0,
         ),
         halves,
+        both_halves,
     )
     matrix = wrap(nn.Linear(4, 5)).weight
     with torch.no_grad():
@@ -209,6 +219,67 @@ def test_writes_into_views_change_the_sharded_rows(granularity: str) -> None:
         nn.init.eye_(matrix)
     assert torch.allclose(product.full_tensor(), torch.eye(4), atol=1e-6)
     assert torch.equal(matrix.full_tensor(), torch.eye(5, 4))
+
+
+LOCAL: dict[str, tuple[Callable[[Any], Any], Any]] = {
+    "repr": (lambda w: "DTensor" in repr(w), True),
+    "repr of a norm": (lambda w: "local=" in repr(torch.linalg.vector_norm(w.detach())), True),
+    "repr of a view": (lambda w: "shape=(4,)" in f"{w[0]}", True),
+    "dir": (lambda w: "full_tensor" in dir(w), True),
+    "len": (len, 6),
+    "list": (lambda w: [row.shape for row in w], [(4,)] * 6),
+    "index": (lambda w: w[-1, 1:].shape, (3,)),
+    "index None": (lambda w: w[None, ..., 0].shape, (1, 6)),
+    "transpose": (lambda w: (w.T.shape, w.mT.is_contiguous()), ((4, 6), False)),
+    "view": (lambda w: (w.view(-1).device.type, w.view(2, -1).stride()), ("cpu", (12, 1))),
+    "chunk": (lambda w: [half.shape for half in w.data.chunk(2)], [(3, 4)] * 2),
+    "flatten": (lambda w: w.flatten().dtype, torch.float32),
+    "detach of a view": (lambda w: w[0].detach().requires_grad, False),
+    "data_ptr": (lambda w: w.data_ptr(), 0),
+    "copy": (lambda w: type(copy.copy(w.detach())), UnevenDTensor),
+    "pickle": (lambda w: len(pickle.dumps(w)) > 96, True),
+    "assigned": (lambda w: w.detach().clone().__setitem__((0, slice(2)), 1.0), None),
+}
+"""Calls that need no other rank, and their results for a tensor of shape (6, 4)."""
+
+_GATHER, _SAVE = "full_tensor() on all ranks", "full_state_dict=True"
+REJECTED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "numpy": (lambda w: w.detach().numpy(), _GATHER),
+    "np.asarray": (lambda w: np.asarray(w.detach()), _GATHER),
+    "tolist": (lambda w: w.tolist(), _GATHER),
+    "tolist of a view": (lambda w: w[0].tolist(), _GATHER),
+    "item": (lambda w: w.detach()[0, 0].item(), _GATHER),
+    "float": (lambda w: [float(value) for value in w[0]], _GATHER),
+    "format": (lambda w: f"{w[0, 0]:.3f}", _GATHER),
+    "bool": (lambda w: bool(w[0, 0]), _GATHER),
+    "safetensors": (lambda w: w.view(-1)[-1].data_ptr(), _SAVE),
+    "storage": (lambda w: w.storage(), _SAVE),
+    "shared memory": (lambda w: w.share_memory_(), _SAVE),
+    "pickle of a view": (lambda w: pickle.dumps(w[0]), _SAVE),
+    "new shape": (lambda w: w.detach().t_(), "copy_() it over the sharded one"),
+    "storage of a view": (lambda w: w[0].untyped_storage(), "the result of full_tensor()"),
+    "leaf of a view": (lambda w: w[0].requires_grad_(), "the result of full_tensor()"),
+}
+"""Calls that need other ranks, which may not make them; and the remedies in their errors."""
+
+
+@on_ranks(2)
+def test_one_rank_alone_gets_a_local_result_or_an_error_with_the_remedy() -> None:
+    model: Any = wrap(nn.Linear(4, 6, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    moments = optimizer.state[model.weight]["exp_avg"]
+    weight, state = model.weight, model.state_dict()["weight"]
+    wrong = []
+    if dist.get_rank() == 0:
+        for tensor in (weight, weight.grad, state, moments, 2 * weight):
+            wrong += [name for name, (call, result) in LOCAL.items() if call(tensor) != result]
+            for name, (call, remedy) in REJECTED.items():
+                message = error_message(RuntimeError, functools.partial(call, tensor))
+                wrong += [name] if remedy not in message else []
+    dist.barrier()
+    assert not wrong
 
 
 @on_ranks(2)
@@ -224,13 +295,11 @@ def test_write_into_a_torch_dtensor_with_a_sharded_operand_changes_its_shards() 
 def test_unsupported_operations_raise_by_name() -> None:
     model: Any = wrap(nn.Linear(3, 5, bias=False))
     weight = model.weight
-    view, kept = weight.detach()[1], 2 * weight
-    with torch.no_grad():
-        weight.mul_(2.0)
+    kept = 2 * weight
     check_error_messages(
         RuntimeError,
         {
-            "sum reads a view that was made before a change": view.sum,
+            "zero_ writes into a copy of": weight.detach().unsafe_chunk(2)[0].zero_,
             "t_ changes the shape": weight.detach().t_,
             "fill_ writes, recorded by autograd": lambda: kept[0].fill_(1.0 * kept.sum()),
             "multinomial of a sharded tensor draws": lambda: weight.multinomial(1),

@@ -358,8 +358,17 @@ class GroupParameters:
             ValueError: A change of shape, dtype or identity is not supported.
         """
         found = list(self._replaced())
+        replaced: dict[int, Any] = {}
         for index, module, attribute, other in found:
-            self._replace(index, f"{attribute} of {type(module).__name__}", other, adopts=adopts)
+            place, first = f"{attribute} of {type(module).__name__}", replaced.get(index)
+            if first is None or other is None:
+                self._replace(index, place, other, adopts=adopts)
+                replaced[index] = other
+            elif other is not first and not torch.equal(plain_of(first), plain_of(other)):
+                raise ValueError(
+                    f"parameter {self.label(index)} is tied, and was replaced by tensors of "
+                    f"different values ({place} is one); untie it before sharding it"
+                )
             # Through `__setattr__`, since an RNN keeps a list of the parameters set on it.
             setattr(module, attribute, self.gathered[index])
         if found:
@@ -446,6 +455,8 @@ class GroupParameters:
             raise ValueError(f"{name} was replaced by a DTensor that is sharded differently")
         self._check_rows(index, local_of(other))
         propagate_attributes(own, other)
+        # From here on, it belongs to this group only: another group does not adopt it too.
+        other.row_shards = self.row_shards[index]
         self.sharded[index] = other
         self._mark_stale(own, index, "before the parameter was replaced")
 

@@ -257,6 +257,23 @@ def _changed(path: str, value: Callable[[Any], Any]) -> Callable[[], None]:
     return call
 
 
+def _tied_to_a_rebuilt_weight() -> None:
+    model = wrap(Stack())
+    rebuild(model)
+    model.blocks[0].up.weight = model.blocks[1].up.weight
+    model(torch.ones(2, 5))
+
+
+def _untied() -> None:
+    model = Stack()
+    model.blocks[0].up.weight = model.blocks[1].up.weight
+    wrap(model, sharding_strategy="no_shard")  # every rank has the rows that differ
+    rebuild(model)
+    with torch.no_grad():
+        model.blocks[1].up.weight.add_(1.0)
+    model(torch.ones(2, 5))
+
+
 def _without_a_gradient() -> None:
     model = Stack()
     model.blocks[0].unused = nn.Parameter(torch.ones(2, 2))
@@ -353,6 +370,8 @@ VALUE: dict[str, Callable[[], Any]] = {
     "parameter up.weight of blocks.1/0 (registered as weight of Linear) was tied to": _changed(
         "blocks.1.up.weight", lambda model: model.blocks[0].up.weight
     ),
+    "was tied to another one after fully_shard; tie them before": _tied_to_a_rebuilt_weight,
+    "is tied, and was replaced by tensors of different values (weight of Linear is one)": _untied,
     "shape (3, 7) before, (4, 7) now": _changed("output.weight", lambda _: _new(4, 7)),
     "was removed after fully_shard": _changed("blocks.0.up.bias", lambda _: None),
     "changed from torch.float32 to torch.bfloat16; keep its dtype": _changed(

@@ -233,36 +233,11 @@ def register_hook(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(tensor, lambda grad: hook(in_rows(grad, tensor)))
 
 
-METADATA = (
-    "__dir__ __dlpack_device__ __hash__ __len__ __repr__ _has_compatible_shallow_copy_type "
-    "_is_view _is_zerotensor can_cast dense_dim dim dim_order element_size get_device has_names "
-    "is_coalesced is_complex is_conj is_contiguous is_distributed is_floating_point is_inference "
-    "is_neg is_pinned is_same_size is_shared is_signed ndimension nelement numel result_type size "
-    "sparse_dim storage_offset stride"
-)
-"""Names of functions that read no values."""
-
-AS_DTENSORS = (
-    "detach detach_ pin_memory register_post_accumulate_grad_hook requires_grad_ retain_grad "
-    "untyped_storage "
-    # Every rank draws random numbers for its own rows.
-    "alpha_dropout bernoulli dropout feature_alpha_dropout"
-)
-"""Names of functions that DTensor runs locally."""
-
-RESHAPES = (
-    "as_strided_ resize_ resize_as_ set_ squeeze_ swapaxes_ swapdims_ t_ transpose_ unsqueeze_"
-)
-"""Names of functions that change a shape in place."""
-
 READS = (
     "__array__ __bool__ __complex__ __dlpack__ __float__ __index__ __int__ __long__ __nonzero__ "
     "is_nonzero item numpy tolist"
 )
 """Names of functions that read values on the host."""
-
-STORAGES = "_typed_storage share_memory_ storage storage_type"
-"""Names of functions that access memory."""
 
 VIEWS = (
     "__getitem__ adjoint as_strided atleast_1d atleast_2d atleast_3d broadcast_to chunk diagonal "
@@ -272,14 +247,64 @@ VIEWS = (
 )
 """Names of functions that return views, if they need no copy."""
 
-DRAWS_OF_ALL = (
+DRAWS = (
+    "bernoulli_ cauchy_ constant_ exponential_ geometric_ kaiming_normal_ kaiming_uniform_ "
+    "log_normal_ normal_ rand_like randint_like randn_like random_ uniform_"
+)
+"""Names of functions that write every element, mostly with random numbers, and read no values."""
+
+_METADATA = (
+    "__dir__ __dlpack_device__ __hash__ __len__ __repr__ _has_compatible_shallow_copy_type "
+    "_is_view _is_zerotensor can_cast dense_dim dim dim_order element_size get_device has_names "
+    "is_coalesced is_complex is_conj is_contiguous is_distributed is_floating_point is_inference "
+    "is_neg is_pinned is_same_size is_shared is_signed ndimension nelement numel result_type size "
+    "sparse_dim storage_offset stride"
+)
+"""Names of functions that read no values."""
+
+_AS_DTENSORS = (
+    "detach detach_ pin_memory register_post_accumulate_grad_hook requires_grad_ retain_grad "
+    "untyped_storage "
+    # Every rank draws random numbers for its own rows.
+    "alpha_dropout bernoulli dropout feature_alpha_dropout"
+)
+"""Names of functions that DTensor runs locally."""
+
+_RESHAPES = (
+    "as_strided_ resize_ resize_as_ set_ squeeze_ swapaxes_ swapdims_ t_ transpose_ unsqueeze_"
+)
+"""Names of functions that change a shape in place."""
+
+_STORAGES = "_typed_storage share_memory_ storage storage_type"
+"""Names of functions that access memory."""
+
+_DRAWS_OF_ALL = (
     "binomial dropout1d dropout2d dropout3d fractional_max_pool2d fractional_max_pool3d "
     "gumbel_softmax multinomial normal pca_lowrank poisson rrelu rrelu_ svd_lowrank"
 )
 """Names of functions that draw random numbers for the whole tensor."""
 
-DRAWS = (
-    "bernoulli_ cauchy_ exponential_ geometric_ kaiming_normal_ kaiming_uniform_ log_normal_ "
-    "normal_ rand_like randint_like randn_like random_ uniform_"
-)
-"""Names of functions that draw a random number for every element, and read no values."""
+RULES: dict[Any, Rule] = {
+    **dict.fromkeys(_METADATA.split(), as_metadata),
+    **dict.fromkeys(_AS_DTENSORS.split(), as_dtensors),
+    **dict.fromkeys(_RESHAPES.split(), reject_reshape),
+    **dict.fromkeys(_STORAGES.split(), reject_storage),
+    **dict.fromkeys(_DRAWS_OF_ALL.split(), reject_random),
+    **dict.fromkeys((torch.Tensor.backward, torch.autograd.backward), backward),
+    "data.__set__": set_data,
+    "data_ptr": data_ptr,
+    "register_hook": register_hook,
+    torch.autograd.grad: grad_of,
+}
+"""Rules by function or by its name, or by `attribute.__get__`."""
+
+OF_REPLICATED = (as_metadata, as_dtensors, reject_random, backward, grad_of, data_ptr)
+"""Rules that apply to replicated results too."""
+
+_SAME = (as_metadata, reject_random, reject_reshape, reject_storage, backward, grad_of)
+OF_VIEWS: dict[Rule, Rule] = {
+    **dict(zip(_SAME, _SAME, strict=True)),
+    **dict.fromkeys((as_dtensors, register_hook, set_data), reject_view),
+    data_ptr: reject_storage,
+}
+"""Rules for views of sharded tensors, by the rule of the sharded tensor."""

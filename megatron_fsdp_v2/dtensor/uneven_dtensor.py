@@ -23,30 +23,20 @@ from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from megatron_fsdp_v2.dtensor.local_rules import (
-    AS_DTENSORS,
     DRAWS,
-    DRAWS_OF_ALL,
-    METADATA,
+    OF_REPLICATED,
+    OF_VIEWS,
     READS,
-    RESHAPES,
-    STORAGES,
+    RULES,
     VIEWS,
     Rule,
     as_dtensors,
     as_metadata,
-    backward,
     changes,
-    data_ptr,
-    grad_of,
     mixed,
-    register_hook,
-    reject_random,
     reject_read,
-    reject_reshape,
     reject_storage,
-    reject_view,
     run,
-    set_data,
 )
 from megatron_fsdp_v2.dtensor.norms import ShardedNorm, check_mesh, local_norms, order_of, unscale
 from megatron_fsdp_v2.dtensor.optimizer_kinds import running_optimizer
@@ -273,7 +263,7 @@ class ReplicatedDTensor(FastAttributes):
         """Run the operation on local tensors, as DTensor may have no rule for it."""
         rule = rule_of(func)
         # The result of detach() may be a copy too.
-        is_same = rule in _OF_REPLICATED and not func.__name__.startswith("detach")
+        is_same = rule in OF_REPLICATED and not func.__name__.startswith("detach")
         return run(rule if is_same else on_whole, func, args, kwargs)
 
 
@@ -606,12 +596,6 @@ def _norms(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return [next(ours) if mine else torch.linalg.vector_norm(t, order) for t, mine in pairs]
 
 
-def _constant(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    # `nn.init` passes its arguments by name.
-    with torch.no_grad():
-        return kwargs["tensor"].fill_(kwargs["val"])
-
-
 def _data(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     # `data` has its own version counter in torch, which would hide writes.
     return args[0].detach()
@@ -631,41 +615,22 @@ def _read(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 _RULES: dict[Any, Rule] = {
-    **dict.fromkeys(METADATA.split(), as_metadata),
-    **dict.fromkeys(AS_DTENSORS.split(), as_dtensors),
+    **RULES,
     **dict.fromkeys(READS.split(), _read),
-    **dict.fromkeys(RESHAPES.split(), reject_reshape),
     **dict.fromkeys(VIEWS.split(), as_view),
-    **dict.fromkeys(DRAWS_OF_ALL.split(), reject_random),
     **dict.fromkeys((f"{name}.__get__" for name in COMPUTED), as_view),
     **dict.fromkeys(("new_empty", "new_full", "new_ones", "new_zeros"), _new),
     **dict.fromkeys(("linalg_vector_norm", "norm"), _norm),
-    **dict.fromkeys((torch.Tensor.backward, torch.autograd.backward), backward),
     **dict.fromkeys(DRAWS.split(), _draw),
-    **dict.fromkeys(STORAGES.split(), reject_storage),
     "_amp_foreach_non_finite_check_and_unscale_": unscale,
     "__format__": _format,
     "__setitem__": _set_item,
-    "constant_": _constant,
     "_foreach_norm": _norms,
     "copy_": _copy,
     "data.__get__": _data,
-    "data.__set__": set_data,
-    "data_ptr": data_ptr,
-    "register_hook": register_hook,
-    torch.autograd.grad: grad_of,
 }
 
-_OF_REPLICATED = (as_metadata, as_dtensors, reject_random, backward, grad_of, data_ptr)
-"""Rules of sharded tensors that apply to replicated results too."""
-
-_OF_VIEWS: dict[Rule, Rule] = {
-    **{rule: rule for rule in (as_metadata, as_view, _read, backward, grad_of)},
-    **{rule: rule for rule in (_data, _format, reject_random, reject_reshape, reject_storage)},
-    **dict.fromkeys((as_dtensors, register_hook, set_data), reject_view),
-    data_ptr: reject_storage,
-}
-"""Rules for views of sharded tensors, by the rule of the sharded tensor; `on_whole` if missing."""
+_OF_VIEWS = {**OF_VIEWS, as_view: as_view, _data: _data, _format: _format, _read: _read}
 
 
 @functools.cache

@@ -169,7 +169,7 @@ def changes(what: str, name: str, tensor: torch.Tensor) -> RuntimeError:
 
 def reject_storage(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Reject an access to memory, which holds other rows on every rank."""
-    # Called by safetensors, and for a view by save_pretrained() of transformers.
+    # Called by safetensors.
     tensor = getattr(args[0], "base", args[0])
     raise RuntimeError(
         f"this rank holds some rows of a sharded tensor of shape {tuple(tensor.shape)}. Write a "
@@ -224,6 +224,11 @@ def data_ptr(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
         # The optimizer may branch on the address, which differs between ranks.
         raise RuntimeError("it asks for the address of a tensor, which differs between ranks")
     return 0
+
+
+def data_ptr_of_view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Reject an access to the memory of a view, which save_pretrained of transformers compares."""
+    return data_ptr(func, args, kwargs) or reject_storage(func, args, kwargs)
 
 
 def register_hook(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -305,6 +310,6 @@ _SAME = (as_metadata, reject_random, reject_reshape, reject_storage, backward, g
 OF_VIEWS: dict[Rule, Rule] = {
     **dict(zip(_SAME, _SAME, strict=True)),
     **dict.fromkeys((as_dtensors, register_hook, set_data), reject_view),
-    data_ptr: reject_storage,
+    data_ptr: data_ptr_of_view,
 }
 """Rules for views of sharded tensors, by the rule of the sharded tensor."""

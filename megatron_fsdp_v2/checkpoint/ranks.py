@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.checkpoint.errors import everyones
 from megatron_fsdp_v2.comm.groups import default_store, new_local_group, ranks_of
+from megatron_fsdp_v2.comm.rank_checks import checksum
 from megatron_fsdp_v2.runtime.module import named_units
 
 _groups: WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], Any]] = WeakKeyDictionary()
@@ -50,6 +51,39 @@ def group_of(model: nn.Module, process_group: Any = None) -> Any:
     if len(ranks) in (0, dist.get_world_size()):
         return None
     return _group("checkpoints", ranks)
+
+
+def check_names(model: nn.Module, group: Any) -> None:
+    """Check that parameters of one name on different ranks have the same values. Collective.
+
+    Args:
+        model: Sharded, or not at all.
+        group: Its ranks; None for all.
+
+    Raises:
+        ValueError: A parameter is on a part of the ranks of another mesh (experts), and ranks of
+            another part have other values of that name. Raised on every rank.
+    """
+    groups = [group for _, unit in named_units(model) for group in unit.groups]
+    ranks = {g: g.spec.mesh.mesh.flatten().tolist() for g in groups}
+    most = {*max(ranks.values(), key=len, default=[])}
+    # By name and place in the mesh: ranks at one place hold the same rows.
+    mine = {
+        (f"{name} of {g.name}", ranks[g].index(dist.get_rank())): checksum(g.main_weight.view(i))
+        for g in groups
+        if {*ranks[g]} < most
+        for i, (name, shards) in enumerate(zip(g.names, g.parameters.row_shards, strict=True))
+        if shards.tensor is None or shards.tensor.mesh is None
+    }
+    found: dict[tuple[str, int], int] = {}
+    for theirs in everyones(mine, group):
+        for place, value in theirs.items():
+            if found.setdefault(place, value) != value:
+                raise ValueError(
+                    f"{place[0]} is on a part of the model's ranks, and other ranks have another "
+                    "parameter of that name, where a checkpoint has one value of a name; make it a "
+                    "DTensor over the expert-parallel axis, or give it names that differ"
+                )
 
 
 def background_group(group: Any) -> Any:

@@ -40,6 +40,7 @@ from megatron_fsdp_v2.checkpoint.errors import CheckpointError, all_ranks_or_rai
 from megatron_fsdp_v2.checkpoint.foreign import load_object
 from megatron_fsdp_v2.checkpoint.ranks import (
     background_group,
+    check_names,
     check_same_path,
     forget_group,
     group_of,
@@ -112,6 +113,7 @@ def save(
             written.
     """
     group = group_of(model, process_group)
+    check_names(model, group)
 
     def staged() -> _Staged:
         # After a forward whose backward failed or never came, modules hold gathered parameters.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any, override
 
 import pytest
@@ -11,19 +12,27 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from megatron_fsdp_v2 import RuntimeOptions, ShardPlacementResult, fully_shard
+from megatron_fsdp_v2 import RuntimeOptions, ShardPlacementResult, checkpoint, fully_shard
 from megatron_fsdp_v2.runtime.module import unit_of
 from tests.distributed.checkpoint_trainings import muon
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     STRATEGIES,
     batch,
+    error_message,
+    loss_of,
     mesh_of,
+    of_all_ranks,
+    own_loss,
+    pair,
     step_all,
+    weight_error,
     whole,
+    wrap,
 )
+from tests.ranks import RankPools
 from tests.reference.models import INPUT
 
 EXPERTS = 4
@@ -170,3 +179,108 @@ def test_training_equals_the_plain_loop(
     assert sizes == {2, 4}
     assert mine == pytest.approx(theirs, rel=tolerance)
     assert _error(model, plain) < tolerance
+
+
+def _saved(folder: str) -> None:
+    model = sharded("dtensor")
+    optimizer = _optimizer("adamw", model)
+    _train(model, optimizer, [dist.get_rank()], range(1))
+    checkpoint.save(folder, model, optimizer)
+
+
+def _resumed(folder: str, strategy: str) -> float:
+    plain = build()
+    optimizers = [_optimizer("adamw", plain)]
+    _train(plain, optimizers[0], [0, 1, 2, 3], range(2))
+    if dist.get_world_size() == 4:
+        model: Any = sharded("dtensor", (2, 2), sharding_strategy=strategy)
+    else:
+        model = wrap(build(), ())
+    optimizers.append(_optimizer("adamw", model))
+    checkpoint.load(folder, model, optimizers[1])
+    ranks = [dist.get_rank()] if dist.get_world_size() == 4 else [0, 1, 2, 3]
+    _train(model, optimizers[1], ranks, range(1, 2))
+    return _error(model, plain)
+
+
+def test_a_checkpoint_resumes_at_other_meshes(pools: RankPools, tmp_path: Path) -> None:
+    pools(4).run(_saved, str(tmp_path / "one"))
+    errors = pools(4).run(_resumed, str(tmp_path / "one"), "optim")
+    errors += pools(1).run(_resumed, str(tmp_path / "one"), "optim_grads_params")
+    assert max(errors) < 1e-6
+
+
+@on_ranks(4)
+def test_what_cannot_distinguish_meshes_is_rejected_by_name(tmp_path: Path) -> None:
+    model = sharded("plain")
+    saved = error_message(ValueError, lambda: checkpoint.save(tmp_path / "one", model))
+    hook = error_message(ValueError, lambda: model[0].set_all_reduce_hook(print))
+    assert "other ranks have another parameter of that name" in saved
+    assert "0 (Mixture) are sharded over different meshes" in hook
+
+
+@on_ranks(4)
+def test_parameters_of_one_unit_are_sharded_and_replicated() -> None:
+    plain, model = pair(
+        units=lambda m: m.blocks,
+        mesh=mesh_of(4),
+        shard_placement_fn=lambda param: Replicate() if param.ndim == 1 else Shard(1),
+    )
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=1e-3) for m in (plain, model)]
+    for step in range(2):
+        for rank in range(4):
+            (loss_of(plain, rank, step) / 4).backward()
+        with model.no_sync():
+            (own_loss(model, step) / 2).backward()
+        (own_loss(model, step) / 2).backward()
+        norms = [whole(nn.utils.clip_grad_norm_(m.parameters(), 0.1)) for m in (plain, model)]
+        step_all(*optimizers)
+    placements = {param.placements for param in model.parameters()}
+    large = nn.Module()
+    large.up = nn.Parameter(torch.randn(2, 50, 100))
+    rejected = error_message(
+        ValueError,
+        lambda: fully_shard(large, mesh=mesh_of(4), shard_placement_fn=lambda param: Shard(-1)),
+    )
+    assert placements == {(Shard(0),), (Replicate(),)}
+    assert float(norms[0]) == pytest.approx(float(norms[1]), rel=1e-6)
+    assert weight_error(model, plain) < 1e-6
+    assert "some of the 4 ranks would hold 5000 elements, where 2500 would be" in rejected
+
+
+@on_ranks(4)
+def test_meta_experts_get_the_values_of_the_first_rank_of_their_mesh() -> None:
+    torch.manual_seed(dist.get_rank())
+    with torch.device("meta"):
+        layer = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    layer[2].weight = layer[1].weight
+    edp = expert_mesh()["edp"]
+
+    def place(param: nn.Parameter) -> Any:
+        return ShardPlacementResult(None, edp) if param is layer[1].weight else None
+
+    fully_shard(layer[1], mesh=edp)
+    fully_shard(layer, mesh=mesh_of(4), shard_placement_fn=place)
+    layer(torch.ones(1, 4)).sum().backward()
+    dense, expert = ([*of_all_ranks(layer[i].weight.full_tensor())] for i in (0, 2))
+    scales = [layer[i]._fsdp_unit.groups[0].spec.scale for i in (1,)]
+    assert all(torch.equal(dense[0], other) for other in dense)
+    assert torch.equal(expert[0], expert[2]) and torch.equal(expert[1], expert[3])
+    assert not torch.equal(expert[0], expert[1])
+    assert scales == [1 / 2]
+    assert layer[1].weight is layer[2].weight
+
+
+@on_ranks(4)
+def test_an_overflow_of_experts_is_found_on_all_ranks() -> None:
+    model = sharded("plain", (2, 2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    optimizer = _optimizer("adamw", model)
+    before = [whole(param).clone() for param in model.parameters()]
+    scaler.scale(model(batch(dist.get_rank())).square().mean()).backward()
+    if dist.get_rank() == 1 and model[0].up.grad.to_local().numel():
+        model[0].up.grad.to_local().fill_(float("inf"))
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 0.5
+    assert all(torch.equal(whole(p), q) for p, q in zip(model.parameters(), before, strict=True))

@@ -24,6 +24,7 @@ PAGE = ROOT / "docs" / "errors.md"
 PACKAGES = {
     "megatron_fsdp_v2": "core",
     "adapters/megatron_fsdp_v2_mcore": "Megatron-Core",
+    "adapters/megatron_fsdp_v2_for": "other frameworks",
     "adapters/megatron_fsdp_v2_cli": "command line",
     "adapters/megatron_fsdp_v2_trace": "timelines",
     "adapters/megatron_cpu_rehearsal": "CPU rehearsal",

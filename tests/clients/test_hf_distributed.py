@@ -1,0 +1,226 @@
+"""transformers' own FSDP2 (`distributed_config`) with this package, by one import."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+from megatron_fsdp_v2.dtensor.sharded_rows import ShardedRows
+from tests.clients.conftest import Measure, Record, forget_accelerators
+from tests.clients.hf_models import MODELS
+from tests.distributed.wrapping import whole
+from tests.ranks import RankPools
+
+STEPS = 2
+SIZES = {
+    "FSDP": {"fsdp_size": 2},
+    "FSDP of 4": {"fsdp_size": 4},
+    "HSDP": {"fsdp_size": 2, "dp_replicate_size": 2},
+}
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+def loaded(cls: Any, folder: Path, sizes: str = "FSDP", **options: Any) -> Any:
+    """Load a folder sharded, as a user does."""
+    from transformers.distributed import DistributedConfig
+
+    import megatron_fsdp_v2_for.transformers as adapter
+
+    adapter.install(**options)
+    try:
+        config = DistributedConfig(**SIZES[sizes])
+        return cls.from_pretrained(folder, distributed_config=config)
+    finally:
+        adapter.uninstall()
+
+
+def saved_plain(name: str, folder: Path) -> Any:
+    """Build an unsharded model and save it on rank 0."""
+    torch.manual_seed(0)
+    model = MODELS[name].build().eval()
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+    return model
+
+
+def difference_after_training(
+    name: str, folder: Path, sizes: str, options: dict[str, Any]
+) -> float:
+    """Load, train and save, sharded and unsharded; return the largest difference.
+
+    Every rank trains on the same batch, without dropout.
+    """
+    plain = saved_plain(name, folder / "plain")
+    model = loaded(MODELS[name].cls, folder / "plain", sizes, **options)
+    models = plain, model
+    assert any(isinstance(param, ShardedRows) for param in model.parameters())
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=1e-3) for m in models]
+    differences = []
+    for step in range(STEPS + 1):
+        expected = plain.state_dict()
+        state = {key: whole(value.detach()) for key, value in model.state_dict().items()}
+        assert state.keys() == expected.keys()
+        differences += [float((state[k] - value).abs().max()) for k, value in expected.items()]
+        losses = [m(**MODELS[name].batch(step)).loss for m in models]
+        differences.append(float((losses[1] - losses[0]).detach().abs()))
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    model.save_pretrained(folder / "trained")
+    dist.barrier()
+    again = MODELS[name].cls.from_pretrained(folder / "trained").state_dict()
+    final = {key: whole(value.detach()) for key, value in model.state_dict().items()}
+    assert all(torch.equal(again[key], value) for key, value in final.items())
+    return max(differences)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "strategy"),
+    [*((name, "FSDP", STRATEGIES[-1]) for name in MODELS)]
+    + [("Mixtral", "FSDP", strategy) for strategy in STRATEGIES[:-1]]
+    + [("Llama tied", "HSDP", STRATEGIES[-1]), ("Mixtral", "FSDP of 4", STRATEGIES[-1])],
+)
+def test_from_pretrained_shards_and_trains_like_unsharded(
+    measure: Measure, tmp_path: Path, name: str, sizes: str, strategy: str
+) -> None:
+    ranks, compared = math.prod(SIZES[sizes].values()), "losses, parameters of 3 steps"
+    function, options = difference_after_training, {"sharding_strategy": strategy}
+    measure("transformers", compared, ranks, function, name, tmp_path, sizes, options)
+
+
+@contextmanager
+def counted_reads() -> Iterator[Counter[str]]:
+    """Count the bytes that transformers reads of each tensor of safetensors files."""
+    nbytes: Counter[str] = Counter()
+
+    class Slice:
+        def __init__(self, source: Any, key: str) -> None:
+            self._source, self._key = source, key
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._source, name)
+
+        def __getitem__(self, index: Any) -> torch.Tensor:
+            tensor: torch.Tensor = self._source[index]
+            nbytes[self._key] += tensor.nbytes
+            return tensor
+
+    class File:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._file = safe_open(*args, **kwargs)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
+
+        def get_slice(self, key: str) -> Slice:
+            return Slice(self._file.get_slice(key), key)
+
+    with mock.patch("transformers.modeling_utils.safe_open", File):
+        yield nbytes
+
+
+def bytes_read(name: str, folder: Path) -> tuple[int, int, int]:
+    """Return the bytes that this rank read, those of its rows, and those of the folder."""
+    saved_plain(name, folder)
+    with counted_reads() as nbytes:
+        model = loaded(MODELS[name].cls, folder)
+    own = sum(param.to_local().nbytes for param in model.parameters())
+    return nbytes.total(), own, sum(param.nbytes for param in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["Llama", "Llama tied", "Mixtral", "Qwen3 MoE"])
+def test_every_rank_reads_its_rows_only(
+    clients: RankPools, record: Record, tmp_path: Path, name: str
+) -> None:
+    found = clients(2).run(bytes_read, name, tmp_path)
+    assert all(read == own for read, own, _ in found)
+    assert sum(read for read, _, _ in found) == found[0][2]
+    record("transformers", "bytes read by a rank, those of its rows", 0.0)
+
+
+def difference_of_fused_names(folder: Path) -> float:
+    """Load a folder whose gate and up projections are one tensor, which the library splits."""
+    import transformers
+
+    sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3}
+    config = transformers.Dinov2Config(**sizes, image_size=8, patch_size=4, use_swiglu_ffn=True)
+    torch.manual_seed(0)
+    plain = transformers.Dinov2Model(config)
+    if dist.get_rank() == 0:
+        plain.save_pretrained(folder)
+    dist.barrier()
+    with counted_reads() as nbytes:
+        state = loaded(transformers.Dinov2Model, folder).state_dict()
+    assert any("mlp.weights_in" in name for name in nbytes)
+    return max(
+        float((whole(state[k]) - value).abs().max()) for k, value in plain.state_dict().items()
+    )
+
+
+def test_fused_names_of_a_folder_are_split_before_they_are_sharded(
+    measure: Measure, tmp_path: Path
+) -> None:
+    measure("transformers", "parameters", 2, difference_of_fused_names, tmp_path, at_most=0.0)
+
+
+def trainer_asked_for_fsdp(folder: Path) -> tuple[bool, str]:
+    """Train one step with the FSDP of Trainer on a CPU; return what it says and what it does."""
+    import transformers
+
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        max_steps=1,
+        fsdp="full_shard",
+        fsdp_config={"fsdp_version": 2},
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    forget_accelerators()
+    rows = [{key: value[0] for key, value in MODELS["Llama"].batch(0).items()}] * 16
+    model = MODELS["Llama"].build()
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
+    is_enabled = trainer.is_fsdp_enabled
+    trainer.train()
+    return is_enabled, type(trainer.model_wrapped).__name__
+
+
+def test_trainer_asked_for_fsdp_on_a_cpu_trains_with_ddp_as_the_page_says(
+    clients: RankPools, tmp_path: Path
+) -> None:
+    found = clients(2).run(trainer_asked_for_fsdp, tmp_path)
+    assert found == [(False, "DistributedDataParallel")] * 2
+
+
+def test_uninstall_restores_transformers_and_another_version_changes_nothing() -> None:
+    import megatron_fsdp_v2_for.transformers as adapter
+
+    targets = [patch.find() for patch in adapter.PATCHES]
+    before = [getattr(*target) for target in targets]
+    adapter.install(sharding_strategy="optim")
+    assert not any(
+        a is b for a, b in zip(before, [getattr(*target) for target in targets], strict=True)
+    )
+    adapter.uninstall()
+    assert all(
+        a is b for a, b in zip(before, [getattr(*target) for target in targets], strict=True)
+    )
+    with (
+        mock.patch("importlib.metadata.version", lambda name: "5.99.0"),
+        pytest.raises(RuntimeError, match=r"5.99.0 is installed; supported is 5.23.x and 5.24.x"),
+    ):
+        adapter.install()
+    assert all(a is getattr(*target) for a, target in zip(before, targets, strict=True))

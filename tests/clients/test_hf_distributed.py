@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from safetensors import safe_open
 from megatron_fsdp_v2.dtensor.sharded_rows import ShardedRows
 from tests.clients.conftest import Measure, Record, forget_accelerators
 from tests.clients.hf_models import MODELS
+from tests.clients.test_hf_training import trainer_losses
 from tests.distributed.wrapping import whole
 from tests.ranks import RankPools
 
@@ -30,7 +32,9 @@ SIZES = {
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
-def loaded(cls: Any, folder: Path, sizes: str = "FSDP", **options: Any) -> Any:
+def loaded(
+    cls: Any, folder: Path, sizes: str = "FSDP", model_config: Any = None, **options: Any
+) -> Any:
     """Load a folder sharded, as a user does."""
     from transformers.distributed import DistributedConfig
 
@@ -39,7 +43,7 @@ def loaded(cls: Any, folder: Path, sizes: str = "FSDP", **options: Any) -> Any:
     adapter.install(**options)
     try:
         config = DistributedConfig(**SIZES[sizes])
-        return cls.from_pretrained(folder, distributed_config=config)
+        return cls.from_pretrained(folder, config=model_config, distributed_config=config)
     finally:
         adapter.uninstall()
 
@@ -173,6 +177,39 @@ def test_fused_names_of_a_folder_are_split_before_they_are_sharded(
     measure: Measure, tmp_path: Path
 ) -> None:
     measure("transformers", "parameters", 2, difference_of_fused_names, tmp_path, at_most=0.0)
+
+
+def difference_with_trainer(folder: Path) -> float:
+    plain = saved_plain("Llama", folder / "plain")
+    model = loaded(MODELS["Llama"].cls, folder / "plain")
+    expected, losses = (trainer_losses("Llama", m, folder) for m in (plain, model))
+    final = {key: whole(value.detach()) for key, value in model.state_dict().items()}
+    errors = [abs(a - b) for a, b in zip(losses, expected, strict=True)]
+    errors += [float((final[k] - value).abs().max()) for k, value in plain.state_dict().items()]
+    return max(errors)
+
+
+def test_trainer_trains_a_model_of_distributed_config_like_a_plain_one(
+    measure: Measure, tmp_path: Path
+) -> None:
+    compared = "losses and parameters after 3 steps, clipped, accumulated"
+    measure("transformers", compared, 2, difference_with_trainer, tmp_path)
+
+
+def load_into_a_larger_vocabulary(folder: Path) -> str:
+    plain = saved_plain("Llama", folder)
+    config = copy.deepcopy(plain.config)
+    config.vocab_size += 2
+    with pytest.raises(ValueError, match="the folder has a tensor of shape") as caught:
+        loaded(MODELS["Llama"].cls, folder, model_config=config)
+    return str(caught.value)
+
+
+def test_folder_of_another_shape_is_an_error_on_every_rank(
+    clients: RankPools, tmp_path: Path
+) -> None:
+    for message in clients(2).run(load_into_a_larger_vocabulary, tmp_path):
+        assert "shape (61, 12) for a parameter of shape (63, 12)" in message
 
 
 def trainer_asked_for_fsdp(folder: Path) -> tuple[bool, str]:

@@ -168,7 +168,7 @@ def _data(name: str) -> list[dict[str, torch.Tensor]]:
     return [{key: value[row] for key, value in b.items()} for b in batches for row in range(2)]
 
 
-def _train(name: str, model: Any, folder: Path) -> list[float]:
+def trainer_losses(name: str, model: Any, folder: Path) -> list[float]:
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
         use_cpu=True,
@@ -195,11 +195,11 @@ def _train(name: str, model: Any, folder: Path) -> list[float]:
 def difference_with_trainer(name: str, strategy: str, folder: Path) -> float:
     training = training_of(name, options=options_of(strategy))
     plain = built(training)
-    losses = _train(name, plain, folder)
+    losses = trainer_losses(name, plain, folder)
     model = sharded(training, built(training))
     # The library sets this attribute on models that it distributes: Trainer does not wrap them.
     model._is_distributed_loading_by_transformers = True
-    sharded_losses = _train(name, model, folder)
+    sharded_losses = trainer_losses(name, model, folder)
     assert len(losses) == STEPS
     errors = [abs(a - b) / b for a, b in zip(sharded_losses, losses, strict=True)]
     held = {n: (p.local_rows, p.to_local().detach()) for n, p in model.named_parameters()}

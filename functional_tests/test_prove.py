@@ -9,7 +9,13 @@ import pytest
 
 from functional_tests import prove_faults
 from megatron_fsdp_v2_mcore.prove.proof import Prover
-from megatron_fsdp_v2_mcore.prove.report import DIFFERS, PROVEN, ProofReport, lines
+from megatron_fsdp_v2_mcore.prove.report import (
+    DIFFERS,
+    PROVEN,
+    SAME_MEMORY,
+    ProofReport,
+    lines,
+)
 from megatron_fsdp_v2_mcore.prove.shrink import covering_runs, parse_words
 from megatron_fsdp_v2_mcore.prove.worker import train
 from tests.mcore import flags as f
@@ -105,6 +111,10 @@ def test_planted_fault_is_found_and_named(
 def test_good_configuration_is_proven(request: pytest.FixtureRequest, job: str) -> None:
     report = prove(request, job)
     assert report.exit_code == PROVEN, report.verdict
+    for result in report.results:
+        assert len(result.memory) == 3, result.unplanned
+        for kind, (measured, planned) in result.memory.items():
+            assert measured == pytest.approx(planned, rel=SAME_MEMORY), kind
 
 
 @pytest.mark.parametrize(

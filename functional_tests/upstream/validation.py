@@ -55,7 +55,7 @@ def _rejection(typed: Sequence[str], on_cpu: Sequence[str], world_size: int) -> 
 
     from megatron_cpu_rehearsal.flags import with_cpu_flags
     from megatron_fsdp_v2_mcore.plan.source import parse_flags, rejections_as_errors
-    from megatron_fsdp_v2_mcore.prove.worker import reason_of
+    from megatron_fsdp_v2_mcore.prove.rejection import reason_of
 
     def check() -> None:
         args, _ = parse_flags(with_cpu_flags(on_cpu), typed)

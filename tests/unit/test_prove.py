@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -268,6 +269,18 @@ def test_difference_of_megatron_itself_is_said_and_does_not_fail() -> None:
     report = _report(ProofPhase("training"), ProofPhase("on one rank", [GAP], is_ours=False))
     assert report.exit_code == PROVEN
     assert f"Megatron itself: run 1, on one rank: {GAP}" in "\n".join(lines(report))
+
+
+def test_memory_is_reported_beside_its_plan() -> None:
+    report = _report(ProofPhase("training"))
+    report.results[0].memory = {"weights": (2048, 2040), "gradients": (2048, 1024)}
+    text = "\n".join(lines(report))
+    assert re.search(r"weights +2.0 KiB +2.0 KiB +equal", text), text
+    assert re.search(r"gradients +2.0 KiB +1.0 KiB +differs by more than 1%", text), text
+    (run,) = as_dict(report)["runs"]
+    assert run["memory"]["gradients"] == {"measured": 2048, "planned": 1024}
+    report.results[0].unplanned = "no"
+    assert "run 1: the memory was not planned: no" in "\n".join(lines(report))
 
 
 def test_page_draws_both_sides_of_every_comparison() -> None:

@@ -42,8 +42,6 @@ def describe(flags: Sequence[str], num_ranks: int) -> SourceResult:
         RuntimeError: This process has a process group.
         SystemExit: Megatron does not know a flag. It prints a message; the code is 2.
     """
-    from megatron_fsdp_v2_mcore import install, uninstall
-
     if dist.is_initialized():
         raise RuntimeError("a plan needs a process that has no process group; start another one")
     with (
@@ -51,21 +49,36 @@ def describe(flags: Sequence[str], num_ranks: int) -> SourceResult:
         contextlib.redirect_stdout(io.StringIO()),
         rehearse([*without_gpu_flags(flags), IMPL_FLAG, LOCAL]) as argv,
     ):
-        from megatron.core import num_microbatches_calculator
-        from megatron.training import global_vars
+        return describe_in_rehearsal(argv, flags)
 
-        from megatron_fsdp_v2_mcore.plan.model import describe_training
 
-        install()
-        try:
-            args, keeps_attention = _arguments(argv, flags)
-            global_vars.set_args(args)
-            with rejections_as_errors():
-                return describe_training(args, keeps_attention=keeps_attention)
-        finally:
-            global_vars.destroy_global_vars()
-            num_microbatches_calculator.destroy_num_microbatches_calculator()
-            uninstall()
+def describe_in_rehearsal(argv: Sequence[str], flags: Sequence[str]) -> SourceResult:
+    """Describe a training, in a process that rehearses and has the environment of a rank.
+
+    Args:
+        argv: Flags that a CPU supports, with Megatron's own layers.
+        flags: The user's flags.
+
+    Raises:
+        FlagsError: Megatron or this package rejects the flags.
+        SystemExit: Megatron does not know a flag. It prints a message; the code is 2.
+    """
+    from megatron.core import num_microbatches_calculator
+    from megatron.training import global_vars
+
+    from megatron_fsdp_v2_mcore import install, uninstall
+    from megatron_fsdp_v2_mcore.plan.model import describe_training
+
+    install()
+    try:
+        args, keeps_attention = _arguments(argv, flags)
+        global_vars.set_args(args)
+        with rejections_as_errors():
+            return describe_training(args, keeps_attention=keeps_attention)
+    finally:
+        global_vars.destroy_global_vars()
+        num_microbatches_calculator.destroy_num_microbatches_calculator()
+        uninstall()
 
 
 def _arguments(argv: Sequence[str], flags: Sequence[str]) -> tuple[Any, bool]:

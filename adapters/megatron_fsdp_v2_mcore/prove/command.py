@@ -15,11 +15,12 @@ from megatron_cpu_rehearsal.te import load
 from megatron_fsdp_v2 import _arguments as arguments
 from megatron_fsdp_v2._progress import progress
 from megatron_fsdp_v2_mcore.flags.arguments import supported_on_cpu
-from megatron_fsdp_v2_mcore.prove import report, sides, worker
+from megatron_fsdp_v2_mcore.prove import report, sides
 from megatron_fsdp_v2_mcore.prove.page import html_page
 from megatron_fsdp_v2_mcore.prove.preflight import preflight
 from megatron_fsdp_v2_mcore.prove.proof import TIMEOUT_S, Prover, num_trainings
 from megatron_fsdp_v2_mcore.prove.ranks import Pool, pools
+from megatron_fsdp_v2_mcore.prove.rejection import rejection
 from megatron_fsdp_v2_mcore.prove.shrink import (
     MOST_RANKS,
     Flags,
@@ -129,7 +130,7 @@ def _check(flags: Flags, num_ranks: int | None, pool: Pool, *, rehearses: bool) 
         words = tuple(with_cpu_flags(words, supported_on_cpu(words)))
     if num_ranks is None:
         num_ranks = ranks_of(flags)
-    (why_not,) = pool.run(worker.rejection, words, as_words(typed), num_ranks, timeout_s=TIMEOUT_S)
+    (why_not,) = pool.run(rejection, words, as_words(typed), num_ranks, timeout_s=TIMEOUT_S)
     if why_not:
         raise ValueError(f"on {num_ranks} ranks: {why_not}")
 

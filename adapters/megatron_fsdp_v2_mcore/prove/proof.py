@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import operator
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +23,7 @@ from megatron_fsdp_v2_mcore.prove.compare import (
     relative,
     whole,
 )
+from megatron_fsdp_v2_mcore.prove.memory import planned
 from megatron_fsdp_v2_mcore.prove.ranks import Pool, RankError
 from megatron_fsdp_v2_mcore.prove.shrink import ITERATIONS, Flags, ShrunkRun, as_words
 from megatron_fsdp_v2_mcore.prove.sides import Side
@@ -88,10 +91,19 @@ class ProofPhase:
 
 @dataclass
 class RunResult:
-    """The comparisons of a run."""
+    """The comparisons of a run.
+
+    Attributes:
+        run: The run.
+        phases: The comparisons.
+        memory: Measured and planned bytes, by what a rank keeps; of the rank with most.
+        unplanned: Reason why there is no plan.
+    """
 
     run: ShrunkRun
     phases: list[ProofPhase] = field(default_factory=list)
+    memory: dict[str, tuple[int, int]] = field(default_factory=dict)
+    unplanned: str = ""
 
 
 Trains = Callable[[Job], Outcome]
@@ -124,12 +136,13 @@ class Prover:
     ) -> None:
         self._pools, self._trains = pools, trains
         self._rehearses, self._advance = rehearses, advance
-        self._impl, self._phases = "", list[ProofPhase]()
+        self._impl = ""
+        self._result: RunResult
         self._pool: Pool
 
     def prove(self, run: ShrunkRun) -> RunResult:
         """Train and compare a run."""
-        self._impl, self._phases = sides.impl_of(run.flags), []
+        self._impl, self._result = sides.impl_of(run.flags), RunResult(run)
         # Its ranks keep values from one training to the next.
         self._pool = self._pools(run.world_size)
         self._pool.run(forget, timeout_s=TIMEOUT_S)
@@ -141,15 +154,17 @@ class Prover:
             if saved and sides.is_low_precision(flags):
                 kind, folder_of = sides.in_own_precision, own
                 continued = self._beside_ddp(run, OWN, kind, _own_bounds(flags), own)
+            if continued:
+                self._compare_memory(kind(sides.sharded(run)), continued.memory)
             if saved and saved.replicas:
                 # A checkpoint has the values of the first rank.
-                self._phases.append(ProofPhase(RESUME, is_ours=False, error=_ONE_REPLICA))
-                return RunResult(run, self._phases)
+                self._result.phases.append(ProofPhase(RESUME, is_ours=False, error=_ONE_REPLICA))
+                return self._result
             if continued:
                 self._resumed(run, continued, kind, folder_of)
             if saved:
                 self._on_one_rank(run, saved, fp32)
-        return RunResult(run, self._phases)
+        return self._result
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[ProofPhase]:
@@ -160,19 +175,18 @@ class Prover:
             phase.error, phase.traceback = str(error), error.tracebacks
         phase.differences.sort(key=lambda each: each.order)
         phase.seconds = time.monotonic() - start
-        self._phases.append(phase)
+        self._result.phases.append(phase)
 
     def _train(self, side: Side, **options: Any) -> Outcome:
         """Train on all ranks, and merge what they measured."""
         pool = self._pools(1) if side.world_size == 1 else self._pool
-        flags = side.flags | WITHOUT_EVALUATION
-        if self._rehearses:
-            flags = sides.on_cpu(flags, self._impl)
         job = Job(
-            as_words(flags), exact_norms=side.exact_norms, rehearses=self._rehearses, **options
+            self._words(side), exact_norms=side.exact_norms, rehearses=self._rehearses, **options
         )
         outcomes = pool.run(self._trains, job, timeout_s=TIMEOUT_S)
         self._advance()
+        # The union of counters has the larger counts.
+        memory = functools.reduce(operator.or_, (each.memory for each in outcomes))
         return Outcome(
             next((each.losses for each in outcomes if each.losses), []),
             outcomes[0].grad_norms,
@@ -180,7 +194,21 @@ class Prover:
             sum(each.num_compared for each in outcomes),
             {name: values for each in outcomes for name, values in each.whole.items()},
             list(dict.fromkeys(found for each in outcomes for found in each.replicas)),
+            memory,
         )
+
+    def _words(self, side: Side) -> tuple[str, ...]:
+        flags = side.flags | WITHOUT_EVALUATION
+        return as_words(sides.on_cpu(flags, self._impl) if self._rehearses else flags)
+
+    def _compare_memory(self, side: Side, measured: Mapping[str, int]) -> None:
+        args = self._words(side), side.world_size
+        try:
+            ((found, reason),) = self._pools(1).run(planned, *args, timeout_s=TIMEOUT_S)
+        except RankError as error:
+            found, reason = {}, str(error)
+        self._result.memory = {name: (measured[name], nbytes) for name, nbytes in found.items()}
+        self._result.unplanned = reason
 
     def _beside_ddp(
         self, run: ShrunkRun, name: str, kind: Callable[[Side], Side], bounds: Bounds, folder: str
@@ -197,7 +225,7 @@ class Prover:
             return None
         if name == TRAINING and theirs.replicas:
             found = sorted(theirs.replicas, key=lambda each: each.order)
-            self._phases.append(ProofPhase(REPLICAS, found, is_ours=False))
+            self._result.phases.append(ProofPhase(REPLICAS, found, is_ours=False))
         return mine
 
     def _resumed(

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_fsdp_v2._text import aligned
+from megatron_fsdp_v2._text import aligned, readable_size
 from megatron_fsdp_v2_mcore.prove import sides
 from megatron_fsdp_v2_mcore.prove.proof import ProofPhase, RunResult
 from megatron_fsdp_v2_mcore.prove.shrink import NOT_RUN, Flags, as_words
@@ -112,6 +112,7 @@ def lines(report: ProofReport) -> Iterator[str]:
         cells = numbers if phase.curves else ["", "", ""]
         rows.append((str(number), phase.name, *cells, f"{phase.seconds:.0f}", what))
     yield from aligned(rows, left=range(len(rows[0])))
+    yield from _memory(report)
     for number, _, phase in report.phases:
         for difference in phase.differences[:_MOST_SHOWN]:
             yield f"run {number}, {phase.name}: {difference}"
@@ -124,7 +125,24 @@ def lines(report: ProofReport) -> Iterator[str]:
     yield f"{report.seconds:.0f} s"
 
 
+def _memory(report: ProofReport) -> Iterator[str]:
+    """Format what a rank of each run keeps, beside its plan."""
+    rows: list[tuple[str, ...]] = [("run", "memory", "measured", "planned", "result")]
+    for number, result in enumerate(report.results, start=1):
+        if result.unplanned:
+            yield f"run {number}: the memory was not planned: {result.unplanned}"
+        for name, (measured, planned) in result.memory.items():
+            is_near = abs(measured - planned) <= SAME_MEMORY * planned
+            what = "equal" if is_near else f"differs by more than {SAME_MEMORY:.0%}"
+            rows.append((str(number), name, readable_size(measured), readable_size(planned), what))
+    if len(rows) > 1:
+        yield ""
+        yield from aligned(rows, left=range(len(rows[0])))
+
+
 _MOST_SHOWN = 5
+SAME_MEMORY = 0.01
+"""Largest relative difference between measured and planned bytes."""
 
 
 def as_dict(report: ProofReport) -> dict[str, Any]:
@@ -141,6 +159,10 @@ def as_dict(report: ProofReport) -> dict[str, Any]:
                 "axes": [_short(axis) for axis in result.run.axes],
                 "flags": list(as_words(result.run.flags)),
                 "phases": [_finite(dataclasses.asdict(phase)) for phase in result.phases],
+                "memory": {
+                    name: dict(zip(("measured", "planned"), both, strict=True))
+                    for name, both in result.memory.items()
+                },
             }
             for result in report.results
         ],

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from megatron_cpu_rehearsal.patching import environment
 from megatron_fsdp_v2.checkpoint.errors import everyones
-from megatron_fsdp_v2.plan.sources import FlagsError
+from megatron_fsdp_v2_mcore.flags.arguments import API_FLAG
 from megatron_fsdp_v2_mcore.model.tensor_shards import is_expert
-from megatron_fsdp_v2_mcore.plan.source import parse_flags
+from megatron_fsdp_v2_mcore.prove import memory
 from megatron_fsdp_v2_mcore.prove.compare import (
     Bounds,
     Difference,
@@ -63,6 +63,7 @@ class Outcome:
         num_compared: Number of compared elements of gradients and weights.
         whole: Whole weights of this rank's stage.
         replicas: Differences between tensor-parallel ranks in weights that are not split.
+        memory: Kept bytes before the last step, if the model is sharded.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -71,6 +72,7 @@ class Outcome:
     num_compared: int = 0
     whole: dict[str, Any] = field(default_factory=dict)
     replicas: list[Difference] = field(default_factory=list)
+    memory: Counter[str] = field(default_factory=Counter)
 
 
 _COPY = " (copy)"
@@ -83,47 +85,6 @@ _kept: dict[str, Record] = {}
 def forget() -> None:
     """Drop the values of earlier trainings."""
     _kept.clear()
-
-
-def rejection(words: Sequence[str], typed: Sequence[str], num_ranks: int) -> str:
-    """Return the reason why Megatron or this package rejects flags; empty if neither does.
-
-    Args:
-        words: Flags that Megatron validates.
-        typed: The user's flags, which this package checks.
-        num_ranks: Number of ranks of the job.
-    """
-    from megatron_fsdp_v2_mcore import install, uninstall
-
-    install()
-    try:
-        return reason_of(lambda: parse_flags(words, typed), num_ranks)
-    finally:
-        uninstall()
-
-
-def reason_of(check: Callable[[], object], num_ranks: int) -> str:
-    """Return the reason why a check rejects flags, on the first rank of a job; empty if it passes.
-
-    Args:
-        check: Raises `FlagsError`, or lets Megatron's parser exit.
-        num_ranks: Number of ranks of the job.
-    """
-    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
-
-    first_rank = {"WORLD_SIZE": str(num_ranks), "RANK": "0", "LOCAL_RANK": "0"}
-    said = io.StringIO()
-    try:
-        with environment(first_rank), redirect_stderr(said), redirect_stdout(io.StringIO()):
-            check()
-    except FlagsError as error:
-        return str(error)
-    except SystemExit:
-        # The message follows the name of the program.
-        return said.getvalue().strip().splitlines()[-1].partition("error: ")[2]
-    finally:
-        destroy_num_microbatches_calculator()
-    return ""
 
 
 def train(job: Job) -> Outcome:
@@ -171,6 +132,8 @@ def _watch(patches: Any, outcome: Outcome, record: Record, job: Job) -> None:
 
         def step_and_record(*args: Any, **kwargs: Any) -> Any:
             record.grads.append(_grads(chunks))
+            if API_FLAG in job.flags:
+                outcome.memory = memory.measured(chunks, optimizer)
             result = step(*args, **kwargs)
             record_weights()
             return result

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -74,20 +75,51 @@ class Patch:
 
         Raises:
             AttributeError: The module exists and the attribute does not.
+            ImportError: Importing the module fails.
         """
-        module, _, path = self.target.partition(":")
+        name, _, path = self.target.partition(":")
         *parents, attribute = path.split(".")
         try:
-            owner = functools.reduce(getattr, parents, importlib.import_module(module))
-        except ModuleNotFoundError as error:
-            if (error.name or "").startswith(_OPTIONAL):
+            module = importlib.import_module(name)
+        except Exception as error:
+            if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith(_OPTIONAL):
                 return None
-            raise
-        except AttributeError:
-            raise AttributeError(f"there is no {self.target}") from None
-        if not hasattr(owner, attribute):
-            raise AttributeError(f"there is no {self.target}")
+            raise ImportError(f"{name} cannot be imported: {error!r}") from error
+        try:
+            owner = functools.reduce(getattr, parents, module)
+            getattr(owner, attribute)
+        except AttributeError as error:
+            raise AttributeError(f"there is no {self.target}") from error
         return owner, attribute
+
+    def check(self, versions: str) -> bool:
+        """Check that the target exists and takes the expected parameters.
+
+        Args:
+            versions: The installed and the supported versions, for the error.
+
+        Returns:
+            Whether the module of the target is installed.
+
+        Raises:
+            RuntimeError: The patch does not fit.
+        """
+        try:
+            found = self.find()
+            if found is not None and self.parameters:
+                self._check_parameters(getattr(*found))
+        except (AttributeError, ImportError, TypeError) as error:
+            raise RuntimeError(f"patch {self.name!r} does not fit: {error}. {versions}") from error
+        return found is not None
+
+    def _check_parameters(self, original: Any) -> None:
+        # The signature of a class is the signature of its constructor without self.
+        names = list(inspect.signature(original).parameters)
+        if tuple(names[: len(self.parameters)]) != self.parameters:
+            raise TypeError(
+                f"{self.target} takes ({', '.join(names)}), expected "
+                f"({', '.join(self.parameters)}, ...)"
+            )
 
     def replacement(self, original: Any, *args: Any) -> Any:
         """Make the replacement.
@@ -112,6 +144,7 @@ class Patches:
 
     def __init__(self) -> None:
         self._originals: list[tuple[Any, str, Any]] = []
+        self._patches: list[Patch] = []
         self._added_variables: list[str] = []
 
     def apply(self, patch: Patch, *args: Any) -> None:
@@ -127,10 +160,11 @@ class Patches:
         found = patch.find()
         if found is not None:
             self.set(*found, patch.replacement(getattr(*found), *args))
+            self._patches.append(patch)
 
-    def holds(self, owner: Any, name: str) -> bool:
-        """Return whether an attribute is replaced."""
-        return any(owner is other and name == known for other, known, _ in self._originals)
+    def holds(self, patch: Patch) -> bool:
+        """Return whether a patch is applied."""
+        return patch in self._patches
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Replace `owner.name`, or create it."""
@@ -149,6 +183,7 @@ class Patches:
         for name in self._added_variables:
             os.environ.pop(name, None)
         self._added_variables.clear()
+        self._patches.clear()
         while self._originals:
             owner, name, original = self._originals.pop()
             if original is _ABSENT:

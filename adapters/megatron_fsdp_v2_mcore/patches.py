@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
-import inspect
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -241,11 +240,11 @@ _applied = Patches()
 
 def _apply(patches: Iterable[Patch], options: Options | None = None) -> None:
     """Apply patches, with the options of selected ones; none if the target of one is missing."""
-    targets = [(patch, patch.find()) for patch in patches]
+    found = [patch for patch in patches if patch.find() is not None]
     if options is not None:
         set_active(options)
-    for patch, found in targets:
-        if found is not None and not _applied.holds(*found):
+    for patch in found:
+        if not _applied.holds(patch):
             _applied.apply(patch)
 
 
@@ -276,25 +275,9 @@ def check_patch(patch: Patch) -> bool:
     Raises:
         RuntimeError: The patch does not fit.
     """
-    problem = ""
-    try:
-        found = patch.find()
-    except AttributeError as error:
-        problem, found = str(error), None
-    if found is not None and patch.parameters:
-        # The signature of a class is the signature of its constructor without self.
-        names = list(inspect.signature(getattr(*found)).parameters)
-        if tuple(names[: len(patch.parameters)]) != patch.parameters:
-            problem = (
-                f"{patch.target} takes ({', '.join(names)}), expected "
-                f"({', '.join(patch.parameters)}, ...)"
-            )
-    if problem:
-        raise RuntimeError(
-            f"patch {patch.name!r} does not fit: {problem}. Installed is megatron-core "
-            f"{megatron_version()}; supported is {SUPPORTED}.x"
-        )
-    return found is not None
+    return patch.check(
+        f"Installed is megatron-core {megatron_version()}; supported is {SUPPORTED}.x"
+    )
 
 
 def install() -> None:
@@ -307,8 +290,7 @@ def install() -> None:
             the arguments were parsed already. Nothing is changed in these cases.
     """
     _check_version()
-    found = PATCHES[0].find()
-    if found is not None and _applied.holds(*found):
+    if _applied.holds(PATCHES[0]):
         return
     global_vars = sys.modules.get("megatron.training.global_vars")
     if global_vars is not None and getattr(global_vars, "_GLOBAL_ARGS", None) is not None:

@@ -1,4 +1,4 @@
-"""torchtitan's llama3 with this package's `fully_shard` trains as without sharding."""
+"""torchtitan's llama3, sharded by this package, trains as without sharding."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 
-from megatron_fsdp_v2 import fully_shard
+import megatron_fsdp_v2_for.torchtitan
 from megatron_fsdp_v2.runtime.module import named_units
 from tests.clients.conftest import Measure
 from tests.clients.differences import Results, difference_of, full_parameters, results_of
@@ -65,7 +66,7 @@ class Job:
         ranks: Ranks whose data this process trains on.
     """
 
-    def __init__(self, config: Any, *, replicas: int = 1, is_sharded: bool = True) -> None:
+    def __init__(self, config: Any, *, replicas: int = 1, strategy: str = "") -> None:
         from torchtitan.components.checkpoint import CheckpointManager
         from torchtitan.components.lr_scheduler import build_lr_schedulers
         from torchtitan.components.optimizer import build_optimizers
@@ -73,15 +74,19 @@ class Job:
         from torchtitan.models.llama3.infra import parallelize
 
         size = dist.get_world_size()
-        self.ranks = [dist.get_rank()] if is_sharded else list(range(size))
+        self.ranks = [dist.get_rank()] if strategy else list(range(size))
         dims = ParallelDims(replicas, size // replicas, 1, 1, 1, 1, 1, size)
         self.model = llama3()
-        if is_sharded:
+        if strategy:
             # Without an accelerator, torchtitan assumes CUDA.
             with mock.patch("torchtitan.distributed.parallel_dims.device_type", "cpu"):
                 dims.build_mesh()
-            with mock.patch.object(parallelize, "fully_shard", fully_shard):
+            megatron_fsdp_v2_for.torchtitan.install(sharding_strategy=strategy)
+            try:
                 parallelize.parallelize_llama(self.model, dims, config)
+            finally:
+                megatron_fsdp_v2_for.torchtitan.uninstall()
+            assert parallelize.fully_shard is fsdp.fully_shard
         self.optimizers = build_optimizers([self.model], config.optimizer, dims)
         self.schedules = build_lr_schedulers(self.optimizers, config.lr_scheduler, STEPS)
         self.checkpoints = CheckpointManager(
@@ -133,16 +138,21 @@ class Job:
 
 def plain() -> Results:
     """Train unsharded on the data of all ranks."""
-    job = Job(job_config(), is_sharded=False)
+    job = Job(job_config())
     return job.results(*job.train(range(STEPS)))
 
 
-def difference(replicas: int, sections: dict[str, Any], folder: str = "") -> float:
+def difference(
+    replicas: int,
+    sections: dict[str, Any],
+    strategy: str = "optim_grads_params",
+    folder: str = "",
+) -> float:
     """Return the difference to unsharded training; with a folder, resume in the middle."""
     losses, norms = [], []
     half = STEPS // 2 if folder else STEPS
     for first in range(0, STEPS, half):
-        job = Job(job_config(folder, **sections), replicas=replicas)
+        job = Job(job_config(folder, **sections), replicas=replicas, strategy=strategy)
         # Units: embeddings, three blocks, and the norm with the output.
         assert len([unit for _, unit in named_units(job.model) if unit.groups]) == 5
         assert not folder or job.checkpoints.load() is bool(first)
@@ -177,6 +187,11 @@ def test_llama3_trains_like_unsharded(measure: Measure, option: str, replicas: i
     measure("torchtitan", COMPARED, 2 * replicas, difference, replicas, OPTIONS[option])
 
 
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+def test_llama3_trains_with_the_strategy_given_to_install(measure: Measure, strategy: str) -> None:
+    measure("torchtitan", COMPARED, 2, difference, 1, {}, strategy)
+
+
 def test_job_resumes_from_its_checkpoint(measure: Measure, tmp_path: Path) -> None:
-    measure("torchtitan", COMPARED, 2, difference, 1, {}, str(tmp_path))
+    measure("torchtitan", COMPARED, 2, difference, 1, {}, folder=str(tmp_path))
     assert (tmp_path / "checkpoint" / "step-4" / ".metadata").is_file()

@@ -102,22 +102,23 @@ def test_command_without_megatron_names_the_package_to_install(
     assert said.out == ""
 
 
-@pytest.mark.parametrize("is_there", [True, False], ids=["other parameters", "missing"])
+@pytest.mark.parametrize("fault", ["other parameters", "missing", "fails to import"])
 def test_mismatched_patch_error_names_the_patch_and_versions(
-    monkeypatch: pytest.MonkeyPatch, is_there: bool
+    monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     before = _current()
     training = importlib.import_module("megatron.training.training")
-    said = ": .* takes .namespace., expected "
-    if is_there:
+    name, said = "megatron_FSDP", ": .* takes .namespace., expected "
+    if fault == "other parameters":
         monkeypatch.setattr(training, "megatron_FSDP", lambda namespace: namespace)
-    else:
+    elif fault == "missing":
         monkeypatch.delattr(training, "megatron_FSDP")
         said = r": there is no megatron\.training\.training:megatron_FSDP"
+    else:
+        monkeypatch.setitem(sys.modules, "megatron.core.optimizer", None)
+        name, said = "DistributedOptimizer", r": megatron\.core\.optimizer cannot be imported: Mod"
     found = re.escape(importlib.metadata.version("megatron-core"))
-    message = (
-        f"patch 'megatron_FSDP' does not fit{said}.*Installed is .* {found}; supported is 0.19"
-    )
+    message = f"patch '{name}' does not fit{said}.*Installed is .* {found}; supported is 0.19"
     with pytest.raises(RuntimeError, match=message):
         install()
     monkeypatch.undo()

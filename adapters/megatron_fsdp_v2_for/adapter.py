@@ -1,0 +1,71 @@
+"""The patches of one framework by version: checked, applied and removed together."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron_cpu_rehearsal.patching import Patch, Patches
+from megatron_fsdp_v2 import fully_shard
+
+__all__ = ["Adapter", "with_options"]
+
+
+class Adapter:
+    """What a framework's module installs.
+
+    Args:
+        package: Name of the framework's distribution.
+        patches: Patches by version of the framework; `0.3` stands for every 0.3.x.
+    """
+
+    def __init__(self, package: str, patches: Mapping[str, tuple[Patch, ...]]) -> None:
+        self._package = package
+        self._patches = dict(patches)
+        self._applied = Patches()
+
+    def install(self, *args: Any) -> None:
+        """Apply the patches of the installed version, in place of those applied before.
+
+        Args:
+            args: See `Patch.replacement`.
+
+        Raises:
+            RuntimeError: The framework is not installed, its version is not supported, or a patch
+                does not fit. Nothing is changed in these cases.
+        """
+        supported = " and ".join(f"{version}.x" for version in self._patches)
+        try:
+            found = importlib.metadata.version(self._package)
+        except importlib.metadata.PackageNotFoundError as error:
+            raise RuntimeError(
+                f"{self._package} is not installed; supported is {supported}"
+            ) from error
+        fitting = [v for v in self._patches if f"{found}.".startswith(f"{v}.")]
+        if not fitting:
+            raise RuntimeError(f"{self._package} {found} is installed; supported is {supported}")
+        patches = self._patches[fitting[0]]
+        self.uninstall()
+        for patch in patches:
+            patch.check(f"Installed is {self._package} {found}; supported is {supported}")
+        for patch in patches:
+            self._applied.apply(patch, *args)
+
+    def uninstall(self) -> None:
+        """Restore what the patches replaced."""
+        self._applied.undo()
+
+
+def with_options(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return a replacement of FSDP2's `fully_shard` that adds options to every call.
+
+    Args:
+        original: FSDP2's function.
+        options: Arguments of this package's `fully_shard` that the framework does not give.
+    """
+
+    def sharded(module: Any, **given: Any) -> Any:
+        return fully_shard(module, **given, **options)
+
+    return sharded

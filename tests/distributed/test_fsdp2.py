@@ -37,6 +37,7 @@ from megatron_fsdp_v2.diagnostics import parameter_norms
 from megatron_fsdp_v2.runtime.module import REJECTED_METHODS, unit_of
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
+    BF16,
     STRATEGIES,
     backward_both,
     batch,
@@ -456,6 +457,37 @@ def test_all_reduce_hook_gets_and_changes_what_fsdp2s_does(shape: tuple[int, ...
     assert ours.tolist() == pytest.approx(theirs.tolist(), rel=1e-5)
     assert ours[2] == 0.0
     assert _distance(their_gradients, our_gradients) < 1e-6
+
+
+@on_ranks(
+    4,
+    shape=[(4,), (2, 2)],
+    options=[
+        {"mp_policy": BF16, "enable_trace_pool": True},
+        {"offload_policy": fsdp.CPUOffloadPolicy(), "outer_dp_sharding_strategy": "optim"},
+    ],
+)
+def test_all_reduce_hook_that_changes_nothing_has_no_effect(
+    shape: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    options = {"mesh": mesh_of(*shape)} | options
+    if len(shape) == 1:
+        options.pop("outer_dp_sharding_strategy", None)
+    models = [pair(Stack, **options)[1] for _ in range(2)]
+    _hooked(models[0], seen := [], lambda flat: None)
+    for step in range(4):
+        seen.append(0.0)
+        for model in models:
+            with model.no_sync():
+                own_loss(model, 2 * step).backward()
+            own_loss(model, 2 * step + 1).backward()
+            if step == 2:
+                model.zero_grad()
+    grads = [[whole(p.grad) for p in model.parameters()] for model in models]
+    total = torch.tensor(seen)
+    dist.all_reduce(total)
+    assert bool((total > 0.0).all())
+    assert _distance(*grads) < 1e-6
 
 
 @on_ranks(4, strategy=STRATEGIES)

@@ -7,7 +7,7 @@ TORCH    ?=
 VENV     ?= .venv$(if $(TORCH),-torch-$(TORCH))
 STRATEGY ?= optim_grads_params
 RANKS    ?= 2
-ITERS    ?= 200
+ITERS    ?= 120
 OUT      ?= out/pretrain
 ONE_IN   ?= 1
 TIME     ?=
@@ -52,7 +52,7 @@ help: ## list the targets and their variables
 	  '  PYTORCH=path   test-fsdp2: a checkout of PyTorch, of the installed or a similar version' \
 	  '  STRATEGY=name  pretrain: sharding strategy (optim_grads_params)' \
 	  '  RANKS=n        pretrain: number of ranks (2)' \
-	  '  ITERS=n        pretrain: iterations of the first run (200)' \
+	  '  ITERS=n        pretrain: iterations of the first run (120)' \
 	  '  TEXT=path      pretrain: a file or folder of text (the sources of the Python library)' \
 	  '  OUT=path       pretrain: folder for data, logs, checkpoints and the plot (out/pretrain)' \
 	  '  ONE_IN=n       longer tests, test-torch: run one of every n tests, selected by the commit (1)' \

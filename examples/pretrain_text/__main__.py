@@ -39,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"sharding strategy; {DDP} runs Megatron's own DDP for comparison",
     )
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks")
-    parser.add_argument("--iters", type=int, default=200, help="iterations of the first run")
+    parser.add_argument("--iters", type=int, default=120, help="iterations of the first run")
     parser.add_argument("--out", type=Path, default=Path("out/pretrain"), help="where files go")
     parser.add_argument("--text", help="file or folder of text; default: the Python library")
     return parser

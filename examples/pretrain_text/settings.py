@@ -18,7 +18,7 @@ GLOBAL_BATCH_SIZE = 12
 LEARNING_RATE = 2e-3
 
 # Minimum number of resumed iterations to compare.
-NUM_RESUMED_ITERS = 40
+NUM_RESUMED_ITERS = 20
 MIN_ITERS = 8
 
 

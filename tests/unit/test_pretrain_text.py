@@ -114,7 +114,7 @@ def test_second_run_resumes_half_way_and_stops_early(tmp_path):
         (first, "--data-parallel-sharding-strategy", "optim_grads_params"),
         (first, "--save-interval", "50"),
         (second, "--ckpt-step", "50"),
-        (second, "--exit-interval", "90"),
+        (second, "--exit-interval", "70"),
         (second, "--load", first[first.index("--save") + 1]),
         (second, "--train-iters", first[first.index("--train-iters") + 1]),
     ):

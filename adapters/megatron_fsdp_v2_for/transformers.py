@@ -13,15 +13,14 @@ Each rank reads its rows of a folder. A tensor that the library splits or permut
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 
-from megatron_cpu_rehearsal.patching import Patch, Patches
-from megatron_fsdp_v2 import fully_shard
+from megatron_cpu_rehearsal.patching import Patch
 from megatron_fsdp_v2.dtensor.sharded_rows import ShardedRows, rows_like
+from megatron_fsdp_v2_for.adapter import Adapter
 
 __all__ = ["PATCHES", "install", "uninstall"]
 
@@ -29,41 +28,43 @@ _HERE = "megatron_fsdp_v2_for.transformers"
 _patch = functools.partial(
     Patch, reason="transformers assumes that every rank has equally many rows of a parameter"
 )
-PATCHES = (
-    Patch(
-        "transformers.distributed.fsdp:fully_shard",
-        reason="transformers imports FSDP2's function by name",
-        wrap=f"{_HERE}:shards",
-    ),
-    Patch(
-        "transformers.distributed.mixin:apply_fully_sharded_data_parallelism",
-        reason="transformers ties weights after it shards them",
-        wrap=f"{_HERE}:ties_before",
-        parameters=("model",),
-    ),
-    _patch(
-        "transformers.core_model_loading:DtensorShardOperation",
-        wrap=f"{_HERE}:reads_own_rows",
-        parameters=("param",),
-    ),
-    _patch(
-        "transformers.core_model_loading:set_param_for_module",
-        wrap=f"{_HERE}:keeps_own_rows",
-        parameters=("model", "target_name", "param_value"),
-    ),
-    *(
+PATCHES = dict.fromkeys(
+    ("5.23", "5.24"),
+    (
+        Patch(
+            "transformers.distributed.fsdp:fully_shard",
+            reason="transformers imports FSDP2's function by name",
+            wrap="megatron_fsdp_v2_for.adapter:with_options",
+        ),
+        Patch(
+            "transformers.distributed.mixin:apply_fully_sharded_data_parallelism",
+            reason="transformers ties weights after it shards them",
+            wrap=f"{_HERE}:ties_before",
+            parameters=("model",),
+        ),
         _patch(
-            f"transformers.{module}:_dtensor_from_local_like",
-            wrap=f"{_HERE}:makes_rows",
-            parameters=("local_tensor", "ref"),
-        )
-        for module in ("core_model_loading", "modeling_utils")
+            "transformers.core_model_loading:DtensorShardOperation",
+            wrap=f"{_HERE}:reads_own_rows",
+            parameters=("param",),
+        ),
+        _patch(
+            "transformers.core_model_loading:set_param_for_module",
+            wrap=f"{_HERE}:keeps_own_rows",
+            parameters=("model", "target_name", "param_value"),
+        ),
+        *(
+            _patch(
+                f"transformers.{module}:_dtensor_from_local_like",
+                wrap=f"{_HERE}:makes_rows",
+                parameters=("local_tensor", "ref"),
+            )
+            for module in ("core_model_loading", "modeling_utils")
+        ),
     ),
 )
-"""Patches of the versions in `SUPPORTED`."""
+"""Patches by version of transformers."""
 
-SUPPORTED = ("5.23", "5.24")
-_APPLIED = Patches()
+_ADAPTER = Adapter("transformers", PATCHES)
 
 
 def install(sharding_strategy: str = "optim_grads_params", **options: Any) -> None:
@@ -74,29 +75,15 @@ def install(sharding_strategy: str = "optim_grads_params", **options: Any) -> No
         options: Further arguments of `fully_shard` that transformers does not give.
 
     Raises:
-        RuntimeError: The installed version of transformers is not supported. Nothing is changed.
+        RuntimeError: transformers is not installed, its version is not supported, or a patch does
+            not fit. Nothing is changed in these cases.
     """
-    found = importlib.metadata.version("transformers")
-    if found.rpartition(".")[0] not in SUPPORTED:
-        versions = " and ".join(f"{version}.x" for version in SUPPORTED)
-        raise RuntimeError(f"transformers {found} is installed; supported is {versions}")
-    uninstall()
-    for patch in PATCHES:
-        _APPLIED.apply(patch, {"sharding_strategy": sharding_strategy, **options})
+    _ADAPTER.install({"sharding_strategy": sharding_strategy, **options})
 
 
 def uninstall() -> None:
     """Make transformers shard with FSDP2 again. Models that are sharded stay as they are."""
-    _APPLIED.undo()
-
-
-def shards(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return a replacement of FSDP2's `fully_shard` that adds options to every call."""
-
-    def sharded(module: Any, **given: Any) -> Any:
-        return fully_shard(module, **given, **options)
-
-    return sharded
+    _ADAPTER.uninstall()
 
 
 def ties_before(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -242,22 +244,51 @@ def test_trainer_asked_for_fsdp_on_a_cpu_trains_with_ddp_as_the_page_says(
     assert found == [(False, "DistributedDataParallel")] * 2
 
 
-def test_uninstall_restores_transformers_and_another_version_changes_nothing() -> None:
+def replaced() -> list[Any]:
+    """Return the present values of what the adapter replaces."""
     import megatron_fsdp_v2_for.transformers as adapter
 
-    targets = [patch.find() for patch in adapter.PATCHES]
-    before = [getattr(*target) for target in targets]
+    targets = [patch.find() for patch in adapter.PATCHES["5.24"]]
+    return [getattr(*target) for target in targets if target]
+
+
+def test_uninstall_restores_transformers() -> None:
+    import megatron_fsdp_v2_for.transformers as adapter
+
+    before = replaced()
     adapter.install(sharding_strategy="optim")
-    assert not any(
-        a is b for a, b in zip(before, [getattr(*target) for target in targets], strict=True)
-    )
+    assert not any(a is b for a, b in zip(before, replaced(), strict=True))
     adapter.uninstall()
-    assert all(
-        a is b for a, b in zip(before, [getattr(*target) for target in targets], strict=True)
-    )
-    with (
-        mock.patch("importlib.metadata.version", lambda name: "5.99.0"),
-        pytest.raises(RuntimeError, match=r"5.99.0 is installed; supported is 5.23.x and 5.24.x"),
-    ):
-        adapter.install()
-    assert all(a is getattr(*target) for a, target in zip(before, targets, strict=True))
+    assert all(a is b for a, b in zip(before, replaced(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("target", "change", "message"),
+    [
+        (
+            "importlib.metadata.version",
+            {"return_value": "5.99.0"},
+            "transformers 5.99.0 is installed; supported is 5.23.x and 5.24.x",
+        ),
+        (
+            "importlib.metadata.version",
+            {"side_effect": PackageNotFoundError("transformers")},
+            "transformers is not installed; supported is 5.23.x and 5.24.x",
+        ),
+        (
+            "transformers.modeling_utils._dtensor_from_local_like",
+            {"new": len},
+            "takes (obj), expected (local_tensor, ref, ...)",
+        ),
+    ],
+)
+def test_transformers_that_does_not_fit_is_an_error_that_changes_nothing(
+    target: str, change: dict[str, Any], message: str
+) -> None:
+    import megatron_fsdp_v2_for.transformers as adapter
+
+    with mock.patch(target, **change):
+        before = replaced()
+        with pytest.raises(RuntimeError, match=re.escape(message)):
+            adapter.install()
+        assert all(a is b for a, b in zip(before, replaced(), strict=True))

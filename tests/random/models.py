@@ -238,7 +238,8 @@ class _ScaledInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, factor: Callable[[], torch.Tensor]) -> torch.Tensor:
         ctx.factor = factor
-        return y.view_as(y)
+        # torch rejects in-place operations on a view that a Function returns.
+        return y.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

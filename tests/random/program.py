@@ -270,7 +270,10 @@ class Run:
                 self.problems.append((self.position, f"{name}: shape or requires_grad"))
 
     def compare_grads(self) -> None:
-        """Compare gradients; None counts as zero if other parameters of the unit have one."""
+        """Compare gradients; None counts as zero if other parameters of the unit have one.
+
+        A parameter without elements has an empty gradient where the plain one may have None.
+        """
         pairs = self.pairs()
         has, lacks = self._presence(pairs)
         compared = {}
@@ -298,10 +301,12 @@ class Run:
         return found[: len(held)], found[len(held) :]
 
     def compare_states(self) -> None:
-        """Compare the optimizer states."""
+        """Compare the optimizer states, except those of parameters without elements."""
         pairs = self.pairs()
         found: dict[str, dict[str, tuple[Any, Any]]] = {}
         for name, (mine, full) in pairs.items():
+            if full.numel() == 0:
+                continue
             ours = self.optimizer.state.get(mine, {})
             theirs = self.plain_optimizer.state.get(full, {})
             if ours.keys() != theirs.keys():

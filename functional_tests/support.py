@@ -3,15 +3,15 @@
     python -m functional_tests.support [--results out/test_all/results.jsonl]
 
 A cell counts the trainings of the functional matrix, and of Megatron-LM's own configurations, with
-a kind of model and a feature: those that passed on the last tested commit, of all.
+a kind of model and a feature: those that passed when they last ran, of all.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 from functional_tests import test_matrix
@@ -95,14 +95,16 @@ def counts(outcomes: Mapping[str, str]) -> dict[tuple[str, str], tuple[int, int]
 
 def text(results: Results) -> str:
     """Return the paragraph and the table."""
-    found = counts(results.outcomes("tests"))
-    day = datetime.fromtimestamp(float(results.run), UTC).date()
+    last = {result.test: result for result in results.every() if result.suite == "tests"}
+    found = counts({name: result.outcome for name, result in last.items()})
+    commits = Counter(last[name].commit for name, _ in trainings() if name in last)
     passed, total = map(sum, zip(*(n for (f, _), n in found.items() if f == "all"), strict=True))
+    ran = ", ".join(f"{number} at {commit}" for commit, number in commits.most_common())
     about = (
-        f"Commit {results.commit}, {day}: `python -m functional_tests.support` counts the "
-        "trainings of `make test-all` on CPUs, with Megatron's own loop. A number is of trainings "
-        "that equal their reference; *a of b* stands where some failed or were not run; an empty "
-        "cell has no training. A model may be of several kinds."
+        "`python -m functional_tests.support` counts the trainings of `make test-all` on CPUs, "
+        f"with Megatron's own loop ({ran}). A number is of trainings that equal their reference; "
+        "*a of b* stands where some failed or were not run; an empty cell has no training. A model "
+        "may be of several kinds."
     )
     if passed < total:
         about += " The run was not complete."
@@ -124,8 +126,7 @@ def main() -> None:
     """Write the part of the page."""
     parser = argparse.ArgumentParser(prog="python -m functional_tests.support")
     parser.add_argument("--results", type=Path, default=Path("out/test_all/results.jsonl"))
-    last = Results(parser.parse_args().results, "", "").every()[-1]
-    results = Results(parser.parse_args().results, last.commit, last.run)
+    results = Results(parser.parse_args().results, "", "")
     PAGE.write_text(with_part(PAGE.read_text(), "support", text(results)))
 
 

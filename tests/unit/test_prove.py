@@ -284,8 +284,10 @@ def test_memory_is_reported_beside_its_plan() -> None:
 
 
 def test_page_draws_both_sides_of_every_comparison() -> None:
-    page = html_page(_report(ProofPhase("training", curves=([2.0, 1.0], [2.0, 1.5], [3.0], [3.0]))))
+    curves = ([2.0, 1.0], [2.0, 1.5], [3.0], [3.0])
+    page = html_page(_report(ProofPhase("training", curves=curves, first=3)))
     assert page.count('"reference"') == page.count('"this package"') == 2
+    assert page.count('"x":[3,4]') == 2 and page.count('"dtick":1') == 2
     assert "PROVEN: 1 run trained" in page
 
 

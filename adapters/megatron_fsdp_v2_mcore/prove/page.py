@@ -33,9 +33,14 @@ def html_page(report: ProofReport) -> str:
                 ("this package", mine, "dot"),
             ):
                 curve = graph_objects.Scatter(
-                    y=list(values), name=name, line={"dash": dash}, showlegend=column == 1
+                    x=list(range(phase.first, phase.first + len(values))),
+                    y=list(values),
+                    name=name,
+                    line={"dash": dash},
+                    showlegend=column == 1,
                 )
                 figure.add_trace(curve, row=1, col=column)
+        figure.update_xaxes(title="iteration", dtick=1)
         figure.update_layout(title=f"run {number}: {phase.name}", height=320)
         script = "inline" if not figures else False
         figures.append(figure.to_html(full_html=False, include_plotlyjs=script))

@@ -67,6 +67,7 @@ class ProofPhase:
         is_ours: Whether a difference is a fault of this package; otherwise it is Megatron's.
         seconds: Duration.
         curves: Losses and norms of both sides, ours first.
+        first: Number of the curves' first iteration.
         num_compared: Compared elements of weights and gradients.
         error: Error of a training that did not run, in one line.
         traceback: Tracebacks of its ranks.
@@ -79,6 +80,7 @@ class ProofPhase:
     is_ours: bool = True
     seconds: float = 0.0
     curves: tuple[Sequence[float], ...] = ()
+    first: int = 1
     num_compared: int = 0
     error: str = ""
     traceback: str = ""
@@ -287,3 +289,4 @@ def _compare(
     pairs = zip(mine.grad_norms, theirs.grad_norms, strict=False)
     phase.norm = max((relative(a, b) for a, b in pairs), default=math.inf)
     phase.curves = (mine.losses, theirs.losses, mine.grad_norms, theirs.grad_norms)
+    phase.first = first

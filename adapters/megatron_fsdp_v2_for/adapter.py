@@ -33,7 +33,7 @@ class Adapter:
 
         Raises:
             RuntimeError: The framework is not installed, its version is not supported, or a patch
-                does not fit. Nothing is changed in these cases.
+                does not fit. No patch is applied in these cases.
         """
         supported = " and ".join(f"{version}.x" for version in self._patches)
         try:
@@ -49,8 +49,12 @@ class Adapter:
         self.uninstall()
         for patch in patches:
             patch.check(f"Installed is {self._package} {found}; supported is {supported}")
-        for patch in patches:
-            self._applied.apply(patch, *args)
+        try:
+            for patch in patches:
+                self._applied.apply(patch, *args)
+        except BaseException:
+            self.uninstall()
+            raise
 
     def uninstall(self) -> None:
         """Restore what the patches replaced."""

@@ -21,6 +21,10 @@ def with_strategy(original: Any, strategy: str) -> Any:
     return lambda module: (original(module), strategy)
 
 
+def fails(original: Any, strategy: str) -> Any:
+    raise ZeroDivisionError
+
+
 @pytest.fixture
 def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that installs a version of a framework of one module."""
@@ -53,6 +57,16 @@ def test_install_replaces_the_targets_and_uninstall_leaves_no_trace(framework: A
     for _ in range(2):
         adapter.uninstall()
         assert state_of(module) == before
+
+
+def test_patches_that_were_applied_before_an_error_are_removed(framework: Any) -> None:
+    framework("1.3.1", "def shard(module): return module\ndef other(module): return module")
+    module = importlib.import_module(NAME)
+    before = state_of(module)
+    fails = Patch(f"{NAME}:other", "a test", wrap=f"{__name__}:fails", parameters=("module",))
+    with pytest.raises(ZeroDivisionError):
+        Adapter(NAME, {"1.3": (TARGET, fails)}).install("optim")
+    assert state_of(module) == before
 
 
 @pytest.mark.parametrize(

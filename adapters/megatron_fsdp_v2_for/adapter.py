@@ -13,7 +13,7 @@ __all__ = ["Adapter", "with_options"]
 
 
 class Adapter:
-    """What a framework's module installs.
+    """The patches that a framework's module installs.
 
     Args:
         package: Name of the framework's distribution.
@@ -25,11 +25,14 @@ class Adapter:
         self._patches = dict(patches)
         self._applied = Patches()
 
-    def install(self, *args: Any) -> None:
-        """Apply the patches of the installed version, in place of those applied before.
+    def install(self, sharding_strategy: str = "optim_grads_params", **options: Any) -> None:
+        """Make the framework shard with this package, in place of an earlier installation.
+
+        Call it before the framework shards a model.
 
         Args:
-            args: See `Patch.replacement`.
+            sharding_strategy: See `megatron_fsdp_v2.fully_shard`.
+            options: Further arguments of `fully_shard` that the framework does not give.
 
         Raises:
             RuntimeError: The framework is not installed, its version is not supported, or a patch
@@ -51,13 +54,13 @@ class Adapter:
             patch.check(f"Installed is {self._package} {found}; supported is {supported}")
         try:
             for patch in patches:
-                self._applied.apply(patch, *args)
+                self._applied.apply(patch, {"sharding_strategy": sharding_strategy, **options})
         except BaseException:
             self.uninstall()
             raise
 
     def uninstall(self) -> None:
-        """Restore what the patches replaced."""
+        """Make the framework shard as before. Models that are sharded stay as they are."""
         self._applied.undo()
 
 

@@ -11,7 +11,6 @@ Models that have their own copy of the call (flux, the experiments) continue to 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 from megatron_cpu_rehearsal.patching import Patch
 from megatron_fsdp_v2_for.adapter import Adapter
@@ -33,22 +32,4 @@ PATCHES = {
 """Patches by version of torchtitan."""
 
 _ADAPTER = Adapter("torchtitan", PATCHES)
-
-
-def install(sharding_strategy: str = "optim_grads_params", **options: Any) -> None:
-    """Make torchtitan shard with this package. Call it before the trainer is built.
-
-    Args:
-        sharding_strategy: See `megatron_fsdp_v2.fully_shard`.
-        options: Further arguments of `fully_shard` that torchtitan does not give.
-
-    Raises:
-        RuntimeError: torchtitan is not installed, its version is not supported, or a patch does not
-            fit. Nothing is changed in these cases.
-    """
-    _ADAPTER.install({"sharding_strategy": sharding_strategy, **options})
-
-
-def uninstall() -> None:
-    """Make torchtitan shard with FSDP2 again."""
-    _ADAPTER.uninstall()
+install, uninstall = _ADAPTER.install, _ADAPTER.uninstall

@@ -65,25 +65,7 @@ PATCHES = dict.fromkeys(
 """Patches by version of transformers."""
 
 _ADAPTER = Adapter("transformers", PATCHES)
-
-
-def install(sharding_strategy: str = "optim_grads_params", **options: Any) -> None:
-    """Make transformers shard with this package. Call it before `from_pretrained`.
-
-    Args:
-        sharding_strategy: See `megatron_fsdp_v2.fully_shard`.
-        options: Further arguments of `fully_shard` that transformers does not give.
-
-    Raises:
-        RuntimeError: transformers is not installed, its version is not supported, or a patch does
-            not fit. Nothing is changed in these cases.
-    """
-    _ADAPTER.install({"sharding_strategy": sharding_strategy, **options})
-
-
-def uninstall() -> None:
-    """Make transformers shard with FSDP2 again. Models that are sharded stay as they are."""
-    _ADAPTER.uninstall()
+install, uninstall = _ADAPTER.install, _ADAPTER.uninstall
 
 
 def ties_before(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:

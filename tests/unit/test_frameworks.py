@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,11 +18,11 @@ NAME = "a_framework"
 TARGET = Patch(f"{NAME}:shard", "a test", wrap=f"{__name__}:with_strategy", parameters=("module",))
 
 
-def with_strategy(original: Any, strategy: str) -> Any:
-    return lambda module: (original(module), strategy)
+def with_strategy(original: Any, options: Mapping[str, Any]) -> Any:
+    return lambda module: (original(module), options["sharding_strategy"])
 
 
-def fails(original: Any, strategy: str) -> Any:
+def fails(original: Any, options: Mapping[str, Any]) -> Any:
     raise ZeroDivisionError
 
 

@@ -146,7 +146,7 @@ class StreamCommunicator(Communicator):
         self._device = device
         self._collectives = collectives
         self._streams = {each: device.new_stream(each.value) for each in CommStream}
-        # None before the first use.
+        # The compute stream; None until the first pass begins.
         self._compute: Any = None
 
     @override

@@ -226,9 +226,11 @@ def data_ptr(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
     return 0
 
 
-def data_ptr_of_view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def data_ptr_of_view(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Reject an access to the memory of a view, which save_pretrained of transformers compares."""
-    return data_ptr(func, args, kwargs) or reject_storage(func, args, kwargs)
+    # In the step of an optimizer, the error names the optimizer.
+    data_ptr(func, args, kwargs)
+    reject_storage(func, args, kwargs)
 
 
 def register_hook(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

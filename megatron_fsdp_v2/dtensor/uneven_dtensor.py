@@ -558,7 +558,7 @@ def _set_item(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     ):
         mask = torch.zeros(target.shape, dtype=torch.bool)
         mask[index] = True
-        _base_of(target).masked_fill_(shard_like(target, mask), value)
+        target.masked_fill_(shard_like(target, mask), value)
     else:
         on_whole(func, args, kwargs)
 

@@ -126,7 +126,7 @@ class Ranks:
 
 @contextlib.contextmanager
 def pools(impl: str, recipe: Sequence[str], device: str) -> Iterator[Callable[[int], Pool]]:
-    """Provide pools by their number of ranks within a context.
+    """Yield a function that returns the pool of a number of ranks. Closes all pools at the end.
 
     Args:
         impl: Value of `--transformer-impl`.

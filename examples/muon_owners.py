@@ -17,7 +17,7 @@ from megatron_fsdp_v2.dtensor.row_shards import RowShards
 from megatron_fsdp_v2.layout.buffer_layout import BufferLayout
 from megatron_fsdp_v2.optim.exchange import plan_buckets
 from megatron_fsdp_v2.optim.matrix_layout import Grid, MatrixLayout
-from megatron_fsdp_v2.optim.muon import newton_schulz_flops
+from megatron_fsdp_v2.optim.newton_schulz import newton_schulz_flops
 from megatron_fsdp_v2.optim.ownership import Matrix, Ownership
 
 HIDDEN, FFN, KEYS = 4096, 14336, 1024

@@ -3,7 +3,8 @@
 from megatron_fsdp_v2.optim.engine import MatrixEngine, MatrixFunction
 from megatron_fsdp_v2.optim.flat import FlatOptimizer, flat_optimizer, step_flat
 from megatron_fsdp_v2.optim.matrix_step import MatrixStep
-from megatron_fsdp_v2.optim.muon import Muon, newton_schulz, newton_schulz_flops
+from megatron_fsdp_v2.optim.muon import Muon
+from megatron_fsdp_v2.optim.newton_schulz import newton_schulz, newton_schulz_flops
 
 __all__ = [
     "FlatOptimizer",

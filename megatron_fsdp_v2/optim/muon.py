@@ -17,11 +17,14 @@ from megatron_fsdp_v2.dtensor.sharded_rows import add_to_rows, plain_attributes,
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.optim.engine import MatrixFunction
 from megatron_fsdp_v2.optim.matrix_step import MatrixStep, gradient_rows, parameter_name
-
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the quintic `a x + b x^3 + c x^5` by Keller Jordan, as in `torch.optim.Muon`."""
-STEPS = 5
-EPS = 1e-7
+from megatron_fsdp_v2.optim.newton_schulz import (
+    COEFFICIENTS,
+    EPS,
+    METHODS,
+    STEPS,
+    newton_schulz,
+    newton_schulz_flops,
+)
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 _MOST_STEPS = 99
@@ -52,13 +55,19 @@ class Muon(MatrixStep):
             `"match_rms_adamw"` by `0.2 * sqrt(max(m, n))`.
         ns_dtype: Dtype of the iteration and of the matrices that ranks exchange; bf16 as in
             `torch.optim.Muon`.
+        ns_method: `"standard"`, or `"gram"`: iterations on the Gram matrix, which take about half
+            the operations for long matrices; see `newton_schulz`.
+        block_rows: Rows of each block that is orthogonalized on its own, as a matrix of that shape:
+            the size of a head for the projections of queries, keys and values. None for whole
+            matrices.
         use_muon: Default of the groups' option: True for Muon, False for AdamW.
         betas: Betas of AdamW.
         adamw_eps: Epsilon of AdamW.
 
     Raises:
         ValueError: An option is out of range, or a parameter of a Muon group is neither 2-D nor
-            3-D, or is a DTensor that `fully_shard` did not make; names it.
+            3-D, is a DTensor that `fully_shard` did not make, or has rows that are no multiple of
+            `block_rows`; names it.
     """
 
     def __init__(
@@ -74,6 +83,8 @@ class Muon(MatrixStep):
         eps: float = EPS,
         adjust_lr_fn: str | None = None,
         ns_dtype: torch.dtype = torch.bfloat16,
+        ns_method: str = "standard",
+        block_rows: int | None = None,
         use_muon: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         adamw_eps: float = 1e-8,
@@ -90,6 +101,8 @@ class Muon(MatrixStep):
             "ns_coefficients": ns_coefficients,
             "eps": eps,
             "adjust_lr_fn": adjust_lr_fn,
+            "ns_method": ns_method,
+            "block_rows": block_rows,
             "use_muon": use_muon,
             "betas": betas,
             "adamw_eps": adamw_eps,
@@ -144,8 +157,14 @@ class Muon(MatrixStep):
     def matrix_function(self, group: dict[str, Any], param: nn.Parameter) -> MatrixFunction:
         """Return Newton-Schulz with the options of a group."""
         del param
-        coefficients = tuple(group["ns_coefficients"])
-        return _function(group["ns_steps"], coefficients, group["eps"], self._ns_dtype)
+        return _function(
+            group["block_rows"],
+            group["ns_steps"],
+            group["ns_method"],
+            coefficients=tuple(group["ns_coefficients"]),
+            eps=group["eps"],
+            dtype=self._ns_dtype,
+        )
 
     @override
     def momentum_updates(
@@ -170,7 +189,9 @@ class Muon(MatrixStep):
         """Subtract orthogonalized updates, in one operation per learning rate."""
         by_rate: dict[float, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for param, result in zip(params, results, strict=True):
-            rate = float(group["lr"]) * _adjustment(group["adjust_lr_fn"], *param.shape[-2:])
+            rows, columns = param.shape[-2:]
+            size = group["block_rows"] or rows, columns
+            rate = float(group["lr"]) * _adjustment(group["adjust_lr_fn"], *size)
             by_rate.setdefault(rate, []).append((param, result))
         for rate, pairs in by_rate.items():
             add_to_rows([p for p, _ in pairs], [change for _, change in pairs], alpha=-rate)
@@ -206,15 +227,17 @@ class Muon(MatrixStep):
 
 
 @functools.cache
-def _function(
-    steps: int, coefficients: tuple[float, float, float], eps: float, dtype: torch.dtype
-) -> MatrixFunction:
-    return MatrixFunction(
-        functools.partial(
-            newton_schulz, steps=steps, coefficients=coefficients, eps=eps, dtype=dtype
-        ),
-        functools.partial(newton_schulz_flops, steps=steps),
-    )
+def _function(block_rows: int | None, steps: int, method: str, **options: Any) -> MatrixFunction:
+    def apply(matrices: torch.Tensor) -> torch.Tensor:
+        rows, columns = matrices.shape[-2:]
+        blocks = matrices.reshape(-1, block_rows or rows, columns)
+        return newton_schulz(blocks, steps=steps, method=method, **options).reshape(matrices.shape)
+
+    def flops(m: int, n: int) -> int:
+        rows = block_rows or m
+        return m // rows * newton_schulz_flops(rows, n, steps, method)
+
+    return MatrixFunction(apply, flops)
 
 
 def _adjustment(name: str | None, m: int, n: int) -> float:
@@ -239,6 +262,10 @@ def _check_options(group: dict[str, Any]) -> None:
         raise ValueError(
             f"adjust_lr_fn must be 'original' or 'match_rms_adamw', got {group['adjust_lr_fn']!r}"
         )
+    if group["ns_method"] not in METHODS:
+        raise ValueError(f"ns_method must be 'standard' or 'gram', got {group['ns_method']!r}")
+    if group["block_rows"] is not None and group["block_rows"] < 1:
+        raise ValueError(f"block_rows must be at least 1, got {group['block_rows']}")
     for number, beta in enumerate(group["betas"]):
         if not 0 <= beta < 1:
             raise ValueError(f"betas[{number}] must be in [0, 1), got {beta}")
@@ -258,46 +285,8 @@ def _check_parameter(group: dict[str, Any], index: int, param: nn.Parameter) -> 
             f"{parameter_name(group, index)} is a DTensor that was not sharded by fully_shard of "
             "megatron_fsdp_v2; Muon steps those and plain tensors"
         )
-
-
-def newton_schulz(
-    matrices: torch.Tensor,
-    *,
-    steps: int = STEPS,
-    coefficients: tuple[float, float, float] = COEFFICIENTS,
-    eps: float = EPS,
-    dtype: torch.dtype = torch.bfloat16,
-) -> torch.Tensor:
-    """Move all singular values of each matrix towards 1, and keep its singular vectors.
-
-    Args:
-        matrices: A stack `(count, m, n)` of independent matrices.
-        steps: Number of iterations, each of `newton_schulz_flops(m, n, 1)` operations.
-        coefficients: Coefficients `(a, b, c)` of the quintic.
-        eps: Smallest Frobenius norm that a matrix is divided by.
-        dtype: Dtype of the products and of the result.
-
-    Returns:
-        A stack of the same shape, in `dtype`.
-    """
-    a, b, c = coefficients
-    x = matrices.to(dtype)
-    is_tall = x.shape[-2] > x.shape[-1]
-    if is_tall:
-        # Transposed, so that the Gram matrix is that of the shorter side.
-        x = x.mT
-    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if is_tall else x
-
-
-def newton_schulz_flops(m: int, n: int, steps: int = STEPS) -> int:
-    """Return the floating-point operations for one `m x n` matrix, counting a multiply-add as two.
-
-    A step multiplies short x long by long x short, short x short by itself, and the result by short
-    x long.
-    """
-    short, long = min(m, n), max(m, n)
-    return steps * (4 * short * short * long + 2 * short**3)
+    if group["block_rows"] is not None and param.shape[-2] % group["block_rows"]:
+        raise ValueError(
+            f"{parameter_name(group, index)} has {param.shape[-2]} rows, no multiple of "
+            f"block_rows={group['block_rows']}"
+        )

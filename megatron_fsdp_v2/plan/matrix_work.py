@@ -12,7 +12,7 @@ from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.optim.engine import BUCKET_NUMEL
 from megatron_fsdp_v2.optim.exchange import plan_buckets
 from megatron_fsdp_v2.optim.matrix_layout import Grid, MatrixLayout
-from megatron_fsdp_v2.optim.muon import newton_schulz_flops
+from megatron_fsdp_v2.optim.newton_schulz import newton_schulz_flops
 from megatron_fsdp_v2.optim.ownership import Matrix, Ownership
 from megatron_fsdp_v2.plan.description import TrainingDescription
 from megatron_fsdp_v2.plan.optimizer_state import OPTIMIZERS

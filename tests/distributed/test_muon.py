@@ -24,6 +24,7 @@ from megatron_fsdp_v2.optim import (
     MatrixFunction,
     Muon,
     engine,
+    newton_schulz,
     newton_schulz_flops,
 )
 from tests.distributed.cut_parameters import (
@@ -100,7 +101,8 @@ def check_updates(
     """Check that weights and momenta after three steps equal those of full matrices."""
     # A rate at which updates dominate the weights, so that their errors are detected.
     options = {"lr": 0.5, **options}
-    reference = ReferenceMuon(plain(specs, dtype), dtype=dtype, **options)
+    same = {name: value for name, value in options.items() if name != "ns_method"}
+    reference = ReferenceMuon(plain(specs, dtype), dtype=dtype, **same)
     _train(specs, reference.matrices, reference, dtype)
     trained = [number for number, spec in enumerate(specs) if not spec.is_frozen]
     for place in places:
@@ -158,6 +160,39 @@ OPTIONS: list[dict[str, Any]] = [
 @on_ranks(2, options=OPTIONS)
 def test_options_equal_those_of_full_matrices(options: dict[str, Any]) -> None:
     check_updates(SPECS, Place((2,)), **options)
+
+
+LONG = tuple(map(Spec, ((4, 40), (33, 5), (2, 6, 30), (3, 4), (1, 7))))
+
+
+@on_ranks(2)
+def test_iterations_on_the_gram_matrix_equal_those_on_the_matrix() -> None:
+    check_updates(LONG, Place((2,)), ns_method="gram", tolerance=1e-10)
+    check_updates(LONG, Place((2,)), ns_method="gram", ns_steps=7, **CUBIC)
+
+
+@pytest.mark.parametrize("shape", [(64, 256), (448, 64)])
+def test_iterations_on_the_gram_matrix_cost_less_and_round_no_worse(shape: tuple[int, int]) -> None:
+    """With singular values over eight decades, as bf16 rounds them."""
+    u, _, v = torch.linalg.svd(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+    count = min(shape)
+    matrix = (u[:, :count] * 10.0 ** (-8 * torch.linspace(0, 1, count)) @ v[:count])[None]
+    exact = newton_schulz(matrix, dtype=torch.float64)
+    both = [newton_schulz(matrix, method=method) for method in ("standard", "gram")]
+    assert not torch.equal(*both)
+    standard, gram = (float((each.double() - exact).norm() / exact.norm()) for each in both)
+    assert gram < 1.1 * standard
+    flops = [newton_schulz_flops(*shape, method=method) for method in ("standard", "gram")]
+    assert flops[1] < 0.7 * flops[0]
+    assert len({newton_schulz_flops(8, 8, method=method) for method in ("standard", "gram")}) == 1
+
+
+@on_ranks(3)
+def test_blocks_of_rows_are_orthogonalized_on_their_own() -> None:
+    heads = tuple(map(Spec, ((8, 6), (12, 3), (3, 8, 5), (4, 4))))
+    for method in ("standard", "gram"):
+        places = Place((3,)), Place((3,), "no_shard")
+        check_updates(heads, *places, block_rows=4, ns_method=method, tolerance=1e-10)
 
 
 # -- comparison with torch.optim.Muon -------------------------------------------------------------
@@ -453,6 +488,9 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], str]] = [
     ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients must be"),
     ({"adjust_lr_fn": "bad"}, "adjust_lr_fn must be 'original' or 'match_rms_adamw'"),
     ({"betas": (0.9, 1.0)}, "betas[1] must be in [0, 1), got 1.0"),
+    ({"ns_method": "bad"}, "ns_method must be 'standard' or 'gram', got 'bad'"),
+    ({"block_rows": 0}, "block_rows must be at least 1, got 0"),
+    ({"block_rows": 3}, "has 2 rows, no multiple of block_rows=3"),
     ({"ns_dtype": torch.int32}, "ns_dtype must be a floating-point dtype"),
 ]
 

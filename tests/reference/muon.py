@@ -44,6 +44,7 @@ class ReferenceMuon:
     Args:
         matrices: 2-D and 3-D parameters.
         others: Parameters of any shape.
+        block_rows: Rows of each block that is a matrix of its own; None for whole matrices.
         dtype: Dtype of Newton-Schulz.
     """
 
@@ -60,12 +61,14 @@ class ReferenceMuon:
         ns_coefficients: tuple[float, float, float] = QUINTIC,
         eps: float = 1e-7,
         adjust_lr_fn: str | None = None,
+        block_rows: int | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.matrices = list(matrices)
         self.momenta = [torch.zeros_like(param) for param in self.matrices]
         self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
         self.weight_decay, self.adjust_lr_fn = weight_decay, adjust_lr_fn
+        self.block_rows = block_rows
         self.newton_schulz = {
             "steps": ns_steps,
             "quintic": ns_coefficients,
@@ -85,10 +88,12 @@ class ReferenceMuon:
             assert grad is not None
             mean.copy_(self.momentum * mean + (1 - self.momentum) * grad)
             ahead = self.momentum * mean + (1 - self.momentum) * grad if self.nesterov else mean
-            pages = [ahead] if param.ndim == 2 else list(ahead)
-            done = [orthogonalized(page, **self.newton_schulz) for page in pages]  # type: ignore[arg-type]
-            change = done[0] if param.ndim == 2 else torch.stack(done)
-            rate = self.lr * rate_factor(self.adjust_lr_fn, *param.shape[-2:])
+            rows, columns = param.shape[-2:]
+            rows = self.block_rows or rows
+            blocks = ahead.reshape(-1, rows, columns)
+            done = [orthogonalized(block, **self.newton_schulz) for block in blocks]  # type: ignore[arg-type]
+            change = torch.stack(done).view(param.shape)
+            rate = self.lr * rate_factor(self.adjust_lr_fn, rows, columns)
             param.mul_(1 - self.lr * self.weight_decay)
             param.sub_(rate * change.to(param.dtype))
         if self.adamw is not None:

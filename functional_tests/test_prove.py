@@ -8,6 +8,7 @@ import re
 import pytest
 
 from functional_tests import prove_faults
+from megatron_fsdp_v2_mcore.prove import sides
 from megatron_fsdp_v2_mcore.prove.proof import Prover
 from megatron_fsdp_v2_mcore.prove.report import (
     DIFFERS,
@@ -40,9 +41,11 @@ EXPERTS = f"{MOE} --disable-bias-linear --moe-token-dispatcher-type alltoall"
 def prove(request: pytest.FixtureRequest, job: str, fault: str | None = None) -> ProofReport:
     """Return the report of a job whose sharded trainings have a fault."""
     flags = parse_words(job.split())
+    impl, _ = sides.layers_of(flags)
     trains = train if fault is None else functools.partial(prove_faults.train, fault=fault)
-    prover = Prover(pools_for(request, job.split()), trains)
-    return ProofReport(flags, (), [prover.prove(run) for run in covering_runs(flags)], 0.0)
+    pools = pools_for(request, [*job.split(), "--transformer-impl", impl])
+    prover = Prover(pools, impl, trains)
+    return ProofReport(flags, impl, (), [prover.prove(run) for run in covering_runs(flags)], 0.0)
 
 
 @pytest.mark.parametrize(

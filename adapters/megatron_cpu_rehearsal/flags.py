@@ -14,12 +14,14 @@ __all__ = [
     "FLAG",
     "IMPL_FLAG",
     "LOCAL",
+    "LOCAL_UNLESS_ASKED",
     "TRANSFORMER_ENGINE",
     "VERBOSE_FLAG",
     "cpu_capability",
     "cpu_environment",
     "is_requested",
     "transformer_impl",
+    "why_no_kernels",
     "with_cpu_defaults",
     "with_cpu_flags",
 ]
@@ -135,7 +137,7 @@ GPU_FLAGS: tuple[GpuFlag, ...] = (
 
 
 _CONTEXT_FLAG = "--context-parallel-size"
-_LOCAL_UNLESS_ASKED = ("--experimental-attention-variant", "--hybrid-layer-pattern")
+LOCAL_UNLESS_ASKED = ("--experimental-attention-variant", "--hybrid-layer-pattern")
 """Flags with which Megatron's own layers are the default."""
 
 
@@ -155,14 +157,9 @@ def transformer_impl(argv: Sequence[str]) -> str:
             which cannot be used.
     """
     flags = _values(argv)
-    given = flags.get(IMPL_FLAG)
-    why_not = load.why_not()
-    if flags.get(_CONTEXT_FLAG, "1") != "1":
-        why_not = why_not or (
-            f"its attention under {_CONTEXT_FLAG} is cuDNN's or flash attention, which need a GPU"
-        )
+    given, why_not = flags.get(IMPL_FLAG), load.why_not() or why_no_kernels(argv)
     if given is None:
-        is_local = why_not or any(name in flags for name in _LOCAL_UNLESS_ASKED)
+        is_local = why_not or any(name in flags for name in LOCAL_UNLESS_ASKED)
         return LOCAL if is_local else TRANSFORMER_ENGINE
     if given not in (TRANSFORMER_ENGINE, LOCAL):
         raise RehearsalError(
@@ -173,6 +170,15 @@ def transformer_impl(argv: Sequence[str]) -> str:
             f"{IMPL_FLAG} {given} cannot be used here: {why_not}; leave it out or give {LOCAL}"
         )
     return given
+
+
+def why_no_kernels(argv: Sequence[str]) -> str | None:
+    """Return the reason why no reference kernels exist for Transformer Engine's layers, or None."""
+    if _values(argv).get(_CONTEXT_FLAG, "1") != "1":
+        return (
+            f"its attention under {_CONTEXT_FLAG} is cuDNN's or flash attention, which need a GPU"
+        )
+    return None
 
 
 def with_cpu_flags(argv: Sequence[str], supported: Collection[str] = ()) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fsdp_v2_mcore.prove import compare, source
+from megatron_cpu_rehearsal.flags import LOCAL, TRANSFORMER_ENGINE
+from megatron_fsdp_v2_mcore.prove import compare, sides, source
 from megatron_fsdp_v2_mcore.prove.compare import Bounds, Difference, Record
 from megatron_fsdp_v2_mcore.prove.page import html_page
 from megatron_fsdp_v2_mcore.prove.preflight import preflight
@@ -236,7 +238,7 @@ def test_replicas_that_differ_name_parameter_iteration_and_both_values() -> None
 def _report(*phases: ProofPhase) -> ProofReport:
     job = flags(f"{MODEL} {FSDP} --use-flash-attn --save /x")
     (run,) = covering_runs(job)
-    return ProofReport(job, ["a sentence"], [RunResult(run, list(phases))], 1.0)
+    return ProofReport(job, LOCAL, ["a sentence"], [RunResult(run, list(phases))], 1.0)
 
 
 GAP = Difference(compare.GRADIENT, 2, "layer.weight", 1.0, 2.0, 0.5)
@@ -296,3 +298,25 @@ def test_flags_are_sorted_by_what_is_proven() -> None:
     assert "proven with another value: --hidden-size 8192 (64)" in text
     assert "only parsed: --save /x" in text
     assert "not proven without a GPU: --use-flash-attn (fused attention needs a GPU)" in text
+
+
+def test_on_a_gpu_no_flag_is_unproven_for_want_of_one() -> None:
+    report = dataclasses.replace(_report(ProofPhase("training")), impl=None)
+    text = "\n".join(lines(report))
+    assert re.search(r"^proven: .*--use-flash-attn", text, re.MULTILINE), text
+    assert "without a GPU" not in text and "layers:" not in text
+
+
+@pytest.mark.parametrize(
+    ("job", "impl", "said"),
+    [
+        ("--bf16", TRANSFORMER_ENGINE, "Transformer Engine's, over reference kernels"),
+        ("--transformer-impl local", LOCAL, "Megatron's own (--transformer-impl local)"),
+        ("--context-parallel-size 2 --fp8-format hybrid", LOCAL, "its attention under --context"),
+        ("--hybrid-layer-pattern M*", LOCAL, "whose layers of this kind are not tested"),
+        ("--hybrid-layer-pattern M* --fp8-format hybrid", TRANSFORMER_ENGINE, "over reference"),
+    ],
+)
+def test_layers_are_those_of_the_job_if_a_cpu_has_them(job: str, impl: str, said: str) -> None:
+    found, description = sides.layers_of(flags(job))
+    assert (found, said in description) == (impl, True), description

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_cpu_rehearsal.flags import TRANSFORMER_ENGINE, with_cpu_flags
+from megatron_cpu_rehearsal.flags import with_cpu_flags
 from megatron_cpu_rehearsal.te import load
 from megatron_fsdp_v2 import _arguments as arguments
 from megatron_fsdp_v2._progress import progress
@@ -85,13 +85,13 @@ class _ProveCommand:
             if most_ranks < 2:
                 raise ValueError("--device cuda needs two GPUs; leave it out to prove on the CPU")
         runs = covering_runs(flags, most_ranks)
-        rehearses, impl = args.device == "cpu", sides.impl_of(flags)
-        if rehearses and impl == TRANSFORMER_ENGINE and (why_not := load.why_not()):
+        impl = sides.layers_of(flags)[0] if args.device == "cpu" else None
+        if impl and sides.needs_transformer_engine(flags) and (why_not := load.why_not_installed()):
             raise ValueError(f"FP8 and FP4 cannot be proven here: {why_not}")
         total = 1 + sum(map(num_trainings, runs))
         with (
             progress("prove", unit=" trainings") as advance,
-            pools(impl, sides.recipe_of(flags), args.device) as of_size,
+            pools(impl, sides.recipe_of(flags, impl)) as of_size,
         ):
             done = 0
 
@@ -100,11 +100,11 @@ class _ProveCommand:
                 done += 1
                 advance(done, total)
 
-            _check(flags, ranks, of_size(1), rehearses=rehearses)
+            _check(flags, ranks, of_size(1), impl)
             count()
-            prover = Prover(of_size, rehearses=rehearses, advance=count)
+            prover = Prover(of_size, impl, advance=count)
             results = [prover.prove(run) for run in runs]
-        found = report.ProofReport(flags, warnings, results, time.monotonic() - start)
+        found = report.ProofReport(flags, impl, warnings, results, time.monotonic() - start)
         data = json.dumps(report.as_dict(found), indent=2) + "\n"
         if args.json not in (None, "-"):
             Path(args.json).write_text(data)
@@ -117,16 +117,21 @@ class _ProveCommand:
         return found.exit_code
 
 
-def _check(flags: Flags, num_ranks: int | None, pool: Pool, *, rehearses: bool) -> None:
+def _check(flags: Flags, num_ranks: int | None, pool: Pool, impl: str | None) -> None:
     """Let Megatron and this package check the flags at full size.
+
+    Args:
+        flags: The job's flags.
+        num_ranks: Number of ranks of the job.
+        pool: The pool of one rank.
+        impl: Layers of the rehearsal; None without a rehearsal.
 
     Raises:
         ValueError: One of them rejects the flags.
     """
     typed = sides.user_flags(flags)
-    on_device = sides.on_cpu(typed, sides.impl_of(flags)) if rehearses else typed
-    words = as_words(on_device)
-    if rehearses:
+    words = as_words(sides.on_cpu(typed, impl) if impl else typed)
+    if impl:
         words = tuple(with_cpu_flags(words, supported_on_cpu(words)))
     if num_ranks is None:
         num_ranks = ranks_of(flags)

@@ -123,28 +123,27 @@ class Prover:
 
     Args:
         pools: Pools of ranks by size.
+        impl: Layers of the rehearsal; None if ranks do not rehearse.
         trains: Function that trains on a rank.
-        rehearses: Whether ranks rehearse on a CPU.
         advance: Called after every training.
     """
 
     def __init__(
         self,
         pools: Callable[[int], Pool],
+        impl: str | None,
         trains: Trains = train,
         *,
-        rehearses: bool = True,
         advance: Callable[[], object] = lambda: None,
     ) -> None:
         self._pools, self._trains = pools, trains
-        self._rehearses, self._advance = rehearses, advance
-        self._impl = ""
+        self._impl, self._advance = impl, advance
         self._result: RunResult
         self._pool: Pool
 
     def prove(self, run: ShrunkRun) -> RunResult:
         """Train and compare a run."""
-        self._impl, self._result = sides.impl_of(run.flags), RunResult(run)
+        self._result = RunResult(run)
         # Its ranks keep values from one training to the next.
         self._pool = self._pools(run.world_size)
         self._pool.run(forget, timeout_s=TIMEOUT_S)
@@ -182,9 +181,8 @@ class Prover:
     def _train(self, side: Side, **options: Any) -> Outcome:
         """Train on all ranks, and merge what they measured."""
         pool = self._pools(1) if side.world_size == 1 else self._pool
-        job = Job(
-            self._words(side), exact_norms=side.exact_norms, rehearses=self._rehearses, **options
-        )
+        words, rehearses = self._words(side), self._impl is not None
+        job = Job(words, exact_norms=side.exact_norms, rehearses=rehearses, **options)
         outcomes = pool.run(self._trains, job, timeout_s=TIMEOUT_S)
         self._advance()
         # The union of counters has the larger counts.
@@ -201,7 +199,7 @@ class Prover:
 
     def _words(self, side: Side) -> tuple[str, ...]:
         flags = side.flags | WITHOUT_EVALUATION
-        return as_words(sides.on_cpu(flags, self._impl) if self._rehearses else flags)
+        return as_words(sides.on_cpu(flags, self._impl) if self._impl else flags)
 
     def _compare_memory(self, side: Side, measured: Mapping[str, int]) -> None:
         args = self._words(side), side.world_size

@@ -54,7 +54,7 @@ class Pool(Protocol):
 class Ranks:
     """The worker processes of one size."""
 
-    def __init__(self, context: Any, world_size: int, device: str) -> None:
+    def __init__(self, context: Any, world_size: int, *, is_cuda: bool) -> None:
         self._connections: list[Any] = []
         self._processes: list[Any] = []
         with contextlib.closing(socket.socket()) as probe:
@@ -62,7 +62,7 @@ class Ranks:
             port = probe.getsockname()[1]
         for rank in range(world_size):
             mine, theirs = context.Pipe()
-            args = (rank, world_size, port, theirs, device)
+            args = (rank, world_size, port, theirs, is_cuda)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -125,18 +125,17 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def pools(impl: str, recipe: Sequence[str], device: str) -> Iterator[Callable[[int], Pool]]:
+def pools(impl: str | None, recipe: Sequence[str]) -> Iterator[Callable[[int], Pool]]:
     """Yield a function that returns the pool of a number of ranks. Closes all pools at the end.
 
     Args:
-        impl: Value of `--transformer-impl`.
+        impl: Value of `--transformer-impl` in a rehearsal; None for a GPU and NCCL on every rank.
         recipe: Flags that determine the rehearsed GPU.
-        device: `cpu`, or `cuda` for a GPU and NCCL on every rank, without a rehearsal.
     """
     started: dict[int, Ranks] = {}
     # Imports before a fork may initialize CUDA, which a forked process cannot use.
-    context: Any = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
-    if device != "cuda":
+    context: Any = multiprocessing.get_context("forkserver" if impl else "spawn")
+    if impl:
         context.set_forkserver_preload([_PRELOADED])
     # A fork server has the module search path of `python -c`.
     found_here = os.pathsep.join(filter(None, sys.path))
@@ -145,8 +144,8 @@ def pools(impl: str, recipe: Sequence[str], device: str) -> Iterator[Callable[[i
         if world_size in started and not started[world_size].is_usable:
             started.pop(world_size).close()
         if world_size not in started:
-            with environment({VARIABLE: " ".join((impl, *recipe)), "PYTHONPATH": found_here}):
-                started[world_size] = Ranks(context, world_size, device)
+            with environment({VARIABLE: " ".join((impl or "", *recipe)), "PYTHONPATH": found_here}):
+                started[world_size] = Ranks(context, world_size, is_cuda=impl is None)
         return started[world_size]
 
     try:
@@ -156,7 +155,7 @@ def pools(impl: str, recipe: Sequence[str], device: str) -> Iterator[Callable[[i
             ranks.close()
 
 
-def _serve(rank: int, world_size: int, port: int, connection: Any, device: str) -> None:
+def _serve(rank: int, world_size: int, port: int, connection: Any, is_cuda: bool) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
@@ -165,7 +164,7 @@ def _serve(rank: int, world_size: int, port: int, connection: Any, device: str) 
         WORLD_SIZE=str(world_size),
     )
     gc.freeze()
-    if device == "cuda":
+    if is_cuda:
         torch.cuda.set_device(rank)
         backend = "cpu:gloo,cuda:nccl"
     else:

@@ -23,12 +23,14 @@ class ProofReport:
 
     Attributes:
         flags: The user's flags.
+        impl: Layers of the rehearsal; None without a rehearsal.
         warnings: Sentences of the pre-flight.
         results: The runs.
         seconds: Duration of the proof.
     """
 
     flags: Flags
+    impl: str | None
     warnings: Sequence[str]
     results: Sequence[RunResult]
     seconds: float
@@ -71,11 +73,12 @@ class ProofReport:
 
 def flag_table(report: ProofReport) -> dict[str, list[str]]:
     """Sort the user's flags by what the proof says about them."""
-    needs_gpu = dict(sides.needs_gpu(report.flags))
+    impl = report.impl
+    needs_gpu = dict(sides.needs_gpu(report.flags, impl)) if impl else {}
     trained: Flags = {}
     for result in report.results:
         flags = sides.sharded(result.run).flags
-        trained |= sides.on_cpu(flags, sides.impl_of(flags))
+        trained |= sides.on_cpu(flags, impl) if impl else flags
     table: dict[str, list[str]] = {"proven": [], "proven with another value": []}
     table |= {"only parsed": [], "not proven without a GPU": []}
     for name, values in sorted(report.flags.items()):
@@ -102,6 +105,8 @@ def lines(report: ProofReport) -> Iterator[str]:
     for number, result in enumerate(report.results, start=1):
         axes = ", ".join(map(_short, result.run.axes))
         yield f"run {number}: {result.run.world_size} ranks; {axes}"
+    if report.impl:
+        yield f"layers: {sides.layers_of(report.flags)[1]}"
     yield ""
     rows: list[tuple[str, ...]] = [
         ("run", "comparison", "losses", "norms", "elements", "seconds", "result")
@@ -113,10 +118,10 @@ def lines(report: ProofReport) -> Iterator[str]:
         rows.append((str(number), phase.name, *cells, f"{phase.seconds:.0f}", what))
     yield from aligned(rows, left=range(len(rows[0])))
     yield from _memory(report)
+    yield ""
     for number, _, phase in report.phases:
         for difference in phase.differences[:_MOST_SHOWN]:
             yield f"run {number}, {phase.name}: {difference}"
-    yield ""
     for what, flags in flag_table(report).items():
         if flags:
             yield f"{what}: {', '.join(flags)}"
@@ -152,6 +157,7 @@ def as_dict(report: ProofReport) -> dict[str, Any]:
         "verdict": report.verdict,
         "seconds": report.seconds,
         "preflight": list(report.warnings),
+        "layers": sides.layers_of(report.flags)[1] if report.impl else None,
         "flags": flag_table(report),
         "runs": [
             {

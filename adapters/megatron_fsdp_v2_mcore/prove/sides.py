@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_cpu_rehearsal.flags import CPU_FLAGS, GPU_FLAGS, IMPL_FLAG, LOCAL, TRANSFORMER_ENGINE
+from megatron_cpu_rehearsal.flags import (
+    CPU_FLAGS,
+    GPU_FLAGS,
+    IMPL_FLAG,
+    LOCAL,
+    LOCAL_UNLESS_ASKED,
+    TRANSFORMER_ENGINE,
+    why_no_kernels,
+)
+from megatron_cpu_rehearsal.te import load
 from megatron_fsdp_v2_mcore.flags.arguments import API_FLAG, supported_on_cpu
 from megatron_fsdp_v2_mcore.flags.errors import flag_of
 from megatron_fsdp_v2_mcore.flags.precision import DTYPE_OPTIONS
@@ -107,29 +116,44 @@ def user_flags(flags: Flags) -> Flags:
     return {"--fsdp-unit-bytes": ("1",)} | default | without(flags, names) | chosen
 
 
-def impl_of(flags: Flags) -> str:
-    """Return the layers that a run uses: Transformer Engine's if its products or Adam are needed.
-
-    Megatron's own layers are faster on a CPU.
-    """
+def needs_transformer_engine(flags: Flags) -> bool:
+    """Whether a job uses products or an Adam that only Transformer Engine has."""
     main_grads = flags.get("--megatron-fsdp-main-grads-dtype", ("auto",))[0]
-    is_local = QUANTIZED.isdisjoint(flags) and main_grads in ("auto", "fp32")
-    return LOCAL if is_local else TRANSFORMER_ENGINE
+    return not QUANTIZED.isdisjoint(flags) or main_grads not in ("auto", "fp32")
 
 
-def recipe_of(flags: Flags) -> tuple[str, ...]:
+def layers_of(flags: Flags) -> tuple[str, str]:
+    """Return the implementation of layers that rehearsals of a job use, described for the report.
+
+    They are those of the job, if a CPU has them: Transformer Engine's are Megatron's default.
+
+    Args:
+        flags: The job's flags.
+    """
+    if flags.get(IMPL_FLAG) == (LOCAL,):
+        reason = f"{IMPL_FLAG} {LOCAL}"
+    elif why_not := load.why_not_installed() or why_no_kernels(as_words(flags)):
+        reason = f"not Transformer Engine's: {why_not}"
+    elif not (needs_transformer_engine(flags) or flags.keys().isdisjoint(LOCAL_UNLESS_ASKED)):
+        reason = "not Transformer Engine's, whose layers of this kind are not tested on a CPU"
+    else:
+        return TRANSFORMER_ENGINE, "Transformer Engine's, over reference kernels"
+    return LOCAL, f"Megatron's own ({reason})"
+
+
+def recipe_of(flags: Flags, impl: str | None) -> tuple[str, ...]:
     """Return the flags that determine the rehearsed GPU."""
     named = {name: values for name, values in flags.items() if name in _RECIPES}
-    return () if impl_of(flags) == LOCAL else as_words(named)
+    return as_words(named) if impl == TRANSFORMER_ENGINE else ()
 
 
-def needs_gpu(flags: Flags) -> Iterator[tuple[str, str]]:
+def needs_gpu(flags: Flags, impl: str) -> Iterator[tuple[str, str]]:
     """Yield the flags of a command line that a CPU does not support, with the reason."""
-    is_local, ours = impl_of(flags) == LOCAL, supported_on_cpu(as_words(flags))
+    ours = supported_on_cpu(as_words(flags))
     for flag in GPU_FLAGS:
         values = None if flag.name in ours else flags.get(flag.name)
         unsupported = values is not None and (not flag.values or " ".join(values) in flag.values)
-        if unsupported and (is_local or not flag.only_local):
+        if unsupported and (impl == LOCAL or not flag.only_local):
             yield flag.name, flag.reason
     for default in CPU_FLAGS:
         if default.value not in (None, "0") and flags.get(default.name, (default.value,)) != (
@@ -140,7 +164,7 @@ def needs_gpu(flags: Flags) -> Iterator[tuple[str, str]]:
 
 def on_cpu(flags: Flags, impl: str) -> Flags:
     """Return flags without those that need a GPU."""
-    dropped = {name for name, _ in needs_gpu(flags)} | {flag.name for flag in CPU_FLAGS}
+    dropped = {name for name, _ in needs_gpu(flags, impl)} | {flag.name for flag in CPU_FLAGS}
     if impl == TRANSFORMER_ENGINE:
         # Its layers would draw other initial weights than those of the reference.
         dropped.add("--init-model-with-meta-device")

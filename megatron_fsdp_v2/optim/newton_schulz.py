@@ -45,7 +45,8 @@ def newton_schulz(
         # Transposed, so that the Gram matrix is that of the shorter side.
         x = x.mT
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
-    if method == "gram" and _gram_flops(*x.shape[-2:], steps) < _flops(*x.shape[-2:], steps):
+    short, long = x.shape[-2:]
+    if method == "gram" and _gram_flops(short, long, steps) < _flops(short, long, steps):
         x = _iterate_on_gram(x, steps, coefficients)
     else:
         a, b, c = coefficients

@@ -36,7 +36,7 @@ class Adapter:
 
         Raises:
             RuntimeError: The framework is not installed, its version is not supported, or a patch
-                does not fit. No patch is applied in these cases.
+                does not fit. An earlier installation stays in these cases.
         """
         supported = " and ".join(f"{version}.x" for version in self._patches)
         try:
@@ -49,9 +49,9 @@ class Adapter:
         if not fitting:
             raise RuntimeError(f"{self._package} {found} is installed; supported is {supported}")
         patches = self._patches[fitting[0]]
-        self.uninstall()
         for patch in patches:
             patch.check(f"Installed is {self._package} {found}; supported is {supported}")
+        self.uninstall()
         try:
             for patch in patches:
                 self._applied.apply(patch, {"sharding_strategy": sharding_strategy, **options})

@@ -55,6 +55,12 @@ def test_install_replaces_the_targets_and_uninstall_leaves_no_trace(framework: A
         adapter.install(strategy)
         assert module.shard("model") == ("model", strategy)
     assert {key for key, value in state_of(module).items() if value is not before[key]} == {"shard"}
+    installed, other = module.shard, lambda model: model
+    module.shard = other
+    with pytest.raises(RuntimeError, match=r"takes \(model\), expected \(module, \.\.\.\)"):
+        adapter.install("optim")
+    assert module.shard is other
+    module.shard = installed
     for _ in range(2):
         adapter.uninstall()
         assert state_of(module) == before

@@ -75,8 +75,9 @@ class Collective(NamedTuple):
         output: Flat output. Has `axis.size` times the elements of the input for an all-gather, and
             1 / `axis.size` of them for a reduce-scatter. The output of a sum may have any floating
             dtype; other outputs have the dtype of the input.
-        input: Flat input. For an all-gather it may be a view of the output. A reduction overwrites
-            its input, which is in the communication dtype.
+        input: Flat input. For an all-gather it may be a view of the output, and for an all-reduce
+            the output; other kinds need separate memory. A reduction overwrites its input, which is
+            in the communication dtype.
         axis: Participating ranks.
         comm_stream: Communication stream to run in.
         scale: Factor of a sum, applied once, when the sum is stored.

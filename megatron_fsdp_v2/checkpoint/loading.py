@@ -52,7 +52,7 @@ from megatron_fsdp_v2.checkpoint.errors import (
 )
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, ReadRequest
 from megatron_fsdp_v2.checkpoint.manifest import Entry
-from megatron_fsdp_v2.checkpoint.ranks import check_same_path, group_of
+from megatron_fsdp_v2.checkpoint.ranks import check_names, check_same_path, group_of
 from megatron_fsdp_v2.dtensor.sharded_rows import local_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.runtime.module import make_idle, showing_sharded
@@ -94,9 +94,11 @@ def load(
     Raises:
         CheckpointError: There is no complete checkpoint, it is damaged, or of another model; raised
             on every rank when one of them finds it.
-        ValueError: `process_group` lacks ranks of the model.
+        ValueError: `process_group` lacks ranks of the model, or ranks have different parameters of
+            one name (experts). Nothing is loaded.
     """
     group = group_of(model, process_group)
+    check_names(model, group)
     ready = _ready_everywhere(path, lambda: _checked(path, model, optimizer, strict), group)
     if ready.extra_states:
         own = model.state_dict()

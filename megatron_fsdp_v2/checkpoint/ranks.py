@@ -16,10 +16,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2._text import listed
+from megatron_fsdp_v2.checkpoint.entries import parameter_names
 from megatron_fsdp_v2.checkpoint.errors import everyones
 from megatron_fsdp_v2.comm.groups import default_store, new_local_group, ranks_of
 from megatron_fsdp_v2.comm.rank_checks import checksum
-from megatron_fsdp_v2.runtime.module import named_units
+from megatron_fsdp_v2.runtime.module import named_units, showing_sharded
 
 _groups: WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], Any]] = WeakKeyDictionary()
 """Process groups by purpose and ranks, for each default process group."""
@@ -40,11 +41,7 @@ def group_of(model: nn.Module, process_group: Any = None) -> Any:
     """
     if not dist.is_initialized():
         return None
-    groups = [group for _, unit in named_units(model) for group in unit.held_groups]
-    # Parameters that are registered now may be the gathered ones.
-    params = [*model.parameters(), *(param for group in groups for param in group.sharded_params)]
-    meshes = {param.device_mesh for param in params if isinstance(param, DTensor)}
-    ranks = sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
+    ranks = _ranks_of_meshes(model)
     if process_group is not None:
         _check_group(process_group, ranks)
         return process_group
@@ -53,36 +50,48 @@ def group_of(model: nn.Module, process_group: Any = None) -> Any:
     return _group("checkpoints", ranks)
 
 
-def check_names(model: nn.Module, group: Any) -> None:
-    """Check that parameters of one name on different ranks have the same values. Collective.
+def check_names(model: nn.Module, group: Any, *, has_stages: bool = False) -> None:
+    """Check that different parameters do not have one name. Collective.
+
+    On a part of the ranks of another mesh, parameters are different ones (experts).
 
     Args:
         model: Sharded, or not at all.
         group: Its ranks; None for all.
+        has_stages: Whether ranks have different models, whose parameters of one name are copies.
 
     Raises:
-        ValueError: A parameter is on a part of the ranks of another mesh (experts), and ranks of
-            another part have other values of that name. Raised on every rank.
+        ValueError: Ranks have different parameters of one name. Raised on every rank.
     """
     groups = [group for _, unit in named_units(model) for group in unit.groups]
-    ranks = {g: g.spec.mesh.mesh.flatten().tolist() for g in groups}
-    most = {*max(ranks.values(), key=len, default=[])}
-    # By name and place in the mesh: ranks at one place hold the same rows.
-    mine = {
-        (f"{name} of {g.name}", ranks[g].index(dist.get_rank())): checksum(g.main_weight.view(i))
-        for g in groups
-        if {*ranks[g]} < most
-        for i, (name, shards) in enumerate(zip(g.names, g.parameters.row_shards, strict=True))
-        if shards.tensor is None or shards.tensor.mesh is None
-    }
-    found: dict[tuple[str, int], int] = {}
+    meshes = {g: g.spec.mesh.mesh.flatten().tolist() for g in groups}
+    most = {*max(meshes.values(), key=len, default=[])}
+    with showing_sharded(model):
+        names, own = parameter_names(model), _ranks_of_meshes(model)
+    # By name and place in the mesh: ranks that have the parameter, and its values if compared.
+    mine: dict[tuple[str, int], tuple[list[int], Any]] = {}
+    for g, ranks in meshes.items():
+        for i, param in enumerate(g.sharded_params):
+            tensor = g.parameters.row_shards[i].tensor
+            is_cut = tensor is not None and tensor.mesh is not None
+            if is_cut or param not in names:
+                continue
+            if {*ranks} < most:
+                mine[names[param], 0] = ranks, ranks
+            elif has_stages:
+                place = ranks.index(dist.get_rank())
+                mine[names[param], place] = own, checksum(g.main_weight.view(i))
+    found: dict[tuple[str, int], tuple[list[int], Any]] = {}
     for theirs in everyones(mine, group):
-        for place, value in theirs.items():
-            if found.setdefault(place, value) != value:
+        for key, (ranks, values) in theirs.items():
+            others, other_values = found.setdefault(key, (ranks, values))
+            if others != ranks and other_values != values:
                 raise ValueError(
-                    f"{place[0]} is on a part of the model's ranks, and other ranks have another "
-                    "parameter of that name, where a checkpoint has one value of a name; make it a "
-                    "DTensor over the expert-parallel axis, or give it names that differ"
+                    f"ranks {listed(map(str, others), _MOST_RANKS)} and ranks "
+                    f"{listed(map(str, ranks), _MOST_RANKS)} have different parameters with the "
+                    f"name {key[0]}, where a checkpoint has one value of a name; make it a DTensor "
+                    "over the axis along which it differs (experts), or give it names that differ "
+                    "(pipeline stages); if it is the same, shard it over a mesh of all these ranks"
                 )
 
 
@@ -150,6 +159,14 @@ def _group(purpose: str, ranks: Sequence[int]) -> Any:
     if key not in known:
         known[key] = new_local_group(ranks, purpose, backend="gloo")
     return known[key]
+
+
+def _ranks_of_meshes(model: nn.Module) -> list[int]:
+    groups = [group for _, unit in named_units(model) for group in unit.held_groups]
+    # Parameters that are registered now may be the gathered ones.
+    params = [*model.parameters(), *(param for group in groups for param in group.sharded_params)]
+    meshes = {param.device_mesh for param in params if isinstance(param, DTensor)}
+    return sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
 
 
 def _check_group(group: Any, needed: Sequence[int]) -> None:

@@ -109,11 +109,11 @@ def save(
         RuntimeError: Another save to the same path is under way, by this job or another one. On
             ranks other than the first a CheckpointError that says so.
         ValueError: `path` is not a checkpoint, or other ranks of this job save another model there;
-            ranks name different paths; or `process_group` lacks ranks of the model. Nothing is
-            written.
+            ranks name different paths, or have different parameters of one name (experts, stages);
+            or `process_group` lacks ranks of the model. Nothing is written.
     """
     group = group_of(model, process_group)
-    check_names(model, group)
+    check_names(model, group, has_stages=process_group is not None)
 
     def staged() -> _Staged:
         # After a forward whose backward failed or never came, modules hold gathered parameters.

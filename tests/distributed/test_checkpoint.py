@@ -235,6 +235,16 @@ def test_process_group_saves_models_of_several_parts_in_one_checkpoint(tmp_path:
     fill(stage, 0.0)
     with pytest.warns(UserWarning, match=f"not in the model: model.stage{1 - part}"):
         checkpoint.load(f"{tmp_path}/saved", stage, strict=False, process_group=world)
+    alike = wrap(nn.Linear(4, 4), mesh=mesh)
+    # Copies of a parameter on several stages may have one name.
+    fill(alike, 1.0)
+    checkpoint.save(f"{tmp_path}/copies", alike, process_group=world)
+    fill(alike, part + 1.0)
+    differ = error_message(
+        ValueError, lambda: checkpoint.save(f"{tmp_path}/two", alike, process_group=world)
+    )
+    assert "ranks 0, 1 and ranks 2, 3 have different parameters with the name weight" in differ
+    assert not (tmp_path / "two").exists()
     assert _weights(stage).unique().tolist() == [part + 1.0]
     assert Manifest.read(tmp_path / "saved").world_size == 4
 
@@ -247,6 +257,9 @@ def test_ranks_of_a_save_are_those_of_all_meshes_of_the_model(tmp_path: Path) ->
         torch.manual_seed(0)
         model = Net()
         fully_shard(model.up, mesh=of_up)
+        if of_up is not of_root:
+            # Other ranks have other experts.
+            model.add_module(f"up{part}", model._modules.pop("up"))
         folder = tmp_path / (f"{name} {part}" if of_root is inner else name)
         checkpoint.save(folder, fully_shard(model, mesh=of_root))
         sizes[name] = Manifest.read(folder).world_size

@@ -22,6 +22,7 @@ from tests.distributed.wrapping import (
     STRATEGIES,
     batch,
     error_message,
+    fill,
     loss_of,
     mesh_of,
     of_all_ranks,
@@ -212,10 +213,17 @@ def test_a_checkpoint_resumes_at_other_meshes(pools: RankPools, tmp_path: Path) 
 
 @on_ranks(4)
 def test_what_cannot_distinguish_meshes_is_rejected_by_name(tmp_path: Path) -> None:
-    model = sharded("plain")
-    saved = error_message(ValueError, lambda: checkpoint.save(tmp_path / "one", model))
+    model, of_one_rank = sharded("plain"), build()
+    for layer in of_one_rank[:2]:
+        layer.up = nn.Parameter(layer.up.detach()[:2])
+    checkpoint.save(tmp_path / "one", of_one_rank)
+    loaded = error_message(ValueError, lambda: checkpoint.load(tmp_path / "one", model))
+    # Even if all experts have the same values.
+    fill(model, 0.0)
+    saved = error_message(ValueError, lambda: checkpoint.save(tmp_path / "two", model))
     hook = error_message(ValueError, lambda: model[0].set_all_reduce_hook(print))
-    assert "other ranks have another parameter of that name" in saved
+    for text in (loaded, saved):
+        assert "ranks 0, 2 and ranks 1, 3 have different parameters with the name 0.up" in text
     assert "0 (Mixture) are sharded over different meshes" in hook
 
 

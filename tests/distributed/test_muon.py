@@ -27,6 +27,7 @@ from megatron_fsdp_v2.optim import (
     newton_schulz,
     newton_schulz_flops,
 )
+from tests.distributed.checkpoint_trainings import digests, muon, net
 from tests.distributed.cut_parameters import (
     Bag,
     Place,
@@ -456,6 +457,23 @@ def test_options_may_change_between_steps() -> None:
             set_gradients(params, gradients(SPECS_WORK, step, dtype))
             who.step()  # type: ignore[attr-defined]
     assert error_of(mine, theirs) < 1e-12
+
+
+@on_ranks(2, strategy=[STRATEGIES[0], STRATEGIES[-1]])
+def test_a_step_that_overflows_leaves_weights_and_state(strategy: str) -> None:
+    model = net(sharding_strategy=strategy)
+    optimizer = muon(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    found = []
+    for factor in (1.0, float("inf")):
+        x = torch.ones(4, 5) * (factor if dist.get_rank() else 1.0)
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found.append(digests(model, optimizer))
+    assert scaler.get_scale() == 2.0
+    assert found[0] == found[1] and "up.weight.momentum_buffer" in found[0]
 
 
 def test_a_closure_computes_the_loss_with_gradients() -> None:

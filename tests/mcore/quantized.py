@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp_v2 import MixedPrecisionPolicy, checkpoint, fully_shard
 from megatron_fsdp_v2.runtime import unit
 from megatron_fsdp_v2_mcore.formats import register_formats
 from tests.distributed import wrapping
@@ -118,8 +118,12 @@ def differing_bytes(
     instances: int = 1,
     device: str = "cpu",
     outer: str = "optim",
+    folder: str = "",
 ) -> list[str]:
-    """Train and gather; return the fields that differ from those of quantized full main weights."""
+    """Train and gather; return the fields that differ from those of quantized full main weights.
+
+    With a folder, a checkpoint of the last step is loaded after one more step and its forward.
+    """
     te = enter(recipe) if device == "cpu" else real()
     model = layers(te, recipe, device=device)
     sharded(model, strategy, instances=instances, device=device, outer=outer)
@@ -127,6 +131,14 @@ def differing_bytes(
     for seed in range(num_steps):
         step(te, model, recipe, seed, device)
         step_all(optimizer)
+    if folder:
+        checkpoint.save(folder, model)
+        for seed in range(num_steps, num_steps + 2):
+            step(te, model, recipe, seed, device)
+            step_all(optimizer)
+        with torch.no_grad(), te.autocast(enabled=True, recipe=recipe_of(recipe)):
+            model(torch.ones(32, SIZES[0]).bfloat16())
+        checkpoint.load(folder, model)
     whole = [layer.weight.detach().full_tensor() for layer in model]
     found = []
     for index, layer in enumerate(model):

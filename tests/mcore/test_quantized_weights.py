@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +48,23 @@ def test_gathered_bytes_equal_those_of_the_quantized_full_weight(
 ) -> None:
     """Before the first step, and after two."""
     assert quantized.differing_bytes(recipe, strategy, steps) == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "strategy"),
+    [
+        ("tensorwise", "optim"),
+        longer("tensorwise", "optim_grads_params"),
+        longer("mxfp8", "optim"),
+        longer("mxfp8", "optim_grads_params"),
+    ],
+)
+@on_te_ranks(2)
+def test_a_load_into_a_trained_model_quantizes_the_loaded_weights(
+    tmp_path: Path, recipe: str, strategy: str
+) -> None:
+    folder = str(tmp_path / "saved")
+    assert quantized.differing_bytes(recipe, strategy, 1, folder=folder) == []
 
 
 @pytest.mark.functional

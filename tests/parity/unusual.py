@@ -593,6 +593,16 @@ def _kept_in_some_steps(model: Any, step: int, micro: int, rank: int) -> torch.T
     return mean_square(model, step, micro, rank)
 
 
+def _gathered_otherwise(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
+    """Reshard gathered units, or gather resharded ones, between forward and backward."""
+    loss = mean_square(model, step, micro, rank)
+    if isinstance(model, FSDPModule):
+        for block in model.blocks:  # type: ignore[union-attr]
+            block.reshard() if step % 2 else block.unshard()  # type: ignore[union-attr,operator]
+        model.set_reshard_after_forward(bool(step % 2))
+    return loss
+
+
 # -- other models ---------------------------------------------------------------------------------
 
 
@@ -748,6 +758,9 @@ UNUSUAL: dict[str, Pattern] = {
     ),
     "units gathered by explicit calls": Pattern(Stack, loss=_unshard_explicitly),
     "weights kept in some steps": Pattern(Stack, loss=_kept_in_some_steps, num_micro=3),
+    "weights gathered otherwise in the backward": Pattern(
+        Stack, loss=_gathered_otherwise, num_micro=2
+    ),
     "accumulation, along the outer axis in the last backward": Pattern(
         Stack, num_micro=3, sync="all_reduce"
     ),

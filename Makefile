@@ -20,6 +20,8 @@ WRITE    ?=
 
 PY := $(VENV)/bin/python
 LONGER := $(PY) -m pytest --one-in "$(ONE_IN)"
+QUICK := not gpu and not functional and not slow
+LONG := functional or slow
 PEERS := $(VENV)-peers
 RANDOM_CASES := $(PY) -W ignore -m tests.random.campaign
 CLIENTS_PY := $(VENV)-clients/bin/python
@@ -81,7 +83,7 @@ pretrain: setup-pretrain ## pretrain a small GPT on real text, save, resume, sho
 
 # Style, types and layering do not depend on torch and are checked only with the pinned version.
 test: $(if $(TORCH),setup,lint) ## lint, then the tests and the quick rows of the functional matrix
-	@$(PY) -m pytest -m "not gpu and not functional"
+	@$(PY) -m pytest -m "$(QUICK)"
 
 test-all: lint setup-newest ## every suite once, with the time left; not again what passed on this commit
 	@VENV="$(VENV)" tools/setup_clients.sh
@@ -105,13 +107,13 @@ test-upstream: setup ## Megatron-LM's own configurations, shrunk, against Megatr
 	@$(LONGER) --tables functional_tests/upstream
 
 test-matrices: setup ## every cell of the core's matrices: parity, golden, trace pool, checkpoints, streams
-	@$(LONGER) --tables -m functional tests/parity tests/golden tests/distributed tests/unit
+	@$(LONGER) --tables -m "$(LONG)" tests/parity tests/golden tests/distributed tests/unit
 
 test-trainings: setup ## the longer trainings with Megatron: checkpoints, features, rehearsal
-	@$(LONGER) -m functional tests/mcore tests/docs
+	@$(LONGER) -m "$(LONG)" tests/mcore tests/docs
 
 test-share: setup ## a sample of the four suites above: one of every ONE_IN tests
-	@$(LONGER) -m functional --ignore tests/random
+	@$(LONGER) -m "$(LONG)" --ignore tests/random
 
 test-clients: setup ## programs of other libraries (transformers, peft, Lightning, ...), sharded
 	@VENV="$(VENV)" tools/setup_clients.sh
@@ -127,7 +129,7 @@ test-torch: setup-newest ## a sample of the tests with the newest supported torc
 
 .PHONY: sample
 sample: # the sample of the tests, in the existing environment
-	@$(PY) -m pytest -m "not gpu and not functional" --quick-one-in "$(ONE_IN)" $(TORCH_SAMPLE)
+	@$(PY) -m pytest -m "$(QUICK)" --quick-one-in "$(ONE_IN)" $(TORCH_SAMPLE)
 
 golden: setup ## write the golden records: collectives, memory, numbers
 	@$(PY) -m tests.golden --write

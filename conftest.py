@@ -20,6 +20,10 @@ settings.register_profile("any time", deadline=None)
 settings.load_profile("any time")
 
 
+SLOW_SHARE = 30
+"""A sample has tests marked `slow` this much more often than those marked `functional`."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options for tables and for samples of the longer tests."""
     parser.addoption(
@@ -29,7 +33,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--tables", action="store_true", help="print the tables of measured values at the end"
     )
     parser.addoption(
-        "--one-in", type=int, default=1, help="run one of every N tests that are marked functional"
+        "--one-in",
+        type=int,
+        default=1,
+        help="run one of every N tests that are marked functional, and more of those marked slow",
     )
     parser.addoption(
         "--quick-one-in", type=int, default=1, help="run one of every N of the other tests"
@@ -84,13 +91,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Deselect the tests that are not part of the sample."""
     longer, quick = config.getoption("--one-in"), config.getoption("--quick-one-in")
     chosen_by = config.getoption("--chosen-by")
-    left_out = [
-        item
-        for item in items
-        if not is_chosen(
-            item.nodeid, longer if item.get_closest_marker("functional") else quick, chosen_by
-        )
-    ]
+
+    def one_in(item: pytest.Item) -> int:
+        if item.get_closest_marker("functional"):
+            return longer
+        return max(1, longer // SLOW_SHARE) if item.get_closest_marker("slow") else quick
+
+    left_out = [item for item in items if not is_chosen(item.nodeid, one_in(item), chosen_by)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]

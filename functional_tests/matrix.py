@@ -46,7 +46,7 @@ class Row:
         is_reference_sharded: Whether the reference has the same sharding strategy.
         probe: Called with the chunks and the optimizer of the compared run after the training.
         finds: Expected result of the probe on every rank.
-        quick: Number of strategies, from the first, that `make test` trains.
+        quick: Number of strategies, from the first, that `make test` or most samples train.
     """
 
     name: str
@@ -151,7 +151,7 @@ class Resume:
         values: Whether parameters and optimizer state are compared bitwise after a load.
         freezes: See `Row`.
         exact_norms: See `Row`.
-        quick: Whether `make test` runs it.
+        quick: Whether most samples run it.
     """
 
     name: str

@@ -19,17 +19,17 @@ from functional_tests.quantized import (
 from functional_tests.rows import EVALUATED, RESUMES, ROWS, SAME
 from functional_tests.trainings import Difference, Table, Trainings, difference
 from megatron_fsdp_v2_mcore.checkpoint.torch_dist.export import export
-from tests.cases import quick_if
+from tests.cases import quick_if, slow_if
 from tests.mcore.checkpoint_values import digests, merged_digests
 from tests.mcore.flags import loading, saving
 from tests.mcore.session import distance
 from tests.mcore.trained import assert_equal, first_difference
 
 
-def _cases(rows: Sequence[Row]) -> list[Any]:
+def _cases(rows: Sequence[Row], case_if: Callable[..., Any] = quick_if) -> list[Any]:
     """Return every row with each of its strategies, smallest world size first."""
     return [
-        quick_if(
+        case_if(
             number < row.quick, row, strategy, id=_id(f"{row.world_size}-{row.name}-{strategy}")
         )
         for row in sorted(rows, key=lambda row: row.world_size)
@@ -69,7 +69,7 @@ def test_flags_do_not_change_the_training(
 
 
 @pytest.mark.parametrize(
-    "resume", [quick_if(r.quick, r, id=_id(r.name)) for r in (*RESUMES, *QUANTIZED_RESUMES)]
+    "resume", [slow_if(r.quick, r, id=_id(r.name)) for r in (*RESUMES, *QUANTIZED_RESUMES)]
 )
 def test_run_resumes_from_the_checkpoint_of_another_run(
     trainings: Trainings,
@@ -97,7 +97,7 @@ def test_run_resumes_from_the_checkpoint_of_another_run(
     table.resumes.append((resume.name, f"{loss:.0e}"))
 
 
-@pytest.mark.parametrize(("row", "strategy"), _cases((*EVALUATED, *QUANTIZED_EVALUATED)))
+@pytest.mark.parametrize(("row", "strategy"), _cases((*EVALUATED, *QUANTIZED_EVALUATED), slow_if))
 def test_evaluation_without_training_equals_that_of_the_training(
     trainings: Trainings, folder_of: Callable[[Run], Path], row: Row, strategy: str
 ) -> None:

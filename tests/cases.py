@@ -20,6 +20,13 @@ def quick_if(is_quick: bool, *values: Any, id: str | None = None) -> Any:
     return pytest.param(*values, id=id) if is_quick else longer(*values, id=id)
 
 
+def slow_if(is_slow: bool, *values: Any, id: str | None = None) -> Any:
+    """Return a case that runs in the longer suites only; in more of their samples if `is_slow`."""
+    return (
+        pytest.param(*values, id=id, marks=pytest.mark.slow) if is_slow else longer(*values, id=id)
+    )
+
+
 def quick_only(values: Iterable[Any], *quick: Any) -> list[Any]:
     """Return the cases; all except the quick ones run in the longer suites only."""
     return [value if value in quick else longer(value) for value in values]

@@ -25,6 +25,7 @@ def _accepted() -> list[sides.Shrunk]:
     return [each for each in sides.shrunk(read()) if each.name not in rejected]
 
 
+@pytest.mark.slow
 def test_configurations_are_rejected_for_the_known_reasons(reasons: dict[str, str]) -> None:
     lines = [f"{name}\t{reason}" for name, reason in reasons.items()]
     assert reasons == known_rejections(), "rejections.txt has other lines:\n" + "\n".join(lines)

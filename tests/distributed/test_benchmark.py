@@ -82,6 +82,7 @@ def _raises(model: Model, mesh: DeviceMesh, setting: Setting) -> Training:
     raise RuntimeError("there is no such engine")
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_losses_that_differ_and_engines_that_fail_are_reported() -> None:
     added = {
@@ -152,6 +153,7 @@ def test_live_bytes_exclude_fake_tensors() -> None:
     del fake
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_live_bytes_count_a_trace_pool_once() -> None:
     setting = Setting("small", UNGROUPED)

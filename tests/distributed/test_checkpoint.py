@@ -423,6 +423,7 @@ def _saves_often(folder: str, first: int, num_saves: int) -> tuple[int, int]:
     return done, rejected
 
 
+@pytest.mark.slow
 def test_two_saving_jobs_and_a_reading_job_on_one_path_do_not_mix(
     pools: RankPools, tmp_path: Path
 ) -> None:

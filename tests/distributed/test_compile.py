@@ -323,6 +323,7 @@ def test_registered_forward_methods_run_in_compiled_functions() -> None:
     assert all("megatron_fsdp_v2 gathers weights" in reason for reason in counters["graph_break"])
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_compiled_autograd_is_rejected() -> None:
     with compiler() as backend:

@@ -150,6 +150,7 @@ def _trained_with_changes(
     return model, optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "strategy", "width", "foreach"),
     [

@@ -325,6 +325,7 @@ def _without_temporaries(report: str) -> str:
     return re.sub(r"(?m)^(optimizer +\S+ MiB) +\S+ MiB", r"\1", report)
 
 
+@pytest.mark.slow
 def test_the_printed_report_in_the_docs_is_real(pools: RankPools, tmp_path: Path) -> None:
     text = (ROOT / "docs" / "memory.md").read_text()
     report = pools(2).run(printed_report, str(tmp_path / "step.png"))[0]

@@ -140,7 +140,6 @@ def test_tensor_parallel_matrices_are_joined_for_the_update() -> None:
     check_updates(specs, *EVEN, wide, tall)
 
 
-@pytest.mark.slow
 @pytest.mark.functional
 @on_ranks(8)
 def test_update_equals_full_matrices_on_eight_ranks() -> None:

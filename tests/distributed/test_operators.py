@@ -235,6 +235,7 @@ def _check(pools: RankPools, names: list[str], rows: str, ranks: int, mixed: boo
     assert right >= (FEWEST_MIXED if mixed else FEWEST) * decided, (right, decided)
 
 
+@pytest.mark.slow
 def test_selected_operators_equal_the_unsharded_ones_forward_and_backward(pools: RankPools) -> None:
     _check(pools, SOME.split(), "empty", 3, mixed=False)
 

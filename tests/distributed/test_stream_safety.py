@@ -116,7 +116,6 @@ def _strategies_of_patterns(gathers: bool) -> dict[str, str]:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.functional
 @on_ranks(2, gathers=[True, False])
 def test_no_pattern_of_the_parity_matrix_has_a_race(gathers: bool) -> None:

@@ -306,6 +306,7 @@ def _loaded(folder: str, way: str, shape: tuple[int, ...], strategy: str) -> lis
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_checkpoint_loads_bit_equal_at_other_data_and_tensor_parallel_sizes(
     pools: RankPools, tmp_path: Path, way: str

@@ -136,6 +136,7 @@ def _loaded(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shardings", [SHARDINGS[1::4], longer(SHARDINGS)], ids=len)
 def test_every_optimizer_loads_bit_equal_at_other_sizes_and_strategies(
     pools: RankPools, tmp_path: Path, shardings: list[tuple[str, str]]
@@ -311,6 +312,7 @@ def _check_saves(saves: dict[str, Save], folder: str) -> None:
     assert any(empty) or dist.get_world_size() < 3
 
 
+@pytest.mark.slow
 @on_ranks("size", size=[3, longer(2)])
 def test_every_saver_and_stager_of_torch_saves_the_state_of_its_call(
     tmp_path: Path, size: int

@@ -52,6 +52,7 @@ SHARDED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "ranks", "rows"),
     [

@@ -126,6 +126,7 @@ _WHEN = ("before", "after", "alone")
 """When the term of a loss is computed: before the forward, after it, or in a separate backward."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "strategy", "is_async"),
     [

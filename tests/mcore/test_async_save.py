@@ -83,6 +83,7 @@ def test_tracker_names_an_iteration_after_its_background_save_completes(
     assert resumed.losses == trainings.losses[4:]
 
 
+@pytest.mark.slow
 def test_an_iteration_that_is_saved_twice_is_complete(megatron: RankPools, tmp_path: Path) -> None:
     """At an interval, and since the batch size changes: two saves of one path, both pending."""
     flags = _flags(tmp_path, 4, ["--step-batch-size-schedule", "0:8 512:16"])

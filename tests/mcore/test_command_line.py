@@ -99,6 +99,7 @@ sys.exit(7)
 """
 
 
+@pytest.mark.slow
 def test_run_preserves_path_flags_and_exit_code_of_a_script(tmp_path: Path) -> None:
     folder = tmp_path / "my scripts" / "gpt"
     folder.mkdir(parents=True)

@@ -35,6 +35,7 @@ BUILT: dict[str, str] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags", [quick_if(name == "shared-expert-gate", BUILT[name], id=name) for name in BUILT]
 )

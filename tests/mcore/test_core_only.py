@@ -60,6 +60,7 @@ MUON = {"optimizer": "muon"}
 
 
 # The functional matrix has more combinations, with the same wrapper and optimizers.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "options", "strategy"),
     [

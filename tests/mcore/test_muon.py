@@ -91,6 +91,7 @@ def test_state_of_another_optimizer_is_rejected(megatron: RankPools, saved: Save
     assert afresh[0] == uninterrupted[4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adam", "muon"])
 def test_bf16_run_starts_from_weights_without_optimizer_state(
     megatron: RankPools, saved: Saved, optimizer: str

@@ -369,6 +369,7 @@ def test_memory_tracker_separates_offloaded_state_from_state_on_the_device(
         assert memory.role_peaks[Role.OPTIMIZER] == 0
 
 
+@pytest.mark.slow
 def test_megatrons_activation_offload_composes_with_sharded_parameters(megatron: RankPools) -> None:
     modules = ("attn_norm", "qkv_linear", "core_attn", "attn_proj")
     plain, moved = (

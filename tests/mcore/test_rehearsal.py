@@ -200,6 +200,7 @@ def test_script_like_megatrons_matches_the_adapter(megatron: RankPools, tmp_path
     assert run.losses == pytest.approx(losses, rel=1e-6 + PRINTED)
 
 
+@pytest.mark.slow
 def test_flag_that_needs_a_gpu_prints_one_sentence() -> None:
     command_lines = [[SCRIPT, *MODEL_FLAGS, "--profile"], ["--profile"], ["no_such_script.py"]]
     rejected, unnamed, missing = run_each(REHEARSAL, command_lines)

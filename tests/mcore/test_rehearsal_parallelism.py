@@ -82,6 +82,7 @@ def _train(pools: RankPools, world_size: int, *flags: f.Flags, **options: Any) -
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick_only([*ALIKE], "two-ranks", "distributed-optimizer"))
 def test_two_parallelisms_of_the_same_model_match(megatron: RankPools, name: str) -> None:
     ranks, flags, others, their_flags = ALIKE[name]

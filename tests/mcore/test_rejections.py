@@ -177,6 +177,7 @@ TYPED = f"""
 START = words(MODEL_FLAGS, "--train-iters 2 --cpu-rehearsal")
 
 
+@pytest.mark.slow
 def test_invalid_command_line_prints_one_sentence() -> None:
     rows = _table(TYPED)
     runs = run_each(PRETRAIN, [words(START, flags) for flags, _ in rows])

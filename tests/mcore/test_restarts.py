@@ -129,6 +129,7 @@ def test_job_with_a_killed_rank_resumes_from_its_newest_checkpoint(tmp_path: Pat
         assert distance([loss], [(losses[number - 1] + losses[number]) / 2]) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "flags"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import pytest
 import torch
 
 from tests.mcore.flags import ALLTOALL, EP2, OVERLAP, fsdp
@@ -64,6 +65,7 @@ def _forward(chunk: Any) -> Any:
     return chunk(tokens, position, mask, labels=tokens)
 
 
+@pytest.mark.slow
 def test_gradients_of_the_shared_expert_are_reduced_after_they_are_written(
     megatron: RankPools,
 ) -> None:

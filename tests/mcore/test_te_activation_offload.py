@@ -65,6 +65,7 @@ def _train_offloading(flags: Sequence[str]) -> Training:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "flags"),
     [

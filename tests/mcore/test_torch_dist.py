@@ -133,6 +133,7 @@ def test_state_in_buckets_is_rejected_and_weights_load_without_it(
     assert resumed.losses[1:] != uninterrupted.losses[SAVED_AT + 1 :]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_rejected(megatron: RankPools, saved: Curve) -> None:
     folder, _ = saved("megatron", 2, MEGATRON, SWIGLU)
     with pytest.raises(
@@ -189,6 +190,7 @@ def test_export_separates_optimizers_of_experts_as_in_the_loading_run(
     assert distance(resumed.losses, uninterrupted.losses[SAVED_AT:]) < 1e-6
 
 
+@pytest.mark.slow
 def test_resume_from_an_export_is_bitwise_identical(
     megatron: RankPools, saved: Curve, tmp_path: Path
 ) -> None:

@@ -304,6 +304,7 @@ def megatrons(megatron: RankPools, tmp_path_factory: pytest.TempPathFactory) -> 
     return _Saved(megatron, tmp_path_factory.mktemp("megatrons"), MEGATRON)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", quick_only(WINNERS, OVERRIDE, FROM_FILE))
 def test_values_of_a_resumed_run_come_from_the_file_or_the_command_line(
     sharded: _Saved, flags: str
@@ -361,6 +362,7 @@ def train_below(flags: Sequence[str], threshold: float) -> Training:
         return train(flags)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("named", "ours"),
     [

@@ -83,7 +83,7 @@ def _cases() -> Iterator[Any]:
     longer suites train the others on the other mesh, and one more on HFSDP or on one rank.
     """
     for number, pattern in enumerate(ALL):
-        first, second = (str(2 + number % 3), "HSDP 2x2")[:: 1 if number % 2 else -1]
+        first, second = (str(2 + number % 3), "HSDP 2x2")[:: 1 if number % 4 else -1]
         *others, most = _strategies(pattern, first)
         one = others.pop(number % len(others))
         yield pytest.param(pattern, first, [one, most], id=f"{pattern}-{first}")

@@ -304,6 +304,7 @@ LARGEST = 32 * MIB
 CHUNK = 8 * MIB
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak memory")
 def test_peak_memory_is_one_file_or_one_tensor(tmp_path: Path) -> None:
     """Peak memory is one file, or one tensor of a folder, plus one chunk of a tensor."""
@@ -339,6 +340,7 @@ def build_model():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [1 << 30, longer(64)], ids=["one-file", "several"])
 def test_documented_script_loads_an_export_without_this_package(tmp_path: Path, limit: int) -> None:
     text = (ROOT / "docs" / "checkpoints.md").read_text()

@@ -96,6 +96,7 @@ def test_a_closed_pipe_is_silent() -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("typed", "completed"), [("ckpt ver", "verify"), ("plan --strat", "--strategy")]
 )

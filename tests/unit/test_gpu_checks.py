@@ -58,6 +58,7 @@ def test_old_driver_and_missing_package_are_reported(
     assert f"transformer-engine[pytorch]=={machine.TRANSFORMER_ENGINE}" in said[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_device_cuda_without_a_gpu_exits_with_code_2_and_the_reason() -> None:
     done = ran(sys.executable, "-m", "pytest", "tests/gpu/test_host.py", "--device", "cuda")

@@ -382,6 +382,7 @@ def test_order_of_runs_must_name_every_unit_below_the_root() -> None:
 # -- a large model ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adam", longer("muon")])
 def test_llama_405b_on_16384_ranks_is_planned_in_seconds(optimizer: str) -> None:
     start = time.process_time()

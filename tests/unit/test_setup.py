@@ -196,6 +196,7 @@ def _name(requirement):
     return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower()
 
 
+@pytest.mark.slow
 def test_program_of_the_readme_needs_only_declared_dependencies(tmp_path):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     left, needed = list(project["dependencies"]), {_name(project["name"])}

@@ -11,8 +11,8 @@ pytest_plugins = ["pytester"]
 
 @pytest.fixture
 def suite(pytester: pytest.Pytester) -> pytest.Pytester:
-    """A suite of one quick test and fifty longer ones, with this project's options."""
-    pytester.makeini("[pytest]\nmarkers =\n    functional: longer\n")
+    """A suite of one quick test, fifty longer and three slow ones, with this project's options."""
+    pytester.makeini("[pytest]\nmarkers =\n    functional: longer\n    slow: seconds\n")
     pytester.makeconftest(
         f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
         + (ROOT / "conftest.py").read_text().replace("from __future__ import annotations\n", "")
@@ -28,18 +28,24 @@ def suite(pytester: pytest.Pytester) -> pytest.Pytester:
         @pytest.mark.parametrize("number", range(50))
         def test_longer(number):
             pass
+
+        @pytest.mark.slow
+        @pytest.mark.parametrize("number", range(3))
+        def test_slow(number):
+            pass
         """
     )
     return pytester
 
 
-def test_quick_tests_run_in_every_sample(suite: pytest.Pytester) -> None:
+def test_quick_tests_run_in_every_sample_and_slow_ones_in_most(suite: pytest.Pytester) -> None:
     result = suite.runpytest("--one-in", "5", "--chosen-by", "a")
     outcomes = result.parseoutcomes()
-    assert 1 + 3 <= outcomes["passed"] <= 1 + 20
-    assert outcomes["passed"] + outcomes["deselected"] == 51
+    assert 4 + 3 <= outcomes["passed"] <= 4 + 20
+    assert outcomes["passed"] + outcomes["deselected"] == 54
     result.stdout.fnmatch_lines(["longer tests: one of 5, selected by a"])
-    assert suite.runpytest().parseoutcomes() == {"passed": 51}
+    assert suite.runpytest().parseoutcomes() == {"passed": 54}
+    assert "passed" not in suite.runpytest("--one-in", "100000", "-m", "slow").parseoutcomes()
 
 
 def test_a_sample_can_leave_out_quick_tests_too(suite: pytest.Pytester) -> None:
@@ -48,7 +54,7 @@ def test_a_sample_can_leave_out_quick_tests_too(suite: pytest.Pytester) -> None:
     )
     result = suite.runpytest("--quick-one-in", "5", "--chosen-by", "a")
     outcomes = result.parseoutcomes()
-    assert 50 + 3 <= outcomes["passed"] <= 50 + 20
+    assert 53 + 3 <= outcomes["passed"] <= 53 + 20
     result.stdout.fnmatch_lines(["longer tests: one of 1, other tests: one of 5, selected by a"])
 
 

@@ -76,6 +76,7 @@ def test_failures_are_listed_and_only_they_run_again_on_the_same_commit(
     assert current_commit() not in (commit, "")
 
 
+@pytest.mark.slow
 def test_a_run_stops_when_its_time_is_over_and_the_next_one_continues(suites: list[str]) -> None:
     Path("mended").touch()
     assert main([*suites, "--minutes", "1e-9"]) == 2

@@ -76,6 +76,7 @@ def _norms(reference: nn.Module, order: float) -> dict[str, list[float | None]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh_name", "model_name"),
     [*((mesh, "Stack") for mesh in MESH_NAMES), *(("HFSDP 2x2", kind) for kind in KINDS[1:])],

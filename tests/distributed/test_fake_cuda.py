@@ -277,6 +277,7 @@ def test_steps_of_the_gpu_sanitizer_run_on_fake_cuda(process: RankPool, mesh_nam
     assert seen["collectives"].total() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh_name", "strategy"),
     [*(("4", each) for each in STRATEGIES), *((name, "optim_grads") for name in ON_MESHES[1:])],

@@ -106,6 +106,7 @@ PEAKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh_name", "policy", "num_microbatches"), PEAKS)
 def test_peak_memory_of_a_step_is_within_two_percent_of_its_plan(
     mesh_name: str, policy: str, num_microbatches: int, pools: RankPools

@@ -308,6 +308,7 @@ CASES: dict[str, tuple[dict[str, bool], dict[str, Any]]] = {
 LONGER = ("optim", "optim_grads", "HSDP 2x2", "tied, accumulated", "synchronous")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [quick_if(name not in LONGER, name) for name in CASES])
 @on_ranks(lambda name: 4 if name in MESHES else 2)
 def test_gradients_of_a_side_stream_are_reduced_after_they_arrived(name: str) -> None:

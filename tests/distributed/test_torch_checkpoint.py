@@ -173,6 +173,7 @@ def test_state_of_a_parameter_without_rows_is_saved_and_loaded(tmp_path: Path, r
     assert [float(of_one["step"]) for of_one in state.values()] == [2.0, 2.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("saves", "loads"), [("ours", "torch"), ("torch", "ours")])
 def test_checkpoints_of_torch_and_this_package_are_interchangeable(
     pools: RankPools, tmp_path: Path, saves: str, loads: str

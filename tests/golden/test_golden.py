@@ -41,6 +41,7 @@ def test_records_are_small_and_complete() -> None:
     assert sum(sizes) < MOST_BYTES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -22,6 +22,7 @@ from megatron_fsdp_v2.optim import Muon, newton_schulz
 
 BASELINE = "AdamW, ZeRO-3"
 OURS = "Muon, ZeRO-3"
+GRAM = "Muon, ZeRO-3, Gram matrices"
 NAIVE = "Muon, gathered and repeated"
 
 
@@ -53,6 +54,10 @@ class NaiveMuon(torch.optim.Optimizer):
 CONTENDERS: dict[str, tuple[common.Wrap, Callable[[Any], torch.optim.Optimizer]]] = {
     BASELINE: (common.ours(), lambda params: torch.optim.AdamW(params, lr=1e-4)),
     OURS: (common.ours(), lambda params: Muon(params, lr=1e-4, nesterov=False)),
+    GRAM: (
+        common.ours(),
+        lambda params: Muon(params, lr=1e-4, nesterov=False, ns_method="gram"),
+    ),
     NAIVE: (common.ours(), lambda params: NaiveMuon(params, lr=1e-4)),
     "torch.optim.Muon, DDP": (
         common.wrap_with_ddp,
@@ -94,16 +99,16 @@ def _report(
     alone = {name: statistics.median(times) for name, times in optimizers.items()}
     ratios = {name: step[name] / step[BASELINE] for name in step}
     gain = {name: alone[name] / alone[OURS] for name in alone}
-    heads = ("step ms", f"over {BASELINE}", "optimizer ms", f"over {OURS}")
+    heads = ("step ms", f"over {BASELINE}", "optimizer ms", f"over {OURS}", "of the step")
     lines = [
         f"{args.layers} blocks of width {args.width}, batch {args.batch}, {args.ranks} ranks "
         f"(gloo), median of {args.rounds} steps; a step includes the optimizer's",
-        f"{'':28}" + "".join(f"{head:>20}" for head in heads),
+        f"{'':30}" + "".join(f"{head:>20}" for head in heads),
     ]
     for name in step:
         lines.append(
-            f"{name:28}{step[name] * 1e3:20.1f}{ratios[name]:20.2f}{alone[name] * 1e3:20.1f}"
-            f"{gain[name]:20.2f}"
+            f"{name:30}{step[name] * 1e3:20.1f}{ratios[name]:20.2f}{alone[name] * 1e3:20.1f}"
+            f"{gain[name]:20.2f}{alone[name] / step[name]:20.0%}"
         )
     sys.stdout.write("\n".join(lines) + "\n")
     times = {"step_s": step, "optimizer_s": alone}

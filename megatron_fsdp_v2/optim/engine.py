@@ -7,6 +7,7 @@ communication of one bucket of matrices overlaps the computation of another.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,10 +40,13 @@ class MatrixFunction:
     Attributes:
         apply: Maps a stack `(count, m, n)` to a stack of the same shape, matrix by matrix.
         flops: Returns the cost of one `m x n` matrix. Only ratios matter.
+        block_rows: Rows of each block of an `(m, n)` parameter that is a matrix of its own; None if
+            the parameter is one matrix. Matrices of a 3-D parameter are not divided.
     """
 
     apply: Callable[[torch.Tensor], torch.Tensor]
     flops: Callable[[int, int], int]
+    block_rows: int | None = None
 
 
 class MatrixEngine:
@@ -77,6 +81,8 @@ class MatrixEngine:
         shared: dict[Any, list[_Member]] = {}
         for index, (param, function) in enumerate(zip(params, functions, strict=True)):
             axes, layout = _place(param, joins_tensor_parallel, spreads_replicated)
+            if param.ndim == 2:
+                layout = dataclasses.replace(layout, block_rows=function.block_rows)
             names = tuple(axis.group.group_name for axis in axes)
             key = (names, layout.grid, param.device, param.dtype)
             name = param.row_shards.label if isinstance(param, UnevenDTensor) else None

@@ -78,6 +78,8 @@ class MatrixLayout:
             axes that do not shard rows.
         tensor_axis: Axis of the grid that splits the whole into tensor-parallel parts; None if
             there is none.
+        block_rows: Rows of each block of an `(m, n)` parameter, which are its matrices; None if the
+            parameter is one matrix.
     """
 
     grid: Grid
@@ -85,6 +87,7 @@ class MatrixLayout:
     part_shape: tuple[int, ...]
     strides: tuple[int, ...]
     tensor_axis: int | None = None
+    block_rows: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -97,12 +100,14 @@ class MatrixLayout:
     def matrix_shape(self) -> tuple[int, int]:
         """Rows and columns of one matrix."""
         rows, cols = self.shape[-2:]
-        return rows, cols
+        return self.block_rows or rows, cols
 
     @property
     def count(self) -> int:
         """Number of matrices of the parameter."""
-        return self.shape[0] if len(self.shape) == 3 else 1
+        if len(self.shape) == 3:
+            return self.shape[0]
+        return self.shape[0] // self.block_rows if self.block_rows else 1
 
     @property
     def tensor(self) -> TensorShard | None:
@@ -119,16 +124,21 @@ class MatrixLayout:
         """Yield the rectangles of `rectangles_at`, each with its index in that rank's local tensor.
 
         Args:
-            number: Index of the matrix in its stack.
+            number: Index of the matrix in its stack, or of the block.
             coordinate: Coordinate of a rank in the grid.
 
         Yields:
             A rectangle and an index of the local tensor.
         """
+        start, end = self._rows_of(number)
         for chunk in self._chunks(coordinate):
             if len(chunk.sizes) == 2:
                 (row, col), (rows, cols) = chunk.offsets, chunk.sizes
-                yield Rectangle(row, col, rows, cols), chunk.local
+                first, last = max(row, start), min(row + rows, end)
+                if first < last:
+                    local = chunk.local[0].start + first - row
+                    index = slice(local, local + last - first), *chunk.local[1:]
+                    yield Rectangle(first - start, col, last - first, cols), index
                 continue
             (first, row, col), (count, rows, cols) = chunk.offsets, chunk.sizes
             if first <= number < first + count:
@@ -137,7 +147,7 @@ class MatrixLayout:
 
     def ranks_holding_whole(self, number: int) -> list[int]:
         """Return the ranks that hold a whole matrix; empty if it is sharded."""
-        first, last, part = 0, self.part_shape[0], None
+        (first, last), part = self._rows_of(number), None
         if self.tensor is not None:
             if len(self.shape) == 2 or self.tensor.dim != 0:
                 return []
@@ -165,8 +175,14 @@ class MatrixLayout:
         if isinstance(ranges, RowRanges):
             rows = (ranges.layout.fingerprint, ranges.param)
         split = None if self.tensor is None else (self.tensor.dim, self.tensor.pieces)
-        text = repr((self.grid, self.part_shape, self.strides, self.tensor_axis, split, rows))
+        own = self.part_shape, self.block_rows, self.strides, self.tensor_axis
+        text = repr((self.grid, own, split, rows))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def _rows_of(self, number: int) -> tuple[int, int]:
+        """Return the rows of an `(m, n)` parameter that are a matrix."""
+        first = number * (self.block_rows or 0)
+        return first, first + self.matrix_shape[0]
 
     def _part_of(self, number: int, tensor: TensorShard) -> tuple[int, int]:
         """Return the tensor-parallel part that contains a matrix, and the index in that part."""

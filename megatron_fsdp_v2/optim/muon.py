@@ -58,8 +58,8 @@ class Muon(MatrixStep):
         ns_method: `"standard"`, or `"gram"`: iterations on the Gram matrix, which take about half
             the operations for long matrices; see `newton_schulz`.
         block_rows: Rows of each block that is orthogonalized on its own, as a matrix of that shape:
-            the size of a head for the projections of queries, keys and values. None for whole
-            matrices.
+            the size of a head for the projections of queries, keys and values. Blocks that no shard
+            boundary splits (`shard_granularity`) are not sent. None for whole matrices.
         use_muon: Default of the groups' option: True for Muon, False for AdamW.
         betas: Betas of AdamW.
         adamw_eps: Epsilon of AdamW.
@@ -237,7 +237,7 @@ def _function(block_rows: int | None, steps: int, method: str, **options: Any) -
         rows = block_rows or m
         return m // rows * newton_schulz_flops(rows, n, steps, method)
 
-    return MatrixFunction(apply, flops)
+    return MatrixFunction(apply, flops, block_rows)
 
 
 def _adjustment(name: str | None, m: int, n: int) -> float:

@@ -191,8 +191,31 @@ def test_iterations_on_the_gram_matrix_cost_less_and_round_no_worse(shape: tuple
 def test_blocks_of_rows_are_orthogonalized_on_their_own() -> None:
     heads = tuple(map(Spec, ((8, 6), (12, 3), (3, 8, 5), (4, 4))))
     for method in ("standard", "gram"):
-        places = Place((3,)), Place((3,), "no_shard")
+        places = Place((3,)), Place((3,), "no_shard"), Place((3,), granularity="block:4")
         check_updates(heads, *places, block_rows=4, ns_method=method, tolerance=1e-10)
+
+
+@on_ranks(4)
+def test_blocks_of_tensor_parallel_parts_are_those_of_the_whole() -> None:
+    specs = Spec((16, 6), 0), Spec((8, 8), 1), Spec((16, 5), 0, num_pieces=2), Spec((8, 5))
+    places = [*EVEN, Place((2, 2)), Place((2, 2), outer="optim")]
+    check_updates(specs, *places, block_rows=4, tolerance=1e-10)
+
+
+@on_ranks(2)
+def test_blocks_that_no_boundary_splits_are_not_sent() -> None:
+    specs = [Spec((24, 6)), Spec((16, 3))]
+    sent = {}
+    for granularity in ("block:4", "row"):
+        params = sharded(specs, Place((2,), granularity=granularity))
+        optimizer = Muon(params, block_rows=4)
+        set_gradients(params, gradients(specs, 0))
+        optimizer.step()
+        (work,) = _engine_work(optimizer).works
+        sent[granularity] = sum(bucket.sent_numel for bucket in work.plan)
+    assert sent["block:4"] == 0
+    # At most one block is split.
+    assert sum(of_all_ranks(sent["row"])) <= 2 * 4 * 6
 
 
 # -- comparison with torch.optim.Muon -------------------------------------------------------------

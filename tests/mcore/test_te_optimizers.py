@@ -14,6 +14,7 @@ from torch import nn
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp_v2.dtensor.sharded_rows import local_of
+from megatron_fsdp_v2_mcore.optim.optimizer_state import optimizer_like
 from tests.mcore.session import enter_rehearsal
 from tests.mcore.trained import on_te
 from tests.reference.models import Formula
@@ -136,3 +137,12 @@ def test_gradients_of_another_dtype_are_stepped_as_grad_or_decoupled_grad(
     # A sum may round to another bf16 neighbor in fp32 than in fp64.
     assert difference < (1e-2 if policy.main_params_dtype is BF16 else 2e-6)
     assert dtypes == {"torch.float32", "torch.bfloat16"}
+
+
+def test_a_copy_of_a_scheduled_optimizer_does_not_step_the_original() -> None:
+    param, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=0.5)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    param.grad = other.grad = torch.ones(2)
+    optimizer_like(optimizer, [{"params": [other]}]).step()
+    assert (param.tolist(), other.tolist()) == ([1.0, 1.0], [0.5, 0.5])

@@ -36,9 +36,10 @@ def optimizer_like(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, 
         groups: Parameter groups; missing options are set to the optimizer's defaults.
     """
     probe = object.__new__(type(optimizer))
-    # Dictionaries are copied, so that hooks registered on one are not called for the other.
+    # Dictionaries are copied, so that hooks registered on one are not called for the other. A
+    # schedule of learning rates sets a `step` on the instance that steps this instance.
     for key, value in vars(optimizer).items():
-        if key != "state":
+        if key not in ("state", "step"):
             vars(probe)[key] = copy.copy(value) if isinstance(value, dict) else value
     probe.state = defaultdict(dict)
     probe.param_groups = [{**optimizer.defaults, **group} for group in groups]

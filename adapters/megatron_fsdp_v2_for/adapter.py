@@ -25,13 +25,14 @@ class Adapter:
         self._patches = dict(patches)
         self._applied = Patches()
 
-    def install(self, sharding_strategy: str = "optim_grads_params", **options: Any) -> None:
+    def install(self, sharding_strategy: str | None = "optim_grads_params", **options: Any) -> None:
         """Make the framework shard with this package, in place of an earlier installation.
 
         Call it before the framework shards a model.
 
         Args:
-            sharding_strategy: See `megatron_fsdp_v2.fully_shard`.
+            sharding_strategy: See `megatron_fsdp_v2.fully_shard`. None, where a framework has a
+                setting for it: that setting.
             options: Further arguments of `fully_shard` that the framework does not give.
 
         Raises:

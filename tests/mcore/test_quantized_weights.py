@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp_v2.runtime.module import unit_of
+from megatron_fsdp_v2_for import megatron_fsdp
 from tests.cases import longer, quick_only
 from tests.distributed.nccl_double import as_on_cuda
 from tests.distributed.on_ranks import on_ranks
@@ -127,6 +128,30 @@ def test_every_use_gathers_a_share_of_the_bytes_of_bf16(recipe: str, share: floa
     for mine, sixteen in zip(*quantized.gathered_bytes(recipe), strict=True):
         # Biases are gathered in bf16.
         assert share * sixteen <= mine <= (share + 0.01) * sixteen
+
+
+@on_te_ranks(2, recipe=["tensorwise"], keeps=[False, True])
+def test_a_program_written_for_megatron_fsdp_trains_quantized_weights(
+    recipe: str, keeps: bool
+) -> None:
+    te, found = quantized.enter(recipe), []
+    ours = quantized.sharded(quantized.layers(te, recipe), "optim_grads_params")
+    model: Any = megatron_fsdp.fully_shard_model(
+        quantized.layers(te, recipe),
+        fsdp_unit_modules=[te.Linear],
+        mixed_precision_policy=megatron_fsdp.MixedPrecisionPolicy(main_grads_dtype=torch.float32),
+        keep_fp8_transpose_cache=keeps,
+    ).module
+    for each in (ours, model):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
+        for seed in range(2):
+            quantized.step(te, each, recipe, seed)
+            step_all(optimizer)
+        found.append([param.detach().full_tensor() for param in each.parameters()])
+    formats = [group.format for group in unit_of(model[0]).groups]
+    kept = {known.keeps_transposes for known in formats if hasattr(known, "keeps_transposes")}
+    assert all(map(torch.equal, *found))
+    assert kept == {keeps}
 
 
 @on_te_ranks(2, recipe=["tensorwise"])

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import importlib.util
+import inspect
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 
 from megatron_cpu_rehearsal.patching import Patch
+from megatron_fsdp_v2_for import automodel, megatron_fsdp
 from megatron_fsdp_v2_for.adapter import Adapter
+from tests.pages import rows_of, section
 
 NAME = "a_framework"
 TARGET = Patch(f"{NAME}:shard", "a test", wrap=f"{__name__}:with_strategy", parameters=("module",))
@@ -99,3 +106,80 @@ def test_what_does_not_fit_is_named_with_its_cause(
     if "cannot be imported" in message:
         cause: BaseException | None = failed.value.__cause__
         assert cause is not None and isinstance(cause.__cause__, (AttributeError, ImportError))
+
+
+# -- megatron-fsdp and automodel ------------------------------------------------------------------
+
+
+def test_every_argument_of_megatron_fsdp_has_a_row() -> None:
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None and spec.origin is not None
+    source = Path(spec.origin).parent / "distributed/fsdp/src/megatron_fsdp/fully_shard.py"
+    tree = ast.parse(source.read_text())
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    theirs = {arg.arg for arg in functions["fully_shard"].args.args}
+    rows = {
+        name: cells[1]
+        for cells in rows_of(section("docs/hugging_face.md", "megatron-fsdp"))
+        for name in re.findall(r"`(\w+)`", cells[0])
+    }
+    assert rows.keys() == theirs
+    honored = inspect.signature(megatron_fsdp.fully_shard).parameters.keys() - {"others"}
+    assert {name for name in rows if rows[name] == "supported"} == honored
+    assert {name for name in rows if rows[name] == "no-op"} == set(megatron_fsdp.NO_OP)
+    assert {name for name in rows if rows[name] == "rejected"} == set(megatron_fsdp.REJECTED)
+
+
+AUTOMODEL = "nemo_automodel.components.distributed"
+
+
+@pytest.fixture
+def automodel_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return automodel's two modules, with the names that they import from megatron-fsdp."""
+    folder = tmp_path / AUTOMODEL.replace(".", "/")
+    folder.mkdir(parents=True)
+    (folder / "parallelizer.py").write_text(
+        "def fully_shard(): ...\n"
+        "def fully_shard_model(): ...\n"
+        "megatron_fsdp_fully_shard = fully_shard\n"
+        "megatron_fsdp_fully_shard_model = fully_shard_model\n"
+        "class MegatronFSDPMixedPrecisionPolicy: ...\n"
+    )
+    (folder / "megatron_fsdp.py").write_text(
+        "class MegatronFSDP: ...\ndef megatron_fsdp_fully_shard_optimizer(): ...\n"
+    )
+    metadata = tmp_path / "nemo_automodel-0.7.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Name: nemo-automodel\nVersion: 0.7.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield [importlib.import_module(f"{AUTOMODEL}.{n}") for n in ("parallelizer", "megatron_fsdp")]
+    automodel.uninstall()
+    for name in [name for name in sys.modules if name.startswith("nemo_automodel")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("strategy", [None, "optim"])
+def test_automodel_gets_the_names_of_megatron_fsdp(
+    automodel_modules: Any, monkeypatch: pytest.MonkeyPatch, strategy: str | None
+) -> None:
+    parallelizer, names = automodel_modules
+    before = state_of(parallelizer), state_of(names)
+    given: list[Any] = []
+    for name in ("fully_shard", "fully_shard_model"):
+        function = create_autospec(getattr(megatron_fsdp, name))
+        function.side_effect = lambda *args, **kwargs: given.append(kwargs)
+        monkeypatch.setattr(megatron_fsdp, name, function)
+    automodel.install(strategy, report_nan_in_param_grad=True)
+    assert names.MegatronFSDP is megatron_fsdp.MegatronFSDP
+    assert names.megatron_fsdp_fully_shard_optimizer is megatron_fsdp.fully_shard_optimizer
+    assert parallelizer.MegatronFSDPMixedPrecisionPolicy is megatron_fsdp.MixedPrecisionPolicy
+    for name in ("megatron_fsdp_fully_shard", "megatron_fsdp_fully_shard_model"):
+        function = getattr(parallelizer, name)
+        assert {"mixed_precision_policy", "report_nan_in_param_grad"} <= set(
+            inspect.signature(function).parameters
+        )
+        function("model", "optimizer or mesh", zero_dp_strategy=3)
+    wanted = {"zero_dp_strategy": strategy or 3, "report_nan_in_param_grad": True}
+    assert given == [wanted, wanted]
+    automodel.uninstall()
+    assert (state_of(parallelizer), state_of(names)) == before

@@ -329,7 +329,7 @@ class ShardedRows(FastAttributes):
         would be missing otherwise.
         """
         del object
-        chunks = self.__create_chunk_list__()
+        chunks = self._blocks()
         if not self.numel():
             chunks = [ChunkStorageMetadata(torch.Size([0] * self.ndim), self.shape)]
         kind, about = WriteItemType.SHARD, TensorProperties.create_from_tensor(self._local_tensor)
@@ -338,9 +338,15 @@ class ShardedRows(FastAttributes):
 
     @override
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return the offsets and sizes of this rank's blocks."""
-        blocks = [(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in self.chunks()]
-        return [ChunkStorageMetadata(offsets, sizes) for offsets, sizes in blocks]
+        """Return the offsets and sizes of this rank's blocks, which a load will write.
+
+        Ranks without blocks must notice the load too, since stale weights are refreshed together.
+        """
+        torch.autograd.graph.increment_version(self._local_tensor)
+        return self._blocks()
+
+    def _blocks(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(*map(torch.Size, (c.offsets, c.sizes))) for c in self.chunks()]
 
     @override
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:

@@ -262,9 +262,7 @@ class ReplicatedDTensor(FastAttributes):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation on local tensors, as DTensor may have no rule for it."""
         rule = rule_of(func)
-        # The result of detach() may be a copy too.
-        is_same = rule in OF_REPLICATED and not func.__name__.startswith("detach")
-        return run(rule if is_same else on_whole, func, args, kwargs)
+        return run(rule if rule in OF_REPLICATED else on_whole, func, args, kwargs)
 
 
 class ShardedView(FastAttributes):
@@ -316,8 +314,7 @@ class ShardedView(FastAttributes):
     @override
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Describe a view of the view; run any other operation on the whole tensor."""
-        rule = as_view if func is torch.Tensor.detach else rule_of(func)
-        return run(_OF_VIEWS.get(rule, on_whole), func, args, kwargs)
+        return run(_OF_VIEWS.get(rule_of(func), on_whole), func, args, kwargs)
 
 
 def _same(whole: torch.Tensor) -> torch.Tensor:
@@ -601,6 +598,13 @@ def _data(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return args[0].detach()
 
 
+def _detach(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    result = as_dtensors(func, args, kwargs)
+    # So have the rows of DTensor's own result.
+    result._local_tensor = local_of(args[0]).detach()
+    return result
+
+
 def _format(func: Any, args: Any, kwargs: dict[str, Any]) -> str:
     tensor, spec = args
     return format(tensor.item(), spec) if spec else repr(tensor)
@@ -628,9 +632,10 @@ _RULES: dict[Any, Rule] = {
     "_foreach_norm": _norms,
     "copy_": _copy,
     "data.__get__": _data,
+    "detach": _detach,
 }
 
-_OF_VIEWS = {**OF_VIEWS, as_view: as_view, _data: _data, _format: _format, _read: _read}
+_OF_VIEWS = {**OF_VIEWS, _detach: as_view, **{r: r for r in (as_view, _data, _format, _read)}}
 
 
 @functools.cache

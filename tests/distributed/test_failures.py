@@ -76,6 +76,9 @@ def _write(model: nn.Module, weights: dict[str, torch.Tensor], how: str) -> None
                 param.to_local().copy_(weights[name][start:end])
         elif how == "data":
             param.data.copy_(weights[name])
+        elif how == "detached local":
+            start, end = param.local_rows
+            param.detach().to_local().copy_(weights[name][start:end])
         elif how == "foreach":
             with torch.no_grad():
                 torch._foreach_zero_([param])
@@ -99,6 +102,7 @@ WRITTEN = [
     ("copy_", "evaluation"),
     ("local", "evaluation"),
     ("data", "evaluation"),
+    ("detached local", "evaluation"),
     ("foreach", "evaluation"),
 ]
 

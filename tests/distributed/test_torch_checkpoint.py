@@ -440,6 +440,21 @@ def test_full_weights_are_gathered_and_broadcast_from_rank_0(build: Any) -> None
     assert weight_error(fresh, plain) == 0.0
 
 
+@on_ranks(3, timeout_s=20)
+def test_next_forward_uses_weights_that_a_load_wrote_in_place(tmp_path: Path) -> None:
+    """A rank without rows of the second layer refreshes its model weights with the others."""
+    layers = [nn.Linear(1, 8), nn.Linear(8, 1)]
+    model, found = wrap(nn.Sequential(*layers), layers, sharding_strategy="optim"), []
+    for value in (1.0, 2.0):
+        fill(model, value)
+        dcp.save(model.state_dict(), checkpoint_id=str(tmp_path / str(value)))
+    for value in (1.0, 2.0):
+        dcp.load(model.state_dict(), checkpoint_id=str(tmp_path / str(value)))
+        with torch.no_grad():
+            found.append(float(model(torch.ones(1, 1))))
+    assert found == [17.0, 66.0]
+
+
 @on_ranks(2, strategy=["no_shard", "optim_grads_params"])
 def test_training_resumes_from_one_file_per_rank(tmp_path: Path, strategy: str) -> None:
     path = tmp_path / f"{strategy}-{dist.get_rank()}.pt"

@@ -63,8 +63,8 @@ def check_names(model: nn.Module, group: Any, *, has_stages: bool = False) -> No
     Raises:
         ValueError: Ranks have different parameters of one name. Raised on every rank.
     """
-    groups = [group for _, unit in named_units(model) for group in unit.groups]
-    meshes = {g: g.spec.mesh.mesh.flatten().tolist() for g in groups}
+    units = [unit for _, unit in named_units(model)]
+    meshes = {g: g.spec.mesh.mesh.flatten().tolist() for unit in units for g in unit.groups}
     most = {*max(meshes.values(), key=len, default=[])}
     with showing_sharded(model):
         names, own = parameter_names(model), _ranks_of_meshes(model)
@@ -73,8 +73,7 @@ def check_names(model: nn.Module, group: Any, *, has_stages: bool = False) -> No
     for g, ranks in meshes.items():
         for i, param in enumerate(g.sharded_params):
             tensor = g.parameters.row_shards[i].tensor
-            is_cut = tensor is not None and tensor.mesh is not None
-            if is_cut or param not in names:
+            if param not in names or (tensor is not None and tensor.mesh is not None):
                 continue
             if {*ranks} < most:
                 mine[names[param], 0] = ranks, ranks
@@ -87,11 +86,9 @@ def check_names(model: nn.Module, group: Any, *, has_stages: bool = False) -> No
             others, other_values = found.setdefault(key, (ranks, values))
             if others != ranks and other_values != values:
                 raise ValueError(
-                    f"ranks {listed(map(str, others), _MOST_RANKS)} and ranks "
-                    f"{listed(map(str, ranks), _MOST_RANKS)} have different parameters with the "
-                    f"name {key[0]}, where a checkpoint has one value of a name; make it a DTensor "
-                    "over the axis along which it differs (experts), or give it names that differ "
-                    "(pipeline stages); if it is the same, shard it over a mesh of all these ranks"
+                    f"ranks {others[0]} and {ranks[0]} have different parameters named {key[0]}; "
+                    "make it a DTensor over the axis along which it differs (experts), or rename "
+                    "it (stages); if it is the same, shard it over a mesh that has both ranks"
                 )
 
 

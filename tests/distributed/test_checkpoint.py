@@ -243,7 +243,7 @@ def test_process_group_saves_models_of_several_parts_in_one_checkpoint(tmp_path:
     differ = error_message(
         ValueError, lambda: checkpoint.save(f"{tmp_path}/two", alike, process_group=world)
     )
-    assert "ranks 0, 1 and ranks 2, 3 have different parameters with the name weight" in differ
+    assert "ranks 0 and 2 have different parameters named weight" in differ
     assert not (tmp_path / "two").exists()
     assert _weights(stage).unique().tolist() == [part + 1.0]
     assert Manifest.read(tmp_path / "saved").world_size == 4

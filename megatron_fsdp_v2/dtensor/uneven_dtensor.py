@@ -378,13 +378,13 @@ def on_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
     tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
     mesh = _common_mesh(name, list(tensors.values()))
     # Views of one tensor are views of one gathered copy, which then has the writes into all.
-    bases = {id(base): base for base in map(_base_of, tensors.values())}
+    bases = {_memory_of(each): _base_of(each) for each in tensors.values()}
     wholes = {key: _Whole(name, base) for key, base in bases.items()}
-    operands = {key: wholes[id(_base_of(each))].operand(each) for key, each in tensors.items()}
+    operands = {key: wholes[_memory_of(each)].operand(each) for key, each in tensors.items()}
     plain = [operands.get(id(leaf), leaf) for leaf in leaves]
     plain_args, plain_kwargs = tree_unflatten(plain, structure)
     result = func(*plain_args, **plain_kwargs)
-    untracked = {id(_base_of(each)) for each in _untracked_writes(func, name, args, kwargs)}
+    untracked = {_memory_of(each) for each in _untracked_writes(func, name, args, kwargs)}
     for key, whole in wholes.items():
         whole.write_back(is_written=key in untracked)
     sources = {id(operand): tensors[key] for key, operand in operands.items()}
@@ -408,6 +408,18 @@ def on_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
 def _base_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sharded tensor that a tensor is a view of, or the tensor."""
     return tensor.base if isinstance(tensor, ShardedView) else tensor
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return a key of an operand's base, equal for `p.data` and `p.data` if autograd sees neither.
+
+    Equal keys mean the same on every rank, also on ranks without rows.
+    """
+    base = _base_of(tensor)
+    if not isinstance(base, ShardedRows) or (base.requires_grad and torch.is_grad_enabled()):
+        return (id(base),)
+    memory = local_of(base).untyped_storage()._cdata
+    return id(base.row_shards), memory, base.dtype, base.shape
 
 
 def _common_mesh(name: str, operands: Sequence[torch.Tensor]) -> DeviceMesh:

@@ -187,6 +187,26 @@ def test_operands_of_different_rows_are_gathered_and_writes_to_leaves_are_reject
     assert "_foreach_mul_ writes, recorded by autograd" in of_leaf
 
 
+@on_ranks(3)
+def test_writes_through_two_handles_of_one_parameter_both_count() -> None:
+    """`p.data` is a new object at every read. One of the ranks has no rows."""
+    model = wrap(nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)))
+    params = list(model.parameters())
+    with torch.no_grad():
+        before = [p.full_tensor() for p in params]
+        transposed = [p.data.t() for p in params for _ in range(2)]
+        torch._foreach_add_([*transposed, params[0].detach()], [1.0, 2.0, 4.0, 8.0, 16.0])
+    after = [p.full_tensor() for p in params]
+    assert [round(float((b - a).sum())) for a, b in zip(before, after, strict=True)] == [
+        4 * 19,
+        4 * 12,
+    ]
+    # Autograd distinguishes a parameter from its data.
+    straight_through = params[0].t() * 3 - params[0].data.t() * 2
+    (grad,) = torch.autograd.grad(straight_through.sum(), params[0])
+    assert torch.equal(grad.full_tensor(), torch.full((2, 2), 3.0))
+
+
 # -- attributes ------------------------------------------------------------------------------------
 
 

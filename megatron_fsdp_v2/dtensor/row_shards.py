@@ -46,11 +46,14 @@ class TensorShard:
         pieces: Lengths, in this rank's part, of the fused sub-tensors along `dim`, which are
             sharded one by one; empty for one sub-tensor. A gated layer's part holds half a gate and
             half an up projection: `(n / 2, n / 2)`.
+        sums_gradients: Whether the gradient is summed over the tensor-parallel axis, since every
+            rank computed with all of the parameter on its part of a sequence.
     """
 
     mesh: DeviceMesh | None
     dim: int | None
     pieces: tuple[int, ...] = ()
+    sums_gradients: bool = False
 
     @property
     def size(self) -> int:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from megatron_fsdp_v2.dtensor.row_shards import TensorShard
@@ -53,6 +53,14 @@ def part_of_gradient(gradient: torch.Tensor, compute: ComputePlacement) -> torch
             if tuple(wanted) != gradient.placements:
                 gradient = gradient.redistribute(compute.spec.mesh, wanted)
         return plain_of(gradient).detach()
+
+
+def summed_gradient(gradient: torch.Tensor, tensor: TensorShard) -> torch.Tensor:
+    """Return the sum of a plain gradient over the tensor-parallel axis. Collective over it."""
+    assert tensor.mesh is not None
+    axes = [*[Replicate()] * (tensor.mesh.ndim - 1), Partial()]
+    with torch.no_grad():
+        return DTensor.from_local(gradient, tensor.mesh, axes, run_check=False).full_tensor()
 
 
 def tensor_shard_of(

@@ -27,7 +27,7 @@ from megatron_fsdp_v2.dtensor.sharded_rows import (
     rows_of,
     set_raw_grad,
 )
-from megatron_fsdp_v2.dtensor.tp_params import part_of_gradient
+from megatron_fsdp_v2.dtensor.tp_params import part_of_gradient, summed_gradient
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.memory.allocator import BufferUse
@@ -251,6 +251,8 @@ class GroupGrads:
         dtensor = self._parameters.dtensors[index]
         if dtensor is not None:
             grad = part_of_gradient(grad, dtensor)
+        elif (tensor := self._parameters.row_shards[index].tensor) and tensor.sums_gradients:
+            grad = summed_gradient(grad, tensor)
         elif isinstance(param, FusedGradient) and param.grad_added_to_main_grad:
             # A fused kernel has written the gradient already, and autograd's is a placeholder. With
             # `zero_out_wgrad` (tied parameters) it is zeros plus the gradients of other uses.

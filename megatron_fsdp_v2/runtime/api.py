@@ -245,7 +245,9 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
             there = DataMesh.of_parameter(parameter, shard_placement_fn, data)
             parameter.spec = spec_on(there)
         parameter.data_axes = there.names
-        _check_mesh_and_offload(parameter, there, offload)
+        if parameter.param not in of_unit.tensor_shards:
+            _check_mesh(parameter, there)
+        _check_offload(parameter, offload)
         parameter.is_separate = parameter.param in of_unit.separate_params
     inside = [
         (f"{prefix}.{name} ({unit.class_name})".removeprefix("."), unit)
@@ -322,16 +324,17 @@ def _offload_of(policy: object) -> Offload | None:
     )
 
 
-def _check_mesh_and_offload(
-    parameter: OwnedParameter, data: DataMesh, offload: Offload | None
-) -> None:
-    """Check that a parameter supports its mesh and the given `offload_policy`."""
+def _check_mesh(parameter: OwnedParameter, data: DataMesh) -> None:
     if data.is_part and not isinstance(parameter.param, DTensor):
         raise ValueError(
             f"parameter {parameter.name} is a plain tensor, and mesh has further axes than those "
             "that dp_mesh_dims names, which may shard or replicate it; make it a DTensor over mesh "
-            "(distribute_tensor), or give the data-parallel axes alone as the mesh"
+            "(distribute_tensor), describe it in tensor_shards of UnitOptions, or give the "
+            "data-parallel axes alone as the mesh"
         )
+
+
+def _check_offload(parameter: OwnedParameter, offload: Offload | None) -> None:
     found = None if offload is None else format_of(parameter.param)
     if found is not None and found.communicates:
         raise ValueError(

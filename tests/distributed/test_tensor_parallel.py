@@ -207,6 +207,31 @@ def _by_dims(*shape: int, flat: bool, seed: int = 0, model: Any = None, **option
     return model
 
 
+class OnOwnRows(nn.Module):
+    """Two layers that every tensor-parallel rank has whole, and computes with on its rows."""
+
+    def __init__(self, mesh: DeviceMesh | None = None, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.mesh, self.up, self.down = mesh, nn.Linear(HIDDEN, FFN), nn.Linear(FFN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x
+        if self.mesh is not None:
+            axis = self.mesh.ndim - 1
+            rows = x.tensor_split(self.mesh.size(axis))[self.mesh.get_local_rank(axis)]
+        # Mean squares of the ranks add up to that of all rows.
+        return self.down(self.up(rows).tanh()) * (len(rows) / len(x)) ** 0.5
+
+
+def _on_own_rows(*shape: int, seed: int = 0, **options: Any) -> Any:
+    mesh = mesh_with_tp(*shape)
+    model = OnOwnRows(mesh, seed)
+    shards = dict.fromkeys(model.parameters(), TensorShard(mesh, None, sums_gradients=True))
+    of_unit = UnitOptions(tensor_shards=shards)
+    return _by_dims(*shape, flat=False, model=model, options=of_unit, **options)
+
+
 def _loss_of_rows(model: Any, rank: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + rank)
     return model(torch.randn(BATCH, HIDDEN, generator=generator)).square().mean()
@@ -230,6 +255,7 @@ WAYS = {
     "rules": Way(whole, _sharded_by_rules, _loss_of_words),
     "dp_mesh_dims": Way(OnWholeMesh, partial(_by_dims, flat=False), _loss_of_rows),
     "flattened": Way(OnWholeMesh, partial(_by_dims, flat=True), _loss_of_rows),
+    "summed gradients": Way(OnOwnRows, _on_own_rows, _loss_of_rows),
 }
 KINDS = [(strategy, "sgd") for strategy in STRATEGIES]
 KINDS += [(STRATEGIES[-1], "adamw"), (STRATEGIES[-1], "muon")]

@@ -52,6 +52,8 @@ class Patch:
         name: Short name; by default the name of the attribute.
         parameters: Leading parameter names that the original must have.
         selected: Whether the patch is applied only if the command line selects its package.
+        optional: Whether the patch is left out if importing the module fails, for example since it
+            needs a package that is not installed. Nothing uses the module then.
     """
 
     target: str
@@ -61,6 +63,7 @@ class Patch:
     name: str = ""
     parameters: tuple[str, ...] = ()
     selected: bool = False
+    optional: bool = False
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -71,7 +74,8 @@ class Patch:
 
         Returns:
             None if the module is part of `megatron.training` or of Transformer Engine and is not
-            installed; some installations of megatron-core lack `megatron.training`.
+            installed; some installations of megatron-core lack `megatron.training`. None also if
+            the patch is optional and importing the module fails.
 
         Raises:
             AttributeError: The module exists and the attribute does not.
@@ -82,7 +86,8 @@ class Patch:
         try:
             module = importlib.import_module(name)
         except Exception as error:
-            if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith(_OPTIONAL):
+            missing = (isinstance(error, ModuleNotFoundError) and error.name) or ""
+            if self.optional or missing.startswith(_OPTIONAL):
                 return None
             raise ImportError(f"{name} cannot be imported: {error!r}") from error
         try:

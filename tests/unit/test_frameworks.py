@@ -73,6 +73,16 @@ def test_install_replaces_the_targets_and_uninstall_leaves_no_trace(framework: A
         assert state_of(module) == before
 
 
+def test_optional_patch_is_left_out_if_its_module_cannot_be_imported(framework: Any) -> None:
+    framework("1.3", "def shard(module): return module")
+    module = importlib.import_module(NAME)
+    absent = Patch(f"{NAME}.absent:shard", "a test", wrap=f"{__name__}:fails", optional=True)
+    adapter = Adapter(NAME, {"1.3": (absent, TARGET)})
+    adapter.install("optim")
+    assert module.shard("model") == ("model", "optim")
+    adapter.uninstall()
+
+
 def test_patches_that_were_applied_before_an_error_are_removed(framework: Any) -> None:
     framework("1.3.1", "def shard(module): return module\ndef other(module): return module")
     module = importlib.import_module(NAME)

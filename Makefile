@@ -25,7 +25,9 @@ LONG := functional or slow
 PEERS := $(VENV)-peers
 RANDOM_CASES := $(PY) -W ignore -m tests.random.campaign
 CLIENTS_PY := $(VENV)-clients/bin/python
-NEWEST_PY := .venv-torch-$(NEWEST_TORCH)/bin/python
+NEWEST := .venv-torch-$(NEWEST_TORCH)
+NEWEST_PY := $(NEWEST)/bin/python
+NEWEST_CLIENTS_PY := $(NEWEST)-clients/bin/python
 
 # Tests of features that change between versions of torch (collectives, DTensor, the autograd engine,
 # FSDP2's classes, distributed checkpoint, streams and storages), and a training with Megatron.
@@ -73,6 +75,11 @@ setup: ## create the environment with pinned dependencies
 setup-newest: # the environment of test-torch
 	@$(MAKE) --no-print-directory setup TORCH=$(NEWEST_TORCH)
 
+.PHONY: setup-clients
+setup-clients: setup setup-newest # the environments of test-clients
+	@VENV="$(VENV)" tools/setup_clients.sh
+	@VENV="$(NEWEST)" REQUIREMENTS=tests/clients/newest/requirements.txt tools/setup_clients.sh
+
 .PHONY: setup-pretrain
 setup-pretrain: # a part of the environment; `make test` adds the rest
 	@VENV="$(VENV)" PYTHON="$(PYTHON)" TORCH="$(TORCH)" PARTS=pretrain tools/setup.sh
@@ -85,11 +92,11 @@ pretrain: setup-pretrain ## pretrain a small GPT on real text, save, resume, sho
 test: $(if $(TORCH),setup,lint) ## lint, then the tests and the quick rows of the functional matrix
 	@$(PY) -m pytest -m "$(QUICK)"
 
-test-all: lint setup-newest ## every suite once, with the time left; not again what passed on this commit
-	@VENV="$(VENV)" tools/setup_clients.sh
+test-all: lint setup-clients ## every suite once, with the time left; not again what passed on this commit
 	@$(PY) -m tools.test_all $(if $(TIME),--minutes "$(TIME)") \
 	  --suite 'tests: $(PY) -m pytest -m "not gpu"' \
-	  --suite 'clients: $(CLIENTS_PY) -m pytest tests/clients' \
+	  --suite 'clients: $(CLIENTS_PY) -m pytest tests/clients --ignore tests/clients/newest' \
+	  --suite 'clients, torch $(NEWEST_TORCH): $(NEWEST_CLIENTS_PY) -m pytest tests/clients/newest' \
 	  --suite 'torch $(NEWEST_TORCH): $(NEWEST_PY) -m pytest -m "not gpu and not functional" $(TORCH_SAMPLE)' \
 	  --program 'dist: make --no-print-directory dist' \
 	  --program 'random cases from 0: $(RANDOM_CASES) --cases 334 --seed 0' \
@@ -115,9 +122,9 @@ test-trainings: setup ## the longer trainings with Megatron: checkpoints, featur
 test-share: setup ## a sample of the four suites above: one of every ONE_IN tests
 	@$(LONGER) -m "$(LONG)" --ignore tests/random
 
-test-clients: setup ## programs of other libraries (transformers, peft, Lightning, ...), sharded
-	@VENV="$(VENV)" tools/setup_clients.sh
-	@$(CLIENTS_PY) -m pytest --tables --one-in "$(ONE_IN)" tests/clients
+test-clients: setup-clients ## programs of other libraries (transformers, peft, Lightning, ...), sharded
+	@$(CLIENTS_PY) -m pytest --tables --one-in "$(ONE_IN)" tests/clients --ignore tests/clients/newest
+	@$(NEWEST_CLIENTS_PY) -m pytest --tables --one-in "$(ONE_IN)" tests/clients/newest
 
 test-fsdp2: setup ## PyTorch's own tests of FSDP2, from PYTORCH, run with this package
 	@test -d "$(PYTORCH)/test/distributed" || { echo "PYTORCH=path/to/checkout must name a checkout of PyTorch with its tests" >&2; exit 2; }

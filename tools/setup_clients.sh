@@ -2,7 +2,8 @@
 # Creates or repairs the environment of tests/clients. This environment is a layer over the base
 # environment of tools/setup.sh: it contains the tested libraries and uses the base's packages.
 #
-#   VENV     path of the base environment (default .venv); the layer is $VENV-clients
+#   VENV          path of the base environment (default .venv); the layer is $VENV-clients
+#   REQUIREMENTS  list of the libraries with all that they need (default tests/clients/requirements.txt)
 #
 # A stamp in the layer records the inputs of the installation. A call with unchanged inputs installs
 # nothing.
@@ -11,7 +12,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 readonly VENV="${VENV:-.venv}"
 readonly CLIENTS="$VENV-clients"
-readonly REQUIREMENTS="tests/clients/requirements.txt"
+readonly REQUIREMENTS="${REQUIREMENTS:-tests/clients/requirements.txt}"
 readonly STAMP="$CLIENTS/.setup-stamp"
 readonly LOG="$CLIENTS/setup.log"
 
@@ -29,7 +30,7 @@ packages_of() {
 
 # Prints a checksum of the layer's inputs: requirements, this script, the path of the base's packages.
 fingerprint() {
-    { packages_of "$VENV/bin/python" && cat tools/setup_clients.sh "$REQUIREMENTS" constraints.txt; } | cksum
+    { packages_of "$VENV/bin/python" && cat tools/setup_clients.sh "$REQUIREMENTS"; } | cksum
 }
 
 # Adds the base's packages to the import path of the layer, after its own packages. With a plain path
@@ -42,11 +43,12 @@ create_layer() {
         >"$(packages_of "$CLIENTS/bin/python")/below.pth"
 }
 
-# Installs the libraries into the layer with pip of the base, which sees the packages of both.
+# Installs the libraries into the layer with pip of the base, which sees the packages of both. The list
+# is complete; it may have other versions of the base's packages, which the layer then has too.
 install_clients() {
     say "installing the libraries of $REQUIREMENTS"
     if ! "$VENV/bin/python" -m pip --python "$CLIENTS/bin/python" install --disable-pip-version-check --no-input \
-        --progress-bar off --constraint constraints.txt --requirement "$REQUIREMENTS" >"$LOG" 2>&1; then
+        --progress-bar off --no-deps --requirement "$REQUIREMENTS" >"$LOG" 2>&1; then
         tail -n 20 "$LOG" >&2
         die "pip could not install the libraries: the lines above are the end of $LOG."
     fi

@@ -21,7 +21,7 @@ def text(rows: list[tuple[str, ...]]) -> str:
     return page("Other libraries", _ABOUT, table(_HEAD, sorted(rows)))
 
 
-def pinned() -> dict[str, str]:
-    """Return the pinned versions in `requirements.txt` by package name."""
-    text = (Path(__file__).parent / "requirements.txt").read_text()
+def pinned(folder: Path = Path(__file__).parent) -> dict[str, str]:
+    """Return the pinned versions in a folder's `requirements.txt` by package name."""
+    text = (folder / "requirements.txt").read_text()
     return dict(re.findall(r"^([\w.-]+)==(\S+)$", text, flags=re.MULTILINE))

@@ -1,0 +1,274 @@
+"""torchtitan's own trainer, sharded by this package, trains as with FSDP2."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import fsdp
+
+import megatron_fsdp_v2_for.torchtitan
+from megatron_fsdp_v2_for.torchtitan import PATCHES
+from tests.clients.conftest import Measure
+from tests.clients.differences import difference_of, full_parameters, results_of
+from tests.clients.table import pinned
+from tests.ranks import RankPools
+
+COMPARED = "losses, norms, parameters of 3 steps with FSDP2's"
+STRATEGY = "optim_grads_params"
+LENGTH = 32
+STEPS = 3
+
+
+def classes() -> Any:
+    """Return a dataloader and a tokenizer, since torchtitan's read files that it does not ship."""
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.components.tokenizer import BaseTokenizer
+
+    class Tokens(BaseDataLoader):
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseDataLoader.Config):
+            pass
+
+        def __init__(self, config: Any, *, dp_rank: int, local_batch_size: int, **_: Any) -> None:
+            self.rank, self.batch, self.step = dp_rank, local_batch_size, 0
+
+        def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+            while True:
+                numbers = torch.Generator().manual_seed(1000 * self.step + self.rank)
+                self.step += 1
+                tokens = torch.randint(0, 2048, (self.batch, LENGTH + 1), generator=numbers)
+                yield {"input": tokens[:, :-1]}, tokens[:, 1:]
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"step": self.step}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.step = state["step"]
+
+    class NoTokenizer(BaseTokenizer):
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseTokenizer.Config):
+            pass
+
+        def __init__(self, config: Any, *, tokenizer_path: str) -> None:
+            super().__init__()
+
+        encode = decode = get_vocab_size = None
+
+    NoTokenizer.__abstractmethods__ = frozenset()
+    return SimpleNamespace(tokens=Tokens, tokenizer=NoTokenizer)
+
+
+def job_config(model: str, folder: str, sections: dict[str, dict[str, Any]]) -> Any:
+    """Return torchtitan's configuration of a model for a CPU, with changed settings by section."""
+    from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+
+    registry = importlib.import_module(f"torchtitan.models.{model}.config_registry")
+    config = getattr(registry, f"{model}_debugmodel")()
+    ours = classes()
+    config.dataloader, config.tokenizer = ours.tokens.Config(), ours.tokenizer.Config()
+    config.dump_folder = folder
+    # One dense layer of deepseek_v3 and one of experts.
+    del config.model_spec.model.layers[2:]
+    # FlexAttention is a compiled kernel.
+    for _, _, parent, name in list(config.model_spec.traverse(FlexAttention.Config)):
+        setattr(parent, name, ScaledDotProductAttention.Config())
+    settings: dict[str, dict[str, Any]] = {
+        "training": {
+            "seq_len": LENGTH,
+            "local_batch_size": 2,
+            "steps": STEPS,
+            "disable_cuda_graphs": True,
+            "mixed_precision_param": "float32",
+            # Norms differ in the last bit, and experts compute with rounded weights.
+            "max_norm": 1e9,
+        },
+        "checkpoint": {"enable": True, "load_only": True, "load_step": 0},
+        # The default, fused, has no kernel for some CPUs.
+        "optimizer": {"implementation": "foreach"},
+        "debug": {"seed": 1, "enable_structured_logging": False},
+        "metrics": {"log_freq": 1},
+    }
+    for section, changes in [*settings.items(), *sections.items()]:
+        for key, value in changes.items():
+            assert hasattr(getattr(config, section), key), f"{section}.{key}"
+            setattr(getattr(config, section), key, value)
+    return config
+
+
+def trainer(config: Any, strategy: str = "") -> Any:
+    """Build torchtitan's trainer, which shards with FSDP2 if no strategy is given."""
+    from torchtitan.components.metrics import DeviceMemStats
+
+    monitor = mock.Mock(device_name="cpu", get_peak_stats=lambda: DeviceMemStats(0, 0, 0, 0, 0, 0))
+    build = "torchtitan.components.metrics.build_device_memory_monitor"
+    if strategy:
+        megatron_fsdp_v2_for.torchtitan.install(sharding_strategy=strategy)
+    try:
+        with mock.patch(build, return_value=monitor):
+            job = config.build()
+    finally:
+        megatron_fsdp_v2_for.torchtitan.uninstall()
+        gc.enable()
+    for module in job.model_parts[0].modules():
+        if isinstance(module, fsdp.FSDPModule) and not strategy:
+            # Otherwise FSDP2 lets NCCL scale gradients, which gloo cannot.
+            module.set_force_sum_reduction_for_comms(True)
+    return job
+
+
+def parameters(job: Any) -> dict[str, torch.Tensor]:
+    """Return copies of whole parameters, by their names in checkpoints. Collective."""
+    from torchtitan.components.checkpointer.utils import canonical_fqn
+
+    (model,) = job.model_parts
+    return {canonical_fqn(name): param for name, param in full_parameters(model).items()}
+
+
+def all_to_all(
+    output: list[torch.Tensor], given: list[torch.Tensor], group: Any = None, **_: Any
+) -> None:
+    sizes = [len(part) for part in output]
+    made = torch.empty(sum(sizes), *given[0].shape[1:], dtype=given[0].dtype)
+    dist.all_to_all_single(made, torch.cat(given), sizes, list(map(len, given)), group=group)
+    for part, values in zip(output, made.split(sizes), strict=True):
+        part.copy_(values)
+
+
+def train(job: Any) -> Any:
+    """Run the trainer to its end; return the results to compare."""
+    losses, norms = [], []
+
+    def log(step: int, average: float, largest: float, norm: float, **_: Any) -> None:
+        losses.append(torch.tensor(average))
+        norms.append(torch.tensor(norm))
+
+    # NCCL's timeouts, and a pause for its watchdog; unequal sizes, which gloo rejects in a list.
+    with (
+        mock.patch("torch.distributed.all_to_all", all_to_all),
+        mock.patch("torchtitan.distributed.utils.set_pg_timeouts"),
+        mock.patch("time.sleep"),
+        mock.patch.object(job.metrics_processor, "log", log),
+    ):
+        job.train()
+    job.close()
+    return results_of(losses, norms, parameters(job))
+
+
+def seed_job(model: str, folder: str) -> Any:
+    """Build the trainer of torchtitan's seed checkpoints, whose model is not sharded."""
+    seeds = {"checkpoint": {"create_seed_checkpoint": True, "load_only": False}}
+    return trainer(job_config(model, folder, seeds))
+
+
+def save_seed(model: str, folder: str) -> None:
+    seed = seed_job(model, folder)
+    seed.checkpointer.save(curr_step=0, last_step=True)
+    seed.close()
+
+
+def difference(model: str, folder: str, sections: dict[str, Any]) -> float:
+    """Return the difference to FSDP2, both from one seed checkpoint."""
+    save_seed(model, folder)
+    theirs = train(trainer(job_config(model, folder, sections)))
+    return difference_of(train(trainer(job_config(model, folder, sections), STRATEGY)), theirs)
+
+
+def difference_of_resumed(folder: str, first: str, second: str) -> float:
+    """Return the difference of step 3, resumed from the other's checkpoint of step 2."""
+    save_seed("llama3", folder)
+    saving = {"load_only": False, "load_step": -1, "interval": 2}
+    saving["initial_load_path"] = f"{folder}/checkpoint/step-0"
+    own = f"{folder}/own"
+    whole = train(trainer(job_config("llama3", own, {"checkpoint": saving}), first))
+    resumed = train(trainer(job_config("llama3", own, {"checkpoint": {"load_step": 2}}), second))
+    last = {name: whole[name][2:] for name in ("losses", "norms")}
+    return difference_of(resumed, whole | last)
+
+
+def difference_of_initial_weights(model: str, folder: str, sections: dict[str, Any]) -> float:
+    """Return the difference between the initial weights of a sharded and an unsharded model."""
+    whole = parameters(seed_job(model, folder))
+    found = parameters(trainer(job_config(model, folder, sections), STRATEGY))
+    return difference_of({"parameters": found}, {"parameters": whole})
+
+
+def parallel(**degrees: int) -> dict[str, dict[str, int]]:
+    return {"parallelism": {f"{name}_parallel_degree": size for name, size in degrees.items()}}
+
+
+TRAININGS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "llama3": ("llama3", 2, {}),
+    "llama3 clipped": ("llama3", 2, {"training": {"max_norm": 0.5}}),
+    "llama3 bfloat16": ("llama3", 2, {"training": {"mixed_precision_param": "bfloat16"}}),
+    "llama3 HSDP": ("llama3", 4, {"parallelism": {"data_parallel_replicate_degree": 2}}),
+    "llama3 TP": ("llama3", 4, parallel(tensor=2)),
+    "deepseek_v3": ("deepseek_v3", 2, {}),
+    "deepseek_v3 EP": ("deepseek_v3", 4, parallel(expert=2)),
+    "qwen3": ("qwen3", 2, {}),
+}
+
+
+@pytest.mark.parametrize("training", TRAININGS)
+def test_trainer_trains_like_fsdp2(measure: Measure, tmp_path: Path, training: str) -> None:
+    model, ranks, sections = TRAININGS[training]
+    # The experts of deepseek_v3 compute in bfloat16, so rounding amplifies the last bits. FSDP2 of
+    # torch 2.15 sums gradients of norms that are not rounded to bfloat16.
+    at_most = 1e-5 if model == "deepseek_v3" or "bfloat16" in training else 1e-6
+    job = (difference, model, str(tmp_path), sections)
+    measure("torchtitan", COMPARED, ranks, *job, at_most=at_most)
+
+
+@pytest.mark.parametrize("first", ["FSDP2", "this package"])
+def test_trainer_resumes_from_a_checkpoint_of_the_other(
+    measure: Measure, tmp_path: Path, first: str
+) -> None:
+    strategies = ("", STRATEGY) if first == "FSDP2" else (STRATEGY, "")
+    compared = "loss, norm, parameters of the next step"
+    measure("torchtitan", compared, 2, difference_of_resumed, str(tmp_path), *strategies)
+
+
+@pytest.mark.parametrize("training", ["llama3", "llama3 TP", "deepseek_v3 EP"])
+def test_initial_weights_are_those_of_the_unsharded_model(
+    measure: Measure, tmp_path: Path, training: str
+) -> None:
+    model, ranks, sections = TRAININGS[training]
+    job = (difference_of_initial_weights, model, str(tmp_path), sections)
+    measure("torchtitan", "initial weights for one seed", ranks, *job, at_most=0)
+
+
+def calls_of_fsdp2() -> list[Any]:
+    modules = [patch.target.partition(":") for patch in PATCHES["0.3"]]
+    names = [(module, name) for module, _, name in modules if name == "fully_shard"]
+    return [getattr(importlib.import_module(module), name) for module, name in names]
+
+
+def replaces_every_call() -> None:
+    before = calls_of_fsdp2()
+    megatron_fsdp_v2_for.torchtitan.install()
+    changed = calls_of_fsdp2()
+    megatron_fsdp_v2_for.torchtitan.uninstall()
+    assert before == calls_of_fsdp2() == [fsdp.fully_shard] * 3
+    assert not any(call is fsdp.fully_shard for call in changed)
+
+
+def test_install_also_replaces_the_calls_of_flux_and_of_the_transformers_backend(
+    clients: RankPools,
+) -> None:
+    clients(1).run(replaces_every_call)
+
+
+def test_installed_versions_match_the_pinned_ones() -> None:
+    expected = pinned(Path(__file__).parent)
+    assert {name: version(name) for name in expected} == expected

@@ -635,7 +635,7 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys(READS.split(), _read),
     **dict.fromkeys(VIEWS.split(), as_view),
     **dict.fromkeys((f"{name}.__get__" for name in COMPUTED), as_view),
-    **dict.fromkeys(("new_empty", "new_full", "new_ones", "new_zeros"), _new),
+    **dict.fromkeys(("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"), _new),
     **dict.fromkeys(("linalg_vector_norm", "norm"), _norm),
     **dict.fromkeys(DRAWS.split(), _draw),
     "_amp_foreach_non_finite_check_and_unscale_": unscale,

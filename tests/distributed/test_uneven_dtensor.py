@@ -237,6 +237,7 @@ LOCAL: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "flatten": (lambda w: w.flatten().dtype, torch.float32),
     "detach of a view": (lambda w: w[0].detach().requires_grad, False),
     "data_ptr": (lambda w: w.data_ptr(), 0),
+    "new_tensor": (lambda w: w.new_tensor(2.0, device="cpu").item(), 2.0),
     "copy": (lambda w: type(copy.copy(w.detach())), UnevenDTensor),
     "pickle": (lambda w: len(pickle.dumps(w)) > 96, True),
     "assigned": (lambda w: w.detach().clone().__setitem__((0, slice(2)), 1.0), None),

@@ -45,15 +45,16 @@ TEXT_OPTION = --text "$(TEXT)"
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain test test-all test-random test-functional test-upstream test-matrices test-trainings test-share test-clients test-fsdp2 test-torch lint golden test-gpu bench docs
+.PHONY: help setup pretrain test test-all test-random test-functional test-upstream test-matrices test-trainings test-share test-clients test-fsdp2 test-megatron-fsdp test-torch lint golden test-gpu bench docs
 
 help: ## list the targets and their variables
-	@awk 'BEGIN { FS = ":.*## " } /^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@printf '%s\n' '' 'Variables:' \
 	  '  VENV=path      folder of the environment (.venv)' \
 	  '  PYTHON=path    setup: the Python >= 3.12 to use (searched on PATH)' \
 	  '  TORCH=version  another version of torch, in a separate environment (.venv-torch-<version>)' \
 	  '  PYTORCH=path   test-fsdp2: a checkout of PyTorch, of the installed or a similar version' \
+	  '  MEGATRON=path  test-megatron-fsdp: a checkout of Megatron-LM of August 2026' \
 	  '  STRATEGY=name  pretrain: sharding strategy (optim_grads_params)' \
 	  '  RANKS=n        pretrain: number of ranks (2)' \
 	  '  ITERS=n        pretrain: iterations of the first run (120)' \
@@ -130,6 +131,10 @@ test-fsdp2: setup ## PyTorch's own tests of FSDP2, from PYTORCH, run with this p
 	@test -d "$(PYTORCH)/test/distributed" || { echo "PYTORCH=path/to/checkout must name a checkout of PyTorch with its tests" >&2; exit 2; }
 	@VENV="$(VENV)" tools/setup_clients.sh
 	@$(CLIENTS_PY) -m pytest tests/fsdp2_suite --pytorch "$(PYTORCH)"
+
+test-megatron-fsdp: setup ## Megatron-LM's own tests of Megatron-FSDP, from MEGATRON, run with this package
+	@test -d "$(MEGATRON)/tests/unit_tests/distributed" || { echo "MEGATRON=path/to/checkout must name a checkout of Megatron-LM with its tests" >&2; exit 2; }
+	@$(PY) -m pytest tests/upstream_suite --megatron "$(MEGATRON)"
 
 test-torch: setup-newest ## a sample of the tests with the newest supported torch
 	@$(MAKE) --no-print-directory sample TORCH=$(NEWEST_TORCH)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -153,9 +153,9 @@ def column_of(reasons: Collection[str]) -> str:
     return "internal" if "internal" in kinds else "need GPUs"
 
 
-def reason_of(error: str) -> str | None:
+def reason_of(error: str, reasons: Mapping[str, Reason] = REASONS) -> str | None:
     """Return the name of the reason that matches a traceback; None if it is unknown."""
-    for name, reason in REASONS.items():
+    for name, reason in reasons.items():
         if re.search(reason.error, error):
             return name
     return None

@@ -15,8 +15,9 @@ from torch.distributed import fsdp
 
 from megatron_fsdp_v2 import FSDPModule, fully_shard
 from megatron_fsdp_v2.runtime.module import REJECTED_METHODS
-from tests.fsdp2_suite.differences import REASONS, column_of, expected
+from tests.fsdp2_suite import differences as fsdp2_suite
 from tests.pages import rows_of, section
+from tests.upstream_suite import differences as upstream_suite
 
 PAGE = "docs/coming_from_fsdp2.md"
 STATUS = ("supported", "differs", "rejected")
@@ -70,15 +71,36 @@ def test_methods_accept_the_arguments_of_fsdp2() -> None:
             assert ours[parameter.name].kind == parameter.kind, f"{name}({parameter.name})"
 
 
-def test_result_counts_of_fsdp2s_own_tests_match_the_list_of_differences() -> None:
-    rows = rows_of(section(PAGE, "FSDP2's own tests"))
+SUITES = {
+    (PAGE, "FSDP2's own tests"): (
+        Counter(
+            (name.partition(".py")[0].removeprefix("test_fully_shard_"), fsdp2_suite.column_of(why))
+            for name, why in fsdp2_suite.expected().items()
+        ),
+        fsdp2_suite.REASONS,
+        set().union(*fsdp2_suite.expected().values()),
+    ),
+    ("docs/tested.md", "Megatron-FSDP's own tests"): (
+        Counter(
+            (name.partition(".py")[0].removeprefix("mfsdp_v2/test_"), upstream_suite.column_of(why))
+            for name, why in upstream_suite.expected().items()
+        ),
+        upstream_suite.REASONS,
+        set(upstream_suite.expected().values()),
+    ),
+}
+"""By page and heading: numbers of listed tests by file and column, the reasons, and those met."""
+
+
+@pytest.mark.parametrize("where", SUITES)
+def test_result_counts_of_their_own_tests_match_the_list_of_differences(
+    where: tuple[str, str],
+) -> None:
+    rows = rows_of(section(*where))
     (head,) = (row for row in rows if row[0] == "file")
     lines = [row for row in rows if len(row) == len(head)]
     files = {line[0]: dict(zip(head, line, strict=True)) for line in lines[2:-1]}
-    listed = Counter(
-        (name.partition(".py")[0].removeprefix("test_fully_shard_"), column_of(reasons))
-        for name, reasons in expected().items()
-    )
+    listed, _, _ = SUITES[where]
     assert {file for file, _ in listed} <= {name.strip("`") for name in files}
     columns = head[head.index("pass") + 1 :]
     for name, row in files.items():
@@ -88,9 +110,10 @@ def test_result_counts_of_fsdp2s_own_tests_match_the_list_of_differences() -> No
     assert lines[-1] == ("all", *map(str, numbers))
 
 
-def test_every_reason_for_a_difference_from_fsdp2s_own_tests_is_on_the_page() -> None:
-    rows = rows_of(section(PAGE, "FSDP2's own tests"))
-    met = set().union(*expected().values())
-    assert met <= REASONS.keys()
-    assert {(reason.kind, reason.text) for reason in REASONS.values()} <= set(rows)
-    assert met == REASONS.keys(), "reasons that are not met"
+@pytest.mark.parametrize("where", SUITES)
+def test_every_reason_for_a_difference_from_their_own_tests_is_on_the_page(
+    where: tuple[str, str],
+) -> None:
+    _, reasons, met = SUITES[where]
+    assert {(why.kind, why.text) for why in reasons.values()} <= set(rows_of(section(*where)))
+    assert met == reasons.keys(), "reasons that are unknown or not met"

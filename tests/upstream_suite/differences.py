@@ -1,0 +1,46 @@
+"""Tests of upstream with another result under this package, and the reasons (`differences.txt`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.fsdp2_suite.differences import Reason
+
+FILE = Path(__file__).with_name("differences.txt")
+
+REASONS = {
+    "gpu": Reason(
+        "gpu",
+        r"(?!)",
+        "the test counts kernels of NCCL: not run",
+    ),
+    "context": Reason(
+        "internal",
+        r"has no attribute 'context'|IndexError: list index out of range",
+        "the test reads the object in which upstream's `fully_shard_context` collects modules; "
+        "here `fully_shard` needs no context",
+    ),
+    "buffers": Reason(
+        "internal",
+        r"has no attribute '_unsharded_model_weight'|unhashable type: 'types.SimpleNamespace'",
+        "the test replaces methods of upstream's parameter groups, or reads their buffers",
+    ),
+    "accepted": Reason(
+        "differs",
+        r"DID NOT RAISE",
+        "supported here, but rejected by upstream: `load_state_dict(assign=True)` after sharding, "
+        "Adam on a model with bf16 weights without `fully_shard_optimizer`, a forward between two "
+        "calls of `fully_shard`, units that are sharded in several steps",
+    ),
+}
+
+
+def expected() -> dict[str, str]:
+    """Return the reason of each test that does not pass, by the test's name."""
+    lines = (line for line in FILE.read_text().splitlines() if not line.startswith("#"))
+    return {name: reason for name, _, reason in (line.rpartition(" ") for line in lines)}
+
+
+def column_of(reason: str) -> str:
+    """Return the page's column of a test that does not pass."""
+    return {"differs": "differ", "gpu": "need GPUs"}.get(REASONS[reason].kind, REASONS[reason].kind)

@@ -1,0 +1,96 @@
+"""Upstream's tests on the ranks of a pool: pytest collects and runs them in each process."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tests
+from tests.upstream_suite import shim
+
+FOLDER = "tests/unit_tests/distributed"
+
+OPTIONS = ["-q", "--noconftest", "--tb=short", "-c", os.devnull]
+OPTIONS += [word for name in ("cacheprovider", "faulthandler") for word in ("-p", f"no:{name}")]
+
+
+class Plugin:
+    """Upstream's fixtures without downloads and GPUs, and a record of the run.
+
+    Args:
+        folder: A folder that all ranks share.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.nodes: list[str] = []
+        self.errors: list[str] = []
+
+    @pytest.fixture
+    def distributed_setup(self) -> SimpleNamespace:
+        """The existing process group."""
+        device = torch.device("cpu")
+        return SimpleNamespace(
+            rank=dist.get_rank(), world_size=dist.get_world_size(), device=device
+        )
+
+    @pytest.fixture
+    def tmp_path_dist_ckpt(self) -> Path:
+        """The shared folder."""
+        return self._folder
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Record the collected tests."""
+        self.nodes = [item.nodeid for item in session.items]
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Record a file that cannot be imported."""
+        if report.failed:
+            self.errors.append(report.longreprtext)
+
+    def pytest_exception_interact(self, node: Any, call: Any, report: Any) -> None:
+        """Record an error."""
+        del node, call
+        self.errors.append(report.longreprtext)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Record a skip."""
+        if report.skipped:
+            self.errors.append(f"SkipTest: {report.longrepr}")
+
+
+@functools.cache
+def _substitute(checkout: Path) -> None:
+    """Replace upstream's modules, and find its tests' helpers."""
+    sys.modules.update(shim.modules())
+    tests.__path__.append(str(checkout / "tests"))
+
+
+def collect(checkout: Path, files: list[str]) -> list[str]:
+    """Return the names of the tests in some files."""
+    _substitute(checkout)
+    plugin = Plugin(checkout)
+    paths = [str(checkout / FOLDER / file) for file in files]
+    rootdir = f"--rootdir={checkout / FOLDER}"
+    pytest.main([*OPTIONS, rootdir, "--collect-only", *paths], plugins=[plugin])
+    assert plugin.nodes, plugin.errors
+    assert not plugin.errors, "\n".join(plugin.errors)
+    return plugin.nodes
+
+
+def run(checkout: Path, node: str, folder: Path) -> None:
+    """Run a test on this rank; an error or a skip is an AssertionError."""
+    _substitute(checkout)
+    plugin = Plugin(folder)
+    rootdir = f"--rootdir={checkout / FOLDER}"
+    pytest.main([*OPTIONS, rootdir, str(checkout / FOLDER / node)], plugins=[plugin])
+    assert plugin.nodes, node
+    assert not plugin.errors, "\n".join(plugin.errors)

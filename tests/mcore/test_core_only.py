@@ -222,6 +222,20 @@ def test_missing_process_group_is_named(
 
 
 @on_core(2)
+def test_weights_are_broadcast_before_they_are_sharded_or_not_at_all() -> None:
+    example = enter()
+    settings = example.Settings()
+    for options in (None, megatron_fsdp_v2_mcore.Options(broadcasts_parameters=True)):
+        wrap = functools.partial(megatron_fsdp_v2_mcore.FullyShardedDataParallel, options=options)
+        raises = pytest.raises(RuntimeError, match="broadcasts_parameters=True")
+        with mock.patch.object(megatron_fsdp_v2_mcore, "FullyShardedDataParallel", wrap), clean():
+            example.start(settings)
+            model = example.build(settings)
+            with raises if options is None else contextlib.nullcontext():
+                model.broadcast_params()
+
+
+@on_core(2)
 def test_script_is_warned_of_an_option_with_another_implementation() -> None:
     example = enter()
     said = "--fsdp-double-buffer: without the flag, apart from the root"

@@ -276,7 +276,19 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
 
     @override
     def broadcast_params(self) -> None:
-        """Do nothing: all ranks shard identical parameters."""
+        """Do nothing: parameters were broadcast before they were sharded.
+
+        Megatron calls this method if ranks build different weights.
+
+        Raises:
+            RuntimeError: Parameters were not broadcast.
+        """
+        if not self.options.broadcasts_parameters:
+            raise RuntimeError(
+                "ranks build different weights, and shards of them cannot be broadcast; pass "
+                "options=Options(broadcasts_parameters=True) to FullyShardedDataParallel, or "
+                "broadcasts_parameters=True to the install() of a framework"
+            )
 
     def start_param_sync(self, *unused: Any, **kwargs: Any) -> None:
         """Do nothing: units issue their gathers during the forward."""

@@ -41,6 +41,8 @@ create_layer() {
     "$VENV/bin/python" -m venv --without-pip "$CLIENTS"
     printf "import site; site.addsitedir('%s')\n" "$(packages_of "$VENV/bin/python")" \
         >"$(packages_of "$CLIENTS/bin/python")/below.pth"
+    # A rehearsal searches for Transformer Engine in the environment that runs it.
+    ln -s "$(cd "$VENV" && pwd)/rehearsal-packages" "$CLIENTS/rehearsal-packages"
 }
 
 # Installs the libraries into the layer with pip of the base, which sees the packages of both. The list

@@ -302,13 +302,17 @@ def install() -> None:
     _apply(_INSTALLED)
 
 
-def enable() -> None:
+def enable(options: Options | None = None) -> None:
     """Patch `megatron.core`, for a script that does not use `megatron.training`.
 
     Call it before wrapping a model in `FullyShardedDataParallel`. Afterwards
     `get_megatron_optimizer` and `finalize_model_grads` of `megatron.core` support sharded models;
     their behavior for other models is unchanged. The function does not import or patch
     `megatron.training`. It is idempotent, and `uninstall()` reverts it.
+
+    Args:
+        options: Options that optimizers and checkpoints read; the defaults if None. A wrapper has
+            its own.
 
     Raises:
         RuntimeError: The installed version of Megatron is not supported, or a patch does not fit.
@@ -319,7 +323,7 @@ def enable() -> None:
     if not is_active():
         for patch in patches:
             check_patch(patch)
-    _apply(patches, Options())
+    _apply(patches, options or Options())
 
 
 def _check_version() -> None:

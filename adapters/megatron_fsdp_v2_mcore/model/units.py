@@ -265,12 +265,13 @@ def broadcast_parameters(modules: Iterable[nn.Module], data: Sequence[Any]) -> N
 
 
 def synchronize_embeddings(chunk: nn.Module, groups: Any) -> None:
-    """Synchronize a tied embedding between stages after meta-device initialization. Collective.
+    """Copy a tied embedding from the first stage to the last. Collective.
 
-    Megatron synchronizes the embedding during construction, when it has no values yet.
+    Megatron does so during construction; a chunk on the meta device has no values then, and others
+    may be loaded later.
 
     Args:
-        chunk: A sharded chunk that was built on the meta device.
+        chunk: A sharded chunk.
         groups: A `ProcessGroupCollection`.
 
     Raises:

@@ -1,0 +1,312 @@
+"""Megatron-Bridge: `ddp.use_megatron_fsdp` shards with this package.
+
+    import megatron_fsdp_v2_for.bridge
+
+    megatron_fsdp_v2_for.bridge.install(sharding_strategy="optim_grads_params")
+    pretrain(config, forward_step)
+
+Checkpoints of the format `fsdp_dtensor` are those of `megatron_fsdp_v2_mcore`: they load at other
+parallel sizes. Weights of Hugging Face load into a sharded model, and are exported from one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import megatron_fsdp_v2_mcore
+from megatron_cpu_rehearsal.patching import Patch
+from megatron_fsdp_v2 import FSDPModule
+from megatron_fsdp_v2.dtensor.sharded_rows import ShardedRows, whole_of
+from megatron_fsdp_v2.runtime.module import make_idle
+from megatron_fsdp_v2_for.adapter import Adapter
+from megatron_fsdp_v2_mcore.flags.options import active_options
+from megatron_fsdp_v2_mcore.flags.settings import reject
+
+__all__ = ["PATCHES", "install", "uninstall"]
+
+_AS_MEGATRON = "Megatron-Bridge reads attributes of Megatron's FSDP, whose row order differs"
+
+
+def _patch(target: str, reason: str, wrap: str, parameters: str) -> Patch:
+    wrap = f"megatron_fsdp_v2_for.bridge:{wrap}"
+    return Patch(f"megatron.{target}", reason, wrap=wrap, parameters=tuple(parameters.split()))
+
+
+PATCHES = {
+    "0.6": (
+        _patch(
+            "training.models.dist_utils:FullyShardedDataParallel",
+            "the class in which model builders wrap model chunks",
+            "with_strategy",
+            "config ddp_config module",
+        ),
+        _patch(
+            "bridge.training.config:ConfigContainer.validate",
+            "options of checkpoints that sharded parameters do not support are rejected by name",
+            "with_checks",
+            "self",
+        ),
+        _patch(
+            "bridge.training.train:calc_params_l2_norm",
+            "Megatron-Bridge sums squares of DTensors over their meshes only",
+            "params_l2_norm",
+            "model",
+        ),
+        _patch(
+            "bridge.training.train:check_param_hashes_across_dp_replicas",
+            "Megatron compares the local values of a parameter, and ranks hold different rows",
+            "compare_replicas",
+            "model cross_check",
+        ),
+        _patch(
+            "bridge.training.checkpointing:preprocess_fsdp_dtensor_state_dict",
+            "Megatron splits fused layers by attributes of its own buffers, and names saved values "
+            "by the layer and stage numbers local to a rank",
+            "save_by_global_names",
+            "cfg raw_state_dict model",
+        ),
+        _patch(
+            "bridge.training.checkpointing:generate_state_dict",
+            "the function above receives only the first model chunk of a rank, and needs all",
+            "with_chunks",
+            "ckpt_cfg model",
+        ),
+        _patch(
+            "bridge.training.checkpointing:_load_base_checkpoint",
+            "Megatron-Bridge does not compare a checkpoint with the model",
+            "load_by_global_names",
+            "load_dir ckpt_cfg rank0 sharded_state_dict",
+        ),
+        _patch(
+            "bridge.models.conversion.model_bridge:MegatronModelBridge.load_weights_hf_to_megatron",
+            _AS_MEGATRON,
+            "into_own_rows",
+            "self hf_pretrained megatron_model",
+        ),
+        _patch(
+            "bridge.models.conversion.model_bridge:MegatronModelBridge._broadcast_shared_embeddings",
+            "a tied embedding is broadcast to the last pipeline stage as a plain tensor",
+            "to_tied_embedding",
+            "self megatron_model",
+        ),
+        _patch(
+            "bridge.models.conversion.param_mapping:AutoMapping._detect_parallelism_type",
+            "Megatron-Bridge finds the kind of a layer by the name of its class",
+            "by_unsharded_class",
+            "self module",
+        ),
+        _patch(
+            "bridge.models.conversion.param_mapping:_module_uses_fsdp",
+            _AS_MEGATRON,
+            "unless_sharded",
+            "megatron_module",
+        ),
+        _patch(
+            "core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor:uneven_dtensor_to_full_tensor",
+            _AS_MEGATRON,
+            "to_tensor_parallel_part",
+            "dtensor",
+        ),
+    ),
+}
+"""Patches by version of Megatron-Bridge; `install()` applies those of `megatron.core` too."""
+
+_ADAPTER = Adapter("megatron-bridge", PATCHES)
+
+
+def install(sharding_strategy: str | None = None, **options: Any) -> None:
+    """Make Megatron-Bridge shard with this package, in place of an earlier installation.
+
+    Call it before `pretrain` or before a model is built. Models whose configuration does not set
+    `ddp.use_megatron_fsdp` are built and trained as before.
+
+    Args:
+        sharding_strategy: Replaces `ddp.data_parallel_sharding_strategy`. None: the value there.
+        options: Fields of `megatron_fsdp_v2_mcore.Options`.
+
+    Raises:
+        RuntimeError: See `Adapter.install`; for Megatron-Core too.
+    """
+    selected = megatron_fsdp_v2_mcore.Options(**options)
+    _ADAPTER.install(sharding_strategy)
+    try:
+        megatron_fsdp_v2_mcore.enable(selected)
+    except BaseException:
+        uninstall()
+        raise
+
+
+def uninstall() -> None:
+    """Make Megatron-Bridge shard as before. Models that are sharded stay as they are."""
+    _ADAPTER.uninstall()
+    megatron_fsdp_v2_mcore.uninstall()
+
+
+def with_strategy(original: type, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return a function that wraps a chunk with this package, with the strategy of `install()`."""
+    wrapper = megatron_fsdp_v2_mcore.FullyShardedDataParallel
+
+    def wrap(config: Any, ddp_config: Any, module: Any, **kwargs: Any) -> Any:
+        if options["sharding_strategy"] is not None:
+            ddp_config.data_parallel_sharding_strategy = options["sharding_strategy"]
+        return wrapper(config, ddp_config, module, options=active_options(), **kwargs)
+
+    return wrap
+
+
+def with_checks(original: Callable[..., None], options: Mapping[str, Any]) -> Callable[..., None]:
+    """Return the validation of a configuration, which also rejects options of checkpoints."""
+
+    def validate(self: Any) -> None:
+        original(self)
+        if self.ddp.use_megatron_fsdp:
+            # Models of Hugging Face are pretrained checkpoints too.
+            reject(self.checkpoint, ignored=("pretrained_checkpoint",))
+            if self.checkpoint.async_save:
+                raise ValueError(
+                    "CheckpointConfig.async_save = True cannot be used with sharded parameters: "
+                    "processes of NVIDIA's resiliency extension write into the final folder"
+                )
+
+    return validate
+
+
+def _of_megatron(path: str) -> Callable[[Any, Mapping[str, Any]], Any]:
+    """Return the patch function of a patch of Megatron, which takes no options."""
+    module, _, name = f"megatron_fsdp_v2_mcore.{path}".partition(":")
+
+    def wrap(original: Any, options: Mapping[str, Any]) -> Any:
+        # Imported on demand: importing this module must not import Megatron.
+        return getattr(importlib.import_module(module), name)(original)
+
+    return wrap
+
+
+params_l2_norm = _of_megatron("optim.optimizer:params_l2_norm")
+compare_replicas = _of_megatron("model.weight_hashes:compare_replicas")
+with_chunks = _of_megatron("checkpoint.state_dict:with_chunks")
+save_by_global_names = _of_megatron("checkpoint.state_dict:save_by_global_names")
+
+
+def load_by_global_names(original: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """Return the function that loads a state dict, which loads those of sharded chunks by name."""
+
+    def load(
+        load_dir: Any,
+        ckpt_cfg: Any,
+        rank0: bool = False,
+        sharded_state_dict: Any = None,
+        *,
+        cfg: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        state_dict = importlib.import_module("megatron_fsdp_v2_mcore.checkpoint.state_dict")
+        read = functools.partial(original, cfg=cfg, **kwargs)
+        if state_dict.CHUNKS not in (sharded_state_dict or ()):
+            return read(load_dir, ckpt_cfg, rank0, sharded_state_dict)
+        # Megatron's arguments have the options of the schedule too.
+        args = SimpleNamespace(**{**vars(ckpt_cfg), **vars(cfg.scheduler)})
+        return state_dict.load_by_global_names(
+            lambda folder, _, *rest, **named: read(folder, ckpt_cfg, *rest, **named),
+            load_dir,
+            args,
+            rank0,
+            sharded_state_dict,
+        )
+
+    return load
+
+
+def into_own_rows(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the import of weights of Hugging Face, which writes this rank's rows."""
+
+    def load(self: Any, hf_pretrained: Any, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
+        chunks = megatron_model if isinstance(megatron_model, list) else [megatron_model]
+        for chunk in chunks:
+            make_idle(chunk)
+        sharded = _sharded(chunks)
+        if not sharded:
+            return original(self, hf_pretrained, megatron_model, *args, **kwargs)
+        for param in sharded:
+            (first, last), row = param.local_rows, math.prod(param.part_shape[1:])
+            # Attributes of the parameters of Megatron's FSDP, which the import reads.
+            vars(param)["orig_param"] = torch.empty(param.part_shape, device="meta")
+            vars(param)["megatron_fsdp_slice"] = slice(first * row, last * row)
+        # Without the wrapper, the import calls no method of Megatron's FSDP at its end.
+        unwrap = importlib.import_module("megatron.core.utils").unwrap_model
+        original(self, hf_pretrained, unwrap(chunks), *args, **kwargs)
+        return chunks
+
+    return load
+
+
+def to_tied_embedding(original: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """Return the function that copies a tied embedding to the last pipeline stage."""
+
+    def synchronize(self: Any, megatron_model: Any) -> None:
+        chunks = megatron_model if isinstance(megatron_model, list) else [megatron_model]
+        if not _sharded(chunks):
+            original(self, megatron_model)
+            return
+        units = importlib.import_module("megatron_fsdp_v2_mcore.model.units")
+        groups = importlib.import_module("megatron.bridge.training.utils.pg_utils")
+        for chunk in chunks:
+            units.synchronize_embeddings(chunk, groups.get_pg_collection(chunks))
+
+    return synchronize
+
+
+def _sharded(chunks: Iterable[torch.nn.Module]) -> list[ShardedRows]:
+    """Return the parameters of model chunks that this package has sharded."""
+    params: Iterator[Any] = (param for chunk in chunks for param in chunk.parameters())
+    return [param for param in params if isinstance(param, ShardedRows)]
+
+
+def by_unsharded_class(original: Callable[..., str], options: Mapping[str, Any]) -> Any:
+    """Return the function that finds the kind of a layer, for sharded layers too."""
+
+    def detect(self: Any, module: Any) -> str:
+        if isinstance(module, FSDPModule):
+            # The same layer under the class that it had before it was sharded.
+            unsharded: Any = object.__new__(type(module).__bases__[1])
+            unsharded.__dict__ = module.__dict__
+            module = unsharded
+        return original(self, module)
+
+    return detect
+
+
+def unless_sharded(original: Callable[[Any], bool], options: Mapping[str, Any]) -> Any:
+    """Return whether a module has whole weights over tensor-parallel ranks: not with this package.
+
+    Megatron-Bridge then gathers them, in the order of rows of Megatron's own layers.
+    """
+
+    def uses_fsdp(megatron_module: Any) -> bool:
+        params = getattr(megatron_module, "_parameters", {}).values()
+        return not any(isinstance(p, ShardedRows) for p in params) and original(megatron_module)
+
+    return uses_fsdp
+
+
+def to_tensor_parallel_part(original: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """Return the function that gathers a DTensor: over data-parallel ranks only."""
+
+    def gather(dtensor: Any) -> Any:
+        if not isinstance(dtensor, ShardedRows):
+            return original(dtensor)
+        shards, mesh = dtensor.row_shards, dtensor.device_mesh
+        strides = (*shards.strides, *(0,) * (mesh.ndim - len(shards.strides)))
+        part = dataclasses.replace(shards, strides=strides, tensor=None)
+        local = dtensor.to_local().detach()
+        return whole_of(ShardedRows.from_rows(local, mesh, part, dtensor.part_shape))
+
+    return gather

@@ -1,0 +1,238 @@
+"""Small recipes of Megatron-Bridge, which train on the ranks of a pool in a CPU rehearsal."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import io
+import multiprocessing
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+import transformers
+
+import megatron_fsdp_v2_for.bridge
+from tests.clients.differences import Results
+from tests.mcore.session import start_permanent_rehearsal
+
+LENGTH = 16
+VOCABULARY = 128
+_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": LENGTH,
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "head_dim": 8,
+}
+
+# -- packages that Megatron-Bridge imports and that no training on a CPU calls ---------------------
+
+_STUBBED = ("diffusers", "hydra", "megatron.energon", "modelopt")
+_STUBBED_ALONE = ("nvidia_resiliency_ext", "nvidia_resiliency_ext.inprocess")
+"""Modules without their other submodules, which Megatron uses if they exist."""
+
+
+class _Stub(ModuleType):
+    """A module in which every name is a class whose call returns None."""
+
+    __path__: Sequence[str] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = type(name, (), {"__new__": lambda cls, *args, **kwargs: None})
+        setattr(self, name, made)
+        return made
+
+
+class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        is_stubbed = any(f"{name}.".startswith(f"{package}.") for package in _STUBBED)
+        if is_stubbed or name in _STUBBED_ALONE:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> ModuleType:
+        return _Stub(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+def start() -> None:
+    """Start a permanent rehearsal in this process and those forked from it."""
+    start_permanent_rehearsal("transformer_engine")
+    sys.meta_path.append(_StubFinder())
+    importlib.import_module("megatron.bridge.training.pretrain")
+    importlib.import_module("megatron.bridge.training.gpt_step")
+
+
+# -- recipes ---------------------------------------------------------------------------------------
+
+
+def save_model(folder: str, kind: str) -> None:
+    """Save a model of Hugging Face with random weights: `dense`, `tied` or `experts`."""
+    torch.manual_seed(1)
+    if kind == "experts":
+        config: Any = transformers.Qwen3MoeConfig(**_SIZES, **_EXPERTS)
+    else:
+        config = transformers.LlamaConfig(**_SIZES, tie_word_embeddings=kind == "tied")
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training.
+
+    Attributes:
+        folder: Folder of the model of Hugging Face with the initial weights.
+        strategy: Argument of `install()`, which is not called if empty.
+        is_sharded: Whether the recipe sets `use_megatron_fsdp`; otherwise Megatron's DDP trains.
+        iterations: Number of iterations after which the training ends.
+        save: Folder to save to.
+        load: Folder to load from.
+        model: Changed fields of the model's configuration.
+    """
+
+    folder: str
+    strategy: str = ""
+    is_sharded: bool = True
+    iterations: int = 4
+    save: str = ""
+    load: str = ""
+    model: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def plain(self) -> Run:
+        """The whole training with Megatron's DDP."""
+        return Run(self.folder, is_sharded=False, model=self.model)
+
+
+def recipe(run: Run) -> Any:
+    """Return the configuration of a training."""
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.training import config
+
+    model = AutoBridge.from_hf_pretrained(run.folder).to_megatron_provider(load_weights=False)
+    on_cpu = {
+        "apply_rope_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "moe_permute_fusion": False,
+        "cross_entropy_loss_fusion": False,
+    }
+    precision = {"bf16": False, "params_dtype": torch.float32, "autocast_dtype": torch.float32}
+    for name, value in {**on_cpu, **precision, "seq_length": LENGTH, **run.model}.items():
+        assert hasattr(model, name), name
+        setattr(model, name, value)
+    return config.ConfigContainer(
+        model=model,
+        train=config.TrainingConfig(
+            train_iters=run.iterations, global_batch_size=8, micro_batch_size=1
+        ),
+        validation=config.ValidationConfig(eval_iters=0),
+        optimizer=config.OptimizerConfig(
+            optimizer="adam", lr=1e-2, min_lr=1e-3, adam_eps=1e-3, use_distributed_optimizer=True
+        ),
+        scheduler=config.SchedulerConfig(
+            max_steps=4, lr_warmup_iters=2, start_weight_decay=0.1, end_weight_decay=0.1
+        ),
+        ddp=config.DistributedDataParallelConfig(
+            use_megatron_fsdp=run.is_sharded,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+            grad_reduce_in_fp32=True,
+            check_for_nan_in_grad=True,
+        ),
+        dataset=config.MockGPTDatasetConfig(
+            seq_length=LENGTH,
+            random_seed=1,
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            dataloader_type="single",
+            num_workers=0,
+            num_dataset_builder_threads=1,
+            split="1,0,0",
+        ),
+        logger=config.LoggerConfig(log_interval=1, log_params_norm=True),
+        tokenizer=config.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY - 1),
+        checkpoint=config.CheckpointConfig(
+            ckpt_format="fsdp_dtensor" if run.is_sharded else "torch_dist",
+            pretrained_checkpoint=run.folder,
+            save=run.save or None,
+            load=run.load or None,
+        ),
+        dist=config.DistributedInitConfig(distributed_backend="gloo"),
+    )
+
+
+def train(run: Run) -> Results:
+    """Run `pretrain` on this rank; return losses, norms and exported weights. Collective."""
+    from megatron.bridge.training.callbacks import Callback
+    from megatron.bridge.training.gpt_step import forward_step
+    from megatron.bridge.training.pretrain import pretrain
+
+    losses: list[torch.Tensor] = []
+    norms: list[torch.Tensor] = []
+    weights: dict[str, torch.Tensor] = {}
+
+    class Watch(Callback):
+        def on_train_step_end(self, context: Any) -> None:
+            # Only the last pipeline stage has losses.
+            loss = context.loss_dict.get("lm loss", torch.ones(()))
+            losses.append(loss.detach().clone())
+            norms.append(torch.tensor(context.grad_norm))
+
+        def on_train_end(self, context: Any) -> None:
+            weights.update(exported(run.folder, context.model))
+
+    with _clean(run.strategy):
+        pretrain(recipe(run), forward_step, callbacks=[Watch()])
+    return {"losses": torch.stack(losses), "norms": torch.stack(norms), "parameters": weights}
+
+
+def exported(folder: str, model: Any) -> dict[str, torch.Tensor]:
+    """Return the weights of a model under their names in Hugging Face. Collective."""
+    from megatron.bridge import AutoBridge
+
+    bridge = AutoBridge.from_hf_pretrained(folder)
+    return {
+        name: weight.clone()
+        for name, weight in bridge.export_hf_weights(model, cpu=True, show_progress=False)
+    }
+
+
+@contextlib.contextmanager
+def _clean(strategy: str) -> Iterator[None]:
+    """Install this package if a strategy is given, and reset Megatron's state at the end."""
+    from megatron.core import parallel_state
+
+    from megatron_fsdp_v2_mcore.prove.session import end_groups
+
+    # Megatron's torch_dist checkpoints start processes, which a daemon must not do.
+    multiprocessing.current_process().daemon = False
+    torch.manual_seed(1)
+    if strategy:
+        megatron_fsdp_v2_for.bridge.install(sharding_strategy=strategy)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        megatron_fsdp_v2_for.bridge.uninstall()
+        end_groups(parallel_state)

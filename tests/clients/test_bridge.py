@@ -1,0 +1,137 @@
+"""Recipes of Megatron-Bridge, sharded by this package, train as with Megatron's DDP."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_fsdp_v2_for.bridge
+from tests.clients import bridge
+from tests.clients.bridge import Run
+from tests.clients.conftest import Record
+from tests.clients.differences import difference_of
+from tests.ranks import RankPools, rank_pools
+
+CLIENT = "megatron-bridge"
+COMPARED = "losses, norms, exported weights"
+ZERO3 = "optim_grads_params"
+TIMEOUT_S = 240.0
+EXPERTS = {"expert_model_parallel_size": 2}
+STAGES = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
+TENSOR = {"tensor_model_parallel_size": 2}
+
+
+@pytest.fixture(scope="module")
+def recipes() -> Iterator[RankPools]:
+    """Yield rank pools by world size, forked from a process that has imported Megatron-Bridge."""
+    with rank_pools(["tests.clients.preloaded_bridge"]) as pools:
+        yield pools
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return the folders of three models of Hugging Face."""
+    folders = {kind: str(tmp_path_factory.mktemp(kind)) for kind in ("dense", "tied", "experts")}
+    for kind, folder in folders.items():
+        bridge.save_model(folder, kind)
+    return folders
+
+
+def difference(run: Run, theirs: Run) -> float:
+    """Return the difference of the last iterations of two trainings."""
+    ours, others = bridge.train(run), dict(bridge.train(theirs))
+    steps = 4 if not run.load else 2
+    for name in ("losses", "norms"):
+        others[name] = others[name][-steps:]
+    return difference_of(ours, others)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "model", "strategy"),
+    [
+        (2, "dense", {}, ZERO3),
+        (2, "experts", EXPERTS, ZERO3),
+        (4, "experts", EXPERTS, "optim"),
+        (4, "dense", TENSOR, "optim_grads"),
+        (4, "tied", STAGES, ZERO3),
+    ],
+    ids=str,
+)
+def test_recipe_trains_like_megatrons_ddp(
+    recipes: RankPools,
+    models: dict[str, str],
+    record: Record,
+    ranks: int,
+    kind: str,
+    model: dict[str, Any],
+    strategy: str,
+) -> None:
+    run = Run(models[kind], strategy, model=model)
+    found = recipes(ranks).run(difference, run, run.plain, timeout_s=TIMEOUT_S)
+    record(CLIENT, COMPARED, max(found))
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "ranks"), [("dense", {}, (2, 4)), ("experts", EXPERTS, (4, 2))], ids=str
+)
+def test_recipe_resumes_at_another_size(
+    recipes: RankPools,
+    models: dict[str, str],
+    record: Record,
+    tmp_path: Path,
+    kind: str,
+    model: dict[str, Any],
+    ranks: tuple[int, int],
+) -> None:
+    run = Run(models[kind], ZERO3, load=str(tmp_path), model=model)
+    saved = dataclasses.replace(run, iterations=2, load="", save=str(tmp_path))
+    recipes(ranks[0]).run(bridge.train, saved, timeout_s=TIMEOUT_S)
+    found = recipes(ranks[1]).run(difference, run, run.plain, timeout_s=TIMEOUT_S)
+    record(CLIENT, f"{COMPARED} after a resume", max(found))
+
+
+def test_install_does_not_change_training_with_ddp(
+    recipes: RankPools, models: dict[str, str], record: Record
+) -> None:
+    plain = Run(models["dense"]).plain
+    installed = dataclasses.replace(plain, strategy=ZERO3)
+    found = recipes(2).run(difference, installed, plain, timeout_s=TIMEOUT_S)
+    record(CLIENT, COMPARED, max(found), at_most=0.0)
+
+
+def undo_and_reject(folder: str) -> None:
+    """Install and uninstall on this rank; in between, try options that are not supported."""
+    from megatron.bridge.training.config import runtime_config_update
+
+    from megatron_fsdp_v2_mcore.flags.options import is_active
+
+    targets = [patch.find() for patch in megatron_fsdp_v2_for.bridge.PATCHES["0.6"]]
+
+    def current() -> list[Any]:
+        return [vars(found[0])[found[1]] for found in targets if found is not None]
+
+    before = current()
+    megatron_fsdp_v2_for.bridge.install(expert_strategy="optim")
+    try:
+        assert len(before) == len(targets)
+        assert not any(ours is theirs for ours, theirs in zip(current(), before, strict=True))
+        for name, value in (("async_save", True), ("non_persistent_ckpt_type", "local")):
+            config = bridge.recipe(Run(folder, save=folder))
+            setattr(config.checkpoint, name, value)
+            with pytest.raises(ValueError, match=rf"CheckpointConfig\.{name} = {value!r}"):
+                runtime_config_update(config)
+    finally:
+        megatron_fsdp_v2_for.bridge.uninstall()
+    assert all(ours is theirs for ours, theirs in zip(current(), before, strict=True))
+    assert not is_active()
+
+
+def test_install_is_undone_and_rejects_unsupported_options(
+    recipes: RankPools, models: dict[str, str]
+) -> None:
+    recipes(2).run(undo_and_reject, models["dense"], timeout_s=TIMEOUT_S)

@@ -153,6 +153,7 @@ def test_losses_that_are_not_finite_differ() -> None:
             "no multiple of pipeline x expert",
         ),
         ("--micro-batch-size 2 --global-batch-size 24", {}, 8, "no multiple of micro-batch size"),
+        ("--apply-query-key-layer-scaling", {}, None, "export NVTE_APPLY_QK_LAYER_SCALING=1"),
         ("--context-parallel-size 2", {}, None, "add --calculate-per-token-loss"),
         ("--context-parallel-size 2 --mtp-num-layers 1", {}, None, "the loss of further tokens"),
         ("--tensor-model-parallel-size 2 --multi-latent-attention", {}, None, "ranks train apart"),

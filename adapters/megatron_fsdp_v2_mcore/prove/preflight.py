@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from megatron_cpu_rehearsal.flags import IMPL_FLAG, LOCAL
 from megatron_fsdp_v2_mcore.prove.shrink import (
     CONTEXT,
     EXPERT,
@@ -17,6 +18,7 @@ from megatron_fsdp_v2_mcore.prove.shrink import (
 from megatron_fsdp_v2_mcore.prove.sides import CHECKPOINT_FORMAT, FSDP
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+QK_SCALING, QK_VARIABLE = "--apply-query-key-layer-scaling", "NVTE_APPLY_QK_LAYER_SCALING"
 _LOCAL_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/local", "/scratch/local")
 _RANKS_OF_A_NODE = 8
 _LONG_INTERVAL = 100
@@ -49,6 +51,9 @@ def preflight(flags: Flags, environment: Mapping[str, str], num_ranks: int | Non
             f"{CHECKPOINT_FORMAT} {checkpoints} with {FSDP}: add {CHECKPOINT_FORMAT} fsdp_dtensor; "
             "megatron-fsdp-v2 ckpt convert changes existing checkpoints"
         )
+    is_local = flags.get(IMPL_FLAG) == (LOCAL,)
+    if QK_SCALING in flags and not is_local and environment.get(QK_VARIABLE) != "1":
+        yield f"{QK_SCALING} with Transformer Engine's layers: export {QK_VARIABLE}=1"
     yield from _faults_of_megatron(flags)
     yield from _allocator(flags, environment)
     yield from _folders(flags, num_ranks)

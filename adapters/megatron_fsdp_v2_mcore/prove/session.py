@@ -26,6 +26,7 @@ from megatron_cpu_rehearsal import rehearse
 from megatron_cpu_rehearsal.flags import IMPL_FLAG, cpu_environment, with_cpu_flags
 from megatron_cpu_rehearsal.patching import Patches
 from megatron_fsdp_v2_mcore.flags.arguments import supported_on_cpu
+from megatron_fsdp_v2_mcore.prove.preflight import QK_SCALING, QK_VARIABLE
 
 _STACK = contextlib.ExitStack()
 _LONGEST_DOCUMENT = 64
@@ -92,6 +93,8 @@ def training(flags: Sequence[str], *, rehearses: bool) -> Iterator[tuple[Patches
             flags = with_cpu_flags(flags, supported_on_cpu(flags))
         else:
             variables = {name: variables[name] for name in variables if name.startswith("CUDA")}
+        if QK_SCALING in flags:
+            variables[QK_VARIABLE] = "1"
         patches.default_environment(variables)
         if "--eod-mask-loss" in flags:
             _mask_most_of_documents(patches)

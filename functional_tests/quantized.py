@@ -100,6 +100,12 @@ QUANTIZED: tuple[Row, ...] = (
             ("nvfp4", 2, "TP2", f.TP2),
         )
     ),
+    *(
+        _row(f"{recipe}, EP2 x DP2, experts at ZeRO-1", 4,
+             _model(recipe, f"{EXPERTS}fp8 {f.EP2}"), norms=1e-2,
+             ours=f"{GATHERS[recipe]} --expert-data-parallel-sharding-strategy {ZERO1}")
+        for recipe in ("tensorwise", "mxfp8")
+    ),
     # Weights gathered in bf16 are then quantized again in the backward, with the same result.
     *(
         _row(f"nvfp4, unfused weight gradients {gathers}", 2,
@@ -149,7 +155,7 @@ QUANTIZED_SAME: tuple[Row, ...] = (
     ),
 )
 
-_FP8, _FP4 = (f"{FORMATS[name]} {GATHERS[name]}" for name in ("tensorwise", "nvfp4"))
+_FP8, _MX, _FP4 = (f"{FORMATS[name]} {GATHERS[name]}" for name in ("tensorwise", "mxfp8", "nvfp4"))
 # Two steps of two micro-batches fill the history before the checkpoint.
 HISTORY = f"{FORMATS['delayed']} --fp8-amax-history-len 4 --fp8-amax-compute-algo max"
 DELAYED_GATHERED = f"{HISTORY} {GATHERS['delayed']}"
@@ -178,6 +184,11 @@ QUANTIZED_RESUMES: tuple[Resume, ...] = (
             ("FP8", Setup(2, ZERO3, _FP8), Setup(2, ZERO3, _FP8), 0),
             ("FP8, to bf16 gathers",
              Setup(2, ZERO3, _FP8), Setup(2, ZERO3, FORMATS["tensorwise"]), 0),
+            ("FP8, Muon",
+             Setup(2, ZERO3, f"{_FP8} {f.MUON}"), Setup(2, ZERO3, f"{_FP8} {f.MUON}"), 0),
+            ("MXFP8", Setup(2, ZERO3, _MX), Setup(2, ZERO3, _MX), 0),
+            ("MXFP8, Muon",
+             Setup(2, ZERO1, f"{_MX} {f.MUON}"), Setup(2, ZERO1, f"{_MX} {f.MUON}"), 0),
             ("FP8, four ranks", Setup(2, ZERO3, _FP8), Setup(4, ZERO3, _FP8), 1e-4),
             ("FP8, to bf16", Setup(2, ZERO3, _FP8), Setup(2, ZERO3), 1e-3),
             ("FP8, to tensor parallel",

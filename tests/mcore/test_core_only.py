@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +20,10 @@ import torch
 
 import megatron_fsdp_v2_mcore
 from megatron_fsdp_v2 import checkpoint
+from megatron_fsdp_v2.runtime.module import named_units
 from tests.cases import longer
 from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import count_collectives
 from tests.docs.blocks import blocks_in
 from tests.mcore import core_only
 from tests.mcore.command_line import ROOT, RUN, run_code, torchrun
@@ -109,6 +112,27 @@ def test_loop_with_an_optimizer_of_torch_matches_megatrons_ddp() -> None:
             losses.append([loss for loss, _ in history])
     theirs, *ours = losses
     assert all(distance(mine, theirs) < 1e-6 for mine in ours)
+
+
+@on_core(4)
+def test_instances_sum_micro_batches_once_where_megatron_announces_none() -> None:
+    """Without `overlap_grad_reduce`, Megatron's loop sets no `no_sync_func`."""
+    example = enter()
+    settings = example.Settings(iterations=1, micro_batches=3, instances=2)
+    with clean():
+        example.start(settings)
+        model = example.build(settings)
+        model.config.no_sync_func = None
+        groups = [group for _, unit in named_units(model) for group in unit.groups]
+        optimizer = SimpleNamespace(zero_grad=lambda: None, step=lambda: (True, 0.0, None))
+        with count_collectives(groups[0].axes) as found:
+            example.run(settings, model, optimizer, example.batches())
+    numbers: Counter[str] = Counter()
+    for (kind, where, *_), number in found.items():
+        numbers[f"{kind} {where}"] += number
+    assert numbers["reduce_scatter inner"] == 3 * len(groups)
+    # One more is of the flags of unused groups.
+    assert numbers["all_reduce outer"] == len(groups) + 1
 
 
 @on_core(2)

@@ -586,20 +586,17 @@ def _unshard_explicitly(model: Any, step: int, micro: int, rank: int) -> torch.T
 
 
 def _kept_in_some_steps(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
-    """Keep gathered weights after the forward or the backward, depending on the step."""
-    if isinstance(model, FSDPModule):
-        model.set_reshard_after_forward(step < 2)
-        model.set_reshard_after_backward(micro == 2 or step != 1)
-    return mean_square(model, step, micro, rank)
+    """Keep gathered weights after the forward or the backward, depending on the step.
 
-
-def _gathered_otherwise(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
-    """Reshard gathered units, or gather resharded ones, between forward and backward."""
+    Before the backward of one micro-batch, some units are gathered and others resharded.
+    """
+    if not isinstance(model, FSDPModule):
+        return mean_square(model, step, micro, rank)
+    model.set_reshard_after_forward(step < 2)
+    model.set_reshard_after_backward(micro == 2 or step != 1)
     loss = mean_square(model, step, micro, rank)
-    if isinstance(model, FSDPModule):
-        for block in model.blocks:  # type: ignore[union-attr]
-            block.reshard() if step % 2 else block.unshard()  # type: ignore[union-attr,operator]
-        model.set_reshard_after_forward(bool(step % 2))
+    for number, block in enumerate(model.blocks if micro == 1 else ()):
+        block.reshard() if number % 2 else block.unshard()
     return loss
 
 
@@ -758,9 +755,6 @@ UNUSUAL: dict[str, Pattern] = {
     ),
     "units gathered by explicit calls": Pattern(Stack, loss=_unshard_explicitly),
     "weights kept in some steps": Pattern(Stack, loss=_kept_in_some_steps, num_micro=3),
-    "weights gathered otherwise in the backward": Pattern(
-        Stack, loss=_gathered_otherwise, num_micro=2
-    ),
     "accumulation, along the outer axis in the last backward": Pattern(
         Stack, num_micro=3, sync="all_reduce"
     ),

@@ -8,7 +8,7 @@ import importlib.machinery
 import io
 import multiprocessing
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 import transformers
 
 import megatron_fsdp_v2_for.bridge
-from tests.clients.differences import Results
 from tests.mcore.session import start_permanent_rehearsal
 
 LENGTH = 16
@@ -83,9 +82,9 @@ def start() -> None:
 # -- recipes ---------------------------------------------------------------------------------------
 
 
-def save_model(folder: str, kind: str) -> None:
+def save_model(folder: str, kind: str, seed: int = 1) -> None:
     """Save a model of Hugging Face with random weights: `dense`, `tied` or `experts`."""
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     if kind == "experts":
         config: Any = transformers.Qwen3MoeConfig(**_SIZES, **_EXPERTS)
     else:
@@ -182,15 +181,35 @@ def recipe(run: Run) -> Any:
     )
 
 
-def train(run: Run) -> Results:
-    """Run `pretrain` on this rank; return losses, norms and exported weights. Collective."""
+def exported(folder: str, model: Any) -> dict[str, torch.Tensor]:
+    """Return the weights of a model under their names in Hugging Face. Collective."""
+    from megatron.bridge import AutoBridge
+
+    weights = AutoBridge.from_hf_pretrained(folder).export_hf_weights(
+        model, cpu=True, show_progress=False
+    )
+    return {name: weight.clone() for name, weight in weights}
+
+
+def train(
+    run: Run, probe: Callable[[str, Any], dict[str, torch.Tensor]] = exported
+) -> dict[str, Any]:
+    """Run `pretrain` on this rank. Collective.
+
+    Args:
+        run: The training.
+        probe: Called at its end with `(run.folder, model)`.
+
+    Returns:
+        Losses, norms, and the result of the probe as `parameters`.
+    """
     from megatron.bridge.training.callbacks import Callback
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
 
     losses: list[torch.Tensor] = []
     norms: list[torch.Tensor] = []
-    weights: dict[str, torch.Tensor] = {}
+    probed: dict[str, torch.Tensor] = {}
 
     class Watch(Callback):
         def on_train_step_end(self, context: Any) -> None:
@@ -200,22 +219,11 @@ def train(run: Run) -> Results:
             norms.append(torch.tensor(context.grad_norm))
 
         def on_train_end(self, context: Any) -> None:
-            weights.update(exported(run.folder, context.model))
+            probed.update(probe(run.folder, context.model))
 
     with _clean(run.strategy):
         pretrain(recipe(run), forward_step, callbacks=[Watch()])
-    return {"losses": torch.stack(losses), "norms": torch.stack(norms), "parameters": weights}
-
-
-def exported(folder: str, model: Any) -> dict[str, torch.Tensor]:
-    """Return the weights of a model under their names in Hugging Face. Collective."""
-    from megatron.bridge import AutoBridge
-
-    bridge = AutoBridge.from_hf_pretrained(folder)
-    return {
-        name: weight.clone()
-        for name, weight in bridge.export_hf_weights(model, cpu=True, show_progress=False)
-    }
+    return {"losses": torch.stack(losses), "norms": torch.stack(norms), "parameters": probed}
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import megatron_fsdp_v2_for.bridge
 from tests.clients import bridge
@@ -35,16 +36,18 @@ def recipes() -> Iterator[RankPools]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return the folders of three models of Hugging Face."""
+    """Return the folders of models of Hugging Face by name; `other` is another dense one."""
     folders = {kind: str(tmp_path_factory.mktemp(kind)) for kind in ("dense", "tied", "experts")}
     for kind, folder in folders.items():
         bridge.save_model(folder, kind)
+    folders["other"] = str(tmp_path_factory.mktemp("other"))
+    bridge.save_model(folders["other"], "dense", seed=2)
     return folders
 
 
 def difference(run: Run, theirs: Run) -> float:
     """Return the difference of the last iterations of two trainings."""
-    ours, others = bridge.train(run), dict(bridge.train(theirs))
+    ours, others = bridge.train(run), bridge.train(theirs)
     steps = 4 if not run.load else 2
     for name in ("losses", "norms"):
         others[name] = others[name][-steps:]
@@ -93,6 +96,35 @@ def test_recipe_resumes_at_another_size(
     recipes(ranks[0]).run(bridge.train, saved, timeout_s=TIMEOUT_S)
     found = recipes(ranks[1]).run(difference, run, run.plain, timeout_s=TIMEOUT_S)
     record(CLIENT, f"{COMPARED} after a resume", max(found))
+
+
+def difference_to_imported(run: Run, other: str) -> float:
+    """Return the difference of a trained model to the model of Hugging Face that it then loads."""
+    tokens = torch.arange(bridge.LENGTH).unsqueeze(0)
+
+    def load(folder: str, model: Any) -> dict[str, torch.Tensor]:
+        from megatron.bridge import AutoBridge
+
+        AutoBridge.from_hf_pretrained(folder).load_hf_weights(model, other)
+        with torch.no_grad():
+            logits = model[0](tokens, tokens, None)
+        return {**bridge.exported(folder, model), "logits": logits}
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(other)
+    wanted = {name: param.detach() for name, param in theirs.named_parameters()}
+    wanted["logits"] = theirs(tokens).logits.detach()
+    return difference_of(
+        {"parameters": bridge.train(run, load)["parameters"]}, {"parameters": wanted}
+    )
+
+
+@pytest.mark.parametrize("strategy", [ZERO3, "optim", "no_shard"])
+def test_trained_model_loads_weights_of_hugging_face(
+    recipes: RankPools, models: dict[str, str], record: Record, strategy: str
+) -> None:
+    run = Run(models["dense"], strategy, iterations=1)
+    found = recipes(2).run(difference_to_imported, run, models["other"], timeout_s=TIMEOUT_S)
+    record(CLIENT, "exported weights and logits after load_hf_weights", max(found))
 
 
 def test_install_does_not_change_training_with_ddp(

@@ -16,7 +16,7 @@ from tests.clients import bridge
 from tests.clients.bridge import Run
 from tests.clients.conftest import Record
 from tests.clients.differences import difference_of
-from tests.ranks import RankPools, rank_pools
+from tests.ranks import RankFailure, RankPools, rank_pools
 
 CLIENT = "megatron-bridge"
 COMPARED = "losses, norms, exported weights"
@@ -96,6 +96,16 @@ def test_recipe_resumes_at_another_size(
     recipes(ranks[0]).run(bridge.train, saved, timeout_s=TIMEOUT_S)
     found = recipes(ranks[1]).run(difference, run, run.plain, timeout_s=TIMEOUT_S)
     record(CLIENT, f"{COMPARED} after a resume", max(found))
+
+
+def test_checkpoint_of_another_model_is_an_error(
+    recipes: RankPools, models: dict[str, str], tmp_path: Path
+) -> None:
+    run = Run(models["dense"], ZERO3, iterations=1, save=str(tmp_path))
+    recipes(2).run(bridge.train, run, timeout_s=TIMEOUT_S)
+    deeper = Run(models["dense"], ZERO3, load=str(tmp_path), model={"num_layers": 3})
+    with pytest.raises(RankFailure, match="is a checkpoint of another model"):
+        recipes(2).run(bridge.train, deeper, timeout_s=TIMEOUT_S)
 
 
 def difference_to_imported(run: Run, other: str) -> float:

@@ -14,7 +14,6 @@ import functools
 import inspect
 import pkgutil
 import sys
-import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -284,7 +283,7 @@ def fully_shard_optimizer(
             state that a step creates, into which a checkpoint can be read.
 
     Raises:
-        ValueError: No parameter belongs to a `MegatronFSDP`.
+        ValueError: No parameter belongs to a `MegatronFSDP`, or `optimizer.step` was replaced.
     """
     params = (param for group in optimizer.param_groups for param in group["params"])
     owners = (getattr(param, "_megatron_fsdp_model", None) for param in params)
@@ -296,38 +295,49 @@ def fully_shard_optimizer(
             "the optimizer has no parameter of a MegatronFSDP model; build it from "
             "fully_shard_model(...).parameters()"
         )
-    step, zero_grad = optimizer.step, optimizer.zero_grad
-
-    @functools.wraps(step)
-    def synced_step(
-        _: object,
-        *closure: Any,
-        sync_grad_before_optimizer_step: bool = True,
-        install_optimized_model_weights: bool = True,
-        **kwargs: Any,
-    ) -> Any:
-        if not sync_grad_before_optimizer_step or model.model_auto_sync:
-            return step(*closure, **kwargs)
-        if closure or kwargs.get("closure"):
-            with model.sync():
-                return step(*closure, **kwargs)
-        model.finish_grad_sync()
-        return step(**kwargs)
-
-    @functools.wraps(zero_grad)
-    def zero_all(_: object, *args: Any, zero_grad_buffer: bool = True, **kwargs: Any) -> None:
-        zero_grad(*args, **kwargs)
-        if zero_grad_buffer:
-            model.zero_grad_buffer()
-
-    # Torch's schedules of learning rates require methods.
-    optimizer.step = types.MethodType(synced_step, optimizer)  # type: ignore[method-assign]
-    optimizer.zero_grad = types.MethodType(zero_all, optimizer)  # type: ignore[method-assign]
+    replaced = vars(optimizer).get("step")
+    if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
+        raise ValueError("optimizer.step was replaced; call fully_shard_optimizer before that")
+    # The function of a schedule of learning rates only notes that steps ran.
+    vars(optimizer).pop("step", None)
+    optimizer._megatron_fsdp_model = model  # type: ignore[attr-defined]
+    kind: Any = type(optimizer)
+    optimizer.__class__ = _synchronizing(kind)
     # Some optimizers create their state when they are built.
     if preproc_state_dict_for_dcp_ckpt and not optimizer.state:
         optimizer.register_state_dict_post_hook(_with_initial_state)
         optimizer.register_load_state_dict_post_hook(_drop_initial_state)
     return optimizer
+
+
+@functools.cache
+def _synchronizing(kind: Any) -> type[torch.optim.Optimizer]:
+    """Return a subclass of an optimizer's class. Methods set on the instance would be a cycle."""
+
+    @functools.wraps(kind.step)
+    def step(
+        self: Any,
+        *closure: Any,
+        sync_grad_before_optimizer_step: bool = True,
+        install_optimized_model_weights: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        model = self._megatron_fsdp_model
+        if sync_grad_before_optimizer_step and not model.model_auto_sync:
+            if closure or kwargs.get("closure"):
+                with model.sync():
+                    return kind.step(self, *closure, **kwargs)
+            model.finish_grad_sync()
+        return kind.step(self, *closure, **kwargs)
+
+    @functools.wraps(kind.zero_grad)
+    def zero_grad(self: Any, *args: Any, zero_grad_buffer: bool = True, **kwargs: Any) -> None:
+        kind.zero_grad(self, *args, **kwargs)
+        if zero_grad_buffer:
+            self._megatron_fsdp_model.zero_grad_buffer()
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), {**names, "step": step, "zero_grad": zero_grad})
 
 
 def fully_shard(
@@ -472,7 +482,7 @@ def _with_initial_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, 
             # Without rows of a parameter, such an optimizer has no state of it either.
             if not (finds_no_empty_gradients(type(optimizer)) and has_no_rows(param)):
                 zeros.grad = torch.zeros_like(zeros)
-                probe.step()
+                probe.step(sync_grad_before_optimizer_step=False)
             if made := probe.state.get(zeros):
                 state[key] = made | {"step": torch.zeros(())} if "step" in made else made
     return {**state_dict, "state": state}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -252,11 +252,31 @@ def test_a_step_unknown_to_torch_is_followed_by_an_installation() -> None:
 @on_ranks(2)
 def test_a_deleted_model_and_its_optimizer_are_freed() -> None:
     model = sharded()
-    inner = weakref.ref(model.module)
+    optimizer = fully_shard_optimizer(optim.SGD(model.parameters(), lr=0.1))
+    schedule = optim.lr_scheduler.StepLR(optimizer, 1)
     own_loss(model).backward()
-    del model
-    assert inner() is None
-    gc.collect()
+    optimizer.step()
+    schedule.step()
+    found = weakref.ref(model.module), weakref.ref(optimizer)
+    del model, optimizer, schedule
+    assert [each() for each in found] == [None, None]
+
+
+@on_ranks(2)
+def test_a_schedule_may_be_made_before_the_optimizer_is_sharded() -> None:
+    model, plain = sharded(zero_dp_strategy=1, sync_model_each_microbatch=False), stack()
+    optimizers = [optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    schedules = [optim.lr_scheduler.StepLR(each, 1, gamma=0.5) for each in optimizers]
+    fully_shard_optimizer(optimizers[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        for step in range(2):
+            own_loss(model, step).backward()
+            plain_loss(plain, step).backward()
+            step_all(*optimizers)
+            for schedule in schedules:
+                schedule.step()
+    assert weight_error(model, plain) < EXACT
 
 
 # -- precision ------------------------------------------------------------------------------------
@@ -482,3 +502,8 @@ def test_optimizers_that_cannot_be_sharded_are_rejected() -> None:
     assert "no parameter of a MegatronFSDP model" in error_message(
         ValueError, lambda: fully_shard_optimizer(optim.SGD(other.parameters()))
     )
+    kept = sharded()
+    replaced = optim.SGD(kept.parameters())
+    replaced.step = nullcontext  # type: ignore[assignment]
+    message = error_message(ValueError, lambda: fully_shard_optimizer(replaced))
+    assert "optimizer.step was replaced" in message

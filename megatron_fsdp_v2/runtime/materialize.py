@@ -283,7 +283,8 @@ def _is_unset(tensor: torch.Tensor | None) -> bool:
 
 def _buffer_of(module: weakref.ref[nn.Module], attribute: str) -> torch.Tensor | None:
     owner = module()
-    return None if owner is None else owner._buffers.get(attribute)
+    buffer = None if owner is None else owner._buffers.get(attribute)
+    return None if buffer is None else plain_of(buffer)
 
 
 def check_has_values(unit: Unit) -> None:

@@ -424,6 +424,17 @@ def test_replicated_parameters_from_meta_are_the_same_on_all_tensor_parallel_ran
     assert torch.equal(*of_all_ranks(bias)) and bool(bias.any())
 
 
+@on_ranks(2)
+def test_buffers_from_meta_may_be_dtensors() -> None:
+    mesh = mesh_with_tp(2, 1)
+    with torch.device("meta"):
+        model: Any = nn.BatchNorm1d(4)
+    variance = distribute_tensor(model.running_var, mesh["tp"], [Replicate()])
+    model.register_buffer("running_var", variance)
+    fully_shard(model, mesh=mesh["dp"])
+    assert model.running_var.to_local().tolist() == [1.0] * 4
+
+
 # -- rejected DTensors ---------------------------------------------------------------------------
 
 

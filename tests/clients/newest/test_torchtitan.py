@@ -205,8 +205,9 @@ def difference_of_initial_weights(model: str, folder: str, sections: dict[str, A
     return difference_of({"parameters": found}, {"parameters": whole})
 
 
-def parallel(**degrees: int) -> dict[str, dict[str, int]]:
-    return {"parallelism": {f"{name}_parallel_degree": size for name, size in degrees.items()}}
+def parallel(backend: str = "spmd_types", **degrees: int) -> dict[str, dict[str, Any]]:
+    sizes = {f"{name}_parallel_degree": size for name, size in degrees.items()}
+    return {"parallelism": {"spmd_backend": backend, **sizes}}
 
 
 TRAININGS: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -215,6 +216,8 @@ TRAININGS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "llama3 bfloat16": ("llama3", 2, {"training": {"mixed_precision_param": "bfloat16"}}),
     "llama3 HSDP": ("llama3", 4, {"parallelism": {"data_parallel_replicate_degree": 2}}),
     "llama3 TP": ("llama3", 4, parallel(tensor=2)),
+    "llama3 TP full_dtensor": ("llama3", 4, parallel("full_dtensor", tensor=2)),
+    "llama3 TP partial_dtensor": ("llama3", 4, parallel("partial_dtensor", tensor=2)),
     "deepseek_v3": ("deepseek_v3", 2, {}),
     "deepseek_v3 EP": ("deepseek_v3", 4, parallel(expert=2)),
     "qwen3": ("qwen3", 2, {}),

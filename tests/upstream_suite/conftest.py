@@ -33,4 +33,4 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         checkout = metafunc.config.getoption("--megatron").resolve()
         with rank_pools(["tests.mcore.preloaded_te"]) as pools:
             (nodes,) = pools(1).run(ranks.collect, checkout, list(FILES))
-        metafunc.parametrize("node", nodes)
+        metafunc.parametrize("node", nodes, ids=str)

@@ -61,7 +61,7 @@ def test_sharded_training_matches_megatrons_ddp(
     _compare(trainings, table, row, strategy)
 
 
-@pytest.mark.parametrize(("row", "strategy"), _cases((*SAME, *QUANTIZED_SAME)))
+@pytest.mark.parametrize(("row", "strategy"), _cases((*SAME, *QUANTIZED_SAME), slow_if))
 def test_flags_do_not_change_the_training(
     trainings: Trainings, table: Table, row: Row, strategy: str
 ) -> None:

@@ -48,6 +48,7 @@ def _loads_plain(folder: str) -> dict[str, str]:
     return digests(model, optimizer)
 
 
+@pytest.mark.slow
 def test_replicas_write_once_and_an_unsharded_model_loads_the_checkpoint_and_its_export(
     pools: RankPools, tmp_path: Path
 ) -> None:

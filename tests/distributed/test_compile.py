@@ -125,6 +125,7 @@ def compare(name: str, pattern: Pattern, **how: Any) -> int:
 BETWEEN = ALL["evaluation between"]
 
 
+@pytest.mark.slow
 @on_ranks(2, order=["sharded first", "compiled first"], strategy=quick_strategies(STRATEGIES))
 def test_compiled_blocks_train_as_they_do_uncompiled(strategy: str, order: str) -> None:
     name = "aot_eager" if strategy == "optim_grads_params" else "eager"
@@ -192,6 +193,7 @@ ON_ROOT: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @on_ranks(2, way=[*LOSSES, *ON_ROOT])
 def test_compiled_graphs_break_only_at_units(way: str) -> None:
     pattern, on_root, expected = ALL["plain"], ON_ROOT.get(way), _trained(ALL["plain"])

@@ -173,6 +173,7 @@ def test_a_recomputed_region_of_units_keeps_two_of_them_gathered() -> None:
     assert memory.role_peaks[Role.GATHERED] == 4 * (ROOT_NUMEL + 2 * BLOCK_NUMEL)
 
 
+@pytest.mark.slow
 @on_ranks(2, strategy=["no_shard", "optim_grads_params"], policy=POLICIES)
 def test_tracked_peak_equals_the_allocated_peak(strategy: str, policy: str) -> None:
     model = wrap(deep(), sharding_strategy=strategy, mp_policy=POLICIES[policy])

@@ -48,7 +48,7 @@ from tests.distributed.wrapping import (
     pair,
     wrap,
 )
-from tests.parity.unusual import ClosureBlock, Regularized, Unpacking, gradient_penalty
+from tests.parity.inputs_outputs import ClosureBlock, Regularized, Unpacking, gradient_penalty
 from tests.reference.models import INPUT, WIDTH, Formula, Skipping, Stack
 from tests.reference.scaled_float8 import ScaledFloat8Format, quantize_linears
 

@@ -365,6 +365,7 @@ VARIANTS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow
 @on_ranks(4, name=VARIANTS)
 def test_variants_of_a_step_train_like_the_unsharded_model(name: str) -> None:
     model, reference = VARIANTS[name](), _frozen() if name == "frozen" else plain()

@@ -109,6 +109,7 @@ def _places(model: Any, steps: dict[str, Any]) -> dict[str, set[int]]:
     return seen
 
 
+@pytest.mark.slow
 @on_ranks(lambda name: 4 if "mesh_name" in CASES[name][1] else 2, name=CASES)
 def test_plans_are_within_5_percent_of_the_bound_without_allocations_after_warm_up(
     name: str,

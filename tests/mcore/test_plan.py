@@ -178,6 +178,7 @@ def _bytes_by_role(chunks: Any, optimizer: Any) -> dict[Role, int]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick_only(TRAININGS, "experts, Muon", "pipeline of two"))
 def test_plan_matches_bytes_and_collectives_of_megatrons_training(
     name: str, described: dict[str, Any], megatron: RankPools

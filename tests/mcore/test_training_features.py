@@ -75,6 +75,7 @@ def expected_norms(megatron: RankPools) -> dict[str, tuple[float, float]]:
     return norms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", quick_only(f.STRATEGIES, f.NO_SHARD, f.ZERO3))
 def test_norms_of_every_parameter_match_ddp(
     megatron: RankPools,

@@ -116,6 +116,7 @@ def _strategy_of_switches(pattern: str) -> str:
     return STRATEGIES[2] if ALL[pattern].skips else STRATEGIES[3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pattern", [quick_if(number % 16 == 0, pattern) for number, pattern in enumerate(ALL)]
 )
@@ -224,6 +225,7 @@ SAME_BITS: dict[str, Row] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [quick_if(row.is_quick, name) for name, row in SAME_BITS.items()])
 @on_ranks(lambda name: math.prod(MESHES[SAME_BITS[name].mesh][0]))
 def test_option_gives_bitwise_identical_results(name: str) -> None:

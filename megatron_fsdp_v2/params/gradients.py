@@ -249,9 +249,15 @@ class GroupGrads:
         assert grad is not None
         param.grad = None
         dtensor = self._parameters.dtensors[index]
+        tensor = self._parameters.row_shards[index].tensor
         if dtensor is not None:
             grad = part_of_gradient(grad, dtensor)
-        elif (tensor := self._parameters.row_shards[index].tensor) and tensor.sums_gradients:
+        elif tensor is not None and tensor.sums_gradients:
+            if isinstance(param, FusedGradient) and param.grad_added_to_main_grad:
+                raise RuntimeError(
+                    f"a fused kernel wrote the gradient of {self._parameters.names[index]}, which "
+                    "sums_gradients adds up over ranks; leave one of them out"
+                )
             grad = summed_gradient(grad, tensor)
         elif isinstance(param, FusedGradient) and param.grad_added_to_main_grad:
             # A fused kernel has written the gradient already, and autograd's is a placeholder. With

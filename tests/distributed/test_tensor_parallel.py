@@ -51,6 +51,7 @@ from tests.distributed.on_ranks import on_ranks
 from tests.distributed.plain_parallel_model import RULES, WORDS, Column, parts, whole
 from tests.distributed.wrapping import STRATEGIES, error_message, mesh_of, of_all_ranks
 from tests.ranks import RankPools
+from tests.reference.fused import FusedLinear
 from tests.reference.models import Block, Checkpointed, Stack
 from tests.reference.wrapping_momentum import WrappingMomentum
 
@@ -623,6 +624,16 @@ def test_invalid_tensor_shards_are_rejected_by_name() -> None:
     assert "one more" in error_message(ValueError, lambda: shard(mesh=swapped))
     assert "no dimension 2" in error_message(ValueError, lambda: shard(dim=2))
     assert "add up to the 4" in error_message(ValueError, lambda: shard(pieces=(1, 2)))
+
+
+@on_ranks(2)
+def test_gradients_of_fused_kernels_cannot_be_summed_over_ranks() -> None:
+    mesh, layer = mesh_with_tp(1, 2), FusedLinear(4, "add")
+    shards = dict.fromkeys(layer.parameters(), TensorShard(mesh, None, sums_gradients=True))
+    fully_shard(layer, mesh=mesh["dp"], options=UnitOptions(tensor_shards=shards))
+    loss = layer(torch.ones(2, 4)).sum()
+    rejected = error_message(RuntimeError, loss.backward)
+    assert "a fused kernel wrote the gradient of weight" in rejected
 
 
 @on_ranks(3)

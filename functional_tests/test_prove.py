@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 
 import pytest
 
@@ -21,6 +22,7 @@ from megatron_fsdp_v2_mcore.prove.shrink import covering_runs, parse_words
 from megatron_fsdp_v2_mcore.prove.worker import train
 from tests.mcore import flags as f
 from tests.mcore.te_pools import pools_for
+from tests.processes import ran
 
 pytestmark = pytest.mark.functional
 
@@ -147,3 +149,11 @@ def test_fault_of_megatron_itself_is_named(
     report = prove(request, job)
     assert report.exit_code == PROVEN, report.verdict
     assert re.search(rf"Megatron itself: run 1, {said}", "\n".join(lines(report)))
+
+
+@pytest.mark.parametrize("options", ["--bf16", f"--bf16 {FP8} --use-megatron-fsdp"])
+def test_command_proves_a_job_with_its_own_layers(options: str) -> None:
+    call = "import sys; from megatron_fsdp_v2_cli import main; sys.exit(main(sys.argv[1:]))"
+    done = ran(sys.executable, "-c", call, "prove", "--", *f"{JOB} {options}".split())
+    assert done.returncode == PROVEN, done.stderr
+    assert "layers: Transformer Engine's, over reference kernels" in done.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ from megatron_fsdp_v2_mcore.prove.shrink import (
     number,
     parse_words,
 )
+from tests.processes import ran
 from tests.unit.commands import called
 
 MODEL = "--num-layers 80 --hidden-size 8192 --num-query-groups 8 --micro-batch-size 1 "
@@ -321,3 +323,10 @@ def test_on_a_gpu_no_flag_is_unproven_for_want_of_one() -> None:
 def test_layers_are_those_of_the_job_if_a_cpu_has_them(job: str, impl: str, said: str) -> None:
     found, description = sides.layers_of(flags(job))
     assert (found, said in description) == (impl, True), description
+
+
+def test_the_command_imports_megatron_in_its_ranks_only() -> None:
+    """Megatron imports Transformer Engine once per process, with kernels in a rehearsal only."""
+    module = "megatron_fsdp_v2_mcore.prove.command"
+    done = ran(sys.executable, "-c", f"import sys, {module}; print('megatron.core' in sys.modules)")
+    assert done.stdout.strip() == "False", done.stderr

@@ -14,7 +14,6 @@ import torch
 
 from megatron_fsdp_v2.checkpoint.errors import everyones
 from megatron_fsdp_v2_mcore.flags.arguments import API_FLAG
-from megatron_fsdp_v2_mcore.model.tensor_shards import is_expert
 from megatron_fsdp_v2_mcore.prove import memory
 from megatron_fsdp_v2_mcore.prove.compare import (
     Bounds,
@@ -172,6 +171,9 @@ def _replicas(chunks: Sequence[Any], record: Record) -> list[Difference]:
 
 
 def _is_replica(param: Any) -> bool:
+    # The command imports this module, and must not import Megatron before a rehearsal begins.
+    from megatron_fsdp_v2_mcore.model.tensor_shards import is_expert
+
     # Experts have tensor-parallel groups of their own.
     if is_expert(param):
         return False

@@ -61,7 +61,7 @@ class Adapter:
             raise
 
     def uninstall(self) -> None:
-        """Make the framework shard as before. Models that are sharded stay as they are."""
+        """Remove the patches of `install()`. Sharded models do not change."""
         self._applied.undo()
 
 

@@ -145,7 +145,7 @@ def install(sharding_strategy: str | None = None, **options: Any) -> None:
 
 
 def uninstall() -> None:
-    """Make Megatron-Bridge shard as before. Models that are sharded stay as they are."""
+    """Remove the patches of `install()`. Sharded models do not change."""
     _ADAPTER.uninstall()
     megatron_fsdp_v2_mcore.uninstall()
 
@@ -226,7 +226,7 @@ def load_by_global_names(original: Callable[..., Any], options: Mapping[str, Any
 
 
 def into_own_rows(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the import of weights of Hugging Face, which writes this rank's rows."""
+    """Return a function that imports weights of Hugging Face into the rows of this rank."""
 
     def load(self: Any, hf_pretrained: Any, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
         chunks = megatron_model if isinstance(megatron_model, list) else [megatron_model]
@@ -237,7 +237,7 @@ def into_own_rows(original: Callable[..., Any], options: Mapping[str, Any]) -> C
             return original(self, hf_pretrained, megatron_model, *args, **kwargs)
         for param in sharded:
             (first, last), row = param.local_rows, math.prod(param.part_shape[1:])
-            # Attributes of the parameters of Megatron's FSDP, which the import reads.
+            # The import reads these attributes, which parameters of Megatron's FSDP have.
             vars(param)["orig_param"] = torch.empty(param.part_shape, device="meta")
             vars(param)["megatron_fsdp_slice"] = slice(first * row, last * row)
         # Without the wrapper, the import calls no method of Megatron's FSDP at its end.

@@ -29,6 +29,7 @@ from megatron_fsdp_v2 import FSDPModule, ShardPlacementResult, UnitOptions
 from megatron_fsdp_v2.dtensor.optimizer_kinds import finds_no_empty_gradients
 from megatron_fsdp_v2.dtensor.optimizer_state import has_no_rows
 from megatron_fsdp_v2.dtensor.sharded_rows import plain_of
+from megatron_fsdp_v2.runtime.construct import outermost
 from megatron_fsdp_v2.runtime.module import make_idle, unit_of
 from megatron_fsdp_v2_mcore.formats import register_formats
 from megatron_fsdp_v2_mcore.model.fp8_weights import limit_weight_caches
@@ -239,7 +240,7 @@ def fully_shard_model(
     axes = [dp_outer_dim, dp_shard_dim]
     mesh = _part("device_mesh", device_mesh, axes, hybrid_fsdp_group)
     expert_mesh = _part("expt_device_mesh", expt_device_mesh, axes, hybrid_fsdp_expt_group)
-    units = _outermost(module, fsdp_unit_modules or ())
+    units = _units(module, fsdp_unit_modules or ())
     if device is not None and not is_meta:
         module.to(device)
     num_ranks = dist.get_world_size() if mesh is None else mesh.size()
@@ -405,18 +406,13 @@ def _part(
     return found
 
 
-def _outermost(module: nn.Module, classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
+def _units(module: nn.Module, classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
     """Return the outermost modules of some classes."""
     kinds = tuple(pkgutil.resolve_name(c) if isinstance(c, str) else c for c in classes)
-    found: list[nn.Module] = []
-    inside: set[nn.Module] = set()
-    for part in module.modules():
-        if part not in inside and isinstance(part, kinds):
-            found.append(part)
-            inside.update(part.modules())
+    found = [part for part in module.modules() if isinstance(part, kinds)]
     if kinds and not found:
         raise ValueError(f"{type(module).__name__} has no module of fsdp_unit_modules={classes}")
-    return found
+    return outermost(found) if found else []
 
 
 def _policy(

@@ -59,7 +59,7 @@ def _unless_compiled(original: Callable[[], None]) -> Callable[[], None]:
         if Path(str(datasets.__file__)).with_name("Makefile").exists():
             original()
             return
-        # Without a Makefile nothing can be compiled. The import raises if the helpers are missing.
+        # A wheel has compiled helpers and no Makefile. This import raises if they are missing.
         importlib.import_module("megatron.core.datasets.helpers_cpp")
 
     return compile_helpers

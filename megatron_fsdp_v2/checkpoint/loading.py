@@ -137,7 +137,7 @@ class _Ready:
 def _ready_everywhere(
     path: str | os.PathLike[str], check: Callable[[], _Ready], group: Any
 ) -> _Ready:
-    """Check the same checkpoint on all ranks; repeated if it is replaced meanwhile."""
+    """Check one checkpoint on all ranks, and the next one if a save replaces it meanwhile."""
 
     def check_unless_replaced() -> _Ready | None:
         with contextlib.suppress(ReplacedError):
@@ -521,7 +521,7 @@ def _missing_states(
     states: Mapping[str, Mapping[str, str]],
     num_dims: Mapping[str, int],
 ) -> Iterator[str]:
-    """Find state that a parameter lacks although others of its group and rank have it.
+    """Yield the states that a parameter lacks and others of its group with as many dimensions have.
 
     A parameter without any was never stepped. Optimizers that factor state have other states of
     vectors than of matrices.

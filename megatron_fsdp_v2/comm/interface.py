@@ -283,7 +283,7 @@ def _explained(reason: str, others: list[int], timeout: timedelta | None) -> str
 
 @contextmanager
 def naming_failures(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Name the collective in errors raised in the context. For collectives outside of steps.
+    """Name the collective in errors of the context; used for collectives outside of steps.
 
     Args:
         what: The collective and its purpose.
@@ -299,7 +299,7 @@ def naming_failures(what: str, group: dist.ProcessGroup | None = None) -> Iterat
 
 
 def _members(group: dist.ProcessGroup | None) -> tuple[list[int], timedelta | None]:
-    """Return the global ranks of a group and its timeout, as far as they are available."""
+    """Return the global ranks of a group and its timeout; empty and None if it has failed."""
     ranks: list[int] = []
     timeout = None
     # Called while an error is constructed; an error of the failed group must not replace it.

@@ -275,7 +275,7 @@ class ShardedRows(FastAttributes):
 
     @override
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Return the local rows, sharing memory. Differentiable.
+        """Return the local rows, which share memory with this tensor. Differentiable.
 
         Raises:
             ValueError: `grad_placements` are not the placements of this tensor.

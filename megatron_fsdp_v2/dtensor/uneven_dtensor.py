@@ -411,9 +411,10 @@ def _base_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return a key of an operand's base, equal for `p.data` and `p.data` if autograd sees neither.
+    """Return a key of the memory of an operand or of its base.
 
-    Equal keys mean the same on every rank, also on ranks without rows.
+    Two handles of one parameter (`p.data`, `p.detach()`) have equal keys, on ranks without rows
+    too. An operand that autograd records has a key of its own.
     """
     base = _base_of(tensor)
     if not isinstance(base, ShardedRows) or (base.requires_grad and torch.is_grad_enabled()):

@@ -46,7 +46,7 @@ def newton_schulz(
         x = x.mT
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
     short, long = x.shape[-2:]
-    if method == "gram" and _gram_flops(short, long, steps) < _flops(short, long, steps):
+    if newton_schulz_flops(short, long, steps, method) < _flops(short, long, steps):
         x = _iterate_on_gram(x, steps, coefficients)
     else:
         a, b, c = coefficients

@@ -25,7 +25,7 @@ MOST_PAIRS = 200_000
 
 @dataclass(slots=True)
 class MatrixWork:
-    """Work of the rank that sends most, or the mean over ranks.
+    """Cost of a step of a matrix optimizer, on the rank that sends most or as the mean over ranks.
 
     Attributes:
         collectives: All-to-alls.

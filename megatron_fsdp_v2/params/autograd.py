@@ -84,6 +84,7 @@ def _map(function: Callable[[torch.Tensor], Any], value: Any, seen: set[int]) ->
 
 
 _PLAIN = (types.NoneType, bool, int, float, str)
+_NO_CONTAINERS = (torch.Tensor, *_PLAIN)
 _DICTS = (dict, OrderedDict, defaultdict)
 
 
@@ -154,7 +155,7 @@ class ReplacedTensors:
     def hold(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Note the arguments of a forward that begins."""
         values = (*args, *kwargs.values())
-        self.containers += [v for v in values if not isinstance(v, (torch.Tensor, *_PLAIN))]
+        self.containers += [v for v in values if not isinstance(v, _NO_CONTAINERS)]
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors that the containers hold now."""
@@ -340,13 +341,17 @@ def tensors_within(value: Any) -> Iterator[torch.Tensor]:
             continue
         if isinstance(item, _LEAVES):
             continue
+        kind = type(item)
+        if kind is tuple or kind is list:
+            left += item
+            continue
         if isinstance(item, Mapping):
             left += item.values()
         elif isinstance(item, Sequence | Set):
             left += item
         # Containers may have attributes too, such as the output classes of model libraries.
         left += getattr(item, "__dict__", {}).values()
-        for cls in type(item).__mro__:
+        for cls in kind.__mro__:
             slots = cls.__dict__.get("__slots__", ())
             names = (slots,) if isinstance(slots, str) else slots
             left += [getattr(item, name) for name in names if hasattr(item, name)]

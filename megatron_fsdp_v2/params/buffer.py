@@ -115,9 +115,8 @@ class ShardGrid:
     def span(self, placements: Sequence[Placement]) -> Span:
         """Return this rank's slices of a tensor with these placements (one per axis)."""
         first, count = 0, self.num_slices
-        for axis, parts, placement in reversed(
-            list(zip(self.axes, self.parts, placements, strict=True))
-        ):
+        pairs = zip(self.axes, self.parts, placements, strict=True)
+        for axis, parts, placement in reversed(list(pairs)):
             if placement is Placement.SHARD and parts > 1:
                 count //= parts
                 first += axis.rank * count

@@ -486,7 +486,7 @@ class GroupGrads:
             if it overwrites it.
         """
         grads = self.param_grads()
-        if all(grad is None for grad in grads):
+        if all([grad is None for grad in grads]):
             self._held = self._new_main(is_overwritten=True)
             return False
         flat = self._main()
@@ -532,14 +532,15 @@ class GroupGrads:
         flat = self._held
         assert flat is not None
         with plain_attributes():
-            for index, param in enumerate(self._params):
-                is_trained = raw_requires_grad(param)
-                if is_trained and not self._is_published(index, raw_grad(param), flat):
+            for index, param in enumerate(cast("list[UnevenDTensor]", self._params)):
+                if accumulated and self._is_published(index, raw_grad(param), flat):
+                    continue
+                if raw_requires_grad(param):
                     rows = self._empty.get(index)
                     if rows is None:
                         # `data` is a view with its own version counter; see `alias_of`.
                         rows = flat.as_strided(*self._places[index]).data
-                    made = rows_like(rows, cast("UnevenDTensor", param))
+                    made = rows_like(rows, param)
                     made.main_grad_slot = (flat, index)
                     set_raw_grad(param, made)
 

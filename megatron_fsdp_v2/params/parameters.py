@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import traceback
 import types
 import weakref
@@ -279,10 +280,9 @@ class GroupParameters:
         """Set `requires_grad` of gathered parameters to that of the sharded ones."""
         with plain_attributes():
             self._trained = list(map(raw_requires_grad, self.sharded))
-            found = list(map(raw_requires_grad, self.gathered))
-        for gathered, was, is_trained in zip(self.gathered, found, self._trained, strict=True):
-            # A gathered parameter may have been frozen while it was registered.
-            if was != is_trained:
+        # A gathered parameter may have been frozen while it was registered.
+        if self.has_changed_requires_grad():
+            for gathered, is_trained in zip(self.gathered, self._trained, strict=True):
                 gathered.requires_grad_(is_trained)
 
     def has_changed_requires_grad(self) -> bool:
@@ -343,10 +343,9 @@ class GroupParameters:
             ValueError: A change of shape, dtype or identity is not supported.
         """
         self.restore_replaced()
-        pairs = zip(map(local_of, self.sharded), self.views, strict=True)
-        changed = [index for index, (local, view) in enumerate(pairs) if local is not view]
-        if changed:
-            self._adopt_assigned(changed)
+        is_changed = list(map(operator.is_not, map(local_of, self.sharded), self.views))
+        if any(is_changed):
+            self._adopt_assigned([index for index, each in enumerate(is_changed) if each])
 
     def restore_replaced(self, *, adopts: bool = True) -> None:
         """Register sharded parameters where other tensors are registered, with their values.

@@ -479,6 +479,8 @@ RESUMES: tuple[Resume, ...] = (
         for flags, setup, is_quick in (
             ("--fp16 --initial-loss-scale 1024 --loss-scale-window 3", Setup(2, ZERO3), False),
             (f"{f.GATED} {f.MUON}", Setup(2, ZERO3), False),
+            (f"{f.MUON} --muon-scalar-optimizer lion", Setup(2, ZERO3), False),
+            ("--optimizer lion", Setup(2, NO_SHARD), False),
             (f"{TE} {LOW_STATE}", Setup(2, ZERO3), True),
             (f"{TE} {f.TP2}", Setup(4, ZERO1), False),
             (f"--softmax-type learnable {f.TP2_SP}", Setup(4, ZERO3), False),

@@ -13,10 +13,9 @@ import torch.distributed as dist
 
 from megatron_fsdp_v2.checkpoint.verifying import verify
 from megatron_fsdp_v2_mcore.restarts import agree_on_prefix, store_of_this_start
-from tests.cases import longer
 from tests.mcore import flags as f
 from tests.mcore.command_line import RUN, losses_in, torchrun
-from tests.mcore.flags import MODEL_FLAGS, ZERO3, fsdp, loading, saving, words
+from tests.mcore.flags import MODEL_FLAGS, fsdp, loading, saving, words
 from tests.mcore.session import distance
 from tests.mcore.trained import trained
 from tests.ranks import RankPools
@@ -127,30 +126,6 @@ def test_job_with_a_killed_rank_resumes_from_its_newest_checkpoint(tmp_path: Pat
     assert seconds
     for number, loss in seconds:
         assert distance([loss], [(losses[number - 1] + losses[number]) / 2]) < 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "flags"),
-    [
-        (ZERO3, ""),
-        longer(ZERO3, f.MUON),
-        longer(f.ZERO1, f.MUON),
-        longer(ZERO3, f"{f.MUON} --muon-scalar-optimizer lion"),
-        longer(f.NO_SHARD, "--optimizer lion"),
-    ],
-)
-def test_one_command_starts_stops_and_resumes_like_an_uninterrupted_run(
-    megatron: RankPools, tmp_path: Path, flags: str, strategy: str
-) -> None:
-    common = [fsdp(strategy), flags]
-    uninterrupted = trained(megatron, 2, *common, "--train-iters 5", iterations=5)
-    folder = [*f.loading(tmp_path), *f.saving(tmp_path, 100)]
-    command = [*common, folder, "--override-opt-param-scheduler"]
-    first = trained(megatron, 2, *command, "--train-iters 3", iterations=3)
-    rest = trained(megatron, 2, *command, "--train-iters 5", iterations=2)
-    assert [*first.losses, *rest.losses] == uninterrupted.losses
-    assert [*first.grad_norms, *rest.grad_norms] == uninterrupted.grad_norms
 
 
 @pytest.mark.functional

@@ -13,7 +13,7 @@ import sys
 import traceback
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed import fsdp
 
 from megatron_fsdp_v2._compiler import not_compiled, uncompiled
+from megatron_fsdp_v2.params.group import ParameterGroup
 from megatron_fsdp_v2.params.parameters import groups_of
 from megatron_fsdp_v2.runtime.unit import Unit, unit_owning
 from megatron_fsdp_v2.runtime.unit_checks import check_outputs
@@ -292,12 +293,26 @@ class UnitState:
 # be pickled.
 
 
+def _holders(groups: Iterable[ParameterGroup]) -> list[Unit]:
+    """Return the units that may have one of these groups unsharded."""
+    held = [group for group in groups if group.is_held]
+    owners = [owner for group in held if (owner := unit_owning(group)) is not None]
+    units = {unit: None for owner in owners for unit in owner.context.units()}
+    return [unit for unit in units if any(group in unit.held_groups for group in held)]
+
+
 def _show_sharded(module: Any, *args: Any) -> None:
     """Register sharded parameters on a module before its state dict is made."""
     del args
+    groups = groups_of(module)
+    for unit in _holders(groups):
+        # Weights kept after a backward; functions of torch look for sharded parameters after the
+        # state dict is made too. The next forward would reshard them.
+        if unit.is_idle and not unit.expects_backward:
+            unit.reshard_if_stale()
     # A module that several units share has the hooks of each; the first one finds the groups.
     hidden: list[Any] = vars(module).setdefault("_fsdp_hidden", [])
-    hidden += [group for group in groups_of(module) if group.show_sharded(module)]
+    hidden += [group for group in groups if group.show_sharded(module)]
 
 
 def _show_gathered(module: nn.Module, *args: Any) -> None:
@@ -311,13 +326,9 @@ def _before_load(module: Any, *args: Any) -> None:
     """Reshard, so that a load writes sharded parameters and the next use gathers them."""
     del args
     module._fsdp_loading = groups = groups_of(module)
-    for group in groups:
-        owner = unit_owning(group)
-        if group.is_held and owner is not None:
-            for unit in owner.context.units():
-                if group in unit.held_groups:
-                    unit.sync()
-                    unit.reshard()
+    for unit in _holders(groups):
+        unit.sync()
+        unit.reshard()
 
 
 def _after_load(module: Any, incompatible_keys: Any) -> None:

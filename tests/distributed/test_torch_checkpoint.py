@@ -495,6 +495,21 @@ def test_state_dict_has_only_sharded_parameters_while_some_are_gathered(strategy
     assert model.head.weight.grad is not None
 
 
+@on_ranks(2, strategy=["no_shard", "optim_grads_params"])
+def test_torch_saves_and_loads_while_weights_are_kept_after_a_backward(strategy: str) -> None:
+    models = [net(sharding_strategy=strategy) for _ in range(2)]
+    optimizers = [OPTIMIZERS["AdamW"](model) for model in models]
+    for number in range(2):
+        models[number].set_reshard_after_backward(False)
+        train(models[number], optimizers[number], number + 1)
+    weights, state = get_state_dict(models[1], optimizers[1])
+    set_model_state_dict(models[0], weights)
+    set_optimizer_state_dict(models[0], optimizers[0], state)
+    assert digests(models[0], optimizers[0]) == digests(models[1], optimizers[1])
+    losses = [train(m, o, 1, first=2) for m, o in zip(models, optimizers, strict=True)]
+    assert losses[0] == losses[1]
+
+
 @on_ranks(2)
 def test_unsupported_uses_of_one_ranks_file_raise() -> None:
     model = wrap(Stack())

@@ -64,6 +64,14 @@ class Options:
         check: `check_ranks`.
         meta: Whether the model is built on the meta device, sharded, and then loaded.
         optimizer: A key of `models.OPTIMIZERS`.
+        placement: Result of `shard_placement_fn`: `columns` and `replicate` for parameters of some
+            dimensions, `meshes` for another mesh of the same ranks for some parameters.
+        offload: Whether main weights and gradients are in host memory.
+        wide: Whether gradients are communicated in fp64.
+        hook: Whether reduced gradients are halved by `set_all_reduce_hook`.
+        chosen: How many units each unit prefetches, chosen by `set_modules_to_..._prefetch`.
+        keep: Whether weights stay gathered after a backward.
+        nccl: Whether ranks communicate as on CUDA, in groups that behave like NCCL.
     """
 
     strategy: str = ZERO_3
@@ -80,6 +88,13 @@ class Options:
     check: str = "once"
     meta: bool = False
     optimizer: str = "sgd"
+    placement: str = ""
+    offload: bool = False
+    wide: bool = False
+    hook: bool = False
+    chosen: int = 0
+    keep: bool = False
+    nccl: bool = False
 
 
 @dataclass(frozen=True)

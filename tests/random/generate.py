@@ -25,6 +25,8 @@ ECHOES = ["hook", "hook grad", "function", "hook other", "function grad other"]
 OPTIMIZERS = ["sgd", "momentum", "momentum", "decay", "adamw", "adamw foreach", "adamw fused"]
 OPTIMIZERS += ["momentum flat", "adamw flat", "adamw flat"]
 PACKS = [how for how in models.PACKS if how != "tensor"]
+GRANULARITIES = ["row", "row", "row", "block:2", "block:4", "tensor"]
+DEFERRED = ["no sync", "not last", "no all reduce"]
 OUTPUTS = ["tensor", "tensor", "tuple", "dict", "dataclass", "nondifferentiable", "one unused"]
 
 
@@ -166,7 +168,7 @@ class Generator:
             outer=outer,
             mesh=mesh,
             reshard=self.chance(0.75),
-            granularity=self.random.choice(["row", "row", "row", "block:2", "block:4", "tensor"]),
+            granularity=self.random.choice(GRANULARITIES),
             scale=self.random.choice([None, None, None, 1.0, 0.37]),
             prefetch=self.random.choice([0, 1, 1, 1, 2]),
             # No limit in bytes; the next unit; a few units.
@@ -177,6 +179,13 @@ class Generator:
             check=self.random.choice(["once", "once", "once", "never", "always"]),
             meta=self.chance(0.15),
             optimizer=self.random.choice(OPTIMIZERS),
+            placement=self.random.choice(["", "", "", "columns", "replicate", "meshes", "meshes"]),
+            offload=self.chance(0.15),
+            wide=self.chance(0.15),
+            hook=self.chance(0.15),
+            chosen=self.random.choice([0, 0, 0, 0, 1, 2]),
+            keep=self.chance(0.1),
+            nccl=self.chance(0.25),
         )
 
     # -- the program ---------------------------------------------------------------------------
@@ -205,7 +214,7 @@ class Generator:
         kind = self.random.choice(
             ["plain"] * 6 + ["two slots", "retain", "input gradient", "penalty", "weights"]
         )
-        deferred = "" if last or self.chance(0.5) else self.random.choice(["no sync", "not last"])
+        deferred = "" if last or self.chance(0.5) else self.random.choice(DEFERRED)
         flag = self.chance(0.2)
         if kind in ("input gradient", "penalty", "weights"):
             return [Event(kind, seed=self.data()), *self.simple(deferred, flag)]

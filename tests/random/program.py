@@ -22,12 +22,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import Replicate, Shard
 from torch.utils._pytree import tree_leaves
 
-from megatron_fsdp_v2 import FSDPModule, checkpoint, fully_shard
+from megatron_fsdp_v2 import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    ShardPlacementResult,
+    checkpoint,
+    fully_shard,
+)
+from tests.distributed import wrapping
 from tests.distributed.checkpoint_trainings import torch_load, torch_save
+from tests.distributed.nccl_double import as_on_cuda
 from tests.distributed.test_operators import OF_ONE_TENSOR
-from tests.distributed.wrapping import mesh_of, whole
+from tests.distributed.wrapping import whole
 from tests.random.cases import Case, Event, Options
 from tests.random.models import INPUT, OPTIMIZERS, Call, build, roots, tensors_of, units
 from tests.reference.failing import PlannedFailure
@@ -134,11 +144,45 @@ def loss_of(output: Any) -> torch.Tensor:
     return torch.stack(parts).sum()
 
 
+OTHER_MESH: dict[tuple[int, ...], tuple[int, ...]] = {
+    **{(1,): (1, 1), (2,): (1, 2), (3,): (3, 1), (4,): (2, 2)},
+    **{(1, 1): (1,), (1, 2): (2,), (2, 1): (2,), (3, 1): (3,), (2, 2): (4,)},
+}
+"""Another mesh of the same ranks."""
+
+
+def placement_of(options: Options) -> Callable[[nn.Parameter], Any] | None:
+    """Return the `shard_placement_fn` of a sharding."""
+    if not options.placement:
+        return None
+    other = wrapping.mesh_of(*OTHER_MESH[options.mesh])
+
+    def of(param: nn.Parameter) -> Any:
+        if options.placement == "columns":
+            return Shard(1) if param.ndim > 1 else None
+        if options.placement == "replicate":
+            return Replicate() if param.ndim < 2 else None
+        # Of a linear layer, weight and bias.
+        return ShardPlacementResult(None, other) if param.ndim % 2 else None
+
+    return of
+
+
+def halve(grad: torch.Tensor) -> None:
+    """A hook on reduced gradients."""
+    grad.mul_(0.5)
+
+
 def shard(case: Case, options: Options) -> Any:
     """Build and shard the model of a case."""
+    with as_on_cuda() if options.nccl else contextlib.nullcontext():
+        return _shard(case, options)
+
+
+def _shard(case: Case, options: Options) -> Any:
     model = build(case, "meta" if options.meta else "cpu")
     given = arguments(
-        mesh=mesh_of(*options.mesh),
+        mesh=wrapping.mesh_of(*options.mesh),
         sharding_strategy=options.strategy,
         outer_dp_sharding_strategy=options.outer,
         reshard_after_forward=options.reshard,
@@ -151,9 +195,22 @@ def shard(case: Case, options: Options) -> Any:
         max_live_grad_buffers=options.live,
         enable_trace_pool=options.pool,
         check_ranks=options.check,
+        shard_placement_fn=placement_of(options),
+        offload_policy=CPUOffloadPolicy(pin_memory=False) if options.offload else None,
+        mp_policy=MixedPrecisionPolicy(grad_comm_dtype=torch.float64) if options.wide else None,
     )
     for unit in units(model, case):
         fully_shard(unit, **given)
+    for root in roots(model):
+        root.set_reshard_after_backward(not options.keep)
+        found = [module for module in root.modules() if isinstance(module, FSDPModule)]
+        for index, unit in enumerate(found):
+            if options.hook:
+                unit.set_all_reduce_hook(halve)
+            if following := found[index + 1 : index + 1 + options.chosen]:
+                unit.set_modules_to_forward_prefetch(following)
+            if previous := found[max(0, index - options.chosen) : index]:
+                unit.set_modules_to_backward_prefetch(previous[::-1])
     return model
 
 
@@ -224,7 +281,8 @@ class Run:
     def factor(self) -> float:
         """Factor of the sum of gradients over ranks."""
         scale = self.options.scale
-        return 1.0 / self.world_size if scale is None else scale
+        scale = 1.0 / self.world_size if scale is None else scale
+        return 0.5 * scale if self.options.hook else scale
 
     def call(self, seed: int, rank: int) -> tuple[torch.Tensor, Call]:
         """Return input and call of one rank's forward."""
@@ -372,10 +430,12 @@ class Run:
         else:
             for root in roots(self.model):
                 root.set_is_last_backward("not last" not in event.how)
+                root.set_requires_all_reduce("no all reduce" not in event.how)
             loss.backward(retain_graph=retains)
             for root in roots(self.model):
                 root.set_is_last_backward(True)
-        self.unsynced = "no sync" in event.how or "not last" in event.how
+                root.set_requires_all_reduce(True)
+        self.unsynced = event.how not in ("", "retain")
         self.has_grads = True
         if x.requires_grad and before[self.rank] is None and x.grad is not None:
             expected = inputs[self.rank].grad / self.factor
@@ -432,7 +492,7 @@ class Run:
         if not pairs:
             return
         terms = [self._weight_term(event.seed, n, full) for n, (_, full) in enumerate(pairs)]
-        found: Any = sum(term(mine) for term, (mine, _) in zip(terms, pairs, strict=True))
+        found: Any = sum(whole(term(mine)) for term, (mine, _) in zip(terms, pairs, strict=True))
         expected: Any = sum(term(full) for term, (_, full) in zip(terms, pairs, strict=True))
         self.compare_numbers("loss of weights", whole(found).detach(), expected.detach())
         expected.backward()

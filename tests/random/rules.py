@@ -24,6 +24,8 @@ def broken_rule(case: Case) -> str:
             len(options.mesh) != 2 or options.strategy == STRATEGIES[0]
         ):
             return "HFSDP needs two axes and a sharded optimizer"
+        if options.placement == "meshes" and (options.outer == "optim" or options.hook):
+            return "HFSDP and hooks of reductions need one mesh"
         gathers = options.strategy == ZERO_3 and case.world_size > 1
         if gathers and any(_differs_by_rank(node) and runs_unit(node, nodes) for node in nodes):
             return "at ZeRO-3 every rank runs every unit"

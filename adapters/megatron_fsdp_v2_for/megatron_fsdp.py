@@ -444,9 +444,14 @@ def _placement_fn(
     marked = {name for name, param in named.items() if not getattr(param, "allreduce", True)}
     if marked and expert_mesh is None:
         raise ValueError(f"{min(marked)} has allreduce=False; give its mesh as expt_device_mesh")
-    experts = {id(p) for name, p in named.items() if name in marked or ".experts." in name}
+    experts = {id(p) for name, p in named.items() if name in marked or ".experts." in f".{name}"}
     if expert_mesh is None:
         return None
+    if not experts:
+        raise ValueError(
+            f"expt_device_mesh is given, and {type(module).__name__} has no experts: parameters "
+            "with .experts. in their names, or with the attribute allreduce=False"
+        )
     return lambda param: ShardPlacementResult(None, expert_mesh) if id(param) in experts else None
 
 

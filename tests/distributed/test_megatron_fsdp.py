@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import warnings
 import weakref
 from collections.abc import Callable
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn, optim
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_fsdp_v2_for.megatron_fsdp import (
     NO_OP,
@@ -337,34 +339,58 @@ def test_a_model_on_the_meta_device_has_the_values_of_the_unsharded_one() -> Non
     assert weight_error(model, plain) == 0
 
 
-@on_ranks(4)
-def test_experts_have_their_own_mesh() -> None:
-    model, mesh = test_meshes.build(), test_meshes.expert_mesh()
+@functools.cache
+def meshes_with_experts(shape: tuple[int, ...]) -> tuple[DeviceMesh, DeviceMesh]:
+    """Meshes of dense parameters and of experts, whose last axis is `ep`."""
+    names = ("outer", "inner", "ep")[-len(shape) :]
+    experts = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return mesh_of(*shape[:-2], shape[-2] * shape[-1]), experts
+
+
+WITH_EXPERTS = [((2, 2), 3, 0), *(((2, 2, 2), *strategies) for strategies in HYBRID)]
+
+
+@pytest.mark.parametrize("way", [EVERY, IN_THE_STEP])
+@on_ranks(lambda case, **_: math.prod(case[0]), case=WITH_EXPERTS)
+def test_experts_have_their_own_mesh(case: tuple[tuple[int, ...], Any, Any], way: str) -> None:
+    shape, strategy, outer = case
+    (mesh, experts), has_outer = meshes_with_experts(shape), len(shape) == 3
+    model, share = test_meshes.build().double(), experts.get_local_rank("ep")
     for layer in model[:2]:
-        layer.group = mesh.get_group("ep")
-        share = layer.up.detach().chunk(2)[layer.group.rank()].clone()
-        layer.up = nn.Parameter(share)
+        layer.group = experts.get_group("ep")
+        layer.up = nn.Parameter(layer.up.detach().chunk(2)[share].clone())
         layer.up.allreduce = False
     model = fully_shard_model(
         model,
-        device_mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("edp",)),
-        dp_shard_dim="edp",
-        expt_device_mesh=mesh,
+        device_mesh=mesh,
+        dp_shard_dim="inner",
+        dp_outer_dim="outer" if has_outer else None,
+        hybrid_fsdp_group=dist.group.WORLD if has_outer else None,
+        hybrid_fsdp_expt_group=experts["outer", "inner"]._flatten().get_group()
+        if has_outer
+        else None,
+        expt_device_mesh=experts,
         fsdp_unit_modules=[test_meshes.Mixture],
+        zero_dp_strategy=strategy,
+        outer_dp_sharding_strategy=outer,
+        mixed_precision_policy=FP64,
+        sync_model_each_microbatch=MICRO_BATCHES[way][0],
     )
-    optimizer = fully_shard_optimizer(optim.SGD(model.parameters(), lr=0.1))
-    plain = test_meshes.build()
-    theirs, error = optim.SGD(plain.parameters(), lr=0.1), 0.0
+    optimizer, plain = fully_shard_optimizer(adamw(model)), test_meshes.build().double()
+    theirs, error = adamw(plain), 0.0
     for step in range(STEPS):
-        own_loss(model, step).backward()
-        plain_loss(plain, step).backward()
+        for micro in range(MICRO):
+            own_loss(model, MICRO * step + micro).backward()
+            plain_loss(plain, MICRO * step + micro).backward()
+        model.finish_grad_sync()
+        norms = [whole(nn.utils.clip_grad_norm_(m.parameters(), 0.1)) for m in (model, plain)]
+        error = max(error, float((norms[0] - norms[1]).abs()))
         step_all(optimizer, theirs)
     for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
         rows = whole(mine)
-        is_part = rows.shape != wanted.shape
-        share = wanted.chunk(2)[mesh.get_local_rank("ep")] if is_part else wanted
-        error = max(error, float((rows - share).abs().max()))
-    assert error < 1e-6
+        part = wanted if rows.shape == wanted.shape else wanted.chunk(2)[share]
+        error = max(error, float((rows - part).abs().max()))
+    assert error < EXACT
 
 
 @on_ranks(4)
@@ -466,6 +492,11 @@ def test_each_rejected_argument_is_named() -> None:
             "device_mesh": mesh_of(2),
             "dp_shard_dim": "inner",
             "hybrid_fsdp_group": dist.new_group([dist.get_rank()], use_local_synchronization=True),
+        },
+        "Stack has no experts": {
+            "device_mesh": mesh_of(2),
+            "dp_shard_dim": "inner",
+            "expt_device_mesh": mesh_of(2),
         },
         "no module of fsdp_unit_modules": {"fsdp_unit_modules": [nn.Conv2d]},
         "main_grads_dtype=torch.float64 needs main weights": {

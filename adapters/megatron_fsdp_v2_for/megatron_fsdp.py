@@ -365,7 +365,8 @@ def fully_shard(
     model = fully_shard_model(module, *args, **kwargs)
     params = dict(module.named_parameters())
     for group, group_names in zip(optimizer.param_groups, held, strict=True):
-        group["params"] = [params[name] for name in group_names]
+        # In place: L-BFGS keeps the list itself.
+        group["params"][:] = [params[name] for name in group_names]
     return model, fully_shard_optimizer(
         optimizer, kwargs.get("preproc_state_dict_for_dcp_ckpt", True)
     )
@@ -478,6 +479,8 @@ def _with_initial_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, 
     for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         options = {name: value for name, value in group.items() if name != "params"}
         for param, key in zip(group["params"], packed["params"], strict=True):
+            if not param.requires_grad:
+                continue
             zeros = torch.zeros_like(param, requires_grad=False)
             probe = optimizer_like(optimizer, [{**copy.deepcopy(options), "params": [zeros]}])
             # Without rows of a parameter, such an optimizer has no state of it either.

@@ -237,6 +237,27 @@ def test_step_takes_a_closure_and_can_leave_gradients_unsynchronized(strategy: s
     assert stays is (strategy == "no_shard")
 
 
+@on_ranks(2, strategy=STRATEGIES[::3])
+def test_an_optimizer_that_keeps_its_list_of_parameters_steps_the_sharded_ones(
+    strategy: str,
+) -> None:
+    module, plain = stack(), stack()
+    optimizers = [optim.LBFGS(each.parameters(), 0.1, max_iter=2) for each in (module, plain)]
+    model, _ = fully_shard(
+        module, optimizers[0], zero_dp_strategy=strategy, mixed_precision_policy=FP64
+    )
+
+    def closure(each: nn.Module, loss_of_all: Callable[[nn.Module], torch.Tensor]) -> torch.Tensor:
+        each.zero_grad()
+        loss = loss_of_all(each)
+        loss.backward()
+        return loss.detach()
+
+    optimizers[0].step(lambda: closure(model, plain_loss))  # type: ignore[arg-type]
+    optimizers[1].step(lambda: closure(plain, plain_loss))  # type: ignore[arg-type]
+    assert weight_error(model, plain) < EXACT
+
+
 @on_ranks(2)
 def test_a_step_unknown_to_torch_is_followed_by_an_installation() -> None:
     model, plain = sharded(zero_dp_strategy=1), stack()
@@ -417,7 +438,9 @@ def test_tensor_parallel_parameters_are_sharded_along_the_named_axes() -> None:
 
 def program(folder: str, *, steps: int, saves: bool) -> dict[str, Any]:
     """The program of the library's page: save or load, then train; return the whole state."""
-    model = sharded(zero_dp_strategy=3)
+    module = stack()
+    module.output.bias.requires_grad_(False)
+    model = sharded(module, zero_dp_strategy=3)
     optimizer = fully_shard_optimizer(adamw(model))
     schedule = optim.lr_scheduler.StepLR(optimizer, 100)
     if not saves:

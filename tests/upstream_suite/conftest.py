@@ -15,7 +15,7 @@ __all__ = ["megatron_te"]
 FILES = {
     f"mfsdp_v2/test_{name}.py": 4
     for name in ("checkpoint", "context", "expert_parallel", "fully_shard", "optimizer")
-}
+} | {"mfsdp_v1/test_mfsdp_fully_shard.py": 8}
 """Files of tests, and their numbers of ranks. The others need GPUs (cuda_graph, mcore_adapter,
 memory, overlap, symmetric_memory) or test upstream's buffers and profiler ranges (annotation,
 dbuffer).

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 
 import tests
 from tests.upstream_suite import shim
@@ -46,6 +47,13 @@ class Plugin:
     def tmp_path_dist_ckpt(self) -> Path:
         """The shared folder."""
         return self._folder
+
+    @pytest.fixture(autouse=True)
+    def on_cpu(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Meshes on the CPU and the shared folder, for tests that name other ones."""
+        make = device_mesh.init_device_mesh
+        monkeypatch.setattr(device_mesh, "init_device_mesh", lambda _, **axes: make("cpu", **axes))
+        monkeypatch.setattr(request.module, "SHARED_TMP_DIR", str(self._folder), raising=False)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Record the collected tests."""

@@ -1,4 +1,4 @@
-"""Names and arguments of upstream's Megatron-FSDP v2, mapped to this package's."""
+"""Names and arguments of upstream's Megatron-FSDP, v1 and v2, mapped to this package's."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ import megatron_fsdp_v2
 from megatron_fsdp_v2 import FSDPModule
 from megatron_fsdp_v2.runtime.module import unit_of
 from megatron_fsdp_v2.runtime.phases import Phase
+from megatron_fsdp_v2_for import megatron_fsdp
 
 PACKAGE = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 
@@ -180,12 +181,23 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     )
 
 
+class Utils:
+    """Process groups of upstream's tests: those of the pool."""
+
+    @staticmethod
+    def initialize_model_parallel() -> None:
+        """Do nothing."""
+
+    destroy_model_parallel = initialize_model_parallel
+
+
 def modules() -> dict[str, ModuleType]:
     """Return the modules in place of upstream's, by name."""
     public = {name: value for name, value in globals().items() if not name.startswith("_")}
-    found = {}
-    for part in ("", ".module", ".placement"):
-        module = ModuleType(f"{PACKAGE}.experimental{part}")
+    found = {f"{PACKAGE}.fully_shard": megatron_fsdp}
+    v2 = [f"{PACKAGE}.experimental{part}" for part in ("", ".module", ".placement")]
+    for name in (*v2, "tests.unit_tests.test_utilities"):
+        module = ModuleType(name)
         vars(module).update(public)
         found[module.__name__] = module
     return found

@@ -12,6 +12,9 @@ from tests.upstream_suite.conftest import FILES
 from tests.upstream_suite.differences import REASONS, expected
 from tests.upstream_suite.ranks import run
 
+TIMEOUT_S = 300.0
+"""Eight ranks compile their models on one machine."""
+
 
 def test_upstream_test_passes_or_fails_as_listed(
     megatron_te: RankPools, node: str, pytestconfig: pytest.Config, tmp_path: Path
@@ -24,7 +27,7 @@ def test_upstream_test_passes_or_fails_as_listed(
     checkout = pytestconfig.getoption("--megatron").resolve()
     pools = megatron_te(FILES[node.split("::", maxsplit=1)[0]])
     try:
-        pools.run(run, checkout, node, tmp_path)
+        pools.run(run, checkout, node, tmp_path, timeout_s=TIMEOUT_S)
     except RankFailure as failure:
         error = str(failure)
         met = reason_of(error, REASONS)

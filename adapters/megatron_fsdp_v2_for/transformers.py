@@ -6,15 +6,16 @@
     config = DistributedConfig(fsdp_size=2)
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
 
-Each rank reads its rows of a folder. A tensor that the library splits or permutes after reading it
-(a fused `qkv`) is read whole, and this rank's rows are kept.
+Each rank reads its rows of a folder, also of tensors that the library splits (a fused `qkv`), joins
+or stacks. A tensor whose rows the library permutes is read whole, and this rank's rows are kept.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -46,6 +47,11 @@ PATCHES = dict.fromkeys(
             "transformers.core_model_loading:DtensorShardOperation",
             wrap=f"{_HERE}:reads_own_rows",
             parameters=("param",),
+        ),
+        _patch(
+            "transformers.core_model_loading:WeightConverter.convert",
+            wrap=f"{_HERE}:converts_own_rows",
+            parameters=("self", "layer_name", "model"),
         ),
         _patch(
             "transformers.core_model_loading:set_param_for_module",
@@ -106,19 +112,129 @@ def reads_own_rows(original: type[Any], options: Mapping[str, Any]) -> type[Any]
                     f"{tuple(param.shape)}, and a rank cannot read rows of it; load the folder "
                     "with ignore_mismatched_sizes=True without sharding, and save it"
                 )
-            # A conversion may move rows; `keeps_own_rows` then selects those of this rank.
-            rows = _own_rows(param, source) if tensor_idx is None else source[...]
-            return rows.to(device=device, dtype=dtype)
+            unread = _Unread(source, shape, device, dtype)
+            return unread.own_rows(param) if tensor_idx is None else unread
 
     return OwnRows
+
+
+class _Unread(NamedTuple):
+    """A tensor in a file, of which `converts_own_rows` reads the rows that a conversion needs."""
+
+    source: Any
+    shape: tuple[int, ...]
+    device: Any
+    dtype: Any
+
+    def read(self, rows: slice) -> Any:
+        return self.source[rows].to(device=self.device, dtype=self.dtype)
+
+    def own_rows(self, param: ShardedRows, start: int = 0) -> Any:
+        """Read this rank's rows of a parameter whose first row is row `start` of the tensor."""
+        return _own_rows(param, self.source, start).to(device=self.device, dtype=self.dtype)
+
+
+def converts_own_rows(
+    original: Callable[..., Any], options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Return the method that converts tensors of a file, which reads this rank's rows if it can.
+
+    It can if the conversion splits a tensor into parameters, joins tensors, or changes columns
+    only. Otherwise it reads whole tensors, and `keeps_own_rows` selects rows of the result.
+    """
+
+    def convert(self: Any, layer_name: str, model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        collected = self.materialize_tensors()
+        patterns = [pattern for pattern in self.source_patterns if pattern in collected]
+        tensors = [tensor for pattern in patterns for tensor in collected[pattern]]
+        unread = [tensor for tensor in tensors if isinstance(tensor, _Unread)]
+        if unread:
+            rows, (first, *_) = [slice(None)] * len(unread), self.target_patterns
+            names = [layer_name.replace(first, target) for target in self.target_patterns]
+            params = {name: _find(model, name) for name in names}
+            is_known = self.quantization_operation is None and len(unread) == len(tensors)
+            is_known &= len(params) == len(names)
+            if is_known and all(isinstance(param, ShardedRows) for param in params.values()):
+                known = self.operations, [*params.values()], unread
+                if (starts := _starts_of_parts(*known)) is not None:
+                    parts = map(unread[0].own_rows, params.values(), starts)
+                    return dict(zip(params, parts, strict=True))
+                rows = _rows_to_convert(*known) or rows
+            read = {
+                id(tensor): tensor.read(part) for tensor, part in zip(unread, rows, strict=True)
+            }
+            for pattern in patterns:
+                collected[pattern] = [read.get(id(t), t) for t in collected[pattern]]
+        self.collected_tensors = collected
+        return original(self, layer_name, model, *args, **kwargs)
+
+    return convert
+
+
+def _starts_of_parts(
+    operations: Sequence[Any], params: Sequence[ShardedRows], tensors: Sequence[_Unread]
+) -> list[int] | None:
+    """Return the rows of a tensor at which parameters begin, if a conversion only splits it."""
+    (operation, *more), lengths = operations, [param.shape[0] for param in params]
+    match type(operation).__name__:
+        case "Split":
+            is_split = operation.dim == 0
+        case "Chunk":
+            is_split = operation.dim == 0 and len({*lengths}) == 1
+        case "Transpose":
+            # It changes nothing if the tensor has the shape of the parameter.
+            is_split = operation.check_dims and tensors[0].shape == params[0].shape
+        case _:
+            return None
+    shapes = {(sum(lengths), *param.shape[1:]) for param in params}
+    if more or not is_split or [tensor.shape for tensor in tensors] != [*shapes]:
+        return None
+    return [*itertools.accumulate(lengths[:-1], initial=0)]
+
+
+def _rows_to_convert(
+    operations: Sequence[Any], params: Sequence[ShardedRows], tensors: Sequence[_Unread]
+) -> list[slice] | None:
+    """Return the rows of each tensor that become this rank's rows of a parameter.
+
+    Returns:
+        None, unless the conversion joins the tensors, or changes columns only.
+    """
+    param, chunks = params[0], params[0].chunks()
+    if len(params) > 1 or len(chunks) > 1 or any(c.sizes[1:] != param.shape[1:] for c in chunks):
+        return None
+    lengths = [tensor.shape[0] for tensor in tensors]
+    dims = [_changed_dims(operation) for operation in operations]
+    if all(dims) and min(itertools.chain(*dims)) > 0 and {*lengths} == {param.shape[0]}:
+        starts = [0] * len(tensors)
+    elif dims == [[0]] and _is_join(operations[0]) and sum(lengths) == param.shape[0]:
+        starts = [*itertools.accumulate(lengths[:-1], initial=0)]
+    else:
+        return None
+    own = chunks[0].block[0] if chunks else slice(0, 0)
+
+    def inside(start: int, length: int) -> slice:
+        first, end = (min(max(row - start, 0), length) for row in (own.start, own.stop))
+        return slice(first, end)
+
+    return [inside(start, length) for start, length in zip(starts, lengths, strict=True)]
+
+
+def _is_join(operation: Any) -> bool:
+    return type(operation).__name__ == "Concatenate"
+
+
+def _changed_dims(operation: Any) -> list[int]:
+    """Return the dimensions that an operation changes; none if they are not known."""
+    names = {"Concatenate": ["dim"], "Interleave": ["dim"], "Transpose": ["dim0", "dim1"]}
+    return [getattr(operation, name) for name in names.get(type(operation).__name__, ())]
 
 
 def keeps_own_rows(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Return the function that registers a loaded tensor, which keeps this rank's rows of it."""
 
     def set_param(model: Any, target_name: str, param_value: Any, *args: Any, **kw: Any) -> None:
-        module, _, name = target_name.rpartition(".")
-        param = getattr(model.get_submodule(module), name, None)
+        param = _find(model, target_name)
         if isinstance(param, ShardedRows):
             if param_value.shape == param.shape:
                 param_value = _own_rows(param, param_value).clone()
@@ -141,9 +257,20 @@ def makes_rows(original: Callable[..., Any], options: Mapping[str, Any]) -> Call
     return from_local_like
 
 
-def _own_rows(param: ShardedRows, source: Any) -> Any:
-    """Return this rank's rows of a whole tensor, or of one in a file, which is read in slices."""
-    parts = [source[chunk.block] for chunk in param.chunks()]
+def _find(model: Any, name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return getattr(model.get_submodule(module), attribute, None)
+
+
+def _own_rows(param: ShardedRows, source: Any, start: int = 0) -> Any:
+    """Return this rank's rows of a tensor in memory, or in a file, which is read in slices.
+
+    Row `start` of the tensor is the first row of the parameter.
+    """
+    parts = []
+    for chunk in param.chunks():
+        first, *columns = chunk.block
+        parts.append(source[(slice(start + first.start, start + first.stop), *columns)])
     if len(parts) == 1:
         return parts[0]
     local = param.to_local()

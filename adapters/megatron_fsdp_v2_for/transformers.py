@@ -58,6 +58,12 @@ PATCHES = dict.fromkeys(
             wrap=f"{_HERE}:keeps_own_rows",
             parameters=("model", "target_name", "param_value"),
         ),
+        Patch(
+            "transformers.distributed.checkpoint:_redistribute_state_dict",
+            reason="safetensors rejects two names of one memory",
+            wrap=f"{_HERE}:copies_tied",
+            parameters=("state_dict", "reference_state_dict"),
+        ),
         *(
             _patch(
                 f"transformers.{module}:_dtensor_from_local_like",
@@ -255,6 +261,22 @@ def makes_rows(original: Callable[..., Any], options: Mapping[str, Any]) -> Call
         return original(local_tensor, ref)
 
     return from_local_like
+
+
+def copies_tied(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the function that prepares a state dict for files, where each name has a copy."""
+
+    def redistribute(state_dict: Any, reference_state_dict: Any = None) -> Any:
+        found = original(state_dict, reference_state_dict)
+        sharded = {key: value for key, value in found.items() if isinstance(value, ShardedRows)}
+        first: dict[int, str] = {}
+        for key, value in sharded.items():
+            local = value.to_local()
+            if local.numel() and first.setdefault(local.data_ptr(), key) != key:
+                found[key] = rows_like(local.clone(), value)
+        return found
+
+    return redistribute
 
 
 def _find(model: Any, name: str) -> Any:

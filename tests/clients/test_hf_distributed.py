@@ -237,6 +237,30 @@ def test_fused_names_of_a_folder_are_split_before_they_are_sharded(
     measure("transformers", "parameters", 2, difference_of_fused_names, tmp_path, at_most=0.0)
 
 
+def difference_of_distributed_checkpoint(name: str, folder: Path) -> float:
+    """Save one file for each rank, and load the files."""
+    import megatron_fsdp_v2_for.transformers as adapter
+
+    plain = saved_plain(name, folder / "plain")
+    model = loaded(MODELS[name].cls, folder / "plain")
+    adapter.install()
+    try:
+        model.save_pretrained(folder / "sharded", distributed_checkpoint=True)
+    finally:
+        adapter.uninstall()
+    state = loaded(MODELS[name].cls, folder / "sharded").state_dict()
+    errors = ((whole(state[key]) - value).abs().max() for key, value in plain.state_dict().items())
+    return float(max(errors))
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])  # GPT2 ties its embeddings.
+def test_distributed_checkpoint_is_saved_and_loaded(
+    measure: Measure, tmp_path: Path, name: str
+) -> None:
+    function = difference_of_distributed_checkpoint
+    measure("transformers", "parameters", 2, function, name, tmp_path, at_most=0.0)
+
+
 def difference_with_trainer(folder: Path) -> float:
     plain = saved_plain("Llama", folder / "plain")
     model = loaded(MODELS["Llama"].cls, folder / "plain")

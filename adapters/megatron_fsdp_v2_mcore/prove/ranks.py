@@ -1,4 +1,4 @@
-"""Process groups for short trainings: ranks are started once per size and train many times."""
+"""Process groups that are started once per size and run many functions, such as trainings."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ VARIABLE = "MEGATRON_FSDP_V2_PROVE"
 """Environment variable of the fork server: the layers, then the flags of the recipe."""
 _PRELOADED = "megatron_fsdp_v2_mcore.prove.preloaded"
 _START_S = 300.0
+_STARTS = 3
+"""Number of attempts to start ranks: another process may take their port in the meantime."""
 _GRACE_S = 10.0
 """Ranks of one group usually fail together: time to wait for the others."""
 _MOST_THREADS = 100
@@ -52,25 +54,43 @@ class Pool(Protocol):
 
 
 class Ranks:
-    """The worker processes of one size."""
+    """The worker processes of one size.
 
-    def __init__(self, context: Any, world_size: int, *, is_cuda: bool) -> None:
-        self._connections: list[Any] = []
-        self._processes: list[Any] = []
-        with contextlib.closing(socket.socket()) as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        for rank in range(world_size):
-            mine, theirs = context.Pipe()
-            args = (rank, world_size, port, theirs, is_cuda)
-            process = context.Process(target=_serve, args=args, daemon=True)
-            process.start()
-            theirs.close()
-            self._connections.append(mine)
-            self._processes.append(process)
-        self._collect(_START_S)
+    Args:
+        context: Context of `multiprocessing`.
+        world_size: Number of processes.
+        is_cuda: Whether every rank has a GPU and NCCL, in addition to gloo.
+        binds_device: Whether the process group is bound to that GPU.
+    """
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
+    def __init__(
+        self, context: Any, world_size: int, *, is_cuda: bool, binds_device: bool = False
+    ) -> None:
+        for attempt in range(_STARTS):
+            with contextlib.closing(socket.socket()) as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            self._connections: list[Any] = []
+            self._processes: list[Any] = []
+            for rank in range(world_size):
+                mine, theirs = context.Pipe()
+                args = (rank, world_size, port, theirs, is_cuda, binds_device)
+                process = context.Process(target=_serve, args=args, daemon=True)
+                process.start()
+                theirs.close()
+                self._connections.append(mine)
+                self._processes.append(process)
+            try:
+                self._collect(_START_S)
+                return
+            except RankError:
+                if attempt == _STARTS - 1:
+                    raise
+                self.close()
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout_s: float, **kwargs: Any
+    ) -> list[Any]:
         """Call a module-level function on every rank; return the results by rank.
 
         Raises:
@@ -78,7 +98,7 @@ class Ranks:
         """
         for rank, connection in enumerate(self._connections):
             try:
-                connection.send((function, args))
+                connection.send((function, args, kwargs))
             except OSError:
                 raise RankError({rank: "the process died"}) from None
         return self._collect(timeout_s)
@@ -155,27 +175,32 @@ def pools(impl: str | None, recipe: Sequence[str]) -> Iterator[Callable[[int], P
             ranks.close()
 
 
-def _serve(rank: int, world_size: int, port: int, connection: Any, is_cuda: bool) -> None:
+def _serve(
+    rank: int, world_size: int, port: int, connection: Any, is_cuda: bool, binds_device: bool
+) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),
+        GLOO_SOCKET_IFNAME="lo",
     )
+    # Imported modules are never garbage: exclude them from collections.
     gc.freeze()
+    torch.set_num_threads(1)
+    backend, device = "gloo", None
     if is_cuda:
         torch.cuda.set_device(rank)
+        # Collectives on host tensors use gloo, as in Megatron.
         backend = "cpu:gloo,cuda:nccl"
-    else:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        torch.set_num_threads(1)
-        backend = "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=world_size)
+        device = torch.device("cuda", rank) if binds_device else None
+    dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=device)
     connection.send((True, None))
     while True:
-        function, args = connection.recv()
+        function, args, kwargs = connection.recv()
         try:
-            connection.send((True, function(*args)))
+            torch.manual_seed(0)
+            connection.send((True, function(*args, **kwargs)))
         except BaseException:
             connection.send((False, traceback.format_exc()))

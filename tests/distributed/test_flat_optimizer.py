@@ -198,9 +198,6 @@ def test_flat_optimizers_are_bitwise_identical_for_every_kind_of_sharding(name: 
     assert torch.equal(*(model(batch(0)) for model, _ in made))
 
 
-# -- few tensors ----------------------------------------------------------------------------------
-
-
 # -- state ----------------------------------------------------------------------------------------
 
 

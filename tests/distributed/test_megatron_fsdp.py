@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2_for.megatron_fsdp import (
     NO_OP,
@@ -262,11 +263,10 @@ def test_an_optimizer_that_keeps_its_list_of_parameters_steps_the_sharded_ones(
 def test_a_step_unknown_to_torch_is_followed_by_an_installation() -> None:
     model, plain = sharded(zero_dp_strategy=1), stack()
     own_loss(model).backward()
-    for params in (model.parameters(), plain.parameters()):
-        for param in params:
-            local = param.to_local() if params is not None and hasattr(param, "to_local") else param
-            # As a kernel that advances no version counter.
-            local.data.mul_(0.5)
+    for param in (*model.parameters(), *plain.parameters()):
+        local = param.to_local() if isinstance(param, DTensor) else param
+        # As a kernel that advances no version counter.
+        local.data.mul_(0.5)
     model.install_optimized_model_weights()
     difference = float((own_loss(model) - own_loss(plain)).detach().abs())
     assert difference < EXACT

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +15,11 @@ from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
 
-from megatron_fsdp_v2 import checkpoint, fully_shard, register_fsdp_forward_method
+from megatron_fsdp_v2 import fully_shard, register_fsdp_forward_method
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from tests.cases import quick_only, quick_strategies
-from tests.distributed.checkpoint_trainings import digests
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import BF16, STRATEGIES, batch, error_message, own_loss, wrap
+from tests.distributed.wrapping import BF16, STRATEGIES, batch, error_message, wrap
 from tests.parity.patterns import Pattern
 from tests.parity.patterns import batch as inputs
 from tests.parity.test_parity import ALL
@@ -334,23 +332,3 @@ def test_compiled_autograd_is_rejected() -> None:
             step = torch.compile(lambda m, x: _loss_of(m, x).backward(), backend=backend)
             message = error_message(RuntimeError, lambda: step(model, batch(dist.get_rank())))
     assert "the root (Stack) runs in compiled autograd" in message
-
-
-@on_ranks(2)
-def test_checkpoint_of_a_compiled_model_loads_into_the_uncompiled_model(tmp_path: Path) -> None:
-    """Save a compiled model and its optimizer; load them into an uncompiled model."""
-    folder = str(tmp_path / "k")
-    with compiler() as backend:
-        model = built()
-        _replace_blocks(model, backend)
-        compiled: Any = torch.compile(wrap(model), backend=backend)
-        optimizer = torch.optim.Adam(compiled.parameters())
-        own_loss(compiled).backward()
-        optimizer.step()
-        checkpoint.save(folder, compiled, optimizer)
-    loaded = wrap(built())
-    other = torch.optim.Adam(loaded.parameters())
-    checkpoint.load(folder, loaded, other)
-    # The names of a compiled model contain those of its wrappers.
-    found, expected = digests(loaded, other), digests(compiled, optimizer)
-    assert list(found.values()) == list(expected.values())

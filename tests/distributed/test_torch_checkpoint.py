@@ -335,25 +335,6 @@ def test_every_stager_of_torch_saves_in_another_process(tmp_path: Path, size: in
     torch.multiprocessing.spawn(_check_in_processes, args, nprocs=size)
 
 
-# -- ranks without rows --------------------------------------------------------------------------
-
-
-@on_ranks(3, name=["AdamW", "Muon"], way=WAYS)
-def test_resumed_run_saves_the_total_step_count(tmp_path: Path, name: str, way: str) -> None:
-    save, load = WAYS[way]
-    first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    for loads, saves, steps in ((None, first, 2), (first, second, 3)):
-        model = net()
-        optimizer = OPTIMIZERS[name](model)
-        if loads is not None:
-            load(loads, model, optimizer)
-        train(model, optimizer, steps)
-        save(saves, model, optimizer)
-    saved = CheckpointFolder(second)
-    keys = [key for key, _ in saved.tensors() if key.endswith(".step")]
-    assert {float(saved.read_tensor(key)) for key in keys} == {5.0}
-
-
 @on_ranks(3, name=["AdamW", "SGD, momentum", "Muon"])
 def test_full_state_dicts_are_plain_and_load_at_another_strategy(name: str) -> None:
     model = net()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp_v2.params.formats import DenseFormat, format_of, register_format
+from megatron_fsdp_v2.params.formats import format_of, register_format
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     STRATEGIES,
@@ -179,13 +179,6 @@ def test_all_weights_changed_by_a_step_are_written_in_one_call(strategy: str) ->
         step_all(optimizer)
     # Once after a step, and once after a backward, since an untracked optimizer may have stepped.
     assert calls == [2] * STEPS
-
-
-def test_format_is_found_by_parameter_type() -> None:
-    register_format(ScaledFloat8Format)
-    register_format(ScaledFloat8Format)
-    assert format_of(nn.Parameter(torch.ones(2, 2))) is DenseFormat
-    assert format_of(nn.Parameter(quantized(torch.ones(2, 2)))) is ScaledFloat8Format
 
 
 @on_ranks(1)

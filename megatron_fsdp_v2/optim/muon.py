@@ -57,8 +57,8 @@ class Muon(MatrixStep):
             `torch.optim.Muon`.
         ns_method: `"standard"`, or `"gram"`: iterations on the Gram matrix, which take about half
             the operations for long matrices; see `newton_schulz`.
-        block_rows: Rows of each block that is orthogonalized on its own, as a matrix of that shape:
-            the size of a head for the projections of queries, keys and values. Blocks that no shard
+        block_rows: Rows of each block of a 2-D parameter that is orthogonalized on its own: the
+            size of a head for the projections of queries, keys and values. Blocks that no shard
             boundary splits (`shard_granularity`) are not sent. None for whole matrices.
         use_muon: Default of the groups' option: True for Muon, False for AdamW.
         betas: Betas of AdamW.
@@ -228,15 +228,8 @@ class Muon(MatrixStep):
 
 @functools.cache
 def _function(block_rows: int | None, steps: int, method: str, **options: Any) -> MatrixFunction:
-    def apply(matrices: torch.Tensor) -> torch.Tensor:
-        rows, columns = matrices.shape[-2:]
-        blocks = matrices.reshape(-1, block_rows or rows, columns)
-        return newton_schulz(blocks, steps=steps, method=method, **options).reshape(matrices.shape)
-
-    def flops(m: int, n: int) -> int:
-        rows = block_rows or m
-        return m // rows * newton_schulz_flops(rows, n, steps, method)
-
+    apply = functools.partial(newton_schulz, steps=steps, method=method, **options)
+    flops = functools.partial(newton_schulz_flops, steps=steps, method=method)
     return MatrixFunction(apply, flops, block_rows)
 
 
@@ -244,7 +237,7 @@ def _adjustment(name: str | None, m: int, n: int) -> float:
     """Factor of the learning rate for an `m x n` matrix."""
     if name == "match_rms_adamw":
         return 0.2 * math.sqrt(max(m, n))
-    return math.sqrt(max(1, m / n))
+    return math.sqrt(max(1, m / n)) if n else 1.0
 
 
 def _check_options(group: dict[str, Any]) -> None:
@@ -285,8 +278,10 @@ def _check_parameter(group: dict[str, Any], index: int, param: nn.Parameter) -> 
             f"{parameter_name(group, index)} is a DTensor that was not sharded by fully_shard of "
             "megatron_fsdp_v2; Muon steps those and plain tensors"
         )
-    if group["block_rows"] is not None and param.shape[-2] % group["block_rows"]:
+    block_rows = group["block_rows"]
+    if block_rows is not None and (param.ndim == 3 or param.shape[0] % block_rows):
         raise ValueError(
-            f"{parameter_name(group, index)} has {param.shape[-2]} rows, no multiple of "
-            f"block_rows={group['block_rows']}"
+            f"{parameter_name(group, index)} has shape {tuple(param.shape)}, and "
+            f"block_rows={block_rows} divides the rows of 2-D parameters, without a rest; leave it "
+            "out of the group of this parameter"
         )

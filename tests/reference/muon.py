@@ -86,6 +86,8 @@ class ReferenceMuon:
                 continue
             grad = param.grad
             assert grad is not None
+            if not param.numel():
+                continue
             mean.copy_(self.momentum * mean + (1 - self.momentum) * grad)
             ahead = self.momentum * mean + (1 - self.momentum) * grad if self.nesterov else mean
             rows, columns = param.shape[-2:]

@@ -23,7 +23,7 @@ INNER = {
 """Kinds of containers and their probability weights."""
 ECHOES = ["hook", "hook grad", "function", "hook other", "function grad other"]
 OPTIMIZERS = ["sgd", "momentum", "momentum", "decay", "adamw", "adamw foreach", "adamw fused"]
-OPTIMIZERS += ["momentum flat", "adamw flat", "adamw flat"]
+OPTIMIZERS += ["momentum flat", "adamw flat", "adamw flat", "muon", "muon gram", "muon blocks"]
 PACKS = [how for how in models.PACKS if how != "tensor"]
 GRANULARITIES = ["row", "row", "row", "block:2", "block:4", "tensor"]
 DEFERRED = ["no sync", "not last", "no all reduce"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from megatron_fsdp_v2.optim import flat_optimizer
+from megatron_fsdp_v2.optim import Muon, flat_optimizer
 from tests.random.cases import Case, Node
 from tests.reference.failing import PlannedFailure, fail
 from tests.reference.models import Parts
@@ -432,6 +433,24 @@ def tensors_of(output: Any) -> list[torch.Tensor]:
     return []
 
 
+def _muon(params: Any, block_rows: int | None = None, **options: Any) -> Muon:
+    """Muon for matrices and stacks of matrices, and AdamW for other parameters."""
+    kinds: dict[str, list[Any]] = {"blocks": [], "whole": [], "others": []}
+    for param in params:
+        kind = "whole" if param.ndim in (2, 3) else "others"
+        if param.ndim == 2 and block_rows and not param.shape[0] % block_rows:
+            kind = "blocks"
+        kinds[kind].append(param)
+    groups = [
+        {"params": kinds["blocks"], "block_rows": block_rows},
+        {"params": kinds["whole"]},
+        {"params": kinds["others"], "use_muon": False},
+    ]
+    # Few iterations: each one amplifies rounding errors of gradients.
+    fixed: Any = {"lr": 0.01, "ns_steps": 2, "ns_dtype": torch.float64, "adamw_eps": 1e-2}
+    return Muon([group for group in groups if group["params"]], **fixed, **options)
+
+
 FLAT_SGD, FLAT_ADAMW = flat_optimizer(torch.optim.SGD), flat_optimizer(torch.optim.AdamW)
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -443,6 +462,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw foreach": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-2, foreach=True),
     "adamw fused": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-2, fused=True),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01, eps=1e-2),
+    "muon": _muon,
+    "muon gram": functools.partial(_muon, ns_method="gram", nesterov=False),
+    "muon blocks": functools.partial(_muon, block_rows=2),
     "momentum flat": lambda params: FLAT_SGD(params, lr=0.03, momentum=0.9, foreach=True),
     "adamw flat": lambda params: FLAT_ADAMW(params, lr=0.01, eps=1e-2, foreach=False),
 }

@@ -52,7 +52,8 @@ def broken_rule(case: Case) -> str:
             for below in node.walk()
         ):
             return "at ZeRO-3 every rank runs the backward of every unit"
-        if options.mesh[-1] > 1 and options.strategy == ZERO_3 and penalizes:
+        is_sharded = options.mesh[-1] > 1 or (gathers and options.placement == "meshes")
+        if is_sharded and options.strategy == ZERO_3 and penalizes:
             return "at ZeRO-3 a double backward is rejected"
     if any(node.kind == "echo" and node.id in parts for node in nodes):
         return "every rank runs the forwards of a backward"
@@ -94,12 +95,16 @@ def runs_unit(node: Node, nodes: list[Node]) -> bool:
 
 def _saves_with_torch_while_gathered(case: Case) -> bool:
     """Return whether torch's calls follow a forward whose backward is missing or failed."""
-    is_gathered = False
+    is_gathered, slots = False, set()
     for event in case.program:
         if event.do in ("waste", "fail", "forward"):
             is_gathered = True
-        elif event.do in ("backward", "input gradient", "penalty", "evaluate"):
+            slots |= {event.slot} if event.do == "forward" else set()
+        elif event.do in ("input gradient", "penalty", "evaluate") or (
+            event.do == "backward" and event.slot in slots
+        ):
             is_gathered = False
+            slots.discard(event.slot)
         elif event.do in ("save", "restore") and event.how == "torch" and is_gathered:
             return True
     return False

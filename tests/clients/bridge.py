@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.abc
-import importlib.machinery
+import importlib
 import io
 import multiprocessing
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import torch
 import transformers
 
 import megatron_fsdp_v2_for.bridge
+from tests.clients.stubs import stub
 from tests.mcore.session import start_permanent_rehearsal
 
 LENGTH = 16
@@ -44,37 +42,10 @@ _STUBBED_ALONE = ("nvidia_resiliency_ext", "nvidia_resiliency_ext.inprocess")
 """Modules without their other submodules, which Megatron uses if they exist."""
 
 
-class _Stub(ModuleType):
-    """A module in which every name is a class whose call returns None."""
-
-    __path__: Sequence[str] = ()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        made = type(name, (), {"__new__": lambda cls, *args, **kwargs: None})
-        setattr(self, name, made)
-        return made
-
-
-class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        is_stubbed = any(f"{name}.".startswith(f"{package}.") for package in _STUBBED)
-        if is_stubbed or name in _STUBBED_ALONE:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: Any) -> ModuleType:
-        return _Stub(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
-
-
 def start() -> None:
     """Start a permanent rehearsal in this process and those forked from it."""
     start_permanent_rehearsal("transformer_engine")
-    sys.meta_path.append(_StubFinder())
+    stub(_STUBBED, _STUBBED_ALONE)
     importlib.import_module("megatron.bridge.training.pretrain")
     importlib.import_module("megatron.bridge.training.gpt_step")
 

@@ -1,8 +1,14 @@
-"""nemo-automodel's Megatron-FSDP strategy, sharded by this package, trains as without sharding."""
+"""nemo-automodel's Megatron-FSDP strategy, sharded by this package.
+
+It trains as without sharding, and its recipes as with FSDP2.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 import megatron_fsdp_v2_for.automodel
 from megatron_fsdp_v2.runtime.module import named_units
 from megatron_fsdp_v2_for.megatron_fsdp import MegatronFSDP
-from tests.clients.conftest import Measure
+from tests.clients import automodel
+from tests.clients.automodel import Run
+from tests.clients.conftest import Measure, Record
 from tests.clients.differences import difference_of, train_plain
 from tests.clients.hf_models import MODELS
+from tests.ranks import RankPools, rank_pools
 
 COMPARED = "losses, norms, parameters of 3 steps of 2 micro-batches"
 STEPS, MICRO = 3, 2
@@ -82,3 +91,50 @@ def test_llama_trains_like_unsharded(measure: Measure, zero_dp_strategy: int) ->
 
 def test_llama_trains_with_the_strategy_given_to_install(measure: Measure) -> None:
     measure("nemo-automodel", COMPARED, 2, difference, 3, "optim")
+
+
+# -- recipes --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recipes() -> Iterator[RankPools]:
+    """Yield rank pools by world size, forked from a process that has imported the recipe."""
+    with rank_pools(["tests.clients.preloaded_automodel"]) as pools:
+        yield pools
+
+
+def recipe_difference(run: Run, fsdp2: Run, first: int) -> float:
+    """Difference of a training from FSDP2's, whose steps before `first` are another training's."""
+    theirs = dict(automodel.train(fsdp2))
+    if first:
+        automodel.train(dataclasses.replace(run, steps=first))
+    for name in ("losses", "norms"):
+        theirs[name] = theirs[name][first:]  # type: ignore[index]
+    return difference_of(automodel.train(run), theirs)
+
+
+@pytest.mark.parametrize(
+    ("zero_dp_strategy", "name", "resumes_at"),
+    [
+        (0, "Llama tied", 0),
+        (1, "Llama", 2),
+        (2, "Llama tied", 0),
+        (3, "Llama", 0),
+        (3, "Llama tied", 2),
+    ],
+)
+def test_recipe_trains_and_resumes_like_fsdp2(
+    recipes: RankPools,
+    record: Record,
+    tmp_path: Path,
+    zero_dp_strategy: int,
+    name: str,
+    resumes_at: int,
+) -> None:
+    model = str(tmp_path / "model")
+    automodel.save_model(model, name)
+    run, fsdp2 = (
+        Run(model, str(tmp_path / f"{strategy}"), strategy) for strategy in (zero_dp_strategy, None)
+    )
+    found = recipes(2).run(recipe_difference, run, fsdp2, resumes_at)
+    record("nemo-automodel", "losses, norms, parameters of 4 steps of a recipe", max(found))

@@ -1,0 +1,142 @@
+"""A small recipe of nemo-automodel, which trains on the ranks of a pool without GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import megatron_fsdp_v2_for.automodel
+from megatron_cpu_rehearsal.cuda_stubs import install_stubs
+from megatron_cpu_rehearsal.devices import CpuDevices
+from megatron_cpu_rehearsal.patching import Patches
+from megatron_fsdp_v2_for.megatron_fsdp import MegatronFSDP
+from tests.clients.differences import Results, full_parameters, results_of
+from tests.clients.hf_models import MODELS
+from tests.clients.stubs import stub
+
+_PATCHES = Patches()
+_DEVICES = contextlib.ExitStack()
+
+
+def start() -> None:
+    """Import the recipe in this process and those forked from it, whose GPU is the CPU."""
+    stub(["torchao"])
+    install_stubs(_PATCHES)
+    # Meshes are those of CPUs.
+    _PATCHES.set(torch.cuda, "is_available", lambda: False)
+    _DEVICES.enter_context(CpuDevices())
+    importlib.import_module("nemo_automodel.recipes.llm.train_ft")
+
+
+def save_model(folder: str, name: str) -> None:
+    """Save one of `MODELS` with random weights, for all trainings."""
+    torch.manual_seed(1)
+    MODELS[name].build().save_pretrained(folder)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training.
+
+    Attributes:
+        folder: Folder of the model.
+        output: Folder of checkpoints. A training resumes from the last one.
+        zero_dp_strategy: Of the strategy `megatron_fsdp`; None for `fsdp2`.
+        steps: Number of steps after which the training ends.
+    """
+
+    folder: str
+    output: str
+    zero_dp_strategy: int | None = None
+    steps: int = 4
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The recipe, as its YAML file has it."""
+        distributed: dict[str, Any] = {"strategy": "fsdp2", "mp_policy": _FP32}
+        if self.zero_dp_strategy is not None:
+            distributed = {"strategy": "megatron_fsdp", "zero_dp_strategy": self.zero_dp_strategy}
+        return {
+            "seed": 1,
+            "step_scheduler": {
+                "global_batch_size": 8,
+                "local_batch_size": 2,
+                "ckpt_every_steps": 2,
+                "max_steps": self.steps,
+                "num_epochs": 1,
+            },
+            "dist_env": {"backend": "gloo"},
+            "model": {
+                "_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained",
+                "pretrained_model_name_or_path": self.folder,
+                "torch_dtype": "float32",
+                "attn_implementation": "sdpa",
+                "use_liger_kernel": False,
+                "force_hf": True,
+            },
+            "checkpoint": {
+                "enabled": True,
+                "checkpoint_dir": self.output,
+                "model_save_format": "torch_save",
+                "save_consolidated": False,
+            },
+            "distributed": distributed,
+            "loss_fn": {"_target_": "nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy"},
+            "dataset": {
+                "_target_": "nemo_automodel.components.datasets.llm.mock.build_unpacked_dataset",
+                "num_sentences": 64,
+                "mean_len": 12.0,
+                "vocab_size": 61,
+                "max_sentence_len": 16,
+                "tokenizer": None,
+            },
+            "dataloader": {
+                "_target_": "torchdata.stateful_dataloader.StatefulDataLoader",
+                "collate_fn": "nemo_automodel.components.datasets.utils.default_collater",
+                "shuffle": False,
+            },
+            "optimizer": {"_target_": "torch.optim.AdamW", "lr": 0.01, "eps": 1e-3},
+            "clip_grad_norm": {"max_norm": 0.5},
+        }
+
+
+_FP32 = {
+    "_target_": "torch.distributed.fsdp.MixedPrecisionPolicy",
+    "param_dtype": "torch.float32",
+    "reduce_dtype": "torch.float32",
+}
+
+
+def train(run: Run) -> Results:
+    """Run the recipe on this rank, sharded by this package unless it is FSDP2's. Collective."""
+    from nemo_automodel.components.config.loader import ConfigNode
+    from nemo_automodel.recipes.llm.train_ft import TrainFinetuneRecipeForNextTokenPrediction
+
+    logged: list[dict[str, Any]] = []
+    output = io.StringIO()
+    if run.zero_dp_strategy is not None:
+        megatron_fsdp_v2_for.automodel.install()
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            recipe = TrainFinetuneRecipeForNextTokenPrediction(ConfigNode(run.recipe))
+            recipe.setup()
+            recipe.log_train_metrics = lambda sample: logged.append(sample.metrics)
+            recipe.run_train_validation_loop()
+    finally:
+        megatron_fsdp_v2_for.automodel.uninstall()
+    losses, norms = (
+        [torch.tensor(float(metrics[name])) for metrics in logged] for name in ("loss", "grad_norm")
+    )
+    (model,) = recipe.model_parts
+    assert isinstance(model, MegatronFSDP) is (run.zero_dp_strategy is not None)
+    parameters = full_parameters(model)
+    return results_of(
+        losses,
+        norms,
+        {name.removeprefix("module."): param for name, param in parameters.items()},
+    )

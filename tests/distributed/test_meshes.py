@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any, override
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from megatron_fsdp_v2 import RuntimeOptions, ShardPlacementResult, checkpoint, f
 from megatron_fsdp_v2.runtime.module import unit_of
 from tests.distributed.checkpoint_trainings import muon
 from tests.distributed.on_ranks import on_ranks
+from tests.distributed.plain_parallel_model import copied, summed
 from tests.distributed.wrapping import (
     STRATEGIES,
     batch,
@@ -45,37 +46,16 @@ def expert_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
 
 
-class _Gather(torch.autograd.Function):
+def _gathered(x: torch.Tensor, group: Any) -> torch.Tensor:
     """Tokens of all ranks of a group; the backward sums their gradients."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        parts = [torch.empty_like(x) for _ in range(group.size())]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _Sum.apply(grad, ctx.group), None
+    others = torch.zeros_like(x)
+    own = torch.cat([x if rank == group.rank() else others for rank in range(group.size())])
+    return copied(summed(own, group), group)
 
 
-class _Sum(torch.autograd.Function):
+def _own_sums(x: torch.Tensor, group: Any) -> torch.Tensor:
     """This rank's tokens of the sum over a group; the backward gathers the gradients."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group, total = group, x.clone()
-        dist.all_reduce(total, group=group)
-        return total.chunk(group.size())[group.rank()]
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _Gather.apply(grad, ctx.group), None
+    return summed(copied(x, group), group).chunk(group.size())[group.rank()]
 
 
 class Mixture(nn.Module):
@@ -92,10 +72,10 @@ class Mixture(nn.Module):
         shares = self.gate(y).softmax(-1)
         up = self.up.to_local() if isinstance(self.up, DTensor) else self.up
         if self.group is not None:
-            y, shares = _Gather.apply(y, self.group), _Gather.apply(shares, self.group)
+            y, shares = _gathered(y, self.group), _gathered(shares, self.group)
             shares = shares.chunk(self.group.size(), -1)[self.group.rank()]
         made = torch.einsum("ti,eio,te->to", y, up, shares)
-        return x + (made if self.group is None else _Sum.apply(made, self.group))
+        return x + (made if self.group is None else _own_sums(made, self.group))
 
 
 def build() -> Any:

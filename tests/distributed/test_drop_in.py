@@ -21,7 +21,6 @@ from tests.distributed.wrapping import (
     MESHES,
     STRATEGIES,
     Dispatched,
-    backward_both,
     batch,
     error_message,
     fp64_pair,
@@ -436,23 +435,6 @@ class Lars(_Optimizer):
         param.add_(param.grad, alpha=-lr * rate)
 
 
-class Sam(_Optimizer):
-    """Two steps with a backward between them; torch's hooks do not see the first step."""
-
-    @torch.no_grad()
-    def first_step(self) -> None:
-        params = [p for group in self.param_groups for p in group["params"]]
-        norms = torch.stack([vector_norm(p.grad) for p in params if p.grad is not None])
-        for param in params:
-            if param.grad is not None:
-                self.state[param]["old"] = param.detach().clone()
-                param.add_(param.grad / vector_norm(norms), alpha=0.1)
-
-    def _update(self, param: Any, state: Any, lr: float) -> None:
-        param.copy_(state["old"])
-        param.add_(param.grad / param.grad.norm().clamp(min=1e-3), alpha=-lr)
-
-
 CLASSES_NORMS: list[Any] = [Lamb, Lars, optim.Adafactor]
 
 
@@ -498,19 +480,6 @@ def test_step_uses_gradients_of_its_closure_and_ignores_dropped_gradients() -> N
             optimizer.step(closure)
         optimizer.zero_grad()
         optimizer.step()
-    assert weight_error(sharded, plain) < EXACT
-
-
-@on_ranks(3)
-def test_other_optimizer_methods_find_the_gradients_that_step_finds() -> None:
-    plain, sharded = fp64_pair()
-    optimizers = Sam(plain.parameters()), Sam(sharded.parameters())
-    for step in range(3):
-        for do in (Sam.first_step, Sam.step):
-            backward_both(plain, sharded, step)
-            for optimizer in optimizers:
-                do(optimizer)
-                optimizer.zero_grad()
     assert weight_error(sharded, plain) < EXACT
 
 

@@ -26,10 +26,9 @@ from megatron_fsdp_v2.tensor_parallel import tensor_shards
 from megatron_fsdp_v2_mcore.model.amax_mesh import name_amax_mesh
 from megatron_fsdp_v2_mcore.model.tensor_parallel_rules import TRANSFORMER_ENGINE_RULES
 from tests.cases import longer
-from tests.distributed.checkpoint_trainings import WAYS
+from tests.distributed.checkpoint_trainings import WAYS, digests
 from tests.distributed.plain_parallel_model import copied, summed
 from tests.distributed.wrapping import error_message, fill
-from tests.mcore.checkpoint_values import digest
 from tests.mcore.session import enter_rehearsal, enter_te
 from tests.mcore.trained import TIMEOUT_S, on_te
 from tests.ranks import RankPools
@@ -136,16 +135,6 @@ def train(model: Any, mesh: DeviceMesh, optimizer: Any, steps: range) -> list[fl
         optimizer.step()
         optimizer.zero_grad()
     return losses
-
-
-def digests(model: Any, optimizer: Any) -> dict[str, str]:
-    """Return digests of all full parameters and moments."""
-    found = {}
-    for name, param in model.named_parameters():
-        found[name] = digest(param)
-        for moment in ("exp_avg", "exp_avg_sq"):
-            found[f"{name} {moment}"] = digest(optimizer.state[param][moment])
-    return found
 
 
 def save(folder: str, dp: int, tp: int) -> tuple[dict[str, str], list[float]]:

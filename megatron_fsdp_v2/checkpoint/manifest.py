@@ -1,7 +1,7 @@
 """The file of this package in a checkpoint folder: `manifest.json`.
 
-It has the place and the checksum of every item, and an index of the entries: everything that a
-load needs. It is written last. A folder without a manifest was saved by torch or Megatron.
+It is an index of the entries, with the place and the checksum of every item: everything that a load
+needs. It is written last. A folder without a manifest was saved by torch or Megatron.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ FORMAT_VERSION = 1
 INCOMPLETE = ".incomplete"
 """Suffix of a folder's name until its save is complete."""
 
-Items = Mapping[int, tuple[int, int]]
-"""Blocks of tensors, and objects, in a file: length in bytes and CRC-32 by offset."""
+Place = tuple[str, int, int, int]
+"""Where an item is stored: file, first byte, length in bytes, and CRC-32."""
 
 
 class StoredChunk(NamedTuple):
@@ -131,18 +131,12 @@ class Manifest:
                 )
             if zlib.crc32(raw.rpartition(_CHECKSUM)[0]) != content["crc32"]:
                 raise ValueError("its checksum is not that of the save")
-            files = {
-                check_file_name(name, "a part of it"): {
-                    integer(offset): (integer(length), integer(crc32, 0xFFFFFFFF))
-                    for offset, length, crc32 in file["items"]
-                }
-                for name, file in content["files"].items()
-            }
+            files = [check_file_name(name, "a part of it") for name in content["files"]]
             return cls(
                 integer(content["world_size"]),
                 check_name(content["torch"]),
                 _entries(content["entries"], files),
-                StoredChunk((), (), METADATA, 0, *files[METADATA][0]),
+                _chunk([METADATA], 0, 0, *content["metadata"]),
             )
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(
@@ -151,48 +145,46 @@ class Manifest:
 
 
 def write_manifest(
-    folder: Path, world_size: int, files: Mapping[str, Items], metadata: Metadata
+    folder: Path, world_size: int, metadata: Metadata, places: Mapping[MetadataIndex, Place]
 ) -> None:
     """Write the manifest of a folder.
 
     Args:
-        folder: The folder.
+        folder: The folder, with its `.metadata`.
         world_size: Number of ranks that saved.
-        files: Items of all files except the manifest, by name.
-        metadata: The entries, and where they are stored.
+        metadata: The entries.
+        places: Where their items are stored.
     """
-    numbers = {name: number for number, name in enumerate(files)}
-    places = {
-        index: [numbers[info.relative_path], info.offset]
-        for index, info in metadata.storage_data.items()
-    }
+    files = sorted({file for file, *_ in places.values()})
+    numbers = {file: number for number, file in enumerate(files)}
+
+    def item(index: MetadataIndex) -> list[int]:
+        file, *numbers_of_item = places[index]
+        return [numbers[file], *numbers_of_item]
+
     entries: dict[str, Any] = {}
     # Lists of numbers make up most of the file, and are shorter than objects with names.
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             chunks = [
-                [*places[MetadataIndex(name, chunk.offsets)], *chunk.offsets, *chunk.sizes]
+                [*item(MetadataIndex(name, chunk.offsets)), *chunk.offsets, *chunk.sizes]
                 for chunk in entry.chunks
             ]
             dtype = str(entry.properties.dtype).removeprefix("torch.")
             entries[name] = {"dtype": dtype, "shape": list(entry.size), "chunks": chunks}
         else:
-            entries[name] = {"object": places[MetadataIndex(name)]}
+            entries[name] = {"object": item(MetadataIndex(name))}
         if name in (metadata.planner_data or {}):
             entries[name]["path"] = metadata.planner_data[name]
+    of_torch = (folder / METADATA).read_bytes()
     content = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
         "world_size": world_size,
         "torch": torch.__version__,
-        "files": {
-            name: {
-                "nbytes": sum(length for length, _ in items.values()),
-                "items": [[offset, *item] for offset, item in items.items()],
-            }
-            for name, items in files.items()
-        },
+        "files": files,
         "entries": entries,
+        "metadata": [len(of_torch), zlib.crc32(of_torch)],
     }
     (folder / MANIFEST).write_bytes(dumps(content))
 
@@ -206,28 +198,31 @@ def dumps(content: Mapping[str, Any]) -> bytes:
     return text + _CHECKSUM + b"%d}\n" % zlib.crc32(text)
 
 
-def _entries(index: Any, files: Mapping[str, Items]) -> dict[str, Entry]:
+def _entries(index: Any, files: Sequence[str]) -> dict[str, Entry]:
     """Check the entries of a manifest.
 
     Raises:
         ValueError: A number or a name is out of range.
-        LookupError: An item or a value is missing.
+        LookupError: A file or a value is missing.
+        TypeError: An item has too few numbers.
     """
-    names, found = list(files), {}
-
-    def chunk(file: int, start: int, *box: int) -> StoredChunk:
-        name, half = names[integer(file)], len(box) // 2
-        item = files[name][integer(start)]
-        return StoredChunk(integers(box[:half]), integers(box[half:]), name, start, *item)
-
+    found = {}
     for name, entry in index.items():
         path = check_path(entry.get("path"))
         if "object" in entry:
-            found[check_name(name)] = Entry(None, (), [chunk(*entry["object"])], path)
+            found[check_name(name)] = Entry(None, (), [_chunk(files, *entry["object"])], path)
         else:
-            chunks = [chunk(*numbers) for numbers in entry["chunks"]]
+            chunks = [_chunk(files, *numbers) for numbers in entry["chunks"]]
             found[check_name(name)] = Entry.tensor(entry["dtype"], entry["shape"], chunks, path)
     return found
+
+
+def _chunk(
+    files: Sequence[str], file: int, start: int, length: int, crc32: int, *box: int
+) -> StoredChunk:
+    offsets, sizes = integers(box[: len(box) // 2]), integers(box[len(box) // 2 :])
+    item = integer(start), integer(length), integer(crc32, 0xFFFFFFFF)
+    return StoredChunk(offsets, sizes, files[integer(file)], *item)
 
 
 # -- checks of what files contain -----------------------------------------------------------------

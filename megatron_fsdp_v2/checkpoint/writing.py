@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_fsdp_v2.checkpoint.errors import naming_full_disk
-from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, METADATA, write_manifest
+from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, Place, write_manifest
 from megatron_fsdp_v2.checkpoint.replacing import sync
 
 
@@ -175,6 +175,12 @@ def _write_item(file: BinaryIO, name: str, item: WriteItem, planner: SavePlanner
     return _CheckedResult(item.index, length, _StorageInfo(name, offset, length), out.crc32)
 
 
+def _place(result: WriteResult) -> Place:
+    assert isinstance(result, _CheckedResult)
+    info: _StorageInfo = result.storage_data
+    return info.relative_path, info.offset, info.length, result.crc32
+
+
 class Writer(FileSystemWriter):
     """Torch's writer of files, with checksums of all items in a manifest.
 
@@ -211,23 +217,10 @@ class Writer(FileSystemWriter):
             every = [*written, *self._named_again(metadata, written)]
             super().finish(metadata, [every])
             if self._has_manifest:
-                stored = {result.index: result.storage_data for result in every}
-                self._write_manifest(len(results), written, replace(metadata, storage_data=stored))
+                places = {result.index: _place(result) for result in every}
+                write_manifest(self._folder, len(results), metadata, places)
+                sync(self._folder / MANIFEST)
             sync(self._folder)
-
-    def _write_manifest(
-        self, world_size: int, results: Sequence[WriteResult], metadata: Metadata
-    ) -> None:
-        files: dict[str, dict[int, tuple[int, int]]] = {}
-        for result in results:
-            assert isinstance(result, _CheckedResult)
-            info = result.storage_data
-            items = files.setdefault(info.relative_path, {})
-            items[info.offset] = info.length, result.crc32
-        content = (self._folder / METADATA).read_bytes()
-        files[METADATA] = {0: (len(content), zlib.crc32(content))}
-        write_manifest(self._folder, world_size, files, metadata)
-        sync(self._folder / MANIFEST)
 
     def _named_again(
         self, metadata: Metadata, results: Sequence[WriteResult]

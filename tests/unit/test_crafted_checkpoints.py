@@ -286,26 +286,31 @@ def tensor_of(**changed: Any) -> dict[str, Any]:
     return {"entries": {"a": {"dtype": "int8", "shape": [1], "chunks": []} | changed}}
 
 
+def object_of(*numbers: int) -> dict[str, Any]:
+    """Return entries of a manifest: an object at a place."""
+    return {"entries": {"a": {"object": [*numbers]}}}
+
+
 MANIFESTS: dict[str, tuple[Any, str | None]] = {
     "infinite": ({"world_size": float("inf")}, None),
     "negative": ({"world_size": -1}, None),
     "not whole": ({"world_size": 1.5}, None),
     "beyond 63 bits": ({"world_size": 2**63}, None),
-    "files that are a list": ({"files": [1]}, None),
-    "a path up": ({"files": {"../mine/keep": {"nbytes": 4, "items": []}}}, None),
-    "an item of two": ({"files": {"a": {"nbytes": 4, "items": [[1, 2]]}}}, None),
-    "a negative item": ({"files": {"a": {"nbytes": 4, "items": [[-1, 2, 3]]}}}, None),
-    "a long checksum": ({"files": {"a": {"nbytes": 4, "items": [[1, 2, 2**32]]}}}, None),
-    "a file without items": ({"files": {"a": {"nbytes": 3}}}, "cannot be read"),
+    "a file that is a number": ({"files": [1]}, None),
+    "a path up": ({"files": ["../mine/keep"]}, None),
+    "an item of two": (object_of(0, 1), "cannot be read"),
+    "a negative item": (object_of(0, -1, 2, 3), None),
+    "a negative length": (object_of(0, 1, -2, 3), None),
+    "a long checksum": (object_of(0, 1, 2, 2**32), None),
+    "metadata without a checksum": ({"metadata": [3]}, "cannot be read"),
     "an entry that is a list": ({"entries": {"a": []}}, None),
-    "a name with an escape": ({"entries": {"\x1b[2J": {"object": [0, 0]}}}, None),
-    "an item that does not exist": ({"entries": {"a": {"object": [0, 1]}}}, None),
-    "a file that does not exist": ({"entries": {"a": {"object": [9, 0]}}}, None),
-    "the last file": ({"entries": {"a": {"object": [-1, 0]}}}, None),
+    "a name with an escape": ({"entries": {"\x1b[2J": {"object": [0, 0, 1, 1]}}}, None),
+    "a file that does not exist": (object_of(9, 0, 1, 1), None),
+    "the last file": (object_of(-1, 0, 1, 1), None),
     "an index of another dtype": (tensor_of(dtype="onnx"), None),
     "an index of a negative shape": (tensor_of(shape=[-1]), None),
-    "an index of a fraction": (tensor_of(chunks=[[0, 0, 0, 1.0]]), None),
-    "an index of a chunk of other dimensions": (tensor_of(chunks=[[0, 0, 0, 0, 1, 1]]), None),
+    "an index of a fraction": (tensor_of(chunks=[[0, 0, 1, 1, 0, 1.0]]), None),
+    "an index of a chunk of other dimensions": (tensor_of(chunks=[[0, 0, 1, 1, 0, 0, 1, 1]]), None),
     "another version": ({"version": 2}, "is of version 2 of .*reads version 1"),
     "another format": ({"format": "another"}, "is of version 1 of the format 'another'"),
     "not text": (b"\xff\xfe", None),

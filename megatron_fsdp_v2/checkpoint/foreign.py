@@ -24,9 +24,8 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
+from torch.serialization import get_safe_globals, safe_globals
 
-from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.manifest import (
     METADATA,
@@ -38,8 +37,6 @@ from megatron_fsdp_v2.checkpoint.manifest import (
     integer,
     integers,
 )
-
-_SHOWN = 4
 
 
 class _Record:
@@ -180,8 +177,7 @@ def load_object(source: bytes | Path, what: str) -> Any:
             return torch.load(_opened(source), map_location="cpu", weights_only=True, mmap=is_file)
     # A damaged file raises nearly anything.
     except Exception as error:
-        reason = _unsafe_names(source) or _reason(error)
-        raise CheckpointError(f"{what} cannot be loaded as plain data: {reason}") from error
+        raise CheckpointError(f"{what} cannot be loaded as plain data: {_reason(error)}") from error
 
 
 def compare_checksums(source: bytes | Path) -> bool:
@@ -232,20 +228,9 @@ def _archive(source: bytes | Path) -> zipfile.ZipFile:
     return archive
 
 
-def _unsafe_names(source: bytes | Path) -> str:
-    """Names in a pickle that torch does not load, for an error; empty if there are none."""
-    try:
-        names = get_unsafe_globals_in_checkpoint(_opened(source))
-    except Exception:
-        # The names only add to an error that the caller raises.
-        return ""
-    return f"it refers to {listed(sorted(names), _SHOWN)}, which is not allowed" if names else ""
-
-
 def _reason(error: Exception) -> str:
     """Describe in one line why a file could not be unpickled."""
-    # Of torch's text, the second paragraph is the cause.
-    paragraphs = str(error).split("\n\n")
-    text = paragraphs[1] if len(paragraphs) > 2 else str(error)
+    # In torch's text, advice precedes the cause.
+    text = str(error).rpartition("WeightsUnpickler error: ")[2]
     kind = "" if isinstance(error, ValueError | zipfile.BadZipFile) else f"{type(error).__name__}: "
     return kind + text.partition("\n")[0]

@@ -221,7 +221,7 @@ def recursive_list() -> list[Any]:
         # Not a path: Megatron adds paths to torch's safe globals.
         (
             {Fraction(1, 2): 1},
-            r"extra cannot be loaded .* it refers to fractions\.Fraction",
+            r"extra cannot be loaded .*: Unsupported global: GLOBAL fractions\.Fraction",
         ),
         ([torch.ones(1, device="meta")], r"extra\[0\] is on the meta device"),
         (recursive_list(), "extra is nested too deeply, or contains itself"),

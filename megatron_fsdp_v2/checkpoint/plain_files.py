@@ -37,7 +37,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes that floating-point tensors can be converted to."""
 
 _FORMAT = "format"
-_MAX_INDEX = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +266,6 @@ def _files(path: Path) -> Iterator[tuple[Path, set[str]]]:
         raise NotFoundError(f"{path} does not exist")
     by_file: dict[str, set[str]] = {}
     try:
-        if index.stat().st_size > _MAX_INDEX:
-            raise ValueError(f"it is longer than {_MAX_INDEX} bytes")
         for key, name in read_json(index.read_bytes())["weight_map"].items():
             by_file.setdefault(check_file_name(name, check_name(key)), set()).add(key)
     except (ValueError, KeyError, AttributeError) as error:

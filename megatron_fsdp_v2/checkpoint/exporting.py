@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
@@ -25,7 +25,7 @@ from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.checkpoint.entries import MODEL
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, naming_full_disk
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, ReadRequest
-from megatron_fsdp_v2.checkpoint.manifest import INCOMPLETE, MANIFEST, METADATA, Entry
+from megatron_fsdp_v2.checkpoint.manifest import INCOMPLETE, MANIFEST, METADATA
 from megatron_fsdp_v2.checkpoint.plain_files import (
     DTYPES,
     INDEX,
@@ -59,32 +59,10 @@ class Piece(NamedTuple):
     leading: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ModelTensor:
-    """A tensor of the model, and where its elements are stored.
+Pieces = Mapping[str, Sequence[Piece]]
+"""Rows of each tensor of a model, by its plain name: one piece, or several one after the other."""
 
-    Attributes:
-        tensor: Its plain name, shape and dtype.
-        pieces: Its rows: one piece, or several one after the other.
-    """
-
-    tensor: PlainTensor
-    pieces: tuple[Piece, ...]
-
-    @classmethod
-    def stored(cls, name: str, piece: Piece, entry: Entry) -> ModelTensor:
-        """Describe a tensor that one piece holds.
-
-        Args:
-            name: Its plain name.
-            piece: The piece.
-            entry: The stored tensor.
-        """
-        assert entry.dtype is not None
-        return cls(PlainTensor(name, entry.shape[len(piece.leading) :], entry.dtype), (piece,))
-
-
-Layout = Callable[[CheckpointFolder], Sequence[ModelTensor] | None]
+Layout = Callable[[CheckpointFolder], Pieces | None]
 """Returns the tensors of a checkpoint's model; None if the checkpoint is of another framework."""
 
 
@@ -112,27 +90,44 @@ def _open_folder(path: Path, prefix: str | None) -> TensorSource:
     if found is None:
         found = _by_prefix(folder, prefix)
     # Metadata lists tensors in the order of the ranks.
-    found = sorted(found, key=lambda t: natural_order(t.tensor.name))
-    by_name = {model_tensor.tensor.name: model_tensor for model_tensor in found}
-    used = {piece.key for t in found for piece in t.pieces}
+    tensors = [_described(folder, name, found[name]) for name in sorted(found, key=natural_order)]
+    used = {piece.key for pieces in found.values() for piece in pieces}
     return TensorSource(
-        [t.tensor for t in found],
-        lambda tensor: _read(folder, by_name[tensor.name]),
-        _tied(folder, found),
+        tensors,
+        lambda tensor: _read(folder, tensor.shape, found[tensor.name]),
+        _tied(folder, tensors, found),
         [key for key in folder.entries if key not in used],
     )
 
 
-def _read(folder: CheckpointFolder, model_tensor: ModelTensor) -> torch.Tensor:
-    """Put a tensor of the model together.
+def _described(folder: CheckpointFolder, name: str, pieces: Sequence[Piece]) -> PlainTensor:
+    """Describe a tensor of the model.
+
+    Raises:
+        CheckpointError: Its pieces have different dtypes or columns.
+    """
+    shapes = [folder.entries[piece.key].shape[len(piece.leading) :] for piece in pieces]
+    dtypes = [folder.entries[piece.key].dtype for piece in pieces]
+    if len({*dtypes}) > 1 or len({shape[1:] for shape in shapes}) > 1:
+        raise CheckpointError(
+            f"{folder.path}: the parts of {name} do not belong to one tensor: they are {shapes} of "
+            f"{dtypes}"
+        )
+    shape = shapes[0] if len(shapes) == 1 else (sum(s[0] for s in shapes), *shapes[0][1:])
+    (dtype,) = {*dtypes}
+    assert dtype is not None
+    return PlainTensor(name, shape, dtype)
+
+
+def _read(folder: CheckpointFolder, shape: Sequence[int], pieces: Sequence[Piece]) -> torch.Tensor:
+    """Put a tensor of the model together, in its stored dtype.
 
     Raises:
         CheckpointError: It is not all there, or damaged.
     """
-    pieces, shape = model_tensor.pieces, model_tensor.tensor.shape
     for piece in pieces:
         folder.check_stored(piece.key)
-    data = torch.empty(shape, dtype=model_tensor.tensor.dtype)
+    data = torch.empty(shape, dtype=folder.entries[pieces[0].key].dtype)
     parts: Sequence[torch.Tensor] = [data]
     if len(pieces) > 1:
         parts = torch.split(data, [folder.entries[p.key].shape[len(p.leading)] for p in pieces])
@@ -150,14 +145,11 @@ def natural_order(name: str) -> str:
     return re.sub("[0-9]+", lambda number: number[0].zfill(20), name)
 
 
-def _by_prefix(folder: CheckpointFolder, prefix: str | None) -> list[ModelTensor]:
+def _by_prefix(folder: CheckpointFolder, prefix: str | None) -> Pieces:
     if prefix is None:
         prefix = MODEL if folder.manifest is not None or _is_nested(folder) else ""
-    found = [
-        ModelTensor.stored(key.removeprefix(prefix), Piece(key), entry)
-        for key, entry in folder.tensors()
-        if key.startswith(prefix)
-    ]
+    keys = (key for key, _ in folder.tensors() if key.startswith(prefix))
+    found = {key.removeprefix(prefix): [Piece(key)] for key in keys}
     if not found:
         raise CheckpointError(
             f"{folder.path} holds no tensors called {prefix}*; name another prefix"
@@ -167,15 +159,17 @@ def _by_prefix(folder: CheckpointFolder, prefix: str | None) -> list[ModelTensor
     return found
 
 
-def _tied(folder: CheckpointFolder, found: Sequence[ModelTensor]) -> dict[str, str]:
+def _tied(
+    folder: CheckpointFolder, tensors: Sequence[PlainTensor], found: Pieces
+) -> dict[str, str]:
     """Map the names of tensors that share the stored chunks of another one to its name."""
     order = {key: i for i, key in enumerate(folder.entries)}
     first: dict[Any, str] = {}
     tied: dict[str, str] = {}
     # The first name of a tensor is that of the first entry.
-    for t in sorted(found, key=lambda t: order[t.pieces[0].key]):
-        tensor = t.tensor
-        places = tuple((frozenset(folder.entries[p.key].chunks), p.leading) for p in t.pieces)
+    for tensor in sorted(tensors, key=lambda t: order[found[t.name][0].key]):
+        pieces = found[tensor.name]
+        places = tuple((frozenset(folder.entries[p.key].chunks), p.leading) for p in pieces)
         kept = first.setdefault((tensor.shape, tensor.dtype, places), tensor.name)
         if kept != tensor.name and tensor.nbytes:
             tied[tensor.name] = kept

@@ -478,8 +478,8 @@ def _other_kind(kind: Any, saved: _Groups, optimizer: Optimizer, own: _Groups) -
     """Explain why the saved optimizer is of another class; None if it may be the same.
 
     Schedulers, users and new versions of torch add options. For equal classes any options are
-    accepted; of two different classes, one must have all options of the other; if the saved class
-    is unknown, either side may have more options.
+    accepted; two different classes must have the same options; if the saved class is unknown,
+    either side may have more options.
     """
     mine = kind_entry(optimizer)
     is_known = isinstance(kind, dict) and isinstance(kind.get("options"), list)

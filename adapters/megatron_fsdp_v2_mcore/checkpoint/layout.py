@@ -7,12 +7,11 @@ joined into one tensor with the name of Megatron's parameter. Megatron need not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 
 from megatron_fsdp_v2.checkpoint.entries import MODEL
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
-from megatron_fsdp_v2.checkpoint.exporting import ModelTensor, Piece
+from megatron_fsdp_v2.checkpoint.exporting import Piece, Pieces
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2_mcore.checkpoint.name_table import (
     SUBTENSOR_SUFFIXES,
@@ -25,7 +24,7 @@ from megatron_fsdp_v2_mcore.flags.checkpoint_check import is_torch_dist
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
 
-def model_tensors(folder: CheckpointFolder) -> Sequence[ModelTensor] | None:
+def model_tensors(folder: CheckpointFolder) -> Pieces | None:
     """Return the tensors of the model in a checkpoint that Megatron saved.
 
     Returns:
@@ -39,8 +38,8 @@ def model_tensors(folder: CheckpointFolder) -> Sequence[ModelTensor] | None:
     if not folder.entries.keys() >= {"args", "checkpoint_version"}:
         return None
     whole = (
-        ModelTensor.stored(unwrapped(key.removeprefix(MODEL)), Piece(key), entry)
-        for key, entry in folder.tensors()
+        (unwrapped(key.removeprefix(MODEL)), Piece(key))
+        for key, _ in folder.tensors()
         # FP8 state is not a weight. An export omits it and prints a notice.
         if key.startswith(MODEL) and not is_fp8_state(key)
     )
@@ -50,7 +49,7 @@ def model_tensors(folder: CheckpointFolder) -> Sequence[ModelTensor] | None:
 _OTHER_PREFIXES = ("optimizer.", "rng_state/", "rerun_state_machine_state/", "common_state/")
 
 
-def _torch_dist_tensors(folder: CheckpointFolder) -> Iterator[ModelTensor]:
+def _torch_dist_tensors(folder: CheckpointFolder) -> Iterator[tuple[str, Piece]]:
     """Yield the model's tensors in a `torch_dist` checkpoint, with fused layers in sub-tensors."""
     try:
         # The arguments in such a checkpoint contain instances of Megatron's classes.
@@ -74,10 +73,10 @@ def _torch_dist_tensors(folder: CheckpointFolder) -> Iterator[ModelTensor]:
                     f"{folder.path}: the name of {key} in the model is unknown; load the "
                     "checkpoint into a sharded run and export the checkpoint that the run saves"
                 )
-            yield ModelTensor.stored(name, Piece(key, leading), entry)
+            yield name, Piece(key, leading)
 
 
-def join_subtensors(found: Iterable[ModelTensor], where: str) -> list[ModelTensor]:
+def join_subtensors(found: Iterable[tuple[str, Piece]], where: str) -> Pieces:
     """Join the sub-tensors of fused layers.
 
     Args:
@@ -85,33 +84,20 @@ def join_subtensors(found: Iterable[ModelTensor], where: str) -> list[ModelTenso
         where: Name of the checkpoint in errors.
 
     Raises:
-        CheckpointError: A sub-tensor is missing, or its shape or dtype does not fit.
+        CheckpointError: A sub-tensor is missing.
     """
-    result = []
-    pieces: dict[str, dict[str, ModelTensor]] = {}
-    for model_tensor in found:
-        name, ending = split_subtensor_suffix(model_tensor.tensor.name)
+    result: dict[str, list[Piece]] = {}
+    fused: dict[str, dict[str, Piece]] = {}
+    for full_name, piece in found:
+        name, ending = split_subtensor_suffix(full_name)
         if ending:
-            pieces.setdefault(name, {})[ending] = model_tensor
+            fused.setdefault(name, {})[ending] = piece
         else:
-            result.append(model_tensor)
-    for name, parts in pieces.items():
+            result[name] = [piece]
+    for name, parts in fused.items():
         order = next((order for order in SUBTENSOR_SUFFIXES if set(order) == set(parts)), None)
         if order is None:
             endings = ", ".join(sorted(parts))
             raise CheckpointError(f"{where} is incomplete: it has only {endings} of {name}")
-        result.append(_concatenate(name, [parts[ending] for ending in order], where))
+        result[name] = [parts[ending] for ending in order]
     return result
-
-
-def _concatenate(name: str, parts: Sequence[ModelTensor], where: str) -> ModelTensor:
-    first = parts[0].tensor
-    for part in parts:
-        if part.tensor.shape[1:] != first.shape[1:] or part.tensor.dtype != first.dtype:
-            raise CheckpointError(
-                f"{where}: {first.name} and {part.tensor.name} do not belong to one tensor: "
-                f"{first.shape} of {first.dtype}, {part.tensor.shape} of {part.tensor.dtype}"
-            )
-    rows = sum(part.tensor.shape[0] for part in parts)
-    whole = replace(first, name=name, shape=(rows, *first.shape[1:]))
-    return ModelTensor(whole, tuple(piece for part in parts for piece in part.pieces))

@@ -194,9 +194,8 @@ def put_in_place(folder: Path, target: Path) -> None:
             previous.rename(target)
         raise
     sync(target.parent)
-    # The new checkpoint is complete; failures to remove old ones are ignored.
+    # The new checkpoint is complete; failures to remove the previous one are ignored.
     with contextlib.suppress(OSError):
-        remove_own(previous)
         remove_leftovers(target)
 
 

@@ -132,7 +132,7 @@ class _Unread(NamedTuple):
     device: Any
     dtype: Any
 
-    def read(self, rows: slice) -> Any:
+    def read(self, rows: Any) -> Any:
         return self.source[rows].to(device=self.device, dtype=self.dtype)
 
     def own_rows(self, param: ShardedRows, start: int = 0) -> Any:
@@ -155,7 +155,8 @@ def converts_own_rows(
         tensors = [tensor for pattern in patterns for tensor in collected[pattern]]
         unread = [tensor for tensor in tensors if isinstance(tensor, _Unread)]
         if unread:
-            rows, (first, *_) = [slice(None)] * len(unread), self.target_patterns
+            rows: Sequence[Any] = [...] * len(unread)
+            first, *_ = self.target_patterns
             names = [layer_name.replace(first, target) for target in self.target_patterns]
             params = {name: _find(model, name) for name in names}
             is_known = self.quantization_operation is None and len(unread) == len(tensors)
@@ -209,9 +210,11 @@ def _rows_to_convert(
     param, chunks = params[0], params[0].chunks()
     if len(params) > 1 or len(chunks) > 1 or any(c.sizes[1:] != param.shape[1:] for c in chunks):
         return None
-    lengths = [tensor.shape[0] for tensor in tensors]
     dims = [_changed_dims(operation) for operation in operations]
-    if all(dims) and min(itertools.chain(*dims)) > 0 and {*lengths} == {param.shape[0]}:
+    if not all(dims):
+        return None
+    lengths = [tensor.shape[0] for tensor in tensors]
+    if min(itertools.chain(*dims)) > 0 and {*lengths} == {param.shape[0]}:
         starts = [0] * len(tensors)
     elif dims == [[0]] and _is_join(operations[0]) and sum(lengths) == param.shape[0]:
         starts = [*itertools.accumulate(lengths[:-1], initial=0)]

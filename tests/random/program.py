@@ -241,6 +241,7 @@ class Snapshot:
 
     model: dict[str, torch.Tensor]
     optimizer: dict[str, Any]
+    is_of_torch: bool = False
     future: Any = None
 
     def wait(self) -> None:
@@ -674,11 +675,15 @@ class Run:
         if event.slot in self.snapshots:
             # A save to a path with another save in progress is rejected.
             self.snapshots.pop(event.slot).wait()
-        # Torch's calls reject a trained parameter without state where others have some.
-        if event.how == "torch" and state and is_stateless:
+        # Torch's calls reject a trained parameter without state where others have some, and make no
+        # state where there are gradients, as after a step of Muon that was left out.
+        has_others = state or isinstance(self.plain_optimizer, Muon)
+        if event.how == "torch" and has_others and is_stateless:
             return
         snapshot = Snapshot(
-            copy.deepcopy(self.plain.state_dict()), copy.deepcopy(self.plain_optimizer.state_dict())
+            copy.deepcopy(self.plain.state_dict()),
+            copy.deepcopy(self.plain_optimizer.state_dict()),
+            is_of_torch=event.how == "torch",
         )
         if event.how == "torch":
             torch_save(path, self.model, self.optimizer)
@@ -692,6 +697,9 @@ class Run:
         """Load a save; with `options`, into a new model with that sharding."""
         snapshot = self.snapshots.get(event.slot)
         if snapshot is None or self.unsynced:
+            return
+        if event.how == "torch" and not snapshot.is_of_torch:
+            # The later save was left out.
             return
         snapshot.wait()
         path = str(self.folder / f"{event.slot}")

@@ -47,8 +47,8 @@ class MixedPrecisionPolicy:
     """Dtypes of parameters, gradients, inputs and outputs of a unit.
 
     `None` selects a default: `param_dtype` and `main_params_dtype` default to the original dtype
-    of a parameter, `main_grads_dtype` to the dtype of the main weight, and `grad_comm_dtype` to the
-    dtype of the main gradient.
+    of a parameter, `main_grads_dtype` to the `grad_dtype` that was set on the parameter, or else to
+    the dtype of the main weight, and `grad_comm_dtype` to the dtype of the main gradient.
 
     Attributes:
         param_dtype: Dtype of gathered parameters, and of computation in the forward and backward.
@@ -130,16 +130,20 @@ class MixedPrecisionPolicy:
             values["grad_comm_dtype"] = policy.reduce_dtype or follows
         return MixedPrecisionPolicy(**values)
 
-    def resolve(self, dtype: torch.dtype) -> GroupDtypes:
+    def resolve(self, dtype: torch.dtype, grad_dtype: torch.dtype | None = None) -> GroupDtypes:
         """Resolve every dtype for parameters whose original dtype is `dtype`.
 
         Integer parameters (frozen index tables, for example) keep their dtype, and so do 8-bit
         quantized parameters: their values are meaningless without the module's scale.
+
+        Args:
+            dtype: Original dtype of the parameters.
+            grad_dtype: Dtype that was set for their gradients, if any.
         """
         if not dtype.is_floating_point or dtype.itemsize == 1:
             return GroupDtypes(dtype, dtype, dtype, dtype)
         main_weight = self.main_params_dtype or dtype
-        main_grad = self.main_grads_dtype or main_weight
+        main_grad = self.main_grads_dtype or grad_dtype or main_weight
         grad_comm = self.grad_comm_dtype or main_grad
         return GroupDtypes(
             model_weight=self.param_dtype or dtype,

@@ -168,6 +168,10 @@ class GroupParameters:
                 param = nn.Parameter(bound, requires_grad=is_trained)
                 param.__class__ = gathered_class(type(param))
             memory = self._format.memory(param, index)
+        dtypes = owner.spec.dtypes
+        if is_trained and {dtypes.grad_comm, dtypes.main_grad} != {dtypes.model_weight}:
+            # Autograd would round a wider gradient of a custom function to the dtype of the weight.
+            param.grad_dtype = None
         # Weak: the cycle parameter -> group -> parameter would outlive the model.
         param._owner_slot = (weakref.ref(owner), index)  # type: ignore[attr-defined]
         for buffer, part in zip(buffers, memory, strict=True):

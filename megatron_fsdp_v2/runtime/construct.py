@@ -323,9 +323,11 @@ class UnitPlan:
         param = parameter.param
         format_type = DenseFormat if isinstance(param, UnevenDTensor) else format_of(param)
         assert format_type is not None
+        given = param if parameter.meta_original is None else parameter.meta_original
+        grad_dtype = None if given.grad_dtype == given.dtype else given.grad_dtype
         return dataclasses.replace(
             parameter.spec or self.spec,
-            dtypes=self.policy.resolve(param.dtype),
+            dtypes=self.policy.resolve(param.dtype, grad_dtype),
             requires_grad=param.requires_grad,
             reduces=getattr(param, "requires_gradient_reduction", True),
             format_type=format_type,

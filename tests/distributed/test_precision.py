@@ -239,6 +239,34 @@ def test_a_gradient_is_the_factor_times_the_sum_over_ranks_of_both_axes(
         assert held_error(model.weight.grad, 2 * expected) < 1e-5, options
 
 
+class _Fused(torch.autograd.Function):
+    """A dot product whose gradient of the weight is fp32, as that of a fused kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        ctx.x = x
+        return (weight * x).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return ctx.x * grads[0].float(), None
+
+
+@on_ranks(2, strategy=STRATEGIES[::3], is_fused=[False, True])
+def test_a_parameters_grad_dtype_is_kept(strategy: str, is_fused: bool) -> None:
+    """257 is not a bf16 number: neither the sum over ranks nor the kernel's gradient is rounded."""
+    weight = nn.Parameter(torch.zeros(7, 3, dtype=BF16))
+    weight.grad_dtype = FP32
+    dot = _Fused.apply if is_fused else lambda weight, x: (weight * x).sum()
+    model = wrap(Formula(lambda m, x: dot(m.weight, x), weight=weight), sharding_strategy=strategy)
+    own = [257.0, 1.0] if is_fused else [256.0, 1.0]
+    for _ in range(2):
+        model(torch.full((7, 3), own[dist.get_rank()])).backward()
+    assert model.weight.dtype == BF16 and model.weight.grad.dtype == FP32
+    found = of_all_ranks(model.weight.grad.to_local().unique().tolist())
+    assert {value for values in found for value in values} == {sum(own)}
+
+
 FP16_POLICIES = {
     "communication": MixedPrecisionPolicy(grad_comm_dtype=FP16),
     "main": MixedPrecisionPolicy(main_grads_dtype=FP16, grad_comm_dtype=FP32),

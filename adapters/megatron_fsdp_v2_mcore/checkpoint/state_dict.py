@@ -154,7 +154,9 @@ class Translation:
         keeps_state: Callable[[CanonicalName, Any], bool],
     ) -> dict[str, Any]:
         """Return all entries, with those of the model and the optimizer under global names."""
-        result = {k: v for k, v in self.raw.items() if k not in self.chunk_keys}
+        # A run that does not load a value, such as random number state, requests None.
+        given = {k: v for k, v in self.raw.items() if v is not None}
+        result = {k: v for k, v in given.items() if k not in self.chunk_keys}
         result["model"] = {
             key: piece
             for name, value in self.model_entries()

@@ -12,10 +12,10 @@ parallel sizes. Weights of Hugging Face load into a sharded model, and are expor
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +27,7 @@ from megatron_fsdp_v2 import FSDPModule
 from megatron_fsdp_v2.dtensor.sharded_rows import ShardedRows, whole_of
 from megatron_fsdp_v2.runtime.module import make_idle
 from megatron_fsdp_v2_for.adapter import Adapter
+from megatron_fsdp_v2_mcore.flags.checkpoint_check import find_checkpoint, is_torch_dist
 from megatron_fsdp_v2_mcore.flags.options import active_options
 from megatron_fsdp_v2_mcore.flags.settings import reject
 
@@ -110,6 +111,12 @@ PATCHES = {
             "megatron_module",
         ),
         _patch(
+            "bridge.models.conversion.peft_bridge:MegatronPeftBridge.materialize_adapter_weights",
+            "Megatron-Bridge gathers weights for an export, except those of adapters",
+            "with_gathered_adapters",
+            "self adapter_tasks",
+        ),
+        _patch(
             "core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor:uneven_dtensor_to_full_tensor",
             _AS_MEGATRON,
             "to_tensor_parallel_part",
@@ -155,11 +162,30 @@ def with_strategy(original: type, options: Mapping[str, Any]) -> Callable[..., A
     wrapper = megatron_fsdp_v2_mcore.FullyShardedDataParallel
 
     def wrap(config: Any, ddp_config: Any, module: Any, **kwargs: Any) -> Any:
+        for name, layer in module.named_modules():
+            _reject_expert_adapter(name, layer, config)
         if options["sharding_strategy"] is not None:
             ddp_config.data_parallel_sharding_strategy = options["sharding_strategy"]
         return wrapper(config, ddp_config, module, options=active_options(), **kwargs)
 
     return wrap
+
+
+def _reject_expert_adapter(name: str, layer: torch.nn.Module, config: Any) -> None:
+    """Reject an adapter of grouped experts whose ranks would train or save different weights."""
+    adapter: Any = getattr(layer, "adapter", None)
+    if not getattr(adapter, "is_expert", False):
+        return
+    if config.expert_model_parallel_size > 1 or (config.expert_tensor_parallel_size or 1) > 1:
+        raise ValueError(
+            f"{name}: adapters of experts cannot be sharded with expert parallelism; leave the "
+            "experts out of target_modules, such as '*.self_attention.linear_qkv'"
+        )
+    if adapter.linear_in.weight._backward_hooks or adapter.linear_out.weight._backward_hooks:
+        raise ValueError(
+            f"{name}: one adapter for all experts of a layer sums gradients in hooks that sharded "
+            "parameters do not call; set share_expert_adapters=False"
+        )
 
 
 def with_checks(original: Callable[..., None], options: Mapping[str, Any]) -> Callable[..., None]:
@@ -175,8 +201,31 @@ def with_checks(original: Callable[..., None], options: Mapping[str, Any]) -> Ca
                     "CheckpointConfig.async_save = True cannot be used with sharded parameters: "
                     "processes of NVIDIA's resiliency extension write into the final folder"
                 )
+            _check_pretrained(self)
 
     return validate
+
+
+def _check_pretrained(config: Any) -> None:
+    """Check that the initial weights can be loaded into shards."""
+    utils = importlib.import_module("megatron.bridge.training.utils.checkpoint_utils")
+    folder = config.checkpoint.pretrained_checkpoint
+    if folder is None or utils.is_hf_checkpoint_dir(folder):
+        return
+    if config.peft is not None:
+        problem = "its weights are loaded before adapters are added and parameters are sharded"
+    elif is_torch_dist(found[0] if (found := find_checkpoint(folder)) else Path(folder)):
+        problem = "it was saved as torch_dist"
+    elif config.checkpoint.ckpt_format != "fsdp_dtensor":
+        raise ValueError(
+            f"set CheckpointConfig.ckpt_format to 'fsdp_dtensor', the format of {folder}"
+        )
+    else:
+        return
+    raise ValueError(
+        f"CheckpointConfig.pretrained_checkpoint = {folder!r} cannot be used with sharded "
+        f"parameters: {problem}; export it with AutoBridge, and give the folder of Hugging Face"
+    )
 
 
 def _of_megatron(path: str) -> Callable[[Any, Mapping[str, Any]], Any]:
@@ -204,23 +253,15 @@ def load_by_global_names(original: Callable[..., Any], options: Mapping[str, Any
         ckpt_cfg: Any,
         rank0: bool = False,
         sharded_state_dict: Any = None,
-        *,
-        cfg: Any = None,
         **kwargs: Any,
     ) -> Any:
-        state_dict = importlib.import_module("megatron_fsdp_v2_mcore.checkpoint.state_dict")
-        read = functools.partial(original, cfg=cfg, **kwargs)
-        if state_dict.CHUNKS not in (sharded_state_dict or ()):
-            return read(load_dir, ckpt_cfg, rank0, sharded_state_dict)
+        def read(load_dir: Any, args: Any, *rest: Any, **named: Any) -> Any:
+            return original(load_dir, ckpt_cfg, *rest, **named, **kwargs)
+
         # Megatron's arguments have the options of the schedule too.
-        args = SimpleNamespace(**{**vars(ckpt_cfg), **vars(cfg.scheduler)})
-        return state_dict.load_by_global_names(
-            lambda folder, _, *rest, **named: read(folder, ckpt_cfg, *rest, **named),
-            load_dir,
-            args,
-            rank0,
-            sharded_state_dict,
-        )
+        args = SimpleNamespace(**{**vars(ckpt_cfg), **vars(kwargs["cfg"].scheduler)})
+        state_dict = importlib.import_module("megatron_fsdp_v2_mcore.checkpoint.state_dict")
+        return state_dict.load_by_global_names(read, load_dir, args, rank0, sharded_state_dict)
 
     return load
 
@@ -301,12 +342,39 @@ def to_tensor_parallel_part(original: Callable[..., Any], options: Mapping[str, 
     """Return the function that gathers a DTensor: over data-parallel ranks only."""
 
     def gather(dtensor: Any) -> Any:
-        if not isinstance(dtensor, ShardedRows):
-            return original(dtensor)
-        shards, mesh = dtensor.row_shards, dtensor.device_mesh
-        strides = (*shards.strides, *(0,) * (mesh.ndim - len(shards.strides)))
-        part = dataclasses.replace(shards, strides=strides, tensor=None)
-        local = dtensor.to_local().detach()
-        return whole_of(ShardedRows.from_rows(local, mesh, part, dtensor.part_shape))
+        return _part(dtensor) if isinstance(dtensor, ShardedRows) else original(dtensor)
 
     return gather
+
+
+def with_gathered_adapters(original: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """Return the function that exports the weights of adapters, which gathers them first."""
+
+    def gathered(task: Any) -> Any:
+        weight = task.param_weight
+        is_sharded = isinstance(weight, ShardedRows)
+        return dataclasses.replace(task, param_weight=_part(weight)) if is_sharded else task
+
+    def materialize(self: Any, adapter_tasks: Iterable[Any]) -> Any:
+        return original(
+            self,
+            [
+                dataclasses.replace(
+                    task,
+                    linear_in_task=gathered(task.linear_in_task),
+                    linear_out_task=gathered(task.linear_out_task),
+                )
+                for task in adapter_tasks
+            ],
+        )
+
+    return materialize
+
+
+def _part(param: ShardedRows) -> torch.Tensor:
+    """Return this tensor-parallel rank's part of a parameter. Collective over the other axes."""
+    shards, mesh = param.row_shards, param.device_mesh
+    strides = (*shards.strides, *(0,) * (mesh.ndim - len(shards.strides)))
+    part = dataclasses.replace(shards, strides=strides, tensor=None)
+    local = param.to_local().detach()
+    return whole_of(ShardedRows.from_rows(local, mesh, part, param.part_shape))

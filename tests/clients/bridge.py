@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import itertools
 import multiprocessing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -74,7 +75,10 @@ class Run:
         iterations: Number of iterations after which the training ends.
         save: Folder to save to.
         load: Folder to load from.
+        pretrained: Folder of the initial weights if it is not `folder`.
         model: Changed fields of the model's configuration.
+        config: Other changed fields, such as `ddp.average_in_collective`.
+        lora: Arguments of a `LoRA` that is trained; all weights are trained if empty.
     """
 
     folder: str
@@ -83,17 +87,22 @@ class Run:
     iterations: int = 4
     save: str = ""
     load: str = ""
+    pretrained: str = ""
     model: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    lora: dict[str, Any] = field(default_factory=dict)
 
     @property
     def plain(self) -> Run:
         """The whole training with Megatron's DDP."""
-        return Run(self.folder, is_sharded=False, model=self.model)
+        given = {"model": self.model, "config": self.config, "lora": self.lora}
+        return Run(self.folder, is_sharded=False, **given)
 
 
 def recipe(run: Run) -> Any:
     """Return the configuration of a training."""
     from megatron.bridge import AutoBridge
+    from megatron.bridge.peft.lora import LoRA
     from megatron.bridge.training import config
 
     model = AutoBridge.from_hf_pretrained(run.folder).to_megatron_provider(load_weights=False)
@@ -109,8 +118,9 @@ def recipe(run: Run) -> Any:
     for name, value in {**on_cpu, **precision, "seq_length": LENGTH, **run.model}.items():
         assert hasattr(model, name), name
         setattr(model, name, value)
-    return config.ConfigContainer(
+    result = config.ConfigContainer(
         model=model,
+        peft=LoRA(**run.lora) if run.lora else None,
         train=config.TrainingConfig(
             train_iters=run.iterations, global_batch_size=8, micro_batch_size=1
         ),
@@ -144,22 +154,30 @@ def recipe(run: Run) -> Any:
         tokenizer=config.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY - 1),
         checkpoint=config.CheckpointConfig(
             ckpt_format="fsdp_dtensor" if run.is_sharded else "torch_dist",
-            pretrained_checkpoint=run.folder,
+            pretrained_checkpoint=run.pretrained or run.folder,
             save=run.save or None,
             load=run.load or None,
         ),
         dist=config.DistributedInitConfig(distributed_backend="gloo"),
     )
+    for path, value in run.config.items():
+        section, _, name = path.partition(".")
+        assert hasattr(getattr(result, section), name), path
+        setattr(getattr(result, section), name, value)
+    return result
 
 
 def exported(folder: str, model: Any) -> dict[str, torch.Tensor]:
-    """Return the weights of a model under their names in Hugging Face. Collective."""
+    """Return the weights of a model, and of its adapters, under their names in Hugging Face.
+
+    Collective.
+    """
     from megatron.bridge import AutoBridge
 
-    weights = AutoBridge.from_hf_pretrained(folder).export_hf_weights(
-        model, cpu=True, show_progress=False
-    )
-    return {name: weight.clone() for name, weight in weights}
+    hf = AutoBridge.from_hf_pretrained(folder)
+    weights = hf.export_hf_weights(model, cpu=True, show_progress=False)
+    adapters = hf.export_adapter_weights(model, cpu=True, show_progress=False)
+    return {name: weight.clone() for name, weight in itertools.chain(weights, adapters)}
 
 
 def train(
@@ -192,7 +210,8 @@ def train(
         def on_train_end(self, context: Any) -> None:
             probed.update(probe(run.folder, context.model))
 
-    with _clean(run.strategy):
+    ends = SystemExit if "train.exit_interval" in run.config else ()
+    with _clean(run.strategy), contextlib.suppress(ends):
         pretrain(recipe(run), forward_step, callbacks=[Watch()])
     return {"losses": torch.stack(losses), "norms": torch.stack(norms), "parameters": probed}
 

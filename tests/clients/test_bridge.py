@@ -25,6 +25,38 @@ TIMEOUT_S = 240.0
 EXPERTS = {"expert_model_parallel_size": 2}
 STAGES = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
 TENSOR = {"tensor_model_parallel_size": 2}
+LORA = {"dim": 4, "alpha": 8}
+OWN_ADAPTERS = {**LORA, "share_expert_adapters": False}
+RECOMPUTES = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "averaged in collectives": {
+        "config": {
+            "ddp.average_in_collective": True,
+            "ddp.disable_symmetric_registration": True,
+            "ddp.grad_reduce_in_fp32": False,
+            "optimizer.use_distributed_optimizer": False,
+        }
+    },
+    "evaluated in between": {
+        "config": {
+            "dataset.split": "4,4,2",
+            "validation.eval_iters": 1,
+            "validation.eval_interval": 2,
+            "model.gradient_accumulation_fusion": True,
+        }
+    },
+    "hybrid": {"config": {"ddp.num_distributed_optimizer_instances": 2}},
+    "expert-parallel": {"model": EXPERTS},
+    "tensor-parallel": {"model": TENSOR},
+    "in stages": {"model": STAGES},
+    "adapters, recomputed": {"lora": LORA, "model": RECOMPUTES},
+    "adapters, tensor-parallel": {"lora": LORA, "model": TENSOR},
+    "adapters of every expert": {"lora": OWN_ADAPTERS},
+}
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +87,19 @@ def difference(run: Run, theirs: Run) -> float:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "kind", "model", "strategy"),
+    ("ranks", "kind", "strategy", "changes"),
     [
-        (2, "dense", {}, ZERO3),
-        (2, "experts", EXPERTS, ZERO3),
-        (4, "experts", EXPERTS, "optim"),
-        (4, "dense", TENSOR, "optim_grads"),
-        (4, "tied", STAGES, ZERO3),
+        (2, "dense", ZERO3, "averaged in collectives"),
+        (2, "dense", "optim", "evaluated in between"),
+        (4, "dense", ZERO3, "hybrid"),
+        (2, "experts", ZERO3, "expert-parallel"),
+        (4, "experts", "optim", "expert-parallel"),
+        (4, "dense", "optim_grads", "tensor-parallel"),
+        (4, "tied", ZERO3, "in stages"),
+        (2, "dense", "optim", "adapters, recomputed"),
+        (4, "dense", ZERO3, "adapters, tensor-parallel"),
+        (2, "experts", ZERO3, "adapters of every expert"),
     ],
-    ids=str,
 )
 def test_recipe_trains_like_megatrons_ddp(
     recipes: RankPools,
@@ -71,16 +107,22 @@ def test_recipe_trains_like_megatrons_ddp(
     record: Record,
     ranks: int,
     kind: str,
-    model: dict[str, Any],
     strategy: str,
+    changes: str,
 ) -> None:
-    run = Run(models[kind], strategy, model=model)
+    run = Run(models[kind], strategy, **CHANGES[changes])
     found = recipes(ranks).run(difference, run, run.plain, timeout_s=TIMEOUT_S)
     record(CLIENT, COMPARED, max(found))
 
 
 @pytest.mark.parametrize(
-    ("kind", "model", "ranks"), [("dense", {}, (2, 4)), ("experts", EXPERTS, (4, 2))], ids=str
+    ("kind", "ranks", "changes", "others"),
+    [
+        ("dense", (2, 4), {}, {}),
+        ("experts", (4, 2), {"model": EXPERTS}, {"model": EXPERTS}),
+        ("dense", (4, 2), {"lora": LORA, "model": TENSOR}, {"lora": LORA}),
+    ],
+    ids=["data-parallel", "expert-parallel", "adapters without tensor parallelism"],
 )
 def test_recipe_resumes_at_another_size(
     recipes: RankPools,
@@ -88,14 +130,31 @@ def test_recipe_resumes_at_another_size(
     record: Record,
     tmp_path: Path,
     kind: str,
-    model: dict[str, Any],
     ranks: tuple[int, int],
+    changes: dict[str, Any],
+    others: dict[str, Any],
 ) -> None:
-    run = Run(models[kind], ZERO3, load=str(tmp_path), model=model)
-    saved = dataclasses.replace(run, iterations=2, load="", save=str(tmp_path))
+    saved = Run(models[kind], ZERO3, iterations=2, save=str(tmp_path), **changes)
     recipes(ranks[0]).run(bridge.train, saved, timeout_s=TIMEOUT_S)
-    found = recipes(ranks[1]).run(difference, run, run.plain, timeout_s=TIMEOUT_S)
+    run = Run(models[kind], ZERO3, load=str(tmp_path), **others)
+    found = recipes(ranks[1]).run(difference, run, saved.plain, timeout_s=TIMEOUT_S)
     record(CLIENT, f"{COMPARED} after a resume", max(found))
+
+
+def test_pretrained_weights_are_those_of_the_checkpoint(
+    recipes: RankPools, models: dict[str, str], record: Record, tmp_path: Path
+) -> None:
+    ends = {"train.exit_interval": 1}
+    saved = Run(models["dense"], ZERO3, save=str(tmp_path), config=ends)
+    recipes(2).run(bridge.train, saved, timeout_s=TIMEOUT_S)
+    kept = {"optimizer.lr": 0.0, "optimizer.min_lr": 0.0}
+    run = Run(models["dense"], ZERO3, iterations=1, pretrained=str(tmp_path), config=kept)
+    found = recipes(2).run(bridge.train, run, timeout_s=TIMEOUT_S)[0]
+    theirs = recipes(2).run(
+        bridge.train, dataclasses.replace(saved.plain, iterations=1, config={}), timeout_s=TIMEOUT_S
+    )[0]
+    parameters = [{"parameters": one["parameters"]} for one in (found, theirs)]
+    record(CLIENT, "exported weights", difference_of(*parameters))
 
 
 def test_checkpoint_of_another_model_is_an_error(
@@ -146,7 +205,27 @@ def test_install_does_not_change_training_with_ddp(
     record(CLIENT, COMPARED, max(found), at_most=0.0)
 
 
-def undo_and_reject(folder: str) -> None:
+@pytest.mark.parametrize(
+    ("lora", "model", "message"),
+    [
+        (LORA, {}, "set share_expert_adapters=False"),
+        (OWN_ADAPTERS, EXPERTS, "leave the experts out of target_modules"),
+    ],
+    ids=["shared", "expert-parallel"],
+)
+def test_adapters_of_experts_are_rejected(
+    recipes: RankPools,
+    models: dict[str, str],
+    lora: dict[str, Any],
+    model: dict[str, Any],
+    message: str,
+) -> None:
+    run = Run(models["experts"], ZERO3, lora=lora, model=model)
+    with pytest.raises(RankFailure, match=message):
+        recipes(2).run(bridge.train, run, timeout_s=TIMEOUT_S)
+
+
+def undo_and_reject(folder: str, torch_dist: str) -> None:
     """Install and uninstall on this rank; in between, try options that are not supported."""
     from megatron.bridge.training.config import runtime_config_update
 
@@ -167,6 +246,12 @@ def undo_and_reject(folder: str) -> None:
             setattr(config.checkpoint, name, value)
             with pytest.raises(ValueError, match=rf"CheckpointConfig\.{name} = {value!r}"):
                 runtime_config_update(config)
+        for run, message in (
+            (Run(folder, pretrained=torch_dist), "saved as torch_dist; export it with AutoBridge"),
+            (Run(folder, pretrained=torch_dist, lora=LORA), "loaded before adapters are added"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                runtime_config_update(bridge.recipe(run))
     finally:
         megatron_fsdp_v2_for.bridge.uninstall()
     assert all(ours is theirs for ours, theirs in zip(current(), before, strict=True))
@@ -174,6 +259,7 @@ def undo_and_reject(folder: str) -> None:
 
 
 def test_install_is_undone_and_rejects_unsupported_options(
-    recipes: RankPools, models: dict[str, str]
+    recipes: RankPools, models: dict[str, str], tmp_path: Path
 ) -> None:
-    recipes(2).run(undo_and_reject, models["dense"], timeout_s=TIMEOUT_S)
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    recipes(2).run(undo_and_reject, models["dense"], str(tmp_path), timeout_s=TIMEOUT_S)

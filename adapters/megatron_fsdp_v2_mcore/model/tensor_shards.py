@@ -30,6 +30,10 @@ GATED_SUFFIXES = ("_w", "_v")
 STATE_SPACE_SUFFIXES = {5: (".z", ".x", ".B", ".C", ".dt"), 3: (".x", ".B", ".C")}
 
 
+type _Pieces = dict[nn.Parameter, tuple[tuple[int, ...], tuple[str, ...]]]
+"""Row counts and suffixes of the sub-tensors of fused parameters."""
+
+
 def is_expert(param: nn.Parameter) -> bool:
     """Whether a parameter belongs to experts and so differs between expert-parallel ranks."""
     return not getattr(param, "allreduce", True)
@@ -52,8 +56,9 @@ class _MegatronShards(Mapping[nn.Parameter, TensorShard]):
                 sizes = getattr(param, "partition_sizes", None)
                 if sizes is not None:
                     self._pieces[param] = (tuple(sizes), STATE_SPACE_SUFFIXES[len(sizes)])
-                if param in self._pieces:
-                    setattr(param, PIECES_ATTRIBUTE, self._pieces[param][1])
+        self._pieces |= _of_adapters(module, self._pieces)
+        for param, (_, suffixes) in self._pieces.items():
+            setattr(param, PIECES_ATTRIBUTE, suffixes)
 
     @override
     def __getitem__(self, param: nn.Parameter) -> TensorShard:
@@ -93,16 +98,27 @@ def tensor_shards(
     return _MegatronShards(module, dense, expert)
 
 
-def _gated_halves(module: nn.Module) -> dict[nn.Parameter, tuple[tuple[int, ...], tuple[str, ...]]]:
+def _gated_halves(module: nn.Module) -> _Pieces:
     """Return row counts and suffixes of the two halves of gated MLPs' fused first layers."""
-    found: dict[nn.Parameter, tuple[tuple[int, ...], tuple[str, ...]]] = {}
+    found: _Pieces = {}
     for layer in module.modules():
         if not isinstance(layer, MLP | TEGroupedMLP) or not layer.config.gated_linear_unit:
             continue
-        fused: Any = layer.linear_fc1
+        fused: Any = getattr(layer.linear_fc1, "to_wrap", layer.linear_fc1)
         for name, param in fused.named_parameters():
             # Transformer Engine's layer may include the preceding norm, which is not gated.
             if name.startswith(("weight", "bias")):
                 half = param.shape[0] // 2
                 found[param] = ((half, half), GATED_SUFFIXES)
+    return found
+
+
+def _of_adapters(module: nn.Module, pieces: _Pieces) -> _Pieces:
+    """Return the sub-tensors of adapters of Megatron-Bridge: those of the layers they wrap."""
+    found: _Pieces = {}
+    for layer in module.modules():
+        base = getattr(getattr(layer, "to_wrap", None), "weight", None)
+        added = getattr(getattr(layer, "adapter", None), "linear_out", None)
+        if isinstance(added, nn.Module) and base in pieces:
+            found[added.get_parameter("weight")] = pieces[base]
     return found

@@ -81,9 +81,13 @@ def test_weights_gathered_beside_the_memory_of_their_saved_views_have_no_race() 
     model: Any = wrap(Skipping(5), enable_trace_pool=True)
     with record_streams(model) as recording:
         for step, skip in enumerate((None, None, None, 2)):
+            num_earlier = len(recording.schedule.operations())
             model.skip = skip
             own_loss(model, step).backward()
     assert [str(violation) for violation in recording.violations()] == []
+    last = recording.schedule.operations()[num_earlier:]
+    gathered = {region.buffer.name for op in last if op.stream != "compute" for region in op.writes}
+    assert "blocks.1/0 weights gathered" in gathered, "nothing is gathered beside the pool"
 
 
 def _recorded_pattern(pattern: Pattern, strategy: str) -> Recording:

@@ -213,10 +213,14 @@ def test_a_shared_tensor_is_saved_once_and_found_under_all_its_names(tmp_path: P
     theirs = {"model": {name: torch.zeros_like(value) for name, value in state.items()}}
     dcp.load(theirs, checkpoint_id=tmp_path / "tied", no_dist=True)
     assert same_bits(theirs["model"], state)
-    # A checkpoint without sharing loads into a model with sharing.
-    checkpoint.load(tmp_path / "untied", Tied())
+    # A checkpoint without sharing loads into a model with sharing, whose last name counts.
+    both, source = Tied(), untied.state_dict()
+    checkpoint.load(tmp_path / "untied", both)
+    lasting = {"embed.weight": source["head.weight"], "scale": source["inner.scale"]}
+    assert same_bits(both.state_dict(), {**source, **lasting})
     checkpoint.save(tmp_path / "both", model, optimizer, async_save=True).result()
-    checkpoint.load(tmp_path / "both", Tied(), None)
+    checkpoint.load(tmp_path / "both", both, None)
+    assert same_bits(both.state_dict(), state)
 
 
 @pytest.mark.parametrize("dropped", [("head.weight", "scale"), ("embed.weight", "inner.scale")])

@@ -299,6 +299,8 @@ def fully_shard_optimizer(
     replaced = vars(optimizer).get("step")
     if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
         raise ValueError("optimizer.step was replaced; call fully_shard_optimizer before that")
+    if hasattr(optimizer, "_megatron_fsdp_model"):
+        return optimizer
     # The function of a schedule of learning rates only notes that steps ran.
     vars(optimizer).pop("step", None)
     optimizer._megatron_fsdp_model = model  # type: ignore[attr-defined]

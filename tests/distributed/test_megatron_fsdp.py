@@ -192,6 +192,8 @@ def test_options_do_not_change_the_training(name: str) -> None:
 def test_zero_grad_drops_gradients_that_are_not_reduced(strategy: str) -> None:
     model = sharded(zero_dp_strategy=strategy, sync_model_each_microbatch=False)
     optimizer = fully_shard_optimizer(optim.SGD(model.parameters(), lr=0.1))
+    # A second call changes nothing.
+    optimizer = fully_shard_optimizer(optimizer)
     plain = stack()
     own_loss(model, 7).backward()
     loss = own_loss(model)

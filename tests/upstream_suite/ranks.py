@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -21,6 +21,14 @@ FOLDER = "tests/unit_tests/distributed"
 
 OPTIONS = ["-q", "--noconftest", "--tb=short", "-c", os.devnull]
 OPTIONS += [word for name in ("cacheprovider", "faulthandler") for word in ("-p", f"no:{name}")]
+
+
+class _Generator(torch.Generator):
+    """A generator of the CPU."""
+
+    def __new__(cls, device: object = None) -> Self:
+        del device
+        return super().__new__(cls)
 
 
 class Plugin:
@@ -50,9 +58,10 @@ class Plugin:
 
     @pytest.fixture(autouse=True)
     def on_cpu(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Meshes on the CPU and the shared folder, for tests that name other ones."""
+        """A CPU and the shared folder, for tests that name CUDA devices and another folder."""
         make = device_mesh.init_device_mesh
         monkeypatch.setattr(device_mesh, "init_device_mesh", lambda _, **axes: make("cpu", **axes))
+        monkeypatch.setattr(torch, "Generator", _Generator)
         monkeypatch.setattr(request.module, "SHARED_TMP_DIR", str(self._folder), raising=False)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:

@@ -107,7 +107,8 @@ class GroupGrads:
         self.partial: DataParallelBuffer | None = None
         if len(placements) == 2:
             reduced = [Placement.PARTIAL, self._placements[-1]]
-            dtype = dtypes.main_grad
+            # Not rounded between the axes if the user communicates in a wider dtype.
+            dtype = torch.promote_types(dtypes.main_grad, dtypes.grad_comm)
             self.partial = self._gradient_buffer("partial_grad", reduced, dtype, "outer_grad_comm")
         self._hook: Callable[[torch.Tensor], object] | None = None
         self._hook_stream: Any = None

@@ -267,6 +267,18 @@ def test_a_parameters_grad_dtype_is_kept(strategy: str, is_fused: bool) -> None:
     assert {value for values in found for value in values} == {sum(own)}
 
 
+@on_ranks(4, strategy=STRATEGIES)
+def test_a_sum_over_both_axes_is_rounded_to_the_main_gradients_dtype_once(strategy: str) -> None:
+    policy = MixedPrecisionPolicy(grad_comm_dtype=FP32)
+    options = {"sharding_strategy": strategy, "gradient_scaling_factor": 1.0}
+    model = wrap(_dot().bfloat16(), mesh=mesh_of(2, 2), mp_policy=policy, **options)
+    # The sums along the inner axis, 256.98 and 128.4, are no numbers of bf16.
+    own = torch.tensor([256.0, 0.98, 128.0, 0.4], dtype=BF16)
+    model(own[dist.get_rank()].expand(7, 3)).backward()
+    expected = own.float().sum().bfloat16().expand(7, 3)
+    assert held_error(model.weight.grad, expected) == 0
+
+
 FP16_POLICIES = {
     "communication": MixedPrecisionPolicy(grad_comm_dtype=FP16),
     "main": MixedPrecisionPolicy(main_grads_dtype=FP16, grad_comm_dtype=FP32),

@@ -10,14 +10,15 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 from unittest.mock import create_autospec
 
 import pytest
+import torch
 
 from megatron_cpu_rehearsal.patching import Patch
-from megatron_fsdp_v2_for import automodel, megatron_fsdp
+from megatron_fsdp_v2_for import automodel, megatron_fsdp, torchtitan
 from megatron_fsdp_v2_for.adapter import Adapter
 from tests.pages import rows_of, section
 
@@ -193,3 +194,35 @@ def test_automodel_gets_the_names_of_megatron_fsdp(
     assert given == [wanted, wanted]
     automodel.uninstall()
     assert (state_of(parallelizer), state_of(names)) == before
+
+
+# -- torchtitan -----------------------------------------------------------------------------------
+
+
+class BlockShard(NamedTuple):
+    """The fields of torchtitan's class."""
+
+    dim: int
+    block_size: int
+
+
+@pytest.mark.parametrize(
+    ("shape", "shards", "message"),
+    [
+        ((8, 3), (), "parameter weight has no layout in compute_sharding_by_fqn"),
+        ((8, 3), (BlockShard(0, 4), BlockShard(0, 2)), "in one size along all axes"),
+        ((8, 3), (BlockShard(1, 3),), "BlockShard splits the rows of a matrix"),
+        ((8, 4, 3), (BlockShard(0, 4),), "parameter weight of shape (8, 4, 3) has the layouts"),
+    ],
+)
+def test_layout_of_dist_muon_without_a_meaning_is_rejected(
+    shape: tuple[int, ...], shards: tuple[BlockShard, ...], message: str
+) -> None:
+    layout = SimpleNamespace(shardings_by_mesh_axis=dict(enumerate(shards)))
+    group = {"params": [torch.ones(shape)], "param_names": ["weight"]}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        torchtitan.builds_muon(print, {})(
+            [group],
+            compute_sharding_by_fqn={"weight": layout} if shards else {},
+            bucket_configs=(),
+        )

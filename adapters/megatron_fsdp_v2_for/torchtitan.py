@@ -96,11 +96,9 @@ def ties_words_before(
     """
 
     def apply(model: Any, *args: Any, **kwargs: Any) -> Any:
-        # A pipeline stage may have one of the two modules.
-        if all(
-            getattr(part, "weight", None) is not None
-            for part in (model.tok_embeddings, model.lm_head)
-        ):
+        # A pipeline stage may lack one of them.
+        parts = model.tok_embeddings, model.lm_head
+        if all(getattr(part, "weight", None) is not None for part in parts):
             model.model.tie_weights()
         return original(model, *args, **kwargs)
 

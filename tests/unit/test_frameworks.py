@@ -226,3 +226,10 @@ def test_layout_of_dist_muon_without_a_meaning_is_rejected(
             compute_sharding_by_fqn={"weight": layout} if shards else {},
             bucket_configs=(),
         )
+
+
+def test_checks_of_types_are_rejected() -> None:
+    make = torchtitan.rejects_typechecking(lambda parallel_dims: parallel_dims, {})
+    assert make(parallel_dims="dims") == "dims"
+    with pytest.raises(ValueError, match="check the same job with FSDP2"):
+        make(parallel_dims="dims", spmd_typechecking=True)

@@ -40,7 +40,8 @@ def _write_encoders(folder: str) -> None:
 def _write_qwen3(folder: str) -> None:
     import transformers
 
-    config = transformers.Qwen3Config(vocab_size=2048, architectures=["Qwen3ForCausalLM"])
+    options = {"tie_word_embeddings": True, "architectures": ["Qwen3ForCausalLM"]}
+    config = transformers.Qwen3Config(vocab_size=2048, **options)
     config.save_pretrained(f"{folder}/qwen3")
 
 

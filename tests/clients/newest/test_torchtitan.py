@@ -148,9 +148,11 @@ def trainer(config: Any, strategy: str = "") -> Any:
         megatron_fsdp_v2_for.torchtitan.uninstall()
         gc.enable()
     for part in job.model_parts:
-        # torchtitan leaves this buffer of transformers 5.23 uninitialized.
+        # torchtitan leaves these buffers of transformers 5.23 uninitialized.
         if (rotary := getattr(part, "rotary_emb", None)) is not None:
-            rotary.inv_freq.copy_(rotary.compute_default_rope_parameters(rotary.config)[0])
+            values, _ = rotary.compute_default_rope_parameters(rotary.config)
+            rotary.inv_freq.copy_(values)
+            rotary.original_inv_freq.copy_(values)
     for module in itertools.chain(*(part.modules() for part in job.model_parts)):
         if isinstance(module, fsdp.FSDPModule) and not strategy:
             # Otherwise FSDP2 lets NCCL scale gradients, which gloo cannot.

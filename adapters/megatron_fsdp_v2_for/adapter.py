@@ -53,9 +53,12 @@ class Adapter:
         for patch in patches:
             patch.check(f"Installed is {self._package} {found}; supported is {supported}")
         self.uninstall()
+        given = {"sharding_strategy": sharding_strategy, **options}
         try:
             for patch in patches:
-                self._applied.apply(patch, {"sharding_strategy": sharding_strategy, **options})
+                # Functions of other packages, such as the adapter of Megatron, take no options.
+                is_own = patch.wrap.startswith("megatron_fsdp_v2_for.")
+                self._applied.apply(patch, *([given] if is_own else []))
         except BaseException:
             self.uninstall()
             raise

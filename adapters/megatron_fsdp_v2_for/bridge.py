@@ -37,7 +37,7 @@ _AS_MEGATRON = "Megatron-Bridge reads attributes of Megatron's FSDP, whose row o
 
 
 def _patch(target: str, reason: str, wrap: str, parameters: str) -> Patch:
-    wrap = f"megatron_fsdp_v2_for.bridge:{wrap}"
+    wrap = wrap if ":" in wrap else f"megatron_fsdp_v2_for.bridge:{wrap}"
     return Patch(f"megatron.{target}", reason, wrap=wrap, parameters=tuple(parameters.split()))
 
 
@@ -58,26 +58,26 @@ PATCHES = {
         _patch(
             "bridge.training.train:calc_params_l2_norm",
             "Megatron-Bridge sums squares of DTensors over their meshes only",
-            "params_l2_norm",
+            "megatron_fsdp_v2_mcore.optim.optimizer:params_l2_norm",
             "model",
         ),
         _patch(
             "bridge.training.train:check_param_hashes_across_dp_replicas",
             "Megatron compares the local values of a parameter, and ranks hold different rows",
-            "compare_replicas",
+            "megatron_fsdp_v2_mcore.model.weight_hashes:compare_replicas",
             "model cross_check",
         ),
         _patch(
             "bridge.training.checkpointing:preprocess_fsdp_dtensor_state_dict",
             "Megatron splits fused layers by attributes of its own buffers, and names saved values "
             "by the layer and stage numbers local to a rank",
-            "save_by_global_names",
+            "megatron_fsdp_v2_mcore.checkpoint.state_dict:save_by_global_names",
             "cfg raw_state_dict model",
         ),
         _patch(
             "bridge.training.checkpointing:generate_state_dict",
             "the function above receives only the first model chunk of a rank, and needs all",
-            "with_chunks",
+            "megatron_fsdp_v2_mcore.checkpoint.state_dict:with_chunks",
             "ckpt_cfg model",
         ),
         _patch(
@@ -226,23 +226,6 @@ def _check_pretrained(config: Any) -> None:
         f"CheckpointConfig.pretrained_checkpoint = {folder!r} cannot be used with sharded "
         f"parameters: {problem}; export it with AutoBridge, and give the folder of Hugging Face"
     )
-
-
-def _of_megatron(path: str) -> Callable[[Any, Mapping[str, Any]], Any]:
-    """Return the patch function of a patch of Megatron, which takes no options."""
-    module, _, name = f"megatron_fsdp_v2_mcore.{path}".partition(":")
-
-    def wrap(original: Any, options: Mapping[str, Any]) -> Any:
-        # Imported on demand: importing this module must not import Megatron.
-        return getattr(importlib.import_module(module), name)(original)
-
-    return wrap
-
-
-params_l2_norm = _of_megatron("optim.optimizer:params_l2_norm")
-compare_replicas = _of_megatron("model.weight_hashes:compare_replicas")
-with_chunks = _of_megatron("checkpoint.state_dict:with_chunks")
-save_by_global_names = _of_megatron("checkpoint.state_dict:save_by_global_names")
 
 
 def load_by_global_names(original: Callable[..., Any], options: Mapping[str, Any]) -> Any:

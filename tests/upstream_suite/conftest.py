@@ -15,12 +15,8 @@ __all__ = ["megatron_te"]
 FILES = {
     f"mfsdp_v2/test_{name}.py": 4
     for name in ("checkpoint", "context", "expert_parallel", "fully_shard", "optimizer")
-} | {"mfsdp_v1/test_mfsdp_fully_shard.py": 8}
-"""Files of tests, and their numbers of ranks. The others need GPUs (of v2: cuda_graph, memory,
-mcore_adapter, overlap, symmetric_memory; of v1: mcore_fully_sharded_data_parallel,
-fused_mla_checkpoint) or test upstream's functions, buffers and profiler ranges (annotation,
-dbuffer, uneven_dtensor, mcore_tensor_parallelism_detect).
-"""
+} | {"mfsdp_v2/test_memory.py": 2, "mfsdp_v1/test_mfsdp_fully_shard.py": 8}
+"""Files of tests, and their numbers of ranks. docs/tested.md says why the others are not run."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

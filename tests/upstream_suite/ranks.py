@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh
 
 import tests
+from benchmarks.live_bytes import LiveBytes
 from tests.upstream_suite import shim
 
 FOLDER = "tests/unit_tests/distributed"
@@ -44,12 +47,24 @@ class Plugin:
         self.errors: list[str] = []
 
     @pytest.fixture
-    def distributed_setup(self) -> SimpleNamespace:
-        """The existing process group."""
-        device = torch.device("cpu")
-        return SimpleNamespace(
-            rank=dist.get_rank(), world_size=dist.get_world_size(), device=device
+    def distributed_setup(self, request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
+        """The existing process group; tests of memory count that of the CPU."""
+        setup = SimpleNamespace(
+            rank=dist.get_rank(), world_size=dist.get_world_size(), device=torch.device("cpu")
         )
+        if request.path.name != "test_memory.py":
+            yield setup
+            return
+        with (
+            LiveBytes() as meter,
+            mock.patch.multiple(
+                torch.cuda,
+                memory_allocated=lambda device: meter.now,
+                max_memory_allocated=lambda device: meter.peak,
+                reset_peak_memory_stats=lambda device: setattr(meter, "peak", meter.now),
+            ),
+        ):
+            yield setup
 
     @pytest.fixture
     def tmp_path_dist_ckpt(self) -> Path:

@@ -121,6 +121,7 @@ def _parameter_groups(module: nn.Module) -> tuple[SimpleNamespace, ...]:
                 SimpleNamespace(fqns=tuple(name for name, held in named if held is param))
                 for param in group.sharded_params
             ],
+            model_weight=group.model_weight,
             main_weight=SimpleNamespace(
                 layout=SimpleNamespace(size=sum(slot.numel for slot in group.layout.slots))
             ),

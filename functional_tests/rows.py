@@ -460,6 +460,9 @@ RESUMES: tuple[Resume, ...] = (
             Setup(4, ZERO3, f"{f.EP2} {f.PP2} {WHOLE_VOCABULARY}"), Setup(4, ZERO3, f.TP2_SP),
         )
     ),
+    Resume("interleaved experts, from tensor parallel",
+        f"{TE} {GROUPED} --swiglu --moe-mlp-glu-interleave-size 4",
+        Setup(2, ZERO3, f.TP2_SP), Setup(2, ZERO3, WHOLE_VOCABULARY)),
     _parallel("frozen layers, from pipeline", "--swiglu", Setup(2, ZERO3, f.PP2),
         Setup(2, ZERO3), freezes=("mlp",)),
     *(

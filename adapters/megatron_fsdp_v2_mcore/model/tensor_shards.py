@@ -104,6 +104,9 @@ def _gated_halves(module: nn.Module) -> _Pieces:
     for layer in module.modules():
         if not isinstance(layer, MLP | TEGroupedMLP) or not layer.config.gated_linear_unit:
             continue
+        if isinstance(layer, TEGroupedMLP) and layer.config.moe_mlp_glu_interleave_size is not None:
+            # Blocks of both matrices alternate: the shards of all ranks give the global tensor.
+            continue
         fused: Any = getattr(layer.linear_fc1, "to_wrap", layer.linear_fc1)
         for name, param in fused.named_parameters():
             # Transformer Engine's layer may include the preceding norm, which is not gated.

@@ -496,5 +496,11 @@ def _with_initial_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, 
 
 def _drop_initial_state(optimizer: torch.optim.Optimizer) -> None:
     """Drop the state of a checkpoint from before the first step."""
-    if all(float(state.get("step", 1)) == 0 for state in optimizer.state.values()):
+    if not any(map(_has_stepped, optimizer.state.values())):
         optimizer.state.clear()
+
+
+def _has_stepped(state: dict[str, Any]) -> bool:
+    if "step" in state:
+        return float(state["step"]) > 0
+    return any(isinstance(v, torch.Tensor) and bool(plain_of(v).any()) for v in state.values())

@@ -438,11 +438,11 @@ def test_tensor_parallel_parameters_are_sharded_along_the_named_axes() -> None:
 # -- checkpoints ----------------------------------------------------------------------------------
 
 
-def program(folder: str, *, steps: int, saves: bool) -> dict[str, Any]:
+def program(folder: str, strategy: int = 3, *, steps: int, saves: bool) -> dict[str, Any]:
     """The program of the library's page: save or load, then train; return the whole state."""
     module = stack()
     module.output.bias.requires_grad_(False)
-    model = sharded(module, zero_dp_strategy=3)
+    model = sharded(module, zero_dp_strategy=strategy)
     optimizer = fully_shard_optimizer(adamw(model))
     schedule = optim.lr_scheduler.StepLR(optimizer, 100)
     if not saves:
@@ -467,19 +467,33 @@ def program(folder: str, *, steps: int, saves: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("before", [0, 2], ids=["before the first step", "after two steps"])
-def test_a_checkpoint_of_torch_resumes_at_any_size(
+def test_a_checkpoint_of_torch_resumes_at_any_size_and_strategy(
     pools: RankPools, tmp_path: Path, before: int
 ) -> None:
     (saved, *_) = pools(2).run(program, str(tmp_path), steps=before, saves=True)
     (fresh, *_) = pools(2).run(program, str(tmp_path / "other"), steps=1, saves=True)
-    for size in (2, 3):
-        (loaded, *_) = pools(size).run(program, str(tmp_path), steps=0, saves=False)
-        (after, *_) = pools(size).run(program, str(tmp_path), steps=1, saves=False)
+    for size, strategy in ((2, 3), (3, 1)):
+        (loaded, *_) = pools(size).run(program, str(tmp_path), strategy, steps=0, saves=False)
+        (after, *_) = pools(size).run(program, str(tmp_path), strategy, steps=1, saves=False)
         assert all(map(torch.equal, loaded["weights"], saved["weights"]))
         assert len(loaded["state"]) == len(saved["state"]) > 0
         assert all(map(torch.equal, loaded["state"], saved["state"]))
         if not before:
             assert all(map(torch.allclose, after["weights"], fresh["weights"]))
+
+
+@on_ranks(2)
+def test_the_first_step_after_a_load_of_no_steps_is_a_first_step() -> None:
+    models, optimizers = (sharded(), sharded()), []
+    for model in models:
+        # Dampening does not apply to the first step.
+        optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+        optimizers.append(fully_shard_optimizer(optimizer))
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    for model, optimizer in zip(models, optimizers, strict=True):
+        own_loss(model).backward()
+        optimizer.step()
+    assert all(map(torch.equal, *map(shards_of, models)))
 
 
 @on_ranks(2)

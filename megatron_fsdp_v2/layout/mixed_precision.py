@@ -54,7 +54,8 @@ class MixedPrecisionPolicy:
         param_dtype: Dtype of gathered parameters, and of computation in the forward and backward.
         main_params_dtype: Dtype of the main (master) weights, which the optimizer steps.
         main_grads_dtype: Dtype of the reduced gradient (`param.grad`) and of its accumulation.
-        grad_comm_dtype: Communication dtype of gradients.
+        grad_comm_dtype: Communication dtype of gradients. If it is wider than `main_grads_dtype`,
+            gradients are accumulated in it until the synchronized backward.
         cast_forward_inputs: Cast floating-point tensors among a unit's forward inputs to
             `param_dtype`.
         output_dtype: Cast floating-point tensors among a unit's forward outputs to this dtype.

@@ -86,7 +86,8 @@ class GroupGrads:
     Attributes:
         context: Context of the buffers.
         full: Buffer that gradients arrive in.
-        partial: Buffer for the reduction along an outer axis, or for the hook; else None.
+        partial: Buffer for the reduction along an outer axis, for sums in a wider dtype than the
+            main gradient's, or for the hook; else None.
         accumulates_unreduced: Whether the full buffer accumulates until the synchronized backward.
         is_written: Whether a reduction of this backward wrote the main gradient.
         has_contributed: Whether this rank had a gradient in that reduction, or in an earlier
@@ -101,15 +102,18 @@ class GroupGrads:
         placements, dtypes = spec.placements, spec.dtypes
         self._placements = [p.main_weight for p in placements]
         self.accumulates_unreduced = placements[-1].unreduced_grad is Placement.PARTIAL
-        dtype = dtypes.main_grad if self.accumulates_unreduced else dtypes.grad_comm
+        # Of sums that more is added to: rounded to the main gradient's dtype once, at the end.
+        wide = torch.promote_types(dtypes.main_grad, dtypes.grad_comm)
+        dtype = wide if self.accumulates_unreduced else dtypes.grad_comm
         unreduced = [Placement.PARTIAL] * len(placements)
         self.full = self._gradient_buffer("full_grad", unreduced, dtype, "grad_comm")
-        self.partial: DataParallelBuffer | None = None
-        if len(placements) == 2:
-            reduced = [Placement.PARTIAL, self._placements[-1]]
-            # Not rounded between the axes if the user communicates in a wider dtype.
-            dtype = torch.promote_types(dtypes.main_grad, dtypes.grad_comm)
-            self.partial = self._gradient_buffer("partial_grad", reduced, dtype, "outer_grad_comm")
+        self._own_partial: DataParallelBuffer | None = None
+        if len(placements) == 2 or (wide != dtypes.main_grad and not self.accumulates_unreduced):
+            reduced = [*unreduced[1:], self._placements[-1]]
+            self._own_partial = self._gradient_buffer(
+                "partial_grad", reduced, wide, "outer_grad_comm"
+            )
+        self.partial = self._own_partial
         self._hook: Callable[[torch.Tensor], object] | None = None
         self._hook_stream: Any = None
         # The reduced gradient of one backward, for the hook; with one axis it is `partial`.
@@ -199,7 +203,7 @@ class GroupGrads:
 
     @property
     def has_outer_axis(self) -> bool:
-        """Whether a second reduction follows, along an outer axis or by a hook."""
+        """Whether a second reduction follows, from `partial`."""
         return self.partial is not None and self.context.spec.reduces
 
     @property
@@ -239,7 +243,7 @@ class GroupGrads:
                 self._placements,
                 self.context.spec.dtypes.main_grad,
             )
-        if len(self._placements) == 1:
+        if self._own_partial is None:
             self.partial = self._hooked
 
     # -- collection ---------------------------------------------------------------------------

@@ -279,6 +279,20 @@ def test_a_sum_over_both_axes_is_rounded_to_the_main_gradients_dtype_once(strate
     assert held_error(model.weight.grad, expected) == 0
 
 
+@on_ranks(2, strategy=STRATEGIES)
+def test_micro_batches_are_rounded_to_the_main_gradients_dtype_once(strategy: str) -> None:
+    policy = MixedPrecisionPolicy(grad_comm_dtype=FP32)
+    options = {"sharding_strategy": strategy, "gradient_scaling_factor": 1.0}
+    model = wrap(_dot().bfloat16(), mp_policy=policy, **options)
+    # 256.98 is no number of bf16, and is rounded to 256.
+    values = torch.tensor([256.0, 0.98, 0.98], dtype=BF16)
+    for index, value in enumerate(values):
+        model.set_requires_gradient_sync(index == len(values) - 1)
+        model((value if dist.get_rank() else 0 * value).expand(7, 3)).backward()
+    expected = values.float().sum().bfloat16().expand(7, 3)
+    assert held_error(model.weight.grad, expected) == 0
+
+
 FP16_POLICIES = {
     "communication": MixedPrecisionPolicy(grad_comm_dtype=FP16),
     "main": MixedPrecisionPolicy(main_grads_dtype=FP16, grad_comm_dtype=FP32),

@@ -12,6 +12,7 @@ import torch
 
 from megatron_fsdp_v2._compiler import uncompiled
 from megatron_fsdp_v2.comm.backends import is_capturing
+from megatron_fsdp_v2.dtensor.sharded_rows import plain_attributes, raw_grad
 from megatron_fsdp_v2.params.gradients import GroupGrads
 from megatron_fsdp_v2.runtime.schedule import (
     AT_END,
@@ -450,6 +451,7 @@ class Backward:
         # reduced in their turn.
         is_pending = self.context.ranks_may_differ and self.has_unreduced
         for unit in reversed(units):
+            self._collect_assigned(unit)
             if is_pending and any(grads.accumulates_unreduced for grads in unit.grads()):
                 self._pending.add(weakref.ref(unit))
             self._reduce_rest(unit, synchronize=True)
@@ -457,6 +459,20 @@ class Backward:
         # As after a synchronized backward: an optimizer may step next.
         self.context.weight_version += 1
         _run_hooks(reversed(units), only_certain=False)
+
+    def _collect_assigned(self, unit: Unit) -> None:
+        """Collect gradients that were assigned to gathered parameters, not computed by a backward.
+
+        Zero-bubble schedules of torch's pipelining assign the results of `torch.autograd.grad`.
+        """
+        for group in unit.groups:
+            with plain_attributes():
+                grads = list(map(raw_grad, group.unsharded_params))
+            for index, grad in enumerate(grads):
+                if grad is not None:
+                    if not group.grads.is_arriving:
+                        self.make_room()
+                    group.grads.collect(index, group.unsharded_params[index])
 
     def _end_reductions(self, *, synchronize: bool) -> None:
         """Wait for all reductions, and drop gradients to which no rank contributed."""

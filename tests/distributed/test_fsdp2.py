@@ -22,7 +22,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TheirModule
 from torch.distributed.fsdp import UnshardHandle, share_comm_ctx
 from torch.distributed.fsdp import fully_shard as their_fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleavedZeroBubble,
+)
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -289,20 +294,30 @@ def test_registered_method_keeps_no_model_alive_and_plain_models_are_unchanged()
     assert reference() is None
 
 
-@on_ranks(4, strategy=["no_shard", "optim_grads_params"])
-def test_torchs_pipelining_trains_as_the_unsharded_loop_does(strategy: str) -> None:
+@on_ranks(4, kind=[Schedule1F1B, ScheduleGPipe, ScheduleInterleavedZeroBubble])
+def test_torchs_pipelining_trains_as_the_unsharded_loop_does(kind: Any) -> None:
+    """A zero-bubble schedule has several stages on a rank, and splits their backwards."""
+    splits = kind is ScheduleInterleavedZeroBubble
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    stages = [nn.Sequential(Block(), Block()) for _ in range(2)]
+    modules = [nn.Sequential(Block(), Block()) for _ in range(4 if splits else 2)]
     x, y = torch.randn(2, 2, 4, 3, WIDTH)
-    plain = copy.deepcopy(stages)
+    whole = nn.Sequential(*copy.deepcopy(modules))
     here, dp = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
-    module = wrap(stages[here], stages[here], mesh=mesh["dp"], sharding_strategy=strategy)
+    stages = []
+    for index in range(here, len(modules), 2):
+        module = wrap(
+            modules[index],
+            modules[index],
+            mesh=mesh["dp"],
+            sharding_strategy="no_shard" if kind is Schedule1F1B else "optim_grads_params",
+            reshard_after_forward=not splits,
+        )
+        cpu, group = torch.device("cpu"), mesh.get_group("pp")
+        stages.append(PipelineStage(module, index, len(modules), cpu, group=group))
     loss_fn = nn.functional.mse_loss
-    stage = PipelineStage(module, here, 2, torch.device("cpu"), group=mesh.get_group("pp"))
-    kind = Schedule1F1B if strategy == "no_shard" else ScheduleGPipe
-    runner = kind(stage, n_microbatches=4, loss_fn=loss_fn)
-    whole = nn.Sequential(*plain)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, whole)]
+    runner = kind(stages if splits else stages[0], n_microbatches=4, loss_fn=loss_fn)
+    own = nn.ModuleList(modules[here::2])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (own, whole)]
     for _ in range(2):
         if here == 0:
             runner.step(x[dp])
@@ -311,7 +326,7 @@ def test_torchs_pipelining_trains_as_the_unsharded_loop_does(strategy: str) -> N
         for part, target in zip(x, y, strict=True):
             (loss_fn(whole(part), target) / 2).backward()
         step_all(*optimizers)
-    assert weight_error(module, plain[here]) < 1e-6
+    assert weight_error(own, whole[here::2]) < 1e-6
 
 
 @on_ranks(2)

@@ -51,7 +51,7 @@ PATCHES = {
         ),
         _patch(
             "bridge.training.config:ConfigContainer.validate",
-            "options of checkpoints that sharded parameters do not support are rejected by name",
+            "options that sharded parameters do not support are rejected by name",
             "with_checks",
             "self",
         ),
@@ -189,7 +189,7 @@ def _reject_expert_adapter(name: str, layer: torch.nn.Module, config: Any) -> No
 
 
 def with_checks(original: Callable[..., None], options: Mapping[str, Any]) -> Callable[..., None]:
-    """Return the validation of a configuration, which also rejects options of checkpoints."""
+    """Return the validation of a configuration, which also rejects unsupported options."""
 
     def validate(self: Any) -> None:
         original(self)
@@ -201,6 +201,13 @@ def with_checks(original: Callable[..., None], options: Mapping[str, Any]) -> Ca
                     "CheckpointConfig.async_save = True cannot be used with sharded parameters: "
                     "processes of NVIDIA's resiliency extension write into the final folder"
                 )
+            model = getattr(self.model, "transformer", self.model)
+            for name in ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"):
+                if getattr(model, name, None) is not None:
+                    raise ValueError(
+                        f"{name} cannot be used with sharded parameters: Megatron-Bridge reorders "
+                        "rows of a checkpoint by attributes of Megatron's buffers; leave it out"
+                    )
             _check_pretrained(self)
 
     return validate

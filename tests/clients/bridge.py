@@ -55,13 +55,20 @@ def start() -> None:
 
 
 def save_model(folder: str, kind: str, seed: int = 1) -> None:
-    """Save a model of Hugging Face with random weights: `dense`, `tied` or `experts`."""
+    """Save a model of Hugging Face with random weights: `dense`, `tied` or `experts`.
+
+    The weights are exact in bf16: in recipes with bf16, main weights of Megatron's DDP start from
+    rounded weights.
+    """
     torch.manual_seed(seed)
     if kind == "experts":
         config: Any = transformers.Qwen3MoeConfig(**_SIZES, **_EXPERTS)
     else:
         config = transformers.LlamaConfig(**_SIZES, tie_word_embeddings=kind == "tied")
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for param in model.parameters():
+        param.data = param.data.bfloat16().float()
+    model.save_pretrained(folder)
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,7 @@ class Run:
         pretrained: Folder of the initial weights if it is not `folder`.
         model: Changed fields of the model's configuration.
         config: Other changed fields, such as `ddp.average_in_collective`.
+        precision: Name of a recipe of Megatron-Bridge for bf16 and FP8; fp32 if empty.
         lora: Arguments of a `LoRA` that is trained; all weights are trained if empty.
     """
 
@@ -90,13 +98,20 @@ class Run:
     pretrained: str = ""
     model: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+    precision: str = ""
     lora: dict[str, Any] = field(default_factory=dict)
 
     @property
     def plain(self) -> Run:
         """The whole training with Megatron's DDP."""
-        given = {"model": self.model, "config": self.config, "lora": self.lora}
-        return Run(self.folder, is_sharded=False, **given)
+        return Run(
+            self.folder,
+            is_sharded=False,
+            model=self.model,
+            config=self.config,
+            precision=self.precision,
+            lora=self.lora,
+        )
 
 
 def recipe(run: Run) -> Any:
@@ -104,6 +119,7 @@ def recipe(run: Run) -> Any:
     from megatron.bridge import AutoBridge
     from megatron.bridge.peft.lora import LoRA
     from megatron.bridge.training import config
+    from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 
     model = AutoBridge.from_hf_pretrained(run.folder).to_megatron_provider(load_weights=False)
     on_cpu = {
@@ -164,6 +180,11 @@ def recipe(run: Run) -> Any:
         section, _, name = path.partition(".")
         assert hasattr(getattr(result, section), name), path
         setattr(getattr(result, section), name, value)
+    if run.precision:
+        result.mixed_precision = get_mixed_precision_config(run.precision)
+        # Otherwise main weights of Megatron's DDP start from weights rounded to FP8.
+        result.mixed_precision.fp8_param_gather = False
+        result.mixed_precision.first_last_layers_bf16 = False
     return result
 
 
@@ -210,8 +231,8 @@ def train(
         def on_train_end(self, context: Any) -> None:
             probed.update(probe(run.folder, context.model))
 
-    ends = SystemExit if "train.exit_interval" in run.config else ()
-    with _clean(run.strategy), contextlib.suppress(ends):
+    ends = [SystemExit] if "train.exit_interval" in run.config else []
+    with _clean(run.strategy), contextlib.suppress(*ends):
         pretrain(recipe(run), forward_step, callbacks=[Watch()])
     return {"losses": torch.stack(losses), "norms": torch.stack(norms), "parameters": probed}
 

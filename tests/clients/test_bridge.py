@@ -26,6 +26,7 @@ EXPERTS = {"expert_model_parallel_size": 2}
 STAGES = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
 TENSOR = {"tensor_model_parallel_size": 2}
 LORA = {"dim": 4, "alpha": 8}
+INTERLEAVES = "moe_mlp_glu_interleave_size"
 OWN_ADAPTERS = {**LORA, "share_expert_adapters": False}
 RECOMPUTES = {
     "recompute_granularity": "full",
@@ -113,6 +114,29 @@ def test_recipe_trains_like_megatrons_ddp(
     run = Run(models[kind], strategy, **CHANGES[changes])
     found = recipes(ranks).run(difference, run, run.plain, timeout_s=TIMEOUT_S)
     record(CLIENT, COMPARED, max(found))
+
+
+def difference_of_losses(run: Run) -> float:
+    """Return the difference of the losses to those of Megatron's DDP."""
+    ours, theirs = ({"losses": bridge.train(one)["losses"]} for one in (run, run.plain))
+    return difference_of(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        "bf16_mixed",
+        "bf16_with_fp8_current_scaling_mixed",
+        "bf16_with_fp8_delayed_scaling_mixed",
+    ],
+)
+def test_recipe_of_low_precision_trains_like_megatrons_ddp(
+    recipes: RankPools, models: dict[str, str], record: Record, precision: str
+) -> None:
+    # The order of a norm's sum may change its last bit, and with it bf16 and FP8 weights.
+    run = Run(models["dense"], ZERO3, precision=precision, config={"optimizer.clip_grad": 0.0})
+    found = recipes(2).run(difference_of_losses, run, timeout_s=TIMEOUT_S)
+    record(CLIENT, "losses", max(found))
 
 
 @pytest.mark.parametrize(
@@ -249,6 +273,7 @@ def undo_and_reject(folder: str, torch_dist: str) -> None:
         for run, message in (
             (Run(folder, pretrained=torch_dist), "saved as torch_dist; export it with AutoBridge"),
             (Run(folder, pretrained=torch_dist, lora=LORA), "loaded before adapters are added"),
+            (Run(folder, model={INTERLEAVES: 4}), f"{INTERLEAVES} cannot be used"),
         ):
             with pytest.raises(ValueError, match=message):
                 runtime_config_update(bridge.recipe(run))

@@ -56,9 +56,9 @@ class Adapter:
         given = {"sharding_strategy": sharding_strategy, **options}
         try:
             for patch in patches:
-                # Functions of other packages, such as the adapter of Megatron, take no options.
-                is_own = patch.wrap.startswith("megatron_fsdp_v2_for.")
-                self._applied.apply(patch, *([given] if is_own else []))
+                # The functions of the adapter of Megatron take no options.
+                takes_none = patch.wrap.startswith("megatron_fsdp_v2_mcore.")
+                self._applied.apply(patch, *([] if takes_none else [given]))
         except BaseException:
             self.uninstall()
             raise

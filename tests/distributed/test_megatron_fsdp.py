@@ -370,7 +370,11 @@ def meshes_with_experts(shape: tuple[int, ...]) -> tuple[DeviceMesh, DeviceMesh]
     return mesh_of(*shape[:-2], shape[-2] * shape[-1]), experts
 
 
-WITH_EXPERTS = [((2, 2), 3, 0), *(((2, 2, 2), *strategies) for strategies in HYBRID)]
+# On 8 ranks, a case takes seconds.
+WITH_EXPERTS: list[Any] = [((2, 2), 3, 0), ((2, 2, 2), 3, 1)]
+WITH_EXPERTS += [
+    pytest.param(((2, 2, 2), *strategies), marks=pytest.mark.slow) for strategies in HYBRID[:-1]
+]
 
 
 @pytest.mark.parametrize("way", [EVERY, IN_THE_STEP])

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from megatron_fsdp_v2 import fully_shard
-from tests.random import program
+from tests.random import sharded
 from tests.random.campaign import outcome_of, replay, report, shrunk
 from tests.random.cases import Case, Event, Node, Options, from_json, to_json
 from tests.random.generate import generate
@@ -85,7 +85,7 @@ def _fully_shard_with_fault(module: Any, **options: Any) -> Any:
 
 def run_with_fault(case: Case, folder: str) -> Outcome:
     """Run a case with the injected fault."""
-    with mock.patch.object(program, "fully_shard", _fully_shard_with_fault):
+    with mock.patch.object(sharded, "fully_shard", _fully_shard_with_fault):
         return run_case(case, folder)
 
 

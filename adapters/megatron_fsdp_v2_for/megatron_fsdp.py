@@ -367,7 +367,7 @@ def fully_shard(
     model = fully_shard_model(module, *args, **kwargs)
     params = dict(module.named_parameters())
     for group, group_names in zip(optimizer.param_groups, held, strict=True):
-        # In place: L-BFGS keeps the list itself.
+        # The list stays the same object, since L-BFGS holds a reference to the list.
         group["params"][:] = [params[name] for name in group_names]
     return model, fully_shard_optimizer(
         optimizer, kwargs.get("preproc_state_dict_for_dcp_ckpt", True)

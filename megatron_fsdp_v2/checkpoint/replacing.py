@@ -170,14 +170,14 @@ def remove_own(folder: Path) -> None:
 
 
 def put_in_place(folder: Path, target: Path) -> None:
-    """Put a complete checkpoint in its place; what was there is removed afterwards.
+    """Move a complete checkpoint to its path, and remove the previous one there afterwards.
 
     If there is a checkpoint, it is renamed first. A process that is killed in between leaves it
     where `find_folder` finds it.
 
     Args:
         folder: The checkpoint.
-        target: Its place.
+        target: Its path.
 
     Raises:
         ValueError: There is something that is not a checkpoint.

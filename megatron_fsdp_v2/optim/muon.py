@@ -282,6 +282,6 @@ def _check_parameter(group: dict[str, Any], index: int, param: nn.Parameter) -> 
     if block_rows is not None and (param.ndim == 3 or param.shape[0] % block_rows):
         raise ValueError(
             f"{parameter_name(group, index)} has shape {tuple(param.shape)}, and "
-            f"block_rows={block_rows} divides the rows of 2-D parameters, without a rest; leave it "
-            "out of the group of this parameter"
+            f"block_rows={block_rows} divides the rows of 2-D parameters, without a remainder; put "
+            "this parameter into a group without block_rows"
         )

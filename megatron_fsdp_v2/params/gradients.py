@@ -102,7 +102,7 @@ class GroupGrads:
         placements, dtypes = spec.placements, spec.dtypes
         self._placements = [p.main_weight for p in placements]
         self.accumulates_unreduced = placements[-1].unreduced_grad is Placement.PARTIAL
-        # Of sums that more is added to: rounded to the main gradient's dtype once, at the end.
+        # The dtype of sums that later backwards add to, which are rounded once, at the end.
         wide = torch.promote_types(dtypes.main_grad, dtypes.grad_comm)
         dtype = wide if self.accumulates_unreduced else dtypes.grad_comm
         unreduced = [Placement.PARTIAL] * len(placements)
@@ -202,8 +202,8 @@ class GroupGrads:
         return self._was_unset and not self.has_contributed and self._hook is None
 
     @property
-    def has_outer_axis(self) -> bool:
-        """Whether a second reduction follows, from `partial`."""
+    def reduces_partial(self) -> bool:
+        """Whether a second reduction moves sums from `partial` to the main gradient."""
         return self.partial is not None and self.context.spec.reduces
 
     @property
@@ -367,7 +367,7 @@ class GroupGrads:
         if reduces and before != 1.0:
             self.full.tensor.mul_(before)
         self._full_state = self._moved(self._full_state, GradState.REDUCING)
-        if self.has_outer_axis:
+        if self.reduces_partial:
             assert self.partial is not None
             accumulate = self.has_partial
             self._partial_state = self._moved(self._partial_state, GradState.ACCUMULATED)
@@ -387,7 +387,7 @@ class GroupGrads:
         self._inner_work.wait()
         self._full_state = self._moved(self._full_state, GradState.ABSENT)
         self.full.drop()
-        if self._staging is not None and not self.has_outer_axis:
+        if self._staging is not None and not self.reduces_partial:
             self._staging.drop()
 
     def reduce_outer(self, *, async_op: bool) -> None:

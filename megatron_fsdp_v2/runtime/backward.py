@@ -314,7 +314,7 @@ class Backward:
                 # Buffers that accumulate micro-batches were allocated before.
                 self.make_room()
                 if context.options.check_ranks == "always":
-                    has_outer = synchronize and any(grads.has_outer_axis for grads in due)
+                    has_outer = synchronize and any(grads.reduces_partial for grads in due)
                     along_all = has_outer and not context.ranks_may_differ
                     compare_unit(context, unit, "reduce", along_all=along_all)
                 # A repair needs the reductions that were issued before one that fails.
@@ -357,7 +357,7 @@ class Backward:
         with self.context.observer.phase(groups[0].name, "finish_reduction"):
             for grads in groups:
                 grads.end_inner()
-        if following := [grads for grads in groups if synchronize and grads.has_outer_axis]:
+        if following := [grads for grads in groups if synchronize and grads.reduces_partial]:
             self._reduce_outer(following)
 
     def _reduce_outer(self, groups: Sequence[GroupGrads]) -> None:

@@ -11,12 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Replicate, Shard
 
-from megatron_fsdp_v2 import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    ShardPlacementResult,
-    fully_shard,
-)
+from megatron_fsdp_v2 import FSDPModule, MixedPrecisionPolicy, ShardPlacementResult, fully_shard
 from tests.distributed import wrapping
 from tests.distributed.nccl_double import as_on_cuda
 from tests.random.cases import Case, Options

@@ -138,6 +138,7 @@ def cast_floats(value: Any, dtype: torch.dtype, replaced: ReplacedTensors | None
     return map_tensors(cast, value)
 
 
+@dataclasses.dataclass(slots=True)
 class ReplacedTensors:
     """Tensors that are replaced in the arguments of a forward while it runs: by casts, by views.
 
@@ -148,9 +149,10 @@ class ReplacedTensors:
             original.
     """
 
-    def __init__(self) -> None:
-        self.containers: list[Any] = []
-        self.originals: dict[int, tuple[torch.Tensor, torch.Tensor, int | None]] = {}
+    containers: list[Any] = dataclasses.field(default_factory=list)
+    originals: dict[int, tuple[torch.Tensor, torch.Tensor, int | None]] = dataclasses.field(
+        default_factory=dict
+    )
 
     def hold(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Note the arguments of a forward that begins."""
@@ -225,8 +227,9 @@ def watch_inputs(
     at_others: Callable[[], None],
     args: Any,
     kwargs: Any,
+    inputs: Inputs,
     replaced: ReplacedTensors,
-) -> tuple[Any, Any, Inputs]:
+) -> tuple[Any, Any]:
     """Replace inputs that require gradients by views whose nodes call a function in the backward.
 
     In-place operations on a view follow autograd's rules for views. The engine runs ready nodes in
@@ -238,12 +241,12 @@ def watch_inputs(
         at_others: Called by the nodes of the other views.
         args: Positional arguments of the forward.
         kwargs: Keyword arguments of the forward.
+        inputs: Receives the inputs.
         replaced: Receives the tensors that are replaced.
 
     Returns:
-        The arguments for the forward, and a record of the inputs.
+        The arguments for the forward.
     """
-    inputs = Inputs()
     views: dict[int, torch.Tensor] = {}
 
     def route(tensor: torch.Tensor) -> torch.Tensor:
@@ -266,7 +269,7 @@ def watch_inputs(
             node.register_hook(functools.partial(uncompiled(_node_ran), function))
         return view
 
-    return map_tensors(route, args), map_tensors(route, kwargs), inputs
+    return map_tensors(route, args), map_tensors(route, kwargs)
 
 
 def _node_ran(function: Callable[[], None], grad_inputs: Any, grad_outputs: Any) -> None:

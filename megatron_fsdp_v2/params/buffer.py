@@ -268,10 +268,11 @@ class DataParallelBuffer:
         *,
         packing: int = 1,
         staging: DataParallelBuffer | None = None,
+        span: Span | None = None,
     ) -> None:
         self.context = context
         self.placements = tuple(placements)
-        self.span = context.spec.grid.span(placements)
+        self.span = span or context.spec.grid.span(placements)
         self.tensor = tensor
         self.memory = memory
         self.packing = packing

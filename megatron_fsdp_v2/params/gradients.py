@@ -217,7 +217,9 @@ class GroupGrads:
         flat = self._main()
         if flat is None:
             return None
-        return DataParallelBuffer(self.context, self._placements, flat, staging=self._staging)
+        return DataParallelBuffer(
+            self.context, self._placements, flat, staging=self._staging, span=self._main_span
+        )
 
     def buffers(self) -> Iterator[DataParallelBuffer]:
         """Yield all buffers with temporary memory."""

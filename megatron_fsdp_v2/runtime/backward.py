@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.runtime.unit import Unit
 
 # Backwards that began and have neither ended nor been repaired.
-_UNDER_WAY: weakref.WeakSet[Backward] = weakref.WeakSet()
+_UNDER_WAY: set[weakref.ref[Backward]] = set()
 
 type _Found = list[tuple[GroupGrads, list[torch.Tensor | None]]]
 
@@ -167,10 +167,10 @@ class Backward:
             return
         self.reduce_in_turn(position)
         self.finish_others(position)
-        if self in _UNDER_WAY:
+        if weakref.ref(self) in _UNDER_WAY:
             # One backward through several forwards of the root reduces each unit once per forward.
             self.reduce(self.passed.due(is_left=True))
-        _UNDER_WAY.add(self)
+        _UNDER_WAY.add(weakref.ref(self, _UNDER_WAY.discard))
         self.passed = passed
         passed.begin_backward()
 
@@ -190,7 +190,8 @@ class Backward:
 
     def _together(self) -> list[Backward]:
         """Return the backwards of all roots in this run of the engine, in order of their turns."""
-        found = [each for each in _UNDER_WAY if each._graph_task == self._graph_task]
+        task = self._graph_task
+        found = [each for each in live(tuple(_UNDER_WAY)) if each._graph_task == task]
         if len(found) > 1:
             found.sort(key=lambda each: each.passed.turn, reverse=True)
         return found or [self]
@@ -271,7 +272,7 @@ class Backward:
         reduces_in_turn = self.is_running and self.context.ranks_may_differ
         others = [
             other
-            for other in sorted(_UNDER_WAY, key=lambda other: -other.passed.turn)
+            for other in sorted(live(tuple(_UNDER_WAY)), key=lambda other: -other.passed.turn)
             if other is not self and other.context.ranks_may_differ and other.is_running
             if not (reduces_in_turn and other._graph_task == task)
         ]
@@ -490,7 +491,7 @@ class Backward:
 
     def _forget(self) -> None:
         self.context.end_nested_pass()
-        _UNDER_WAY.discard(self)
+        _UNDER_WAY.discard(weakref.ref(self))
         self._graph_task, self.position, self._end = -1, UNKNOWN, None
         self._unit = lambda: None
         self.deferred.clear()

@@ -250,8 +250,9 @@ UNKNOWN = sys.maxsize
 AT_END = -2
 """Position of a backward that has left every forward."""
 
-# Passes whose units are reduced in order, and are not all reduced yet.
-_UNREDUCED: weakref.WeakSet[RootPass] = weakref.WeakSet()
+# Passes whose units are reduced in order, and are not all reduced yet. Read for every unit, which
+# takes several times as long with a WeakSet.
+_UNREDUCED: set[weakref.ref[RootPass]] = set()
 
 
 class RootPass:
@@ -340,7 +341,7 @@ class RootPass:
         if self._order is not None:
             if self.first < 0:
                 self.first = next(FORWARD_NUMBERS)
-            _UNREDUCED.add(self)
+            _UNREDUCED.add(weakref.ref(self, _UNREDUCED.discard))
 
     # -- backward -------------------------------------------------------------------------------
 
@@ -351,7 +352,7 @@ class RootPass:
         self._left = self._uses.copy()
         self._waiting = [ref for ref in self._begun if ref in self._repeated]
         if self._order is not None:
-            _UNREDUCED.add(self)
+            _UNREDUCED.add(weakref.ref(self, _UNREDUCED.discard))
 
     def count_backward(self, refs: Sequence[weakref.ref[Unit]]) -> list[weakref.ref[Unit]]:
         """Count the backward of one use; without a fixed order, return the units to reduce now.
@@ -372,7 +373,8 @@ class RootPass:
 
     def waits(self, position: int) -> bool:
         """Return whether a pass that is reduced before this pass may still receive gradients."""
-        return any([p.turn > self.turn and p.first < position for p in _UNREDUCED])
+        passes = live(tuple(_UNREDUCED))
+        return any([p.turn > self.turn and p.first < position for p in passes])
 
     def due(self, *, is_left: bool) -> list[Unit]:
         """Return the units to reduce next, up to the first unit with a pending use.
@@ -390,5 +392,5 @@ class RootPass:
             self._next += 1
         else:
             self.is_reduced = True
-            _UNREDUCED.discard(self)
+            _UNREDUCED.discard(weakref.ref(self))
         return live(self._order[start : self._next])

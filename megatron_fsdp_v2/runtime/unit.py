@@ -346,7 +346,11 @@ class Unit:
     def pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather weights, cast inputs and add post-backward hooks, before the module's forward."""
         context = self.context
-        self.running = running = RunningForward(has_begun=True)
+        if self.running.has_begun:
+            # The last forward did not end, such as after KeyboardInterrupt, which runs no hooks.
+            self.running = RunningForward()
+        running = self.running
+        running.has_begun = True
         with self.observed_phase("pre_forward"):
             inside = context.backward.is_running
             recomputes = running.is_recomputation = inside and self.recomputes
@@ -377,8 +381,9 @@ class Unit:
         if torch.is_grad_enabled():
             record = running.record = ForwardRecord(self, is_recomputed=recomputes)
             running.since = next_node_number()
-            args, kwargs, running.inputs = watch_inputs(
-                record.post_backward, record.defer_post_backward, args, kwargs, running.replaced
+            at_first, at_others = record.post_backward, record.defer_post_backward
+            args, kwargs = watch_inputs(
+                at_first, at_others, args, kwargs, running.inputs, running.replaced
             )
         return args, kwargs
 
@@ -470,7 +475,7 @@ class Unit:
                 record.ends = next(FORWARD_NUMBERS)
             # The caller may use what the forward wrote into its arguments, as it uses outputs.
             written = running.replaced.written(since)
-            watch_outputs(record.pre_backward, (output, written), since)
+            watch_outputs(record.pre_backward, (output, *written), since)
         return output
 
     def note_if_recomputable(self) -> None:

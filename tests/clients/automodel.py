@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import io
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.experimental._context_parallel import _attention
 
 import megatron_fsdp_v2_for.automodel
 from megatron_cpu_rehearsal.cuda_stubs import install_stubs
 from megatron_cpu_rehearsal.devices import CpuDevices
 from megatron_cpu_rehearsal.patching import Patches
-from megatron_fsdp_v2_for.megatron_fsdp import MegatronFSDP
+from megatron_fsdp_v2 import FSDPModule
 from tests.clients.differences import Results, full_parameters, results_of
 from tests.clients.hf_models import MODELS
 from tests.clients.stubs import stub
@@ -30,13 +33,40 @@ def start() -> None:
     # Meshes are those of CPUs.
     _PATCHES.set(torch.cuda, "is_available", lambda: False)
     _DEVICES.enter_context(CpuDevices())
+    for operator in (_ATTENTION, _ATTENTION_BACKWARD):
+        _attention.custom_ops[operator] = _ring_attention
     importlib.import_module("nemo_automodel.recipes.llm.train_ft")
+
+
+_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def _ring_attention(operator: Any, args: Any, kwargs: Any) -> Any:
+    """Compute attention over a context-parallel axis. Torch has such a rule for GPUs only."""
+    mesh = args[0].device_mesh
+    tensors = [arg.to_local() for arg in args if isinstance(arg, DTensor)]
+    options = {"dropout_p": args[-2], "is_causal": args[-1], "scale": kwargs.get("scale")}
+    if operator is _ATTENTION:
+        ring = _attention._templated_ring_attention
+        found = ring(mesh.get_group(), 2, operator, *tensors, **options)
+    else:
+        gradient, *others = tensors
+        ring = _attention._templated_ring_attention_backward
+        found = ring(mesh.get_group(), 2, operator, gradient, "grad_out", *others, **options)
+    return tuple(DTensor.from_local(each, mesh, [Shard(2)], run_check=False) for each in found)
+
+
+def build(name: str) -> Any:
+    """Build one of `MODELS`, with a vocabulary that tensor parallelism can split."""
+    model = MODELS[name]
+    return dataclasses.replace(model, options={**model.options, "vocab_size": 62}).build()
 
 
 def save_model(folder: str, name: str) -> None:
     """Save one of `MODELS` with random weights, for all trainings."""
     torch.manual_seed(1)
-    MODELS[name].build().save_pretrained(folder)
+    build(name).save_pretrained(folder)
 
 
 @dataclass(frozen=True)
@@ -48,12 +78,18 @@ class Run:
         output: Folder of checkpoints. A training resumes from the last one.
         zero_dp_strategy: Of the strategy `megatron_fsdp`; None for `fsdp2`.
         steps: Number of steps after which the training ends.
+        tp_size: Number of tensor-parallel ranks.
+        cp_size: Number of context-parallel ranks.
+        is_exported: Whether checkpoints have a folder of transformers as well.
     """
 
     folder: str
     output: str
     zero_dp_strategy: int | None = None
     steps: int = 4
+    tp_size: int = 1
+    cp_size: int = 1
+    is_exported: bool = False
 
     @property
     def recipe(self) -> dict[str, Any]:
@@ -61,6 +97,7 @@ class Run:
         distributed: dict[str, Any] = {"strategy": "fsdp2", "mp_policy": _FP32}
         if self.zero_dp_strategy is not None:
             distributed = {"strategy": "megatron_fsdp", "zero_dp_strategy": self.zero_dp_strategy}
+        distributed |= {"tp_size": self.tp_size, "cp_size": self.cp_size}
         return {
             "seed": 1,
             "step_scheduler": {
@@ -82,8 +119,8 @@ class Run:
             "checkpoint": {
                 "enabled": True,
                 "checkpoint_dir": self.output,
-                "model_save_format": "torch_save",
-                "save_consolidated": False,
+                "model_save_format": "safetensors" if self.is_exported else "torch_save",
+                "save_consolidated": self.is_exported,
             },
             "distributed": distributed,
             "loss_fn": {"_target_": "nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy"},
@@ -133,10 +170,5 @@ def train(run: Run) -> Results:
         [torch.tensor(float(metrics[name])) for metrics in logged] for name in ("loss", "grad_norm")
     )
     (model,) = recipe.model_parts
-    assert isinstance(model, MegatronFSDP) is (run.zero_dp_strategy is not None)
-    parameters = full_parameters(model)
-    return results_of(
-        losses,
-        norms,
-        {name.removeprefix("module."): param for name, param in parameters.items()},
-    )
+    assert isinstance(model, FSDPModule) is (run.zero_dp_strategy is not None)
+    return results_of(losses, norms, full_parameters(model))

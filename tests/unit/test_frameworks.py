@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import create_autospec
 
@@ -50,7 +50,7 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     sys.modules.pop(NAME, None)
 
 
-def state_of(module: ModuleType) -> dict[str, Any]:
+def state_of(module: Any) -> dict[str, Any]:
     return dict(vars(module))
 
 
@@ -146,7 +146,7 @@ AUTOMODEL = "nemo_automodel.components.distributed"
 
 @pytest.fixture
 def automodel_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return automodel's two modules, with the names that they import from megatron-fsdp."""
+    """Return automodel's modules with the names that are patched."""
     folder = tmp_path / AUTOMODEL.replace(".", "/")
     folder.mkdir(parents=True)
     (folder / "parallelizer.py").write_text(
@@ -156,14 +156,23 @@ def automodel_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         "megatron_fsdp_fully_shard_model = fully_shard_model\n"
         "class MegatronFSDPMixedPrecisionPolicy: ...\n"
     )
-    (folder / "megatron_fsdp.py").write_text(
-        "class MegatronFSDP: ...\ndef megatron_fsdp_fully_shard_optimizer(): ...\n"
+    (folder / "config.py").write_text(
+        "class MegatronFSDPConfig:\n    def __init__(self): self.zero_dp_strategy = 3\n"
+    )
+    (folder / "tp_replicas.py").write_text(
+        "def _iter_unique_parameters_by_name(model_parts): yield from model_parts\n"
+    )
+    shared = tmp_path / "nemo_automodel/shared"
+    shared.mkdir()
+    (shared / "tied_weights.py").write_text(
+        "tied = []\ndef ensure_tied_lm_head(model): tied.append(model)\n"
     )
     metadata = tmp_path / "nemo_automodel-0.7.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Name: nemo-automodel\nVersion: 0.7.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield [importlib.import_module(f"{AUTOMODEL}.{n}") for n in ("parallelizer", "megatron_fsdp")]
+    names = ("parallelizer", "config", "tp_replicas")
+    yield [importlib.import_module(f"{AUTOMODEL}.{name}") for name in names]
     automodel.uninstall()
     for name in [name for name in sys.modules if name.startswith("nemo_automodel")]:
         del sys.modules[name]
@@ -173,27 +182,33 @@ def automodel_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_automodel_gets_the_names_of_megatron_fsdp(
     automodel_modules: Any, monkeypatch: pytest.MonkeyPatch, strategy: str | None
 ) -> None:
-    parallelizer, names = automodel_modules
-    before = state_of(parallelizer), state_of(names)
+    parallelizer, config, replicas = automodel_modules
+    before = [*map(state_of, automodel_modules), state_of(config.MegatronFSDPConfig)]
     given: list[Any] = []
-    for name in ("fully_shard", "fully_shard_model"):
-        function = create_autospec(getattr(megatron_fsdp, name))
-        function.side_effect = lambda *args, **kwargs: given.append(kwargs)
+    sharded = SimpleNamespace(module=SimpleNamespace())
+    results = {"fully_shard": (sharded, "optimizer"), "fully_shard_model": sharded}
+    for name, result in results.items():
+        function = create_autospec(getattr(megatron_fsdp, name), return_value=result)
         monkeypatch.setattr(megatron_fsdp, name, function)
+        given.append(function)
     automodel.install(strategy, report_nan_in_param_grad=True)
-    assert names.MegatronFSDP is megatron_fsdp.MegatronFSDP
-    assert names.megatron_fsdp_fully_shard_optimizer is megatron_fsdp.fully_shard_optimizer
     assert parallelizer.MegatronFSDPMixedPrecisionPolicy is megatron_fsdp.MixedPrecisionPolicy
-    for name in ("megatron_fsdp_fully_shard", "megatron_fsdp_fully_shard_model"):
-        function = getattr(parallelizer, name)
+    wanted = ((sharded.module, "optimizer"), sharded.module)
+    for name, result in zip(results, wanted, strict=True):
+        function = getattr(parallelizer, f"megatron_fsdp_{name}")
         assert {"mixed_precision_policy", "report_nan_in_param_grad"} <= set(
             inspect.signature(function).parameters
         )
-        function("model", "optimizer or mesh", zero_dp_strategy=3)
-    wanted = {"zero_dp_strategy": strategy or 3, "report_nan_in_param_grad": True}
-    assert given == [wanted, wanted]
+        assert function("model", "optimizer or mesh", zero_dp_strategy=3) == result
+    options = {"zero_dp_strategy": strategy or 3, "report_nan_in_param_grad": True}
+    for function in given:
+        function.assert_called_once_with("model", "optimizer or mesh", **options)
+    sharded.module._replace_param_with_distributed_if_needed()
+    assert importlib.import_module("nemo_automodel.shared.tied_weights").tied == ["model"] * 2
+    assert not config.MegatronFSDPConfig().defer_fsdp_grad_sync
+    assert [*replicas._iter_unique_parameters_by_name([("weight", "mean")])] == [("weight", "mean")]
     automodel.uninstall()
-    assert (state_of(parallelizer), state_of(names)) == before
+    assert [*map(state_of, automodel_modules), state_of(config.MegatronFSDPConfig)] == before
 
 
 # -- torchtitan -----------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Command line `megatron-fsdp-v2`.
 
-A package of its own: importing the package `megatron_fsdp_v2` imports torch, which takes seconds. A
-command's module is imported if the command line names the command.
+This file does not import torch, which takes seconds: the module of a command is imported if the
+command line names the command. Commands of the core are here too, since it reads no command lines.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROGRAM = "megatron-fsdp-v2"
 COMMANDS = {
     "ckpt": (
         "inspect, verify, export or convert a checkpoint",
-        "megatron_fsdp_v2.checkpoint.command",
+        "megatron_fsdp_v2_cli.ckpt.command",
     ),
     "patches": (
         "list where Megatron is patched, why, and whether each patch fits",
@@ -33,7 +33,7 @@ COMMANDS = {
     ),
     "plan": (
         "memory, communication and time of a training before it runs",
-        "megatron_fsdp_v2.plan.command",
+        "megatron_fsdp_v2_cli.plan.command",
     ),
     "prove": (
         "prove on a few CPU ranks that a configuration trains as Megatron's own DDP does",

@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_fsdp_v2 import _progress
-from megatron_fsdp_v2.checkpoint import command as converters
 from megatron_fsdp_v2.checkpoint import exporting
 from megatron_fsdp_v2.checkpoint.verifying import verify
+from megatron_fsdp_v2_cli import progress as cli_progress
+from megatron_fsdp_v2_cli.ckpt import command as converters
 from tests.processes import ROOT
 from tests.unit.checkpoints import FIRST, flip, names_in, no_file_longer_than, write_folder
 from tests.unit.commands import called
@@ -238,8 +238,8 @@ def test_a_bar_is_shown_on_a_terminal_after_some_seconds(
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     for delay, shown in ((0.0, True), (3600.0, False)):
-        monkeypatch.setattr(_progress, "SILENT_S", delay)
-        with _progress.progress("verify") as advance:
+        monkeypatch.setattr(cli_progress, "SILENT_S", delay)
+        with cli_progress.progress("verify") as advance:
             advance(1, 2)
             advance(2, 2)
         assert ("verify" in capfd.readouterr().err) == shown

@@ -36,9 +36,8 @@ def tree(tmp_path):
             folder = place / package / layer
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "__init__.py").touch()
-    for package in ("megatron_fsdp_v2_cli", "megatron_fsdp_v2_trace"):
-        (tmp_path / "adapters" / package).mkdir()
-        (tmp_path / "adapters" / package / "__init__.py").touch()
+    (tmp_path / "adapters" / "megatron_fsdp_v2_trace").mkdir()
+    (tmp_path / "adapters" / "megatron_fsdp_v2_trace" / "__init__.py").touch()
     shutil.copy(ROOT / "adapters" / "ruff.toml", tmp_path / "adapters")
     return tmp_path
 
@@ -55,6 +54,7 @@ FORBIDDEN_IMPORTS = [
     ("comm/backends.py", "megatron", "not allowed to import megatron:"),
     ("comm/backends.py", "transformer_engine", "not allowed to import transformer_engine"),
     ("comm/backends.py", MCORE, "not allowed to import megatron_fsdp_v2_mcore"),
+    ("plan/planner.py", "megatron_fsdp_v2_cli", "not allowed to import megatron_fsdp_v2_cli"),
     (f"{ADAPTER}/flags/settings.py", f"{MCORE}.model", "flags is not allowed to import"),
     (f"{ADAPTER}/model/wrapper.py", "transformer_engine", "not allowed to import transformer_"),
     (f"../{REHEARSAL}/te/load.py", "megatron_fsdp_v2", "Rehearsal: imports neither"),

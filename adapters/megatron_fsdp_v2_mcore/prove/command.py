@@ -12,8 +12,8 @@ import torch
 
 from megatron_cpu_rehearsal.flags import with_cpu_flags
 from megatron_cpu_rehearsal.te import load
-from megatron_fsdp_v2 import _arguments as arguments
-from megatron_fsdp_v2._progress import progress
+from megatron_fsdp_v2_cli import arguments
+from megatron_fsdp_v2_cli.progress import progress
 from megatron_fsdp_v2_mcore.flags.arguments import supported_on_cpu
 from megatron_fsdp_v2_mcore.prove import report, sides
 from megatron_fsdp_v2_mcore.prove.page import html_page

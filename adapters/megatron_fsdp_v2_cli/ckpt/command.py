@@ -12,13 +12,14 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from megatron_fsdp_v2 import _arguments as arguments
-from megatron_fsdp_v2._progress import progress
 from megatron_fsdp_v2._text import listed, readable_size
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.exporting import MAX_SHARD_BYTES, Exported, convert, export
-from megatron_fsdp_v2.checkpoint.inspecting import inspect, listing, summary
+from megatron_fsdp_v2.checkpoint.inspecting import inspect
 from megatron_fsdp_v2.checkpoint.verifying import verify
+from megatron_fsdp_v2_cli import arguments
+from megatron_fsdp_v2_cli.ckpt.listing import listing, summary
+from megatron_fsdp_v2_cli.progress import progress
 
 _KINDS = "folder of torch's distributed checkpoint; .safetensors, its index or its folder; or .pt"
 _SHOWN = 8

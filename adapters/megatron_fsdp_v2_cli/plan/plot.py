@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_fsdp_v2.plan.report import ROLES, PlanReport
+from megatron_fsdp_v2_cli.plan.report import ROLES, PlanReport
 
 _GIB = 1024**3
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatron_fsdp_v2.plan.report import PlanReport
+from megatron_fsdp_v2_cli.plan.report import PlanReport
 
 
 def write_timeline(report: PlanReport, path: Path) -> None:

@@ -10,8 +10,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_fsdp_v2 import _arguments as arguments
-from megatron_fsdp_v2._progress import progress
 from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp_v2.layout.placement import OUTER_NAMES, STRATEGIES
 from megatron_fsdp_v2.plan.description import (
@@ -25,16 +23,14 @@ from megatron_fsdp_v2.plan.description import (
 from megatron_fsdp_v2.plan.machine import PRESETS, Machine, find_machine
 from megatron_fsdp_v2.plan.optimizer_state import OPTIMIZERS
 from megatron_fsdp_v2.plan.planner import advice, best_plan, plan_one, strategies
-from megatron_fsdp_v2.plan.plot import draw
-from megatron_fsdp_v2.plan.report import PlanReport, as_dict, lines
-from megatron_fsdp_v2.plan.sources import (
-    SourceResult,
-    build_on_meta,
-    describe_flags,
-    model_arguments,
-)
-from megatron_fsdp_v2.plan.timeline import write_timeline
+from megatron_fsdp_v2.plan.sources import SourceResult, describe_flags
 from megatron_fsdp_v2.runtime.options import RuntimeOptions
+from megatron_fsdp_v2_cli import arguments
+from megatron_fsdp_v2_cli.plan.own_model import build_on_meta, model_arguments
+from megatron_fsdp_v2_cli.plan.plot import draw
+from megatron_fsdp_v2_cli.plan.report import PlanReport, as_dict, lines
+from megatron_fsdp_v2_cli.plan.timeline import write_timeline
+from megatron_fsdp_v2_cli.progress import progress
 
 
 class _PlanCommand:

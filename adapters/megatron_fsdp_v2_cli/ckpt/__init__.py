@@ -1,0 +1,1 @@
+"""`megatron-fsdp-v2 ckpt`: inspect, verify, export and convert checkpoints."""

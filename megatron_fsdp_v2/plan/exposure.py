@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
-
-from megatron_fsdp_v2._text import compact, table
+from typing import Self
 
 
 class Reason(enum.Enum):
@@ -102,70 +99,3 @@ class OverlapReport:
             if each.reason is not None:
                 found[each.reason] = found.get(each.reason, 0.0) + each.seconds * each.times
         return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-    def lines(self, most: int = 12) -> Iterator[str]:
-        """The report as text: seconds by reason, and the longest waits.
-
-        Args:
-            most: Number of waits to show.
-        """
-        total = sum(each.times for each in self.exposures)
-        part = f" of {_milliseconds(self.seconds)}" if self.seconds else ""
-        exposed = [each for each in self.exposures if each.reason is not None]
-        waited = sum(each.times for each in exposed)
-        yield (
-            f"{_milliseconds(self.exposed_seconds)}{part} exposed: {waited} of {total} collectives "
-            "were waited for"
-        )
-        if not exposed:
-            return
-        yield ""
-        rows = [("reason", "collectives", "exposed", "part")]
-        for reason, seconds in self.by_reason.items():
-            count = sum(each.times for each in exposed if each.reason is reason)
-            share = f"{seconds / self.exposed_seconds:.0%}"
-            rows.append((reason.value, str(count), _milliseconds(seconds), share))
-        yield from table(rows)
-        yield ""
-        yield from (f"{reason.value}: {reason.meaning}" for reason in self.by_reason)
-        yield ""
-        yield from self._longest(exposed, most)
-
-    def _longest(self, exposed: Sequence[Exposure], most: int) -> Iterator[str]:
-        head = ("unit", "collective", "for", "axis", "bytes", "issued at", "waited at")
-        rows = [(*head, "exposed", "times", "reason")]
-        longest = sorted(exposed, key=lambda each: -each.seconds * each.times)[:most]
-        for each in sorted(longest, key=lambda each: each.issued_at):
-            rows.append(
-                (
-                    each.unit or "(root)",
-                    each.kind,
-                    each.purpose,
-                    each.axis,
-                    compact(each.nbytes, 1024),
-                    _milliseconds(each.issued_at),
-                    _milliseconds(each.waited_at),
-                    _milliseconds(each.seconds),
-                    str(each.times),
-                    each.reason.value if each.reason else "",
-                )
-            )
-        if len(exposed) > most:
-            yield f"The {most} that were exposed longest, of {len(exposed)}:"
-        yield from table(rows, left=(0, 1, 2, 3, 9))
-
-    def as_dict(self) -> dict[str, Any]:
-        """The report as plain data, for JSON: bytes and seconds."""
-        return {
-            "seconds": self.seconds,
-            "exposed": self.exposed_seconds,
-            "by_reason": {reason.value: seconds for reason, seconds in self.by_reason.items()},
-            "collectives": [
-                dataclasses.asdict(each) | {"reason": each.reason and each.reason.value}
-                for each in self.exposures
-            ],
-        }
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f} ms"

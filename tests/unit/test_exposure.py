@@ -20,6 +20,7 @@ from megatron_fsdp_v2.plan import (
 from megatron_fsdp_v2.plan.description import ModelTraits
 from megatron_fsdp_v2.plan.exposure import Exposure, OverlapReport, Reason
 from megatron_fsdp_v2.runtime.options import RuntimeOptions
+from megatron_fsdp_v2_cli.plan.overlap import overlap_as_dict, overlap_lines
 
 NUM_RANKS = 8
 WIDTH = 16
@@ -131,12 +132,12 @@ def test_a_report_has_totals_by_reason_and_the_longest_waits() -> None:
         0.02,
     )
     assert report.by_reason == {Reason.COMPUTE: 0.006, Reason.FIRST: 0.001}
-    text = "\n".join(report.lines(most=1))
+    text = "\n".join(overlap_lines(report, most=1))
     assert text.startswith("7.00 ms of 20.00 ms exposed: 3 of 4 collectives were waited for\n")
     assert "longer than computation            2  6.00 ms   86%" in text
     assert "The 1 that were exposed longest, of 2:" in text
     assert "(root)" not in text
-    data = json.loads(json.dumps(report.as_dict()))
+    data = json.loads(json.dumps(overlap_as_dict(report)))
     assert data["by_reason"] == {"longer than computation": 0.006, "first of a pass": 0.001}
     assert data["collectives"][2]["reason"] is None
-    assert "".join(OverlapReport(()).lines()).startswith("0.00 ms exposed: 0 of 0")
+    assert "".join(overlap_lines(OverlapReport(()))).startswith("0.00 ms exposed: 0 of 0")

@@ -12,6 +12,7 @@ from megatron_fsdp_v2.diagnostics.memory_ledger import Role
 from megatron_fsdp_v2.plan.description import TrainingDescription
 from megatron_fsdp_v2.plan.machine import Machine
 from megatron_fsdp_v2.plan.planner import RESTING, Plan
+from megatron_fsdp_v2_cli.plan.overlap import overlap_as_dict, overlap_lines
 
 ROLES = (
     Role.MODEL_WEIGHT,
@@ -103,7 +104,7 @@ def lines(report: PlanReport) -> Iterator[str]:
     yield ""
     if report.shows_overlap:
         yield f"What a step of {report.shown.strategy.name} waits for:"
-        yield from report.shown.overlap.lines()
+        yield from overlap_lines(report.shown.overlap)
         yield ""
     yield from _verdict(report)
 
@@ -256,7 +257,7 @@ def _plan_as_dict(plan: Plan, report: PlanReport) -> dict[str, Any]:
             "idle": plan.idle_seconds,
         }
     if report.shows_overlap and plan is report.shown:
-        found["overlap"] = plan.overlap.as_dict()
+        found["overlap"] = overlap_as_dict(plan.overlap)
     if report.memory_nbytes is not None:
         found["fits"] = plan.fits(report.memory_nbytes)
     return found

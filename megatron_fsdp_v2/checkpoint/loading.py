@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import math
 import os
 import time
 from collections import defaultdict
@@ -180,7 +179,7 @@ def _checked(
         own = groups_entry(optimizer, parameter_names(model))
         ready.options = _saved_options(own, saved_groups)
         blocks: list[ReadRequest] = []
-        ready.states = _new_states(folder, model, optimizer, blocks)
+        ready.states = _new_states(folder, model, optimizer, ready.options, blocks)
         with torch.no_grad():
             folder.fill(blocks)
     if EXTRA in folder.entries:
@@ -226,21 +225,29 @@ def requests_for(key: str, tensor: torch.Tensor) -> list[ReadRequest]:
 
 
 def _new_states(
-    folder: CheckpointFolder, model: nn.Module, optimizer: Optimizer, wanted: list[ReadRequest]
+    folder: CheckpointFolder,
+    model: nn.Module,
+    optimizer: Optimizer,
+    options: Sequence[Mapping[str, Any]],
+    wanted: list[ReadRequest],
 ) -> dict[Any, dict[str, Any]]:
     """Allocate state for every parameter that has some in the checkpoint."""
     names, saved = parameter_names(model), _saved_states(folder)
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    return {
-        param: {s: _new_state(folder, key, param, wanted) for s, key in saved[name].items()}
-        for param in params
-        # A parameter that was never stepped has no entry.
-        if (name := names[param]) in saved
-    }
+    found: dict[Any, dict[str, Any]] = {}
+    for group, loaded in zip(optimizer.param_groups, options, strict=True):
+        counts_on_host = not any({**group, **loaded}.get(o) for o in ("fused", "capturable"))
+        for param in group["params"]:
+            # A parameter that was never stepped has no entry.
+            for state, key in saved.get(names[param], {}).items():
+                # As torch's `load_state_dict`: fused kernels and CUDA graphs count on the device.
+                device = "cpu" if state == "step" and counts_on_host else param.device
+                value = _new_state(folder, key, param, device, wanted)
+                found.setdefault(param, {})[state] = value
+    return found
 
 
 def _new_state(
-    folder: CheckpointFolder, key: str, param: torch.Tensor, wanted: list[ReadRequest]
+    folder: CheckpointFolder, key: str, param: torch.Tensor, device: Any, wanted: list[ReadRequest]
 ) -> Any:
     entry = folder.entries[key]
     if entry.dtype is None:
@@ -249,8 +256,6 @@ def _new_state(
     if entry.shape == param.shape:
         tensor = torch.zeros_like(param, dtype=entry.dtype, requires_grad=False)
     else:
-        # Scalars such as step counts stay on the host, as in torch.
-        device = param.device if math.prod(entry.shape) > 1 else "cpu"
         tensor = torch.zeros(entry.shape, dtype=entry.dtype, device=device)
     wanted += requests_for(key, tensor)
     return tensor
@@ -408,7 +413,12 @@ def _saved_options(own: _Groups, saved: _Groups) -> list[dict[str, Any]]:
                     f"{name} and {known[0]} are in one group of the optimizer and were saved with "
                     f"different {', '.join(differing)}; make the groups as they were"
                 )
-        found.append(copy.deepcopy({k: v for k, v in first.items() if k != "params"}))
+        options = copy.deepcopy({k: v for k, v in first.items() if k != "params"})
+        # A learning rate in a tensor stays on its device.
+        tensors = {k: v for k, v in group.items() if isinstance(v, torch.Tensor)}
+        for key in tensors.keys() & options.keys():
+            options[key] = torch.as_tensor(options[key]).to(tensors[key].device)
+        found.append(options)
     return found
 
 

@@ -98,6 +98,26 @@ def test_a_fresh_optimizer_of_the_same_kind_gets_state_and_options(
     assert bits(other, fresh) == bits(model, optimizer)
 
 
+@pytest.mark.parametrize("option", ["fused", "capturable", "foreach"])
+def test_values_that_kernels_read_on_the_device_are_loaded_there(
+    tmp_path: Path, option: str
+) -> None:
+    """Step counts of a fused or capturable optimizer, and a learning rate in a tensor."""
+    model, optimizer = trained(lr=torch.tensor(0.5), foreach=False)
+    # A capturable step needs a GPU, and so does the fused step of what is loaded.
+    optimizer.param_groups[0].update({"foreach": False, option: True})
+    checkpoint.save(tmp_path / "k", model, optimizer)
+    other = net().to("meta")
+    fresh = optim.AdamW(other.parameters())
+    fresh.param_groups[0]["lr"] = torch.tensor(0.1, device="meta")
+    checkpoint.load(tmp_path / "k", other, fresh)
+    (options,), states = fresh.param_groups, fresh.state.values()
+    assert options[option] and options["lr"].is_meta
+    assert {state["step"].device.type for state in states} == {
+        "cpu" if option == "foreach" else "meta"
+    }
+
+
 def two_groups(model: Any) -> Any:
     return [{"params": model[0].parameters()}, {"params": [*model[1:].parameters()], "lr": 0.2}]
 

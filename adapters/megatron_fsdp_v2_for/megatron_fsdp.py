@@ -192,7 +192,7 @@ def fully_shard_model(
     Args:
         module: The model.
         device_mesh: Mesh with the named axes. None: one axis over all ranks.
-        dp_shard_dim: Axis to shard along.
+        dp_shard_dim: Axis to shard along; "fsdp" by default if there is no `device_mesh`.
         dp_outer_dim: Outer axis (HSDP, HFSDP).
         tp_dim: Axis over which parameters are DTensors already.
         hybrid_fsdp_group: All data-parallel ranks; compared with the mesh.
@@ -236,8 +236,13 @@ def fully_shard_model(
         raise ValueError(f"dp_outer_dim={dp_outer_dim!r} needs a device_mesh with this axis")
     if device_mesh is not None and dp_shard_dim is None:
         raise ValueError("device_mesh needs dp_shard_dim, the name of its axis to shard along")
-    _part("device_mesh", device_mesh, [tp_dim])
+    if device_mesh is None and dp_shard_dim is None:
+        dp_shard_dim = "fsdp"  # The default name of this axis, also in expt_device_mesh.
     axes = [dp_outer_dim, dp_shard_dim]
+    named = [name for name in (*axes, tp_dim) if name is not None]
+    if len(set(named)) < len(named):
+        raise ValueError(f"the arguments *_dim must name different axes, got {named}")
+    _part("device_mesh", device_mesh, [tp_dim])
     mesh = _part("device_mesh", device_mesh, axes, hybrid_fsdp_group)
     expert_mesh = _part("expt_device_mesh", expt_device_mesh, axes, hybrid_fsdp_expt_group)
     units = _units(module, fsdp_unit_modules or ())
@@ -395,6 +400,8 @@ def _part(
 ) -> DeviceMesh | None:
     """Return the named axes of a mesh; None if there are none."""
     names = tuple(name for name in axes if name is not None)
+    if mesh is None and group is not None:
+        raise ValueError(f"the hybrid group of {argument} is given without {argument}")
     if mesh is None or not names:
         return None
     try:

@@ -531,6 +531,13 @@ def test_each_rejected_argument_is_named() -> None:
             "tp_dim": "tp",
         },
         "device_mesh needs dp_shard_dim": {"device_mesh": mesh_of(2)},
+        "*_dim must name different axes, got ['inner', 'inner']": {
+            "device_mesh": mesh_of(2),
+            "dp_shard_dim": "inner",
+            "tp_dim": "inner",
+        },
+        "of expt_device_mesh is given without": {"hybrid_fsdp_expt_group": dist.group.WORLD},
+        "expt_device_mesh has no axes ('fsdp',)": {"expt_device_mesh": mesh_of(2)},
         "must have the ranks of ('inner',): [0, 1]": {
             "device_mesh": mesh_of(2),
             "dp_shard_dim": "inner",

@@ -164,6 +164,8 @@ def with_strategy(original: type, options: Mapping[str, Any]) -> Callable[..., A
     def wrap(config: Any, ddp_config: Any, module: Any, **kwargs: Any) -> Any:
         for name, layer in module.named_modules():
             _reject_expert_adapter(name, layer, config)
+            _mark_magnitude(name, layer, config)
+            _gather_in_adapters(layer)
         if options["sharding_strategy"] is not None:
             ddp_config.data_parallel_sharding_strategy = options["sharding_strategy"]
         return wrapper(config, ddp_config, module, options=active_options(), **kwargs)
@@ -171,10 +173,9 @@ def with_strategy(original: type, options: Mapping[str, Any]) -> Callable[..., A
     return wrap
 
 
-def _reject_expert_adapter(name: str, layer: torch.nn.Module, config: Any) -> None:
+def _reject_expert_adapter(name: str, adapter: Any, config: Any) -> None:
     """Reject an adapter of grouped experts whose ranks would train or save different weights."""
-    adapter: Any = getattr(layer, "adapter", None)
-    if not getattr(adapter, "is_expert", False):
+    if not (getattr(adapter, "is_expert", False) and hasattr(adapter, "linear_in")):
         return
     if config.expert_model_parallel_size > 1 or (config.expert_tensor_parallel_size or 1) > 1:
         raise ValueError(
@@ -186,6 +187,43 @@ def _reject_expert_adapter(name: str, layer: torch.nn.Module, config: Any) -> No
             f"{name}: one adapter for all experts of a layer sums gradients in hooks that sharded "
             "parameters do not call; set share_expert_adapters=False"
         )
+
+
+def _mark_magnitude(name: str, layer: torch.nn.Module, config: Any) -> None:
+    """Mark DoRA's magnitudes of a column-parallel layer as tensor-parallel.
+
+    Raises:
+        ValueError: The layer is row-parallel: each rank has the norms of its own columns, so that
+            the outputs of tensor-parallel ranks differ.
+    """
+    adapter: Any = getattr(layer, "adapter", None)
+    magnitude = getattr(adapter, "weight_magnitude", None)
+    if magnitude is None or config.tensor_model_parallel_size == 1:
+        return
+    if adapter.input_is_parallel:
+        raise ValueError(
+            f"{name}: with tensor parallelism, DoRA of Megatron-Bridge divides a row-parallel "
+            "layer by norms of a part of its columns; leave linear_proj and linear_fc2 out of "
+            "target_modules"
+        )
+    if adapter.base_linear_is_parallel:
+        # Megatron has marked every parameter that its own layers do not mark as replicated.
+        for attribute, value in ("tensor_model_parallel", True), ("partition_dim", 0):
+            setattr(magnitude, attribute, value)
+
+
+def _gather_in_adapters(layer: torch.nn.Module) -> None:
+    """Gather a norm's output for sequence parallelism in the adapters, not in the wrapped layer.
+
+    Transformer Engine 2.20 drops the gradient of an output that it has gathered.
+    """
+    base: Any = getattr(layer, "to_wrap", None)
+    if getattr(base, "return_layernorm_output_gathered", False):
+        base.return_layernorm_output_gathered = False
+        adapters: Iterable[Any] = layer.get_submodule("adapter").modules()
+        for adapter in adapters:
+            if hasattr(adapter, "disable_sequence_parallel_comm"):
+                adapter.disable_sequence_parallel_comm = False
 
 
 def with_checks(original: Callable[..., None], options: Mapping[str, Any]) -> Callable[..., None]:

@@ -86,7 +86,8 @@ class Run:
         model: Changed fields of the model's configuration.
         config: Other changed fields, such as `ddp.average_in_collective`.
         precision: Name of a recipe of Megatron-Bridge for bf16 and FP8; fp32 if empty.
-        lora: Arguments of a `LoRA` that is trained; all weights are trained if empty.
+        adapters: Arguments of `create_peft` for adapters that are trained, such as `type`; all
+            weights are trained if empty.
     """
 
     folder: str
@@ -99,7 +100,7 @@ class Run:
     model: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     precision: str = ""
-    lora: dict[str, Any] = field(default_factory=dict)
+    adapters: dict[str, Any] = field(default_factory=dict)
 
     @property
     def plain(self) -> Run:
@@ -110,14 +111,14 @@ class Run:
             model=self.model,
             config=self.config,
             precision=self.precision,
-            lora=self.lora,
+            adapters=self.adapters,
         )
 
 
 def recipe(run: Run) -> Any:
     """Return the configuration of a training."""
     from megatron.bridge import AutoBridge
-    from megatron.bridge.peft.lora import LoRA
+    from megatron.bridge.peft.utils import create_peft
     from megatron.bridge.training import config
     from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 
@@ -136,7 +137,7 @@ def recipe(run: Run) -> Any:
         setattr(model, name, value)
     result = config.ConfigContainer(
         model=model,
-        peft=LoRA(**run.lora) if run.lora else None,
+        peft=create_peft(run.adapters) if run.adapters else None,
         train=config.TrainingConfig(
             train_iters=run.iterations, global_batch_size=8, micro_batch_size=1
         ),
@@ -198,7 +199,7 @@ def exported(folder: str, model: Any) -> dict[str, torch.Tensor]:
     hf = AutoBridge.from_hf_pretrained(folder)
     weights = hf.export_hf_weights(model, cpu=True, show_progress=False)
     adapters = hf.export_adapter_weights(model, cpu=True, show_progress=False)
-    return {name: weight.clone() for name, weight in itertools.chain(weights, adapters)}
+    return {name: weight.detach().clone() for name, weight in itertools.chain(weights, adapters)}
 
 
 def train(

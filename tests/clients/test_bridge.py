@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import transformers
 
 import megatron_fsdp_v2_for.bridge
+from megatron_cpu_rehearsal.te.load import find
 from tests.clients import bridge
 from tests.clients.bridge import Run
 from tests.clients.conftest import Record
@@ -23,10 +25,16 @@ COMPARED = "losses, norms, exported weights"
 ZERO3 = "optim_grads_params"
 TIMEOUT_S = 240.0
 EXPERTS = {"expert_model_parallel_size": 2}
+SEQUENTIAL = {**EXPERTS, "moe_grouped_gemm": False}
 STAGES = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
 TENSOR = {"tensor_model_parallel_size": 2}
+SEQUENCE = {**TENSOR, "sequence_parallel": True}
 LORA = {"dim": 4, "alpha": 8}
 INTERLEAVES = "moe_mlp_glu_interleave_size"
+CANONICAL = {**LORA, "type": "canonical_lora"}
+CANONICAL_FC1 = {**CANONICAL, "target_modules": ["linear_fc1_up", "linear_fc1_gate"]}
+DORA = {**LORA, "type": "dora"}
+DORA_OF_COLUMNS = {**DORA, "target_modules": ["linear_qkv", "linear_fc1"]}
 OWN_ADAPTERS = {**LORA, "share_expert_adapters": False}
 RECOMPUTES = {
     "recompute_granularity": "full",
@@ -54,16 +62,31 @@ CHANGES: dict[str, dict[str, Any]] = {
     "expert-parallel": {"model": EXPERTS},
     "tensor-parallel": {"model": TENSOR},
     "in stages": {"model": STAGES},
-    "adapters, recomputed": {"lora": LORA, "model": RECOMPUTES},
-    "adapters, tensor-parallel": {"lora": LORA, "model": TENSOR},
-    "adapters of every expert": {"lora": OWN_ADAPTERS},
+    "adapters, recomputed": {"adapters": LORA, "model": RECOMPUTES},
+    "adapters, tensor-parallel": {"adapters": LORA, "model": TENSOR},
+    "adapters of every expert": {"adapters": OWN_ADAPTERS},
+    "adapters, hybrid": {
+        "adapters": LORA,
+        "config": {
+            "ddp.num_distributed_optimizer_instances": 2,
+            "ddp.outer_dp_sharding_strategy": "optim",
+        },
+    },
+    "adapters, in stages": {"adapters": LORA, "model": STAGES},
+    "canonical adapters": {"adapters": {**OWN_ADAPTERS, **CANONICAL}},
+    "DoRA": {"adapters": DORA},
 }
 
 
 @pytest.fixture(scope="module")
 def recipes() -> Iterator[RankPools]:
     """Yield rank pools by world size, forked from a process that has imported Megatron-Bridge."""
-    with rank_pools(["tests.clients.preloaded_bridge"]) as pools:
+    with (
+        rank_pools(["tests.clients.preloaded_bridge"]) as pools,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        # Ranks have the path of this process. Adapters read the version of Transformer Engine.
+        patch.setattr(sys, "path", [*sys.path, str(find())])
         yield pools
 
 
@@ -100,6 +123,10 @@ def difference(run: Run, theirs: Run) -> float:
         (2, "dense", "optim", "adapters, recomputed"),
         (4, "dense", ZERO3, "adapters, tensor-parallel"),
         (2, "experts", ZERO3, "adapters of every expert"),
+        (4, "dense", ZERO3, "adapters, hybrid"),
+        (4, "tied", ZERO3, "adapters, in stages"),
+        (2, "experts", ZERO3, "canonical adapters"),
+        (2, "dense", "optim", "DoRA"),
     ],
 )
 def test_recipe_trains_like_megatrons_ddp(
@@ -114,6 +141,27 @@ def test_recipe_trains_like_megatrons_ddp(
     run = Run(models[kind], strategy, **CHANGES[changes])
     found = recipes(ranks).run(difference, run, run.plain, timeout_s=TIMEOUT_S)
     record(CLIENT, COMPARED, max(found))
+
+
+@pytest.mark.parametrize("adapters", [LORA, CANONICAL], ids=["LoRA", "canonical"])
+def test_adapters_train_with_sequence_parallelism_as_without(
+    recipes: RankPools, models: dict[str, str], record: Record, adapters: dict[str, Any]
+) -> None:
+    # With Megatron's DDP, the gradient of the adapters' inputs is lost.
+    plain = Run(models["dense"], adapters=adapters, model=TENSOR).plain
+    run = Run(models["dense"], ZERO3, adapters=adapters, model=SEQUENCE)
+    found = recipes(4).run(difference, run, plain, timeout_s=TIMEOUT_S)
+    record(CLIENT, COMPARED, max(found))
+
+
+def test_muon_on_several_ranks_trains_like_on_one(
+    recipes: RankPools, models: dict[str, str], record: Record
+) -> None:
+    # With Megatron's DDP, ranks clip by different gradient norms.
+    run = Run(models["dense"], ZERO3, adapters=LORA, config={"optimizer.optimizer": "muon"})
+    ours = recipes(2).run(bridge.train, run, timeout_s=TIMEOUT_S)[0]
+    theirs = recipes(1).run(bridge.train, run.plain, timeout_s=TIMEOUT_S)[0]
+    record(CLIENT, COMPARED, difference_of(ours, theirs))
 
 
 def difference_of_losses(run: Run) -> float:
@@ -144,9 +192,22 @@ def test_recipe_of_low_precision_trains_like_megatrons_ddp(
     [
         ("dense", (2, 4), {}, {}),
         ("experts", (4, 2), {"model": EXPERTS}, {"model": EXPERTS}),
-        ("dense", (4, 2), {"lora": LORA, "model": TENSOR}, {"lora": LORA}),
+        ("dense", (4, 2), {"adapters": LORA, "model": TENSOR}, {"adapters": LORA}),
+        (
+            "dense",
+            (2, 4),
+            {"adapters": DORA_OF_COLUMNS},
+            {"adapters": DORA_OF_COLUMNS, "model": TENSOR},
+        ),
+        ("dense", (4, 2), {"adapters": CANONICAL, "model": TENSOR}, {"adapters": CANONICAL}),
     ],
-    ids=["data-parallel", "expert-parallel", "adapters without tensor parallelism"],
+    ids=[
+        "data-parallel",
+        "expert-parallel",
+        "adapters without tensor parallelism",
+        "DoRA with tensor parallelism",
+        "canonical adapters without tensor parallelism",
+    ],
 )
 def test_recipe_resumes_at_another_size(
     recipes: RankPools,
@@ -163,6 +224,21 @@ def test_recipe_resumes_at_another_size(
     run = Run(models[kind], ZERO3, load=str(tmp_path), **others)
     found = recipes(ranks[1]).run(difference, run, saved.plain, timeout_s=TIMEOUT_S)
     record(CLIENT, f"{COMPARED} after a resume", max(found))
+
+
+def test_dora_resumes_without_tensor_parallelism(
+    recipes: RankPools, models: dict[str, str], record: Record, tmp_path: Path
+) -> None:
+    # Megatron's DDP leaves half of the magnitudes out of gradient norms.
+    whole = Run(models["dense"], ZERO3, adapters=DORA_OF_COLUMNS, model=TENSOR)
+    saved = dataclasses.replace(whole, iterations=2, save=str(tmp_path))
+    resumed = dataclasses.replace(whole, load=str(tmp_path), model={})
+    recipes(4).run(bridge.train, saved, timeout_s=TIMEOUT_S)
+    ours = recipes(2).run(bridge.train, resumed, timeout_s=TIMEOUT_S)[0]
+    theirs = recipes(4).run(bridge.train, whole, timeout_s=TIMEOUT_S)[0]
+    for name in ("losses", "norms"):
+        theirs[name] = theirs[name][-2:]
+    record(CLIENT, f"{COMPARED} after a resume", difference_of(ours, theirs))
 
 
 def test_pretrained_weights_are_those_of_the_checkpoint(
@@ -230,21 +306,29 @@ def test_install_does_not_change_training_with_ddp(
 
 
 @pytest.mark.parametrize(
-    ("lora", "model", "message"),
+    ("kind", "adapters", "model", "message"),
     [
-        (LORA, {}, "set share_expert_adapters=False"),
-        (OWN_ADAPTERS, EXPERTS, "leave the experts out of target_modules"),
+        ("experts", LORA, {}, "set share_expert_adapters=False"),
+        ("experts", OWN_ADAPTERS, EXPERTS, "leave the experts out of target_modules"),
+        ("experts", CANONICAL_FC1, SEQUENTIAL, "leave the experts out of target_modules"),
+        ("dense", DORA, TENSOR, "leave linear_proj and linear_fc2 out of target_modules"),
     ],
-    ids=["shared", "expert-parallel"],
+    ids=[
+        "shared by experts",
+        "of experts, expert-parallel",
+        "canonical, of experts, expert-parallel",
+        "DoRA of rows, tensor-parallel",
+    ],
 )
-def test_adapters_of_experts_are_rejected(
+def test_unsupported_adapters_are_rejected(
     recipes: RankPools,
     models: dict[str, str],
-    lora: dict[str, Any],
+    kind: str,
+    adapters: dict[str, Any],
     model: dict[str, Any],
     message: str,
 ) -> None:
-    run = Run(models["experts"], ZERO3, lora=lora, model=model)
+    run = Run(models[kind], ZERO3, adapters=adapters, model=model)
     with pytest.raises(RankFailure, match=message):
         recipes(2).run(bridge.train, run, timeout_s=TIMEOUT_S)
 
@@ -272,7 +356,7 @@ def undo_and_reject(folder: str, torch_dist: str) -> None:
                 runtime_config_update(config)
         for run, message in (
             (Run(folder, pretrained=torch_dist), "saved as torch_dist; export it with AutoBridge"),
-            (Run(folder, pretrained=torch_dist, lora=LORA), "loaded before adapters are added"),
+            (Run(folder, pretrained=torch_dist, adapters=LORA), "loaded before adapters are added"),
             (Run(folder, model={INTERLEAVES: 4}), f"{INTERLEAVES} cannot be used"),
         ):
             with pytest.raises(ValueError, match=message):

@@ -86,6 +86,7 @@ def test_parts_of_fused_tensors_are_joined_in_order(tmp_path: Path) -> None:
     for name, order in (
         ("module.module.decoder.layers.0.mlp.linear_fc1.weight", GATED_SUFFIXES),
         ("module.module.decoder.layers.0.mlp.experts.linear_fc1.weight12", GATED_SUFFIXES),
+        ("decoder.layers.0.mlp.linear_fc1.adapter.weight_magnitude", GATED_SUFFIXES),
         ("module.module.decoder.layers.0.mixer.in_proj.weight", STATE_SPACE_SUFFIXES[5]),
         ("module.module.decoder.layers.0.mixer.conv1d_weight", STATE_SPACE_SUFFIXES[3]),
         ("module.module.decoder.layers.0.mixer.conv1d_bias", STATE_SPACE_SUFFIXES[3]),

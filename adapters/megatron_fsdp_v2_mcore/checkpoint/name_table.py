@@ -24,7 +24,7 @@ EXPERT_TENSOR_NAME = re.compile(rf"(weight|bias|{_FP8_TENSORS})(\d+)")
 
 SUBTENSOR_SUFFIXES = (("_w", "_v"), (".z", ".x", ".B", ".C", ".dt"), (".x", ".B", ".C"))
 """Suffixes of sub-tensors, in order: of gated layers, and of two kinds of state-space layers."""
-_SUBTENSOR = re.compile(r"(.*[._](?:weight|bias)\d*)(_[wv]|\.(?:z|x|B|C|dt))")
+_SUBTENSOR = re.compile(r"(.*[._](?:weight(?:_magnitude)?|bias)\d*)(_[wv]|\.(?:z|x|B|C|dt))")
 
 
 def unwrapped(name: str) -> str:

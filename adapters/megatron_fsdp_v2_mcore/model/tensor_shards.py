@@ -121,7 +121,12 @@ def _of_adapters(module: nn.Module, pieces: _Pieces) -> _Pieces:
     found: _Pieces = {}
     for layer in module.modules():
         base = getattr(getattr(layer, "to_wrap", None), "weight", None)
-        added = getattr(getattr(layer, "adapter", None), "linear_out", None)
+        adapter = getattr(layer, "adapter", None)
+        added = getattr(adapter, "linear_out", None)
         if isinstance(added, nn.Module) and base in pieces:
             found[added.get_parameter("weight")] = pieces[base]
+            # DoRA has one number per row of the layer.
+            magnitude = getattr(adapter, "weight_magnitude", None)
+            if magnitude is not None:
+                found[magnitude] = pieces[base]
     return found

@@ -53,7 +53,7 @@ from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, ReadRequest
 from megatron_fsdp_v2.checkpoint.manifest import Entry
 from megatron_fsdp_v2.checkpoint.ranks import check_names, check_same_path, group_of
 from megatron_fsdp_v2.dtensor.sharded_rows import local_of
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor, replicated
 from megatron_fsdp_v2.runtime.module import make_idle, showing_sharded
 
 _ATTEMPTS = 20
@@ -258,6 +258,9 @@ def _new_state(
     else:
         tensor = torch.zeros(entry.shape, dtype=entry.dtype, device=device)
     wanted += requests_for(key, tensor)
+    if entry.shape and entry.shape != param.shape and isinstance(param, UnevenDTensor):
+        # As in a step that computes it from whole tensors, such as Adafactor's means of rows.
+        return replicated(tensor, param.device_mesh)
     return tensor
 
 

@@ -58,7 +58,7 @@ from megatron_fsdp_v2.checkpoint.replacing import (
 from megatron_fsdp_v2.checkpoint.writing import Planner, Writer, own_storage, pickled, write_folder
 from megatron_fsdp_v2.comm.backends import host_block, wait_for_device
 from megatron_fsdp_v2.dtensor.sharded_rows import local_of, rows_like, rows_of
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
+from megatron_fsdp_v2.dtensor.uneven_dtensor import ReplicatedDTensor, UnevenDTensor
 from megatron_fsdp_v2.runtime.module import make_idle
 
 _DESTROYED = (
@@ -340,6 +340,9 @@ def _stage(
     def staged(name: str, value: Any) -> Any:
         if isinstance(value, UnevenDTensor):
             return rows_like(taken(local_of(value)), value)
+        if isinstance(value, ReplicatedDTensor):
+            # State of optimizers of whole tensors, such as Adafactor's means of rows.
+            value = local_of(value)
         if isinstance(value, DTensor):
             raise CheckpointError(
                 f"{name} is a DTensor that fully_shard of megatron_fsdp_v2 did not make; use "

@@ -355,26 +355,33 @@ def test_full_state_dicts_are_plain_and_load_at_another_strategy(name: str) -> N
 # -- state of plain DTensors -----------------------------------------------------------------------
 
 
-def losses_around_a_save(folder: str, way: str, strategy: str, *, saves: bool) -> list[float]:
+def losses_around_a_save(
+    folder: str, way: str, strategy: str, kind: Any, *, saves: bool
+) -> list[float]:
     """Losses of steps 3 to 5, after a save here or a load of a save by other ranks."""
     model = net(sharding_strategy=strategy if saves else "optim_grads_params")
-    optimizer = WrappingMomentum(model.parameters(), lr=0.05)
-    save, load = WAYS[way]
+    optimizer = kind(model.parameters(), lr=0.05)
     if saves:
         train(model, optimizer, 3)
+    save, load = WAYS[way]
     (save if saves else load)(folder, model, optimizer)
     return train(model, optimizer, 3, first=3)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "way"), [("no_shard", "ours"), ("optim_grads_params", "torch")]
+    ("strategy", "way", "kind"),
+    [
+        ("no_shard", "ours", WrappingMomentum),
+        ("optim_grads_params", "torch", WrappingMomentum),
+        ("optim_grads_params", "ours", optim.Adafactor),
+    ],
 )
 def test_training_with_state_of_plain_dtensors_resumes_at_another_size(
-    pools: RankPools, tmp_path: Path, way: str, strategy: str
+    pools: RankPools, tmp_path: Path, way: str, strategy: str, kind: Any
 ) -> None:
     folder = str(tmp_path / "saved")
-    expected = pools(2).run(losses_around_a_save, folder, way, strategy, saves=True)
-    found = pools(3).run(losses_around_a_save, folder, way, strategy, saves=False)
+    expected = pools(2).run(losses_around_a_save, folder, way, strategy, kind, saves=True)
+    found = pools(3).run(losses_around_a_save, folder, way, strategy, kind, saves=False)
     for losses in found:
         assert losses == pytest.approx(expected[0], rel=1e-6)
 

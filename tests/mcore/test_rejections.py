@@ -64,6 +64,7 @@ SELECTED = r"""
 --tensor-model-parallel-size 2 --experimental-attention-variant gated_delta_net : gated_delta_net\) cannot be used with --tensor-model-parallel-size 2
 --tensor-model-parallel-size 2 --hybrid-layer-pattern M*G- : --hybrid-layer-pattern M\*G-\) cannot be used with --tensor-model-parallel-size 2
 --use-tp-pp-dp-mapping --pipeline-model-parallel-size 2 --num-experts 4 --expert-model-parallel-size 2 : --use-tp-pp-dp-mapping cannot be used with --pipeline-model-parallel-size 2
+--hybrid-layer-pattern M*-M --mtp-num-layers 1 --untie-embeddings-and-output-weights --pipeline-model-parallel-size 2 : --mtp-num-layers 1 cannot be used with --hybrid-layer-pattern M\*-M, which has no layers
 --delay-wgrad-compute : --delay-wgrad-compute needs --overlap-moe-expert-parallel-comm
 --overlap-moe-expert-parallel-comm --moe-latent-size 32 : --moe-latent-size cannot be used with --overlap-moe-expert-parallel-comm
 --optimizer-cpu-offload --optimizer-offload-fraction 1.5 : --optimizer-offload-fraction 1.5 is out of range
@@ -109,6 +110,8 @@ def test_compatible_flags_pass(parser: argparse.ArgumentParser) -> None:
         "--use-precision-aware-optimizer --main-grads-dtype bf16 "
         "--megatron-fsdp-main-grads-dtype bf16",
         "--optimizer muon",
+        "--hybrid-layer-pattern M*-M/M --mtp-num-layers 1 --untie-embeddings-and-output-weights "
+        "--pipeline-model-parallel-size 2",
         "--fp8-param-gather --megatron-fsdp-main-params-dtype fp32",
     ):
         check_arguments(parsed(parser, *fsdp(), *flags.split()))

@@ -161,6 +161,15 @@ def _check_parallel_sizes(args: Any) -> None:
             f"gated delta nets ({layers}) cannot be used with {flags(dense[0])}: Megatron does not "
             "describe how their fused projections are sharded, which checkpoints need"
         )
+    predicts = args.mtp_num_layers and not getattr(args, "mtp_hybrid_override_pattern", None)
+    copies = pipeline > 1 and args.untie_embeddings_and_output_weights
+    if predicts and copies and pattern and "/" not in pattern:
+        raise FlagError(
+            f"--mtp-num-layers {args.mtp_num_layers} cannot be used with --hybrid-layer-pattern "
+            f"{pattern}, which has no layers for it: Megatron would add the gradients of the "
+            "embedding and of the output layer, as if the last pipeline stage had an embedding; "
+            f"omit --mtp-num-layers, or append the layers ({pattern}/M)"
+        )
     if expert == 1:
         return
     if not args.num_experts:

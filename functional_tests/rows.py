@@ -530,6 +530,9 @@ RESUMES: tuple[Resume, ...] = (
     # On the CPU, Adam is torch's implementation.
     Resume("fused Adam, to half offloaded", TE,
         Setup(2, ZERO3), Setup(2, ZERO3, OFFLOADS[1])),
+    # Different kernels would step the embedding that both stages hold; a save compares them.
+    Resume("fused Adam, half offloaded, tied stages", f"{TE} {f.PP2}",
+        Setup(2, NO_SHARD, OFFLOADS[1]), Setup(2, ZERO3)),
     Resume("fused Adam, from half offloaded", TE, Setup(2, ZERO3, OFFLOADS[1]), Setup(2, ZERO3)),
     Resume("to offloaded", "--bf16", Setup(2, ZERO3), Setup(2, ZERO3, OFFLOAD),
         tolerance=0),

@@ -119,6 +119,21 @@ def _trained(strategy: str, offload: dict[str, Any] | None) -> Any:
     return full_parameters(model)
 
 
+def test_a_shared_embedding_is_offloaded_with_every_fraction_above_zero() -> None:
+    from megatron_fsdp_v2_mcore.optim.offload import choose_offloaded
+
+    stages = [40, 8, 2], [40, 30, 20, 10]
+    for fraction, others in (
+        (0.01, (set(), set())),
+        (0.9, ({1}, {1, 2})),
+        (1.0, ({1, 2}, {1, 2, 3})),
+    ):
+        found = [choose_offloaded(numels, fraction, first=[0]) for numels in stages]
+        assert found == [{0} | more for more in others]
+    assert choose_offloaded(stages[0], 0.0, first=[0]) == set()
+    assert choose_offloaded([0, 8], 0.5, first=[0]) == {1}
+
+
 @pytest.mark.parametrize(
     ("world_size", "strategy"), [(1, "optim"), (2, "no_shard"), longer(3, "optim_grads_params")]
 )

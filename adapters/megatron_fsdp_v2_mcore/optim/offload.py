@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast, override
 
@@ -25,24 +25,27 @@ from megatron_fsdp_v2_mcore.optim.optimizer_state import optimizer_like, state_a
 STEP = "step"
 
 
-def choose_offloaded(numels: Sequence[int], fraction: float) -> set[int]:
+def choose_offloaded(
+    numels: Sequence[int], fraction: float, first: Collection[int] = ()
+) -> set[int]:
     """Choose the parameters to offload, with at least a given fraction of all elements.
 
     The function chooses, in descending size, the parameters that fit into the fraction, and adds
     the smallest parameter that completes it. It then removes parameters that are no longer needed,
-    so that the excess over the fraction is smaller than any chosen parameter.
+    so that the excess over the fraction is smaller than any chosen parameter outside `first`.
 
     Args:
         numels: Number of elements of each parameter on this rank.
         fraction: Fraction of all elements to offload, from 0 to 1.
+        first: Indices of the parameters that any fraction above 0 includes.
 
     Returns:
         The indices of the chosen parameters, none of which is empty.
     """
     target = fraction * sum(numels)
-    chosen: set[int] = set()
-    num_offloaded = 0
-    for index in sorted(range(len(numels)), key=lambda i: (-numels[i], i)):
+    chosen = {index for index in first if target and numels[index]}
+    num_offloaded = sum(numels[index] for index in chosen)
+    for index in sorted(set(range(len(numels))) - chosen, key=lambda i: (-numels[i], i)):
         if numels[index] and num_offloaded + numels[index] <= target:
             chosen.add(index)
             num_offloaded += numels[index]
@@ -50,7 +53,7 @@ def choose_offloaded(numels: Sequence[int], fraction: float) -> set[int]:
     if num_offloaded < target and remaining:
         completing = min(remaining, key=lambda i: (numels[i], i))
         num_offloaded += numels[completing]
-        for index in sorted(chosen, key=lambda i: (-numels[i], i)):
+        for index in sorted(chosen - set(first), key=lambda i: (-numels[i], i)):
             if num_offloaded - numels[index] >= target:
                 chosen.remove(index)
                 num_offloaded -= numels[index]
@@ -143,7 +146,10 @@ class ShardedHybridOptimizer(torch.optim.Optimizer):
         self._is_built = True
         numbered = [(number, p) for number, group in enumerate(groups) for p in group["params"]]
         numels = [local_of(param).numel() for _, param in numbered]
-        chosen = choose_offloaded(numels, fraction)
+        # Two pipeline stages step these weights, and different kernels would round differently.
+        pairs = enumerate(numbered)
+        shared = [index for index, (_, p) in pairs if getattr(p, "shared_embedding", False)]
+        chosen = choose_offloaded(numels, fraction, shared)
         self._slots: list[_Slot] = []
         for index, (number, param) in enumerate(numbered):
             # Fused optimizers fail on empty tensors.

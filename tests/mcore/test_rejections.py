@@ -65,6 +65,8 @@ SELECTED = r"""
 --tensor-model-parallel-size 2 --hybrid-layer-pattern M*G- : --hybrid-layer-pattern M\*G-\) cannot be used with --tensor-model-parallel-size 2
 --use-tp-pp-dp-mapping --pipeline-model-parallel-size 2 --num-experts 4 --expert-model-parallel-size 2 : --use-tp-pp-dp-mapping cannot be used with --pipeline-model-parallel-size 2
 --hybrid-layer-pattern M*-M --mtp-num-layers 1 --untie-embeddings-and-output-weights --pipeline-model-parallel-size 2 : --mtp-num-layers 1 cannot be used with --hybrid-layer-pattern M\*-M, which has no layers
+--transformer-impl transformer_engine --mlp-chunks-for-training 2 : --mlp-chunks-for-training needs --no-gradient-accumulation-fusion
+--transformer-impl transformer_engine --mtp-num-layers 2 --mtp-use-repeated-layer : --mtp-use-repeated-layer needs --no-gradient-accumulation-fusion
 --delay-wgrad-compute : --delay-wgrad-compute needs --overlap-moe-expert-parallel-comm
 --overlap-moe-expert-parallel-comm --moe-latent-size 32 : --moe-latent-size cannot be used with --overlap-moe-expert-parallel-comm
 --optimizer-cpu-offload --optimizer-offload-fraction 1.5 : --optimizer-offload-fraction 1.5 is out of range
@@ -110,6 +112,9 @@ def test_compatible_flags_pass(parser: argparse.ArgumentParser) -> None:
         "--use-precision-aware-optimizer --main-grads-dtype bf16 "
         "--megatron-fsdp-main-grads-dtype bf16",
         "--optimizer muon",
+        "--mlp-chunks-for-training 2 --mtp-num-layers 2 --mtp-use-repeated-layer",
+        "--transformer-impl transformer_engine --mlp-chunks-for-training 2 "
+        "--no-gradient-accumulation-fusion",
         "--hybrid-layer-pattern M*-M/M --mtp-num-layers 1 --untie-embeddings-and-output-weights "
         "--pipeline-model-parallel-size 2",
         "--fp8-param-gather --megatron-fsdp-main-params-dtype fp32",

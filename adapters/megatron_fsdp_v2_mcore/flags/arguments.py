@@ -87,6 +87,7 @@ def check_arguments(args: Any) -> None:
     check_optimizer_flags(args)
     _check_parallel_sizes(args)
     _check_overlapping_experts(args)
+    _check_repeated_layers(args)
     if args.load is not None:
         may_be_empty = args.load == args.save
         check_checkpoint_folder(args.load, may_be_empty=may_be_empty, iteration=args.ckpt_step)
@@ -122,6 +123,30 @@ def _check_overlapping_experts(source: Any) -> None:
             "the stream of the all-to-all, which does not wait for the weights of the layer; leave "
             "one of them out"
         )
+
+
+def _check_repeated_layers(source: Any) -> None:
+    """Check options with which a layer runs several times in one micro-batch.
+
+    Args:
+        source: Megatron's arguments, or a `TransformerConfig`.
+
+    Raises:
+        FlagError: Gradients would be lost. The message names the flags.
+    """
+    depth = getattr(source, "mtp_num_layers", None) or 0
+    repeated = {
+        "mlp_chunks_for_training": getattr(source, "mlp_chunks_for_training", 1) > 1,
+        "mtp_use_repeated_layer": getattr(source, "mtp_use_repeated_layer", False) and depth > 1,
+    }
+    is_te = getattr(source, "transformer_impl", None) == "transformer_engine"
+    for name in [name for name, is_repeated in repeated.items() if is_repeated]:
+        if is_te and source.gradient_accumulation_fusion:
+            raise FlagError(
+                f"{flag_of(name)} needs --no-gradient-accumulation-fusion: in the first "
+                "micro-batch of a run, and of every iteration in FP8, the first use of a layer of "
+                "Transformer Engine overwrites the gradients of its later uses"
+            )
 
 
 def _check_parallel_sizes(args: Any) -> None:
@@ -192,6 +217,7 @@ def reject_model_options(config: Any) -> None:
         FlagError: The value of a field is not supported.
     """
     _check_overlapping_experts(config)
+    _check_repeated_layers(config)
     reject(config, ignored=_SET_BY_MEGATRON)
 
 

@@ -55,6 +55,13 @@ def check_combinations(args: Any) -> None:
             f"gated delta nets ({layers}) need --swiglu: their convolution has the activation of "
             "the MLPs, and its kernel supports SiLU only"
         )
+    recomputed = args.recompute_modules or []
+    if args.recompute_granularity == "selective" and "mlp" in recomputed and args.add_bias_linear:
+        raise RehearsalError(
+            "--recompute-modules mlp without --disable-bias-linear cannot be used: the bias that "
+            "Megatron's layer returns becomes an output of the recomputed function, and "
+            "recomputation recurses without end; add --disable-bias-linear"
+        )
     if args.transformer_impl != "local":
         return
     has_sequential = bool(args.num_experts) and not args.moe_grouped_gemm
@@ -66,11 +73,4 @@ def check_combinations(args: Any) -> None:
             f"--num-experts {args.num_experts} without --disable-bias-linear cannot be used on a "
             "CPU: Megatron's sequential experts add their biases in place to the output of its own "
             "reduction; add --disable-bias-linear, or --moe-grouped-gemm"
-        )
-    recomputed = args.recompute_modules or []
-    if args.recompute_granularity == "selective" and "mlp" in recomputed and args.add_bias_linear:
-        raise RehearsalError(
-            "--recompute-modules mlp without --disable-bias-linear cannot be used: the bias that "
-            "Megatron's layer returns becomes an output of the recomputed function, and "
-            "recomputation recurses without end; add --disable-bias-linear"
         )

@@ -256,6 +256,23 @@ def test_gathers_of_block_scaled_activations_are_rejected_on_a_cpu(
         check_combinations(args)
 
 
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+def test_recomputation_without_end_is_rejected(implementation: str) -> None:
+    args = SimpleNamespace(
+        **dict.fromkeys(("fp8", "fp4", "num_experts", "hybrid_layer_pattern"), None),
+        **dict.fromkeys(("multi_latent_attention", "experimental_attention_variant"), None),
+        **dict.fromkeys(("expert_model_parallel_size", "tensor_model_parallel_size"), 1),
+        expert_tensor_parallel_size=1,
+        recompute_granularity="selective",
+        recompute_modules=["mlp"],
+        add_bias_linear=True,
+        moe_grouped_gemm=False,
+        transformer_impl=implementation,
+    )
+    with pytest.raises(RehearsalError, match="--recompute-modules mlp without --disable-bias"):
+        check_combinations(args)
+
+
 # -- scripts without a command line ---------------------------------------------------------------
 
 

@@ -75,10 +75,14 @@ def difference(
         iterations: Number of iterations of both, some of which may be skipped.
         zeros_by_chance: Number of gradients that may be zero in only one of them.
     """
-    assert iterations // 2 < len(mine.losses) == len(theirs.losses) <= iterations
+    numbers = len(mine.losses), len(theirs.losses)
+    assert iterations // 2 < numbers[0] == numbers[1] <= iterations, f"{numbers} losses"
     # In fp32 some of Megatron's optimizers report the constant scale, and others 1.
     ours, others = ([s / run.loss_scales[0] for s in run.loss_scales] for run in (mine, theirs))
-    assert (ours, mine.skipped) == (others, theirs.skipped)
+    scales = (ours, mine.skipped), (others, theirs.skipped)
+    assert scales[0] == scales[1], f"loss scales and skipped steps are {scales[0]}, not {scales[1]}"
+    rates = mine.learning_rates, theirs.learning_rates
+    assert rates[0] == rates[1], f"learning rates are {rates[0]}, not {rates[1]}"
     # With a loss scale, a step that overflows is skipped and reports no norm.
     assert len(mine.grad_norms) > iterations // 2, "too few steps were taken"
     for a, b in zip(mine.num_zeros, theirs.num_zeros, strict=True):

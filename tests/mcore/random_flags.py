@@ -1,8 +1,9 @@
 """Random combinations of Megatron's flags: each trains as DDP does, or is rejected by name.
 
 In some, a second run loads the checkpoint of the first: it resumes with other sizes, another
-strategy or other learning rates, or evaluates. `python -m tests.mcore.random_flags --cases 200
---seed 7` runs more cases than the tests. A seed always gives the same combination.
+strategy, other learning rates or other flags of sharded runs, or evaluates. `python -m
+tests.mcore.random_flags --cases 200 --seed 7` runs more cases than the tests. A seed always gives
+the same combination.
 """
 
 from __future__ import annotations
@@ -11,21 +12,44 @@ import argparse
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
-from functional_tests.matrix import STRATEGIES
-from tests.mcore.flags import CP2, EP2, PP2, TP2, TP2_SP, Flags, fsdp, loading, saving, words
-from tests.mcore.session import Training, distance
+from functional_tests.matrix import DDP, MEGATRONS
+from functional_tests.trainings import ZEROS_BY_CHANCE, Difference, difference
+from tests.mcore.flags import (
+    CP2,
+    EP2,
+    ETP1,
+    HFSDP,
+    HSDP,
+    MAMBA,
+    MOE,
+    MUON,
+    NO_SHARD,
+    OVERLAP,
+    PP2,
+    STRATEGIES,
+    TP2,
+    TP2_SP,
+    Flags,
+    fsdp,
+    loading,
+    saving,
+    words,
+)
+from tests.mcore.session import Training, impl_of
 from tests.mcore.trained import trained
 from tests.ranks import RankFailure, RankPools, rank_pools
 
-WORLD_SIZE = 2
 SAVED, LAST = 2, 4
 """The saved iteration, and the number of iterations."""
-STEPS = f"--global-batch-size 8 --train-iters {LAST} --lr-decay-iters {LAST}"
-# Sums have different orders, and weights in 16 bits may be rounded differently.
-FP32, ROUNDED = 1e-6, 5e-3
+STEPS = (
+    f"--global-batch-size 8 --train-iters {LAST} --lr-decay-iters {LAST} "
+    # Tensor-parallel sizes do not change the padding of the vocabulary.
+    "--make-vocab-size-divisible-by 64"
+)
 
 ATTENTION: tuple[str, ...] = (
     "",
@@ -50,7 +74,7 @@ ATTENTION: tuple[str, ...] = (
     "--linear-num-key-heads 2 --linear-num-value-heads 4 --swiglu",
     "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 "
     "--experimental-attention-variant dsa --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 64 "
-    "--dsa-indexer-topk 8",
+    "--dsa-indexer-topk 8 --disable-bias-linear",
 )
 EXPERTS: tuple[str, ...] = (
     "",
@@ -83,32 +107,186 @@ PRECISIONS = (
     "",
     "--bf16",
     "--fp16 --initial-loss-scale 1024",
+    "--fp16 --initial-loss-scale 1048576 --loss-scale-window 2 --hysteresis 1",
+    "--fp16 --loss-scale 64",
     "--bf16 --accumulate-allreduce-grads-in-fp32",
 )
-PARALLEL = ("", TP2, TP2_SP, PP2, CP2, f"{EP2} --moe-token-dispatcher-type alltoall")
+# Transformer Engine's layers. No dimension of a weight is smaller than a block of FP8.
+FP8 = "--bf16 --hidden-size 128 --ffn-hidden-size 256 --fp8-format hybrid --fp8-recipe"
+TE_PRECISIONS = ("", "--bf16", f"{FP8} delayed", f"{FP8} tensorwise", f"{FP8} blockwise")
+AUXILIARY = (
+    "",
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01",
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01",
+    "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01",
+)
+HYBRIDS = (
+    MAMBA,
+    f"{MAMBA} --hybrid-layer-pattern M*-E {MOE}",
+    f"{MAMBA} --hybrid-layer-pattern M*-M/*-",
+)
+MUONS = (
+    f"{MUON} --muon-tp-mode blockwise",
+    f"{MUON} --muon-no-split-qkv --muon-scale-mode unit_rms_norm --weight-decay 0.2 "
+    "--muon-tp-mode blockwise",
+    f"{MUON} --muon-tp-mode duplicated --muon-nesterov --muon-momentum 0.8",
+    f"{MUON} --muon-tp-mode distributed --muon-num-ns-steps 3",
+    f"{MUON} --muon-scalar-optimizer lion --muon-tp-mode duplicated",
+)
+OPTIMIZERS = ("", "", *MUONS, "--optimizer lion --lr 1e-4")
+BATCHES = (
+    "",
+    "",
+    "--global-batch-size 16",
+    "--micro-batch-size 1",
+    "--global-batch-size 16 --rampup-batch-size 8 8 16",
+)
+SCHEDULES = (
+    "--decoupled-lr 2e-3 --decoupled-min-lr 1e-4 --lr-decay-style linear",
+    "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.3",
+    "--lr-decay-style cosine --lr-warmup-iters 2 --min-lr 1e-4",
+)
+_VPP = "--num-layers-per-virtual-pipeline-stage 1"
+_ALLTOALL = "--moe-token-dispatcher-type alltoall"
+_PP4 = "--pipeline-model-parallel-size 4"
+_EP4 = "--expert-model-parallel-size 4"
+_UNEVEN = f"{PP2} --decoder-first-pipeline-num-layers 1"
+PARALLEL = {
+    1: ("",),
+    2: ("", TP2, TP2_SP, PP2, f"{PP2} {_VPP}", _UNEVEN, CP2, EP2, f"{EP2} {_ALLTOALL}"),
+    4: (
+        "",
+        TP2,
+        TP2_SP,
+        PP2,
+        f"{PP2} {_VPP}",
+        _UNEVEN,
+        CP2,
+        EP2,
+        f"{EP2} {_ALLTOALL}",
+        f"{_EP4} {_ALLTOALL}",
+        f"{EP2} {TP2_SP} {_ALLTOALL}",
+        f"{EP2} {TP2_SP} {ETP1} {_ALLTOALL}",
+        f"{EP2} {PP2} {_ALLTOALL}",
+        f"{EP2} {PP2} {_VPP}",
+        f"{EP2} {CP2} {_ALLTOALL}",
+        f"{PP2} {TP2_SP}",
+        f"{PP2} {_VPP} {CP2}",
+        f"{TP2_SP} {CP2}",
+        "--tensor-model-parallel-size 4 --sequence-parallel",
+        _PP4,
+    ),
+}
 OTHERS = (
     "--untie-embeddings-and-output-weights",
     "--disable-bias-linear",
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
     "--recompute-granularity selective --recompute-modules core_attn layernorm",
     "--recompute-granularity selective --recompute-modules mla_up_proj",
     "--recompute-granularity selective --recompute-modules moe_act",
+    "--recompute-granularity selective --recompute-modules moe shared_experts",
     "--recompute-granularity selective --recompute-modules mlp",
     "--mtp-num-layers 1",
     "--mtp-num-layers 1 --mtp-detach-heads",
+    "--mtp-num-layers 2 --mtp-use-repeated-layer",
     "--calculate-per-token-loss",
     "--use-cpu-initialization",
     "--overlap-grad-reduce",
+    "--moe-shared-expert-overlap",
+    "--cross-entropy-loss-fusion",
+    "--log-params-norm --log-num-zeros-in-grad",
+    "--clip-grad 0.05",
+    "--clip-grad 0",
+    "--attention-dropout 0.1 --hidden-dropout 0.1",
+    "--use-mup --mup-width-mult 2",
+    "--apply-wd-to-qk-layernorm --qk-layernorm",
+    "--fp32-residual-connection",
+    "--glu-linear-offset 1.0 --activation-func-clamp-value 7.0",
+    "--moe-shared-expert-gate",
+    "--use-tp-pp-dp-mapping",
+    "--rerun-mode validate_results",
+    "--mlp-chunks-for-training 2",
+    "--data-parallel-random-init",
+    "--no-gradient-accumulation-fusion",
+    "--first-last-layers-bf16",
+    "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
 )
-GROUPS = (ATTENTION, EXPERTS, NORMS, POSITIONS, ACTIVATIONS, PRECISIONS)
+FROZEN = ("embedding", "layernorm", r"layers\.1\.", r"\.experts\.", "router", "mlp")
+# Flags of sharded runs.
+SHARDED = (
+    OVERLAP,
+    f"{OVERLAP} --fsdp-trace-pool",
+    "--fsdp-trace-pool",
+    f"{OVERLAP} --fsdp-unshard-prefetch-depth 3 --fsdp-max-live-grad-buffers 1",
+    f"{OVERLAP} --fsdp-unshard-prefetch-bytes 64KiB",
+    "--fsdp-unit-bytes 16MiB",
+    "--suggested-communication-unit-size 100001",
+    "--no-fsdp-flat-optimizer",
+    "--create-all-gather-group",
+    "--log-per-param-norm",
+    "--check-weight-hash-across-dp-replicas-interval 1",
+    "--async-save --use-persistent-ckpt-worker",
+    "--fp8-param-gather",
+    "--keep-fp8-transpose-cache",
+    "--optimizer-cpu-offload",
+    "--optimizer-cpu-offload --optimizer-offload-fraction 0.5 --overlap-cpu-optimizer-d2h-h2d",
+    "--optimizer-cpu-offload --optimizer-offload-fraction 0.3 --no-pin-cpu-grads "
+    "--use-torch-optimizer-for-cpu-offload",
+)
+GROUPS = (ATTENTION, EXPERTS, NORMS, POSITIONS, ACTIVATIONS)
 # Megatron rejects the first flag without the second.
 NEEDS = {
     "mla_up_proj": "--multi-latent-attention",
     "moe_act": "--moe-grouped-gemm",
+    "moe ": "--num-experts",
     EP2: "--num-experts",
+    _EP4: "--num-experts",
+    _VPP: "--num-layers",
+    "--fp32-residual": "--bf16",
+    "modules mlp": "--disable-bias-linear",
+    _PP4: "--num-layers",
+    _UNEVEN: "--num-layers",
+    "--glu": "--swiglu",
+    "--first-last": "--fp8-format",
+    "fp8": "--fp8-format",
+    "fusion": "transformer_engine",
+    "aware": "transformer_engine",
+    "repeated": "--position-embedding-type",
+    "shared": "--moe-shared-expert-intermediate-size",
 }
-# Random numbers and dropped tokens depend on the tokens of a rank.
-DEPEND_ON_SIZES = {"--moe-input-jitter-eps", "--moe-expert-capacity-factor"}
+REJECTED_TOGETHER = (
+    ("--fp16", "--optimizer "),
+    ("lion", "--optimizer-cpu-offload"),
+    ("dsa", CP2),
+    ("--suggested-communication-unit-size", "--fsdp-unshard-prefetch-bytes"),
+    ("--fp8-param-gather", "--optimizer-cpu-offload"),
+    ("--fp8-param-gather", "--use-cpu-initialization"),
+    ("--exp-avg-dtype", "--optimizer "),
+    ("--exp-avg-dtype", "--optimizer-cpu-offload"),
+    # Each of Megatron's chained optimizers has a loss scale of its own.
+    ("--loss-scale-window", "--num-experts"),
+    # Too few steps are taken.
+    ("--loss-scale-window", "--skip-train"),
+    ("--multi-latent-attention", "--rotary-interleaved"),
+    ("hybrid", _VPP),
+    ("hybrid", "--mtp-num-layers"),
+    # Reentrant recomputation of a layer without an input that requires a gradient has none.
+    ("--recompute-granularity full", "freezes ('embedding'"),
+    ("transformer_engine", CP2),
+    ("transformer_engine", "--mlp-chunks-for-training"),
+    ("transformer_engine", "--mtp-use-repeated-layer"),
+    ("gated_delta_net", "--tensor-model-parallel-size"),
+    ("recipe delayed", "--recompute-modules"),
+)
+# Random numbers, dropped tokens and auxiliary losses depend on the tokens of a rank.
+DEPEND_ON_SIZES = {
+    "--moe-input-jitter-eps",
+    "--moe-expert-capacity-factor",
+    "--hidden-dropout",
+    "global_aux_loss",
+    "blockwise",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +313,8 @@ CHANGES = {
     ),
     "from file": Change("--use-checkpoint-opt_param-scheduler --lr 2.5e-4 --lr-decay-style linear"),
 }
+DISTRIBUTED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+EVALUATIONS = f"--eval-interval {SAVED} --eval-iters 1"
 EVALUATE = Change("--skip-train")
 EVALUATED = f"--train-iters {SAVED} --eval-iters 2"
 
@@ -144,14 +324,16 @@ class Run:
     """Ranks and sharding of a run.
 
     Attributes:
-        strategy: Sharding strategy.
+        strategy: Sharding strategy, or `DDP`: Megatron's own DDP, with `torch_dist` checkpoints.
         world_size: Number of ranks.
         parallel: Flags of parallel sizes.
+        ours: Flags that only this run has.
     """
 
     strategy: str
-    world_size: int = WORLD_SIZE
+    world_size: int = 2
     parallel: str = ""
+    ours: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +345,14 @@ class Combination:
         first: The run that trains, and saves if there is a second one.
         second: The run that loads.
         change: What the second run does with the checkpoint.
+        freezes: Regular expressions of the names of frozen parameters.
     """
 
     flags: tuple[str, ...]
     first: Run
     second: Run | None = None
     change: Change = UNCHANGED
+    freezes: tuple[str, ...] = ()
 
     @property
     def kinds(self) -> set[str]:
@@ -178,116 +362,229 @@ class Combination:
         if self.change == EVALUATE:
             return {"evaluate"}
         found = {"resume", *(name for name, change in CHANGES.items() if change == self.change)}
+        if self.first.strategy == DDP:
+            found.add("from Megatron")
         for name in ("strategy", "world_size", "parallel"):
             if getattr(self.first, name) != getattr(self.second, name):
                 found.add(name)
         return found - {""}
 
     @property
-    def tolerance(self) -> float:
-        """Largest relative difference of losses."""
-        return ROUNDED if {"--bf16", "--fp16"} & set(self.flags) else FP32
+    def rounds(self) -> bool:
+        """Whether weights are rounded to 16 bits."""
+        return not {"--bf16", "--fp16"}.isdisjoint(self.flags)
+
+    @property
+    def bounds(self) -> Difference:
+        """Largest relative differences of losses and norms."""
+        if "--fp8-format" in self.flags:
+            return Difference(5e-3, 5e-2)
+        if self.rounds:
+            return Difference(5e-3, 5e-2) if "muon" in str(self) else Difference(5e-4, 5e-3)
+        return Difference(1e-6, 1e-5)
 
     def __str__(self) -> str:
         second = f"; {self.change.flags} {self.second}" if self.second else ""
-        return f"{' '.join(self.flags)} {self.first}{second}"
+        frozen = f" freezes {self.freezes}" if self.freezes else ""
+        return f"{' '.join(self.flags)}{frozen} {self.first}{second}"
 
 
 def combination(seed: int) -> Combination:
     """Return the combination of a seed. Defaults are frequent, so that many combinations train."""
     draw = random.Random(seed)
-    chosen = [draw.choice(group) if draw.random() < 0.6 else "" for group in GROUPS]
-    flags = words(*chosen)
     # Most combinations would be rejected for the same reasons.
-    avoids_rejections = draw.random() < 0.8
-    granularities = 0
+    avoids_rejections = draw.random() < 0.95
+    while True:
+        case = _draw(draw, avoids_rejections)
+        if not avoids_rejections or not _is_rejected(case):
+            return case
+
+
+def _is_rejected(case: Combination) -> bool:
+    """Whether a combination is rejected for a well-known reason."""
+    together = any(first in str(case) and other in str(case) for first, other in REJECTED_TOGETHER)
+    # Instances divide the ranks with different data, and experts over all ranks have none.
+    undivided = any(
+        HSDP in run.ours and ("4" in run.parallel or run.parallel.count("-size ") != 1)
+        for run in (case.first, case.second)
+        if run is not None and run.parallel
+    )
+    return together or undivided
+
+
+def _draw(draw: random.Random, avoids_rejections: bool) -> Combination:
+    chosen = [draw.choice(group) if draw.random() < 0.5 else "" for group in GROUPS]
+    if draw.random() < 0.1:
+        chosen = [draw.choice(HYBRIDS)]
+    uses_te = draw.random() < 0.2
+    precisions = TE_PRECISIONS if uses_te else PRECISIONS
+    chosen.append(draw.choice(precisions) if draw.random() < 0.6 else "")
+    if uses_te:
+        chosen.append("--transformer-impl transformer_engine")
+    flags = words(*chosen)
+    if "--num-experts" in flags:
+        flags += draw.choice(AUXILIARY).split()
+    if "--moe-layer-freq" not in flags and MAMBA not in chosen and draw.random() < 0.5:
+        flags += ["--num-layers", "4"]
+    flags += draw.choice(OPTIMIZERS).split() if draw.random() < 0.4 else []
+    flags += draw.choice(BATCHES).split()
+    schedule = draw.choice(SCHEDULES).split() if draw.random() < 0.3 else []
+    flags += schedule
+    exclusive = set()
     for flag in OTHERS:
-        recomputes = "--recompute" in flag
-        if draw.random() < 0.25 and not (recomputes and granularities):
+        name = flag.split()[0]
+        if draw.random() < 0.13 and name not in exclusive:
             if avoids_rejections and not _has_needs(flag, flags):
                 continue
             flags += flag.split()
-            granularities += recomputes
-    sizes = PARALLEL
+            exclusive.add(name)
+    world_size = draw.choice((2, 4))
     if avoids_rejections:
-        # Experts need sequence parallelism with tensor parallelism.
-        without = TP2 if "--num-experts" in flags else None
-        sizes = [s for s in PARALLEL if s != without and _has_needs(s, flags)]
         flags += ["--disable-bias-linear"] if "--num-experts" in flags else []
         flags += ["--position-embedding-type", "rope"] if "--mtp-num-layers" in flags else []
-    parallel = draw.choice(sizes) if draw.random() < 0.6 else ""
+    parallel = _parallel(draw, flags, world_size, avoids_rejections)
     # Stages and tensor-parallel ranks hold different parts of these.
     if "--mtp-detach-heads" in flags and draw.random() < 0.5:
         parallel = PP2
         flags.append("--untie-embeddings-and-output-weights")
     elif "--softmax-type" in flags and draw.random() < 0.8:
         parallel = TP2_SP if "--num-experts" in flags else TP2
-    first = Run(draw.choice(STRATEGIES), WORLD_SIZE, parallel)
+    freezes = (draw.choice(FROZEN),) if draw.random() < 0.15 else ()
+    first = _run(draw, flags, world_size, parallel)
+    case = Combination(tuple(flags), first, freezes=freezes)
     kind = draw.choice(("train", "resume", "resume", "evaluate"))
     if kind == "train":
-        return Combination(tuple(flags), first)
-    second = Run(draw.choice(STRATEGIES), WORLD_SIZE, parallel)
+        return case
+    if kind == "resume" and draw.random() < 0.2:
+        flags += EVALUATIONS.split()
+        case = replace(case, flags=tuple(flags))
+    if kind == "resume" and draw.random() < 0.2:
+        # Muon and Lion have no distributed optimizer.
+        written = "" if "--optimizer" in flags else DISTRIBUTED
+        case = replace(case, first=Run(DDP, world_size, parallel, written))
+    second = _run(draw, flags, world_size, parallel, loads=True)
     if kind == "evaluate":
-        return Combination(tuple(flags), first, second, EVALUATE)
-    if draw.random() < 0.6 and not DEPEND_ON_SIZES & set(flags):
-        alone = draw.random() < 0.3
-        parallel = "" if alone else draw.choice(sizes)
+        return replace(case, second=second, change=EVALUATE)
+    if draw.random() < 0.7 and not DEPEND_ON_SIZES & set(flags):
+        world_size = draw.choice((1, 2, 4))
+        parallel = _parallel(draw, flags, world_size, avoids_rejections)
         # Megatron divides the loss of MTP by the tokens of a rank's part of the sequence.
-        if "--mtp-num-layers" not in flags or CP2 not in {first.parallel, parallel}:
-            second = Run(second.strategy, 1 if alone else WORLD_SIZE, parallel)
-    return Combination(tuple(flags), first, second, CHANGES[draw.choice(list(CHANGES))])
+        if "--mtp-num-layers" not in flags or CP2 not in f"{first.parallel} {parallel}":
+            second = _run(draw, flags, world_size, parallel, loads=True)
+    change = "" if schedule else draw.choice(list(CHANGES))
+    return replace(case, second=second, change=CHANGES[change])
+
+
+def _parallel(draw: random.Random, flags: Sequence[str], world_size: int, avoids: bool) -> str:
+    """Draw flags of parallel sizes, that are not rejected for well-known reasons if `avoids`."""
+    sizes = PARALLEL[world_size]
+    if avoids:
+        # Experts need sequence parallelism with tensor parallelism.
+        without = TP2 if "--num-experts" in flags else None
+        sizes = tuple(s for s in sizes if s != without and _has_needs(s, flags))
+    return draw.choice(sizes) if draw.random() < 0.8 else ""
+
+
+def _run(
+    draw: random.Random, flags: Sequence[str], world_size: int, parallel: str, loads: bool = False
+) -> Run:
+    """Draw the strategy and the flags of a sharded run, which may load a checkpoint."""
+    strategy = draw.choice(STRATEGIES)
+    ours = [flag for flag in SHARDED if draw.random() < 0.1 and _has_needs(flag, flags)]
+    if "--num-experts" in flags and draw.random() < 0.3:
+        ours.append(f"--expert-data-parallel-sharding-strategy {draw.choice(STRATEGIES)}")
+    if loads and strategy != NO_SHARD and draw.random() < 0.15:
+        ours.append("--init-model-with-meta-device")
+    instances = draw.random()
+    if world_size == 4 and instances < 0.4:
+        ours.append(HSDP if instances < 0.2 or NO_SHARD in {strategy, *words(*ours)} else HFSDP)
+    return Run(strategy, world_size, parallel, " ".join(ours))
 
 
 def _has_needs(flag: str, flags: Sequence[str]) -> bool:
     return all(need in flags for word, need in NEEDS.items() if word in flag)
 
 
-def outcome(pools: RankPools, case: Combination) -> str:
+EQUAL, REJECTED, FAILS = "equal:", "rejected:", "fails with"
+"""Beginnings of outcomes."""
+PoolsFor = Callable[[Sequence[str]], RankPools]
+"""Returns the process groups that support a command line."""
+
+
+def outcome(pools_for: PoolsFor, case: Combination) -> str:
     """Train a combination sharded and with DDP; load its checkpoint if it has a second run.
 
     Returns:
-        `equal`, or `rejected: ` and the reason.
+        `equal` and the largest differences; `rejected: ` and the reason; or `fails with ` and an
+        error that Megatron's DDP raises too.
 
     Raises:
-        AssertionError: Losses differ, or a training fails with another error.
+        AssertionError: Measurements differ, or a training fails with another error.
     """
-    steps = [STEPS, case.flags, EVALUATED if case.change == EVALUATE else ""]
+    steps = words(STEPS, case.flags, EVALUATED if case.change == EVALUATE else "")
+    train = partial(_training, pools_for(steps), case)
+    world_size, parallel = case.first.world_size, case.first.parallel
     runs = [case.first] if case.second is None else [case.first, case.second]
-    mine = Training()
+    mine = []
     with tempfile.TemporaryDirectory() as folder:
         more: Flags = [] if case.second is None else saving(folder, SAVED)
         for run in runs:
-            found = _training(pools, run.world_size, *steps, run.parallel, fsdp(run.strategy), more)
-            if isinstance(found, str):
-                return found
-            # The first run trains on after the save, with its own learning rates.
-            mine.losses = mine.losses[:SAVED] + found.losses
-            mine.evaluations += found.evaluations
+            selected = MEGATRONS if run.strategy == DDP else fsdp(run.strategy)
+            flags = words(steps, run.parallel, selected, run.ours, more)
+            done = train(run.world_size, flags)
+            if isinstance(done, str):
+                if done.startswith(FAILS):
+                    others = train(run.world_size, words(steps, run.parallel))
+                    assert done == others, f"{' '.join(flags)} {done}"
+                return done
+            mine.append(done)
             more = words(loading(folder, SAVED), case.change.flags)
-    theirs = _training(pools, WORLD_SIZE, *steps, case.first.parallel, case.change.whole)
+    if "--use-precision-aware-optimizer" in steps:
+        steps.append("--use-distributed-optimizer")
+    theirs = train(world_size, words(steps, parallel, case.change.whole))
     if isinstance(theirs, str):
         raise AssertionError(f"{case}: trains sharded, and Megatron's DDP is {theirs}")
-    assert len(mine.losses) == (SAVED if case.change == EVALUATE else LAST), case
-    difference = distance(mine.losses, theirs.losses)
+    # The first run trains on after the save, with its own learning rates.
+    compared = [] if case.change.whole else mine[:1]
     if case.change == EVALUATE:
-        saved, loaded = mine.evaluations[:2], mine.evaluations[2:]
+        saved, loaded = (run.evaluations for run in mine)
+        assert len(saved) == 2, case
         assert saved == loaded, f"{case}: evaluations {loaded} after a load, before {saved}"
-        difference = max(difference, distance(saved, theirs.evaluations))
-    assert difference <= case.tolerance, f"{case}: losses differ by {difference:.1e}"
-    return "equal"
+    elif case.second:
+        compared.append(_joined(*mine))
+    found = Difference(0, 0)
+    for training in compared:
+        if case.change.whole:
+            # An iteration logs the learning rate of the next one.
+            training.learning_rates = theirs.learning_rates
+        found = difference(training, theirs, len(theirs.skipped), ZEROS_BY_CHANCE)
+        assert found.within(case.bounds), f"{case}: {found}"
+    return f"{EQUAL} {found}"
 
 
-def _training(pools: RankPools, world_size: int, *flags: Flags) -> Training | str:
+def _joined(first: Training, second: Training) -> Training:
+    """Return the measurements of a run until it saved, and of the run that continues."""
+    taken = SAVED - sum(first.skipped[:SAVED])
+    cuts = dict.fromkeys(("losses", "params_norms", "learning_rates"), SAVED)
+    # Evaluations at the saved iteration, at the end, and on test data.
+    cuts["evaluations"] = len(first.evaluations) // 4
+    cuts |= dict.fromkeys(("loss_scales", "skipped"), SAVED)
+    cuts |= dict.fromkeys(("grad_norms", "num_zeros"), taken)
+    parts = {name: getattr(first, name)[:cut] + getattr(second, name) for name, cut in cuts.items()}
+    return replace(second, **parts)
+
+
+def _training(pools: RankPools, case: Combination, world_size: int, flags: Flags) -> Training | str:
     """Return a training, or the reason why its flags are rejected."""
     try:
-        return trained(pools, world_size, *flags)
+        return trained(pools, world_size, flags, exact_norms=case.rounds, freezes=case.freezes)
     except RankFailure as failure:
         lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
         for line in lines:
             kind, _, reason = line.partition(": ")
             if kind.endswith(("FlagError", "RehearsalError")) and reason:
-                return f"rejected: {reason}"
-        raise AssertionError(f"{' '.join(words(*flags))} ends with {lines[-1]}") from failure
+                return f"{REJECTED} {reason}"
+        return f"{FAILS} {lines[-1]}"
 
 
 def main() -> int:
@@ -297,11 +594,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first case")
     args = parser.parse_args()
     failures = 0
-    with rank_pools() as pools:
+    with rank_pools() as local, rank_pools(["tests.mcore.preloaded_te"]) as te:
         for seed in range(args.seed, args.seed + args.cases):
             case = combination(seed)
             try:
-                said = outcome(pools, case)
+                said = outcome(lambda flags: local if impl_of(flags) == "local" else te, case)
             except AssertionError as error:
                 said, failures = f"FAILED: {error}", failures + 1
             sys.stdout.write(f"{seed}: {case}\n    {said}\n")

@@ -29,6 +29,7 @@ class Training:
         grad_norms: Gradient norm before clipping.
         params_norms: Norm of the parameters, with `--log-params-norm`.
         num_zeros: Number of zeros in gradients, with `--log-num-zeros-in-grad`.
+        learning_rates: Logged learning rate of every iteration.
         loss_scales: Loss scale of every iteration.
         skipped: For every iteration, whether its update was skipped.
         evaluations: Loss of every evaluation, on the last pipeline stage.
@@ -39,6 +40,7 @@ class Training:
     grad_norms: list[float] = field(default_factory=list)
     params_norms: list[float] = field(default_factory=list)
     num_zeros: list[float] = field(default_factory=list)
+    learning_rates: list[float | None] = field(default_factory=list)
     loss_scales: list[float] = field(default_factory=list)
     skipped: list[bool] = field(default_factory=list)
     evaluations: list[float] = field(default_factory=list)
@@ -85,6 +87,7 @@ def _watch(patches: Any, training: Any, result: Training, probe: Any) -> None:
             result.losses.append(float(loss))
         # (total, learning rate, iteration, loss scale, report, skipped, grad norm, params norm,
         # zeros, ...)
+        result.learning_rates.append(args[1])
         result.loss_scales.append(float(args[3]))
         result.skipped.append(bool(args[5]))
         # Without the flag, optimizers report None or 0.
@@ -132,7 +135,7 @@ def merge_ranks(results: Sequence[Training]) -> Training:
     seen = [result for result in results if result.losses or result.evaluations]
     # A run that loads its last iteration neither trains nor evaluates.
     first = (seen or results)[0]
-    on_all = ("grad_norms", "params_norms", "num_zeros", "loss_scales")
+    on_all = ("grad_norms", "params_norms", "num_zeros", "learning_rates", "loss_scales")
     for found, names in ((seen, ("losses", "evaluations")), (results, on_all)):
         for result in found:
             for name in names:

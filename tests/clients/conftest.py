@@ -18,6 +18,8 @@ os.environ.update(
     HF_DATASETS_OFFLINE="1",
     HF_HUB_DISABLE_TELEMETRY="1",
     HF_HUB_OFFLINE="1",
+    # Otherwise accelerate gives each rank as many threads as the machine has cores.
+    OMP_NUM_THREADS="1",
     TOKENIZERS_PARALLELISM="false",
     TRANSFORMERS_VERBOSITY="error",
 )

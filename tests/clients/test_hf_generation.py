@@ -68,7 +68,8 @@ def evaluate(name: str, new_tokens: Any, model: Any, step: int, rank: int) -> di
             assert any("keys" in key or "states" in key for key in found), "no cache was found"
             if synced:
                 # Finished ranks run further forwards, which fill their caches.
-                found = {key: found[key] for key in found if "past_key_values" not in key}
+                caches = ("generated.past_key_values", "generated.cache")  # before 5.24, and since
+                found = {key: found[key] for key in found if not key.startswith(caches)}
     model.train()
     # Scores of excluded tokens are infinite.
     return {key: value.clone().nan_to_num() for key, value in found.items()}

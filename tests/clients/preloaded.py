@@ -1,10 +1,5 @@
 """Imports of the rank processes of these tests before they are forked."""
 
-import bitsandbytes.optim  # noqa: F401
-import prodigyopt  # noqa: F401
-import pytorch_optimizer  # noqa: F401
-import schedulefree  # noqa: F401
-import timm.optim  # noqa: F401
 import transformers.models.gemma3.modeling_gemma3
 import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama

@@ -12,7 +12,7 @@ from tests.clients.optimizers import PACKAGES, USAGES, Outcome, Usage, classes, 
 from tests.clients.table import pinned
 from tests.pages import cells_of, check_part, table
 from tests.processes import ROOT
-from tests.ranks import RankPools
+from tests.ranks import RankPools, rank_pools
 
 PAGE = "docs/optimizers.md"
 PART = "optimizers"
@@ -43,6 +43,13 @@ def _text(rows: Mapping[str, str]) -> str:
         for text in sorted(names, key=lambda text: (not text.startswith("right"), text)):
             lines.append((f"`{module}`", installed, ", ".join(names[text]), text))
     return table(_HEAD, lines)
+
+
+@pytest.fixture(scope="module")
+def clients() -> Iterator[RankPools]:
+    """Yield rank pools by world size, forked from a process that has imported the packages."""
+    with rank_pools(["tests.clients.preloaded_optimizers"]) as pools:
+        yield pools
 
 
 @pytest.fixture(scope="module")

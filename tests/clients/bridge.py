@@ -38,7 +38,14 @@ _EXPERTS = {
 
 # -- packages that Megatron-Bridge imports and that no training on a CPU calls ---------------------
 
-_STUBBED = ("diffusers", "hydra", "megatron.energon", "modelopt")
+# transformers 5.24 does not have the last one.
+_STUBBED = (
+    "diffusers",
+    "hydra",
+    "megatron.energon",
+    "modelopt",
+    "transformers.modeling_attn_mask_utils",
+)
 _STUBBED_ALONE = ("nvidia_resiliency_ext", "nvidia_resiliency_ext.inprocess")
 """Modules without their other submodules, which Megatron uses if they exist."""
 

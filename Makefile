@@ -39,6 +39,20 @@ TORCH_SAMPLE = $(addprefix tests/distributed/test_, checkpoint.py collectives.py
   tests/parity/test_parity.py::test_pattern_trains_like_the_reference tests/golden \
   functional_tests/test_matrix.py
 
+# Tests with other libraries that also run with the newest torch: all of them at the end of a larger
+# change (test-all), otherwise a few of each library and of each adapter.
+NEWEST_CLIENTS = tests/clients --ignore tests/clients/test_optimizers.py \
+  --ignore tests/clients/test_torchtitan.py
+NEWEST_CLIENTS_SAMPLE = tests/clients/newest $(addprefix tests/clients/test_, \
+  accelerate.py::test_prepared_model_trains_like_unsharded \
+  automodel.py::test_llama_trains_like_unsharded \
+  bridge.py::test_recipe_resumes_at_another_size \
+  hf_distributed.py::test_from_pretrained_shards_and_trains_like_unsharded \
+  hf_generation.py::test_ranks_may_generate_different_lengths_with_synced_gpus \
+  hf_training.py::test_trainer_trains_a_sharded_model_like_a_plain_model \
+  lightning.py::test_trainer_with_clipping_accumulation_and_validation_matches_unsharded \
+  peft.py::test_adapters_with_frozen_weights_train_like_unsharded)
+
 # TEXT is also passed on if it is empty, so that the program reports the error.
 ifneq ($(origin TEXT),undefined)
 TEXT_OPTION = --text "$(TEXT)"
@@ -97,7 +111,7 @@ test-all: lint setup-clients ## every suite once, with the time left; not again 
 	@$(PY) -m tools.test_all $(if $(TIME),--minutes "$(TIME)") \
 	  --suite 'tests: $(PY) -m pytest -m "not gpu"' \
 	  --suite 'clients: $(CLIENTS_PY) -m pytest tests/clients --ignore tests/clients/newest' \
-	  --suite 'clients, torch $(NEWEST_TORCH): $(NEWEST_CLIENTS_PY) -m pytest tests/clients/newest' \
+	  --suite 'clients, torch $(NEWEST_TORCH): $(NEWEST_CLIENTS_PY) -m pytest $(NEWEST_CLIENTS)' \
 	  --suite 'torch $(NEWEST_TORCH): $(NEWEST_PY) -m pytest -m "not gpu and not functional" $(TORCH_SAMPLE)' \
 	  --program 'dist: make --no-print-directory dist' \
 	  --program 'random cases from 0: $(RANDOM_CASES) --cases 334 --seed 0' \
@@ -125,7 +139,7 @@ test-share: setup ## a sample of the four suites above: one of every ONE_IN test
 
 test-clients: setup-clients ## programs of other libraries (transformers, peft, Lightning, ...), sharded
 	@$(CLIENTS_PY) -m pytest --tables --one-in "$(ONE_IN)" tests/clients --ignore tests/clients/newest
-	@$(NEWEST_CLIENTS_PY) -m pytest --tables --one-in "$(ONE_IN)" tests/clients/newest
+	@$(NEWEST_CLIENTS_PY) -m pytest --tables --one-in "$(ONE_IN)" $(NEWEST_CLIENTS_SAMPLE)
 
 test-fsdp2: setup ## PyTorch's own tests of FSDP2, from PYTORCH, run with this package
 	@test -d "$(PYTORCH)/test/distributed" || { echo "PYTORCH=path/to/checkout must name a checkout of PyTorch with its tests" >&2; exit 2; }

@@ -66,7 +66,8 @@ def record(request: pytest.FixtureRequest, measured: list[tuple[str, ...]]) -> R
         assert difference <= at_most, f"{compared}: {difference} is more than {at_most}"
         number = "0" if difference == 0 else f"{difference:.0e}"
         test = request.node.name.removeprefix("test_")
-        measured.append((client, version(client), test, compared, number))
+        versions = version(client), version("torch").partition("+")[0]
+        measured.append((client, *versions, test, compared, number))
 
     return note
 

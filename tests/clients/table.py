@@ -13,7 +13,7 @@ _ABOUT = (
     "cancellation is measured against a third of the norm of all of them). It is at most 1e-06 in "
     "fp32, and zero where the same bits have to come out."
 )
-_HEAD = ("library", "version", "test", "compared", "largest difference")
+_HEAD = ("library", "version", "torch", "test", "compared", "largest difference")
 
 
 def text(rows: list[tuple[str, ...]]) -> str:

@@ -107,6 +107,8 @@ def test_llama_trains_with_the_strategy_given_to_install(measure: Measure) -> No
 @pytest.fixture(scope="module")
 def recipes() -> Iterator[RankPools]:
     """Yield rank pools by world size, forked from a process that has imported the recipe."""
+    if not hasattr(FSDPParam, "to_accumulated_grad_if_needed"):
+        pytest.skip("automodel 0.7 can neither import recipes nor use FSDP2 with torch 2.15")
     with rank_pools(["tests.clients.preloaded_automodel"]) as pools:
         yield pools
 
@@ -122,10 +124,6 @@ def recipe_difference(run: Run, fsdp2: Run, first: int, is_theirs: bool) -> floa
     return difference_of(automodel.train(run), theirs)
 
 
-@pytest.mark.skipif(
-    not hasattr(FSDPParam, "to_accumulated_grad_if_needed"),
-    reason="automodel 0.7 cannot shard with FSDP2 of torch 2.15, nor import its recipes there",
-)
 @pytest.mark.parametrize(
     ("zero_dp_strategy", "name", "sizes", "resumes_at", "is_theirs"),
     [

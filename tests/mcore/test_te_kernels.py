@@ -526,3 +526,12 @@ def test_name_without_a_kernel_raises_not_emulated() -> None:
     with pytest.raises(NotImplementedError, match="leave out --tp-comm-overlap"):
         _gemm(torch.ones(1, 1), torch.ones(1, 1), "TN", comm_overlap=object())
     assert not hasattr(TEX, "__path__")
+
+
+def test_packed_sequences_are_rows_of_a_padded_batch() -> None:
+    packed, starts = torch.arange(1.0, 13.0).view(6, 2), torch.tensor([0, 4, 4, 5])
+    batch = TEX.convert_thd_to_bshd(packed, starts, 3, 4)
+    rows = packed[:5].split([4, 0, 1])
+    assert torch.equal(batch, torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))
+    back = TEX.convert_bshd_to_thd(batch, starts, 6)
+    assert torch.equal(back, torch.cat([packed[:5], torch.zeros(1, 2)]))

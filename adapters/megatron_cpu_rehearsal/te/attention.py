@@ -1,4 +1,4 @@
-"""Softmax of attention scores, scaled and masked.
+"""Softmax of attention scores, scaled and masked, and layouts of packed sequences.
 
 Scores are `(batch, heads, queries, keys)`, or `(batch * heads, queries, keys)` under the square
 causal mask. All functions compute in fp32 and round once.
@@ -6,9 +6,13 @@ causal mask. All functions compute in fp32 and round once.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 __all__ = [
+    "convert_bshd_to_thd",
+    "convert_thd_to_bshd",
     "get_fused_attn_backend",
     "scaled_aligned_causal_masked_softmax_backward",
     "scaled_aligned_causal_masked_softmax_forward",
@@ -27,6 +31,31 @@ def get_fused_attn_backend(*params: object) -> tuple[int, str]:
     """Report that no fused attention exists: cuDNN's kernels are not emulated."""
     del params
     return -1, "the CPU rehearsal has no fused attention"
+
+
+def convert_thd_to_bshd(
+    tensor: torch.Tensor, cu_seqlens: torch.Tensor, b: int, max_seq_len: int
+) -> torch.Tensor:
+    """Return packed sequences as a batch, padded with zeros: `(b, max_seq_len, ...)`.
+
+    Args:
+        tensor: `(tokens, ...)`, the sequences one after the other.
+        cu_seqlens: Start of each sequence, and the end of the last one.
+        b: Number of sequences.
+        max_seq_len: Length of the longest sequence, or more.
+    """
+    batch = tensor.new_zeros((b, max_seq_len, *tensor.shape[1:]))
+    for row, (first, last) in zip(batch, pairwise(cu_seqlens.tolist()), strict=True):
+        row[: last - first] = tensor[first:last]
+    return batch
+
+
+def convert_bshd_to_thd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, t: int) -> torch.Tensor:
+    """Return the inverse of `convert_thd_to_bshd`: `(t, ...)`; tokens of no sequence are zero."""
+    packed = tensor.new_zeros((t, *tensor.shape[2:]))
+    for row, (first, last) in zip(tensor, pairwise(cu_seqlens.tolist()), strict=True):
+        packed[first:last] = row[: last - first]
+    return packed
 
 
 def scaled_softmax_forward(input: torch.Tensor, scale_factor: float) -> torch.Tensor:

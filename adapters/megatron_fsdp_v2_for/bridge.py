@@ -166,6 +166,7 @@ def with_strategy(original: type, options: Mapping[str, Any]) -> Callable[..., A
             _reject_expert_adapter(name, layer, config)
             _mark_magnitude(name, layer, config)
             _gather_in_adapters(layer)
+        _forget_initial_values(module)
         if options["sharding_strategy"] is not None:
             ddp_config.data_parallel_sharding_strategy = options["sharding_strategy"]
         return wrapper(config, ddp_config, module, options=active_options(), **kwargs)
@@ -224,6 +225,20 @@ def _gather_in_adapters(layer: torch.nn.Module) -> None:
         for adapter in adapters:
             if hasattr(adapter, "disable_sequence_parallel_comm"):
                 adapter.disable_sequence_parallel_comm = False
+
+
+def _forget_initial_values(module: torch.nn.Module) -> None:
+    """Forget initial values that quantized weights keep for main weights, if loaded since."""
+    params: Iterable[Any] = module.parameters()
+    for param in params:
+        kept = getattr(param, "get_high_precision_init_val", lambda: None)()
+        if kept is None:
+            continue
+        initial = kept.to(param.device).float()
+        # Quantized values differ by less than this; delayed scaling starts with steps of 2^-9.
+        limit = max(initial.abs().max().item() / 4, 2**-9)
+        if (param.dequantize().float() - initial).abs().max().item() > limit:
+            param.clear_high_precision_init_val()
 
 
 def with_checks(original: Callable[..., None], options: Mapping[str, Any]) -> Callable[..., None]:

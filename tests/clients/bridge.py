@@ -6,13 +6,19 @@ import contextlib
 import importlib
 import io
 import itertools
+import json
 import multiprocessing
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 import megatron_fsdp_v2_for.bridge
 from tests.clients.stubs import stub
@@ -78,6 +84,23 @@ def save_model(folder: str, kind: str, seed: int = 1) -> None:
     model.save_pretrained(folder)
 
 
+def save_prompts(folder: str) -> None:
+    """Save prompts and answers of different lengths, and a tokenizer of their words."""
+    words = {"<end>": 0, "<unknown>": 1, **{str(n): n for n in range(2, VOCABULARY)}}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unknown>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<end>", unk_token="<unknown>"
+    ).save_pretrained(folder)
+    draw = random.Random(1)
+
+    def text(longest: int) -> str:
+        return " ".join(str(draw.randrange(2, VOCABULARY)) for _ in range(draw.randint(1, longest)))
+
+    lines = [json.dumps({"input": text(6), "output": text(5)}) for _ in range(64)]
+    Path(folder, "training.jsonl").write_text("\n".join(lines))
+
+
 @dataclass(frozen=True)
 class Run:
     """One training.
@@ -95,6 +118,8 @@ class Run:
         precision: Name of a recipe of Megatron-Bridge for bf16 and FP8; fp32 if empty.
         adapters: Arguments of `create_peft` for adapters that are trained, such as `type`; all
             weights are trained if empty.
+        sft: Folder of `save_prompts`; the data are random tokens if empty.
+        is_packed: Whether prompts and answers are packed into sequences.
     """
 
     folder: str
@@ -108,6 +133,8 @@ class Run:
     config: dict[str, Any] = field(default_factory=dict)
     precision: str = ""
     adapters: dict[str, Any] = field(default_factory=dict)
+    sft: str = ""
+    is_packed: bool = False
 
     @property
     def plain(self) -> Run:
@@ -119,6 +146,8 @@ class Run:
             config=self.config,
             precision=self.precision,
             adapters=self.adapters,
+            sft=self.sft,
+            is_packed=self.is_packed,
         )
 
 
@@ -184,16 +213,40 @@ def recipe(run: Run) -> Any:
         ),
         dist=config.DistributedInitConfig(distributed_backend="gloo"),
     )
-    for path, value in run.config.items():
-        section, _, name = path.partition(".")
-        assert hasattr(getattr(result, section), name), path
-        setattr(getattr(result, section), name, value)
     if run.precision:
         result.mixed_precision = get_mixed_precision_config(run.precision)
         # Otherwise main weights of Megatron's DDP start from weights rounded to FP8.
         result.mixed_precision.fp8_param_gather = False
         result.mixed_precision.first_last_layers_bf16 = False
+    for path, value in run.config.items():
+        section, _, name = path.partition(".")
+        assert hasattr(getattr(result, section), name), path
+        setattr(getattr(result, section), name, value)
+    if run.sft:
+        _select_prompts(result, run)
     return result
+
+
+def _select_prompts(config: Any, run: Run) -> None:
+    """Select the dataset of `save_prompts`, with the loss averaged over tokens."""
+    from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
+    from megatron.bridge.data.packing.config import PackedSequenceSpecs
+
+    packing = PackedSequenceSpecs(packed_sequence_size=LENGTH) if run.is_packed else None
+    config.dataset = GPTSFTDatasetConfig(
+        seq_length=LENGTH,
+        dataset_root=run.sft,
+        enable_offline_packing=run.is_packed,
+        offline_packing_specs=packing,
+        do_validation=False,
+        do_test=False,
+        num_workers=0,
+    )
+    config.tokenizer.tokenizer_type = "HuggingFaceTokenizer"
+    config.tokenizer.tokenizer_model = run.sft
+    config.tokenizer.vocab_size = None
+    config.model.calculate_per_token_loss = True
+    config.ddp.average_in_collective = False
 
 
 def exported(folder: str, model: Any) -> dict[str, torch.Tensor]:

@@ -154,6 +154,34 @@ def test_adapters_train_with_sequence_parallelism_as_without(
     record(CLIENT, COMPARED, max(found))
 
 
+def test_adapters_of_fp8_weights_train_like_megatrons_ddp(
+    recipes: RankPools, models: dict[str, str], record: Record
+) -> None:
+    run = Run(
+        models["dense"],
+        ZERO3,
+        adapters=LORA,
+        precision="bf16_with_fp8_current_scaling_mixed",
+        config={"optimizer.clip_grad": 0.0, "mixed_precision.fp8_param_gather": True},
+    )
+    found = recipes(2).run(difference_of_losses, run, timeout_s=TIMEOUT_S)
+    record(CLIENT, "losses", max(found))
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+def test_fine_tuning_trains_like_megatrons_ddp(
+    recipes: RankPools,
+    models: dict[str, str],
+    record: Record,
+    tmp_path: Path,
+    is_packed: bool,
+) -> None:
+    bridge.save_prompts(str(tmp_path))
+    run = Run(models["dense"], ZERO3, sft=str(tmp_path), is_packed=is_packed, adapters=LORA)
+    found = recipes(2).run(difference, run, run.plain, timeout_s=TIMEOUT_S)
+    record(CLIENT, COMPARED, max(found))
+
+
 def test_muon_on_several_ranks_trains_like_on_one(
     recipes: RankPools, models: dict[str, str], record: Record
 ) -> None:

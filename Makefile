@@ -143,7 +143,7 @@ test-clients: setup-clients ## programs of other libraries (transformers, peft, 
 
 test-fsdp2: setup ## PyTorch's own tests of FSDP2, from PYTORCH, run with this package
 	@test -d "$(PYTORCH)/test/distributed" || { echo "PYTORCH=path/to/checkout must name a checkout of PyTorch with its tests" >&2; exit 2; }
-	@VENV="$(VENV)" tools/setup_clients.sh
+	@VENV="$(VENV)" $(if $(TORCH),REQUIREMENTS=tests/clients/newest/requirements.txt) tools/setup_clients.sh
 	@$(CLIENTS_PY) -m pytest tests/fsdp2_suite --pytorch "$(PYTORCH)"
 
 test-megatron-fsdp: setup ## Megatron-LM's own tests of Megatron-FSDP, from MEGATRON, run with this package

@@ -443,22 +443,24 @@ def _saved_groups(folder: CheckpointFolder) -> tuple[list[dict[str, Any]], bool]
 
     One object here; where torch saved them one per option and group, or per option and parameter.
     """
-    if OPTIMIZER_GROUPS in folder.entries:
-        found: Any = folder.object(OPTIMIZER_GROUPS)
-        saved: list[Any] = found if isinstance(found, list) else [None]
-        for group in saved:
-            params = group.get("params") if isinstance(group, dict) else None
-            if not isinstance(params, list) or any(type(n) is not str for n in (*group, *params)):
-                raise CheckpointError(f"{folder.path}: {OPTIMIZER_GROUPS} is not a list of groups")
-        return saved, True
+    saved: Any = None
     groups: dict[str, dict[str, Any]] = {}
-    for key in folder.entries:
-        if key.startswith(f"{OPTIMIZER_GROUPS}."):
-            where, _, option = key.removeprefix(f"{OPTIMIZER_GROUPS}.").rpartition(".")
-            is_object = folder.shape(key) is None
-            group = groups.setdefault(where, {"params": [] if where.isdecimal() else [where]})
-            group[option] = folder.object(key) if is_object else folder.read_tensor(key)
-    return list(groups.values()), all(map(str.isdecimal, groups))
+    if OPTIMIZER_GROUPS in folder.entries:
+        saved = folder.object(OPTIMIZER_GROUPS)
+    else:
+        for key in folder.entries:
+            if key.startswith(f"{OPTIMIZER_GROUPS}."):
+                where, _, option = key.removeprefix(f"{OPTIMIZER_GROUPS}.").rpartition(".")
+                is_object = folder.shape(key) is None
+                group = groups.setdefault(where, {"params": [] if where.isdecimal() else [where]})
+                group[option] = folder.object(key) if is_object else folder.read_tensor(key)
+        saved = list(groups.values())
+    checked: list[Any] = saved if isinstance(saved, list) else [None]
+    for each in checked:
+        params = each.get("params") if isinstance(each, dict) else None
+        if not isinstance(params, list) or any(type(n) is not str for n in (*each, *params)):
+            raise CheckpointError(f"{folder.path}: {OPTIMIZER_GROUPS} is not a list of groups")
+    return saved, all(map(str.isdecimal, groups))
 
 
 def _compare_groups(

@@ -171,9 +171,12 @@ def test_a_lenient_load_warns_of_what_it_does_not_load(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "k", nn.ModuleDict({"inner": net()}), strict=False)
 
 
-@pytest.mark.parametrize("groups", [3, [{"params": [["a"]]}], [{"params": [], 3: 1}]])
-def test_malformed_groups_raise_checkpoint_error(tmp_path: Path, groups: Any) -> None:
-    write_folder(tmp_path / "k", {}, {OPTIMIZER_GROUPS: groups})
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("", 3), ("", [{"params": [["a"]]}]), ("", [{"params": [], 3: 1}]), (".0.params", 3)],
+)
+def test_malformed_groups_raise_checkpoint_error(tmp_path: Path, option: str, value: Any) -> None:
+    write_folder(tmp_path / "k", {}, {OPTIMIZER_GROUPS + option: value})
     assert_rejected(tmp_path / "k", *trained(), "is not a list of groups")
 
 

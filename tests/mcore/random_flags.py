@@ -262,6 +262,7 @@ REJECTED_TOGETHER = (
     ("--suggested-communication-unit-size", "--fsdp-unshard-prefetch-bytes"),
     ("--fp8-param-gather", "--optimizer-cpu-offload"),
     ("--fp8-param-gather", "--use-cpu-initialization"),
+    ("--init-model-with-meta-device", "--use-cpu-initialization"),
     ("--exp-avg-dtype", "--optimizer "),
     ("--exp-avg-dtype", "--optimizer-cpu-offload"),
     # Each of Megatron's chained optimizers has a loss scale of its own.

@@ -8,7 +8,7 @@ is a view of the gathered buffer.
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -39,28 +39,42 @@ def from_part(part: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor(part, placed, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def part_of_gradient(gradient: torch.Tensor, compute: ComputePlacement) -> torch.Tensor:
+def part_of_gradient(
+    gradient: torch.Tensor, compute: ComputePlacement, dtype: torch.dtype
+) -> torch.Tensor:
     """Return this rank's part of a gradient, with the placement of the parameter.
 
     Collective over the tensor-parallel axis if the gradient has another placement: the gradient of
     a replicated parameter is `Partial` if ranks computed on different parts of a sequence. Along
-    data-parallel axes the gradient stays this rank's summand.
+    data-parallel axes the gradient stays this rank's summand. `dtype` is the dtype to sum in if it
+    is wider than the gradient's.
     """
     with torch.no_grad():
         if isinstance(gradient, DTensor):
             pairs = enumerate(zip(gradient.placements, compute.spec.placements, strict=True))
             wanted = [has if axis in compute.data_axes else want for axis, (has, want) in pairs]
             if tuple(wanted) != gradient.placements:
-                gradient = gradient.redistribute(compute.spec.mesh, wanted)
+                wide = cast("DTensor", _widened(gradient, dtype))
+                gradient = wide.redistribute(compute.spec.mesh, wanted)
         return plain_of(gradient).detach()
 
 
-def summed_gradient(gradient: torch.Tensor, tensor: TensorShard) -> torch.Tensor:
-    """Return the sum of a plain gradient over the tensor-parallel axis. Collective over it."""
+def summed_gradient(
+    gradient: torch.Tensor, tensor: TensorShard, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the sum of a plain gradient over the tensor-parallel axis. Collective over it.
+
+    `dtype` is the dtype to sum in if it is wider than the gradient's.
+    """
     assert tensor.mesh is not None
     axes = [*[Replicate()] * (tensor.mesh.ndim - 1), Partial()]
     with torch.no_grad():
-        return DTensor.from_local(gradient, tensor.mesh, axes, run_check=False).full_tensor()
+        wide = _widened(gradient, dtype)
+        return DTensor.from_local(wide, tensor.mesh, axes, run_check=False).full_tensor()
+
+
+def _widened(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return gradient.to(torch.promote_types(gradient.dtype, dtype))
 
 
 def tensor_shard_of(

@@ -258,14 +258,14 @@ class GroupGrads:
         dtensor = self._parameters.dtensors[index]
         tensor = self._parameters.row_shards[index].tensor
         if dtensor is not None:
-            grad = part_of_gradient(grad, dtensor)
+            grad = part_of_gradient(grad, dtensor, self._views[index].dtype)
         elif tensor is not None and tensor.sums_gradients:
             if isinstance(param, FusedGradient) and param.grad_added_to_main_grad:
                 raise RuntimeError(
                     f"a fused kernel wrote the gradient of {self._parameters.names[index]}, which "
                     "sums_gradients adds up over ranks; leave one of them out"
                 )
-            grad = summed_gradient(grad, tensor)
+            grad = summed_gradient(grad, tensor, self._views[index].dtype)
         elif isinstance(param, FusedGradient) and param.grad_added_to_main_grad:
             # A fused kernel has written the gradient already, and autograd's is a placeholder. With
             # `zero_out_wgrad` (tied parameters) it is zeros plus the gradients of other uses.

@@ -31,7 +31,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from megatron_fsdp_v2 import DataParallelMeshDims, UnitOptions, checkpoint, fully_shard
+from megatron_fsdp_v2 import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    UnitOptions,
+    checkpoint,
+    fully_shard,
+)
 from megatron_fsdp_v2.checkpoint.entries import state_entries
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.dtensor.row_shards import TensorShard
@@ -634,6 +640,34 @@ def test_gradients_of_fused_kernels_cannot_be_summed_over_ranks() -> None:
     loss = layer(torch.ones(2, 4)).sum()
     rejected = error_message(RuntimeError, loss.backward)
     assert "a fused kernel wrote the gradient of weight" in rejected
+
+
+class OfLocalRows(nn.Module):
+    """Multiplies this rank's rows by a replicated weight."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        if isinstance(weight, DTensor):
+            weight = weight.to_local(grad_placements=[Partial()])
+        return rows * weight
+
+
+@on_ranks(2)
+def test_gradients_are_summed_over_tensor_parallel_ranks_in_the_communication_dtype() -> None:
+    mesh, ones = mesh_with_tp(1, 2), torch.ones(1)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, grad_comm_dtype=torch.float32)
+    plain = OfLocalRows(ones)
+    sums = UnitOptions(tensor_shards={plain.weight: TensorShard(mesh, None, sums_gradients=True)})
+    replicated = OfLocalRows(distribute_tensor(ones, mesh["tp"], [Replicate()]))
+    for module, options in ((plain, sums), (replicated, None)):
+        fully_shard(module, mesh=mesh["dp"], mp_policy=policy, options=options)
+        # In bfloat16, 256 + 1 is 256.
+        module(torch.tensor([256.0 if dist.get_rank() == 0 else 1.0])).sum().backward()
+        assert module.weight.grad.full_tensor().item() == 257
 
 
 @on_ranks(3)

@@ -241,8 +241,7 @@ def _new_states(
             for state, key in saved.get(names[param], {}).items():
                 # As torch's `load_state_dict`: fused kernels and CUDA graphs count on the device.
                 device = "cpu" if state == "step" and counts_on_host else param.device
-                value = _new_state(folder, key, param, device, wanted)
-                found.setdefault(param, {})[state] = value
+                found.setdefault(param, {})[state] = _new_state(folder, key, param, device, wanted)
     return found
 
 

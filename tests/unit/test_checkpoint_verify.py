@@ -18,9 +18,9 @@ from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.exporting import convert, export
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
-from megatron_fsdp_v2.checkpoint.inspecting import inspect
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, METADATA
 from megatron_fsdp_v2.checkpoint.verifying import verify
+from megatron_fsdp_v2_cli.ckpt.inspecting import inspect
 from tests.unit.checkpoints import FIRST, changed_metadata, ckpt, flip, same_bits, write_folder
 
 

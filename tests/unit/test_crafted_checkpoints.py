@@ -37,10 +37,10 @@ from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.exporting import convert, export, open_source
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.foreign import load_object
-from megatron_fsdp_v2.checkpoint.inspecting import inspect
 from megatron_fsdp_v2.checkpoint.manifest import MANIFEST, METADATA, dumps
 from megatron_fsdp_v2.checkpoint.saving import pack
 from megatron_fsdp_v2.checkpoint.verifying import verify
+from megatron_fsdp_v2_cli.ckpt.inspecting import inspect
 from tests.cases import longer
 from tests.unit.checkpoints import FIRST, changed_metadata, same_bits
 

@@ -15,9 +15,9 @@ from typing import Any, Protocol, cast
 from megatron_fsdp_v2._text import listed, readable_size
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.exporting import MAX_SHARD_BYTES, Exported, convert, export
-from megatron_fsdp_v2.checkpoint.inspecting import inspect
 from megatron_fsdp_v2.checkpoint.verifying import verify
 from megatron_fsdp_v2_cli import arguments
+from megatron_fsdp_v2_cli.ckpt.inspecting import inspect
 from megatron_fsdp_v2_cli.ckpt.listing import listing, summary
 from megatron_fsdp_v2_cli.progress import progress
 

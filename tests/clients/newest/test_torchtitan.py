@@ -79,9 +79,16 @@ def classes() -> Any:
 
 
 def job_config(model: str, folder: str, sections: dict[str, dict[str, Any]]) -> Any:
-    """Return torchtitan's configuration of a model for a CPU, with changed settings by section."""
+    """Return torchtitan's configuration of a model for a CPU, with changed settings by section.
+
+    Args:
+        model: Name of the model, perhaps with a number of layers, such as `llama3:4`.
+        folder: Folder of checkpoints and of other files.
+        sections: Changed settings.
+    """
     from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 
+    model, _, num_layers = model.partition(":")
     package = "experiments" if model == TRANSFORMERS else "models"
     registry = importlib.import_module(f"torchtitan.{package}.{model}.config_registry")
     config = getattr(registry, f"{model}_debugmodel")()
@@ -98,7 +105,7 @@ def job_config(model: str, folder: str, sections: dict[str, dict[str, Any]]) -> 
         config.dataloader.gives_positions = False
     else:
         # One dense layer of deepseek_v3 and one of experts.
-        del config.model_spec.model.layers[2:]
+        del config.model_spec.model.layers[int(num_layers or 2) :]
     # FlexAttention is a compiled kernel.
     for _, _, parent, name in list(config.model_spec.traverse(FlexAttention.Config)):
         setattr(parent, name, ScaledDotProductAttention.Config())
@@ -257,6 +264,12 @@ def memory_budget() -> Any:
     return MemoryBudgetAC.Config()
 
 
+def unchunked_loss() -> Any:
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel_ce_loss
+
+    return llama3_debugmodel_ce_loss().loss
+
+
 def dist_muon() -> Any:
     """Return optimizers of deepseek_v3: DistMuon by heads, matrices and experts, and AdamW."""
     from torch.distributed.tensor import Shard
@@ -300,6 +313,8 @@ def parallel(backend: str = "spmd_types", **degrees: int) -> dict[str, dict[str,
 
 HSDP = {"data_parallel_replicate_degree": 2}
 PIPELINE = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"}
+# FSDP2 drops a gradient with the loss in chunks.
+UNCHUNKED = {"loss": unchunked_loss, "activation_checkpoint": None}
 COMPILED = {"enable": True, "backend": "aot_eager"}
 TRAININGS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "llama3": ("llama3", 2, {}),
@@ -316,6 +331,15 @@ TRAININGS: dict[str, tuple[str, int, dict[str, Any]]] = {
         },
     ),
     "llama3 pipeline": ("llama3", 4, {"parallelism": PIPELINE}),
+    "llama3 zero bubble": (
+        "llama3:4",
+        4,
+        {
+            "parallelism": {**PIPELINE, "pipeline_parallel_schedule": "ZBVZeroBubble"},
+            "config": UNCHUNKED,
+            "training": {"local_batch_size": 4},
+        },
+    ),
     "llama3 compiled in a budget of memory": (
         "llama3",
         2,

@@ -442,7 +442,6 @@ def _saved_groups(folder: CheckpointFolder) -> tuple[list[dict[str, Any]], bool]
 
     One object here; where torch saved them one per option and group, or per option and parameter.
     """
-    saved: Any = None
     groups: dict[str, dict[str, Any]] = {}
     if OPTIMIZER_GROUPS in folder.entries:
         saved = folder.object(OPTIMIZER_GROUPS)

@@ -38,7 +38,10 @@ def with_shards(original: Callable[..., Any], options: Mapping[str, Any]) -> Cal
         if not isinstance(of_unit, UnitOptions):
             of_unit = UnitOptions(runtime=of_unit)
         shards = {**of_unit.tensor_shards, **dict(_tensor_shards(module, given))}
-        of_unit = dataclasses.replace(of_unit, tensor_shards=shards)
+        # Only the modules around the output layer are a list. The loss runs this layer once per
+        # chunk of tokens, and synchronizes its gradient in the last of these backwards.
+        once = of_unit.reduces_once or isinstance(module, list)
+        of_unit = dataclasses.replace(of_unit, tensor_shards=shards, reduces_once=once)
         return fully_shard(module, **given, **{**options, "options": of_unit})
 
     return sharded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp_v2.comm.groups import check_gather_group
 from megatron_fsdp_v2.layout.buffer_layout import Granularity
 from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
-from megatron_fsdp_v2.layout.placement import resolve_placements
+from megatron_fsdp_v2.layout.placement import Placement, resolve_placements
 from megatron_fsdp_v2.params.buffer import Offload, ShardGrid
 from megatron_fsdp_v2.params.formats import format_of
 from megatron_fsdp_v2.params.group import GroupSpec
@@ -215,6 +216,9 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
             strategies = ("no_shard", "no_shard")
         sizes = [mesh.size(axis) for axis in range(mesh.ndim)]
         placements = resolve_placements(*strategies, sizes)
+        if of_unit.reduces_once:
+            inner = dataclasses.replace(placements[-1], unreduced_grad=Placement.PARTIAL)
+            placements = (*placements[:-1], inner)
         if policy.reduce_scatter_with_fp32_accumulation and strategies[0] == "no_shard":
             raise ValueError(
                 "mp_policy.reduce_scatter_with_fp32_accumulation cannot be used with "

@@ -96,6 +96,9 @@ class UnitOptions:
         gather_group: A process group with the same ranks as the (inner) axis of the mesh, in the
             same order, for all-gathers of weights. With NCCL, gathers and reductions then run at
             the same time. None: the axis's own group.
+        reduces_once: With ZeRO-2 and ZeRO-3, reduce gradients in the backward that synchronizes
+            them only, as FSDP2 does, instead of in every backward. Takes the memory of the unit's
+            whole gradient until then. All ranks must use the unit in the same backwards.
     """
 
     runtime: RuntimeOptions | None = None
@@ -104,6 +107,7 @@ class UnitOptions:
     used_params: AbstractSet[nn.Parameter] = frozenset()
     param_init_fn: Callable[[nn.Module], None] | None = None
     gather_group: dist.ProcessGroup | None = None
+    reduces_once: bool = False
 
 
 def check_at_least_one(name: str, value: object) -> None:

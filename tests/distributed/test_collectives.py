@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy
 from megatron_fsdp_v2.comm import backends
@@ -197,6 +198,37 @@ def test_gather_group_moves_gathers_and_keeps_results_bitwise_identical(
     assert without[inner] == apart["all_gather", "gathers"]
     assert (apart["all_gather", "gathers"] > 0) == (strategy != "no_shard")
     assert without.total() == apart.total() > 0
+
+
+@pytest.mark.parametrize(
+    ("mesh_name", "options"),
+    [
+        ("2", {"sharding_strategy": "optim_grads"}),
+        ("2", {}),
+        ("2", {"enable_trace_pool": True, "enable_async_reduce_grad": False}),
+        ("2", {"mp_policy": BF16, "offload_policy": CPUOffloadPolicy()}),
+        ("3", {"check_ranks": "always"}),
+        ("HSDP 2x2", {}),
+        ("HFSDP 2x2", {}),
+    ],
+)
+@on_ranks("mesh_name")
+def test_units_that_reduce_once_reduce_no_gradient_in_no_sync(
+    mesh_name: str, options: dict[str, Any]
+) -> None:
+    trained, counts = [], []
+    for once, num_micro in ((False, 3), (True, 3), (True, 1)):
+        model = _sharded(mesh_name, reduces_once=once, **options)
+        recorded = record_collectives(model)
+        trained.append(train_own(model, num_micro=num_micro))
+        counts.append(recorded.count("reduce_scatter"))
+    several, once_of_three, single = counts
+    assert several > single and once_of_three == single
+    bound = 1e-2 if "mp_policy" in options else 1e-6
+    assert all(
+        torch.allclose(one, other, rtol=bound, atol=bound)
+        for one, other in zip(*trained[:2], strict=True)
+    )
 
 
 @on_ranks(2)

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch.distributed import fsdp
 
 import megatron_fsdp_v2_for.torchtitan
+from megatron_fsdp_v2.memory.observer import CollectiveIssued
+from megatron_fsdp_v2.runtime.module import unit_of
 from megatron_fsdp_v2_for.torchtitan import PATCHES
 from tests.clients.conftest import Measure
 from tests.clients.differences import difference_of, full_parameters, results_of
@@ -233,6 +235,22 @@ def difference(model: str, folder: str, sections: dict[str, Any]) -> float:
     return difference_of(train(trainer(job_config(model, folder, sections), STRATEGY)), theirs)
 
 
+def reductions_of_output(folder: str) -> int:
+    """Train a sharded llama3, and return the number of reductions of its output layer."""
+    save_seed("llama3", folder)
+    job = trainer(job_config("llama3", folder, {}), STRATEGY)
+    unit = unit_of(job.model_parts[0].lm_head)
+    names, issued = {group.name for group in unit.groups}, []
+
+    def note(event: Any) -> None:
+        if isinstance(event, CollectiveIssued) and event.group in names:
+            issued.append(event.kind)
+
+    unit.context.observer.subscribe(note)
+    train(job)
+    return issued.count("reduce_scatter")
+
+
 def difference_of_resumed(folder: str, first: str, second: str) -> float:
     """Return the difference of step 3, resumed from the other's checkpoint of step 2."""
     save_seed("llama3", folder)
@@ -379,6 +397,14 @@ def test_trainer_trains_like_fsdp2(measure: Measure, tmp_path: Path, training: s
     at_most = BOUNDS.get(training, 1e-6)
     job = (difference, model, str(tmp_path), sections)
     measure("torchtitan", COMPARED, ranks, *job, at_most=at_most, timeout_s=TIMEOUT_S)
+
+
+def test_output_layer_is_reduced_after_the_last_chunk_of_the_loss(
+    clients: RankPools, tmp_path: Path
+) -> None:
+    # Once with the gradient of the layer, and once with that of the norm before it.
+    counts = clients(2).run(reductions_of_output, str(tmp_path), timeout_s=TIMEOUT_S)
+    assert counts == [2 * STEPS] * 2
 
 
 @pytest.mark.parametrize("first", ["FSDP2", "this package"])

@@ -302,7 +302,10 @@ class Backward:
         """
         context, ref = self.context, weakref.ref(unit)
         is_pending = ref in self._pending
-        self._pending.discard(ref)
+        # A unit that keeps its gradient stays pending until it is reduced: another rank may have a
+        # gradient of it where this rank has none.
+        if synchronize or not any(grads.accumulates_unreduced for grads in unit.grads()):
+            self._pending.discard(ref)
         is_async = context.options.enable_async_reduce_grad
         with unit.observed_phase("reduce_grad"):
             due = [

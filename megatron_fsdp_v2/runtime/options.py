@@ -98,7 +98,7 @@ class UnitOptions:
             the same time. None: the axis's own group.
         reduces_once: With ZeRO-2 and ZeRO-3, reduce gradients in the backward that synchronizes
             them only, as FSDP2 does, instead of in every backward. Takes the memory of the unit's
-            whole gradient until then. All ranks must use the unit in the same backwards.
+            whole gradient until then.
     """
 
     runtime: RuntimeOptions | None = None

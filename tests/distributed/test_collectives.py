@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy
@@ -42,7 +43,7 @@ from tests.distributed.wrapping import (
     train_own,
     wrap,
 )
-from tests.reference.models import Stack
+from tests.reference.models import WIDTH, Stack
 from tests.sharding import shard
 from tests.stream_safety import record_streams
 from tests.stream_safety.schedule import Operation
@@ -229,6 +230,43 @@ def test_units_that_reduce_once_reduce_no_gradient_in_no_sync(
         torch.allclose(one, other, rtol=bound, atol=bound)
         for one, other in zip(*trained[:2], strict=True)
     )
+
+
+class _Gate(nn.Module):
+    """A unit whose forward all ranks run, and whose weight some of them use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, is_used: bool) -> torch.Tensor:
+        return self.linear(x) if is_used else 2 * x
+
+
+class _Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.gate = nn.Linear(batch(0).shape[1], WIDTH), _Gate()
+
+    def forward(self, x: torch.Tensor, *is_used: bool) -> torch.Tensor:
+        x = self.head(x)
+        return self.gate(x, *is_used) if is_used else x
+
+
+@on_ranks(2)
+def test_a_kept_gradient_of_one_rank_is_reduced_on_all_ranks() -> None:
+    """The synchronized backward does not reach the unit, and one rank has a gradient of it."""
+    found = []
+    for once in (False, True):
+        torch.manual_seed(0)
+        model: Any = _Gated()
+        for unit in (model.head, model.gate, model):
+            shard(unit, mesh=mesh_of(2), reduces_once=once)
+        with model.no_sync():
+            model(batch(0), dist.get_rank() == 0).sum().backward()
+        model(batch(1)).sum().backward()
+        found.append([param.grad.full_tensor() for param in model.parameters()])
+    assert all(map(torch.allclose, *found))
 
 
 @on_ranks(2)

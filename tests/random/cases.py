@@ -71,6 +71,7 @@ class Options:
         hook: Whether reduced gradients are halved by `set_all_reduce_hook`.
         chosen: How many units each unit prefetches, chosen by `set_modules_to_..._prefetch`.
         keep: Whether weights stay gathered after a backward.
+        once: `reduces_once`.
         nccl: Whether ranks communicate as on CUDA, in groups that behave like NCCL.
     """
 
@@ -94,6 +95,7 @@ class Options:
     hook: bool = False
     chosen: int = 0
     keep: bool = False
+    once: bool = False
     nccl: bool = False
 
 

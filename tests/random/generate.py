@@ -185,6 +185,7 @@ class Generator:
             hook=self.chance(0.15),
             chosen=self.random.choice([0, 0, 0, 0, 1, 2]),
             keep=self.chance(0.1),
+            once=self.chance(0.25),
             nccl=self.chance(0.25),
         )
 

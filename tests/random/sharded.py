@@ -69,6 +69,7 @@ def _shard(case: Case, options: Options) -> Any:
         max_live_grad_buffers=options.live,
         enable_trace_pool=options.pool,
         check_ranks=options.check,
+        reduces_once=options.once,
         shard_placement_fn=placement_of(options),
         offload_policy=CPUOffloadPolicy(pin_memory=False) if options.offload else None,
         mp_policy=MixedPrecisionPolicy(grad_comm_dtype=torch.float64) if options.wide else None,

@@ -235,9 +235,15 @@ def _forget_initial_values(module: torch.nn.Module) -> None:
         if kept is None:
             continue
         initial = kept.to(param.device).float()
-        # Quantized values differ by less than this; delayed scaling starts with steps of 2^-9.
-        limit = max(initial.abs().max().item() / 4, 2**-9)
-        if (param.dequantize().float() - initial).abs().max().item() > limit:
+        size, largest = initial.abs(), initial.abs().max()
+        if "FP4" in type(param).__name__:
+            rounding = largest / 4
+        else:
+            # Twice the error of rounding to 3 bits of mantissa, and of the smallest numbers. One
+            # scale for all elements is 1 at first with delayed scaling.
+            scale = getattr(param, "_scale_inv", largest * 2**-8)
+            rounding = size / 8 + scale.max() * 2**-9
+        if bool(((param.dequantize().float() - initial).abs() > rounding).any()):
             param.clear_high_precision_init_val()
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from megatron_cpu_rehearsal.patching import Patch
-from megatron_fsdp_v2_for import automodel, megatron_fsdp, torchtitan
+from megatron_fsdp_v2_for import automodel, bridge, megatron_fsdp, torchtitan
 from megatron_fsdp_v2_for.adapter import Adapter
 from tests.pages import rows_of, section
 
@@ -248,3 +248,34 @@ def test_checks_of_types_are_rejected() -> None:
     assert make(parallel_dims="dims") == "dims"
     with pytest.raises(ValueError, match="check the same job with FSDP2"):
         make(parallel_dims="dims", spmd_typechecking=True)
+
+
+SCALES = {
+    "current": lambda values: values.abs().max() / 448,
+    "delayed": lambda values: torch.ones(()),
+    "blocks": lambda values: values.abs().amax(1, keepdim=True) / 448,
+}
+"""Inverse scales of 8-bit weights, by the kind of scaling."""
+
+
+@pytest.mark.parametrize("kind", SCALES)
+def test_quantized_weights_start_from_initial_values_unless_loaded(kind: str) -> None:
+    def is_kept(stored: torch.Tensor, initial: torch.Tensor) -> bool:
+        scale = SCALES[kind](stored)
+        rounded = (stored / scale).to(torch.float8_e4m3fn).float() * scale
+        module, cleared = torch.nn.Module(), []
+        module.weight = param = torch.nn.Parameter(torch.empty_like(initial))
+        param.dequantize = lambda: rounded
+        param.get_high_precision_init_val = lambda: initial
+        param.clear_high_precision_init_val = lambda: cleared.append(param)
+        if kind != "blocks":
+            param._scale_inv = scale.reshape(1)
+        bridge._forget_initial_values(module)
+        return not cleared
+
+    torch.manual_seed(0)
+    initial = 0.02 * torch.randn(64, 128)
+    # After a few steps from the same initial values, weights differ less than their sizes.
+    trained = initial + 3e-3 * torch.randn(64, 128)
+    assert is_kept(initial, initial)
+    assert not is_kept(trained, initial)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -274,11 +274,21 @@ def test_distributed_checkpoint_is_saved_and_loaded(
     measure("transformers", "parameters", 2, function, name, tmp_path, at_most=0.0)
 
 
-def difference_with_trainer(folder: Path) -> float:
+def llama_losses(model: Any, folder: Path) -> list[float]:
+    return trainer_losses("Llama", model, folder)
+
+
+def difference_with_trainer(
+    folder: Path, losses_of: Callable[[Any, Path], list[float]] = llama_losses
+) -> float:
+    """Return the difference of a model that transformers shards, and of a plain one, trained."""
     plain = saved_plain("Llama", folder / "plain")
     model = loaded(MODELS["Llama"].cls, folder / "plain")
-    expected, losses = (trainer_losses("Llama", m, folder) for m in (plain, model))
+    before = {key: value.clone() for key, value in plain.state_dict().items()}
+    expected, losses = (losses_of(m, folder) for m in (plain, model))
+    assert len(expected) == 3
     final = {key: whole(value.detach()) for key, value in model.state_dict().items()}
+    assert any((before[k] - value).abs().max() > 1e-3 for k, value in final.items())
     errors = [abs(a - b) for a, b in zip(losses, expected, strict=True)]
     errors += [float((final[k] - value).abs().max()) for k, value in plain.state_dict().items()]
     return max(errors)

@@ -168,28 +168,37 @@ def _data(name: str) -> list[dict[str, torch.Tensor]]:
     return [{key: value[row] for key, value in b.items()} for b in batches for row in range(2)]
 
 
-def trainer_losses(name: str, model: Any, folder: Path) -> list[float]:
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        max_steps=STEPS,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        learning_rate=0.01,
-        optim="sgd",
-        optim_args="momentum=0.9",
-        lr_scheduler_type="linear",
-        max_grad_norm=0.5,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
-    forget_accelerators()
-    trainer = InOrder(model=model, args=arguments, train_dataset=_data(name))
+def trainer_arguments(folder: Path) -> dict[str, Any]:
+    """Return arguments of a trainer on a CPU that steps on two micro-batches and clips."""
+    return {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 0.01,
+        "optim": "sgd",
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+
+
+def logged_losses(trainer: Any) -> list[float]:
+    """Train, and return the loss of every step."""
     trainer.train()
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+def trainer_losses(name: str, model: Any, folder: Path) -> list[float]:
+    arguments = transformers.TrainingArguments(
+        **trainer_arguments(folder), optim_args="momentum=0.9", lr_scheduler_type="linear"
+    )
+    forget_accelerators()
+    return logged_losses(InOrder(model=model, args=arguments, train_dataset=_data(name)))
 
 
 def difference_with_trainer(name: str, strategy: str, folder: Path) -> float:

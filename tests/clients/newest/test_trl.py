@@ -10,8 +10,8 @@ import pytest
 
 from tests.clients.conftest import Measure, forget_accelerators
 from tests.clients.hf_models import MODELS, VOCABULARY
-from tests.clients.test_hf_distributed import loaded, saved_plain
-from tests.distributed.wrapping import whole
+from tests.clients.test_hf_distributed import difference_with_trainer
+from tests.clients.test_hf_training import logged_losses, trainer_arguments
 from tests.ranks import RankPools, rank_pools
 
 
@@ -36,22 +36,7 @@ def losses(model: Any, folder: Path) -> list[float]:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    arguments = SFTConfig(
-        output_dir=str(folder),
-        use_cpu=True,
-        bf16=False,
-        max_steps=3,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        learning_rate=0.01,
-        optim="sgd",
-        max_grad_norm=0.5,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
+    arguments = SFTConfig(**trainer_arguments(folder), bf16=False)
     rows = [MODELS["Llama"].batch(seed)["input_ids"][0].tolist() for seed in range(24)]
     forget_accelerators()
     trainer = SFTTrainer(
@@ -60,25 +45,11 @@ def losses(model: Any, folder: Path) -> list[float]:
         train_dataset=Dataset.from_list([{"input_ids": row} for row in rows]),
         processing_class=tokenizer(),
     )
-    trainer.train()
-    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
-
-
-def difference(folder: Path) -> float:
-    plain = saved_plain("Llama", folder / "plain")
-    model = loaded(MODELS["Llama"].cls, folder / "plain")
-    before = {key: value.clone() for key, value in plain.state_dict().items()}
-    expected, found = losses(plain, folder), losses(model, folder)
-    assert len(expected) == 3
-    final = {key: whole(value.detach()) for key, value in model.state_dict().items()}
-    assert any((before[k] - value).abs().max() > 1e-3 for k, value in final.items())
-    errors = [abs(a - b) for a, b in zip(found, expected, strict=True)]
-    errors += [float((final[k] - value).abs().max()) for k, value in plain.state_dict().items()]
-    return max(errors)
+    return logged_losses(trainer)
 
 
 def test_sft_trainer_trains_a_model_of_distributed_config_like_a_plain_one(
     measure: Measure, tmp_path: Path
 ) -> None:
     compared = "losses and parameters after 3 steps, clipped, accumulated"
-    measure("trl", compared, 2, difference, tmp_path)
+    measure("trl", compared, 2, difference_with_trainer, tmp_path, losses)

@@ -134,14 +134,15 @@ def _check_repeated_layers(source: Any) -> None:
     Raises:
         FlagError: Gradients would be lost. The message names the flags.
     """
+    if getattr(source, "transformer_impl", None) != "transformer_engine":
+        return
     depth = getattr(source, "mtp_num_layers", None) or 0
     repeated = {
         "mlp_chunks_for_training": getattr(source, "mlp_chunks_for_training", 1) > 1,
         "mtp_use_repeated_layer": getattr(source, "mtp_use_repeated_layer", False) and depth > 1,
     }
-    is_te = getattr(source, "transformer_impl", None) == "transformer_engine"
-    for name in [name for name, is_repeated in repeated.items() if is_repeated]:
-        if is_te and source.gradient_accumulation_fusion:
+    for name, is_repeated in repeated.items():
+        if is_repeated and source.gradient_accumulation_fusion:
             raise FlagError(
                 f"{flag_of(name)} needs --no-gradient-accumulation-fusion: in the first "
                 "micro-batch of a run, and of every iteration in FP8, the first use of a layer of "

@@ -1,7 +1,7 @@
 """Command line `megatron-fsdp-v2`.
 
 This file does not import torch, which takes seconds: the module of a command is imported if the
-command line names the command. Commands of the core are here too, since it reads no command lines.
+command line names the command. The core reads no command lines: its commands are in this package.
 """
 
 from __future__ import annotations

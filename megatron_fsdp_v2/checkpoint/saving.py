@@ -315,7 +315,7 @@ class _Job:
         """Release the lock and remove what was not published. Idempotent."""
         self._staged = _Staged({})
         if self._lock is not None:
-            # The folder exists only if it was not put in place.
+            # The unfinished folder still exists if the save failed before the folder was renamed.
             with contextlib.suppress(OSError):
                 remove_own(self._folder)
             release_lock(self._lock)

@@ -510,8 +510,7 @@ class GroupGrads:
 
     def _new_main(self, *, is_overwritten: bool) -> torch.Tensor:
         context = self.context
-        # Tensors made in inference mode could not be modified in place later.
-        with torch.inference_mode(False), context.comm.allocation_context():
+        with context.comm.allocation_context():
             flat = context.main_memory(
                 self._main_span, context.spec.dtypes.main_grad, is_overwritten=is_overwritten
             )

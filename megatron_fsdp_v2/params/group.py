@@ -292,6 +292,7 @@ class ParameterGroup:
     def change_spec(self, **changes: Any) -> None:
         """Change properties that are read anew for every gather or reduction."""
         self._context.spec = dataclasses.replace(self.spec, **changes)
+        self._context.transfers.clear()
 
     def gathered_name_at(self, tensor: torch.Tensor) -> str | None:
         """Return the name of the parameter that a view of the gathered buffer begins in.

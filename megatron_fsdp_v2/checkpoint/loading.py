@@ -233,6 +233,7 @@ def _new_states(
 ) -> dict[Any, dict[str, Any]]:
     """Allocate state for every parameter that has some in the checkpoint."""
     names, saved = parameter_names(model), _saved_states(folder)
+    fixed = getattr(optimizer, "name_to_dtype_map", {})
     found: dict[Any, dict[str, Any]] = {}
     for group, loaded in zip(optimizer.param_groups, options, strict=True):
         counts_on_host = not any({**group, **loaded}.get(o) for o in ("fused", "capturable"))
@@ -241,21 +242,33 @@ def _new_states(
             for state, key in saved.get(names[param], {}).items():
                 # As torch's `load_state_dict`: fused kernels and CUDA graphs count on the device.
                 device = "cpu" if state == "step" and counts_on_host else param.device
-                found.setdefault(param, {})[state] = _new_state(folder, key, param, device, wanted)
+                entry, of_param = folder.entries[key], folder.entries.get(MODEL + names[param])
+                # Also as torch, in the dtype of the parameter, unless it was saved in another one.
+                # Scalars, and all state of Transformer Engine's FusedAdam, are in fp32.
+                is_fixed = entry.shape == () != param.shape or state in fixed
+                is_other = of_param is not None and of_param.dtype != entry.dtype
+                dtype = entry.dtype if is_fixed or is_other else param.dtype
+                value = _new_state(folder, key, param, dtype, device, wanted)
+                found.setdefault(param, {})[state] = value
     return found
 
 
 def _new_state(
-    folder: CheckpointFolder, key: str, param: torch.Tensor, device: Any, wanted: list[ReadRequest]
+    folder: CheckpointFolder,
+    key: str,
+    param: torch.Tensor,
+    dtype: torch.dtype | None,
+    device: Any,
+    wanted: list[ReadRequest],
 ) -> Any:
     entry = folder.entries[key]
     if entry.dtype is None:
         return folder.object(key)
     folder.check_stored(key)
     if entry.shape == param.shape:
-        tensor = torch.zeros_like(param, dtype=entry.dtype, requires_grad=False)
+        tensor = torch.zeros_like(param, dtype=dtype, requires_grad=False)
     else:
-        tensor = torch.zeros(entry.shape, dtype=entry.dtype, device=device)
+        tensor = torch.zeros(entry.shape, dtype=dtype, device=device)
     wanted += requests_for(key, tensor)
     if entry.shape and entry.shape != param.shape and isinstance(param, UnevenDTensor):
         # As in a step that computes it from whole tensors, such as Adafactor's means of rows.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn, optim
+from torch.utils._pytree import tree_map_only
 
 from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.checkpoint.entries import OPTIMIZER_GROUPS
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.saving import pack
+from tests.distributed.checkpoint_trainings import torch_save
 from tests.unit.checkpoints import write_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -26,15 +29,27 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
 
 
-def trained(optimizer: Any = optim.AdamW, seed: int = 0, **options: Any) -> tuple[Any, Any]:
+def trained(
+    optimizer: Any = optim.AdamW, seed: int = 0, dtype: Any = torch.float32, **options: Any
+) -> tuple[Any, Any]:
     torch.manual_seed(seed)
-    model = net()
+    model = net().to(dtype)
     made = optimizer(model.parameters(), **options)
     for _ in range(2):
-        made.zero_grad()
-        model(torch.randn(5, 4)).square().sum().backward()
-        made.step()
+        step(model, made)
     return model, made
+
+
+def step(model: nn.Module, optimizer: optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    dtype = next(model.parameters()).dtype
+    model(torch.randn(5, 4, dtype=dtype)).square().sum().backward()
+    optimizer.step()
+
+
+def dtypes(optimizer: optim.Optimizer) -> Any:
+    state = list(optimizer.state.values())
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.dtype, state)
 
 
 def bits(model: nn.Module, optimizer: optim.Optimizer) -> Any:
@@ -116,6 +131,53 @@ def test_values_that_kernels_read_on_the_device_are_loaded_there(
     assert {state["step"].device.type for state in states} == {
         "cpu" if option == "foreach" else "meta"
     }
+
+
+@pytest.mark.parametrize("saver", ["ours", "torch"])
+@pytest.mark.parametrize("here", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.NAdam, optim.Adafactor, optim.RMSprop])
+def test_a_run_resumes_in_another_precision(
+    tmp_path: Path, kind: Any, here: torch.dtype, saver: str
+) -> None:
+    """State has the dtypes of a run in that precision, and continues from the rounded values."""
+    there = torch.float32 if here == torch.bfloat16 else torch.bfloat16
+    model, optimizer = trained(kind, dtype=there)
+    if saver == "ours":
+        checkpoint.save(tmp_path / "k", model, optimizer)
+    else:
+        torch_save(str(tmp_path / "k"), model, optimizer)
+    uninterrupted, of_uninterrupted = trained(kind, dtype=here)
+    other = net().to(here)
+    fresh = kind(other.parameters())
+    checkpoint.load(tmp_path / "k", other, fresh)
+    saved = [optimizer.state[param] for param in model.parameters()]
+    saved = tree_map_only(torch.Tensor, lambda t: t.to(here) if t.shape else t, saved)
+    loaded = [fresh.state[p] for p in other.parameters()]
+    torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
+    step(other, fresh)
+    step(uninterrupted, of_uninterrupted)
+    assert dtypes(fresh) == dtypes(of_uninterrupted)
+
+
+@pytest.mark.parametrize("there", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_state_of_a_fixed_dtype_keeps_it(tmp_path: Path, there: torch.dtype) -> None:
+    """Beside parameters of another dtype, or as declared by Transformer Engine's FusedAdam."""
+
+    class Fp32Momentum(optim.SGD):
+        if there == torch.float32:
+            name_to_dtype_map = types.MappingProxyType({"momentum_buffer": torch.float32})
+
+    def made(dtype: torch.dtype) -> tuple[Any, Any]:
+        model = net().to(dtype)
+        return model, Fp32Momentum(model.parameters(), momentum=0.9)
+
+    model, optimizer = made(there)
+    for param in model.parameters():
+        optimizer.state[param]["momentum_buffer"] = torch.rand(param.shape)
+    checkpoint.save(tmp_path / "k", model, optimizer)
+    other, fresh = made(torch.bfloat16)
+    checkpoint.load(tmp_path / "k", other, fresh)
+    assert bits(other, fresh)[1] == bits(model, optimizer)[1]
 
 
 def two_groups(model: Any) -> Any:

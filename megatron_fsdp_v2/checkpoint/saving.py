@@ -123,8 +123,12 @@ def save(
         values = {key: value for key, value in model_entries(model).items() if key not in tied}
         if optimizer is not None:
             names = parameter_names(model)
-            values |= state_entries(optimizer, names)
-            values[OPTIMIZER_GROUPS] = groups_entry(optimizer, names)
+            states, groups = state_entries(optimizer, names), groups_entry(optimizer, names)
+            values |= states | {OPTIMIZER_GROUPS: groups}
+            options = [option for group in groups for option in group.values()]
+            if not states or any(isinstance(option, torch.Tensor) for option in options):
+                # Torch then looks for options under names of their own.
+                values |= flatten_state_dict({OPTIMIZER_GROUPS: groups})[0]
             values[OPTIMIZER_KIND] = kind_entry(optimizer)
         entries = _stage(values, pack, copies=async_save)
         # Every rank checks its own value.

@@ -69,6 +69,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "SGD, momentum": lambda model: optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
     "Adam, amsgrad": lambda model: optim.Adam(model.parameters(), lr=0.1, amsgrad=True),
     "AdamW": lambda model: optim.AdamW(model.parameters(), lr=0.1),
+    "AdamW, tensor": lambda model: optim.AdamW(model.parameters(), lr=torch.tensor(0.1)),
     "AdamW, fused": lambda model: optim.AdamW(model.parameters(), lr=0.1, fused=True),
     "NAdam": lambda model: optim.NAdam(model.parameters(), lr=0.1),
     "RAdam": lambda model: optim.RAdam(model.parameters(), lr=0.1),
@@ -129,7 +130,7 @@ def _loaded(
         train(model, optimizer, steps, first=7)
         optimizer.zero_grad()
         for group in optimizer.param_groups:
-            group["lr"] = 7.0
+            group["lr"] *= 70
         WAYS[way][1](f"{folder}/{name}", model, optimizer)
         assert all(group["lr"] == 0.1 for group in optimizer.param_groups)
         found[name] = digests(model, optimizer)
@@ -178,7 +179,7 @@ def test_state_of_a_parameter_without_rows_is_saved_and_loaded(tmp_path: Path, r
 def test_checkpoints_of_torch_and_this_package_are_interchangeable(
     pools: RankPools, tmp_path: Path, saves: str, loads: str
 ) -> None:
-    names = ["AdamW", "SGD, momentum", "Adagrad", "Muon"]
+    names = ["AdamW", "AdamW, tensor", "SGD", "SGD, momentum", "Adagrad", "Muon"]
     saved = pools(3).run(_saved, str(tmp_path), saves, names, *SAVED_BY)[0][0]
     for found in pools(2).run(_loaded, str(tmp_path), loads, names, "2", "optim_grads"):
         assert found == saved

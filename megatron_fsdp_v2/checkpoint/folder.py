@@ -116,10 +116,6 @@ class CheckpointFolder:
             raise CheckpointError(f"{self.path} is incomplete: it does not hold {key}")
         return load_object(self.read_item(key, entry.chunks[0]), f"{key} in {self.path}")
 
-    def value(self, key: str) -> Any:
-        """Read a tensor as `read_tensor`, or load another entry as `object`."""
-        return self.object(key) if self.shape(key) is None else self.read_tensor(key)
-
     def read_item(self, key: str, chunk: StoredChunk) -> bytes:
         """Read the bytes of a stored item, as `torch.save` wrote them, and compare the checksum.
 

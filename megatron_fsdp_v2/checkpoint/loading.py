@@ -168,12 +168,12 @@ def _checked(
         raise CheckpointError(f"{folder.path} is of another model: {difference}{hint}")
     ready, extra_names = _Ready(folder), extra_state_names(model)
     for key, value in model_entries(model).items():
-        if not all(map(folder.entries.__contains__, _leaves(folder, key, value))):
+        if key not in folder.entries:
             continue
         if isinstance(value, torch.Tensor):
             ready.weights += requests_for(key, value)
         else:
-            ready.extra_states[extra_names[key]] = _read_like(folder, key, value)
+            ready.extra_states[extra_names[key]] = folder.object(key)
     folder.fill(ready.weights, only_check=True)
     if optimizer is not None:
         own = groups_entry(optimizer, parameter_names(model))
@@ -183,7 +183,8 @@ def _checked(
         with torch.no_grad():
             folder.fill(blocks)
     if EXTRA in folder.entries:
-        ready.extra = folder.value(EXTRA)
+        is_tensor = folder.shape(EXTRA) is not None
+        ready.extra = folder.read_tensor(EXTRA) if is_tensor else folder.object(EXTRA)
     if not difference.fits:
         warn(f"{folder.path} fits in part: {difference}")
     return ready
@@ -332,40 +333,16 @@ class Comparison:
         return "; ".join(said) or "everything fits"
 
 
-def _leaves(folder: CheckpointFolder, key: str, value: Any) -> list[str]:
-    """Return the names under which a checkpoint has extra state: torch saves items of dictionaries.
-
-    Args:
-        folder: The checkpoint.
-        key: Name of an entry of the model. Any other entry than extra state has this name only.
-        value: Its value at hand, which tells the items.
-    """
-    if key in folder.entries or not isinstance(value, Mapping | list) or value == []:
-        return [key]
-    items = value.items() if isinstance(value, Mapping) else enumerate(value)
-    return [leaf for name, item in items for leaf in _leaves(folder, f"{key}.{name}", item)]
-
-
-def _read_like(folder: CheckpointFolder, key: str, value: Any) -> Any:
-    """Read extra state that has the names of `_leaves`."""
-    if key in folder.entries:
-        return folder.value(key)
-    if isinstance(value, Mapping):
-        return {name: _read_like(folder, f"{key}.{name}", item) for name, item in value.items()}
-    return [_read_like(folder, f"{key}.{index}", item) for index, item in enumerate(value)]
-
-
 def _compare_model(folder: CheckpointFolder, model: nn.Module) -> Comparison:
     """Compare an open checkpoint with a model."""
-    own, tied = model_entries(model), tied_entries(model)
-    mine = {name: None for key, value in own.items() for name in _leaves(folder, key, value)}
+    mine, tied = model_entries(model), tied_entries(model)
     saved = folder.entries
     # Other libraries write a tied tensor under any one of its names.
     there = {tied.get(key, key) for key in mine if key in saved}
     found = Comparison([k for k in mine if k not in saved and tied.get(k, k) not in there])
     others = (key for key in saved if key.startswith(MODEL) and key not in mine)
     found.unexpected += (k for k in others if not is_extra_state(k) or folder.shape(k) is None)
-    for key, value in own.items():
+    for key, value in mine.items():
         problem = _problem(key, value, saved[key]) if key in saved else None
         if problem is not None:
             found.mismatched[key] = problem
@@ -485,8 +462,9 @@ def _saved_groups(folder: CheckpointFolder) -> tuple[list[dict[str, Any]], bool]
         for key in folder.entries:
             if key.startswith(f"{OPTIMIZER_GROUPS}."):
                 where, _, option = key.removeprefix(f"{OPTIMIZER_GROUPS}.").rpartition(".")
+                is_object = folder.shape(key) is None
                 group = groups.setdefault(where, {"params": [] if where.isdecimal() else [where]})
-                group[option] = folder.value(key)
+                group[option] = folder.object(key) if is_object else folder.read_tensor(key)
         saved = list(groups.values())
     checked: list[Any] = saved if isinstance(saved, list) else [None]
     for each in checked:

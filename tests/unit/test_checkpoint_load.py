@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn, optim
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.utils._pytree import tree_map_only
 
 from megatron_fsdp_v2 import checkpoint
@@ -284,41 +282,6 @@ def test_extra_state_that_a_module_rejects_leaves_the_model_unchanged(tmp_path: 
     inner = nn.Sequential(Counter(1), Counter(2))
     checkpoint.load(tmp_path / "k", torch.compile(inner, backend="eager"))
     assert [m.count for m in inner] == [5, 7]
-
-
-@pytest.mark.parametrize("saver", ["ours", "torch"])
-def test_extra_state_in_a_dictionary_is_loaded(tmp_path: Path, saver: str) -> None:
-    """Torch saves items of dictionaries, and of lists with dictionaries or tensors, one by one."""
-
-    class Recorder(nn.Linear):
-        def __init__(self, state: dict[Any, Any]) -> None:
-            super().__init__(2, 2)
-            self.state = state
-
-        def get_extra_state(self) -> dict[Any, Any]:
-            return self.state
-
-        def set_extra_state(self, state: dict[Any, Any]) -> None:
-            self.state = state
-
-    def made(number: int) -> nn.Module:
-        lists = {"plain": [number], "deep": [{"a": number}, torch.full((number,), 1.0)]}
-        state = {"count": number, 3: {"inner": (number, None)}, "x.y": lists}
-        return nn.Sequential(Recorder(state), Recorder({}))
-
-    model, other = made(5), made(1)
-    before = other[0].state["x.y"]["deep"][1]
-    if saver == "ours":
-        checkpoint.save(tmp_path / "k", model)
-    else:
-        dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=tmp_path / "k")
-    checkpoint.load(tmp_path / "k", other)
-    torch.testing.assert_close(other[0].state, model[0].state)
-    assert before.tolist() == [1.0]
-    if saver == "torch":
-        other[0].state["another"] = 0
-        problem = r"missing .*: model\.0\._extra_state\.another"
-        assert_rejected(tmp_path / "k", other, optim.SGD(other.parameters()), problem)
 
 
 # -- `extra`: values that cannot be loaded are rejected before writing ----------------------------

@@ -143,6 +143,9 @@ class GroupGrads:
         self._full_state = self._partial_state = GradState.ABSENT
         # Per parameter, whether a gradient arrived since the last reduction.
         self._filled = [False] * num_params
+        # Per parameter, whether it was trained in a backward that left its gradient to a later one.
+        # It may be frozen by then, and ranks without a gradient of it publish it too.
+        self._owed = [False] * num_params
         # The side stream that wrote a parameter's gradient to the full buffer.
         self._written_aside: dict[int, Any] = {}
         # The main gradient: a weak reference, and a strong one while reductions are under way.
@@ -200,6 +203,11 @@ class GroupGrads:
         A hook may have added gradients of ranks outside the mesh.
         """
         return self._was_unset and not self.has_contributed and self._hook is None
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether an earlier backward left gradients to the next synchronized one."""
+        return any(self._owed)
 
     @property
     def reduces_partial(self) -> bool:
@@ -425,8 +433,19 @@ class GroupGrads:
             self.context.comm.synchronize()
         if self.is_written:
             self.has_contributed = False
+            self._owed = [False] * len(self._owed)
         self.is_written = self._was_unset = False
         self._held = None
+
+    def owe(self) -> None:
+        """Note which parameters are trained in a backward that does not synchronize gradients."""
+        if self.accumulates_unreduced or self.partial is not None:
+            self._owed = list(map(self._is_due, range(len(self._owed))))
+
+    def _is_due(self, index: int) -> bool:
+        """Return whether a reduction sets the gradient of a parameter."""
+        with plain_attributes():
+            return self._owed[index] or raw_requires_grad(self._params[index])
 
     def before_grad_accumulation(self) -> None:
         """Order autograd's next accumulation into `param.grad` after its reduction."""
@@ -498,8 +517,8 @@ class GroupGrads:
             return False
         flat = self._main()
         if flat is None or not all(
-            self._is_published(index, grad, flat) or not param.requires_grad
-            for index, (grad, param) in enumerate(zip(grads, self._params, strict=True))
+            self._is_published(index, grad, flat) or not self._is_due(index)
+            for index, grad in enumerate(grads)
         ):
             flat = self._new_main(is_overwritten=False)
             for place, grad in zip(self._places, grads, strict=True):
@@ -541,7 +560,7 @@ class GroupGrads:
             for index, param in enumerate(cast("list[UnevenDTensor]", self._params)):
                 if accumulated and self._is_published(index, raw_grad(param), flat):
                     continue
-                if raw_requires_grad(param):
+                if self._owed[index] or raw_requires_grad(param):
                     rows = self._empty.get(index)
                     if rows is None:
                         # `data` is a view with its own version counter; see `alias_of`.
@@ -637,7 +656,7 @@ class GroupGrads:
     def abandon(self) -> None:
         """Discard gradients that are not reduced yet, after a failed backward."""
         self.wait_for_writers()
-        self._filled = [False] * len(self._filled)
+        self._filled, self._owed = [False] * len(self._filled), [False] * len(self._owed)
         self.is_written = self._was_unset = self.has_contributed = False
         self._full_state = self._partial_state = GradState.ABSENT
         self._inner_work = self._last_work = DONE

@@ -311,7 +311,10 @@ class Backward:
             due = [
                 group.grads
                 for group in unit.groups
-                if (group.grads.has_gradient or (is_pending and group.is_trained))
+                if (
+                    group.grads.has_gradient
+                    or (is_pending and (group.is_trained or group.grads.is_owed))
+                )
                 and (synchronize or not group.grads.accumulates_unreduced)
             ]
             if due:
@@ -338,6 +341,12 @@ class Backward:
             for grads in unit.grads():
                 if grads.has_partial and grads not in in_flight:
                     self._reduce_outer([grads])
+
+    def _owe(self, unit: Unit) -> None:
+        """Note what a unit is trained on, on all ranks, if its gradients are synchronized later."""
+        if not unit.syncs_gradients:
+            for grads in unit.grads():
+                grads.owe()
 
     def make_room(self) -> None:
         """Wait for the oldest reductions until the bound allows another full gradient buffer."""
@@ -419,6 +428,7 @@ class Backward:
             is_pending = weakref.ref(unit) in self._pending
             if is_pending or any([group.has_unreduced for group in unit.groups]):
                 self._reduce_rest(unit, synchronize=unit.syncs_gradients)
+            self._owe(unit)
             unit.end_backward()
         context.gathers.drop_prefetched()
         self._end_reductions(synchronize=synchronize)
@@ -436,6 +446,7 @@ class Backward:
         synchronize = any(unit.syncs_gradients for unit in units)
         for unit in reversed(units):
             self._reduce_rest(unit, synchronize=unit.syncs_gradients)
+            self._owe(unit)
         self._end_reductions(synchronize=synchronize)
         self.num_scheduled -= 1
         if not context.is_scheduled:

@@ -38,6 +38,7 @@ from tests.reference.models import (
     Elementless,
     Formula,
     Nested,
+    Skipping,
     Stack,
 )
 
@@ -403,6 +404,14 @@ def _train_biases(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
     return mean_square(model, step, micro, rank)
 
 
+def _frozen_after_the_first(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
+    """Train a block in the first micro-batch alone, which some ranks skip if the model can skip."""
+    model.skip = 1 if micro == rank % 2 else None
+    model.blocks[1].requires_grad_(micro == 0)
+    model.blocks[2].up.requires_grad_(micro != 2)
+    return mean_square(model, step, micro, rank)
+
+
 def _sparse() -> nn.Module:
     """Build a model with a layer and an embedding, used twice, with sparse gradients."""
     return Formula(
@@ -544,6 +553,16 @@ UNUSUAL: dict[str, Pattern] = {
         lambda m: [],
         loss=lambda m, step, micro, rank: (rank + 1) * m().square().mean(),
     ),
+    **{
+        f"frozen during accumulation, {name}": Pattern(
+            build, loss=_frozen_after_the_first, num_micro=3, sync=sync, skips=build is Skipping
+        )
+        for name, build, sync in (
+            ("synchronized at the end", Stack, "no_sync"),
+            ("along the outer axis at the end", Stack, "all_reduce"),
+            ("skipped by some ranks", Skipping, "last_backward"),
+        )
+    },
     "biases trained alone": Pattern(lambda: Checkpointed(use_reentrant=False), loss=_train_biases),
     **{
         f"parameters without elements, {name}": Pattern(

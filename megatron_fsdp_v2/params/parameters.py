@@ -283,11 +283,9 @@ class GroupParameters:
     def copy_requires_grad_to_gathered(self) -> None:
         """Set `requires_grad` of gathered parameters to that of the sharded ones."""
         with plain_attributes():
-            self._trained = trained = list(map(raw_requires_grad, self.sharded))
-            # A gathered parameter may have been frozen while it was registered.
-            is_changed = trained != list(map(raw_requires_grad, self.gathered))
-        if is_changed:
-            for gathered, is_trained in zip(self.gathered, trained, strict=True):
+            self._trained = list(map(raw_requires_grad, self.sharded))
+        if self.has_changed_requires_grad():
+            for gathered, is_trained in zip(self.gathered, self._trained, strict=True):
                 gathered.requires_grad_(is_trained)
 
     def has_changed_requires_grad(self) -> bool:

@@ -154,7 +154,10 @@ class StreamCommunicator(Communicator):
         """See `Communicator.issue`."""
         if collective.axis.size == 1:
             collective.run_on_one_rank()
-            return DONE
+            if self.side_stream() is None:
+                return DONE
+            # The handle may be waited for, and memory freed, on another stream.
+            return _EventWork(self, self._device.current_stream().record_event(), ())
         with self._on_stream(collective.comm_stream, async_op):
             if collective.before is not None:
                 collective.before()

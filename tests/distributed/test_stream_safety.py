@@ -297,6 +297,18 @@ class Overlapped(Stack):
         return x
 
 
+class Parallel(Overlapped):
+    """The last block runs beside the others, on the other stream."""
+
+    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        *others, last = self.blocks
+        outputs = [block(x) for block in others]
+        with last.on_side():
+            outputs.append(last(x))
+        last.join()
+        return torch.stack(outputs).sum(0)
+
+
 # Arguments of the model, and options of its units.
 CASES: dict[str, tuple[dict[str, bool], dict[str, Any]]] = {
     **{strategy: ({}, {"sharding_strategy": strategy}) for strategy in STRATEGIES},
@@ -332,3 +344,18 @@ def test_gradients_of_a_side_stream_are_reduced_after_they_arrived(name: str) ->
     # Weights and biases of two layers of three blocks, in four backwards.
     assert on_side["gradients"] >= 4 * 3 * 4
     assert on_side["aten.tanh_backward.default"] >= 4 * 3
+
+
+@on_ranks("num_ranks", num_ranks=[1, 2])
+def test_buffers_of_a_unit_on_a_side_stream_are_freed_after_their_local_copy(
+    num_ranks: int,
+) -> None:
+    """On one rank, and without reduction over ranks, gradients are copied on the side stream."""
+    model = wrap(Parallel(), max_live_grad_buffers=1)
+    model.set_requires_gradient_reduction(num_ranks == 1)
+    with record_streams(model) as recording:
+        side = recording.new_compute_stream("side")
+        with mock.patch.multiple(Overlapping, streams=recording, side=side, create=True):
+            own_loss(model).backward()
+    found = [str(v) for v in recording.violations() if v.buffer.name.startswith("blocks")]
+    assert found == []

@@ -63,6 +63,7 @@ class Context:
             owns; see `check_owned`.
         ranks_may_differ: Whether another rank may run other units than this one.
         has_formats: Whether the weight format of any group communicates.
+        is_offloaded: Whether main weights of any group are in host memory.
         device: Device of the units' buffers.
         is_captured: Whether the latest pass is captured in a CUDA graph.
         has_graph: Whether a pass or a step was captured: replays change weights and run no hook.
@@ -84,7 +85,7 @@ class Context:
         self.forward_failed = False
         self.is_checked = False
         self.num_registrations = 0
-        self.has_formats = False
+        self.has_formats = self.is_offloaded = False
         self.device: torch.device | None = None
         self.is_captured = False
         self.has_graph = False
@@ -104,6 +105,7 @@ class Context:
         groups = self.groups()
         self.device = next((group.device for group in groups), None)
         self.has_formats = any(group.format.communicates for group in groups)
+        self.is_offloaded = any(group.spec.offload is not None for group in groups)
         # If no use of a unit is a collective, ranks may run different units.
         self.ranks_may_differ = any(a.size > 1 for group in groups for a in group.axes) and all(
             unit.needs_no_collective for unit in units
@@ -142,6 +144,11 @@ class Context:
     def is_scheduled(self) -> bool:
         """Whether a schedule, not the hooks of modules, reports the uses of units."""
         return self.backward.num_scheduled > 0
+
+    def wait_for_host_memory(self) -> None:
+        """Make the host wait for copies from offloaded main weights, which it may write next."""
+        if self.is_offloaded:
+            self.communicator.synchronize()
 
     # -- forwards -----------------------------------------------------------------------------
 

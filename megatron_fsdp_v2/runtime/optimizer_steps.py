@@ -99,6 +99,8 @@ class OptimizerWatch:
                 context.has_graph = True
             for group in context.groups():
                 group.parameters.check_no_late_gradient()
+            # A forward with gradients, whose backward would wait, may have no backward.
+            context.wait_for_host_memory()
         if _initializes_state(optimizer, contexts):
             watched.unchanged = [
                 (context, group)

@@ -426,6 +426,7 @@ class Unit:
                 self.reshard()
             if ends_pass and not (has_grad or is_nested):
                 context.end_pass("")
+                context.wait_for_host_memory()
 
     def after_forward(self) -> None:
         """Return to IDLE after a forward that raised."""

@@ -94,8 +94,9 @@ class FakeCuda:
     def capture(self) -> Iterator[list[str]]:
         """Capture queued operations; yield a list that receives CUDA's errors at the end.
 
-        Every stream in the capture must join the capturing stream before the end, and no stream may
-        wait for an operation that was queued before the capture.
+        As with `torch.cuda.graph`, a stream other than that of earlier steps captures. Every stream
+        in the capture must join it before the end, and no stream may wait for an operation that was
+        queued before the capture.
         """
         wrong: list[str] = []
         first, self.is_capturing = len(self.recorder.current_schedule.records), True
@@ -171,12 +172,13 @@ class _Event:
 
 
 _COMPUTE = _Stream(name="compute")
+_CAPTURE = _Stream(name="capture")
 _streams = threading.local()
 
 
 def _current_stream(device: Any = None) -> _Stream:
     stack = getattr(_streams, "stack", None)
-    return stack[-1] if stack else _COMPUTE
+    return stack[-1] if stack else (_CAPTURE if _Stream.host.is_capturing else _COMPUTE)
 
 
 @contextlib.contextmanager
@@ -263,10 +265,10 @@ class _Watch(TorchDispatchMode):
 
 
 def _capture_errors(records: Sequence[schedule.Record]) -> list[str]:
-    """Errors that CUDA would raise for a capture that begins on the compute stream."""
+    """Errors that CUDA would raise for a capture that begins on the capture stream."""
     wrong: list[str] = []
     # By stream: the number of operations on each stream that precede its next operation.
-    seen: dict[str, dict[str, int]] = {"compute": {}}
+    seen: dict[str, dict[str, int]] = {"capture": {}}
     events: dict[int, dict[str, int]] = {}
     for record in records:
         mine = seen.get(record.stream)
@@ -289,7 +291,7 @@ def _capture_errors(records: Sequence[schedule.Record]) -> list[str]:
                 elif mine is not None:
                     wrong.append(f"{record} waits for what is not captured")
     for stream, its in seen.items():
-        if its.get(stream, 0) > seen["compute"].get(stream, 0):
+        if its.get(stream, 0) > seen["capture"].get(stream, 0):
             wrong.append(f"{stream} is not joined")
     return wrong
 

@@ -166,9 +166,9 @@ def captured_mistakes() -> list[str]:
     """In a capture, wait for an operation queued before it, and leave a stream not joined."""
     host = _host()
     host.reset()
-    current, side = torch.cuda.current_stream(), torch.cuda.Stream()
-    earlier = current.record_event()
+    side, earlier = torch.cuda.Stream(), torch.cuda.current_stream().record_event()
     with host.step(), host.capture() as wrong:
+        current = torch.cuda.current_stream()
         current.wait_event(earlier)
         side.wait_stream(current)
         with torch.cuda.stream(side):

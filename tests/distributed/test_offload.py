@@ -20,7 +20,7 @@ from megatron_fsdp_v2.comm.streams import StreamCommunicator
 from megatron_fsdp_v2.params.autograd import save_activations_on_cpu
 from tests.distributed.checkpoint_trainings import digests, net, train
 from tests.distributed.on_ranks import on_ranks
-from tests.distributed.wrapping import batch, own_loss, wrap
+from tests.distributed.wrapping import batch, fill, own_loss, wrap
 from tests.reference.models import INPUT, Block, Stack
 from tests.stream_safety import Recording, record_streams
 
@@ -59,6 +59,23 @@ def test_host_memory_copies_run_on_communication_streams_without_races() -> None
         for region in op.writes
     }
     assert {("gather", "gathered"), ("reduce", "main"), ("reduce", "offloading")} <= copies
+
+
+@on_ranks(2, strategy=["optim", "optim_grads_params"], steps=[True, False])
+def test_host_writes_main_weights_after_the_copies_of_a_forward(strategy: str, steps: bool) -> None:
+    """By an optimizer after a forward without a backward, or by any code after an evaluation."""
+    model = wrap(Stack(), offload_policy=POLICY, sharding_strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with record_streams(model) as recording:
+        own_loss(model).backward()
+        optimizer.step()
+        with torch.set_grad_enabled(steps):
+            own_loss(model, 1)
+        if steps:
+            optimizer.step()
+        else:
+            fill(model, 0.5)
+    assert [str(violation) for violation in recording.violations()] == []
 
 
 @on_ranks(2)

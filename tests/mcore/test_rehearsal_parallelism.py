@@ -6,13 +6,15 @@ import math
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from megatron_cpu_rehearsal.context_parallel import chunks_of_rank
 from tests.cases import quick_only
 from tests.mcore import flags as f
-from tests.mcore.session import Training, distance
-from tests.mcore.trained import assert_close, assert_equal, trained
-from tests.ranks import RankPools
+from tests.mcore.session import Training, distance, enter_rehearsal
+from tests.mcore.trained import TIMEOUT_S, assert_close, assert_equal, trained
+from tests.ranks import RankFailure, RankPools
 
 # At every tensor-parallel size, weights drawn on the CPU are those of the full model, and the
 # vocabulary is padded to the same size.
@@ -127,3 +129,21 @@ def test_hybrid_pattern_determines_the_layers_of_a_pipeline_stage(megatron: Rank
         ["MambaLayer", "TransformerLayer"],
         ["MLPLayer", "MambaLayer", "MoETransformerLayer"],
     ]
+
+
+def _fail_on_the_last_stage() -> None:
+    enter_rehearsal()
+    from megatron_fsdp_v2_mcore.prove import session
+
+    stages = dist.new_group()
+    with session.training(f.MODEL_FLAGS, rehearses=True):
+        if dist.get_rank() == 1:
+            raise ValueError("of the last stage")
+        dist.recv(torch.zeros(1), src=1, group=stages)
+
+
+@pytest.mark.functional
+def test_error_of_one_pipeline_stage_is_reported(megatron: RankPools) -> None:
+    with pytest.raises(RankFailure) as failure:
+        megatron(2).run(_fail_on_the_last_stage, timeout_s=TIMEOUT_S)
+    assert "rank 1: Traceback" in str(failure.value) and "of the last stage" in str(failure.value)

@@ -40,8 +40,10 @@ class RankError(RuntimeError):
     """
 
     def __init__(self, failures: Mapping[int, str]) -> None:
-        # A check that all ranks take part in refers to the rank that found something.
-        rank = min(failures, key=lambda rank: ("see the error of rank" in failures[rank], rank))
+        # Errors that follow from that of another rank: a check that all ranks take part in refers
+        # to the rank that found something, and a collective of a failed rank is interrupted.
+        follow = ("see the error of rank", "Connection closed by peer")
+        rank = min(failures, key=lambda rank: (any(f in failures[rank] for f in follow), rank))
         super().__init__(f"rank {rank}: {failures[rank].strip().splitlines()[-1]}")
         self.tracebacks = "\n".join(f"rank {rank}: {failures[rank]}" for rank in sorted(failures))
 
@@ -123,7 +125,8 @@ class Ranks:
                 else:
                     failures[rank] = value
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
-        failures |= dict.fromkeys(waiting.values(), "no answer in time")
+        # The others may be waiting for a rank that failed.
+        failures = failures or dict.fromkeys(waiting.values(), "no answer in time")
         if failures:
             if waiting:
                 self.close()

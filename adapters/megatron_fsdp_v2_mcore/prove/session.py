@@ -86,6 +86,7 @@ def training(flags: Sequence[str], *, rehearses: bool) -> Iterator[tuple[Patches
         filesystem_async._results_queue = queue.Queue()
     torch.manual_seed(0)
     install()
+    is_done = False
     try:
         # Megatron requires one CUDA connection of some trainings, and several of others.
         variables = cpu_environment(flags)
@@ -100,10 +101,11 @@ def training(flags: Sequence[str], *, rehearses: bool) -> Iterator[tuple[Patches
             _mask_most_of_documents(patches)
         sys.argv = ["pretrain_gpt", *flags]
         yield patches, gpt.train
+        is_done = True
     finally:
         sys.argv = argv
         try:
-            _reset()
+            _reset(waits=is_done)
         finally:
             patches.undo()
 
@@ -178,8 +180,8 @@ def _keep_sample_orders() -> None:
     gpt_dataset._build_shuffle_index = remembered
 
 
-def _reset() -> None:
-    """Reset Megatron's global state and destroy its process groups. Collective."""
+def _reset(*, waits: bool) -> None:
+    """Reset Megatron's global state and destroy its process groups; see `end_groups`."""
     from megatron.core import mpu, rerun_state_machine
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
@@ -210,18 +212,21 @@ def _reset() -> None:
     if quantization is not None:
         # Amaxes of deleted modules would be reduced with those of the next training.
         quantization.FP8GlobalStateManager.reset()
-    end_groups(mpu)
+    end_groups(mpu, waits=waits)
 
 
-def end_groups(parallel_state: Any) -> None:
+def end_groups(parallel_state: Any, *, waits: bool = True) -> None:
     """Destroy all process groups except that of all ranks. Collective.
 
     Args:
         parallel_state: Megatron's module of its process groups.
+        waits: Whether to wait for the other ranks first. A rank with an error does not: they may
+            be waiting for it, for example in another pipeline stage, and would hide the error.
     """
     from megatron_fsdp_v2.runtime import meshes
 
-    dist.barrier()
+    if waits:
+        dist.barrier()
     parallel_state.destroy_model_parallel()
     # Megatron drops its groups without destroying them, and each group has threads.
     for group in list(dist.distributed_c10d._world.pg_map):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +36,12 @@ from megatron_fsdp_v2.checkpoint.entries import (
     state_entries,
     tied_entries,
 )
-from megatron_fsdp_v2.checkpoint.errors import CheckpointError, all_ranks_or_raise, naming_full_disk
+from megatron_fsdp_v2.checkpoint.errors import (
+    CheckpointError,
+    all_ranks_or_raise,
+    everyones,
+    naming_full_disk,
+)
 from megatron_fsdp_v2.checkpoint.foreign import load_object
 from megatron_fsdp_v2.checkpoint.ranks import (
     background_group,
@@ -115,15 +120,24 @@ def save(
     group = group_of(model, process_group)
     check_names(model, group, has_stages=process_group is not None)
 
-    def staged() -> _Staged:
+    def own_groups() -> list[dict[str, Any]]:
         # After a forward whose backward failed or never came, modules hold gathered parameters.
         make_idle(model)
+        return [] if optimizer is None else groups_entry(optimizer, parameter_names(model))
+
+    of_stages: list[dict[str, Any]] | None = None
+    if process_group is not None:
+        what = f"save to {os.path.realpath(path)}"
+        groups = all_ranks_or_raise(what, own_groups, group=group)
+        of_stages = _merged(everyones(groups, group))
+
+    def staged() -> _Staged:
+        groups = own_groups() if of_stages is None else of_stages
         tied = tied_entries(model)
         # Tied tensors are written under their first name.
         values = {key: value for key, value in model_entries(model).items() if key not in tied}
         if optimizer is not None:
-            names = parameter_names(model)
-            states, groups = state_entries(optimizer, names), groups_entry(optimizer, names)
+            states = state_entries(optimizer, parameter_names(model))
             values |= states | {OPTIMIZER_GROUPS: groups}
             options = [option for group in groups for option in group.values()]
             if not states or any(isinstance(option, torch.Tensor) for option in options):
@@ -138,6 +152,19 @@ def save(
         return _Staged(entries, tied=tied)
 
     return _Job(path, group, is_async=async_save).run(staged)
+
+
+def _merged(of_ranks: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Merge the parameter groups of several stages: those of one index and equal options."""
+    found: dict[tuple[int, bytes], dict[str, Any]] = {}
+    known: set[str] = set()
+    for groups in of_ranks:
+        for index, group in enumerate(groups):
+            key = index, pickled({**group, "params": []})
+            merged = found.setdefault(key, {**group, "params": []})
+            merged["params"] += [name for name in group["params"] if name not in known]
+            known.update(group["params"])
+    return list(found.values())
 
 
 def save_nested(

@@ -17,7 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp_v2 import checkpoint, fully_shard
 from megatron_fsdp_v2.checkpoint import CheckpointError, saving
+from megatron_fsdp_v2.checkpoint.entries import OPTIMIZER_GROUPS
 from megatron_fsdp_v2.checkpoint.exporting import export
+from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.manifest import Manifest
 from megatron_fsdp_v2.checkpoint.verifying import verify
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
@@ -248,6 +250,37 @@ def test_process_group_saves_models_of_several_parts_in_one_checkpoint(tmp_path:
     assert not (tmp_path / "two").exists()
     assert _weights(stage).unique().tolist() == [part + 1.0]
     assert Manifest.read(tmp_path / "saved").world_size == 4
+
+
+@on_ranks(4, rates=[(0.1, 0.1), (0.1, 0.2)])
+def test_options_of_all_stages_are_saved(tmp_path: Path, rates: tuple[float, float]) -> None:
+    """Stages have other parameters in their groups, and perhaps other options."""
+    (part, mesh), world = _half(), dist.group.WORLD
+
+    def made(rate: float) -> tuple[Any, Any]:
+        stage = nn.Module()
+        stage.add_module(f"stage{part}", wrap(nn.Linear(4, 4), mesh=mesh))
+        weight, bias = stage.parameters()
+        groups = [{"params": [weight]}, {"params": [bias], "weight_decay": 0.5}]
+        return stage, torch.optim.AdamW(groups, lr=rate)
+
+    stage, optimizer = made(rates[part])
+    checkpoint.save(f"{tmp_path}/saved", stage, optimizer, process_group=world)
+    saved = CheckpointFolder(tmp_path / "saved").object(OPTIMIZER_GROUPS)
+    other, fresh = made(7.0)
+    difference = checkpoint.compare(f"{tmp_path}/saved", other, fresh)
+    with pytest.warns(UserWarning, match="fits in part: not in the model"):
+        checkpoint.load(f"{tmp_path}/saved", other, fresh, strict=False, process_group=world)
+    assert [(g["lr"], g["weight_decay"]) for g in fresh.param_groups] == [
+        (rates[part], 0.01),
+        (rates[part], 0.5),
+    ]
+    assert not difference.missing and not difference.regrouped
+    # A model of all stages has one group where their options are equal.
+    assert len(saved) == 2 * len({*rates})
+    assert sorted(n for group in saved for n in group["params"]) == [
+        f"stage{number}.{name}" for number in (0, 1) for name in ("bias", "weight")
+    ]
 
 
 @on_ranks(4)

@@ -156,6 +156,10 @@ def _by_prefix(folder: CheckpointFolder, prefix: str | None) -> Pieces:
             if prefix
             else f"{folder.path} holds no tensors"
         )
+    if prefix and (cut := next((name for name in found if name.startswith(".")), None)):
+        raise CheckpointError(
+            f"prefix {prefix!r} would leave names such as {cut!r}; name {prefix + '.'!r}"
+        )
     return found
 
 
@@ -303,6 +307,11 @@ def open_source(path: str | Path, *, prefix: str | None = None) -> TensorSource:
         CheckpointError: There is none, or it cannot be read.
     """
     kind, path = find_kind(path)
+    if prefix is not None and kind is not CheckpointKind.FOLDER:
+        raise CheckpointError(
+            f"{path} holds nothing but a model, and prefix {prefix!r} selects tensors of a folder; "
+            "leave it out"
+        )
     if kind is CheckpointKind.SAFETENSORS:
         return open_safetensors(path)
     if kind is CheckpointKind.PT:

@@ -307,9 +307,10 @@ def _check_complete(folder: Path) -> None:
             f"{folder} is not a checkpoint, it holds some: name one of {listed(inside, _SHOWN)}"
         )
     names = sorted(p.name for p in folder.iterdir())
+    only = f", only {listed(names, _SHOWN)}" if names else ""
     raise (CheckpointError if names else NotFoundError)(
         f"{folder} is not a folder of torch's distributed checkpoint, or its save was cut short: "
-        f"it has no {METADATA}, only {listed(names, _SHOWN) or 'nothing'}"
+        f"it has no {METADATA}{only}"
     )
 
 

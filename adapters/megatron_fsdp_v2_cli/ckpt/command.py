@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 from megatron_fsdp_v2._text import listed, readable_size
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.exporting import MAX_SHARD_BYTES, Exported, convert, export
+from megatron_fsdp_v2.checkpoint.plain_files import SAFETENSORS
 from megatron_fsdp_v2.checkpoint.verifying import verify
 from megatron_fsdp_v2_cli import arguments
 from megatron_fsdp_v2_cli.ckpt.inspecting import inspect
@@ -70,7 +71,6 @@ def _add_file_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-shard-size",
         type=arguments.size,
-        default=MAX_SHARD_BYTES,
         metavar="SIZE",
         help="of a .safetensors file, such as 5GB or 500MiB; default: 5GB",
     )
@@ -114,10 +114,10 @@ def _convert(args: argparse.Namespace) -> int:
     )
     name = parser.parse_known_args(args.words)[0].to
     parser.add_argument("-h", "--help", action="help")
-    parser.add_argument("path", metavar="source", help=_KINDS)
-    parser.add_argument(
-        "out_file", metavar="target", help=".safetensors, .pt, or anything else for a folder"
-    )
+    # The description of a converter says what it reads and writes.
+    written = ".safetensors, .pt, or anything else for a folder"
+    parser.add_argument("path", metavar="source", help=None if name else _KINDS)
+    parser.add_argument("out_file", metavar="target", help=None if name else written)
     if name is None:
         _add_file_options(parser)
         return _write(convert, parser.parse_args(args.words))
@@ -128,12 +128,16 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _write(write: Callable[..., Exported], args: argparse.Namespace) -> int:
+    if args.max_shard_size is not None and Path(args.out_file).suffix != SAFETENSORS:
+        raise ValueError(
+            f"--max-shard-size splits {SAFETENSORS} files; leave it out for {args.out_file}"
+        )
     with progress("write") as advance:
         done = write(
             args.path,
             args.out_file,
             dtype=args.dtype,
-            max_shard_bytes=args.max_shard_size,
+            max_shard_bytes=args.max_shard_size or MAX_SHARD_BYTES,
             prefix=args.prefix,
             advance=advance,
         )

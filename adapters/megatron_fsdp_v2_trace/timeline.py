@@ -89,6 +89,9 @@ def read(path: str | Path) -> StepTimeline:
         spans += _exposed(spans)
         moved = [s._replace(start=s.start - first, end=s.end - first) for s in spans]
         memory = [(at - first, nbytes) for at, nbytes in _memory(events)]
+    except UnicodeDecodeError:
+        # The message of this error has the whole content.
+        raise ValueError(f"{path} is no trace of torch's profiler: it is not text") from None
     except (ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
         raise ValueError(f"{path} is no trace of torch's profiler: {error!r}") from error
     if not moved:

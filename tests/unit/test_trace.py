@@ -150,12 +150,13 @@ def test_the_command_prints_a_table_and_draws(
         ('{"traceEvents": []}', "neither operators nor kernels"),
         ('{"traceEvents": [{"ph": "X", "dur": 1, "ts": "now"}]}', "is no trace"),
         ("[1, 2]", "is no trace"),
+        ("\udcff" * 100, "it is not text"),
     ],
 )
 def test_other_files_are_errors(
     content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "run.json").write_text(content)
+    (tmp_path / "run.json").write_text(content, errors="surrogateescape")
     status, _, err = called(capsys, "trace", tmp_path / "run.json")
     assert status == 2 and message in err and err.count("\n") == 1
     status, _, err = called(capsys, "trace", tmp_path / "absent.json")

@@ -220,6 +220,7 @@ def test_flags_of_yaml_files(tmp_path: Path) -> None:
         ("echo nothing", "prove --script {}", "starts no training with torchrun"),
         ("- 1", "prove --yaml {}", "contains no names and values of flags"),
         ("a: [", "prove --yaml {}", "is no YAML file"),
+        ("", "prove --json {}/a.json -- --bf16", "a.json cannot be written: its folder does"),
     ],
 )
 def test_bad_input_is_one_sentence(

@@ -73,8 +73,11 @@ class _ProveCommand:
         """Prove the configuration, and print the report."""
         start = time.monotonic()
         source = _source(args)
+        # Minutes later, a missing folder or library would cost the results.
+        for path in (args.html, args.json):
+            if path is not None and not Path(path).absolute().parent.is_dir():
+                raise ValueError(f"{path} cannot be written: its folder does not exist")
         if args.html is not None:
-            # Minutes later, a missing library would cost the results.
             library("plotly")
         flags = parse_words(source.words)
         ranks = args.ranks or source.num_ranks
@@ -106,14 +109,15 @@ class _ProveCommand:
             results = [prover.prove(run) for run in runs]
         found = report.ProofReport(flags, impl, warnings, results, time.monotonic() - start)
         data = json.dumps(report.as_dict(found), indent=2) + "\n"
-        if args.json not in (None, "-"):
-            Path(args.json).write_text(data)
-        if args.html is not None:
-            args.html.write_text(html_page(found))
+        # Printed first: a full disk would cost the results as well.
         if args.json == "-":
             sys.stdout.write(data)
         else:
             sys.stdout.writelines(f"{line}\n" for line in report.lines(found))
+        if args.json not in (None, "-"):
+            Path(args.json).write_text(data)
+        if args.html is not None:
+            args.html.write_text(html_page(found))
         return found.exit_code
 
 

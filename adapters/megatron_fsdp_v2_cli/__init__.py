@@ -167,7 +167,8 @@ def _run(words: Sequence[str]) -> int:
         argcomplete.autocomplete(parser)
     args, unknown = parser.parse_known_args(words)
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        hint = " (training flags follow --)" if hasattr(args, "flags") else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if not hasattr(args, "run"):
         parser.print_help()
         return 0

@@ -340,13 +340,19 @@ def describe_module(
         Units, parents before children, and bytes of the module's buffers, which are not sharded.
 
     Raises:
-        ValueError: A unit is not inside the module, or a parameter has no dimension.
+        ValueError: A unit is listed twice, or is not inside the module, or a parameter has no
+            dimension.
     """
     chosen = list(_list_members(module) if units is None else units)
     names = {id(below): name for name, below in module.named_modules()}
     for unit in chosen:
         if id(unit) not in names:
             raise ValueError(f"a unit of class {type(unit).__name__} is not inside the model")
+        if chosen.count(unit) > 1:
+            raise ValueError(
+                f"{names[id(unit)]} is listed twice as a unit; list it once, and if it runs twice, "
+                "give TrainingDescription(runs=...)"
+            )
     order = [unit for unit in chosen if unit is not module] + [module]
     walk = _Walk({id(unit) for unit in order}, rules or ModelTraits())
     described = {id(unit): walk.describe(unit, names[id(unit)]) for unit in order}

@@ -65,6 +65,20 @@ def scalar() -> nn.Module:
     return module
 
 
+def failing() -> nn.Module:
+    raise RuntimeError("no width")
+
+
+def importing() -> nn.Module:
+    importlib.import_module("no_such_package")
+    return stack()
+
+
+def twice() -> tuple[nn.Module, list[nn.Module]]:
+    model = Stack(3)
+    return model, [model.blocks[0]] * 2
+
+
 def offer_sources(monkeypatch: pytest.MonkeyPatch, *values: str) -> None:
     points = [EntryPoint("one", value, sources.SOURCE_GROUP) for value in values]
     monkeypatch.setattr(sources, "entry_points", lambda group: points)
@@ -162,7 +176,14 @@ def test_model_function_gets_the_given_arguments(capsys: Any) -> None:
         ("--model torch.nn:ReLU", "the model has no parameters, so there is nothing to plan"),
         ("--model {stack}s", "has no function stacks"),
         ("--model no.such.module:f", "--model no.such.module:f: No module named 'no'"),
-        ("--model stack", "--model takes module:function, got 'stack'"),
+        ("--model stack", "--model takes module:function, such as models.llama:build, got 'stack'"),
+        ("--model ./models.py:build", "--model takes module:function"),
+        ("--model {failing}", "failing: RuntimeError: no width (" + __file__),
+        ("--model {importing}", "importing: No module named 'no_such_package'"),
+        ("--model {twice}", "blocks.0 is listed twice as a unit"),
+        ("--model {stack} --ranks 99999999999", "ranks are more than 1,048,576"),
+        ("--model {stack} --num-layers 4", "(training flags follow --)"),
+        ("--model {stack} --plot plan", "name a picture, such as plan.png"),
         ("--model {sized}", "sized(width: 'int', *, depth: 'int', kind: 'str' = 'plain')"),
         ("--model {sized} --model-arg width=8", "missing a required argument: 'depth'"),
         ("--model {stack} --model-arg width=8", "got an unexpected keyword argument 'width'"),
@@ -181,7 +202,7 @@ def test_model_function_gets_the_given_arguments(capsys: Any) -> None:
     ],
 )
 def test_bad_input_is_rejected_with_a_reason(words: str, reason: str, capsys: Any) -> None:
-    names = ("stack", "no_model", "scalar", "sized")
+    names = ("stack", "no_model", "scalar", "sized", "failing", "importing", "twice")
     typed = words.format(**{name: HERE + name for name in names}).split()
     status, out, err = run(capsys, "--ranks", "8", *typed)
     assert status == 2

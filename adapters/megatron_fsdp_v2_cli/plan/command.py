@@ -43,7 +43,7 @@ class _PlanCommand:
             "       megatron-fsdp-v2 plan --ranks N [options] -- <training flags>"
         )
         parser.add_argument("flags", nargs="*", help="training flags, after --")
-        parser.add_argument("--ranks", type=arguments.count, required=True, help="ranks of the job")
+        parser.add_argument("--ranks", type=_ranks, required=True, help="ranks of the job")
         _add_model_options(parser.add_argument_group("a custom model"))
         _add_machine_options(parser.add_argument_group("what it runs on"))
         group = parser.add_argument_group("what is compared and written")
@@ -92,6 +92,15 @@ class _PlanCommand:
 
 
 # -- options ----------------------------------------------------------------------------------
+
+_MOST_RANKS = 1 << 20
+"""A mesh of so many ranks takes seconds to build."""
+
+
+def _ranks(text: str) -> int:
+    if (ranks := arguments.count(text)) > _MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"{text} ranks are more than {_MOST_RANKS:,}")
+    return ranks
 
 
 def _number(field: str, meaning: str) -> dict[str, Any]:
@@ -229,7 +238,7 @@ def _report(args: argparse.Namespace) -> PlanReport:
     if memory is None and machine is not None:
         memory = machine.usable_nbytes
     source = _described(args)
-    sizes = list(args.outer)
+    sizes = [*dict.fromkeys(args.outer)]
     if source.strategy.outer_size not in (None, *sizes):
         sizes.append(source.strategy.outer_size)
     chosen = [

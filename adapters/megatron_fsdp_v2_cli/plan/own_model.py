@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import fnmatch
 import importlib
 import inspect
+import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+_OTHERS = re.compile(rf"site-packages|^<frozen|^{re.escape(__file__)}")
+"""Files that are not the user's code."""
 
 
 def model_arguments(given: Sequence[str]) -> dict[str, Any]:
@@ -62,7 +68,7 @@ def build_on_meta(
     """
     function, arguments = _function(target), dict(arguments or {})
     _check_arguments(target, function, arguments)
-    with torch.device("meta"):
+    with _errors_of(target), torch.device("meta"):
         built = function(**arguments)
     units: list[nn.Module] | None = None
     if isinstance(built, tuple) and len(built) == 2:
@@ -93,17 +99,37 @@ def _check_arguments(
         ) from None
 
 
+@contextlib.contextmanager
+def _errors_of(target: str) -> Iterator[None]:
+    """Convert an error of the user's code to a sentence with its line.
+
+    Raises:
+        ValueError: The code raised an error.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise ValueError(f"--model {target}: {error}") from error
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [
+            f"{at.filename}, line {at.lineno}" for at in frames if not _OTHERS.search(at.filename)
+        ]
+        where = f" ({own[-1]})" if own else ""
+        raise ValueError(f"--model {target}: {type(error).__name__}: {error}{where}") from error
+
+
 def _function(target: str) -> Callable[..., Any]:
     module_name, _, name = target.partition(":")
-    if not module_name or not name:
-        raise ValueError(f"--model takes module:function, got {target!r}")
+    if not name or not all(map(str.isidentifier, module_name.split("."))):
+        raise ValueError(
+            f"--model takes module:function, such as models.llama:build, got {target!r}"
+        )
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
-    try:
+    with _errors_of(target):
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(f"--model {target}: {error}") from None
     function: Any = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"--model {target}: {module_name} has no function {name}")

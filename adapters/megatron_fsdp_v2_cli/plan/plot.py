@@ -20,12 +20,15 @@ def draw(report: PlanReport, path: Path) -> None:
         path: File to write, of a format that matplotlib writes.
 
     Raises:
-        ValueError: matplotlib is not installed, or it does not write such files.
+        ValueError: matplotlib is not installed, or the file has no suffix of a picture.
     """
     try:
         figure_module: Any = importlib.import_module("matplotlib.figure")
     except ImportError:
         raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
+    if not path.suffix:
+        # matplotlib would write another file, with the suffix .png.
+        raise ValueError(f"--plot {path} has no suffix; name a picture, such as {path.name}.png")
     has_times = report.machine is not None
     num_plans = len(report.plans)
     figure = figure_module.Figure(figsize=(10, 1.5 + 0.4 * num_plans), dpi=120)

@@ -163,6 +163,7 @@ class TrainingDescription:
         optimizer_dtype: Dtype of its state, or the dtype of each state tensor; that of the main
             weights when None.
         matrix_dtype: Dtype in which a matrix optimizer exchanges matrices.
+        spreads_replicated: See `MatrixEngine`.
         offload_fraction: Fraction of Adam's parameters stepped in host memory, from 0 to 1.
         cpu_offload: Whether main weights, main gradients and optimizer state are in host memory, as
             with `CPUOffloadPolicy`.
@@ -196,6 +197,7 @@ class TrainingDescription:
     optimizer: str = "adam"
     optimizer_dtype: torch.dtype | tuple[torch.dtype, ...] | None = None
     matrix_dtype: torch.dtype = torch.bfloat16
+    spreads_replicated: bool = True
     offload_fraction: float = 0.0
     cpu_offload: bool = False
     num_microbatches: int = 1

@@ -165,7 +165,8 @@ def _shared(training: TrainingDescription, groups: Sequence[PlannedGroup]) -> li
     for _, planned, sharded in sorted(matrices, key=lambda each: each[0]):
         sizes = tuple(axis.size for axis in planned.group.axes)
         rows = sharded.row_shards
-        used = tuple(axis for axis, size in enumerate(sizes) if size > 1)
+        spreads = training.spreads_replicated or any(rows.strides)
+        used = tuple(axis for axis, size in enumerate(sizes) if size > 1 and spreads)
         strides = tuple(rows.strides[axis] for axis in used)
         grid = Grid(tuple(sizes[axis] for axis in used), tuple(map(bool, strides)))
         key = (planned.unit.mesh, grid, planned.group.spec.dtypes.main_weight)

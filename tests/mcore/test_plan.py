@@ -26,6 +26,7 @@ EXPERTS = f"{f.ALLTOALL} {f.EP2}"
 TRAININGS: dict[str, list[str]] = {
     "ZeRO-3, bf16, 3 micro-batches": f.fsdp(f.ZERO3, "--bf16"),
     "experts, Muon": f.fsdp(f.ZERO2, EXPERTS, "--optimizer muon"),
+    "replicated, Muon": f.fsdp(f.NO_SHARD, "--optimizer muon"),
     "tensor parallel, ZeRO-1": f.fsdp(f.ZERO1, f.TP2),
     "latent attention, experts except in the first layer": f.fsdp(
         f.ZERO3, f.DEEPSEEK, "--moe-latent-size 32 --apply-layernorm-1p --mtp-num-layers 1"

@@ -70,6 +70,8 @@ def describe_training(args: Any, *, keeps_attention: bool) -> SourceResult:
         optimizer_dtype=state_dtypes(args) if args.use_precision_aware_optimizer else None,
         offload_fraction=args.optimizer_offload_fraction if args.optimizer_cpu_offload else 0.0,
         matrix_dtype=settings.policy.main_params_dtype or args.params_dtype,
+        # As in `ShardedMatrixStep`, whose module needs emerging_optimizers.
+        spreads_replicated=False,
         num_microbatches=args.global_batch_size // samples,
         syncs_afterwards=not config.overlap_grad_reduce,
         options=settings.runtime,

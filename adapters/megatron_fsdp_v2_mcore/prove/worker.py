@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -123,6 +124,11 @@ def _watch(patches: Any, outcome: Outcome, record: Record, job: Job) -> None:
     def train_and_record(*args: Any, **kwargs: Any) -> Any:
         chunks, optimizer = kwargs.get("model", args[1]), kwargs.get("optimizer", args[2])
         step = optimizer.step
+        if API_FLAG not in job.flags:
+            # With fused weight gradients, Transformer Engine's gradients of biases are in fp32.
+            # This package reduces them as they are; autograd would round the reference's.
+            for param in itertools.chain.from_iterable(chunk.parameters() for chunk in chunks):
+                param.grad_dtype = None
 
         def record_weights() -> None:
             record.weights.append(_weights(chunks, record))

@@ -401,7 +401,7 @@ class ParameterGroup:
 
     def _wait(self) -> bool:
         """Wait for refreshes and gathers; return whether there were gathers to wait for."""
-        self._wait_for_refresh()
+        self.wait_for_refresh()
         if self._gathering is None:
             return False
         for work in self._gathering:
@@ -459,7 +459,7 @@ class ParameterGroup:
             return
         versions = weight_version, self.parameters.versions()
         if self.source is WeightSource.MODEL:
-            self._wait_for_refresh()
+            self.wait_for_refresh()
             if self._written_at != versions:
                 self.format.write([self.to_write()], self.sharded_axes)
             for payload in self.payloads:
@@ -473,7 +473,8 @@ class ParameterGroup:
         """Mark the model weights as equal to the current main weights."""
         self._refreshed_at = (weight_version, self.parameters.versions())
 
-    def _wait_for_refresh(self) -> None:
+    def wait_for_refresh(self) -> None:
+        """Wait for a refresh under way."""
         self._refreshing.wait()
         self._refreshing = DONE
 

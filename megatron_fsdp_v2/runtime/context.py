@@ -135,6 +135,12 @@ class Context:
         """Whether operations queued now are captured in a CUDA graph."""
         return self.device is not None and is_capturing(self.device)
 
+    def begin_capture(self) -> None:
+        """Note that a pass or step that begins now is captured."""
+        self.has_graph = True
+        # A capture cannot wait for the stream of earlier passes.
+        self.communicator.begin_pass()
+
     def note_replays(self) -> None:
         """Mark weights as stale if a graph may have been replayed since the last pass."""
         if self.has_graph:

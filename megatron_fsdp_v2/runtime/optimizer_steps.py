@@ -96,7 +96,7 @@ class OptimizerWatch:
         for context in contexts:
             if context.is_capturing:
                 check_capture(context)
-                context.has_graph = True
+                context.begin_capture()
             for group in context.groups():
                 group.parameters.check_no_late_gradient()
             # A forward with gradients, whose backward would wait, may have no backward.

@@ -416,6 +416,11 @@ class Unit:
             if ends_pass:
                 # Prefetched weights would be stale if an optimizer stepped next.
                 context.gathers.drop_prefetched()
+                if context.ranks_may_differ:
+                    # Of units that the pass skipped: a capture cannot wait for earlier refreshes,
+                    # and has to wait for its own.
+                    for group in context.groups():
+                        group.wait_for_refresh()
                 context.end_forward()
             # A unit to be recomputed runs its first forward without grad, in a pass with grad.
             if has_grad or pass_has_grad:
@@ -502,7 +507,7 @@ class Unit:
         is_capturing = context.is_capturing
         if is_capturing:
             check_capture(context)
-            context.has_graph = True
+            context.begin_capture()
         context.is_captured = is_capturing
         context.note_replays()
         for unit in units:
@@ -539,8 +544,7 @@ class Unit:
             return
         # Ranks may run different units, so every rank refreshes all groups here, not
         # at a unit's use: a rank that skips a unit still reduces with the others.
-        # A unit that the pass skips would not wait for its refresh before a capture ends.
-        is_async = not (context.gathers.limit.is_none or context.is_captured)
+        is_async = not context.gathers.limit.is_none
         for group in context.groups():
             if not group.is_refreshed_locally and not group.is_held:
                 group.parameters.sync()

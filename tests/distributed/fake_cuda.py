@@ -288,6 +288,8 @@ def _capture_errors(records: Sequence[schedule.Record]) -> list[str]:
                     mine = seen.setdefault(record.stream, {})
                     for stream, count in others.items():
                         mine[stream] = max(count, mine.get(stream, 0))
+                    # The wait alone forks the stream off.
+                    mine[record.stream] = mine.get(record.stream, 0) + 1
                 elif mine is not None:
                     wrong.append(f"{record} waits for what is not captured")
     for stream, its in seen.items():

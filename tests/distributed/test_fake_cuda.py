@@ -162,6 +162,23 @@ def captured(mesh_name: str, strategy: str) -> dict[str, Any]:
     return {"gathers": gathers, "wrong": wrong, "waits": host.waits}
 
 
+def captured_after(what: str, mesh_name: str, strategy: str) -> list[str]:
+    """Capture a step after something that its stream must not wait for; return CUDA's errors."""
+    host, model, optimizer = _built(mesh_name, strategy, "unused unit")
+    with host.step():
+        model.skip = None
+        _train(model, optimizer, last_only=False)
+        if what == "an evaluation that skips a unit":
+            model.skip = 1
+            _evaluate(model)
+            model.skip = None
+        else:
+            model.unshard()
+        with host.capture() as wrong:
+            _train(model, optimizer, last_only=False)
+    return wrong
+
+
 def captured_mistakes() -> list[str]:
     """In a capture, wait for an operation queued before it, and leave a stream not joined."""
     host = _host()
@@ -297,6 +314,22 @@ def test_captured_step_gathers_weights_and_marks_them_stale(
         assert second < first
     elif len(mesh_name) == 1:
         assert second == first
+
+
+@pytest.mark.parametrize(
+    ("what", "mesh_name", "strategy"),
+    [
+        ("an evaluation that skips a unit", "4", "optim"),
+        ("unshard", "4", STRATEGIES[-1]),
+        longer("an evaluation that skips a unit", "HFSDP 2x2", "optim"),
+        longer("unshard", "4", "no_shard"),
+    ],
+)
+def test_capture_does_not_wait_for_earlier_work(
+    process: RankPool, what: str, mesh_name: str, strategy: str
+) -> None:
+    (wrong,) = process.run(captured_after, what, mesh_name, strategy)
+    assert wrong == []
 
 
 def test_wrong_capture_is_detected(process: RankPool) -> None:

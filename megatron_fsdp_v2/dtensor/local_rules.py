@@ -25,6 +25,10 @@ type Rule = Callable[[Callable[..., Any], Any, dict[str, Any]], Any]
 
 def run(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
     """Run a function by its rule. Add the optimizer's name to an error raised in its step."""
+    if torch.is_inference_mode_enabled():
+        # There torch cannot detach DTensors, and new tensors have no version counters.
+        with torch.inference_mode(False), torch.no_grad():
+            return run(rule, func, args, kwargs)
     try:
         return rule(func, args, kwargs or {})
     except Exception as error:

@@ -23,6 +23,7 @@ from tests.cases import longer
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     Operations,
+    batch,
     check_error_messages,
     error_message,
     fp64_pair,
@@ -34,6 +35,7 @@ from tests.distributed.wrapping import (
     pair,
     plain_loss,
     strategies_on,
+    weight_error,
     whole,
     wrap,
 )
@@ -282,6 +284,25 @@ def test_one_rank_alone_gets_a_local_result_or_an_error_with_the_remedy() -> Non
                 wrong += [name] if remedy not in message else []
     dist.barrier()
     assert not wrong
+
+
+@on_ranks(2)
+def test_what_inference_mode_reads_and_writes_is_right_outside_of_it() -> None:
+    plain, model = fp64_pair()
+    norms = []
+    for either in (plain, model):
+        optimizer = torch.optim.SGD(either.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(2):
+            either(batch(0).double()).square().mean().backward()
+            with torch.inference_mode():
+                optimizer.step()
+                either.load_state_dict({n: 0.9 * v for n, v in either.state_dict().items()})
+                for param in either.parameters():
+                    param.data.mul_(0.9)
+                norms += [whole(p.detach().norm(dim=-1).max()).item() for p in either.parameters()]
+    half = len(norms) // 2
+    assert norms[:half] == pytest.approx(norms[half:], rel=1e-12)
+    assert weight_error(model, plain) < 1e-12
 
 
 @on_ranks(2)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
+from megatron_fsdp_v2.comm.backends import is_capturing
 from megatron_fsdp_v2.dtensor.sharded_rows import add_to_rows, plain_attributes, rows_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.optim.engine import MatrixFunction
@@ -139,8 +140,10 @@ class Muon(MatrixStep):
             closure: Reevaluates the model and returns the loss.
 
         Raises:
-            RuntimeError: A trained matrix with rows on this rank has no gradient; names it.
+            RuntimeError: A trained matrix with rows on this rank has no gradient; names it. Or
+                AdamW steps parameters in the capture of a CUDA graph.
         """
+        _check_capture(self.param_groups)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -238,6 +241,16 @@ def _adjustment(name: str | None, m: int, n: int) -> float:
     if name == "match_rms_adamw":
         return 0.2 * math.sqrt(max(m, n))
     return math.sqrt(max(1, m / n)) if n else 1.0
+
+
+def _check_capture(groups: Sequence[dict[str, Any]]) -> None:
+    """Check that no steps are counted on the host while a CUDA graph is captured."""
+    params = [param for group in groups if not group["use_muon"] for param in group["params"]]
+    if params and is_capturing(params[0].device):
+        raise RuntimeError(
+            "Muon with use_muon=False counts the steps of AdamW on the host, and replays of a CUDA "
+            "graph would not count; give these parameters to AdamW(capturable=True)"
+        )
 
 
 def _check_options(group: dict[str, Any]) -> None:

@@ -179,6 +179,26 @@ def captured_after(what: str, mesh_name: str, strategy: str) -> list[str]:
     return wrong
 
 
+def captured_muon(*, has_adamw: bool) -> tuple[list[str], str]:
+    """Capture a step with Muon; return CUDA's errors, and the error of the optimizer."""
+
+    def muon(params: Any) -> Muon:
+        params = list(params)
+        groups = [{"params": [p for p in params if p.ndim == 2]}]
+        others = {"params": [p for p in params if p.ndim != 2], "use_muon": False}
+        return Muon([*groups, others] if has_adamw else groups, lr=0.1)
+
+    host, model, optimizer = _built("4", STRATEGIES[-1], optimizer=muon)
+    with host.step():
+        _train(model, optimizer, last_only=False)
+        with host.capture() as wrong:
+            try:
+                _train(model, optimizer, last_only=False)
+            except RuntimeError as error:
+                return wrong, str(error)
+    return wrong + host.waits, ""
+
+
 def captured_mistakes() -> list[str]:
     """In a capture, wait for an operation queued before it, and leave a stream not joined."""
     host = _host()
@@ -330,6 +350,14 @@ def test_capture_does_not_wait_for_earlier_work(
 ) -> None:
     (wrong,) = process.run(captured_after, what, mesh_name, strategy)
     assert wrong == []
+
+
+@pytest.mark.functional
+def test_muon_is_captured_unless_it_counts_steps_of_adamw(process: RankPool) -> None:
+    """Replays would not count them, and the bias correction would be that of the capture."""
+    assert process.run(captured_muon, has_adamw=False) == [([], "")]
+    ((_, error),) = process.run(captured_muon, has_adamw=True)
+    assert "replays of a CUDA graph would not count" in error
 
 
 def test_wrong_capture_is_detected(process: RankPool) -> None:

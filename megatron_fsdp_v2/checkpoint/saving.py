@@ -43,6 +43,7 @@ from megatron_fsdp_v2.checkpoint.errors import (
     naming_full_disk,
 )
 from megatron_fsdp_v2.checkpoint.foreign import load_object
+from megatron_fsdp_v2.checkpoint.manifest import check_name
 from megatron_fsdp_v2.checkpoint.ranks import (
     background_group,
     check_names,
@@ -273,6 +274,8 @@ class _Job:
         """Stage the entries, acquire the lock and create the temporary folder."""
         check_replaceable(self.target)
         self._staged = staged()
+        for name in (*self._staged.entries, *self._staged.tied):
+            check_name(name)
         if self._rank != 0:
             return
         reserve_path(self.target, self._group)

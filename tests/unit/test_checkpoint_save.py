@@ -80,6 +80,18 @@ def test_foreign_file_in_a_replaced_checkpoint_is_kept(tmp_path: Path) -> None:
     assert kept.read_text() == "mine"
 
 
+@pytest.mark.parametrize("name", ["a\nb", "a\u3000b", "a" * 70_000], ids=["line", "space", "long"])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_names_that_a_load_rejects_are_rejected_by_a_save(
+    tmp_path: Path, name: str, is_tied: bool
+) -> None:
+    named = model(1.0)
+    named.register_parameter(name, named[0].bias if is_tied else nn.Parameter(torch.ones(2)))
+    with pytest.raises(ValueError, match="is too long, or cannot be shown"):
+        checkpoint.save(tmp_path / "k", named)
+    assert names_in(tmp_path) == []
+
+
 def test_save_through_a_link_replaces_the_target_and_keeps_the_link(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     link = tmp_path / "latest"

@@ -221,6 +221,10 @@ def requests_for(key: str, tensor: torch.Tensor) -> list[ReadRequest]:
             f"{key} is a DTensor that fully_shard of megatron_fsdp_v2 did not make; use torch's "
             "own torch.distributed.checkpoint.load for such a model"
         )
+    if any(
+        step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        raise CheckpointError(f"{key} is an expanded tensor, which cannot be filled; clone() it")
     return [ReadRequest(key, (0,) * tensor.dim(), tensor.detach())]
 
 

@@ -88,6 +88,7 @@ SELECTED = r"""
 --outer-dp-sharding-strategy optim : optim shards between optimizer instances, and there is one; add --num-distributed-optimizer-instances
 --outer-dp-sharding-strategy optim --num-distributed-optimizer-instances 2 --expert-data-parallel-sharding-strategy no_shard : optim needs a sharded optimizer on the inner axis, and --expert-data-parallel-sharding-strategy is no_shard
 --init-model-with-meta-device --data-parallel-sharding-strategy no_shard : --init-model-with-meta-device cannot be used with --data-parallel-sharding-strategy
+--save-activations-interval 2 : --save-activations-interval cannot be used with .* tied embedding
 --fp8-param-gather --megatron-fsdp-main-params-dtype bf16 : ^--fp8-param-gather quantizes .* use --megatron-fsdp-main-params-dtype fp32
 --fp4-param-gather --megatron-fsdp-main-params-dtype fp16 : ^--fp4-param-gather quantizes .* use --megatron-fsdp-main-params-dtype fp32
 --fp8-param-gather --use-cpu-initialization : ^--use-cpu-initialization cannot be used with --fp8-param-gather

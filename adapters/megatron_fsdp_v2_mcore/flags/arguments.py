@@ -79,6 +79,14 @@ def check_arguments(args: Any) -> None:
             "--init-model-with-meta-device cannot be used with --data-parallel-sharding-strategy "
             "no_shard: Megatron supports it for sharded weights or optimizer state only"
         )
+    is_freed = args.data_parallel_sharding_strategy == "optim_grads_params"
+    is_tied = not args.untie_embeddings_and_output_weights
+    if args.save_activations_interval is not None and is_freed and is_tied:
+        raise FlagError(
+            "--save-activations-interval cannot be used with --data-parallel-sharding-strategy "
+            "optim_grads_params and a tied embedding, which it would save after the output layer "
+            "has released it; add --untie-embeddings-and-output-weights, or use optim_grads"
+        )
     if args.fp16 and args.optimizer in EMERGING:
         raise FlagError(
             f"--fp16 cannot be used with --optimizer {args.optimizer}: Megatron supports it with "

@@ -25,7 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--parallel-strategy", choices=("ddp", "fsdp"), default="fsdp", help="torch's DDP, or ours")
-    add("--sharding-strategy", choices=STRATEGIES, default="optim_grads_params", help="of fsdp")
+    add("--sharding-strategy", choices=STRATEGIES, help="of fsdp; None: optim_grads_params")
     add("--mesh", help="replicas x ranks of a shard, such as 2x4 (HSDP)")
     small = ", ".join(SMALL_MODELS)
     add("--model", default="llama", help=f"a model's folder or config.json, or small: {small}")

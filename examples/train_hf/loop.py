@@ -78,9 +78,11 @@ def train(settings: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _check(settings: argparse.Namespace, num_ranks: int) -> None:
     """Checks the settings, and sets the micro-batch size if none is given."""
-    for name in ("steps", "batch_size", "seq_length", "eval_every"):
-        if getattr(settings, name) < 1:
+    for name in ("steps", "batch_size", "seq_length", "eval_every", "save_every"):
+        if (value := getattr(settings, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+    if settings.lr is not None and not 0 < settings.lr < math.inf:
+        raise ValueError(f"--lr {settings.lr} must be a positive number")
     if settings.micro_batch_size is None:
         settings.micro_batch_size = max(1, settings.batch_size // num_ranks)
     if settings.micro_batch_size < 1 or settings.batch_size % (
@@ -90,10 +92,17 @@ def _check(settings: argparse.Namespace, num_ranks: int) -> None:
             f"--batch-size {settings.batch_size} must be a multiple of the {num_ranks} ranks times "
             f"the micro-batch size {settings.micro_batch_size}"
         )
-    if settings.mesh is not None and settings.parallel_strategy == "ddp":
-        raise ValueError("--mesh is for --parallel-strategy fsdp; leave it out with ddp")
+    for name in ("mesh", "sharding_strategy"):
+        if getattr(settings, name) is not None and settings.parallel_strategy == "ddp":
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} is for --parallel-strategy fsdp; leave it out with ddp")
+    backends = torch.compiler.list_backends(exclude_tags=())
+    if settings.compile is not None and settings.compile not in backends:
+        raise ValueError(f"--compile {settings.compile} is none of {', '.join(backends)}")
     if settings.export is not None and settings.export.exists():
         raise ValueError(f"--export {settings.export} exists already; name another folder")
+    # Found out at the first checkpoint, this would cost the steps before it.
+    settings.out.mkdir(parents=True, exist_ok=True)
 
 
 def _step(

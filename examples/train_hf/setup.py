@@ -187,7 +187,7 @@ def parallelize(model: Any, settings: argparse.Namespace, device: torch.device) 
     else:
         options: dict[str, Any] = {
             "mesh": _mesh(settings.mesh, device.type),
-            "sharding_strategy": settings.sharding_strategy,
+            "sharding_strategy": settings.sharding_strategy or "optim_grads_params",
             # Main weights stay fp32, as they are.
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16 if settings.dtype == "bf16" else None,
@@ -206,7 +206,7 @@ def _mesh(shape: str | None, device_type: str) -> DeviceMesh:
     num_ranks = dist.get_world_size()
     if shape is None:
         return init_device_mesh(device_type, (num_ranks,))
-    sizes = tuple(int(size) if size.isdigit() else 0 for size in shape.split("x"))
+    sizes = tuple(int(size) if size.isdecimal() else 0 for size in shape.split("x"))
     if len(sizes) != 2 or sizes[0] * sizes[1] != num_ranks:
         raise ValueError(f"--mesh {shape} must be RxS, such as 2x4, with R * S = {num_ranks} ranks")
     return init_device_mesh(device_type, sizes)

@@ -255,6 +255,8 @@ class Generator:
         num_micro = self.random.choice([1, 1, 1, 2, 3])
         for micro in range(num_micro):
             events += self.interlude()
+            if micro and self.chance(0.2):
+                events.append(Event("freeze", node=self.some_node(), flag=self.chance(0.7)))
             events += self.micro(last=micro == num_micro - 1)
         if self.chance(0.25):
             events.append(Event("clip", seed=self.data()))

@@ -514,9 +514,7 @@ class Run:
         self.compare_states()
 
     def do_freeze(self, event: Event) -> None:
-        """Freeze or train everything in a node, between steps."""
-        if self.has_grads or self.unsynced:
-            return
+        """Freeze or train everything in a node, also between the micro-batches of a step."""
         self.slots.clear()
         for model in (self.plain, self.model):
             if event.node in model.known:

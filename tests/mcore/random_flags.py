@@ -1,9 +1,9 @@
 """Random combinations of Megatron's flags: each trains as DDP does, or is rejected by name.
 
 In some, a second run loads the checkpoint of the first: it resumes with other sizes, another
-strategy, other learning rates or other flags of sharded runs, or evaluates. `python -m
-tests.mcore.random_flags --cases 200 --seed 7` runs more cases than the tests. A seed always gives
-the same combination.
+strategy, other learning rates or other flags of sharded runs, starts again with the weights, or
+evaluates. A third may load what the second saved. `python -m tests.mcore.random_flags --cases 200
+--seed 7` runs more cases than the tests. A seed always gives the same combination.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from tests.mcore.session import Training, impl_of
 from tests.mcore.trained import trained
 from tests.ranks import RankFailure, RankPools, rank_pools
 
-SAVED, LAST = 2, 4
-"""The saved iteration, and the number of iterations."""
-STEPS = (
-    f"--global-batch-size 8 --train-iters {LAST} --lr-decay-iters {LAST} "
-    # Tensor-parallel sizes do not change the padding of the vocabulary.
-    "--make-vocab-size-divisible-by 64"
-)
+LOADED, LAST = (2, 3), 4
+"""Iterations that the second and the third run load, and the number of iterations."""
+SAVED = LOADED[0]
+# Tensor-parallel sizes do not change the padding of the vocabulary.
+STEPS = "--global-batch-size 8 --make-vocab-size-divisible-by 64"
+ITERATIONS = f"--train-iters {LAST} --lr-decay-iters {LAST}"
+SAMPLES = f"--train-samples {8 * LAST} --lr-decay-samples {8 * LAST}"
 
 ATTENTION: tuple[str, ...] = (
     "",
@@ -90,6 +90,8 @@ EXPERTS: tuple[str, ...] = (
     "--num-experts 4 --moe-router-topk 2 --moe-expert-capacity-factor 1.5 "
     "--moe-pad-expert-input-to-capacity",
     "--num-experts 4 --moe-router-topk 2 --moe-z-loss-coeff 0.01 --moe-input-jitter-eps 0.01",
+    "--num-experts 4 --moe-router-topk 2 --moe-router-pre-softmax "
+    "--moe-router-topk-scaling-factor 2.5 --moe-enable-routing-replay",
 )
 NORMS = ("", "--normalization RMSNorm", "--apply-layernorm-1p", "--norm-epsilon 1e-6")
 POSITIONS = (
@@ -102,14 +104,16 @@ POSITIONS = (
     "--position-embedding-type yarn",
 )
 ACTIVATIONS = ("", "--swiglu", "--squared-relu", "--quick-geglu", "--openai-gelu")
+_FP32_SUMS = "--accumulate-allreduce-grads-in-fp32"
 PRECISIONS = (
     "",
     "",
     "--bf16",
-    "--fp16 --initial-loss-scale 1024",
-    "--fp16 --initial-loss-scale 1048576 --loss-scale-window 2 --hysteresis 1",
+    # Megatron sums gradients of micro-batches in fp16 otherwise, where more of them overflow.
+    f"--fp16 --initial-loss-scale 1024 {_FP32_SUMS}",
+    f"--fp16 --initial-loss-scale 1048576 --loss-scale-window 2 --hysteresis 1 {_FP32_SUMS}",
     "--fp16 --loss-scale 64",
-    "--bf16 --accumulate-allreduce-grads-in-fp32",
+    f"--bf16 {_FP32_SUMS}",
 )
 # Transformer Engine's layers. No dimension of a weight is smaller than a block of FP8.
 FP8 = "--bf16 --hidden-size 128 --ffn-hidden-size 256 --fp8-format hybrid --fp8-recipe"
@@ -119,6 +123,7 @@ AUXILIARY = (
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01",
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01",
     "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01",
+    "--moe-router-load-balancing-type quantile_balancing --moe-router-quantile-balancing-ema 0.9",
 )
 HYBRIDS = (
     MAMBA,
@@ -139,6 +144,7 @@ BATCHES = (
     "",
     "--global-batch-size 16",
     "--micro-batch-size 1",
+    "--micro-batch-size 1 --rampup-batch-size 4 4 8",
     "--global-batch-size 16 --rampup-batch-size 8 8 16",
 )
 SCHEDULES = (
@@ -151,22 +157,26 @@ _ALLTOALL = "--moe-token-dispatcher-type alltoall"
 _PP4 = "--pipeline-model-parallel-size 4"
 _EP4 = "--expert-model-parallel-size 4"
 _UNEVEN = f"{PP2} --decoder-first-pipeline-num-layers 1"
+_LAYOUT = f"{PP2} --pipeline-model-parallel-layout Et|t|t|tL"
+# The first of six stages has an embedding alone, and the last an output layer.
+_ALONE = (
+    f"{PP2} --num-virtual-stages-per-pipeline-rank 3 "
+    "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+)
+_OF_TWO = (
+    *("", TP2, TP2_SP, PP2, f"{PP2} {_VPP}", _UNEVEN, _LAYOUT, _ALONE, CP2),
+    *(EP2, f"{EP2} {_ALLTOALL}"),
+)
 PARALLEL = {
     1: ("",),
-    2: ("", TP2, TP2_SP, PP2, f"{PP2} {_VPP}", _UNEVEN, CP2, EP2, f"{EP2} {_ALLTOALL}"),
+    2: _OF_TWO,
     4: (
-        "",
-        TP2,
-        TP2_SP,
-        PP2,
-        f"{PP2} {_VPP}",
-        _UNEVEN,
-        CP2,
-        EP2,
-        f"{EP2} {_ALLTOALL}",
+        *_OF_TWO,
+        f"{_LAYOUT} {TP2_SP}",
         f"{_EP4} {_ALLTOALL}",
         f"{EP2} {TP2_SP} {_ALLTOALL}",
         f"{EP2} {TP2_SP} {ETP1} {_ALLTOALL}",
+        f"{EP2} --expert-tensor-parallel-size 2 {_ALLTOALL}",
         f"{EP2} {PP2} {_ALLTOALL}",
         f"{EP2} {PP2} {_VPP}",
         f"{EP2} {CP2} {_ALLTOALL}",
@@ -211,6 +221,9 @@ OTHERS = (
     "--no-gradient-accumulation-fusion",
     "--first-last-layers-bf16",
     "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+    "--moe-layer-recompute",
+    "--apply-residual-connection-post-layernorm",
+    "--iterations-to-skip 3",
 )
 FROZEN = ("embedding", "layernorm", r"layers\.1\.", r"\.experts\.", "router", "mlp")
 # Flags of sharded runs.
@@ -234,12 +247,23 @@ SHARDED = (
     "--optimizer-cpu-offload --optimizer-offload-fraction 0.3 --no-pin-cpu-grads "
     "--use-torch-optimizer-for-cpu-offload",
 )
+# Flags that change no result of a dense model with one loss, for runs that load.
+WHEN_LOADED = (
+    "--micro-batch-size 1",
+    "--calculate-per-token-loss",
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "--init-method-std 0.3",
+    "--use-cpu-initialization",
+)
 GROUPS = (ATTENTION, EXPERTS, NORMS, POSITIONS, ACTIVATIONS)
 # Megatron rejects the first flag without the second.
 NEEDS = {
     "mla_up_proj": "--multi-latent-attention",
     "moe_act": "--moe-grouped-gemm",
     "moe ": "--num-experts",
+    "--moe-layer-recompute": "--num-experts",
+    _LAYOUT: "--num-layers",
+    _ALONE: "--num-layers",
     EP2: "--num-experts",
     _EP4: "--num-experts",
     _VPP: "--num-layers",
@@ -259,6 +283,13 @@ REJECTED_TOGETHER = (
     ("--fp16", "--optimizer "),
     ("lion", "--optimizer-cpu-offload"),
     ("dsa", CP2),
+    # Megatron's DDP waits for gradients that an indexer without a loss does not have.
+    ("dsa", "--overlap-grad-reduce"),
+    ("--recompute-granularity full", "--moe-layer-recompute"),
+    ("--mtp-num-layers", _LAYOUT),
+    ("--mtp-num-layers", _ALONE),
+    ("hybrid", _LAYOUT),
+    ("hybrid", _ALONE),
     ("--suggested-communication-unit-size", "--fsdp-unshard-prefetch-bytes"),
     ("--fp8-param-gather", "--optimizer-cpu-offload"),
     ("--fp8-param-gather", "--use-cpu-initialization"),
@@ -292,16 +323,19 @@ DEPEND_ON_SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Learning rates of a second run.
+    """What a second run does not take from the checkpoint.
 
     Attributes:
         flags: Flags of the second run.
         whole: Flags of an uninterrupted run with the learning rates of both. Megatron's own
             optimizers cannot resume with others.
+        starts_again: Whether the second run is compared with a second run of DDP, rather than with
+            the uninterrupted one.
     """
 
     flags: str
     whole: str = ""
+    starts_again: bool = False
 
 
 UNCHANGED = Change("")
@@ -313,6 +347,10 @@ CHANGES = {
         "--lr-wsd-decay-style linear",
     ),
     "from file": Change("--use-checkpoint-opt_param-scheduler --lr 2.5e-4 --lr-decay-style linear"),
+}
+STARTS_AGAIN = {
+    "finetune": Change("--finetune", starts_again=True),
+    "no optimizer": Change("--no-load-optim", starts_again=True),
 }
 DISTRIBUTED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
 EVALUATIONS = f"--eval-interval {SAVED} --eval-iters 1"
@@ -344,7 +382,8 @@ class Combination:
     Attributes:
         flags: Flags of all runs.
         first: The run that trains, and saves if there is a second one.
-        second: The run that loads.
+        second: The run that loads, and saves if there is a third one.
+        third: A run that loads what the second one saved.
         change: What the second run does with the checkpoint.
         freezes: Regular expressions of the names of frozen parameters.
     """
@@ -352,8 +391,14 @@ class Combination:
     flags: tuple[str, ...]
     first: Run
     second: Run | None = None
+    third: Run | None = None
     change: Change = UNCHANGED
     freezes: tuple[str, ...] = ()
+
+    @property
+    def runs(self) -> list[Run]:
+        """The runs in their order."""
+        return [run for run in (self.first, self.second, self.third) if run is not None]
 
     @property
     def kinds(self) -> set[str]:
@@ -362,7 +407,9 @@ class Combination:
             return {"train"}
         if self.change == EVALUATE:
             return {"evaluate"}
-        found = {"resume", *(name for name, change in CHANGES.items() if change == self.change)}
+        changes = (CHANGES | STARTS_AGAIN).items()
+        found = {"resume", *(name for name, change in changes if change == self.change)}
+        found |= {"twice"} if self.third else set()
         if self.first.strategy == DDP:
             found.add("from Megatron")
         for name in ("strategy", "world_size", "parallel"):
@@ -385,9 +432,9 @@ class Combination:
         return Difference(1e-6, 1e-5)
 
     def __str__(self) -> str:
-        second = f"; {self.change.flags} {self.second}" if self.second else ""
+        loads = "".join(f"; {self.change.flags} {run}" for run in self.runs[1:])
         frozen = f" freezes {self.freezes}" if self.freezes else ""
-        return f"{' '.join(self.flags)}{frozen} {self.first}{second}"
+        return f"{' '.join(self.flags)}{frozen} {self.first}{loads}"
 
 
 def combination(seed: int) -> Combination:
@@ -407,8 +454,8 @@ def _is_rejected(case: Combination) -> bool:
     # Instances divide the ranks with different data, and experts over all ranks have none.
     undivided = any(
         HSDP in run.ours and ("4" in run.parallel or run.parallel.count("-size ") != 1)
-        for run in (case.first, case.second)
-        if run is not None and run.parallel
+        for run in case.runs
+        if run.parallel
     )
     return together or undivided
 
@@ -430,6 +477,8 @@ def _draw(draw: random.Random, avoids_rejections: bool) -> Combination:
     flags += draw.choice(OPTIMIZERS).split() if draw.random() < 0.4 else []
     flags += draw.choice(BATCHES).split()
     schedule = draw.choice(SCHEDULES).split() if draw.random() < 0.3 else []
+    if not schedule and "--global-batch-size" not in flags and draw.random() < 0.15:
+        schedule = SAMPLES.split()
     flags += schedule
     exclusive = set()
     for flag in OTHERS:
@@ -453,13 +502,15 @@ def _draw(draw: random.Random, avoids_rejections: bool) -> Combination:
     freezes = (draw.choice(FROZEN),) if draw.random() < 0.15 else ()
     first = _run(draw, flags, world_size, parallel)
     case = Combination(tuple(flags), first, freezes=freezes)
-    kind = draw.choice(("train", "resume", "resume", "evaluate"))
-    if kind == "train":
+    kind = draw.choice(("train", "resume", "resume", "resume", "evaluate"))
+    if kind == "train" or (kind == "evaluate" and "--train-samples" in flags):
         return case
     if kind == "resume" and draw.random() < 0.2:
         flags += EVALUATIONS.split()
         case = replace(case, flags=tuple(flags))
-    if kind == "resume" and draw.random() < 0.2:
+    # Megatron cannot save before a step is taken, or Muon of layers that predict further tokens.
+    is_unsaved = "--loss-scale-window" in flags or {"--optimizer", "--mtp-num-layers"} <= {*flags}
+    if kind == "resume" and draw.random() < 0.2 and not is_unsaved:
         # Muon and Lion have no distributed optimizer.
         written = "" if "--optimizer" in flags else DISTRIBUTED
         case = replace(case, first=Run(DDP, world_size, parallel, written))
@@ -472,16 +523,27 @@ def _draw(draw: random.Random, avoids_rejections: bool) -> Combination:
         # Megatron divides the loss of MTP by the tokens of a rank's part of the sequence.
         if "--mtp-num-layers" not in flags or CP2 not in f"{first.parallel} {parallel}":
             second = _run(draw, flags, world_size, parallel, loads=True)
+    changing = {"--num-experts", "--mtp-num-layers", "--fp8-format", "--fp16", *DEPEND_ON_SIZES}
+    if not changing & set(flags):
+        names = [flag for flag in WHEN_LOADED if flag.split()[0] not in flags]
+        second = replace(second, ours=f"{second.ours} {draw.choice(names)}".strip())
+    if draw.random() < 0.15:
+        return replace(case, second=second, change=draw.choice(list(STARTS_AGAIN.values())))
     change = "" if schedule else draw.choice(list(CHANGES))
-    return replace(case, second=second, change=CHANGES[change])
+    case = replace(case, second=second, change=CHANGES[change])
+    if draw.random() < 0.4:
+        case = replace(case, third=_run(draw, flags, first.world_size, first.parallel, loads=True))
+    return case
 
 
 def _parallel(draw: random.Random, flags: Sequence[str], world_size: int, avoids: bool) -> str:
     """Draw flags of parallel sizes, that are not rejected for well-known reasons if `avoids`."""
     sizes = PARALLEL[world_size]
     if avoids:
-        # Experts need sequence parallelism with tensor parallelism.
-        without = TP2 if "--num-experts" in flags else None
+        # Experts need sequence parallelism with tensor parallelism, and without it Megatron trains
+        # the replicas of latent attention apart.
+        needing = {"--num-experts", "--multi-latent-attention"}
+        without = None if needing.isdisjoint(flags) else TP2
         sizes = tuple(s for s in sizes if s != without and _has_needs(s, flags))
     return draw.choice(sizes) if draw.random() < 0.8 else ""
 
@@ -510,10 +572,12 @@ EQUAL, REJECTED, FAILS = "equal:", "rejected:", "fails with"
 """Beginnings of outcomes."""
 PoolsFor = Callable[[Sequence[str]], RankPools]
 """Returns the process groups that support a command line."""
+Train = Callable[[int, Flags], Training | str]
+"""Trains on a number of ranks, or returns why the flags are rejected."""
 
 
 def outcome(pools_for: PoolsFor, case: Combination) -> str:
-    """Train a combination sharded and with DDP; load its checkpoint if it has a second run.
+    """Train a combination sharded and with DDP; load its checkpoint if it has further runs.
 
     Returns:
         `equal` and the largest differences; `rejected: ` and the reason; or `fails with ` and an
@@ -522,54 +586,76 @@ def outcome(pools_for: PoolsFor, case: Combination) -> str:
     Raises:
         AssertionError: Measurements differ, or a training fails with another error.
     """
-    steps = words(STEPS, case.flags, EVALUATED if case.change == EVALUATE else "")
+    length = "" if "--train-samples" in case.flags else ITERATIONS
+    evaluated = EVALUATED if case.change == EVALUATE else ""
+    steps = words(STEPS, length, case.flags, evaluated)
     train = partial(_training, pools_for(steps), case)
-    world_size, parallel = case.first.world_size, case.first.parallel
-    runs = [case.first] if case.second is None else [case.first, case.second]
-    mine = []
-    with tempfile.TemporaryDirectory() as folder:
-        more: Flags = [] if case.second is None else saving(folder, SAVED)
-        for run in runs:
-            selected = MEGATRONS if run.strategy == DDP else fsdp(run.strategy)
-            flags = words(steps, run.parallel, selected, run.ours, more)
-            done = train(run.world_size, flags)
-            if isinstance(done, str):
-                if done.startswith(FAILS):
-                    others = train(run.world_size, words(steps, run.parallel))
-                    assert done == others, f"{' '.join(flags)} {done}"
-                return done
-            mine.append(done)
-            more = words(loading(folder, SAVED), case.change.flags)
+    mine = _in_turn(train, case, case.runs, steps)
+    if isinstance(mine, str):
+        return mine
     if "--use-precision-aware-optimizer" in steps:
         steps.append("--use-distributed-optimizer")
-    theirs = train(world_size, words(steps, parallel, case.change.whole))
+    again = case.change.starts_again
+    written = DISTRIBUTED if again and "--optimizer" not in case.flags else ""
+    runs = [Run(DDP, run.world_size, run.parallel, written) for run in case.runs]
+    theirs = _in_turn(train, case, runs if again else runs[:1], words(steps, case.change.whole))
     if isinstance(theirs, str):
         raise AssertionError(f"{case}: trains sharded, and Megatron's DDP is {theirs}")
-    # The first run trains on after the save, with its own learning rates.
-    compared = [] if case.change.whole else mine[:1]
-    if case.change == EVALUATE:
-        saved, loaded = (run.evaluations for run in mine)
-        assert len(saved) == 2, case
-        assert saved == loaded, f"{case}: evaluations {loaded} after a load, before {saved}"
-    elif case.second:
-        compared.append(_joined(*mine))
+    if again:
+        compared = list(zip(mine, theirs, strict=True))
+    else:
+        # The first run trains on after the save, with its own learning rates.
+        compared = [] if case.change.whole else [(mine[0], theirs[0])]
+        if case.change == EVALUATE:
+            saved, loaded = (run.evaluations for run in mine)
+            assert len(saved) == 2, case
+            assert saved == loaded, f"{case}: evaluations {loaded} after a load, before {saved}"
+        elif case.second:
+            joined = mine[0]
+            for after, resumed in zip(LOADED, mine[1:], strict=False):
+                joined = _joined(joined, resumed, after)
+            compared.append((joined, theirs[0]))
     found = Difference(0, 0)
-    for training in compared:
+    for training, other in compared:
         if case.change.whole:
             # An iteration logs the learning rate of the next one.
-            training.learning_rates = theirs.learning_rates
-        found = difference(training, theirs, len(theirs.skipped), ZEROS_BY_CHANCE)
+            training.learning_rates = other.learning_rates
+        found = difference(training, other, len(other.skipped), ZEROS_BY_CHANCE)
         assert found.within(case.bounds), f"{case}: {found}"
     return f"{EQUAL} {found}"
 
 
-def _joined(first: Training, second: Training) -> Training:
-    """Return the measurements of a run until it saved, and of the run that continues."""
-    taken = SAVED - sum(first.skipped[:SAVED])
-    cuts = dict.fromkeys(("losses", "params_norms", "learning_rates"), SAVED)
+def _in_turn(
+    train: Train, case: Combination, runs: Sequence[Run], steps: Flags
+) -> list[Training] | str:
+    """Train runs, each of which loads what the one before saved; or return why one does not."""
+    done = []
+    with tempfile.TemporaryDirectory() as folder:
+        for position, run in enumerate(runs):
+            selected = MEGATRONS if run.strategy == DDP else fsdp(run.strategy)
+            flags = words(steps, run.parallel, selected, run.ours)
+            if position:
+                flags += words(loading(folder, LOADED[position - 1]), case.change.flags)
+            if position + 1 < len(runs):
+                # The second run replaces a checkpoint of the first, of other sizes.
+                flags += saving(folder, 1 if len(runs) > 2 else SAVED)
+            result = train(run.world_size, flags)
+            if isinstance(result, str):
+                if result.startswith(FAILS):
+                    others = train(run.world_size, words(steps, run.parallel))
+                    assert result == others, f"{' '.join(flags)} {result}"
+                return result
+            done.append(result)
+    return done
+
+
+def _joined(first: Training, second: Training, after: int) -> Training:
+    """Return the measurements of a run until an iteration, and of the run that continues."""
+    taken = after - sum(first.skipped[:after])
+    cuts = dict.fromkeys(("losses", "params_norms", "learning_rates"), after)
     # Evaluations at the saved iteration, at the end, and on test data.
     cuts["evaluations"] = len(first.evaluations) // 4
-    cuts |= dict.fromkeys(("loss_scales", "skipped"), SAVED)
+    cuts |= dict.fromkeys(("loss_scales", "skipped"), after)
     cuts |= dict.fromkeys(("grad_norms", "num_zeros"), taken)
     parts = {name: getattr(first, name)[:cut] + getattr(second, name) for name, cut in cuts.items()}
     return replace(second, **parts)
@@ -585,7 +671,8 @@ def _training(pools: RankPools, case: Combination, world_size: int, flags: Flags
             kind, _, reason = line.partition(": ")
             if kind.endswith(("FlagError", "RehearsalError")) and reason:
                 return f"{REJECTED} {reason}"
-        return f"{FAILS} {lines[-1]}"
+        # The error of one rank, which names the rank that failed first.
+        return f"{FAILS} {failure.__context__}"
 
 
 def main() -> int:

@@ -63,7 +63,6 @@ class Context:
             owns; see `check_owned`.
         ranks_may_differ: Whether another rank may run other units than this one.
         has_formats: Whether the weight format of any group communicates.
-        is_offloaded: Whether main weights of any group are in host memory.
         device: Device of the units' buffers.
         is_captured: Whether the latest pass is captured in a CUDA graph.
         has_graph: Whether a pass or a step was captured: replays change weights and run no hook.
@@ -85,7 +84,7 @@ class Context:
         self.forward_failed = False
         self.is_checked = False
         self.num_registrations = 0
-        self.has_formats = self.is_offloaded = False
+        self.has_formats = False
         self.device: torch.device | None = None
         self.is_captured = False
         self.has_graph = False
@@ -105,7 +104,6 @@ class Context:
         groups = self.groups()
         self.device = next((group.device for group in groups), None)
         self.has_formats = any(group.format.communicates for group in groups)
-        self.is_offloaded = any(group.spec.offload is not None for group in groups)
         # If no use of a unit is a collective, ranks may run different units.
         self.ranks_may_differ = any(a.size > 1 for group in groups for a in group.axes) and all(
             unit.needs_no_collective for unit in units
@@ -153,7 +151,7 @@ class Context:
 
     def wait_for_host_memory(self) -> None:
         """Make the host wait for copies from offloaded main weights, which it may write next."""
-        if self.is_offloaded:
+        if any(group.spec.offload is not None for group in self.groups()):
             self.communicator.synchronize()
 
     # -- forwards -----------------------------------------------------------------------------

@@ -528,7 +528,7 @@ def _draw(draw: random.Random, avoids_rejections: bool) -> Combination:
     if not changing & set(flags):
         names = [flag for flag in WHEN_LOADED if flag.split()[0] not in flags]
         second = replace(second, ours=f"{second.ours} {draw.choice(names)}".strip())
-    if draw.random() < 0.15:
+    if draw.random() < 0.15 and not is_unsaved:
         return replace(case, second=second, change=draw.choice(list(STARTS_AGAIN.values())))
     change = "" if schedule else draw.choice(list(CHANGES))
     case = replace(case, second=second, change=CHANGES[change])

@@ -94,19 +94,6 @@ def test_ranks_of_a_resumed_sharded_run_read_only_their_own_rows(
     assert max(counts) < 0.6 * 4 * resumed.extras
 
 
-@pytest.mark.functional
-@pytest.mark.parametrize("flags", ["", "--async-save --use-persistent-ckpt-worker"])
-def test_sharded_checkpoint_replaces_one_of_megatrons(
-    megatron: RankPools, tmp_path: Path, flags: str
-) -> None:
-    folder = f.saving(tmp_path, SAVED_AT)
-    trained(megatron, 2, STEPS, MEGATRON, folder)
-    sharded = _resume(megatron, 2, tmp_path, SHARDED, flags, folder)
-    more = f"{STEPS} --train-iters {LAST + 1} {SHARDED} --override-opt_param-scheduler"
-    resumed = trained(megatron, 2, more, f.loading(tmp_path, LAST), iterations=1)
-    assert resumed.losses[0] < sharded.losses[0]
-
-
 def _train_and_report(flags: list[str]) -> tuple[Training, dict[str, int]]:
     """Train; also return the numbers of replaced elements of main weights."""
     from megatron_fsdp_v2_mcore.checkpoint.torch_dist import loading

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,11 +28,7 @@ from megatron_fsdp_v2_mcore.checkpoint.names import (
     canonical_names,
     canonical_parameter_names,
 )
-from megatron_fsdp_v2_mcore.flags.checkpoint_check import (
-    forget_torch_dist,
-    iteration_folder,
-    reject_gpt_layers,
-)
+from megatron_fsdp_v2_mcore.flags.checkpoint_check import reject_gpt_layers
 from megatron_fsdp_v2_mcore.flags.options import active_options
 from megatron_fsdp_v2_mcore.model.replicas import check_before_save
 
@@ -68,9 +63,6 @@ def save_by_global_names(original: Callable[..., Any]) -> Callable[..., Any]:
                 parallel_state.get_embedding_group(check_initialized=False),
                 may_differ=active_options().saves_differing_replicas,
             )
-            if dist.get_rank() == 0 and not args.async_save:
-                # Files are written into an existing folder of the iteration.
-                forget_torch_dist(iteration_folder(Path(args.save), state_dict["iteration"]))
             return Translation(chunks, state_dict).for_saving()
         if any(isinstance(value, UnevenDTensor) for value in state_dict["model"].values()):
             # The request of `load_by_global_names` is already translated.

@@ -96,15 +96,6 @@ def is_torch_dist(path: Path) -> bool:
     return config.get("sharded_backend") == "torch_dist"
 
 
-def forget_torch_dist(path: Path) -> None:
-    """Remove the record of the `torch_dist` format from a folder that a save is about to replace.
-
-    Otherwise the new `fsdp_dtensor` checkpoint would be read as an incomplete `torch_dist` one.
-    """
-    if is_torch_dist(path):
-        (path / CONFIG).unlink()
-
-
 def iteration_folder(root: Path, iteration: int) -> Path:
     """Return the folder in which Megatron saves the checkpoint of an iteration."""
     return root / f"iter_{iteration:07d}"

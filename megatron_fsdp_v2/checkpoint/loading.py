@@ -244,10 +244,11 @@ def _new_states(
         for param in group["params"]:
             # A parameter that was never stepped has no entry.
             for state, key in saved.get(names[param], {}).items():
-                # As torch's `load_state_dict`: fused kernels and CUDA graphs count on the device.
+                # Torch's `load_state_dict` does the same: fused kernels count steps on the device.
                 device = "cpu" if state == "step" and counts_on_host else param.device
                 entry, of_param = folder.entries[key], folder.entries.get(MODEL + names[param])
-                # Also as torch, in the dtype of the parameter, unless it was saved in another one.
+                # Torch also casts state to the dtype of its parameter. State saved in another dtype
+                # than its parameter keeps that dtype.
                 # Scalars, and all state of Transformer Engine's FusedAdam, are in fp32.
                 is_fixed = entry.shape == () != param.shape or state in fixed
                 is_other = of_param is not None and of_param.dtype != entry.dtype

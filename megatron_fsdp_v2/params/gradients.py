@@ -438,7 +438,7 @@ class GroupGrads:
         self._held = None
 
     def owe(self) -> None:
-        """Note which parameters are trained in a backward that does not synchronize gradients."""
+        """Record the parameters that are trained in a backward without synchronization."""
         if self.accumulates_unreduced or self.partial is not None:
             self._owed = list(map(self._is_due, range(len(self._owed))))
 

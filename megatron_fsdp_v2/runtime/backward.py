@@ -343,7 +343,7 @@ class Backward:
                     self._reduce_outer([grads])
 
     def _owe(self, unit: Unit) -> None:
-        """Note what a unit is trained on, on all ranks, if its gradients are synchronized later."""
+        """Record the trained parameters of a unit whose gradients are synchronized later."""
         if not unit.syncs_gradients:
             for grads in unit.grads():
                 grads.owe()

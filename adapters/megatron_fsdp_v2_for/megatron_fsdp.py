@@ -256,6 +256,7 @@ def fully_shard_model(
         "outer_dp_sharding_strategy": outer,
         "mp_policy": _policy(mixed_precision_policy, module),
         "gradient_scaling_factor": 1.0 if calculate_per_token_loss else 1.0 / num_ranks,
+        "on_missing_grad": "zero",
         "enable_unshard_prefetch": overlap_param_gather,
         "enable_async_reduce_grad": overlap_grad_reduce,
         "enable_trace_pool": fsdp_double_buffer,

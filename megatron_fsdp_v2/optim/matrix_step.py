@@ -25,14 +25,17 @@ class MatrixStep(torch.optim.Optimizer):
     """An optimizer that applies a function of whole matrices to its momenta.
 
     A derived class defines the function (`matrix_function`) and the update from its results
-    (`apply_results`). Momenta exist for every parameter on every rank, also for empty shards, so
-    that state dicts have the same entries on all ranks.
+    (`apply_results`). A momentum exists on every rank, also for an empty shard, so that state dicts
+    have the same entries on all ranks.
 
     Attributes:
+        skips_missing_gradients: Whether a trained parameter without a gradient is skipped, as in
+            torch's optimizers; otherwise it is an error.
         joins_tensor_parallel: See `MatrixEngine`.
         spreads_replicated: See `MatrixEngine`.
     """
 
+    skips_missing_gradients: bool = True
     joins_tensor_parallel: bool = True
     spreads_replicated: bool = True
 
@@ -47,11 +50,17 @@ class MatrixStep(torch.optim.Optimizer):
             groups: Parameter groups of this optimizer, with `momentum`.
 
         Raises:
-            RuntimeError: A parameter with rows on this rank has no gradient; names it.
+            RuntimeError: A parameter with rows on this rank has no gradient, and such parameters
+                are not skipped; names it.
         """
+        skips = self.skips_missing_gradients
         with plain_attributes():
-            _check_gradients(groups)
-            trained = [[p for p in group["params"] if p.requires_grad] for group in groups]
+            if not skips:
+                _check_gradients(groups)
+            trained = [
+                [p for p in group["params"] if p.requires_grad and not (skips and p.grad is None)]
+                for group in groups
+            ]
         # First, since it rejects unsupported parameters before anything changes.
         engine = self._engine_for(groups, trained)
         updates: list[torch.Tensor] = []
@@ -143,7 +152,7 @@ class MatrixStep(torch.optim.Optimizer):
         pairs = [(g, param) for g, ps in zip(groups, trained, strict=True) for param in ps]
         params = [param for _, param in pairs]
         functions = [self.matrix_function(group, param) for group, param in pairs]
-        # Parameters may be frozen and options changed between two steps.
+        # Between two steps, parameters may be frozen or unused and options changed.
         if self._engine is not None:
             (known, known_functions), engine = self._engine
             is_same = len(known) == len(params) and all(map(operator.is_, known, params))

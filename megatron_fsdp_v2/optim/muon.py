@@ -38,7 +38,7 @@ class Muon(MatrixStep):
     tensor-parallel split, in any mix. Momentum is sharded like the parameter. Every matrix is
     gathered and orthogonalized on one rank, and its rows are sent back, so that every rank does
     about `1 / ranks` of the work, also for replicated parameters. A 3-D parameter is a stack of
-    matrices, such as those of experts.
+    matrices, such as those of experts. A parameter without a gradient is skipped.
 
     AdamW steps groups with `use_muon=False`, so that one optimizer serves a whole model. Use such
     groups for embeddings, output layers, norms and biases.
@@ -140,8 +140,7 @@ class Muon(MatrixStep):
             closure: Reevaluates the model and returns the loss.
 
         Raises:
-            RuntimeError: A trained matrix with rows on this rank has no gradient; names it. Or
-                AdamW steps parameters in the capture of a CUDA graph.
+            RuntimeError: AdamW steps parameters in the capture of a CUDA graph.
         """
         _check_capture(self.param_groups)
         loss = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -89,9 +90,10 @@ class GroupGrads:
         partial: Buffer for the reduction along an outer axis, for sums in a wider dtype than the
             main gradient's, or for the hook; else None.
         accumulates_unreduced: Whether the full buffer accumulates until the synchronized backward.
+        on_missing_grad: `none`, `zero` or `error`; see `fully_shard`.
         is_written: Whether a reduction of this backward wrote the main gradient.
-        has_contributed: Whether this rank had a gradient in that reduction, or in an earlier
-            backward that left it to that reduction.
+        contributed: Per parameter, whether this rank had a gradient in that reduction, or in an
+            earlier backward that left the gradient to that reduction.
     """
 
     def __init__(self, parameters: GroupParameters, context: BufferContext) -> None:
@@ -101,6 +103,7 @@ class GroupGrads:
         layout, spec = context.layout, context.spec
         placements, dtypes = spec.placements, spec.dtypes
         self._placements = [p.main_weight for p in placements]
+        self.on_missing_grad = spec.on_missing_grad
         self.accumulates_unreduced = placements[-1].unreduced_grad is Placement.PARTIAL
         # The dtype of sums that later backwards add to, which are rounded once, at the end.
         wide = torch.promote_types(dtypes.main_grad, dtypes.grad_comm)
@@ -154,11 +157,12 @@ class GroupGrads:
         # The last reduction along the inner axis; and the last one that reads the partial buffer or
         # writes the main gradient.
         self._inner_work = self._last_work = DONE
-        self.is_written = self.has_contributed = False
-        # Whether every `param.grad` was None before the first reduction of this backward.
-        self._was_unset = False
-        # Whether reductions may have changed gradients since users' hooks ran.
-        self._may_be_new = self._is_new = False
+        self.is_written = False
+        self.contributed = [False] * num_params
+        # Per parameter, whether a reduction of this backward set `param.grad`, which was None.
+        self._was_none = [False] * num_params
+        # Per parameter, whether any rank had a gradient of it since users' hooks ran.
+        self._is_new = [False] * num_params
 
     def _gradient_buffer(
         self, kind: str, placements: Sequence[Placement], dtype: torch.dtype, copied_as: str
@@ -197,12 +201,19 @@ class GroupGrads:
         return tuple([axis.group for axis in axes if axis.size > 1])
 
     @property
-    def may_be_unused(self) -> bool:
-        """Whether a main gradient was written from None, without a gradient of this rank.
+    def depends_on_ranks(self) -> bool:
+        """Whether this rank has to know which parameters other ranks had gradients of.
 
-        A hook may have added gradients of ranks outside the mesh.
+        It has to if it had no gradient of a parameter whose gradient was None before, or that has
+        a hook of the user.
         """
-        return self._was_unset and not self.has_contributed and self._hook is None
+        if all(self.contributed):
+            return False
+        rows = zip(self.contributed, self._was_none, self._user_hooks(), strict=True)
+        return any(
+            not contributed and (was_none or (hooks and self._is_due(index)))
+            for index, (contributed, was_none, hooks) in enumerate(rows)
+        )
 
     @property
     def is_owed(self) -> bool:
@@ -356,22 +367,20 @@ class GroupGrads:
         Raises:
             RuntimeError: A gradient is missing and `on_missing_grad` is `error`.
         """
-        has_gradient = self.has_gradient
-        if self.context.spec.errors_on_missing_grad and has_gradient:
+        if self.on_missing_grad == "error" and self.has_gradient:
             rows = zip(self._parameters.names, self._filled, self._params, strict=True)
             missing = [name for name, filled, param in rows if not filled and param.requires_grad]
             if missing:
                 raise RuntimeError(
                     f"no gradient arrived for {', '.join(missing)} of unit {self.name}; freeze "
-                    "what is not trained, or wrap with on_missing_grad='zero'"
+                    "what is not trained, or wrap with on_missing_grad='none'"
                 )
         self.begin()
         self.wait_for_writers()
         self._fill_missing()
         # An earlier reduction of this backward may still be reading the partial buffer.
         self._wait_for_last()
-        self.has_contributed |= has_gradient
-        self._filled = [False] * len(self._filled)
+        self._contribute()
         before, after = self._factors()
         reduces = self.context.spec.reduces
         if reduces and before != 1.0:
@@ -389,6 +398,18 @@ class GroupGrads:
         else:
             own = self.full.part(self._placements)
             self._inner_work = self._into_main(own, 1.0, async_op=False)
+
+    def _contribute(self) -> None:
+        """Record which parameters have a gradient in the reduction that begins."""
+        filled, size = self._filled, len(self._filled)
+        if self._hook is not None:
+            # It may add gradients of ranks outside the mesh to every parameter.
+            filled = [True] * size
+        elif self.on_missing_grad == "zero" and any(filled):
+            filled = [True] * size
+        if any(self.contributed):
+            filled = list(map(operator.or_, self.contributed, filled))
+        self.contributed, self._filled = filled, [False] * size
 
     def end_inner(self) -> None:
         """Wait for the reduction along the inner axis, if any, and free the full buffer."""
@@ -432,9 +453,9 @@ class GroupGrads:
         if self.context.spec.offload is not None:
             self.context.comm.synchronize()
         if self.is_written:
-            self.has_contributed = False
-            self._owed = [False] * len(self._owed)
-        self.is_written = self._was_unset = False
+            size = len(self._owed)
+            self.contributed, self._owed, self._was_none = ([False] * size for _ in range(3))
+        self.is_written = False
         self._held = None
 
     def owe(self) -> None:
@@ -549,18 +570,17 @@ class GroupGrads:
         Args:
             accumulated: Whether the reduction added to existing gradients.
         """
-        # A backward may reduce several times; a gradient is unused if no reduction had one.
         self.is_written = True
-        self._was_unset |= not accumulated
-        self._may_be_new = True
-        self._is_new |= self.has_contributed or not accumulated
         flat = self._held
         assert flat is not None
         with plain_attributes():
             for index, param in enumerate(cast("list[UnevenDTensor]", self._params)):
-                if accumulated and self._is_published(index, raw_grad(param), flat):
+                grad = raw_grad(param) if accumulated else None
+                if accumulated and self._is_published(index, grad, flat):
                     continue
                 if self._owed[index] or raw_requires_grad(param):
+                    # A backward may reduce several times: the first one finds None.
+                    self._was_none[index] |= grad is None
                     rows = self._empty.get(index)
                     if rows is None:
                         # `data` is a view with its own version counter; see `alias_of`.
@@ -603,33 +623,45 @@ class GroupGrads:
                 others.append(rows_of(grad))
         return grads, flat if is_main else None, others
 
-    def drop(self) -> None:
-        """Set every `param.grad` to None, as before a backward in which no rank had a gradient."""
-        self._may_be_new = self._is_new = False
-        for param in self._params:
-            param.grad = None
-
-    def run_hooks(self, *, only_certain: bool) -> None:
-        """Call users' post-accumulate hooks of parameters whose new gradient is final.
-
-        Hooks run on all ranks, since they may communicate.
+    def end_missing(self, has_gradient: Sequence[bool]) -> None:
+        """Set gradients that no rank had to None again, where they were None before.
 
         Args:
-            only_certain: Whether to skip gradients that existed before and to which this rank added
-                nothing. Another rank may have added to them.
+            has_gradient: Per parameter, whether a rank had a gradient in this backward. Values of
+                parameters that this rank had a gradient of, or on which nothing depends here (see
+                `depends_on_ranks`), may be False.
         """
-        is_new = self._is_new if only_certain else self._may_be_new
-        self._may_be_new = self._is_new = False
-        if not is_new:
+        if all(self.contributed):
+            self._is_new = [True] * len(self._is_new)
             return
+        for index, has in enumerate(has_gradient):
+            if has or self.contributed[index]:
+                self._is_new[index] = True
+            elif self._was_none[index]:
+                self._params[index].grad = None
+
+    def _user_hooks(self) -> list[list[Any]]:
+        """Return the post-accumulate hooks of users, per parameter."""
         with torch._C.DisableTorchFunctionSubclass():
             tables = list(map(raw_post_hooks, self._params))
-        for param, table in zip(self._params, tables, strict=True):
-            if table and param.requires_grad and param.grad is not None:
-                # Autograd does not call them for sharded parameters.
-                for hook in list(table.values()):
-                    if not isinstance(hook, InternalHook):
-                        hook(param)
+        return [
+            [hook for hook in table.values() if not isinstance(hook, InternalHook)] if table else []
+            for table in tables
+        ]
+
+    def run_hooks(self) -> None:
+        """Call users' post-accumulate hooks of parameters that any rank had a new gradient of.
+
+        Hooks run on all ranks, since they may communicate. Autograd does not call hooks of sharded
+        parameters.
+        """
+        is_new, self._is_new = self._is_new, [False] * len(self._is_new)
+        if not any(is_new):
+            return
+        for param, hooks, new in zip(self._params, self._user_hooks(), is_new, strict=True):
+            if new and hooks and param.requires_grad and param.grad is not None:
+                for hook in hooks:
+                    hook(param)
 
     # -- after a failed backward --------------------------------------------------------------
 
@@ -642,7 +674,7 @@ class GroupGrads:
         Args:
             before: Result of `param_grads()` before the last reduction of the backward.
         """
-        self._may_be_new = self._is_new = False
+        self._is_new = [False] * len(self._is_new)
         flat = self._main()
         if flat is None:
             return
@@ -656,8 +688,10 @@ class GroupGrads:
     def abandon(self) -> None:
         """Discard gradients that are not reduced yet, after a failed backward."""
         self.wait_for_writers()
-        self._filled, self._owed = [False] * len(self._filled), [False] * len(self._owed)
-        self.is_written = self._was_unset = self.has_contributed = False
+        size = len(self._filled)
+        self._filled, self._owed = [False] * size, [False] * size
+        self.contributed, self._was_none = [False] * size, [False] * size
+        self.is_written = False
         self._full_state = self._partial_state = GradState.ABSENT
         self._inner_work = self._last_work = DONE
         self._held = None

@@ -39,7 +39,7 @@ class GroupSpec:
         placements: Placements per mesh axis, outermost first.
         granularity: The smallest block that a shard boundary never splits.
         scale: Factor of a gradient's sum over data-parallel ranks.
-        errors_on_missing_grad: Whether a missing gradient is an error; otherwise it is zero.
+        on_missing_grad: `none`, `zero` or `error`; see `fully_shard`.
         mesh: The data-parallel mesh.
         grid: Mapping of flat buffers onto the axes of the mesh, as this rank sees them.
         reduces: Whether gradients are summed over data-parallel ranks. Otherwise, a main gradient
@@ -53,7 +53,7 @@ class GroupSpec:
     placements: tuple[AxisPlacements, ...]
     granularity: Granularity
     scale: float
-    errors_on_missing_grad: bool
+    on_missing_grad: str
     # Ranks compare the repr of a spec.
     mesh: DeviceMesh = field(repr=False)
     grid: ShardGrid = field(repr=False, compare=False)

@@ -59,8 +59,8 @@ def group_modules(
         for layers in group_modules(model.layers):
             fully_shard(layers, mesh=mesh)
 
-    If a step uses only some modules of a group, the parameters of the others get zeros as gradients
-    (see `on_missing_grad`). Do not group modules that are not all used in every step.
+    If a step uses only some modules of a group, the others are gathered and reduced too. Do not
+    group modules that are not all used in every step.
 
     Args:
         modules: In the order in which their forwards run; none inside another.
@@ -99,7 +99,7 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     ignored_params: AbstractSet[nn.Parameter] | None = None,
     shard_granularity: str = "row",
     gradient_scaling_factor: float | None = None,
-    on_missing_grad: str = "zero",
+    on_missing_grad: str = "none",
     enable_unshard_prefetch: bool | None = None,
     enable_async_reduce_grad: bool | None = None,
     enable_trace_pool: bool | None = None,
@@ -149,8 +149,11 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
         shard_granularity: The block that a shard boundary never splits: `row`, `block:<rows>` or
             `tensor`.
         gradient_scaling_factor: Factor of the gradient sum; default `1 / dp_world_size`.
-        on_missing_grad: `zero` or `error`: how a parameter without gradient is treated if others
-            of its group have one.
+        on_missing_grad: What becomes of a parameter that no rank had a gradient of, though its unit
+            has run. `none`: its gradient stays None, and an optimizer skips it, as in a plain loop.
+            `zero`: it is zeros if others of its group have a gradient, as with Megatron's DDP.
+            `error`: an error, if others of its group have a gradient on this rank. With `none`, a
+            rank that lacks a gradient waits for the device at the end of a backward.
         enable_unshard_prefetch: Gather the next unit while the current one computes; default True.
         enable_async_reduce_grad: Reduce the gradients of a unit while the next one computes;
             default True.
@@ -203,8 +206,10 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
             f"dp_mesh_dims={dp_mesh_dims!r} names no axis to shard along, and sharding_strategy="
             f"{sharding_strategy!r} shards; name one, or use sharding_strategy='no_shard'"
         )
-    if on_missing_grad not in ("zero", "error"):
-        raise ValueError(f"on_missing_grad must be 'zero' or 'error', got {on_missing_grad!r}")
+    if on_missing_grad not in ("none", "zero", "error"):
+        raise ValueError(
+            f"on_missing_grad must be 'none', 'zero' or 'error', got {on_missing_grad!r}"
+        )
     check_gather_group(of_unit.gather_group, data.mesh)
     policy = MixedPrecisionPolicy.of(mp_policy)
     granularity = Granularity.parse(shard_granularity)
@@ -231,7 +236,7 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
             placements=placements,
             granularity=granularity,
             scale=1.0 / mesh.size() if gradient_scaling_factor is None else gradient_scaling_factor,
-            errors_on_missing_grad=on_missing_grad == "error",
+            on_missing_grad=on_missing_grad,
             mesh=mesh,
             grid=ShardGrid.of(
                 mesh, placements, of_unit.gather_group if mesh == data.mesh else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -89,7 +90,6 @@ class Backward:
         passed: The pass that the current or latest backward belongs to.
         position: Number of the forward that the backward has reached.
         deferred: Forwards whose backward has to be ended from outside, by number.
-        has_gradient: Whether a gradient of a parameter arrived.
         num_scheduled: Micro-batches under way in a schedule that runs modules part by part; see
             `ScheduledUnits`.
         has_unreduced: Whether the latest backward left gradients to be synchronized.
@@ -102,7 +102,6 @@ class Backward:
         self.passed = RootPass()
         self.position = UNKNOWN
         self.deferred: dict[int, ForwardRecord] = {}
-        self.has_gradient = False
         self.num_scheduled = 0
         self.has_unreduced = False
         self.is_draining = False
@@ -157,7 +156,6 @@ class Backward:
             end = functools.partial(uncompiled(_end_backward), unit.context)
             self._end = weakref.ref(end)
             torch.autograd.Variable._execution_engine.queue_callback(end)
-            self.has_gradient = False
             if context.ranks_may_differ:
                 syncing = (unit for unit in context.units() if unit.syncs_gradients)
                 self._synced = weakref.WeakSet(syncing)
@@ -454,7 +452,6 @@ class Backward:
             context.weight_version += synchronize
             context.end_pass("synchronized schedule" if synchronize else "schedule")
         self._run_hooks_of_synced()
-        self.has_gradient = False
 
     def synchronize(self, units: Sequence[Unit]) -> None:
         """Reduce all gradients of these units into `param.grad`. Collective.
@@ -473,7 +470,7 @@ class Backward:
         self._end_reductions(synchronize=True)
         # As after a synchronized backward: an optimizer may step next.
         self.context.weight_version += 1
-        _run_hooks(reversed(units), only_certain=False)
+        _run_hooks(reversed(units))
 
     def _collect_assigned(self, unit: Unit) -> None:
         """Collect gradients that were assigned to gathered parameters, not computed by a backward.
@@ -493,15 +490,13 @@ class Backward:
         """Wait for all reductions, and drop gradients to which no rank contributed."""
         self._drain()
         groups = _grads_of(self.context.units())
-        _drop_unused(groups)
+        _end_missing(groups)
         for grads in groups:
             grads.end_reductions()
         self.has_unreduced = not synchronize
 
     def _run_hooks_of_synced(self) -> None:
-        synced = [unit for unit in reversed(self.context.units()) if unit.syncs_gradients]
-        # A backward to inputs alone (`torch.autograd.grad`) produces no gradient of parameters.
-        _run_hooks(synced, only_certain=not self.has_gradient)
+        _run_hooks([unit for unit in reversed(self.context.units()) if unit.syncs_gradients])
 
     def _forget(self) -> None:
         self.context.end_nested_pass()
@@ -562,7 +557,7 @@ class Backward:
         if context.ranks_may_differ and not context.is_scheduled:
             # Another rank may have finished this backward.
             self._drain()
-            _drop_unused(groups)
+            _end_missing(groups)
             context.weight_version += bool(self._synced)
         self._inner.clear()
         self._outer.clear()
@@ -582,11 +577,11 @@ def _grads_of(units: Iterable[Unit]) -> list[GroupGrads]:
     return [grads for unit in units for grads in unit.grads()]
 
 
-def _drop_unused(groups: Iterable[GroupGrads]) -> None:
-    """Set gradients to None if no rank had one in this backward, after its reductions. Collective.
+def _end_missing(groups: Iterable[GroupGrads]) -> None:
+    """Set gradients that no rank had in this backward to None, after its reductions. Collective.
 
-    Ranks sum one flag per reduced group, in one all-reduce for each mesh. The host waits for the
-    sums only if this rank had no gradient of some group.
+    Ranks sum one flag per parameter of the reduced groups, in one all-reduce for each mesh. The
+    host waits for the sums only if this rank lacks a gradient that another rank may have.
 
     Raises:
         RuntimeError: The host would wait while a CUDA graph is captured.
@@ -596,30 +591,33 @@ def _drop_unused(groups: Iterable[GroupGrads]) -> None:
         if grads.is_written:
             by_mesh.setdefault(grads.reduced_over, []).append(grads)
     for over, written in by_mesh.items():
-        unused = [grads for grads in written if grads.may_be_unused]
         context = written[0].context
+        depends = [grads for grads in written if grads.depends_on_ranks]
+        found = [each for grads in written for each in grads.contributed]
         if over and not is_capturing(context.device):
-            flags = torch.ones(len(written), dtype=torch.float32, device=context.device)
-            for index, grads in enumerate(written):
-                if not grads.has_contributed:
-                    # A kernel: a copy of flags from the host would wait for the device.
-                    flags[index].zero_()
+            flags = torch.ones(len(found), dtype=torch.float32, device=context.device)
+            for has_gradient, run in itertools.groupby(range(len(found)), found.__getitem__):
+                if not has_gradient:
+                    # Kernels: a copy of flags from the host would wait for the device.
+                    missing = list(run)
+                    flags[missing[0] : missing[-1] + 1].zero_()
             context.all_reduce(flags)
-            if unused:
-                totals = zip(written, flags.tolist(), strict=True)
-                unused = [grads for grads, total in totals if grads.may_be_unused and not total]
-        elif over and unused:
+            if depends:
+                found = [total > 0 for total in flags.tolist()]
+        elif over and depends:
             raise RuntimeError(
-                f"{unused[0].name} had no gradient in a backward captured in a CUDA graph, "
-                "so the host would wait to see whether another rank had one; capture a step "
-                "that uses every trained parameter, or freeze those that it does not use"
+                f"a parameter of {depends[0].name} had no gradient in a backward captured in a "
+                "CUDA graph, so the host would wait to see whether another rank had one; capture a "
+                "step that uses every trained parameter, freeze those that it does not use, or "
+                "shard with on_missing_grad='zero' if some parameter of each unit is used"
             )
-        for grads in unused:
-            grads.drop()
+        flags_left = iter(found)
+        for grads in written:
+            grads.end_missing(list(itertools.islice(flags_left, len(grads.contributed))))
 
 
-def _run_hooks(units: Iterable[Unit], *, only_certain: bool) -> None:
+def _run_hooks(units: Iterable[Unit]) -> None:
     """Call users' post-accumulate-grad hooks."""
     with torch.no_grad():
         for grads in _grads_of(units):
-            grads.run_hooks(only_certain=only_certain)
+            grads.run_hooks()

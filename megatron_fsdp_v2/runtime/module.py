@@ -341,17 +341,18 @@ class FSDPModule(fsdp.FSDPModule):
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Accept True only: a parameter without a gradient is always reduced with its unit.
+        """Set the gradient of a parameter that no rank used: zeros (True) or None (False).
 
-        Raises:
-            RuntimeError: The argument is False.
+        See `on_missing_grad` of `fully_shard`. Every rank must set the same value.
+
+        Args:
+            reduce_scatter_unused_params: Whether the gradient is zeros if other parameters of the
+                unit have one.
+            recurse: Whether to set it for all units inside.
         """
-        del recurse
-        if not reduce_scatter_unused_params:
-            raise RuntimeError(
-                f"a unit of {type(self).__name__} reduces the gradients of all its parameters; "
-                "set_reduce_scatter_unused_params(False) cannot be honored"
-            )
+        for unit in _units(self, recurse=recurse):
+            for grads in unit.grads():
+                grads.on_missing_grad = "zero" if reduce_scatter_unused_params else "none"
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Set whether backwards leave synchronization to `finalize_backward`.

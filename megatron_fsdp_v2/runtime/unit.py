@@ -660,7 +660,6 @@ class Unit:
                 )
             check_is_gathered(self, [group])
             backward.join(context.root_pass, self)
-        backward.has_gradient = True
         if not group.grads.is_arriving:
             backward.make_room()
         group.grads.collect(index, param)

@@ -283,7 +283,7 @@ def _cases() -> Iterator[Any]:
     yield "HFSDP 2x2", STRATEGIES[-1], {"precision": "fp32"}
     for name in OPTIMIZERS:
         yield quick_if(name in QUICK_OPTIMIZERS, "4", STRATEGIES[-1], {"optimizer": name})
-    yield "4", STRATEGIES[-1], {"model": "unused parameter"}
+    yield "4", STRATEGIES[-1], {"model": "unused parameter", "on_missing_grad": "zero"}
     yield longer("4", STRATEGIES[-1], {"model": "tied"})
     for strategy, model, switches in (
         ("optim_grads", "plain", SWITCHES[:1]),
@@ -368,11 +368,13 @@ def test_wrong_capture_is_detected(process: RankPool) -> None:
 
 
 @pytest.mark.functional
-def test_only_an_unused_unit_reads_its_gradient_on_the_host(process: RankPool) -> None:
-    (seen,) = process.run(run_steps, "4", "optim_grads", model="unused unit")
-    # The host reads whether another rank used the unit, once per backward: all reduce at ZeRO-2.
-    # Here, each value of a list (one per unit) is read separately.
-    assert len(seen["waits"]) == 4 * 2
+@pytest.mark.parametrize("model", ["unused unit", "unused parameter"])
+def test_only_a_missing_gradient_makes_the_host_wait(process: RankPool, model: str) -> None:
+    (seen,) = process.run(run_steps, "4", "optim_grads", model=model)
+    # The host reads whether another rank had it in the first backward of each step, which finds
+    # gradients of None. Here, each value of a list (one per parameter) is read separately.
+    num_params = len(list(MODELS[model]().parameters()))
+    assert len(seen["waits"]) == 2 * num_params
     assert all("a device tensor's value at backward.py" in wait for wait in seen["waits"])
 
 

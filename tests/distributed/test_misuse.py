@@ -139,7 +139,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "used_params has a parameter of shape (2, 3) that no other unit has": {
         "options": UnitOptions(used_params={nn.Parameter(torch.ones(2, 3))})
     },
-    "on_missing_grad must be 'zero' or 'error', got 'ignore'": {"on_missing_grad": "ignore"},
+    "on_missing_grad must be 'none', 'zero' or 'error', got": {"on_missing_grad": "ignore"},
     "enable_trace_pool must be True or False, got 'yes'": {"enable_trace_pool": "yes"},
     "options must be a RuntimeOptions or a UnitOptions, got {": {"options": {"check_ranks": None}},
     "mp_policy must be a MixedPrecisionPolicy": {"mp_policy": torch.bfloat16},

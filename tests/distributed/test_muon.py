@@ -558,9 +558,15 @@ def test_parameter_that_is_not_a_matrix_is_rejected_by_name() -> None:
     Muon(model.parameters(), use_muon=False)
 
 
+class _StrictMuon(Muon):
+    """Muon that treats a missing gradient as an error, as Megatron's does."""
+
+    skips_missing_gradients = False
+
+
 def test_a_missing_gradient_is_named_and_a_frozen_parameter_needs_none() -> None:
     model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(6)))
-    optimizer = Muon(model.named_parameters())
+    optimizer = _StrictMuon(model.named_parameters())
     model[5].requires_grad_(False)
     model[0].weight.grad = torch.ones(3, 3)
     text = error_message(RuntimeError, optimizer.step)
@@ -578,7 +584,7 @@ def test_misuse_of_sharded_parameters_is_rejected_by_name() -> None:
     params = sharded(specs, Place((2,)))
     set_gradients(params, gradients(specs, 0))
     params[1].grad = None
-    assert "no gradient for p0 of inner/0" in error_message(RuntimeError, Muon(params).step)
+    assert "no gradient for p0 of inner/0" in error_message(RuntimeError, _StrictMuon(params).step)
     vector = sharded([Spec((4, 3)), Spec((4,))], Place((2,)))
     foreign = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh_of(2), [Shard(0)]))
     function = MatrixFunction(lambda stack: stack, lambda m, n: 1)

@@ -131,7 +131,7 @@ def test_instances_sum_micro_batches_once_where_megatron_announces_none() -> Non
     for (kind, where, *_), number in found.items():
         numbers[f"{kind} {where}"] += number
     assert numbers["reduce_scatter inner"] == 3 * len(groups)
-    # One more is of the flags of unused groups.
+    # One more is of the flags of missing gradients.
     assert numbers["all_reduce outer"] == len(groups) + 1
 
 

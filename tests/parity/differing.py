@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.parity.patterns import Pattern, mean_square, plain_sgd, two_forwards
+from tests.parity.patterns import Pattern, mean_square, two_forwards
 from tests.reference.models import WIDTH, Skipping, Stack
 
 
@@ -93,13 +93,12 @@ DIFFERING: dict[str, Pattern] = {
         _Uneven, loss=_run_unevenly, skips=True, options={"check_ranks": "always"}
     ),
     "block trained after sharding, left out by a rank": Pattern(
-        _frozen_at_first, loss=_trained_later, optimizer=plain_sgd, skips=True
+        _frozen_at_first, loss=_trained_later, skips=True
     ),
     "weight tied on some ranks": Pattern(_TiedOnSomeRanks, loss=_tied_on_rank_0),
     "region that ends differently on ranks": Pattern(
         lambda: Stack(1, block=lambda _: _RegionWithBranch()),
         lambda m: [m.blocks[0].inner, m.blocks[0]],
         loss=_branch_on_rank_1,
-        optimizer=plain_sgd,
     ),
 }

@@ -92,12 +92,6 @@ def _gentle_sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.002, momentum=0.9)
 
 
-def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
-    # A sharded parameter without a gradient gets zeros if others of its unit have gradients. With
-    # momentum, zeros and None have different results.
-    return torch.optim.SGD(parameters, lr=0.05)
-
-
 @dataclass(frozen=True)
 class Pattern:
     """A training.
@@ -169,20 +163,19 @@ PATTERNS: dict[str, Pattern] = {
     "unit skipped on some ranks, accumulation": Pattern(
         models.Skipping, loss=_skipping_by_rank, num_micro=3, sync="no_sync", skips=True
     ),
-    "experts without tokens on some ranks": Pattern(
-        models.MixtureOfExperts, loss=_routing_by_rank, optimizer=plain_sgd
-    ),
+    "experts without tokens on some ranks": Pattern(models.MixtureOfExperts, loss=_routing_by_rank),
     "parameter group unused on some ranks": Pattern(
         models.MixtureOfDoubleExperts,
         loss=_routing_by_rank,
         num_micro=2,
         sync="no_sync",
-        optimizer=plain_sgd,
     ),
     "frozen and trained again": Pattern(models.Stack, loss=_freezing),
     "blocks of 4 rows": Pattern(models.Stack, options={"shard_granularity": "block:4"}),
     "whole tensors": Pattern(models.Stack, options={"shard_granularity": "tensor"}),
-    "unused parameter in a unit": Pattern(models.UnusedParameter),
+    "unused parameter in a unit": Pattern(
+        models.UnusedParameter, optimizer=_adamw(weight_decay=0.1)
+    ),
     "nested units": Pattern(models.Nested, units=_nested_units),
     "two dtypes in one unit": Pattern(models.MixedDtypes),
     "evaluation between": Pattern(models.Stack, num_micro=2, evaluate=mean_output),

@@ -250,9 +250,10 @@ class Run:
                 self.problems.append((self.position, f"{name}: shape or requires_grad"))
 
     def compare_grads(self) -> None:
-        """Compare gradients; None counts as zero if other parameters of the unit have one.
+        """Compare gradients.
 
-        A parameter without elements has an empty gradient where the plain one may have None.
+        A parameter without elements has an empty gradient where the plain one may have None. With a
+        hook on reduced gradients, which may add some of other ranks, None counts as zero.
         """
         pairs = self.pairs()
         has, lacks = self._presence(pairs)
@@ -262,12 +263,12 @@ class Run:
                 continue
             if some and missing:
                 self.problems.append((self.position, f"{name} has a gradient on some ranks only"))
-            if not some:
-                if full.grad is not None:
-                    self.problems.append((self.position, f"{name} has no gradient"))
-                continue
-            if full.grad is None:
+            if some and full.grad is None and self.case.options.hook:
                 full.grad = torch.zeros_like(full)
+            if bool(some) != (full.grad is not None):
+                what = "a" if some else "no"
+                self.problems.append((self.position, f"{name} has {what} gradient"))
+                continue
             if mine.grad is not None:
                 compared[name] = (mine.grad, full.grad)
         self.compare_rows("gradient", compared)
@@ -502,12 +503,6 @@ class Run:
         if self.unsynced:
             return
         self.slots.clear()
-        if isinstance(self.plain_optimizer, Muon) and any(
-            param.grad is None and param.requires_grad and param.ndim in (2, 3)
-            for param in self.plain.parameters()
-        ):
-            # A missing gradient of a matrix is an error by name.
-            return
         self.plain_optimizer.step()
         self.optimizer.step()
         self.compare_params()

@@ -215,11 +215,10 @@ def compare(trace: Trace, reference: Trace) -> float:
         trained = {}
         for name, grad in expected.items():
             other = found[name]
-            if grad is None or not grad.any():
-                # Unused parameter: no gradient, or zero if other parameters of the unit have one.
-                assert other is None or not other.any(), name
-            else:
-                assert other is not None, f"{name} has no gradient"
+            assert (other is None) == (grad is None), f"{name} has no gradient in one of them"
+            if other is not None and not grad.any():
+                assert not other.any(), name
+            elif grad is not None:
                 trained[name] = grad
         errors += distances({n: (trace.rows[n], found[n]) for n in trained}, trained)
     return max(*errors, error_of_params(trace, reference))

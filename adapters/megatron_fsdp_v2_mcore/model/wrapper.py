@@ -185,6 +185,7 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
                 outer_dp_sharding_strategy=self.ddp_config.outer_dp_sharding_strategy,
                 mp_policy=settings.policy,
                 gradient_scaling_factor=factor,
+                on_missing_grad="zero",
                 options=UnitOptions(
                     # The other units use the options of the chunk, their root.
                     runtime=settings.runtime if self.module in unit.modules else None,

@@ -44,6 +44,7 @@ class ShardedMatrixStep(MatrixStep, OrthogonalizedOptimizer):
     `pre_weight_update_fn_inplace` and `post_weight_update_fn_inplace` receive sharded tensors.
     """
 
+    skips_missing_gradients = False
     spreads_replicated = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

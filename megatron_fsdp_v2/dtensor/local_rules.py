@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from megatron_fsdp_v2.dtensor.optimizer_kinds import RejectedError, rejected, running_optimizer
 from megatron_fsdp_v2.dtensor.sharded_rows import (
@@ -319,3 +319,45 @@ OF_VIEWS: dict[Rule, Rule] = {
     data_ptr: data_ptr_of_view,
 }
 """Rules for views of sharded tensors, by the rule of the sharded tensor."""
+
+
+# -- results as wholes -----------------------------------------------------------------------------
+
+
+def recipe_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Callable[[], Any]:
+    """Return a function that runs an operation on whole tensors, with the operands of now."""
+    leaves, structure = tree_flatten((list(args), dict(kwargs)))
+    wholes = [_whole_operand(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves]
+    is_made = [isinstance(leaf, DTensor) for leaf in leaves]
+
+    def run() -> Any:
+        pairs = zip(wholes, is_made, strict=True)
+        given, named = tree_unflatten([w() if m else w for w, m in pairs], structure)
+        return func(*given, **named)
+
+    return run
+
+
+def _whole_operand(operand: Any) -> Callable[[], torch.Tensor]:
+    """Return a function that gathers an operand of a recorded operation on rows."""
+    if isinstance(operand, ShardedRows) and operand.recipe is not None:
+        return operand.recipe
+    version = operand._version, local_of(operand)._version
+
+    def gather() -> torch.Tensor:
+        if version != (operand._version, local_of(operand)._version):
+            shards = getattr(operand, "row_shards", None)
+            name = (shards and shards.label) or f"a sharded tensor of shape {tuple(operand.shape)}"
+            raise RuntimeError(
+                f"{name} was changed in place after an operation on it that autograd recorded, and "
+                "the result is needed as a whole only now; gather the result (full_tensor()) "
+                "before the change"
+            )
+        return cast("torch.Tensor", operand.full_tensor())
+
+    return gather
+
+
+def item_of(recipe: Callable[[], Any], index: int) -> Callable[[], Any]:
+    """Return a recipe of one of several results."""
+    return lambda: recipe()[index]

@@ -14,6 +14,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+type CollectGradient = Callable[[torch.Tensor, tuple[int, int] | None], None]
+"""Collects the gradient of a use of a parameter, to be reduced with its group. Takes the gradient
+of the whole parameter and None; or of rows of its tensor-parallel part, and their range."""
+
 
 @dataclass
 class GroupInfo:
@@ -24,11 +28,14 @@ class GroupInfo:
         owner: Returns the group, or None once it is deleted.
         before_grad_accumulation: Called before autograd accumulates a gradient into a sharded
             parameter from which a loss was computed directly.
+        begin_direct_use: Called when autograd records an operation on a parameter of the group
+            itself; returns None for another tensor.
     """
 
     name: str = ""
     owner: Callable[[], object | None] = lambda: None
     before_grad_accumulation: Callable[[], None] = lambda: None
+    begin_direct_use: Callable[[torch.Tensor], CollectGradient | None] = lambda param: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +171,10 @@ class RowShards:
         if self.tensor is not None and self.tensor.mesh is not None:
             dims.append(self.tensor.dim)
         return tuple(Replicate() if dim is None else Shard(dim) for dim in dims)
+
+    def is_held_once(self, mesh: DeviceMesh) -> bool:
+        """Return whether each row is on one data-parallel rank of the mesh only."""
+        return all(mesh.size(axis) == 1 for axis, stride in enumerate(self.strides) if not stride)
 
     @property
     def is_even(self) -> bool:

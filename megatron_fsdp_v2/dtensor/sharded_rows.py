@@ -144,6 +144,8 @@ class ShardedRows(FastAttributes):
 
     Attributes:
         row_shards: Row ranges of every rank.
+        recipe: Set on the result of an operation on rows that autograd recorded: returns the same
+            result on whole tensors, whose gradient reaches the whole parameters.
         main_grad_slot: Set on a `param.grad` that a reduction published: the flat main gradient,
             which this reference keeps allocated, and the index of the parameter in the group.
         decoupled_grad: Alias of `grad`, which may have another dtype than the parameter. Fused
@@ -152,6 +154,7 @@ class ShardedRows(FastAttributes):
     """
 
     row_shards: RowShards
+    recipe: Callable[[], torch.Tensor] | None = None
     main_grad_slot: tuple[torch.Tensor, int] | None = None
     decoupled_grad: torch.Tensor | None
 
@@ -291,9 +294,13 @@ class ShardedRows(FastAttributes):
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Gather the whole tensor on every rank. Collective over the mesh; differentiable.
 
+        The gradient of a parameter is reduced with the gradients of its unit: it is the sum over
+        data-parallel ranks, times the unit's `gradient_scaling_factor` (the mean, by default).
+
         Args:
-            grad_placements: Placement of its gradient per mesh axis: `Replicate()` (the default) if
-                ranks compute the same gradient, `Partial()` if their gradients must be summed.
+            grad_placements: Placement of its gradient per mesh axis, to override this:
+                `Replicate()` if ranks compute the same gradient, which is used as it is, or
+                `Partial()` if their gradients must be summed.
 
         Raises:
             ValueError: `grad_placements` contains a `Shard`.
@@ -305,6 +312,12 @@ class ShardedRows(FastAttributes):
                 "(equal on all ranks, the default) and Partial() (summed over ranks) per mesh axis"
             )
 
+        # A hook on this tensor, or its own gradient, is that of rows.
+        is_plain = grad_placements is None and not (self._backward_hooks or self.retains_grad)
+        if self.recipe is not None and is_plain and is_tracked(self):
+            return self.recipe()
+        collect = None if grad_placements is not None else _collector_of(self)
+
         def to_rows(grad: torch.Tensor) -> Any:
             if grad_placements is not None:
                 grad = DTensor.from_local(grad, self.device_mesh, grad_placements).full_tensor()
@@ -314,7 +327,7 @@ class ShardedRows(FastAttributes):
             # A gradient that autograd has summed is a plain DTensor.
             return whole_of(rows_like(rows._local_tensor.detach(), self))
 
-        whole: torch.Tensor = linear(self, gather, _gradient_for(self, to_rows))
+        whole: torch.Tensor = linear(self, gather, _gradient_for(self, to_rows), collect)
         return whole if sharded_axes(self) else whole.clone()
 
     def chunks(self) -> list[Chunk]:
@@ -562,9 +575,9 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, source: Any, function: Any, adjoint: Any) -> Any:
+    def forward(ctx: Any, source: Any, function: Any, adjoint: Any, collect: Any) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.function, ctx.adjoint = function, adjoint
+        ctx.function, ctx.adjoint, ctx.collect = function, adjoint, collect
         return function(source if isinstance(source, DTensor) else source.detach())
 
     @staticmethod
@@ -572,18 +585,34 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         grad = grads[0]
         if grad is None:
-            return None, None, None
+            return None, None, None, None
         # A gradient of zeros can have no memory, as from `torch.sgn`; `param.grad` needs some.
         if not isinstance(grad, DTensor) and grad._is_zerotensor():
             grad = grad.clone()
-        return linear(grad, ctx.adjoint, ctx.function), None, None
+        if ctx.collect is not None and _accumulates(ctx.next_functions[0][0]):
+            ctx.collect(grad.detach())
+            return None, None, None, None
+        return linear(grad, ctx.adjoint, ctx.function), None, None, None
 
 
-def linear(source: Any, function: Callable[[Any], Any], adjoint: Callable[[Any], Any]) -> Any:
-    """Apply a linear function. Autograd applies its adjoint in the backward."""
+def linear(
+    source: Any,
+    function: Callable[[Any], Any],
+    adjoint: Callable[[Any], Any],
+    collect: Callable[[torch.Tensor], None] | None = None,
+) -> Any:
+    """Apply a linear function. Autograd applies its adjoint in the backward.
+
+    Args:
+        source: A tensor.
+        function: The function.
+        adjoint: Returns the gradient of the source for that of the result.
+        collect: Takes the gradient of the result instead, where a backward would accumulate the
+            gradient of the source, a leaf.
+    """
     if not is_tracked(source):
         return function(source)
-    return _Linear.apply(source, function, adjoint)  # type: ignore[no-untyped-call]
+    return _Linear.apply(source, function, adjoint, collect)  # type: ignore[no-untyped-call]
 
 
 def local_part(source: Any) -> Any:
@@ -604,6 +633,30 @@ def _gradient_for(like: DTensor, function: Callable[[Any], Any]) -> Callable[[An
         return function(grad)
 
     return adjoint
+
+
+def _collector_of(
+    tensor: ShardedRows, rows: tuple[int, int] | None = None
+) -> Callable[[torch.Tensor], None] | None:
+    """Begin a direct use of a parameter that autograd records; None for any other tensor.
+
+    Args:
+        tensor: The tensor.
+        rows: The rows that are used; None for all.
+    """
+    if not (tensor.is_leaf and is_tracked(tensor)):
+        return None
+    collect = tensor.row_shards.info.begin_direct_use(tensor)
+    return None if collect is None else lambda grad: collect(grad, rows)
+
+
+def _accumulates(node: Any) -> bool:
+    """Whether the backward under way runs the node that accumulates the gradient of a leaf."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        # `torch.autograd.grad` returns the gradient of this leaf.
+        return False
 
 
 class Overwrite(torch.autograd.Function):
@@ -630,6 +683,13 @@ def is_tracked(*values: Any) -> bool:
 
 
 def local_rows(source: DTensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor. Differentiable."""
+    """Return the local tensor of a DTensor. Differentiable.
+
+    The gradient of rows that several ranks hold is averaged over these ranks, with the gradients of
+    the parameter's unit.
+    """
+    collect = None
+    if isinstance(source, ShardedRows) and not source.row_shards.is_held_once(source.device_mesh):
+        collect = _collector_of(source, source.local_rows)
     to_rows = _gradient_for(source, lambda local: rows_like(local.detach(), source))
-    return cast("torch.Tensor", linear(source, local_part, to_rows))
+    return cast("torch.Tensor", linear(source, local_part, to_rows, collect))

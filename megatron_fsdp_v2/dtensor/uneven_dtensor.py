@@ -33,7 +33,9 @@ from megatron_fsdp_v2.dtensor.local_rules import (
     as_dtensors,
     as_metadata,
     changes,
+    item_of,
     mixed,
+    recipe_of,
     reject_read,
     reject_storage,
     run,
@@ -115,10 +117,12 @@ def on_rows(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
         named = {key: _local_operand(first, arg, tracked) for key, arg in kwargs.items()}
     except _NeedsWholeError:
         return on_whole(func, args, kwargs)
+    recipe = recipe_of(func, args, kwargs) if tracked else None
     result = func(*local, **named)
     if result is named.get("out", local[0]):
         if is_written and tracked:
             Overwrite.apply(target, result)  # type: ignore[no-untyped-call]
+            target.recipe = recipe
         elif is_written:
             torch.autograd.graph.increment_version(target)
         return target
@@ -129,8 +133,15 @@ def on_rows(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
         return linear(item, lambda local: rows_like(local, first), local_part)
 
     if isinstance(result, tuple):
-        return type(result)(map(sharded, result))
-    return sharded(result) if isinstance(result, torch.Tensor) else result
+        made = type(result)(map(sharded, result))
+        for index, each in enumerate(made):
+            each.recipe = None if recipe is None else item_of(recipe, index)
+        return made
+    if not isinstance(result, torch.Tensor):
+        return result
+    made = sharded(result)
+    made.recipe = recipe
+    return made
 
 
 class _NeedsWholeError(Exception):

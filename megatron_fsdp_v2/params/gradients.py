@@ -6,7 +6,6 @@ See [Note: the buffers of a group] in `params/buffer.py`.
 from __future__ import annotations
 
 import enum
-import math
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -319,6 +318,25 @@ class GroupGrads:
         self._views[index].copy_(grad)
         self._filled[index] = True
 
+    def add_direct(self, index: int, grad: torch.Tensor, rows: tuple[int, int] | None) -> None:
+        """Add the gradient of a loss of the sharded parameter itself; see `CollectGradient`.
+
+        The result of the reduction is the mean over the ranks that hold these rows.
+        """
+        self.begin()
+        shards = self._parameters.row_shards[index]
+        if rows is None and shards.tensor is None:
+            self.add(index, grad)
+            return
+        view = self._zeroed_view(index)
+        if rows is not None:
+            spec = self.context.spec
+            alpha = 1.0 / (spec.num_replicas * spec.scale) if spec.reduces else 1.0
+            view[slice(*rows)].add_(grad, alpha=alpha)
+            return
+        for chunk in shards.chunks((0, view.shape[0]), view.shape):
+            view[chunk.local].add_(grad[chunk.block])
+
     def _zeroed_view(self, index: int) -> torch.Tensor:
         """Return a parameter's view to add a gradient to; zero the view the first time."""
         self._order_write(index)
@@ -381,7 +399,7 @@ class GroupGrads:
         # An earlier reduction of this backward may still be reading the partial buffer.
         self._wait_for_last()
         self._contribute()
-        before, after = self._factors()
+        before, after = self.context.spec.grad_factors
         reduces = self.context.spec.reduces
         if reduces and before != 1.0:
             self.full.tensor.mul_(before)
@@ -407,9 +425,8 @@ class GroupGrads:
             filled = [True] * size
         elif self.on_missing_grad == "zero" and any(filled):
             filled = [True] * size
-        if any(self.contributed):
-            filled = list(map(operator.or_, self.contributed, filled))
-        self.contributed, self._filled = filled, [False] * size
+        self.contributed = list(map(operator.or_, self.contributed, filled))
+        self._filled = [False] * size
 
     def end_inner(self) -> None:
         """Wait for the reduction along the inner axis, if any, and free the full buffer."""
@@ -426,7 +443,7 @@ class GroupGrads:
         if self.has_partial:
             assert self.partial is not None
             self._partial_state = self._moved(self._partial_state, GradState.REDUCING)
-            self._into_main(self.partial, self._factors()[1], async_op=async_op)
+            self._into_main(self.partial, self.context.spec.grad_factors[1], async_op=async_op)
 
     def end_outer(self) -> None:
         """Wait for the reduction along the outer axis, and free the partial buffer."""
@@ -499,19 +516,6 @@ class GroupGrads:
             self._last_work = self.context.comm.run(run, self._hook_stream, async_op=async_op)
         self._publish(accumulated=accumulate)
         return self._last_work
-
-    def _factors(self) -> tuple[float, float]:
-        """Return the factors of the terms and of their sum; their product is `spec.scale`.
-
-        The whole factor is applied to the sum, because the sum is a shard and the terms are full
-        buffers. A fp16 sum may exceed 65504 and overflow, so with fp16 the terms are multiplied by
-        the power of two in a factor below 1, which is exact unless a gradient underflows.
-        """
-        dtypes, scale = self.context.spec.dtypes, self.context.spec.scale
-        if torch.float16 not in (dtypes.grad_comm, dtypes.main_grad):
-            return 1.0, scale
-        before = min(1.0, 2.0 ** (math.frexp(scale)[1] - 1))
-        return before, scale / before
 
     def _moved(self, state: GradState, to: GradState) -> GradState:
         if to not in _MOVES[state]:
@@ -627,9 +631,8 @@ class GroupGrads:
         """Set gradients that no rank had to None again, where they were None before.
 
         Args:
-            has_gradient: Per parameter, whether a rank had a gradient in this backward. Values of
-                parameters that this rank had a gradient of, or on which nothing depends here (see
-                `depends_on_ranks`), may be False.
+            has_gradient: Per parameter, whether a rank had a gradient in this backward; this rank's
+                `contributed` if nothing depends on other ranks (`depends_on_ranks`).
         """
         if all(self.contributed):
             self._is_new = [True] * len(self._is_new)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -60,6 +61,25 @@ class GroupSpec:
     reduces: bool = True
     format_type: type[WeightFormat] = DenseFormat
     offload: Offload | None = None
+
+    @property
+    def grad_factors(self) -> tuple[float, float]:
+        """Factors of a gradient's terms and of their sum; their product is `scale`.
+
+        The whole factor is applied to the sum, because the sum is a shard and the terms are full
+        buffers. A fp16 sum may exceed 65504 and overflow, so with fp16 the terms are multiplied by
+        the power of two in a factor below 1, which is exact unless a gradient underflows.
+        """
+        if torch.float16 not in (self.dtypes.grad_comm, self.dtypes.main_grad):
+            return 1.0, self.scale
+        before = min(1.0, 2.0 ** (math.frexp(self.scale)[1] - 1))
+        return before, self.scale / before
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of ranks that hold the same rows of main weights and gradients."""
+        axes = zip(self.grid.axes, self.grid.strides, strict=True)
+        return math.prod(axis.size for axis, stride in axes if not stride)
 
     @property
     def smallest_itemsize(self) -> float:

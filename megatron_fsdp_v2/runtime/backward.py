@@ -171,12 +171,27 @@ class Backward:
         _UNDER_WAY.add(weakref.ref(self, _UNDER_WAY.discard))
         self.passed = passed
         passed.begin_backward()
+        self._pending.update(passed.used_directly)
 
     def begin_unit(self, unit: Unit) -> None:
         """Record that the backward of a unit begins, which ends its recomputation."""
         self._pending.update(unit.reduced_with)
         self._unit = ref = weakref.ref(unit)
         self._recomputed.pop(ref, None)
+
+    def begin_direct_use(self, unit: Unit, passed: RootPass, position: int) -> None:
+        """Record that the gradient of a use of a sharded parameter itself has arrived.
+
+        Args:
+            unit: The unit that owns the parameter.
+            passed: The pass of the use.
+            position: Number of the use.
+        """
+        if self.has_failed:
+            self.context.repair()
+        self.finish_deferred(position)
+        self.join(passed, unit, position)
+        self._pending.add(weakref.ref(unit))  # of a recomputation too
 
     def finish_deferred(self, number: int) -> None:
         """End deferred backwards of forwards that began after this one.
@@ -227,14 +242,14 @@ class Backward:
 
     # -- reductions ---------------------------------------------------------------------------
 
-    def end_unit(self, unit: Unit, position: int) -> None:
+    def end_use(self, refs: Sequence[weakref.ref[Unit]], position: int) -> None:
         """Reduce the units whose turn has come after the backward of one use. Collective.
 
         Args:
-            unit: The unit whose backward ended.
+            refs: The units whose parameters were used; see `Unit.reduced_with`.
             position: Number of the forward that the engine has reached.
         """
-        refs = self.passed.count_backward(unit.reduced_with)
+        refs = self.passed.count_backward(refs)
         self.reduce(live([ref for ref in refs if ref in self._pending]))
         self.reduce_in_turn(position)
 

@@ -205,13 +205,29 @@ class Context:
         self.gathers.begin_forward(unit)
         # An evaluation between a forward and its backward does not start another root pass.
         has_root = unit.is_root and has_grad
-        is_another = has_root and (self.root_pass.has_root or not self.ranks_may_differ)
+        is_another = has_root and (self.root_pass.has_root or self.root_pass.has_forwards)
         if is_another or self.root_pass.is_over:
             self.root_pass = self._new_pass()
             self.gathers.forget_backwards()
         self.root_pass.has_root |= has_root
         if has_grad:
             self.root_pass.expect_backward()
+
+    def begin_direct_use(self, unit: Unit) -> RootPass:
+        """Count a use of a sharded parameter itself.
+
+        Returns:
+            The pass that the use belongs to.
+        """
+        if self.root_pass.is_over:
+            self.root_pass = self._new_pass()
+            self.gathers.forget_backwards()
+        passed = self.root_pass
+        passed.expect_backward()
+        passed.add_direct_use(weakref.ref(unit))
+        if not passed.has_root:
+            passed.turn = next(FORWARD_NUMBERS)
+        return passed
 
     def begin_nested_pass(self, unit: Unit, *, has_grad: bool) -> None:
         """Begin a pass inside the backward under way, such as a forward in a tensor hook.

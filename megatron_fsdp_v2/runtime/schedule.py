@@ -284,6 +284,7 @@ class RootPass:
 
     Attributes:
         recomputable: Units whose forward the backward may have to repeat.
+        used_directly: Units with a parameter that was used itself, outside their forwards.
         has_root: Whether the root ran in this pass.
         is_over: Whether its backward has begun, so that later forwards are another pass.
         first: Number of its first forward; -1 if it has none.
@@ -293,6 +294,7 @@ class RootPass:
 
     def __init__(self, order: Sequence[weakref.ref[Unit]] | None = None) -> None:
         self.recomputable: set[weakref.ref[Unit]] = set()
+        self.used_directly: set[weakref.ref[Unit]] = set()
         self.has_root = False
         self.is_over = False
         self.first = -1
@@ -335,6 +337,32 @@ class RootPass:
         """
         for ref in refs:
             self._uses[ref] += 1
+
+    def add_direct_use(self, ref: weakref.ref[Unit]) -> None:
+        """Count a use of a parameter itself, whose gradient may arrive on some ranks only.
+
+        Every rank reduces the unit: the operation was collective.
+        """
+        self.begin_forward([ref])
+        self._repeated.add(ref)
+        self.used_directly.add(ref)
+        self.add_use([ref])
+
+    @property
+    def has_forwards(self) -> bool:
+        """Whether a unit ran, and not only parameters themselves were used.
+
+        Always False if units are reduced in a fixed order.
+        """
+        return self._begun.keys() > self.used_directly
+
+    def drop_use(self, ref: weakref.ref[Unit]) -> None:
+        """Forget a counted use whose graph was freed, if units are reduced in a fixed order.
+
+        Otherwise a use whose result was only looked at would defer all following reductions.
+        """
+        if self._order is not None:
+            self._uses[ref] -= 1
 
     def expect_backward(self) -> None:
         """Note that a forward begins whose backward reduces units in the fixed order, if any."""

@@ -25,6 +25,7 @@ from megatron_fsdp_v2.params.gradients import GroupGrads
 from megatron_fsdp_v2.params.group import ParameterGroup, write_stale_weights
 from megatron_fsdp_v2.runtime.backward import ForwardRecord
 from megatron_fsdp_v2.runtime.context import Context
+from megatron_fsdp_v2.runtime.direct_use import begin_direct_use
 from megatron_fsdp_v2.runtime.phases import LEGAL_MOVES, Phase, RunningForward, UnitSettings
 from megatron_fsdp_v2.runtime.schedule import FORWARD_NUMBERS, live
 from megatron_fsdp_v2.runtime.unit_checks import (
@@ -114,6 +115,8 @@ class Unit:
         self.is_unsharded = False
         for group in self.groups:
             _OWNERS[group] = weakref.ref(self)
+            refs = weakref.ref(self), weakref.ref(group)
+            group.info.begin_direct_use = functools.partial(begin_direct_use, *refs)
             self._watch_gradients(group)
 
     def _watch_gradients(self, group: ParameterGroup) -> None:
@@ -617,7 +620,7 @@ class Unit:
             if self.settings.reshard_after_backward:
                 # First: a reduction may allocate memory, and wait for earlier reductions.
                 self.reshard()
-            backward.end_unit(self, record.begins)
+            backward.end_use(self.reduced_with, record.begins)
             self.move(Phase.IDLE)
 
     def end_backward(self) -> None:

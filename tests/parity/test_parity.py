@@ -25,6 +25,7 @@ from tests.distributed.nccl_double import as_on_cuda
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import BF16, MESHES, STRATEGIES, on_mesh, strategies_on
 from tests.parity.differing import DIFFERING
+from tests.parity.direct import DIRECT
 from tests.parity.missing import MISSING
 from tests.parity.patterns import PATTERNS, Pattern
 from tests.parity.unusual import UNUSUAL
@@ -39,7 +40,7 @@ from tests.reference.training import (
 from tests.sharding import arguments
 
 TOLERANCE = 1e-6
-ALL = PATTERNS | UNUSUAL | DIFFERING | MISSING
+ALL = PATTERNS | UNUSUAL | DIFFERING | MISSING | DIRECT
 SWITCHES = ("enable_unshard_prefetch", "enable_async_reduce_grad")
 
 

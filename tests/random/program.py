@@ -196,6 +196,8 @@ class Run:
         self.snapshots: dict[int, Snapshot] = {}
         self.unsynced = False
         self.has_grads = False
+        # Whether gradients were set to zero after a failed step, which may have left some None.
+        self.has_zeros = False
 
     # -- shared by both models -----------------------------------------------------------------
 
@@ -252,8 +254,9 @@ class Run:
     def compare_grads(self) -> None:
         """Compare gradients.
 
-        A parameter without elements has an empty gradient where the plain one may have None. With a
-        hook on reduced gradients, which may add some of other ranks, None counts as zero.
+        A parameter without elements has an empty gradient where the plain one may have None. None
+        counts as zero with a hook on reduced gradients, which may add some of other ranks, and
+        after a failed step whose gradients were set to zero.
         """
         pairs = self.pairs()
         has, lacks = self._presence(pairs)
@@ -263,8 +266,11 @@ class Run:
                 continue
             if some and missing:
                 self.problems.append((self.position, f"{name} has a gradient on some ranks only"))
-            if some and full.grad is None and self.case.options.hook:
+            is_zero = self.case.options.hook or self.has_zeros
+            if some and full.grad is None and is_zero:
                 full.grad = torch.zeros_like(full)
+            if not some and full.grad is not None and self.has_zeros and not full.grad.any():
+                full.grad = None
             if bool(some) != (full.grad is not None):
                 what = "a" if some else "no"
                 self.problems.append((self.position, f"{name} has {what} gradient"))
@@ -402,7 +408,7 @@ class Run:
         self.compare_grads()
 
     def do_weights(self, event: Event) -> None:
-        """A backward of a loss of the parameters themselves."""
+        """A backward of a loss of the parameters themselves, with a factor of each rank."""
         if self.unsynced:
             return
 
@@ -418,8 +424,9 @@ class Run:
         found: Any = sum(whole(term(mine)) for term, (mine, _) in zip(terms, pairs, strict=True))
         expected: Any = sum(term(full) for term, (_, full) in zip(terms, pairs, strict=True))
         self.compare_numbers("loss of weights", whole(found).detach(), expected.detach())
-        expected.backward()
-        found.backward()
+        factors = [1.0 + 0.5 * rank for rank in range(self.world_size)]
+        (expected * sum(factors) * self.factor).backward()
+        (found * factors[self.rank]).backward()
         self.has_grads = True
         self.compare_grads()
 
@@ -467,8 +474,8 @@ class Run:
                 root.reset_iter_state()
             self._zero(set_to_none=True)
         self._zero(event.flag)
-        # Align zeros and None on both sides. A reduction in flight may overwrite zeros; the next
-        # forward restores them.
+        self.has_zeros = not event.flag
+        # A reduction in flight may overwrite zeros; the next forward restores them.
         if event.flag or event.how == "forward":
             self.compare_grads()
 
@@ -482,6 +489,7 @@ class Run:
         self.optimizer.zero_grad(set_to_none=set_to_none)
         # Frozen parameters may also have gradients, which the optimizer does not clear.
         self.unsynced = self.has_grads = False
+        self.has_zeros &= not set_to_none
 
     def do_clip(self, event: Event) -> None:
         """Clip gradients to a norm."""

@@ -1,0 +1,73 @@
+"""Uses of sharded parameters themselves, outside the forwards of their units.
+
+A loss may contain `head.weight.full_tensor()`, or another operation on a sharded parameter,
+together with data of this rank. Its gradient then differs between ranks, and is reduced with the
+gradients of the parameter's unit: a direct use is one more use of the unit in its pass.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_fsdp_v2.dtensor.row_shards import CollectGradient
+from megatron_fsdp_v2.params.group import ParameterGroup
+from megatron_fsdp_v2.runtime.schedule import FORWARD_NUMBERS
+
+if TYPE_CHECKING:
+    from megatron_fsdp_v2.runtime.unit import Unit
+
+
+class DirectUse:
+    """One direct use of a parameter, held by the graph of its result.
+
+    Args:
+        unit: The unit that owns the parameter.
+        group: Group of the parameter.
+        index: Index of the parameter in the group.
+    """
+
+    def __init__(self, unit: Unit, group: ParameterGroup, index: int) -> None:
+        self._unit, self._group, self._index = unit, group, index
+        context = unit.context
+        # A recomputation repeats a use that was counted in the forward.
+        self._is_counted = not context.belongs_to_backward
+        if self._is_counted:
+            self._passed = context.begin_direct_use(unit)
+            self._number = next(FORWARD_NUMBERS)
+        else:
+            self._passed, self._number = context.backward.passed, context.backward.position
+
+    def collect(self, grad: torch.Tensor, rows: tuple[int, int] | None) -> None:
+        """Collect the gradient of the use; see `CollectGradient`."""
+        unit, grads = self._unit, self._group.grads
+        backward = unit.context.backward
+        if not unit.context.is_scheduled:
+            backward.begin_direct_use(unit, self._passed, self._number)
+        if not grads.is_arriving:
+            backward.make_room()
+        grads.add_direct(self._index, grad, rows)
+        if self._is_counted and not unit.context.is_scheduled:
+            backward.end_use([weakref.ref(unit)], self._number)
+
+    def __del__(self) -> None:
+        if self._is_counted:
+            self._passed.drop_use(weakref.ref(self._unit))
+
+
+def begin_direct_use(
+    unit_ref: weakref.ref[Unit], group_ref: weakref.ref[ParameterGroup], param: torch.Tensor
+) -> CollectGradient | None:
+    """Begin a direct use of a tensor, unless it is not a parameter of the group.
+
+    Returns:
+        A function that collects its gradient; it holds the use.
+    """
+    unit, group = unit_ref(), group_ref()
+    if unit is None or group is None:
+        return None
+    indices = (index for index, own in enumerate(group.sharded_params) if own is param)
+    index = next(indices, None)
+    return None if index is None else DirectUse(unit, group, index).collect

@@ -100,6 +100,16 @@ PATCHES: tuple[Patch, ...] = (
         parameters=("args",),
     ),
     Patch(
+        "megatron.training.checkpointing:_load_base_checkpoint",
+        "Megatron runs code that a checkpoint names, does not compare a checkpoint with the model, "
+        "does not find the values of virtual stages, and cannot load state of its own optimizer "
+        "into shards; without this package's flag, which --use-checkpoint-args precedes, the "
+        "original function runs",
+        wrap="megatron_fsdp_v2_mcore.checkpoint.loading:without_unpickling",
+        name="load",
+        parameters=("load_dir", "args", "rank0", "sharded_state_dict"),
+    ),
+    Patch(
         "megatron.core.datasets.utils:compile_helpers",
         "Megatron's wheel contains the compiled helpers and no Makefile, so that every start "
         "without a rehearsal would fail; with a Makefile the original function runs",
@@ -203,12 +213,10 @@ PATCHES: tuple[Patch, ...] = (
         parameters=("args", "model"),
     ),
     _selected(
-        "megatron.training.checkpointing:_load_base_checkpoint",
-        "Megatron does not compare a checkpoint with the model and does not find the values of "
-        "virtual stages; a checkpoint of another model would load in part. Megatron cannot load a "
-        "torch_dist checkpoint of its own optimizer into shards",
-        wrap="megatron_fsdp_v2_mcore.checkpoint.torch_dist.loading:with_torch_dist",
-        parameters=("load_dir", "args", "rank0", "sharded_state_dict"),
+        "megatron.training.checkpointing:FileSystemReader",
+        "torch's class unpickles .metadata, which runs code that a checkpoint names",
+        replace="megatron_fsdp_v2_mcore.checkpoint.loading:EntryReader",
+        parameters=("path",),
     ),
     _selected(
         "megatron.training.training:check_param_hashes_across_dp_replicas",

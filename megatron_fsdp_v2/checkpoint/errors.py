@@ -27,6 +27,10 @@ class NotFoundError(CheckpointError):
     """There is nothing at a path, or a folder of checkpoints."""
 
 
+class NotPlainError(CheckpointError):
+    """An object in a checkpoint is not plain data: to load it could run code."""
+
+
 class ReplacedError(CheckpointError):
     """Raised when another save replaces a checkpoint while a reader has it open."""
 

@@ -52,6 +52,7 @@ class CheckpointFolder:
 
     Args:
         path: The folder.
+        trusts_objects: Whether `object` unpickles anything, which runs code that the folder names.
 
     Attributes:
         path: The folder.
@@ -65,7 +66,8 @@ class CheckpointFolder:
         ReplacedError: A save replaced it meanwhile; open it again.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, trusts_objects: bool = False) -> None:
+        self._trusts_objects = trusts_objects
         self._files: dict[str, BufferedReader] = {}
         self._most_open = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, 1)
         self._chunks: dict[str, _Chunks] = {}
@@ -108,13 +110,35 @@ class CheckpointFolder:
         """Load an entry that is not a tensor.
 
         Raises:
-            CheckpointError: There is no such entry, it is damaged, or it contains something other
-                than plain data.
+            NotPlainError: It contains something other than plain data.
+            CheckpointError: There is no such entry, or it is damaged.
         """
         entry = self.entries.get(key)
         if entry is None or entry.dtype is not None or not entry.chunks:
             raise CheckpointError(f"{self.path} is incomplete: it does not hold {key}")
-        return load_object(self.read_item(key, entry.chunks[0]), f"{key} in {self.path}")
+        return load_object(
+            self.read_item(key, entry.chunks[0]),
+            f"{key} in {self.path}",
+            is_trusted=self._trusts_objects,
+        )
+
+    def has_file(self, name: str) -> bool:
+        """Whether the folder has a file of this name, beside those with its items.
+
+        Raises:
+            CheckpointError: The file is a link out of the folder.
+        """
+        return file_inside(self.path, name).is_file()
+
+    def load_file(self, name: str) -> Any:
+        """Load a file that `torch.save` wrote into the folder.
+
+        Raises:
+            NotPlainError: It contains something other than plain data.
+            CheckpointError: It is damaged.
+        """
+        file = file_inside(self.path, name)
+        return load_object(file, str(file), is_trusted=self._trusts_objects)
 
     def read_item(self, key: str, chunk: StoredChunk) -> bytes:
         """Read the bytes of a stored item, as `torch.save` wrote them, and compare the checksum.

@@ -7,10 +7,8 @@ changed. The records are then checked and turned into the entries of an index.
 
 from __future__ import annotations
 
-import copyreg
 import io
 import pickle
-import pickletools
 import zipfile
 from pathlib import Path
 from typing import Any, override
@@ -26,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.serialization import get_safe_globals, safe_globals
 
-from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotPlainError
 from megatron_fsdp_v2.checkpoint.manifest import (
     METADATA,
     Entry,
@@ -37,6 +35,11 @@ from megatron_fsdp_v2.checkpoint.manifest import (
     integer,
     integers,
 )
+from megatron_fsdp_v2.checkpoint.pickle_bounds import check_call, check_expansion, check_opcodes
+
+
+_PICKLE = "data.pkl"
+"""Name of the pickle in an archive of `torch.save`."""
 
 
 class _Record:
@@ -48,6 +51,7 @@ class _Record:
     state: Any
 
     def __new__(cls, *arguments: Any) -> _Record:
+        check_call(cls.__name__, arguments)
         record = super().__new__(cls)
         record.arguments, record.state = arguments, None
         return record
@@ -73,6 +77,11 @@ class _Unpickler(pickle.Unpickler):
             self._classes[name] = type(name, (_Record,), {"__slots__": ()})
         return self._classes[name]
 
+    @override
+    def persistent_load(self, pid: Any, /) -> _Record:
+        """Return a record for a storage of tensors."""
+        return _Record(pid)
+
 
 def read_entries(folder: Path) -> dict[str, Entry]:
     """Read `.metadata` of a folder of torch's distributed checkpoint.
@@ -83,10 +92,7 @@ def read_entries(folder: Path) -> dict[str, Entry]:
     file = folder / METADATA
     content = file.read_bytes()
     try:
-        # A code that this process has registered stands for an object, not for a name.
-        registered = vars(copyreg)["_inverted_registry"]
-        if registered and any(op.name.startswith("EXT") for op, *_ in pickletools.genops(content)):
-            raise ValueError("it refers to objects that this process has registered with copyreg")
+        check_opcodes(content)
         return _entries(_Unpickler(content).load())
     # A damaged pickle raises nearly anything.
     except Exception as error:
@@ -157,24 +163,30 @@ def _checked[T](value: Any, kind: type[T]) -> T:
     return value
 
 
-def load_object(source: bytes | Path, what: str) -> Any:
+def load_object(source: bytes | Path, what: str, *, is_trusted: bool = False) -> Any:
     """Load what `torch.save` wrote: plain data, tensors on the CPU.
 
     Args:
         source: The bytes; or a file, of which the elements of tensors are mapped into memory.
         what: What to call it in an error.
+        is_trusted: Whether to unpickle anything, which runs code that the file names.
 
     Raises:
-        CheckpointError: It is damaged, or holds something that `torch.load(weights_only=True)`
-            refuses.
+        NotPlainError: It holds something that `torch.load(weights_only=True)` refuses.
+        CheckpointError: It is damaged.
     """
     try:
-        # Torch would map compressed elements as they are.
-        _archive(source).close()
+        if is_trusted:
+            return torch.load(_opened(source), map_location="cpu", weights_only=False)
+        nbytes = _check_archive(source)
         # Pickles refer to this class for empty bytes.
         with safe_globals(list({bytes} - set(get_safe_globals()))):
             is_file = isinstance(source, Path)
-            return torch.load(_opened(source), map_location="cpu", weights_only=True, mmap=is_file)
+            found = torch.load(_opened(source), map_location="cpu", weights_only=True, mmap=is_file)
+        check_expansion(found, nbytes)
+        return found
+    except pickle.UnpicklingError as error:
+        raise NotPlainError(f"{what} cannot be loaded as plain data: {_reason(error)}") from error
     # A damaged file raises nearly anything.
     except Exception as error:
         raise CheckpointError(f"{what} cannot be loaded as plain data: {_reason(error)}") from error
@@ -204,6 +216,28 @@ def compare_checksums(source: bytes | Path) -> bool:
 
 def _opened(source: bytes | Path) -> Path | io.BytesIO:
     return source if isinstance(source, Path) else io.BytesIO(source)
+
+
+def _check_archive(source: bytes | Path) -> int:
+    """Check an archive of `torch.save` before torch loads it.
+
+    Returns:
+        The length of its pickle.
+
+    Raises:
+        ValueError: Torch would map compressed elements as they are, or the pickle takes more memory
+            than the archive has bytes.
+    """
+    nbytes = 0
+    with _archive(source) as archive:
+        for record in archive.infolist():
+            if record.filename.endswith(_PICKLE):
+                content = archive.read(record)
+                nbytes += len(content)
+                check_opcodes(content)
+                # Nothing is called. The records of calls check their arguments.
+                _Unpickler(content).load()
+    return nbytes
 
 
 def _archive(source: bytes | Path) -> zipfile.ZipFile:

@@ -17,7 +17,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
-from megatron_fsdp_v2.checkpoint.errors import all_ranks_or_raise
+from megatron_fsdp_v2.checkpoint.errors import NotPlainError, all_ranks_or_raise
+from megatron_fsdp_v2.checkpoint.foreign import load_object
+from megatron_fsdp_v2.checkpoint.writing import pickled
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2_mcore.checkpoint import fp8_state
 from megatron_fsdp_v2_mcore.checkpoint.compatibility import compare_with_file
@@ -63,6 +65,7 @@ def save_by_global_names(original: Callable[..., Any]) -> Callable[..., Any]:
                 parallel_state.get_embedding_group(check_initialized=False),
                 may_differ=active_options().saves_differing_replicas,
             )
+            _check_arguments(state_dict.get("args"))
             return Translation(chunks, state_dict).for_saving()
         if any(isinstance(value, UnevenDTensor) for value in state_dict["model"].values()):
             # The request of `load_by_global_names` is already translated.
@@ -70,6 +73,18 @@ def save_by_global_names(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(args, raw_state_dict, model)
 
     return preprocess
+
+
+def _check_arguments(args: Any) -> None:
+    """Print a notice if loads will refuse the arguments, which the user's script may extend."""
+    if dist.get_rank() == 0:
+        try:
+            load_object(pickled(args), "Megatron's arguments")
+        except NotPlainError as error:
+            sys.stdout.write(
+                f"{error}; a run that loads this checkpoint needs --fsdp-trust-checkpoint, unless "
+                "its script allows the class with torch.serialization.add_safe_globals\n"
+            )
 
 
 def load_by_global_names(
@@ -80,18 +95,19 @@ def load_by_global_names(
     sharded_state_dict: dict[str, Any] | None,
     **kwargs: Any,
 ) -> Any:
-    """Call Megatron's `_load_base_checkpoint` to load values by global names. Collective.
+    """Load the values of chunks by global names. Collective.
 
     Before loading, the request is compared with the contents of the file. After loading, the state
     dict is returned under Megatron's local names.
 
     Args:
-        original: Megatron's function.
-        load_dir: Argument of Megatron's function.
-        args: Argument of Megatron's function.
-        rank0: Argument of Megatron's function.
-        sharded_state_dict: Argument of Megatron's function.
-        **kwargs: Other arguments of Megatron's function.
+        original: The function that reads, with the arguments and results of Megatron's
+            `_load_base_checkpoint`.
+        load_dir: Argument of the function.
+        args: Argument of the function.
+        rank0: Argument of the function.
+        sharded_state_dict: Argument of the function.
+        **kwargs: Other arguments of the function.
     """
     chunks = None if sharded_state_dict is None else sharded_state_dict.pop(CHUNKS, None)
     if sharded_state_dict is None or chunks is None:

@@ -48,6 +48,17 @@ def is_enabled(args: Any) -> bool:
     return bool(getattr(args, "use_fsdp_fully_shard_api", False))
 
 
+def selects_this_package(args: Any, argv: Sequence[str]) -> bool:
+    """Whether the command line selects this package, or would without a YAML file.
+
+    Args:
+        args: Megatron's arguments, perhaps read from a YAML file.
+        argv: The command line.
+    """
+    reads_file = getattr(args, "yaml_cfg", None) is not None
+    return is_enabled(args) or (reads_file and API_FLAG in argv)
+
+
 def check_arguments(args: Any) -> None:
     """Check the command line before Megatron validates and changes it.
 

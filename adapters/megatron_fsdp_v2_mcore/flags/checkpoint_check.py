@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotPlainError
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.manifest import read_json
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
@@ -123,5 +123,10 @@ def flag_errors() -> Iterator[None]:
     """Convert a `CheckpointError` to a `FlagError`, since a flag names the checkpoint."""
     try:
         yield
+    except NotPlainError as error:
+        raise FlagError(
+            f"{error}; if you trust who saved it, add --fsdp-trust-checkpoint, which runs any code "
+            "that the checkpoint names"
+        ) from error
     except CheckpointError as error:
         raise FlagError(str(error)) from error

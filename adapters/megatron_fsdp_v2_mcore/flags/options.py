@@ -32,6 +32,8 @@ class Options:
         uses_gather_groups: Whether weights are gathered in dedicated process groups.
         saves_differing_replicas: Whether a save continues, with a warning, if the replicas of a
             parameter differ between tensor-parallel ranks or pipeline stages.
+        trusts_checkpoint: Whether a load unpickles objects that are not plain data, which runs code
+            that the checkpoint names.
 
     Raises:
         ValueError: A strategy is unknown, or `unit_bytes` is less than 1.
@@ -45,6 +47,7 @@ class Options:
     steps_each_parameter: bool = False
     uses_gather_groups: bool = False
     saves_differing_replicas: bool = False
+    trusts_checkpoint: bool = False
 
     def __post_init__(self) -> None:
         if self.expert_strategy not in (None, *STRATEGIES):

@@ -257,5 +257,11 @@ OWN_FLAGS: tuple[Flag, ...] = (
         "--sequence-parallel, Megatron trains latent attention so.",
         option="saves_differing_replicas",
     ),
+    Flag(
+        "fsdp_trust_checkpoint",
+        "Unpickle objects of --load that are not plain data, as Megatron does: they can run any "
+        "code. Without the flag such a checkpoint is an error.",
+        option="trusts_checkpoint",
+    ),
 )
 """Flags of this package."""

@@ -17,8 +17,6 @@ import torch
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
-from megatron_fsdp_v2.checkpoint.foreign import load_object
-from megatron_fsdp_v2.checkpoint.manifest import file_inside
 from megatron_fsdp_v2_mcore.checkpoint.group_options import EXPERT, restored_options
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
@@ -49,11 +47,10 @@ def common_state(folder: CheckpointFolder) -> dict[str, Any]:
 
     Raises:
         FlagError: The checkpoint has no common state, or no arguments in it.
-        CheckpointError: The common state contains other objects than plain data.
+        NotPlainError: The common state contains other objects than plain data.
     """
-    legacy = file_inside(folder.path, LEGACY_COMMON)
-    if legacy.is_file():
-        found = load_object(legacy, str(legacy))
+    if folder.has_file(LEGACY_COMMON):
+        found = folder.load_file(LEGACY_COMMON)
     elif COMMON in folder.entries:
         shards = folder.object(COMMON)
         found = shards[0] if isinstance(shards, list | tuple) and shards else None

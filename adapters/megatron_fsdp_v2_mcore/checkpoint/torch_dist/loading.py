@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,20 +23,13 @@ from megatron_fsdp_v2_mcore.checkpoint.state_dict import (
     META,
     Translation,
     checkpoint_entries,
-    load_by_global_names,
 )
 from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import (
     SavedGroups,
     common_state,
     optimizer_problem,
 )
-from megatron_fsdp_v2_mcore.flags.checkpoint_check import (
-    RELEASE,
-    find_checkpoint,
-    flag_errors,
-    is_torch_dist,
-    reject_gpt_layers,
-)
+from megatron_fsdp_v2_mcore.flags.checkpoint_check import RELEASE
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 
 STATE = "optimizer.state."
@@ -48,45 +40,25 @@ _MAX_LISTED = 6
 _OUTPUT_LAYER = ("output_layer.weight", "output_layer.bias")
 
 
-def with_torch_dist(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's `_load_base_checkpoint` to load `torch_dist` folders into shards.
-
-    The wrapper reports such a folder in the format of this run, so that Megatron requests the
-    entries of sharded runs.
+def load_torch_dist(
+    folder: CheckpointFolder, request: dict[str, Any] | None, args: Any
+) -> dict[str, Any]:
+    """Load a `torch_dist` folder into shards.
 
     Args:
-        original: Megatron's function, which loads all other folders; see `load_by_global_names`.
+        folder: The checkpoint.
+        request: The state dict that Megatron requests; None if it requests only the arguments and
+            the iteration.
+        args: Megatron's arguments.
+
+    Returns:
+        The state dict, in the format of sharded runs.
+
+    Raises:
+        FlagError: The checkpoint lacks a requested entry.
+        CheckpointError: The checkpoint is damaged, or contains other objects than plain data.
     """
-
-    def load(
-        load_dir: Any,
-        args: Any,
-        rank0: bool = False,
-        sharded_state_dict: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        if sharded_state_dict is not None and CHUNKS not in sharded_state_dict:
-            raise RuntimeError(
-                f"load_checkpoint reads {load_dir} into shards, and got chunks without them; build "
-                "them with get_model(..., wrap_with_ddp=True)"
-            )
-        found = None
-        if load_dir is not None and args.non_persistent_ckpt_type is None:
-            found = find_checkpoint(load_dir, getattr(args, "ckpt_step", None) or None)
-        if found is None or not is_torch_dist(found[0]):
-            return load_by_global_names(
-                original, load_dir, args, rank0, sharded_state_dict, **kwargs
-            )
-        path, iteration = found
-        reject_gpt_layers(path, kwargs.get("gpt_compat_layer_maps"))
-        megatron = importlib.import_module("megatron.training.checkpointing")
-        megatron.set_loaded_iteration(iteration)
-        with flag_errors():
-            folder = CheckpointFolder(path)
-            loaded = _Loader(folder, common_state(folder)).load(sharded_state_dict, args)
-        return loaded, str(path), path.name == RELEASE, megatron.CheckpointType.FSDP_DTENSOR
-
-    return load
+    return _Loader(folder, common_state(folder)).load(request, args)
 
 
 class _Loader:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any, override
 
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)}
@@ -58,6 +60,37 @@ def parse_size(text: str) -> int:
     return max(1, int(float(match[1]) * _UNITS[match[2]]))
 
 
+_MOST_CHARACTERS = 500
+_NUMBER = 1 << 64
+
+
+class _Repr(reprlib.Repr):
+    """Formats plain data in a bounded time; other objects are formatted as their class."""
+
+    @override
+    def repr_instance(self, x: Any, level: int) -> str:
+        is_plain = x is None or isinstance(x, bool | float | bytes)
+        return shortened(repr(x[:_SHOWN] if isinstance(x, bytes) else x if is_plain else type(x)))
+
+    @override
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if abs(x) < _NUMBER else f"a number of {x.bit_length()} bits"
+
+
+_SHOWN = 60
+_repr = _Repr(maxlevel=2, maxstring=_SHOWN)
+
+
+def shown(value: object) -> str:
+    """Format a value of a file for a message: its beginning, however large or nested it is."""
+    return shortened(_repr.repr(value))
+
+
+def shortened(text: str, most: int = _MOST_CHARACTERS) -> str:
+    """Return a text, or its beginning and end if it has more characters."""
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 2 :]}"
+
+
 def listed(items: Iterable[object], most: int, *, separator: str = ", ") -> str:
     """Format the first items and the number of the rest, such as `a, b and 3 more`.
 
@@ -66,7 +99,7 @@ def listed(items: Iterable[object], most: int, *, separator: str = ", ") -> str:
         most: Maximum number of items to name.
         separator: Separates items; a separator other than a comma also precedes "and".
     """
-    texts = [str(item) for item in items]
+    texts = [shortened(str(item)) for item in items]
     shown, left = separator.join(texts[:most]), len(texts) - most
     if left <= 0:
         return shown

@@ -12,6 +12,8 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
+from megatron_fsdp_v2._text import shortened
+
 _FULL = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
@@ -19,8 +21,18 @@ _FULL = {
 }
 
 
+_MOST_CHARACTERS = 4000
+
+
 class CheckpointError(ValueError):
-    """A checkpoint is missing, incomplete, damaged, of another model or not to be trusted."""
+    """A checkpoint is missing, incomplete, damaged, of another model or not to be trusted.
+
+    Args:
+        message: What is wrong. A long one, with names of a file, is shortened.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shortened(message, _MOST_CHARACTERS))
 
 
 class NotFoundError(CheckpointError):

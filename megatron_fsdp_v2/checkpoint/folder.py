@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp_v2._text import listed
+from megatron_fsdp_v2._text import listed, shortened
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotFoundError, ReplacedError
 from megatron_fsdp_v2.checkpoint.foreign import load_object, read_entries
 from megatron_fsdp_v2.checkpoint.manifest import (
@@ -239,17 +239,17 @@ class CheckpointFolder:
 
     def storage_problems(self, key: str) -> Iterator[str]:
         """Yield a sentence for each part of an entry that is not stored exactly once."""
-        entry = self.entries[key]
+        entry, name = self.entries[key], shortened(key)
         if entry.dtype is None:
             if not entry.chunks:
-                yield f"{key} is in no file"
+                yield f"{name} is in no file"
             return
         yield from coverage_problems(key, entry)
         for chunk in entry.chunks:
             nbytes = math.prod(chunk.sizes) * entry.dtype.itemsize
             if nbytes > chunk.length:
                 yield (
-                    f"{key} has a chunk of {nbytes} bytes at {chunk.offsets}, and {chunk.length} "
+                    f"{name} has a chunk of {nbytes} bytes at {chunk.offsets}, and {chunk.length} "
                     "bytes are stored"
                 )
 
@@ -400,16 +400,17 @@ class _Chunks:
 
 def coverage_problems(key: str, entry: Entry) -> Iterator[str]:
     """Yield a sentence for each way in which chunks fail to tile a tensor."""
+    name = shortened(key)
     total, covered = math.prod(entry.shape), 0
     for chunk in entry.chunks:
         ends = zip(chunk.offsets, chunk.sizes, entry.shape, strict=True)
         if any(first + size > length for first, size, length in ends):
-            yield f"{key} has a chunk at {chunk.offsets} that reaches out of it"
+            yield f"{name} has a chunk at {chunk.offsets} that reaches out of it"
         covered += math.prod(chunk.sizes)
     if covered != total:
-        yield f"{key} has {total} elements, and its chunks {covered}"
+        yield f"{name} has {total} elements, and its chunks {covered}"
     elif not _is_tiled(entry):
-        yield f"{key} has chunks that overlap, and elements that are in none"
+        yield f"{name} has chunks that overlap, and elements that are in none"
 
 
 _MAX_DIMS = 8

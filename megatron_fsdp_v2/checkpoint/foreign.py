@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.serialization import get_safe_globals, safe_globals
 
+from megatron_fsdp_v2._text import shortened
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotPlainError
 from megatron_fsdp_v2.checkpoint.manifest import (
     METADATA,
@@ -36,7 +37,6 @@ from megatron_fsdp_v2.checkpoint.manifest import (
     integers,
 )
 from megatron_fsdp_v2.checkpoint.pickle_bounds import check_call, check_expansion, check_opcodes
-
 
 _PICKLE = "data.pkl"
 """Name of the pickle in an archive of `torch.save`."""
@@ -135,7 +135,7 @@ def _entries(metadata: Any) -> dict[str, Entry]:
         for box in boxes:
             offsets = _size(box["offsets"])
             if (name, offsets) not in places:
-                raise ValueError(f"{name} has a chunk at {offsets} that is in no file")
+                raise ValueError(f"{shortened(name)} has a chunk at {offsets} that is in no file")
             chunks.append(StoredChunk(offsets, _size(box["sizes"]), *places[name, offsets]))
         dtype_name = dtype.__name__.removeprefix("torch.")
         found[name] = Entry.tensor(dtype_name, _size(tensor["size"]), chunks, path)
@@ -153,13 +153,17 @@ def _is_record_of(value: Any, cls: type) -> bool:
 def _fields(record: Any, cls: type) -> dict[str, Any]:
     """Return the attributes of an object of a class."""
     if not _is_record_of(record, cls):
-        raise ValueError(f"a {type(record).__name__} is in the place of a {cls.__name__}")
+        raise ValueError(f"{_class_of(record)} is in the place of a {cls.__name__}")
     return _checked(record.state, dict)
+
+
+def _class_of(value: Any) -> str:
+    return shortened(f"a {type(value).__name__}")
 
 
 def _checked[T](value: Any, kind: type[T]) -> T:
     if type(value) is not kind:
-        raise ValueError(f"a {type(value).__name__} is in the place of a {kind.__name__}")
+        raise ValueError(f"{_class_of(value)} is in the place of a {kind.__name__}")
     return value
 
 
@@ -267,4 +271,4 @@ def _reason(error: Exception) -> str:
     # In torch's text, advice precedes the cause.
     text = str(error).rpartition("WeightsUnpickler error: ")[2]
     kind = "" if isinstance(error, ValueError | zipfile.BadZipFile) else f"{type(error).__name__}: "
-    return kind + text.partition("\n")[0]
+    return shortened(kind + text.partition("\n")[0])

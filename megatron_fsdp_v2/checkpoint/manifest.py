@@ -13,12 +13,12 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from reprlib import repr as shown
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from megatron_fsdp_v2._text import shown
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 
 METADATA = ".metadata"

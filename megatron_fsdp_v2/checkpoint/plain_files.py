@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from megatron_fsdp_v2._progress import Advance
+from megatron_fsdp_v2._text import shown
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotFoundError
 from megatron_fsdp_v2.checkpoint.foreign import load_object
 from megatron_fsdp_v2.checkpoint.manifest import check_file_name, check_name, read_json
@@ -324,8 +325,8 @@ def open_pt(path: Path) -> TensorSource:
     for name, value in loaded.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise CheckpointError(
-                f"{path} holds {name!r}, which is a {type(value).__name__}, not a tensor; save "
-                "only the model's state dict"
+                f"{path} holds {shown(name)}, which is a {type(value).__name__}, not a tensor; "
+                "save only the model's state dict"
             )
         try:
             check_name(name)

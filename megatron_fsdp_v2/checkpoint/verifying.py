@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_fsdp_v2._progress import Advance, unwatched
+from megatron_fsdp_v2._text import shortened
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotFoundError
 from megatron_fsdp_v2.checkpoint.exporting import CheckpointKind, find_kind
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
@@ -129,7 +130,7 @@ def _verify_folder(folder: CheckpointFolder, report: Report, advance: Advance) -
                 else:
                     num_without += 1
             except CheckpointError as error:
-                report.problems.append(f"{name}: {key} at {start}: {error}")
+                report.problems.append(f"{name}: {shortened(key)} at {start}: {error}")
     if manifest is not None:
         known = {*items, MANIFEST}
         if others := sorted(p.name for p in folder.path.iterdir() if p.name not in known):

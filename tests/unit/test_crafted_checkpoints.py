@@ -16,6 +16,7 @@ import random
 import resource
 import shutil
 import struct
+import tracemalloc
 import types
 import zipfile
 from collections.abc import Callable, Iterator
@@ -429,6 +430,64 @@ def test_objects_that_are_not_plain_data_are_rejected(tmp_path: Path, what: str)
         with pytest.raises(CheckpointError, match="cannot be loaded as plain data"):
             load_object(source, "x")
     assert not verify(file).is_good
+
+
+def nested(depth: int = 26) -> bytes:
+    """Return the operations of a tuple whose text doubles `depth` times, and its hash as well."""
+    return b")" + b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(depth))
+
+
+CODEC = name("_codecs", "encode")
+SIZED = {
+    "bytes": name("builtins", "bytearray") + b"J\x00\x00\x00\x7f\x85R",
+    "a tensor": name("torch", "FloatTensor") + b"J\x00\x00\x00\x7f\x85R",
+    "a storage": name("torch.storage", "UntypedStorage") + b"J\x00\x00\x00\x7f\x85R",
+    "a codec that doubles": CODEC + text("a" * 1000) + text("hex") + b"\x86R",
+    "an index": b"}r\xff\xff\xff\x7f",
+    "an index in text": b"}p99999999999\n",
+    "a value of nested tuples": nested(),
+    "a key of nested tuples": b"}" + nested(16) + b"K\x00s",
+}
+"""Pickles of at most a few thousand bytes that took gigabytes: to read, or to print."""
+
+
+@pytest.mark.parametrize("what", SIZED)
+def test_memory_and_messages_are_bounded_by_the_file(tmp_path: Path, what: str) -> None:
+    file = tmp_path / "x.pt"
+    file.write_bytes(archived(SIZED[what]))
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError) as rejected:
+            convert(file, tmp_path / "out")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(str(rejected.value)) < 1000
+    assert peak < 2**20
+    assert str(file) in str(rejected.value)
+
+
+@pytest.mark.parametrize("index", [b"r\xff\xff\xff\x7f", b"p99999999999\n"])
+def test_an_index_of_metadata_is_bounded_by_the_file(tmp_path: Path, index: bytes) -> None:
+    file = save_valid(tmp_path / "c") / METADATA
+    file.write_bytes(file.read_bytes()[:-1] + b"}" + index + b"0.")
+    assert_rejected(file.parent, r"cannot be read \(it has the index \d+ and \d+ bytes")
+
+
+def test_messages_with_names_of_a_file_are_short(tmp_path: Path) -> None:
+    path, longest = save_valid(tmp_path / "c"), "model." + "x" * 60_000
+    with changed_metadata(path) as metadata:
+        renamed(metadata, longest)
+    for read in (
+        lambda: checkpoint.load(path, nn.Linear(4, 6)),
+        lambda: export(path, tmp_path / "out.safetensors"),
+    ):
+        with pytest.raises(CheckpointError) as rejected:
+            read()
+        assert len(str(rejected.value)) < 5000
+    report = verify(path)
+    assert not report.is_good
+    assert max(map(len, report.problems)) < 5000
 
 
 def torch_saved(value: Any, **options: Any) -> bytes:

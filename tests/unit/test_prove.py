@@ -217,7 +217,7 @@ def test_flags_of_yaml_files(tmp_path: Path) -> None:
         ("", "prove", "give the flags of the job after --"),
         ("", "prove --script {} -- --bf16", "give the flags of the job after --"),
         ("", "prove -- bf16", "training flags begin with --, got 'bf16'"),
-        ("echo nothing", "prove --script {}", "starts no training with torchrun"),
+        ("echo nothing", "prove --script {}", "starts no training that is a .py file or a module"),
         ("- 1", "prove --yaml {}", "contains no names and values of flags"),
         ("a: [", "prove --yaml {}", "is no YAML file"),
         ("", "prove --json {}/a.json -- --bf16", "a.json cannot be written: its folder does"),

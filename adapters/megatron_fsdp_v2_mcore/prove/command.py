@@ -48,8 +48,8 @@ class _ProveCommand:
             "--script",
             type=Path,
             metavar="FILE",
-            help="a bash script that starts the job; it is executed, with torchrun, python, srun "
-            "and other launchers replaced by a program that records their arguments",
+            help="a bash script that starts the job; it is run, but torchrun, python, srun and all "
+            "other programs that it starts are only recorded",
         )
         parser.add_argument("--yaml", type=Path, metavar="FILE", help="flags as a YAML file")
         parser.add_argument("--ranks", type=arguments.count, metavar="N", help="ranks of the job")

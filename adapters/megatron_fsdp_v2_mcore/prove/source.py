@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shlex
-import stat
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_RECORDER = """#!/bin/sh
-# Records one command of the job's script instead of running it.
-{ printf '%s\\0' "$0" "$@"; printf '\\0'; env -0; printf '\\0'; } >> "$MEGATRON_FSDP_V2_RECORD"
-"""
-_RECORDED = (
-    "torchrun python python3 srun sbatch mpirun mpiexec accelerate deepspeed docker nvidia-smi"
-)
-_VALUES = (
-    "--nproc",
-    "--nnodes",
-    "--node",
-    "--master",
-    "--rdzv",
-    "--max",
-    "--role",
-    "--log",
-    "--tee",
-)
-"""Beginnings of flags of launchers."""
+from megatron_fsdp_v2_mcore.prove import dry_run
+
+_FUNCTIONS = {
+    # A program that this machine lacks is recorded as one that it has: Python is never started.
+    "command_not_found_handle": f'exec -a "$1" {shlex.quote(sys.executable)} "${{@:2}}"',
+    # The script may name processes of another job.
+    "kill": ":",
+}
+"""Functions of bash in the script's environment."""
+_LAUNCHING_MODULES = {
+    *("torch.distributed.run", "torch.distributed.launch", "torch.distributed.elastic.launch"),
+    *("accelerate.commands.launch", "megatron_fsdp_v2_mcore.run"),
+}
+"""Modules whose arguments begin with those of a launcher, or with the path of a program."""
+_TAKE_TEXT = {"pdsh", "sbatch", "ssh"}
+"""Programs whose last argument may be a command line for a shell."""
+_MOST_NESTED = 3
+"""Shells in arguments of launchers in arguments of launchers."""
 _TIMEOUT_S = 60
 
 
@@ -50,73 +50,105 @@ class Source:
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
 
-def read_script(path: Path) -> Source:
-    """Run a shell script with its launchers replaced, and return the flags it starts them with.
+@dataclass(frozen=True)
+class _Command:
+    """A program that was not started.
 
-    Bash expands variables and arrays itself. Whatever else the script does, it does.
+    Attributes:
+        words: Its name and arguments.
+        environment: Its environment.
+    """
+
+    words: Sequence[str]
+    environment: Mapping[str, str]
+
+
+def read_script(path: Path) -> Source:
+    """Run a shell script without the programs that it starts, and return the flags of a training.
+
+    Bash expands variables and arrays itself. `dry_run` says which programs run.
 
     Args:
-        path: A bash script that starts `torchrun` or `python`, also under `srun`.
+        path: A bash script that starts `torchrun` or `python`, also under `srun` and others.
 
     Raises:
-        ValueError: The script starts no training.
+        ValueError: The script starts no training, or this machine does not allow tracing.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        for name in _RECORDED.split():
-            recorder = Path(folder, name)
-            recorder.write_text(_RECORDER)
-            recorder.chmod(recorder.stat().st_mode | stat.S_IXUSR)
-        record = Path(folder, "recorded")
-        record.touch()
-        changed = {"PATH": f"{folder}:{os.environ.get('PATH', '')}"}
-        changed["MEGATRON_FSDP_V2_RECORD"] = str(record)
+    commands, said = _dry_run(["bash", str(path)], os.environ)
+    shells = commands
+    for _ in range(_MOST_NESTED):
+        calls = [(words, each.environment) for each in shells if (words := _shell_in(each.words))]
+        shells = [each for words, variables in calls for each in _dry_run(words, variables)[0]]
+        commands += shells
+    found = [source for each in commands if (source := _training_of(each))]
+    if not found:
+        names = dict.fromkeys(os.path.basename(each.words[0]) for each in commands)
+        ran = f"; it starts {', '.join(itertools.islice(names, 10))}" if names else ""
+        raise ValueError(
+            f"{path} starts no training that is a .py file or a module with flags{ran}: {said}; "
+            "give the flags of the job after --"
+        )
+    return max(found, key=lambda source: len(source.words))
+
+
+def _dry_run(words: Sequence[str], environment: Mapping[str, str]) -> tuple[list[_Command], str]:
+    """Run a shell, and return the programs that it would start and its last line of errors."""
+    functions = {f"BASH_FUNC_{name}%%": f"() {{ {body}; }}" for name, body in _FUNCTIONS.items()}
+    with tempfile.NamedTemporaryFile() as record:
         try:
             done = subprocess.run(
-                ["bash", str(path)],
-                env=os.environ | changed,
+                [sys.executable, "-IS", dry_run.__file__, record.name, *words],
+                env=environment | functions,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
-                text=True,
+                errors="replace",
                 timeout=_TIMEOUT_S,
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise ValueError(f"{path} did not end within {_TIMEOUT_S} s") from None
-        found = _recorded(record.read_bytes().decode())
-    trainings = [source for source in found if len(source.words) > 2]
-    if not trainings:
-        said = done.stderr.strip().splitlines()[-1:] or ["it printed no error"]
-        raise ValueError(
-            f"{path} starts no training with {', '.join(_RECORDED.split()[:4])}: {said[0]}"
-        )
-    return max(trainings, key=lambda source: len(source.words))
+            said = f"it did not end within {_TIMEOUT_S} s"
+        else:
+            if done.returncode == dry_run.CANNOT_TRACE:
+                raise ValueError(
+                    "this machine does not allow to trace processes (ptrace), without which a "
+                    "script might start its job; give the flags of the job after --"
+                )
+            said = next(iter(done.stderr.strip().splitlines()[-1:]), "it printed no error")
+        found = [_Command(*json.loads(line)) for line in record.read().splitlines()]
+        return [command for command in found if command.words], said
 
 
-def _recorded(text: str) -> list[Source]:
-    parts = text.split("\0\0")[:-1]
-    return [
-        _of_command(command.split("\0")[1:], dict(v.split("=", 1) for v in variables.split("\0")))
-        for command, variables in zip(parts[::2], parts[1::2], strict=True)
-    ]
+def _shell_in(words: Sequence[str]) -> list[str]:
+    """Return the call of a shell in the arguments of a launcher; empty if there is none."""
+    for position, word in enumerate(words):
+        if position and os.path.basename(word) in dry_run.SHELLS and words[position + 1 :]:
+            return ["bash", *words[position + 1 :]]
+        if position and word.endswith(".sh") and os.path.isfile(word):
+            return ["bash", *words[position:]]
+    # A launcher that is a script itself comes after its interpreter.
+    takes_text = any(os.path.basename(word) in _TAKE_TEXT for word in words[:2])
+    if takes_text and " " in words[-1]:
+        return ["bash", "-c", words[-1].removeprefix("--wrap=")]
+    return []
 
 
-def _of_command(words: Sequence[str], variables: Mapping[str, str]) -> Source:
-    """Split a launcher's command line at the training script; `bash -c` is split into words."""
-    if len(words) == 1 or "-c" in words[:-1]:
-        words = shlex.split(words[-1])
-    launcher: dict[str, str] = {}
-    position = 0
-    for number, word in enumerate(words):
-        if word.endswith(".py") or words[number - 1 : number] == ["-m"]:
-            position = number + 1
+def _training_of(command: _Command) -> Source | None:
+    """Split a launcher's command line after the training script; None if there is none."""
+    words = command.words
+    for position, (word, flag) in enumerate(itertools.pairwise(words), start=1):
+        is_module = words[position - 2] == "-m" and word not in _LAUNCHING_MODULES
+        if position > 1 and (is_module or word.endswith(".py")) and flag.startswith("--"):
             break
-    for flag, value in itertools.pairwise(words[: position + 1]):
+    else:
+        return None
+    launcher: dict[str, str] = {}
+    for flag, value in itertools.pairwise(words[:position]):
         name, joined, joined_value = flag.partition("=")
         launcher[name.replace("_", "-")] = joined_value if joined else value
-    sizes = [launcher.get(name, "1") for name in ("--nproc-per-node", "--nnodes")]
-    is_known = position and all(size.isdecimal() for size in sizes)
+    sizes = launcher.get("--nproc-per-node", "unknown"), launcher.get("--nnodes", "1")
+    is_known = all(size.isdecimal() for size in sizes)
     num_ranks = int(sizes[0]) * int(sizes[1]) if is_known else None
-    return Source(tuple(words[position:]), num_ranks, variables)
+    return Source(tuple(words[position:]), num_ranks, command.environment)
 
 
 def read_yaml(path: Path) -> Source:

@@ -41,7 +41,7 @@ class MatrixFunction:
         apply: Maps a stack `(count, m, n)` to a stack of the same shape, matrix by matrix.
         flops: Returns the cost of one `m x n` matrix. Only ratios matter.
         block_rows: Rows of each block of an `(m, n)` parameter that is a matrix of its own; None if
-            the parameter is one matrix. Matrices of a 3-D parameter are not divided.
+            the parameter is one matrix. Matrices of a stack are not divided.
     """
 
     apply: Callable[[torch.Tensor], torch.Tensor]
@@ -57,7 +57,7 @@ class MatrixEngine:
     their work.
 
     Args:
-        params: 2-D parameters, or 3-D stacks of matrices.
+        params: 2-D parameters, or stacks `(..., m, n)` of matrices.
         functions: One function per parameter. Matrices of equal shape and function form a batch.
         joins_tensor_parallel: Whether a matrix is the whole weight, joined from tensor-parallel
             parts. Otherwise each part is a matrix.
@@ -65,8 +65,8 @@ class MatrixEngine:
             exchange results. Otherwise every rank does all of it.
 
     Raises:
-        ValueError: A parameter is neither 2-D nor 3-D, or a DTensor that `fully_shard` did not
-            make.
+        ValueError: A parameter has less than two dimensions, or is a DTensor that `fully_shard` did
+            not make.
     """
 
     def __init__(
@@ -267,8 +267,8 @@ def _place(
 ) -> tuple[tuple[Axis, ...], MatrixLayout]:
     """Return the axes of the grid that holds a parameter's matrices, and the layout on it."""
     shape = tuple(param.shape)
-    if len(shape) not in (2, 3):
-        raise ValueError(f"expected a 2-D parameter or a 3-D stack of matrices, got shape {shape}")
+    if len(shape) < 2:
+        raise ValueError(f"expected a 2-D parameter or a stack of matrices, got shape {shape}")
     if not isinstance(param, UnevenDTensor):
         if isinstance(param, DTensor):
             raise ValueError(

@@ -91,7 +91,7 @@ class MatrixLayout:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the parameter: `(m, n)`, or `(count, m, n)` for a stack."""
+        """Shape of the parameter: `(m, n)`, or `(..., m, n)` for a stack."""
         if self.tensor is None:
             return self.part_shape
         return self.tensor.global_shape(self.part_shape)
@@ -105,8 +105,8 @@ class MatrixLayout:
     @property
     def count(self) -> int:
         """Number of matrices of the parameter."""
-        if len(self.shape) == 3:
-            return self.shape[0]
+        if len(self.shape) > 2:
+            return math.prod(self.shape[:-2])
         return self.shape[0] // self.block_rows if self.block_rows else 1
 
     @property
@@ -131,6 +131,7 @@ class MatrixLayout:
             A rectangle and an index of the local tensor.
         """
         start, end = self._rows_of(number)
+        within = self._index_of(number)
         for chunk in self._chunks(coordinate):
             if len(chunk.sizes) == 2:
                 (row, col), (rows, cols) = chunk.offsets, chunk.sizes
@@ -140,10 +141,11 @@ class MatrixLayout:
                     index = slice(local, local + last - first), *chunk.local[1:]
                     yield Rectangle(first - start, col, last - first, cols), index
                 continue
-            (first, row, col), (count, rows, cols) = chunk.offsets, chunk.sizes
-            if first <= number < first + count:
-                local = chunk.local[0].start + number - first
-                yield Rectangle(row, col, rows, cols), (local, *chunk.local[1:])
+            steps = [n - o for n, o in zip(within, chunk.offsets, strict=False)]
+            if all(0 <= step < size for step, size in zip(steps, chunk.sizes, strict=False)):
+                local_index = [s.start + n for s, n in zip(chunk.local, steps, strict=False)]
+                rect = Rectangle(*chunk.offsets[-2:], *chunk.sizes[-2:])
+                yield rect, (*local_index, *chunk.local[-2:])
 
     def ranks_holding_whole(self, number: int) -> list[int]:
         """Return the ranks that hold a whole matrix; empty if it is sharded."""
@@ -151,10 +153,11 @@ class MatrixLayout:
         if self.tensor is not None:
             if len(self.shape) == 2 or self.tensor.dim != 0:
                 return []
-            part, first = self._part_of(number, self.tensor)
+            part, first = self._part_of(self._index_of(number)[0], self.tensor)
             last = first + 1
-        elif len(self.shape) == 3:
-            first, last = number, number + 1
+        elif len(self.shape) > 2:
+            first = self._index_of(number)[0]
+            last = first + 1
         ranges = self.row_shards.row_ranges
         index = bisect.bisect_right(range(len(ranges)), first, key=lambda i: ranges[i][1])
         if index == len(ranges) or ranges[index][1] < last:
@@ -184,16 +187,24 @@ class MatrixLayout:
         first = number * (self.block_rows or 0)
         return first, first + self.matrix_shape[0]
 
-    def _part_of(self, number: int, tensor: TensorShard) -> tuple[int, int]:
-        """Return the tensor-parallel part that contains a matrix, and the index in that part."""
+    def _index_of(self, number: int) -> tuple[int, ...]:
+        """Return the index of a matrix in the leading dimensions of its stack."""
+        index = []
+        for size in reversed(self.shape[:-2]):
+            number, step = divmod(number, size)
+            index.append(step)
+        return tuple(reversed(index))
+
+    def _part_of(self, row: int, tensor: TensorShard) -> tuple[int, int]:
+        """Return the tensor-parallel part that contains a row of a stack, and its index there."""
         first = 0
         for length in tensor.lengths(self.part_shape[0]):
-            within = number - first * tensor.size
+            within = row - first * tensor.size
             if within < length * tensor.size:
                 part, index = divmod(within, length)
                 return part, first + index
             first += length
-        raise AssertionError(f"matrix {number} of a stack of {self.count}")
+        raise AssertionError(f"row {row} of a stack of shape {self.shape}")
 
     def _chunks(self, coordinate: Sequence[int]) -> Iterator[Chunk]:
         index = sum(c * s for c, s in zip(coordinate, self.strides, strict=True))

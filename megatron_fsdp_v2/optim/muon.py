@@ -37,11 +37,13 @@ class Muon(MatrixStep):
     Parameters may be plain tensors or sharded by `fully_shard`, with any strategy, mesh and
     tensor-parallel split, in any mix. Momentum is sharded like the parameter. Every matrix is
     gathered and orthogonalized on one rank, and its rows are sent back, so that every rank does
-    about `1 / ranks` of the work, also for replicated parameters. A 3-D parameter is a stack of
-    matrices, such as those of experts. A parameter without a gradient is skipped.
+    about `1 / ranks` of the work, also for replicated parameters. A parameter of more dimensions is
+    a stack of matrices `(..., m, n)`, such as those of experts: `(experts, m, n)`, or `(experts, 2,
+    m, n)` for fused gates and up projections. A parameter without a gradient is skipped.
 
     AdamW steps groups with `use_muon=False`, so that one optimizer serves a whole model. Use such
-    groups for embeddings, output layers, norms and biases.
+    groups for embeddings, output layers, norms, biases and convolutions, whose weights are no
+    stacks of matrices.
 
     Args:
         params: Parameters, named parameters or groups, as for any optimizer.
@@ -66,9 +68,9 @@ class Muon(MatrixStep):
         adamw_eps: Epsilon of AdamW.
 
     Raises:
-        ValueError: An option is out of range, or a parameter of a Muon group is neither 2-D nor
-            3-D, is a DTensor that `fully_shard` did not make, or has rows that are no multiple of
-            `block_rows`; names it.
+        ValueError: An option is out of range, or a parameter of a Muon group has less than two
+            dimensions, is a DTensor that `fully_shard` did not make, or has rows that are no
+            multiple of `block_rows`; names it.
     """
 
     def __init__(
@@ -279,10 +281,10 @@ def _check_options(group: dict[str, Any]) -> None:
 def _check_parameter(group: dict[str, Any], index: int, param: nn.Parameter) -> None:
     if not group["use_muon"]:
         return
-    if param.ndim not in (2, 3) or param.is_complex():
+    if param.ndim < 2 or param.is_complex():
         kind = "complex" if param.is_complex() else f"{param.ndim}-D"
         raise ValueError(
-            f"{parameter_name(group, index)} is {kind}, and Muon steps real 2-D matrices and 3-D "
+            f"{parameter_name(group, index)} is {kind}, and Muon steps real matrices and "
             "stacks of them; put it into a group with use_muon=False, which AdamW steps"
         )
     if isinstance(param, DTensor) and not isinstance(param, UnevenDTensor):
@@ -291,7 +293,7 @@ def _check_parameter(group: dict[str, Any], index: int, param: nn.Parameter) -> 
             "megatron_fsdp_v2; Muon steps those and plain tensors"
         )
     block_rows = group["block_rows"]
-    if block_rows is not None and (param.ndim == 3 or param.shape[0] % block_rows):
+    if block_rows is not None and (param.ndim > 2 or param.shape[0] % block_rows):
         raise ValueError(
             f"{parameter_name(group, index)} has shape {tuple(param.shape)}, and "
             f"block_rows={block_rows} divides the rows of 2-D parameters, without a remainder; put "

@@ -72,16 +72,17 @@ def broadcast_shards(output: torch.Tensor, shard: torch.Tensor, *, group: dist.P
     return works
 
 
-def broadcast_single(tensor: torch.Tensor, *, group: dist.ProcessGroup) -> None:
-    """Broadcast a tensor of any dtype and strides from the first rank of a group.
+def broadcast_single(tensor: torch.Tensor, *, group: dist.ProcessGroup, source: int = 0) -> None:
+    """Broadcast a tensor of any dtype and strides from one rank of a group.
 
     Args:
         tensor: Tensor of the same shape on all ranks.
         group: Participating ranks.
+        source: Rank in the group that has the values.
     """
     flat = tensor.detach().contiguous()
     sent = flat if flat.dtype in _KNOWN_DTYPES else flat.view(-1).view(torch.uint8)
-    dist.broadcast(sent, group=group, group_src=0)
+    dist.broadcast(sent, group=group, group_src=source)
     if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat)
 

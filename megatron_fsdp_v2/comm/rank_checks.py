@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,8 +18,9 @@ from megatron_fsdp_v2.comm.interface import Axis, naming_failures
 CheckRanks = Literal["never", "once", "always"]
 """How often ranks compare their sharded units and their collectives.
 
-`once`: at the first use, ranks compare units, layouts, options and replicated weights. `always`:
-also before every collective of a unit, ranks compare the unit; for debugging.
+`once`: ranks compare the parameters of a unit when they shard it, and at the first use units,
+layouts, options and replicated weights. `always`: also before every collective of a unit, ranks
+compare the unit; for debugging.
 """
 
 
@@ -45,26 +47,97 @@ def checksum(tensor: torch.Tensor) -> int:
     return int(tensor.detach().view(integers[tensor.element_size()]).sum(dtype=torch.int64))
 
 
+type Entry = tuple[str, object]
+"""One compared item: what it is, as in an error message, and its properties."""
+
+
+def compare_sharding(
+    entries: Sequence[Entry],
+    unset: Sequence[str],
+    names: Sequence[str],
+    axes: Sequence[Axis],
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """Compare what the ranks of a mesh are about to shard. Collective: a few integers per rank.
+
+    Ranks that shard different units, or that use a unit already, take part in the same collectives.
+
+    Args:
+        entries: What must be the same on all ranks.
+        unset: Names of tensors on the meta device, which may differ between ranks.
+        names: Names of all tensors.
+        axes: Axes of the mesh.
+        device: Device that their process groups communicate on.
+
+    Returns:
+        Of each tensor that is on the meta device on some ranks only, which ranks have its values:
+        a tensor of the shape of the mesh.
+
+    Raises:
+        RuntimeError: Ranks differ. Raised on every rank; names the first entry that differs.
+    """
+    if all(axis.size == 1 for axis in axes):
+        return {}
+    what = "comparison of what ranks shard"
+    mine = [_digest(entries), _digest(unset), *[0] * (len(axes) - 1)]
+    flat = _gather(torch.tensor(mine, device=device), axes, what).flatten(0, -2)
+    if bool((flat[:, 0] != flat[0, 0]).any()):
+        raise RuntimeError(_first_difference(entries, axes))
+    if bool((flat[:, 1] == flat[0, 1]).all()):
+        return {}
+    found = _gather_objects((unset, names), axes)
+    partly = dict.fromkeys(name for here, _ in found for name in here)
+    for name in partly:
+        lacking = [rank for rank, (_, there) in enumerate(found) if name not in there]
+        if lacking:
+            raise RuntimeError(
+                f"ranks differ at {name} of {entries[0][0]}: it is on the meta device on some "
+                f"data-parallel ranks and does not exist on rank {lacking[0]}"
+            )
+    sizes = [axis.size for axis in axes]
+    tables = {name: torch.tensor([name not in here for here, _ in found]) for name in partly}
+    return {name: table.view(sizes) for name, table in tables.items() if bool(table.any())}
+
+
+@contextmanager
+def reporting_errors(what: str, axes: Sequence[Axis], device: torch.device) -> Iterator[None]:
+    """Report an error of the context to ranks that call `compare_sharding`. Collective if it fails.
+
+    Args:
+        what: What this rank shards.
+        axes: Axes of the mesh; empty for no report.
+        device: Device that their process groups communicate on.
+    """
+    try:
+        yield
+    except Exception as error:
+        with suppress(RuntimeError):
+            if axes:
+                entry = (f"unit {what!r}", f"the error {str(error)!r}")
+                compare_sharding([entry], (), (), axes, device)
+        raise
+
+
 def compare_units(units: Sequence[UnitRecord], axes: Sequence[Axis], device: torch.device) -> None:
     """Compare the units of one mesh over its ranks. Collective: a few integers per rank.
 
     Raises:
         RuntimeError: Ranks differ. Raised on every rank; names the first unit that differs.
     """
-    text = repr([(record.name, record.options) for record in units])
-    digest = hashlib.sha256(text.encode()).digest()[:8]
+    entries = [(f"unit {unit.name!r}", unit.options) for unit in units]
     sums = [sum(unit.copies[axis] for unit in units) & (2**62 - 1) for axis in range(len(axes))]
-    mine = [int.from_bytes(digest, signed=True), *sums]
+    mine = [_digest(entries), *sums]
     what = "comparison of what ranks sharded, at the first use"
     everyone = _gather(torch.tensor(mine, dtype=torch.int64, device=device), axes, what)
     flat = everyone.flatten(0, -2)
     if bool((flat[:, 0] != flat[0, 0]).any()):
-        raise RuntimeError(_first_difference(units, axes, lambda unit: (unit.name, unit.options)))
+        raise RuntimeError(_first_difference(entries, axes))
     for axis in range(len(axes)):
         column = everyone[..., 1 + axis]
         if bool((column != column.select(axis, 0).unsqueeze(axis)).any()):
+            copies = [(f"unit {unit.name!r}", unit.copies[axis]) for unit in units]
             raise RuntimeError(
-                _first_difference(units, axes, lambda unit, a=axis: (unit.name, unit.copies[a]))
+                _first_difference(copies, axes)
                 + "; copies of one weight must be identical across ranks: seed every rank "
                 "identically before the model is built, or load a checkpoint before the first "
                 "forward"
@@ -108,24 +181,33 @@ def _gather(mine: torch.Tensor, axes: Sequence[Axis], what: str) -> torch.Tensor
     return piece.view(*(axis.size for axis in axes), mine.numel())
 
 
-def _first_difference(records: Sequence[UnitRecord], axes: Sequence[Axis], key: Any) -> str:
-    """Gather all records and describe the first difference. Collective, before raising an error."""
-    value: Any = [key(record) for record in records]
-    lists = [value]
+def _gather_objects(value: Any, axes: Sequence[Axis]) -> list[Any]:
+    """Return the values of all ranks of a mesh. Collective."""
+    values = [value]
     for axis in reversed(axes):
         gathered: list[Any] = [None] * axis.size
-        dist.all_gather_object(gathered, lists, group=axis.group)
-        lists = [item for part in gathered for item in part]
-    first = lists[0]
-    for rank, other in enumerate(lists):
+        dist.all_gather_object(gathered, values, group=axis.group)
+        values = [item for part in gathered for item in part]
+    return values
+
+
+def _digest(value: object) -> int:
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], signed=True)
+
+
+def _first_difference(entries: Sequence[Entry], axes: Sequence[Axis]) -> str:
+    """Gather all entries and describe the first difference. Collective, before raising an error."""
+    first, *others = _gather_objects(list(entries), axes)
+    for rank, other in enumerate(others, 1):
         for mine, theirs in itertools.zip_longest(first, other):
             if mine is None or theirs is None:
                 more, fewer = (rank, 0) if mine is None else (0, rank)
-                what = f"sharded unit {(mine or theirs)[0]!r} as well, rank {fewer} did not"
+                what = f"sharded {(mine or theirs)[0]} as well, rank {fewer} did not"
                 return f"ranks differ: rank {more} {what}"
             if mine != theirs:
+                where = "" if mine[0] == theirs[0] else f"{theirs[0]} with "
                 return (
-                    f"ranks differ at unit {mine[0]!r}: data-parallel rank 0 has {mine[1]}, "
-                    f"rank {rank} has {theirs[0]!r} with {theirs[1]}"
+                    f"ranks differ at {mine[0]}: data-parallel rank 0 has {mine[1]}, "
+                    f"rank {rank} has {where}{theirs[1]}"
                 )
     return "ranks differ"

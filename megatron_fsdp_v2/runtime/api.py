@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TheirPolicy
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2.comm.groups import check_gather_group
+from megatron_fsdp_v2.comm.rank_checks import reporting_errors
 from megatron_fsdp_v2.layout.buffer_layout import Granularity
 from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp_v2.layout.placement import Placement, resolve_placements
@@ -115,8 +116,12 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     and global shapes; build the optimizer from `module.parameters()` afterwards. A parameter tied
     to one of another unit stays tied: it belongs to the unit sharded first and is gathered for
     both. Parameters on the meta device are initialized by `reset_parameters()` of their modules,
-    identically on every rank; that is the only collective here. Parameters of a module without this
-    method get memory but no values until a state dict is loaded.
+    identically on every rank. Parameters of a module without this method get memory but no values
+    until a state dict is loaded. Where only some ranks have values (a program may load a model on
+    rank 0), the other ranks get these values.
+
+    Collective: ranks compare the parameters of the unit before anything else is communicated
+    (unless `check_ranks` is `never`), and values of the meta device are broadcast.
 
     Gradients are `gradient_scaling_factor` times the sum over data-parallel ranks.
 
@@ -127,8 +132,9 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     An error, raised here or by a function passed as an argument, leaves this rank unchanged: the
     module's class, parameters and hooks, the units inside, torch's random number generators. Side
     effects of an initialization outside the parameters, buffers and attributes of its modules
-    remain. Ranks do not notify each other: if only one rank fails, the other ranks finish, or wait
-    for it in the broadcast of meta parameters.
+    remain. A parameter that cannot be sharded, or differs between ranks, is an error on every rank.
+    Ranks do not notify each other of later errors: if only one rank fails, the other ranks finish,
+    or wait for it in the broadcast of meta parameters.
 
     Args:
         module: The unit; its class becomes a subclass of both its own and `FSDPModule`. Or several
@@ -183,7 +189,7 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
         TypeError: An argument does not exist; for an option, the message names its new place.
         ValueError: An argument is invalid, or the module or one of its parameters is sharded
             already.
-        RuntimeError: A unit inside is in use, or memory is exhausted.
+        RuntimeError: Ranks differ, a unit inside is in use, or memory is exhausted.
     """
     offload = _offload_of(offload_policy)
     if options is None or isinstance(options, RuntimeOptions):
@@ -246,18 +252,6 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
 
     device, spec = _device_of(data.mesh), spec_on(data)
     reshards = _reshards_after_forward(reshard_after_forward, spec.grid.axes[-1].size)
-    owned, tied = owned_parameters(modules, ignored_params or frozenset(), device)
-    tied += used_parameters(modules, of_unit.used_params)
-    for parameter in owned:
-        there = data
-        if shard_placement_fn is not None:
-            there = DataMesh.of_parameter(parameter, shard_placement_fn, data)
-            parameter.spec = spec_on(there)
-        parameter.data_axes = there.names
-        if parameter.param not in of_unit.tensor_shards:
-            _check_mesh(parameter, there)
-        _check_offload(parameter, offload)
-        parameter.is_separate = parameter.param in of_unit.separate_params
     inside = [
         (f"{prefix}.{name} ({unit.class_name})".removeprefix("."), unit)
         for prefix, below in with_number_prefixes(modules)
@@ -265,10 +259,31 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     ]
     given = [(class_names(modules), root_options)]
     given += [(name, unit.root_options) for name, unit in inside]
+    merged = merge_options(given)
+    compared_axes = spec.grid.axes if merged.check_ranks != "never" else ()
+    with reporting_errors(class_names(modules), compared_axes, device):
+        owned, tied = owned_parameters(modules, ignored_params or frozenset(), device)
+        tied += used_parameters(modules, of_unit.used_params)
+        for parameter in owned:
+            there = data
+            if shard_placement_fn is not None:
+                there = DataMesh.of_parameter(parameter, shard_placement_fn, data)
+                parameter.spec = spec_on(there)
+            parameter.data_axes = there.names
+            if parameter.param not in of_unit.tensor_shards:
+                _check_mesh(parameter, there)
+            _check_offload(parameter, offload)
+            parameter.is_separate = parameter.param in of_unit.separate_params
+        for _, unit in inside:
+            if unit.is_unsharded or unit.context.backward.is_reducing:
+                raise RuntimeError(
+                    f"unit {unit.name} is gathered or has a reduction under way; call reshard() on "
+                    "it, or wrap its parent before the first step"
+                )
     plan = UnitPlan(
         modules=modules,
         root_options=root_options,
-        options=merge_options(given),
+        options=merged,
         policy=policy,
         spec=spec,
         reshard_after_forward=reshards,
@@ -277,13 +292,8 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
         tied=tied,
         selects_meshes=shard_placement_fn is not None,
         unit_options=of_unit,
+        compared_axes=compared_axes,
     )
-    for _, unit in inside:
-        if unit.is_unsharded or unit.context.backward.is_reducing:
-            raise RuntimeError(
-                f"unit {unit.name} is gathered or has a reduction under way; call reshard() on "
-                "it, or wrap its parent before the first step"
-            )
     make_unit(plan)
     return module
 

@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from megatron_fsdp_v2.comm.backends import communicator_for
+from megatron_fsdp_v2.comm.interface import Axis
+from megatron_fsdp_v2.comm.rank_checks import Entry, compare_sharding, reporting_errors
 from megatron_fsdp_v2.dtensor.row_shards import TensorShard
 from megatron_fsdp_v2.dtensor.sharded_rows import plain_of
 from megatron_fsdp_v2.dtensor.tp_params import tensor_shard_of
@@ -304,6 +306,7 @@ class UnitPlan:
         tied: Parameters of its modules that other units own.
         selects_meshes: Whether parameters may have other meshes than the unit.
         unit_options: Rarely used options of the unit.
+        compared_axes: Axes of the unit's mesh along which ranks compare the unit; empty: no check.
     """
 
     modules: Sequence[nn.Module]
@@ -317,6 +320,7 @@ class UnitPlan:
     tied: Sequence[TiedParameter]
     selects_meshes: bool
     unit_options: UnitOptions
+    compared_axes: Sequence[Axis]
 
     def spec_of(self, parameter: OwnedParameter) -> GroupSpec:
         """Return the properties of the group that a parameter belongs to."""
@@ -342,15 +346,18 @@ def make_unit(plan: UnitPlan) -> None:
         RuntimeError: Memory is exhausted, or a tied parameter is gathered.
     """
     modules, owned, given = plan.modules, plan.owned, plan.unit_options
-    for parameter in owned:
-        if not parameter.param.is_meta or isinstance(parameter.param, DTensor):
-            _describe_tensor_shard(parameter, plan.spec, given.tensor_shards)
-    tied_groups = _tied_groups(plan)
+    axes = plan.spec.grid.axes
+    with reporting_errors(class_names(modules), plan.compared_axes, plan.device):
+        for parameter in owned:
+            if not parameter.param.is_meta or isinstance(parameter.param, DTensor):
+                _describe_tensor_shard(parameter, plan.spec, given.tensor_shards)
+        tied_groups = _tied_groups(plan)
     own = list(own_modules(with_number_prefixes(modules)))
+    holders = _compare_ranks(plan, own) if plan.compared_axes else {}
     with ExitStack() as undo:
         _keep(undo, (part for _, part in own))
         unset_names, unset = materialize(
-            owned, modules, own, plan.device, plan.spec.grid.axes, given.param_init_fn, undo
+            owned, modules, own, plan.device, axes, holders, given.param_init_fn, undo
         )
         for parameter in owned:
             # An initialization may set the tensor-parallel attributes of its parameters.
@@ -394,6 +401,54 @@ def make_unit(plan: UnitPlan) -> None:
         OPTIMIZER_WATCH.add(context)
         REGISTRATIONS.watch()
         undo.pop_all()
+
+
+def _compare_ranks(plan: UnitPlan, own: Sequence[tuple[str, nn.Module]]) -> dict[str, torch.Tensor]:
+    """Compare a unit that is about to be made over its ranks. Collective.
+
+    Args:
+        plan: Validated arguments.
+        own: The unit's own modules with names.
+
+    Returns:
+        Of each parameter and buffer that is on the meta device on some ranks only, which ranks of
+        its mesh have values.
+
+    Raises:
+        RuntimeError: Ranks differ. Raised on every rank; names the first parameter that differs.
+    """
+    unit = f"unit {class_names(plan.modules)!r}"
+    names = ", ".join(parameter.name for parameter in plan.owned)
+    entries: list[Entry] = [(unit, f"the parameters {names or '(none)'}")]
+    for parameter, group, index in plan.tied:
+        entries.append((f"{parameter.name} of {unit}", f"a tie to {group.names[index]}"))
+    specs = {parameter.name: plan.spec_of(parameter) for parameter in plan.owned}
+    for parameter in plan.owned:
+        param, spec = parameter.param, specs[parameter.name]
+        is_trained = "trained" if param.requires_grad else "frozen"
+        properties = f"shape {parameter.shape}, {param.dtype}, {is_trained}, {spec}"
+        entries.append((f"{parameter.name} of {unit}", properties))
+    tensors: dict[DeviceMesh, dict[str, torch.Tensor]] = {plan.spec.mesh: {}}
+    for parameter in plan.owned:
+        there = tensors.setdefault(specs[parameter.name].mesh, {})
+        there[parameter.name] = parameter.param
+    for prefix, module in own:
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None:
+                tensors[plan.spec.mesh][f"{prefix}.{attribute}".removeprefix(".")] = buffer
+    grids = {spec.mesh: spec.grid for spec in (plan.spec, *specs.values())}
+    holders: dict[str, torch.Tensor] = {}
+    for mesh, named in tensors.items():
+        unset = [name for name, tensor in named.items() if tensor.is_meta]
+        axes = grids[mesh].axes
+        holders |= compare_sharding(entries, unset, list(named), axes, plan.device)
+    for name in holders:
+        if name in specs and specs[name].format_type is not DenseFormat:
+            raise RuntimeError(
+                f"{name} of {unit} is quantized, and on the meta device on some data-parallel "
+                "ranks only; build it on the meta device on all ranks or on none"
+            )
+    return holders
 
 
 def _leave_in_place() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ def materialize(
     modules: Iterable[tuple[str, nn.Module]],
     device: torch.device,
     axes: Sequence[Axis],
+    holders: Mapping[str, torch.Tensor],
     param_init_fn: Callable[[nn.Module], None] | None,
     undo: ExitStack,
 ) -> tuple[set[str], list[UnsetTensor]]:
@@ -51,6 +52,10 @@ def materialize(
     first rank broadcasts its values, so that every rank shards the same full parameters, however
     ranks are seeded. Memory: the full parameters of this unit, until the caller has sharded them.
 
+    A tensor that some ranks have values of (as where only rank 0 loads a model) is not initialized:
+    the first of these ranks broadcasts its values, parameters to all ranks and buffers to those on
+    the meta device.
+
     Args:
         owned: Parameters of the unit; meta parameters are replaced by allocated ones, with the same
             ties.
@@ -58,6 +63,8 @@ def materialize(
         modules: The unit's own modules with names.
         device: Device to allocate on.
         axes: Axes of the unit's data-parallel mesh.
+        holders: Of each tensor that is on the meta device on some ranks only, which ranks of its
+            mesh have values.
         param_init_fn: Called with the module instead of `reset_parameters()`.
         undo: Restores generator states and the other tensors of the initialized modules. The caller
             restores registered parameters and buffers.
@@ -70,48 +77,61 @@ def materialize(
         ValueError: A module replaced a parameter by one of another shape, or on the meta device.
     """
     fresh = [parameter for parameter in owned if parameter.param.is_meta]
-    holders = {id(module) for parameter in fresh for module, _ in parameter.sites}
-    empty_buffers: list[tuple[str, nn.Module, str]] = []
+    shared = [p for p in owned if p.param.is_meta or p.name in holders]
+    # Modules to initialize.
+    waiting = {id(m) for p in fresh if p.name not in holders for m, _ in p.sites}
+    made: set[int] = set()
+    buffers: list[UnsetTensor] = []
+    held_buffers: set[str] = set()
     for name, module in modules:
         for attribute, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[attribute] = _mark_unset(torch.empty_like(buffer, device=device))
-                label = f"{name}.{attribute}" if name else attribute
-                empty_buffers.append((label, module, attribute))
-                holders.add(id(module))
+            label = f"{name}.{attribute}" if name else attribute
+            if buffer is None or not (buffer.is_meta or label in holders):
+                continue
+            look_up = functools.partial(_buffer_of, weakref.ref(module), attribute)
+            buffers.append((label, look_up))
+            if buffer.is_meta:
+                empty = module._buffers[attribute] = torch.empty_like(buffer, device=device)
+                made.add(id(_mark_unset(empty)))
+                if label not in holders:
+                    waiting.add(id(module))
+            else:
+                held_buffers.add(label)
     for parameter in fresh:
         _materialize_parameter(parameter, device)
-    made = {id(parameter.param) for parameter in fresh}
-    made |= {id(module._buffers[attribute]) for _, module, attribute in empty_buffers}
+        made.add(id(parameter.param))
 
-    if holders:
+    if waiting:
         with _initial_values(device, roots[0], undo):
             for module in itertools.chain.from_iterable(map(_children_first, roots)):
                 # A module that several modules register is visited for each of them.
-                if id(module) in holders:
-                    holders.remove(id(module))
+                if id(module) in waiting:
+                    waiting.remove(id(module))
                     _initialize(module, param_init_fn, made, undo)
     for parameter in fresh:
         _copy_from_replacement(parameter)
-        if parameter.dtensor is not None:
+        if parameter.dtensor is not None and parameter.name not in holders:
             spec, data_axes = parameter.dtensor
             for number, placement in enumerate(spec.placements):
                 if placement.is_replicate() and number not in data_axes:
                     _share(plain_of(parameter.param).detach(), spec.mesh.get_group(number))
-    tensors = [(_values(p), axes if p.spec is None else p.spec.grid.axes) for p in fresh]
-    buffers = [
-        (label, functools.partial(_buffer_of, weakref.ref(module), attribute))
-        for label, module, attribute in empty_buffers
-    ]
-    tensors += [(buffer, axes) for _, look_up in buffers if (buffer := look_up()) is not None]
-    for tensor, among in tensors:
-        # Along one axis after the other.
-        for axis in among:
-            if axis.size > 1:
-                _share(tensor, axis.group)
+    tensors: list[tuple[str, torch.Tensor, Sequence[Axis]]] = []
+    for parameter in shared:
+        if parameter.meta_original is None:
+            # A copy, since the program may hold the original.
+            parameter.values = _values(parameter).to(device, copy=True)
+        among = axes if parameter.spec is None else parameter.spec.grid.axes
+        tensors.append((parameter.name, _values(parameter), among))
+    for label, look_up in buffers:
+        if (found := look_up()) is not None:
+            tensor = found.to(device, copy=True) if label in held_buffers else found
+            tensors.append((label, tensor, axes))
+    for name, tensor, among in tensors:
+        _share_along(tensor, among, holders.get(name))
     # Checked after the broadcast, so that all ranks find the same tensors.
-    unset = {p.name for p in fresh if _is_unset(_values(p))}
-    return unset, [(label, look_up) for label, look_up in buffers if _is_unset(look_up())]
+    unset = {p.name for p in fresh if p.name not in holders and _is_unset(_values(p))}
+    initialized = [(label, look_up) for label, look_up in buffers if label not in holders]
+    return unset, [(label, look_up) for label, look_up in initialized if _is_unset(look_up())]
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,10 +269,30 @@ def _initialize(
             reset()
 
 
-def _share(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Broadcast a tensor from the first rank of a group."""
+def _share_along(tensor: torch.Tensor, axes: Sequence[Axis], holders: torch.Tensor | None) -> None:
+    """Broadcast a tensor along one axis of a mesh after the other, from the first rank with values.
+
+    Args:
+        tensor: This rank's tensor.
+        axes: Axes of the mesh, outermost first.
+        holders: Which ranks have values, of the shape of the mesh; None: all.
+    """
+    for number, axis in enumerate(axes):
+        source = 0
+        if holders is not None:
+            along = holders[*(slice(None) if a is axis else a.rank for a in axes)].tolist()
+            holders = holders.any(number, keepdim=True).expand_as(holders)
+            if True not in along:
+                continue
+            source = along.index(True)
+        if axis.size > 1:
+            _share(tensor, axis.group, source)
+
+
+def _share(tensor: torch.Tensor, group: dist.ProcessGroup, source: int = 0) -> None:
+    """Broadcast a tensor from a rank of a group, the first one by default."""
     with naming_failures("broadcast of initial values", group):
-        broadcast_single(tensor, group=group)
+        broadcast_single(tensor, group=group, source=source)
 
 
 # -- tensors without values -------------------------------------------------------------------

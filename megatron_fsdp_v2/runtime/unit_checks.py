@@ -253,7 +253,7 @@ def _record(unit: Unit, groups: Sequence[ParameterGroup]) -> UnitRecord:
             replicated = placements.main_weight is Placement.REPLICATE
             if replicated and group.axes[axis].size > 1:
                 copies[axis] += checksum(group.main_weight.tensor)
-    return UnitRecord(unit.fqn, " ".join(options), tuple(copies))
+    return UnitRecord(unit.name, " ".join(options), tuple(copies))
 
 
 def compare_unit(context: Context, unit: Unit, action: str, *, along_all: bool = False) -> None:

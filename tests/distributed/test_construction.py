@@ -257,6 +257,25 @@ def test_buffers_of_any_dtype_are_broadcast_from_rank_0(answers_as_nccl: bool) -
     assert values == {str(dtype): {1 + 0j} for dtype in TABLE_DTYPES}
 
 
+@on_ranks(3)
+def test_values_come_from_the_first_rank_that_is_not_on_the_meta_device() -> None:
+    rank = dist.get_rank()
+    with contextlib.nullcontext() if rank else torch.device("meta"):
+        torch.manual_seed(rank)
+        module: Any = nn.Sequential(Bare(), nn.BatchNorm1d(1))
+    if rank:
+        module[0].table.add_(rank)
+    before = [tensor.clone() for tensor in module.state_dict().values()]
+    originals = list(module.state_dict().values())
+    wrap(module, [module[0]])
+    torch.manual_seed(1)
+    expected = nn.Sequential(Bare(), nn.BatchNorm1d(1))
+    expected[0].table.add_(1)
+    assert weight_error(module, expected) == 0.0
+    assert module[0].table.tolist() == [i + max(rank, 1) for i in range(5)]
+    assert rank == 0 or all(map(torch.equal, before, originals))
+
+
 def _drawn() -> nn.Module:
     """A model in which one module has two parents."""
     torch.manual_seed(7)

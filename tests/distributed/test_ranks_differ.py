@@ -33,21 +33,84 @@ from tests.reference.failing import PlannedFailure, fail
 from tests.reference.models import Formula, Skipping, Stack
 
 
+def _frozen(block: Any) -> None:
+    block.up.weight.requires_grad_(False)
+
+
+def _renamed(block: Any) -> None:
+    block.norm2 = block.norm
+    del block.norm
+
+
+def _wider(block: Any) -> None:
+    block.up.weight = nn.Parameter(torch.ones(2, 2))
+
+
+def _scalar(block: Any) -> None:
+    block.up.weight = nn.Parameter(torch.ones(()))
+
+
+def _tied(block: Any) -> None:
+    block.up.bias = block.down.bias
+
+
+def _with_buffer(block: Any) -> None:
+    block.register_buffer("table", torch.ones(2, device="meta"))
+
+
+DIFFERENCES: dict[str, tuple[Callable[[Any], None], list[str]]] = {
+    "requires_grad": (
+        _frozen,
+        ["up.weight of unit 'Block'", "rank 1 has shape (15, 7), torch.f", "frozen"],
+    ),
+    "names": (_renamed, ["unit 'Block'", "norm2.weight"]),
+    "shape": (_wider, ["up.weight of unit 'Block'", "rank 1 has shape (2, 2)"]),
+    "a scalar": (_scalar, ["unit 'Block'", "up.weight is 0-dim"]),
+    "ties": (_tied, ["unit 'Block'", "rank 1 has the parameters"]),
+    "buffers": (_with_buffer, ["table of unit 'Block'", "does not exist on rank 0"]),
+}
+
+
+@on_ranks(2, difference=list(DIFFERENCES), on_meta=[False, True])
+def test_ranks_that_shard_different_parameters_raise_before_they_communicate(
+    difference: str, on_meta: bool
+) -> None:
+    change, texts = DIFFERENCES[difference]
+    with torch.device("meta") if on_meta else nullcontext():
+        model = Stack()
+        if dist.get_rank() == 1:
+            change(model.blocks[1])
+    text = error_message(Exception, lambda: wrap(model))
+    # The group is usable: no rank waits for another one.
+    dist.barrier()
+    if difference == "a scalar" and dist.get_rank() == 1:
+        assert text.startswith("parameter up.weight is 0-dim")
+    else:
+        assert text.startswith("ranks differ at ")
+        assert all(one in text for one in texts)
+
+
 @on_ranks(2)
-def test_different_sharding_across_ranks_raises_at_the_first_use() -> None:
+def test_different_units_and_weights_across_ranks_raise() -> None:
     rank, model = dist.get_rank(), Stack()
 
     def error_at_first_use(model: Any) -> str:
         return error_message(RuntimeError, lambda: model(torch.ones(2, 5)))
 
-    fewer = error_at_first_use(wrap(model, list(model.blocks)[: 2 + rank]))
-    options = error_at_first_use(wrap(Stack(), shard_granularity="row" if rank else "tensor"))
+    fewer = error_message(RuntimeError, lambda: wrap(model, list(model.blocks)[: 2 + rank]))
+    # Rank 1 shards another unit while rank 0 uses the model.
+    used, another = wrap(Stack()), nn.Linear(2, 2)
+    late = error_message(RuntimeError, lambda: wrap(another) if rank else used(torch.ones(2, 5)))
+    options = error_message(
+        RuntimeError, lambda: wrap(Stack(), shard_granularity="row" if rank else "tensor")
+    )
     torch.manual_seed(rank)
     weights = error_at_first_use(wrap(Stack(), sharding_strategy="no_shard"))
     torch.manual_seed(rank)
     never = error_at_first_use(wrap(Stack(), sharding_strategy="no_shard", check_ranks="never"))
-    assert "ranks differ" in fewer and "blocks.2" in fewer
-    assert "ranks differ at unit" in options
+    assert "ranks differ at unit 'Stack'" in fewer and "rank 1 has unit 'Block'" in fewer
+    assert "ranks differ at unit 'the root (Stack)'" in late and "rank 1 has unit 'Linear'" in late
+    assert "ranks differ at norm.weight of unit 'Block'" in options
     assert "copies of one weight must be identical across ranks" in weights
     assert "ranks differ at unit" in weights
     assert never == "no error"

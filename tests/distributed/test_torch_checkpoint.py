@@ -8,6 +8,7 @@ import math
 import os
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.fsdp import fully_shard as their_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,6 +50,7 @@ from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     MESHES,
     STRATEGIES,
+    batch,
     error_message,
     fill,
     mesh_of,
@@ -427,6 +430,28 @@ def test_full_weights_are_gathered_and_broadcast_from_rank_0(build: Any) -> None
     set_model_state_dict(fresh, given, options=from_rank_0)
     assert are_equal
     assert weight_error(fresh, plain) == 0.0
+
+
+@on_ranks("mesh", mesh=["2", "HSDP 2x2"])
+def test_rank_0_loads_a_model_that_is_on_the_meta_device_elsewhere(mesh: str) -> None:
+    found = []
+    for shard in (their_fully_shard, fully_shard):
+        torch.manual_seed(0)
+        with nullcontext() if dist.get_rank() == 0 else torch.device("meta"):
+            model: Any = nn.Sequential(Stack(2), nn.BatchNorm1d(3))
+        given = model.state_dict() if dist.get_rank() == 0 else {}
+        for unit in (*model[0].blocks, model):
+            shard(unit, mesh=mesh_of(*MESHES[mesh][0]))
+        model = model.to("cpu") if dist.get_rank() == 0 else model.to_empty(device="cpu")
+        from_rank_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, given, options=from_rank_0)
+        optimizer = optim.AdamW(model.parameters(), lr=0.1)
+        for step in range(3):
+            model(batch(dist.get_rank(), step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([whole(tensor) for tensor in model.state_dict().values()])
+    assert all(map(torch.equal, *found))
 
 
 @on_ranks(3, timeout_s=20)

@@ -118,7 +118,12 @@ class Collective(NamedTuple):
         """Return the error to raise for an error of the process group."""
         kind = self.kind.value.replace("_", "-")
         what = f"{kind} of {self.name}" if self.name else kind
-        return collective_error(what, self.axis.group, error)
+        failed = collective_error(what, self.axis.group, error)
+        return RuntimeError(
+            f"{failed}. If ranks ran different units, or units in another order (gloo then aborts "
+            "one of them with 'collective mismatch'), fully_shard(..., "
+            "options=RuntimeOptions(check_ranks='always')) names the unit and the ranks"
+        )
 
     def run_on_one_rank(self) -> None:
         """Run the collective locally, for an axis of one rank."""

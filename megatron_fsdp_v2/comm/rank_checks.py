@@ -18,9 +18,9 @@ from megatron_fsdp_v2.comm.interface import Axis, naming_failures
 CheckRanks = Literal["never", "once", "always"]
 """How often ranks compare their sharded units and their collectives.
 
-`once`: ranks compare the parameters of a unit when they shard it, and at the first use units,
-layouts, options and replicated weights. `always`: also before every collective of a unit, ranks
-compare the unit; for debugging.
+`once`: ranks compare the parameters of a unit when they shard it; at the first use units, layouts,
+options and replicated weights; and at ZeRO-3 the unit before each collective, until the first
+backward ends. `always`: the unit before every collective; for debugging.
 """
 
 

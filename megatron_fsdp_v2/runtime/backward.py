@@ -333,7 +333,7 @@ class Backward:
             if due:
                 # Buffers that accumulate micro-batches were allocated before.
                 self.make_room()
-                if context.options.check_ranks == "always":
+                if context.compares_collectives:
                     has_outer = synchronize and any(grads.reduces_partial for grads in due)
                     along_all = has_outer and not context.ranks_may_differ
                     compare_unit(context, unit, "reduce", along_all=along_all)

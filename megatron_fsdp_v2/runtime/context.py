@@ -28,6 +28,14 @@ if TYPE_CHECKING:
     from megatron_fsdp_v2.runtime.unit import Unit
 
 
+NUM_COMPARED = {True: 16, False: 1}
+"""In how many first passes ranks compare their collectives, with gradients and without.
+
+Those with gradients end with the first backward. A pipeline runs several forwards before it; a
+program that runs no backward should not compare for ever.
+"""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _NestedPass:
     """A pass nested in a backward, and what the context holds again at its end.
@@ -65,6 +73,7 @@ class Context:
         has_formats: Whether the weight format of any group communicates.
         device: Device of the units' buffers.
         is_captured: Whether the latest pass is captured in a CUDA graph.
+        is_early: Whether the latest pass is one of the first, whose collectives ranks compare.
         has_graph: Whether a pass or a step was captured: replays change weights and run no hook.
     """
 
@@ -87,6 +96,8 @@ class Context:
         self.has_formats = False
         self.device: torch.device | None = None
         self.is_captured = False
+        self.is_early = False
+        self._num_to_compare = dict(NUM_COMPARED)
         self.has_graph = False
         self._pass_unit: Callable[[], Unit | None] = lambda: None
         self._nested: _NestedPass | None = None
@@ -154,6 +165,17 @@ class Context:
         if any(group.spec.offload is not None for group in self.groups()):
             self.communicator.synchronize()
 
+    @property
+    def compares_collectives(self) -> bool:
+        """Whether ranks compare the next collective of a unit before they issue it.
+
+        Ranks that run different units at ZeRO-3 would gather parts of different weights, without an
+        error if these have one size. Most programs that do so do it from the first step on.
+        """
+        if self.options.check_ranks == "once":
+            return self.is_early and not (self.ranks_may_differ or self.is_captured)
+        return self.options.check_ranks == "always"
+
     # -- forwards -----------------------------------------------------------------------------
 
     @property
@@ -199,6 +221,8 @@ class Context:
         self._pass_unit = weakref.ref(unit)
         self.communicator.begin_pass()
         self.pass_has_grad = has_grad
+        self.is_early = self._num_to_compare[has_grad] > 0
+        self._num_to_compare[has_grad] -= 1
         kind = "forward" if has_grad else "evaluation"
         name = kind if unit.is_root else f"{kind} of {unit.fqn}"
         self.allocator.begin_pass(name, no_pending_backward=self._no_pending_backward())
@@ -279,6 +303,8 @@ class Context:
         Args:
             name: Kind of the pass, for reports; empty for an evaluation.
         """
+        if name:
+            self.is_early, self._num_to_compare[True] = False, 0
         self.allocator.end_pass(name, no_pending_backward=self._no_pending_backward())
 
     def _no_pending_backward(self) -> bool:

@@ -33,9 +33,10 @@ class RuntimeOptions:
             1. With 1, the next unit's first gradient waits for the reduction under way.
         enable_trace_pool: Place temporary buffers at planned addresses in one block of memory
             (`TracePoolAllocator`).
-        check_ranks: `once`: ranks compare the parameters of a unit when they shard it, and at the
-            first use their units, and check that replicated weights are equal (a few integers over
-            the mesh each time). `always`: also before every gather and reduction, so that a
+        check_ranks: `once`: ranks compare the parameters of a unit when they shard it; at the first
+            use their units, and check that replicated weights are equal; and at ZeRO-3, until the
+            first backward ends, the unit before each gather and reduction (a few integers over the
+            mesh each time). `always`: before every gather and reduction of a training, so that a
             mismatch raises an error that names the unit instead of hanging. `never`: no checks.
 
     Raises:

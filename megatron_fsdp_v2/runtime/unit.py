@@ -255,7 +255,7 @@ class Unit:
         with self.observed_phase("unshard"):
             if not context.is_checked:
                 check_units(context)
-            if context.options.check_ranks == "always" and not self.needs_no_collective:
+            if context.compares_collectives and not self.needs_no_collective:
                 version = context.weight_version
                 refreshes = context.refreshes and any(
                     not group.is_refreshed_locally and group.is_stale(version) for group in groups

@@ -147,6 +147,47 @@ def test_a_unit_skipped_on_one_rank_of_the_outermost_axis_is_named(mesh: str) ->
         assert text.startswith(f"{does[rank]} (Block) where {does[1 - rank]}")
 
 
+class Apart(Stack):
+    """A stack whose ranks return the outputs of different blocks, or run different blocks."""
+
+    is_run_apart = False
+
+    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = self.blocks[dist.get_rank()]
+        return chosen(x) if self.is_run_apart else [block(x) for block in self.blocks][chosen.index]
+
+
+@on_ranks(2, is_run_apart=[True, False])
+def test_other_units_in_the_first_step_are_named_on_both_ranks(is_run_apart: bool) -> None:
+    """The blocks have one size, so that a gather of both would mix their weights."""
+    rank, model = dist.get_rank(), Apart(2)
+    for index, block in enumerate(model.blocks):
+        block.index = index
+    wrap(model)
+    with torch.no_grad():
+        model(torch.ones(2, 5))
+    model.is_run_apart = is_run_apart
+    text = error_message(RuntimeError, lambda: model(torch.ones(2, 5)).sum().backward())
+    # In the backward, both blocks are gathered ahead.
+    action = "gather" if is_run_apart else "reduce"
+    does = [f"rank {r} is about to {action} blocks.{r} (Block)" for r in range(2)]
+    assert text.startswith(f"{does[rank]} where {does[1 - rank]}")
+
+
+@on_ranks(2)
+def test_ranks_compare_their_collectives_in_the_first_step_only() -> None:
+    counts: dict[str, list[int]] = {"never": [], "once": []}
+    for check, found in counts.items():
+        model = wrap(Stack(1), check_ranks=check)
+        for _ in range(2):
+            with torch.profiler.profile() as profile:
+                model(torch.ones(2, 5)).sum().backward()
+            names = [event.name for event in profile.events()]
+            found.append(sum("gather" in name and "gloo" in name for name in names))
+    assert counts["once"][0] > counts["never"][0]
+    assert counts["once"][1] == counts["never"][1]
+
+
 @on_ranks(2, strategy=["no_shard", "optim_grads"], as_nccl=[False, True])
 def test_only_a_unit_skipped_on_all_ranks_has_no_gradient(strategy: str, as_nccl: bool) -> None:
     policy = MixedPrecisionPolicy(
@@ -440,6 +481,7 @@ def test_unresponsive_rank_raises_an_error_that_names_unit_and_collective(
     message, _ = pools(2).run(_error_without_rank_1, strategy, in_backward=in_backward)
     assert message.startswith(f"{collective} failed on rank 0: rank 1 did not take part within 1.5")
     assert "The first error in the logs of rank 1 is the cause" in message
+    assert "RuntimeOptions(check_ranks='always')) names the unit" in message
 
 
 @on_ranks(2)

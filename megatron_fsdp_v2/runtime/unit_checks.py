@@ -21,6 +21,7 @@ from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.params.autograd import tensors_within
 from megatron_fsdp_v2.params.group import ParameterGroup, one_per_mesh
+from megatron_fsdp_v2.params.parameters import groups_of
 from megatron_fsdp_v2.runtime.materialize import check_has_values
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def note_ignored(module: nn.Module) -> None:
 
 
 def check_owned(context: Context, roots: Iterable[nn.Module]) -> None:
-    """Check that no trained parameter was registered after sharding, which no unit would reduce.
+    """Check that no trained parameter was registered after sharding that no unit would reduce.
 
     Raises:
         RuntimeError: There is one.
@@ -152,17 +153,31 @@ def check_owned(context: Context, roots: Iterable[nn.Module]) -> None:
                 or (id(module), attribute) in sites
                 or attribute in known
                 or not getattr(param, "requires_gradient_reduction", True)
+                or _is_owned_there(param, module, attribute)
             ):
                 continue
             if param.requires_grad:
                 raise RuntimeError(
                     f"parameter {name}.{attribute} was registered after fully_shard, so no unit "
-                    "shards it or reduces its gradient. Register it before fully_shard, freeze it, "
-                    "or, to reduce its gradient yourself, set its attribute "
-                    "requires_gradient_reduction to False"
+                    "shards it or reduces its gradient. Call fully_shard on its module too, "
+                    "register it before fully_shard, freeze it, or, to reduce its gradient "
+                    "yourself, set its attribute requires_gradient_reduction to False"
                 )
             # It may be trained later, which is no registration.
             context.num_registrations = 0
+
+
+def _is_owned_there(param: torch.Tensor, module: nn.Module, attribute: str) -> bool:
+    """Return whether a unit of another root owns a parameter of this module.
+
+    Such a unit, sharded by itself and put in the place of another one, gathers and reduces its
+    parameters as a root of its own.
+    """
+    return any(
+        param is known and (module, attribute) in set(group.parameters.sites())
+        for group in groups_of(module)
+        for known in (*group.sharded_params, *group.unsharded_params)
+    )
 
 
 def check_units(context: Context) -> None:

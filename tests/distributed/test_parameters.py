@@ -35,7 +35,7 @@ from tests.distributed.wrapping import (
     whole,
     wrap,
 )
-from tests.reference.models import INPUT, Checkpointed, Stack, UsedTwice
+from tests.reference.models import INPUT, WIDTH, Checkpointed, Stack, UsedTwice
 
 
 class Marker:
@@ -498,3 +498,20 @@ def test_parameters_added_after_sharding_may_be_frozen_or_reduced_by_the_program
         own_loss(model)
     text = error_message(RuntimeError, lambda: own_loss(model))
     assert "parameter extra.weight was registered after fully_shard" in text
+
+
+@on_ranks(2, strategy=STRATEGIES, was_unit=[False, True])
+def test_a_module_sharded_by_itself_in_the_place_of_another_trains(
+    strategy: str, was_unit: bool
+) -> None:
+    options: Any = {"sharding_strategy": strategy}
+    units = (lambda model: [*model.blocks, model.output]) if was_unit else None
+    plain, model = pair(units=units, **options)
+    backward_both(plain, model)
+    for each in (plain, model):
+        torch.manual_seed(1)
+        each.output = nn.Linear(WIDTH, 3)
+    wrap(model.output, [], **options)
+    optimizers = tuple(AdamW(each.parameters(), lr=0.1) for each in (plain, model))
+    train_both(plain, model, optimizers, range(3))
+    assert weight_error(model, plain) < 1e-5

@@ -456,6 +456,24 @@ def plain_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def sharded_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """Return `param.grad` of a sharded parameter; a DTensor of any placement is converted.
+
+    Raises:
+        RuntimeError: A plain tensor was assigned to it.
+    """
+    grad = param.grad
+    if grad is None or isinstance(grad, DTensor):
+        return grad
+    label = param.row_shards.label if isinstance(param, ShardedRows) else None
+    raise RuntimeError(
+        f"p.grad of {label or 'a sharded parameter'} was assigned a plain tensor of shape "
+        f"{tuple(grad.shape)}, and the gradient of a sharded parameter is sharded. Write a whole "
+        "gradient, equal on all ranks, with p.grad = torch.zeros_like(p); p.grad.copy_(whole), or "
+        "this rank's rows with p.grad.to_local().copy_(rows)"
+    )
+
+
 def rows_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor, sharded or not, sharing memory."""
     return local_of(tensor) if isinstance(tensor, ShardedRows) else tensor.detach()

@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_v2.comm.interface import DONE, Work
 from megatron_fsdp_v2.dtensor.sharded_rows import (
@@ -26,6 +25,7 @@ from megatron_fsdp_v2.dtensor.sharded_rows import (
     rows_like,
     rows_of,
     set_raw_grad,
+    sharded_grad,
 )
 from megatron_fsdp_v2.dtensor.tp_params import part_of_gradient, summed_gradient
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
@@ -597,14 +597,10 @@ class GroupGrads:
         """Return every `param.grad`."""
         with plain_attributes():
             grads = [raw_grad(param) for param in self._params]
-        if DTensor not in map(type, grads):
+        if {UnevenDTensor, type(None)}.issuperset(map(type, grads)):
             return grads
-        # A plain DTensor without row ranges comes from a loss of the sharded parameter itself;
-        # `param.grad` converts it.
-        return [
-            param.grad if type(grad) is DTensor else grad
-            for param, grad in zip(self._params, grads, strict=True)
-        ]
+        # A plain DTensor without row ranges comes from a loss of the sharded parameter itself.
+        return [sharded_grad(param) for param in self._params]
 
     def param_grads_and_main(
         self,

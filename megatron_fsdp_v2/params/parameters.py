@@ -24,9 +24,11 @@ from megatron_fsdp_v2.dtensor.sharded_rows import (
     local_of,
     plain_attributes,
     plain_of,
+    raw_grad,
     raw_hooks,
     raw_requires_grad,
     raw_version,
+    sharded_grad,
 )
 from megatron_fsdp_v2.dtensor.tp_params import ComputePlacement, from_part
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
@@ -323,12 +325,18 @@ class GroupParameters:
                 if rejection:
                     raise RuntimeError(rejection)
 
-    def check_no_late_gradient(self) -> None:
-        """Check that no gradient was assigned outside autograd, which would not be reduced.
+    def check_gradients(self) -> None:
+        """Check gradients that the program assigned.
 
         Raises:
-            RuntimeError: A gradient was assigned to a gathered weight.
+            RuntimeError: A gradient was assigned to a gathered weight, where it would not be
+                reduced; or a plain tensor is the gradient of a sharded parameter.
         """
+        with plain_attributes():
+            kinds = set(map(type, map(raw_grad, self.sharded)))
+        if not kinds <= {UnevenDTensor, type(None)}:
+            for param in self.sharded:
+                sharded_grad(param)
         for index, param in enumerate(self.gathered):
             if param.grad is not None:
                 raise RuntimeError(

@@ -98,7 +98,7 @@ class OptimizerWatch:
                 check_capture(context)
                 context.begin_capture()
             for group in context.groups():
-                group.parameters.check_no_late_gradient()
+                group.parameters.check_gradients()
             # A forward with gradients, whose backward would wait, may have no backward.
             context.wait_for_host_memory()
         if _initializes_state(optimizer, contexts):

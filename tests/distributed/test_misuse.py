@@ -302,6 +302,12 @@ def _adds_parameters_late() -> None:
     loss_of(model, 0)
 
 
+def _with_plain_gradient(act: Callable[[Any], Any]) -> None:
+    model = wrap(Stack())
+    model.output.weight.grad = torch.ones(3, 7)
+    act(model)
+
+
 def _changes_a_leaf() -> None:
     model = wrap(Formula(lambda m, x: m.layer(x.relu_()), layer=nn.Linear(4, 4)))
     model(torch.ones(2, 4, requires_grad=True))
@@ -402,6 +408,12 @@ RUNTIME: dict[str, Callable[[], Any]] = {
     "for layer.weight of Formula/0 as it was before fully_shard": _computes_with_an_original,
     "square reads output.weight of Stack/0, whose gathered memory": _reads_freed_weight,
     "parameter blocks.0.adapter.weight was registered after fully_shard": _adds_parameters_late,
+    "p.grad of output.weight of Stack/0 was assigned a plain tensor": lambda: _with_plain_gradient(
+        lambda model: torch.optim.AdamW(model.parameters()).step()
+    ),
+    "a plain tensor of shape (3, 7), and the gradient": lambda: _with_plain_gradient(
+        lambda model: loss_of(model, 0).backward()
+    ),
     "a leaf Variable that requires grad": _changes_a_leaf,
     "cannot be deep-copied": lambda: copy.deepcopy(_linear()),
     "cannot be pickled": lambda: pickle.dumps(_linear()),

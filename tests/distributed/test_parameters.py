@@ -515,3 +515,17 @@ def test_a_module_sharded_by_itself_in_the_place_of_another_trains(
     optimizers = tuple(AdamW(each.parameters(), lr=0.1) for each in (plain, model))
     train_both(plain, model, optimizers, range(3))
     assert weight_error(model, plain) < 1e-5
+
+
+@on_ranks(2, strategy=["no_shard", "optim_grads_params"])
+def test_gradients_written_by_the_program_are_stepped(strategy: str) -> None:
+    model = wrap(Stack(), sharding_strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    first, second = model.output.weight, model.output.bias
+    before = [whole(first), whole(second)]
+    first.grad, second.grad = torch.zeros_like(first), torch.zeros_like(second)
+    first.grad.copy_(values := torch.arange(21.0).view(3, 7))
+    second.grad.to_local().fill_(2.0)
+    optimizer.step()
+    assert torch.equal(whole(first), before[0] - values)
+    assert torch.equal(whole(second), before[1] - 2.0)

@@ -27,7 +27,13 @@ from megatron_fsdp_v2.comm.interface import (
     Work,
     store_scaled,
 )
-from megatron_fsdp_v2.comm.streams import NcclCollectives, Stream, StreamCommunicator
+from megatron_fsdp_v2.comm.streams import (
+    CommStreams,
+    NcclCollectives,
+    Stream,
+    StreamCommunicator,
+    new_comm_streams,
+)
 
 SUM_CHUNK = 1 << 16
 """Elements summed at a time if dtypes differ or the sum is not computed in place."""
@@ -288,9 +294,8 @@ def registrar_for(device: torch.device) -> NcclRegistrar | None:
     return NcclRegistrar() if device.type == "cuda" else None
 
 
-@functools.cache
 def communicator_for(device: torch.device) -> Communicator:
-    """Return the communicator of a device, which all models on the device share.
+    """Make the communicator of a root, or of an optimizer, on a device.
 
     Raises:
         ValueError: The device type is neither `cpu` nor `cuda`.
@@ -298,15 +303,25 @@ def communicator_for(device: torch.device) -> Communicator:
     # Plans run on the meta device, with a simulated cluster instead of gloo.
     if device.type in ("cpu", "meta"):
         if device.type == "cpu":
-            # A thread of gloo needs the interpreter lock to free the tensors of a collective. If it
-            # first asks for the lock while Python shuts down, it terminates the process: a program
-            # that ends right after a collective, with a process group that is alive, was seen to
-            # fail in 6 of 15 runs on a busy machine. A sleeping main thread releases the lock.
-            atexit.register(time.sleep, EXIT_DELAY_S)
+            _leave_gloo_time_at_exit()
         return CpuCommunicator()
     if device.type == "cuda":
-        # One for all units: torch takes streams from a pool of 32, so with three streams per unit,
-        # two units would share streams.
-        with torch.cuda.device(device):
-            return StreamCommunicator(CudaStreams(), NcclCollectives())
+        return StreamCommunicator(CudaStreams(), NcclCollectives(), _comm_streams(device))
     raise ValueError(f"fully_shard runs on 'cuda' and 'cpu' meshes, got {device.type!r}")
+
+
+@functools.cache
+def _leave_gloo_time_at_exit() -> None:
+    # A thread of gloo needs the interpreter lock to free the tensors of a collective. If it first
+    # asks for the lock while Python shuts down, it terminates the process: a program that ends
+    # right after a collective, with a process group that is alive, was seen to fail in 6 of 15 runs
+    # on a busy machine. A sleeping main thread releases the lock.
+    atexit.register(time.sleep, EXIT_DELAY_S)
+
+
+@functools.cache
+def _comm_streams(device: torch.device) -> CommStreams:
+    # Shared by all roots: torch takes streams from a pool of 32, and would soon give one stream to
+    # several roots anyway.
+    with torch.cuda.device(device):
+        return new_comm_streams(CudaStreams())

@@ -153,7 +153,7 @@ DONE: Work = _CompletedWork()
 
 
 class Communicator:
-    """Issues the collectives of data parallelism.
+    """Issues the collectives of one root, or of one optimizer.
 
     With `async_op=False`, the result is available when the call returns. Tensors must stay
     allocated until the work handle has been waited for; the handle holds references to them.
@@ -188,12 +188,20 @@ class Communicator:
         function()
         return DONE
 
-    def begin_pass(self) -> None:
-        """Make the current stream the compute stream."""
+    def begin_pass(self, *, reuses_memory: bool = True) -> None:
+        """Make the current stream the compute stream.
+
+        Args:
+            reuses_memory: Whether it waits for the compute stream of earlier passes, whose memory
+                the pass may reuse.
+        """
 
     def side_stream(self) -> Any | None:
         """Return the current stream; None if it is the compute stream."""
         return None
+
+    def wait_event(self, event: Any) -> None:
+        """Make the current stream and the compute stream wait for an event."""
 
     def wait_for(self, streams: Iterable[Any], *, and_compute: bool) -> None:
         """Make the current stream wait for other streams.
@@ -209,12 +217,17 @@ class Communicator:
     def allocation_context(self) -> AbstractContextManager[Any]:
         """Return a context in which temporary buffers are allocated: on the compute stream.
 
-        After the context, the current stream waits for earlier uses of that memory.
+        The value of the context is that stream, for `wait_before_free`; None without streams. After
+        the context, the current stream waits for earlier uses of that memory.
         """
         return _ANYWHERE
 
-    def wait_before_free(self) -> None:
-        """Make the compute stream wait for the current stream, before memory is freed."""
+    def wait_before_free(self, stream: Any) -> None:
+        """Make a stream wait for the current stream, before memory is freed.
+
+        Args:
+            stream: The stream on which the memory was allocated.
+        """
 
 
 _ANYWHERE: AbstractContextManager[Any] = nullcontext()

@@ -6,7 +6,7 @@ recorders for the check of stream safety (`tests/stream_safety`). Both run this 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, override
@@ -58,6 +58,15 @@ class StreamDevice(Protocol):
 
     def use(self, stream: Stream) -> AbstractContextManager[Any]:
         """Return a context in which operations are queued on a stream."""
+
+
+type CommStreams = Mapping[CommStream, Stream]
+"""Communication streams of a device."""
+
+
+def new_comm_streams(device: StreamDevice) -> CommStreams:
+    """Make the communication streams of a device, which all its communicators share."""
+    return {each: device.new_stream(each.value) for each in CommStream}
 
 
 type Numels = tuple[Sequence[int], Sequence[int]]
@@ -122,7 +131,10 @@ class _EventWork:
 
 
 class StreamCommunicator(Communicator):
-    """Communicator that runs collectives on communication streams.
+    """Communicator of one root that runs collectives on communication streams.
+
+    Several roots, such as a teacher and a student, may train or evaluate on different streams at
+    the same time. They share the communication streams; each has its own compute stream.
 
     Every buffer is allocated on the compute stream. A communication stream first waits for the
     issuing stream, so that inputs are written and earlier uses of reused memory are done. Waiting
@@ -130,22 +142,25 @@ class StreamCommunicator(Communicator):
     freed afterwards may be reused.
 
     A model may also compute on side streams, and autograd runs a node on the stream of its forward.
-    The compute stream is the stream on which the latest pass through the model began. A side stream
-    waits for the compute stream before it uses memory of a buffer (`allocation_context`,
-    `wait_for`); the compute stream waits for side streams before that memory is communicated
-    (`wait_for`) or freed (`wait_before_free`).
+    The compute stream is the stream on which the latest pass through the root began, unless an
+    earlier pass awaited its backward. A side stream waits for the compute stream before it uses
+    memory of a buffer (`allocation_context`, `wait_for`); the compute stream waits for side streams
+    before that memory is communicated (`wait_for`) or freed (`wait_before_free`).
 
     Args:
         device: Makes and selects streams.
         collectives: Collectives to run on the streams.
+        streams: Communication streams.
     """
 
     has_streams = True
 
-    def __init__(self, device: StreamDevice, collectives: NcclCollectives) -> None:
+    def __init__(
+        self, device: StreamDevice, collectives: NcclCollectives, streams: CommStreams
+    ) -> None:
         self._device = device
         self._collectives = collectives
-        self._streams = {each: device.new_stream(each.value) for each in CommStream}
+        self._streams = streams
         # The compute stream; None until the first pass begins.
         self._compute: Any = None
 
@@ -214,9 +229,13 @@ class StreamCommunicator(Communicator):
         return c.output
 
     @override
-    def begin_pass(self) -> None:
+    def begin_pass(self, *, reuses_memory: bool = True) -> None:
         """See `Communicator.begin_pass`."""
-        self._compute = self._device.current_stream()
+        side = self.side_stream()
+        if side is not None:
+            if reuses_memory:
+                side.wait_stream(self._compute)
+            self._compute = side
 
     @override
     def side_stream(self) -> Any | None:
@@ -226,8 +245,9 @@ class StreamCommunicator(Communicator):
             self._compute = current
         return None if current == self._compute else current
 
+    @override
     def wait_event(self, event: Any) -> None:
-        """Make the current stream and the compute stream wait for an event."""
+        """See `Communicator.wait_event`."""
         self._device.current_stream().wait_event(event)
         # The compute stream uses outputs too, and a work handle is waited for only once.
         if self.side_stream() is not None:
@@ -252,20 +272,20 @@ class StreamCommunicator(Communicator):
     def allocation_context(self) -> AbstractContextManager[Any]:
         """See `Communicator.allocation_context`."""
         side = self.side_stream()
-        return nullcontext() if side is None else self._allocation_for(side)
+        return nullcontext(self._compute) if side is None else self._allocation_for(side)
 
     @contextmanager
-    def _allocation_for(self, side: Stream) -> Iterator[None]:
+    def _allocation_for(self, side: Stream) -> Iterator[Any]:
         with self._device.use(self._compute):
-            yield
+            yield self._compute
         side.wait_stream(self._compute)
 
     @override
-    def wait_before_free(self) -> None:
+    def wait_before_free(self, stream: Any) -> None:
         """See `Communicator.wait_before_free`."""
-        side = self.side_stream()
-        if side is not None:
-            self._compute.wait_stream(side)
+        current = self._device.current_stream()
+        if stream != current:
+            stream.wait_stream(current)
 
     def _on_stream(self, comm_stream: CommStream, async_op: bool) -> AbstractContextManager[Any]:
         if not async_op:

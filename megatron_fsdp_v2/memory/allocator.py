@@ -84,6 +84,7 @@ class TemporaryBuffer:
             be moved to that memory before they are used. None: `backing`.
         tensor: The flat tensor.
         tracked_aliases: Weak references to its views, which move with it to other memory.
+        stream: Stream on which its memory was allocated; None on a device without streams.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class TemporaryBuffer:
         self.displaced_from: Memory | None = None
         self.tensor = view_of(storage, dtype, 0, (numel,))
         self.tracked_aliases: list[weakref.ref[torch.Tensor]] = []
+        self.stream: Any = None
         self._live = False
 
     @property

@@ -166,6 +166,7 @@ class GridWork:
     def run(self, updates: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
         """Compute the results. Collective over the grid; see `MatrixEngine.run`."""
         self._check()
+        self.communicator.begin_pass(reuses_memory=False)
         arriving = self._fetch(0, updates) if self.plan else None
         returning: tuple[int, Transfer] | None = None
         for number, bucket in enumerate(self.plan):

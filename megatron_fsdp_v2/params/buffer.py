@@ -342,10 +342,11 @@ class DataParallelBuffer:
 
     def take(self) -> torch.Tensor:
         """Allocate uninitialized memory if the buffer has none, and return `tensor`."""
-        if self.memory is None:
+        memory = self.memory
+        if memory is None or memory.is_live:
             return self.tensor
-        with self.context.comm.allocation_context():
-            return self.context.observer.acquire(self.memory)
+        with self.context.comm.allocation_context() as memory.stream:
+            return self.context.observer.acquire(memory)
 
     def drop(self) -> None:
         """Free the temporary memory of this buffer and of `comm_copy`. Idempotent."""
@@ -354,9 +355,10 @@ class DataParallelBuffer:
             self.comm_copy.drop()
 
     def _release(self) -> None:
-        if self.memory is not None and self.memory.is_live:
-            self.context.comm.wait_before_free()
-            self.context.observer.release(self.memory)
+        memory = self.memory
+        if memory is not None and memory.is_live:
+            self.context.comm.wait_before_free(memory.stream)
+            self.context.observer.release(memory)
 
     def return_to_saved_views(self) -> None:
         """Move gathered values to the memory that views saved by autograd refer to.

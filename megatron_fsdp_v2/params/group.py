@@ -281,15 +281,19 @@ class ParameterGroup:
         memories = (buffer.memory for buffer in buffers)
         return {m.name.rpartition("/")[2]: m for m in memories if m is not None}
 
-    def join(self, name: str, allocator: Allocator, observer: Observer) -> None:
-        """Join a root: use its allocator and observer, under a new name.
+    def join(
+        self, name: str, communicator: Communicator, allocator: Allocator, observer: Observer
+    ) -> None:
+        """Join a root: use its communicator, allocator and observer, under a new name.
 
         Args:
             name: New name of the group, for its buffers and for errors of collectives.
+            communicator: Issues collectives from now on.
             allocator: Allocator of temporary buffers; it takes over the existing ones.
             observer: Receives the events of the group's buffers.
         """
         self.info.name = name
+        self.replace_communicator(communicator)
         self._context.allocator, self._context.observer = allocator, observer
         for kind, memory in self.temporaries().items():
             memory.name = f"{name}/{kind}"

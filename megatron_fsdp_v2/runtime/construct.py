@@ -549,7 +549,8 @@ def _join(roots: Sequence[nn.Module], context: Context, undo: ExitStack) -> None
         unit.context, unit.is_root = context, unit is units[0]
         unit.fqn = "" if unit.is_root else ", ".join(names[unit])
         for number, group in enumerate(unit.groups):
-            group.join(f"{unit.fqn or unit.class_name}/{number}", pool, context.observer)
+            name = f"{unit.fqn or unit.class_name}/{number}"
+            group.join(name, context.communicator, pool, context.observer)
     context.set_units(units)
 
 

@@ -148,7 +148,7 @@ class Context:
         """Note that a pass or step that begins now is captured."""
         self.has_graph = True
         # A capture cannot wait for the stream of earlier passes.
-        self.communicator.begin_pass()
+        self.communicator.begin_pass(reuses_memory=False)
 
     def note_replays(self) -> None:
         """Mark weights as stale if a graph may have been replayed since the last pass."""
@@ -219,7 +219,9 @@ class Context:
             has_grad: Whether gradients are enabled.
         """
         self._pass_unit = weakref.ref(unit)
-        self.communicator.begin_pass()
+        if has_grad or self._no_pending_backward():
+            # Otherwise memory of the backward would be freed for another stream than its own.
+            self.communicator.begin_pass()
         self.pass_has_grad = has_grad
         self.is_early = self._num_to_compare[has_grad] > 0
         self._num_to_compare[has_grad] -= 1

@@ -142,13 +142,13 @@ class FSDPModule(fsdp.FSDPModule):
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Make the current stream, and gathers queued after this call, wait for an event.
 
-        For an optimizer that steps on another stream. No-op on a CPU, which has no streams.
+        For an optimizer that steps on another stream. The stream of the latest pass waits too, on
+        which memory of gradients is allocated. No-op on a CPU, which has no streams.
 
         Args:
             event: Recorded after the optimizer's step.
         """
-        if any(group.device.type != "cpu" for group in unit_of(self).groups):
-            event.wait()
+        unit_of(self).context.communicator.wait_event(event)
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True

@@ -165,6 +165,9 @@ class _Event:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.recorded: RecordedEvent | None = None
 
+    def wait(self, stream: _Stream | None = None) -> None:
+        (stream or _current_stream()).wait_event(self)
+
     def synchronize(self) -> None:
         self.host.note("Event.synchronize")
         if self.recorded is not None:

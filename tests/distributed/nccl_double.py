@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp_v2.comm.streams import NcclCollectives, StreamCommunicator
+from megatron_fsdp_v2.comm.streams import NcclCollectives, StreamCommunicator, new_comm_streams
 from megatron_fsdp_v2.optim import engine
 from megatron_fsdp_v2.plan.simulation.process_group import PythonGroup
 from megatron_fsdp_v2.runtime import construct
@@ -241,10 +241,14 @@ def as_on_cuda() -> Iterator[StreamRecorder]:
     Yields the recorder of the streams on which the collectives are queued.
     """
     recorder = StreamRecorder()
-    communicator = StreamCommunicator(recorder, NcclCollectives())
+    shared = new_comm_streams(recorder)
+
+    def communicator(device: torch.device) -> StreamCommunicator:
+        return StreamCommunicator(recorder, NcclCollectives(), shared)
+
     with (
-        mock.patch.object(construct, "communicator_for", lambda device: communicator),
-        mock.patch.object(engine, "communicator_for", lambda device: communicator),
+        mock.patch.object(construct, "communicator_for", communicator),
+        mock.patch.object(engine, "communicator_for", communicator),
         mock.patch.object(wrapping, "mesh_of", mesh_of),
     ):
         yield recorder

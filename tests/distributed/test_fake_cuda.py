@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megatron_fsdp_v2 import MixedPrecisionPolicy
 from megatron_fsdp_v2.comm import streams as comm_streams
 from megatron_fsdp_v2.optim import Muon, engine
-from tests.cases import longer, quick_if
+from tests.cases import longer, quick_if, quick_only
 from tests.distributed import fake_cuda
 from tests.distributed.wrapping import BF16, MESHES, STRATEGIES, step_all, strategies_on, wrap
 from tests.gpu import sanitized_step
@@ -125,12 +125,16 @@ def _built(
 ) -> tuple[fake_cuda.FakeCuda, Any, torch.optim.Optimizer]:
     host = _host()
     host.reset()
-    shape, outer = MESHES[mesh_name]
     with torch.device("cuda"):
         built = MODELS[model]()
-    options = {"check_ranks": "never", "outer_dp_sharding_strategy": outer, **options}
-    wrap(built, mesh=_mesh(shape), sharding_strategy=strategy, **options)
+    _shard(built, mesh_name, strategy, **options)
     return host, built, optimizer(built.parameters())
+
+
+def _shard(model: Any, mesh_name: str, strategy: str, **options: Any) -> Any:
+    shape, outer = MESHES[mesh_name]
+    options = {"check_ranks": "never", "outer_dp_sharding_strategy": outer, **options}
+    return wrap(model, mesh=_mesh(shape), sharding_strategy=strategy, **options)
 
 
 def _evaluate(model: Any) -> None:
@@ -211,6 +215,70 @@ def captured_mistakes() -> list[str]:
         with torch.cuda.stream(side):
             torch.ones(3, device="cuda")
     return wrong
+
+
+def two_streams(strategy: str, *, is_itself: bool, unshards: bool = False) -> dict[str, Any]:
+    """Run a teacher, or the model itself, on a side stream between a forward and its backward."""
+    host, student, optimizer = _built("4", strategy)
+    host.record_memory(student)
+    teacher = student
+    if not is_itself:
+        with torch.device("cuda"):
+            teacher = _shard(Stack(), "4", strategy)
+        host.record_memory(teacher)
+    side, compute = torch.cuda.Stream(name="side"), torch.cuda.current_stream()
+    kept = []
+
+    def evaluate() -> None:
+        batch = torch.randn(4, 5, device="cuda")
+        side.wait_stream(compute)
+        with torch.cuda.stream(side), torch.no_grad():
+            kept.append((batch, teacher(batch)))
+
+    waits = 0
+    with host.step():
+        for _ in range(3):
+            loss = student(torch.randn(4, 5, device="cuda")).square().mean()
+            evaluate()
+            before = len(host.recorder.current_schedule.records)
+            loss.backward()
+            if is_itself:
+                for block in student.blocks if unshards else ():
+                    block.unshard()
+                evaluate()
+                # As without sharding: the step writes what the evaluations read.
+                compute.wait_stream(side)
+            torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            waits += sum(
+                (getattr(each, "awaited", ""), each.stream) == ("side", "compute")
+                for each in host.recorder.current_schedule.records[before:]
+            )
+    del loss
+    return {"violations": host.violations(), "waits for the side stream": waits}
+
+
+def optimizer_on_side_stream(strategy: str) -> list[str]:
+    """Step on another stream, which the next gathers wait for by an event; return violations."""
+    host = _host()
+    host.reset()
+    with torch.device("cuda"):
+        model = Stack()
+    # The usual layout: units own all parameters, and the root none.
+    _shard(model, "4", strategy, units=[model.input, *model.blocks, model.output])
+    optimizer = CAPTURABLE(model.parameters())
+    host.record_memory(model)
+    side = torch.cuda.Stream(name="side")
+    with host.step():
+        for _ in range(3):
+            model(torch.randn(4, 5, device="cuda")).square().mean().backward()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                optimizer.step()
+            model.set_post_optim_event(side.record_event())
+            optimizer.zero_grad()
+    return host.violations()
 
 
 def sanitized(mesh_name: str, strategy: str) -> dict[str, Any]:
@@ -312,6 +380,32 @@ def test_steps_of_the_gpu_sanitizer_run_on_fake_cuda(process: RankPool, mesh_nam
     (seen,) = process.run(sanitized, mesh_name, STRATEGIES[-1])
     assert seen["violations"] == []
     assert seen["collectives"].total() > 0
+
+
+@pytest.mark.parametrize("strategy", quick_only(STRATEGIES, "optim", STRATEGIES[-1]))
+def test_models_on_two_streams_do_not_wait_for_each_other(process: RankPool, strategy: str) -> None:
+    (seen,) = process.run(two_streams, strategy, is_itself=False)
+    assert seen == {"violations": [], "waits for the side stream": 0}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "unshards"),
+    [
+        *(longer(each, False) for each in STRATEGIES[:-1]),
+        (STRATEGIES[-1], False),
+        (STRATEGIES[-1], True),
+    ],
+)
+def test_model_evaluated_on_another_stream_before_its_backward_has_no_race(
+    process: RankPool, strategy: str, unshards: bool
+) -> None:
+    (seen,) = process.run(two_streams, strategy, is_itself=True, unshards=unshards)
+    assert seen["violations"] == []
+
+
+@pytest.mark.parametrize("strategy", quick_only(STRATEGIES, "optim", STRATEGIES[-1]))
+def test_gathers_wait_for_an_optimizer_on_another_stream(process: RankPool, strategy: str) -> None:
+    assert process.run(optimizer_on_side_stream, strategy) == [[]]
 
 
 @pytest.mark.slow

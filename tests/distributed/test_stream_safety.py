@@ -28,6 +28,7 @@ from tests.distributed.wrapping import (
     BF16,
     MESHES,
     STRATEGIES,
+    batch,
     on_mesh,
     own_loss,
     train_own,
@@ -74,6 +75,30 @@ def test_steps_on_the_trace_pool_have_no_race(mesh_name: str, policy: Any) -> No
     assert [str(violation) for violation in recording.violations()] == []
     # The last backward gathers and reduces three blocks and the root on communication streams.
     assert len(on_pool) >= 6
+
+
+@on_ranks(2)
+def test_evaluations_on_another_stream_use_the_trace_pool_in_turn() -> None:
+    model = wrap(Stack(5), enable_trace_pool=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with record_streams(model) as recording:
+        compute, side = recording.current_stream(), recording.new_compute_stream("side")
+        for step in range(4):
+            side.wait_stream(compute)
+            with recording.use(side), torch.no_grad():
+                model(batch(0))
+            own_loss(model, step).backward()
+            # As without sharding: the step writes what the evaluation read.
+            compute.wait_stream(side)
+            optimizer.step()
+            optimizer.zero_grad()
+    on_pool = {
+        op.stream
+        for op in recording.schedule.operations()
+        if any("trace pool" in region.buffer.name for region in op.reads)
+    }
+    assert [str(violation) for violation in recording.violations()] == []
+    assert {"compute", "side"} <= on_pool
 
 
 @on_ranks(2)

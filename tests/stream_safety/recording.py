@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from megatron_fsdp_v2.comm.streams import StreamCommunicator
+from megatron_fsdp_v2.comm.streams import StreamCommunicator, new_comm_streams
 from megatron_fsdp_v2.memory.allocator import BufferUse
 from megatron_fsdp_v2.params.group import ParameterGroup
 from megatron_fsdp_v2.runtime.module import named_units
@@ -20,13 +20,16 @@ class Recording(StreamRecorder):
 
     Attributes:
         collectives: Collectives on recorded streams.
-        communicator: CUDA's scheduling code with recorded streams and collectives.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.collectives = RecordedCollectives(self)
-        self.communicator = StreamCommunicator(self, self.collectives)
+        self._comm_streams = new_comm_streams(self)
+
+    def communicator(self) -> StreamCommunicator:
+        """Return CUDA's scheduling code for one root, with recorded streams and collectives."""
+        return StreamCommunicator(self, self.collectives, self._comm_streams)
 
     def violations(self) -> list[Violation]:
         """Return the pairs of operations on the same memory that no wait orders."""
@@ -34,7 +37,7 @@ class Recording(StreamRecorder):
 
 
 @contextlib.contextmanager
-def record_streams(module: nn.Module) -> Iterator[Recording]:
+def record_streams(*modules: nn.Module) -> Iterator[Recording]:
     """Run the body of the context on recorded streams, on a CPU with gloo. Collective.
 
         with record_streams(model) as recording:
@@ -47,32 +50,34 @@ def record_streams(module: nn.Module) -> Iterator[Recording]:
     of the calling thread are recorded, including backwards on a CPU.
 
     Args:
-        module: The root of a sharded model, between two steps.
+        modules: Roots of sharded models, between two steps.
 
     Yields:
         The recording. Call `violations()` inside the context or afterwards.
     """
-    units = named_units(module)
-    groups = [
-        (f"{path or 'root'}/{number}", group)
-        for path, unit in units
-        for number, group in enumerate(unit.groups)
-    ]
     recording = Recording()
     with contextlib.ExitStack() as undo:
-        for _, unit in units:
-            undo.callback(setattr, unit.context, "communicator", unit.context.communicator)
-            unit.context.communicator = recording.communicator
-        observer = units[0][1].context.observer
-        observer.subscribe(recording.receive)
-        undo.callback(observer.unsubscribe, recording.receive)
-        for name, group in groups:
-            _name_buffers(name, group, recording)
-            before = group.replace_communicator(recording.communicator)
-            undo.callback(group.replace_communicator, before)
+        for index, module in enumerate(modules):
+            _record(module, f"model {index}, " if index else "", recording, undo)
         with OperationMode(recording):
             yield recording
         recording.stop()
+
+
+def _record(
+    module: nn.Module, prefix: str, recording: Recording, undo: contextlib.ExitStack
+) -> None:
+    units = named_units(module)
+    context, communicator = units[0][1].context, recording.communicator()
+    undo.callback(setattr, context, "communicator", context.communicator)
+    context.communicator = communicator
+    context.observer.subscribe(recording.receive)
+    undo.callback(context.observer.unsubscribe, recording.receive)
+    for path, unit in units:
+        for number, group in enumerate(unit.groups):
+            _name_buffers(f"{prefix}{path or 'root'}/{number}", group, recording)
+            before = group.replace_communicator(communicator)
+            undo.callback(group.replace_communicator, before)
 
 
 def _name_buffers(name: str, group: ParameterGroup, recorder: StreamRecorder) -> None:
@@ -82,6 +87,8 @@ def _name_buffers(name: str, group: ParameterGroup, recorder: StreamRecorder) ->
     if group.main_grad is not None:
         recorder.name(group.main_grad.tensor, f"{name} grads main")
     for kind, buffer in group.temporaries().items():
+        if buffer.is_live:
+            buffer.stream = recorder.current_stream()
         what = "weights" if buffer.use is BufferUse.GATHERED else "grads"
         recorder.name(
             buffer.tensor, f"{name} {what} {_KINDS.get(kind, kind)}", has_memory=buffer.is_live

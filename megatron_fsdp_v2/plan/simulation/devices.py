@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from megatron_fsdp_v2.comm.interface import Work
-from megatron_fsdp_v2.comm.streams import NcclCollectives, StreamCommunicator
+from megatron_fsdp_v2.comm.streams import NcclCollectives, StreamCommunicator, new_comm_streams
 from megatron_fsdp_v2.runtime.module import named_units
 
 COMPUTE = "compute"
@@ -244,7 +244,7 @@ def run_on_streams(module: nn.Module, streams: VirtualStreams) -> None:
         raise ValueError(
             f"{type(module).__name__} holds no unit; call fully_shard on it and its layers first"
         )
-    communicator = StreamCommunicator(streams, NcclCollectives())
+    communicator = StreamCommunicator(streams, NcclCollectives(), new_comm_streams(streams))
     for _, unit in units:
         unit.context.communicator = communicator
         for group in unit.groups:

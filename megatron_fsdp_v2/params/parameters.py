@@ -307,11 +307,14 @@ class GroupParameters:
     # -- external changes ---------------------------------------------------------------------
 
     def versions(self) -> tuple[int, ...]:
-        """Return version counters, which advance at in-place operations, also on `to_local()`."""
+        """Return version counters, which advance at in-place operations.
+
+        They cover operations on the parameters, on `to_local()` and on the flat main weight.
+        """
         with plain_attributes():
             # Local rows are looked up each time, since assigning `data` replaces them.
-            rows = map(local_of, self.sharded)
-            return (self._num_moves, *map(raw_version, self.sharded), *map(raw_version, rows))
+            tensors = (self._main_weight.tensor, *self.sharded, *map(local_of, self.sharded))
+            return (self._num_moves, *map(raw_version, tensors))
 
     def check_hooks(self) -> None:
         """Check that no parameter has a `register_hook` hook, which would never be called.

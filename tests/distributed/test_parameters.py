@@ -331,16 +331,26 @@ def _swap_tensors(params: list[Any], averages: list[Any]) -> Callable[[], object
     return lambda: _swap_tensors(params, averages)
 
 
+def _swap_flat(params: list[Any], averages: list[Any]) -> Callable[[], object]:
+    mains = {param.row_shards.info.owner().main_weight for param in params}
+    kept = {main: main.tensor.clone() for main in mains}
+    value = averages[0].full_tensor().mean()
+    for main in mains:
+        main.tensor.fill_(value)
+    return lambda: [main.tensor.copy_(flat) for main, flat in kept.items()]
+
+
 SWAPS = {
     "references": _swap_references,
     "whole tensors": _swap_whole,
     "copies": _swap_copies,
     "exchanged": _exchange,
     "swap_tensors": _swap_tensors,
+    "flat": _swap_flat,
 }
 
 
-@on_ranks("size", size=(1, 2), strategy=STRATEGIES[::3])
+@on_ranks("size", size=(1, 2), strategy=("no_shard", *STRATEGIES[2:]))
 def test_averaged_weights_are_swapped_in_for_an_evaluation_and_out_again(
     size: int, strategy: str
 ) -> None:

@@ -7,6 +7,7 @@ rank and is all-reduced.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, override
 
@@ -24,7 +25,8 @@ class ShardedNorm(torch.Tensor):
     """Norms of this rank's parts of sharded tensors, not reduced over ranks yet.
 
     `.to()`, `detach()` and `torch.stack` keep it local. A norm of the same order is computed
-    locally, then reduced. Other computations reduce it first. A reduction is collective.
+    locally, then reduced. Other computations reduce it first, and so does a norm of order 0: it
+    counts norms that are not zero over all ranks. A reduction is collective.
 
     Attributes:
         local: The same tensor without this class: 0-dim, or a stack of norms.
@@ -46,17 +48,28 @@ class ShardedNorm(torch.Tensor):
 
     def reduced(self) -> DTensor:
         """Return the global norm, equal on every rank of the mesh. Collective."""
-        is_max = self.order == float("inf")
+        order, is_extreme = self.order, math.isinf(self.order)
+        sign = math.copysign(1.0, order)
         # Ranks may hold gradients of different dtypes; all communicate float64.
-        total = self.local.double() if is_max else self.local.double() ** self.order
+        total = self.local.double()
+        if is_extreme:
+            # A maximum over ranks may drop NaNs, so they are reduced as separate numbers.
+            nans = total.isnan()
+            total = torch.stack([(sign * total).masked_fill(nans, -math.inf), nans.double()])
+        elif order:
+            total = total**order
         groups = [self.mesh.get_group(axis) for axis in sorted(self.axes)]
-        op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+        op = dist.ReduceOp.MAX if is_extreme else dist.ReduceOp.SUM
         # Norms of offloaded gradients are in host memory, which NCCL cannot reduce.
         total = total.to(self.mesh.device_type)
         for group in groups:
             with naming_failures("all-reduce of the norm of sharded tensors", group):
                 dist.all_reduce(total, op=op, group=group)
-        total = (total if is_max else total ** (1.0 / self.order)).to(self.local)
+        if is_extreme:
+            total = (sign * total[0]).masked_fill(total[1] > 0, math.nan)
+        elif order:
+            total = total ** (1.0 / order)
+        total = total.to(self.local)
         return DTensor.from_local(total, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
 
     def full_tensor(self) -> torch.Tensor:
@@ -78,8 +91,10 @@ class ShardedNorm(torch.Tensor):
             if func is torch.stack and _are_alike(args[0]):
                 return _stacked(args[0])
             if func is torch.linalg.vector_norm and order_of(args, kwargs) == args[0].order:
-                local = torch.linalg.vector_norm(args[0].local, args[0].order)
-                return args[0].like(local).reduced()
+                norm, order = args[0], args[0].order
+                if not order:
+                    return torch.linalg.vector_norm(norm.reduced(), order)
+                return norm.like(torch.linalg.vector_norm(norm.local, order)).reduced()
             if name == "to":
                 return args[0].like(args[0].local.to(*args[1:], **kwargs))
             if name in ("as_subclass", "detach", "__get__", "__set__", "dim", "size"):
@@ -102,7 +117,7 @@ def _are_alike(norms: Any) -> bool:
 def _stacked(norms: Sequence[ShardedNorm]) -> ShardedNorm:
     """Stack norms. The result is reduced along every axis that shards one of them.
 
-    A norm that is replicated along such an axis is added by the first rank of that axis only. Norms
+    A norm that is replicated along such an axis counts on the first rank of that axis only. Norms
     of several meshes are reduced over the mesh that contains the others. If its axes are
     data-parallel, tensors over a part of its ranks (experts) differ between the parts.
     """
@@ -119,8 +134,13 @@ def _stacked(norms: Sequence[ShardedNorm]) -> ShardedNorm:
     for norm in norms:
         among = axes if len(meshes) == 1 else range(norm.mesh.ndim)
         is_first = all(axis in norm.axes or not norm.mesh.get_local_rank(axis) for axis in among)
-        local.append(norm.local if is_first else torch.zeros_like(norm.local))
+        local.append(norm.local if is_first else _norm_of_none(norm.local, norm.order))
     return _sharded_norm(torch.stack(local), widest.mesh, axes, norms[0].order, widest.is_data)
+
+
+def _norm_of_none(like: torch.Tensor, order: float) -> torch.Tensor:
+    """Return the norm of no elements, which changes no norm that it is combined with."""
+    return like.new_full((), math.inf if order < 0 else 0.0)
 
 
 def check_mesh(what: str, meshes: Sequence[DeviceMesh]) -> None:
@@ -151,13 +171,13 @@ def local_norms(tensors: Sequence[Any], order: float) -> list[ShardedNorm]:
         tensors: `UnevenDTensor`s.
         order: The p of the p-norm.
     """
-    # torch does not define the inf-norm of an empty tensor; here it is 0.
+    # torch does not define some norms of an empty tensor.
     held = [tensor._local_tensor.detach() for tensor in tensors if tensor._local_tensor.numel()]
     norms = iter(torch._foreach_norm(held, order) if held else ())
     found = []
     for tensor in tensors:
         local, axes = tensor._local_tensor, frozenset(sharded_axes(tensor))
-        norm = next(norms) if local.numel() else local.new_zeros(())
+        norm = next(norms) if local.numel() else _norm_of_none(local, order)
         is_data = tensor.device_mesh.ndim == len(tensor.row_shards.strides)
         found.append(_sharded_norm(norm, tensor.device_mesh, axes, order, is_data))
     return found

@@ -592,11 +592,11 @@ def _new(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _norm(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the p-norm of all elements without a gather, for p of at least 1."""
+    """Return the p-norm of all elements without a gather."""
     source, rest = args[0], [*args[1:], *kwargs.values()]
     order = rest[0] if rest and rest[0] not in (None, "fro") else 2.0
     is_of_all = len(rest) < 2 and kwargs.keys() <= {"p", "ord"} and isinstance(order, int | float)
-    if not is_of_all or order < 1 or is_tracked(source):
+    if not is_of_all or is_tracked(source):
         return on_whole(func, args, kwargs)
     (norm,) = local_norms([source], float(order))
     if func is torch.linalg.vector_norm and running_optimizer() is None:

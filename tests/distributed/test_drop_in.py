@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -261,7 +262,12 @@ def _with_gradients(strategy: str = STRATEGIES[-1]) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize(
     ("name", "num_holders", "foreach", "order"),
-    [("few", 2, True, 2.0), ("many", 3, False, 1.0), ("few", 2, False, float("inf"))],
+    [
+        ("few", 2, True, 2.0),
+        ("many", 3, False, 1.0),
+        ("few", 2, False, float("inf")),
+        ("few", 2, True, -1.0),
+    ],
 )
 @on_ranks(4, timeout_s=20)
 def test_subset_without_rows_on_a_rank_is_clipped_to_the_unsharded_norm(
@@ -317,6 +323,25 @@ def _clip_on_rows(grads: Sequence[Any]) -> float:
     return float(total)
 
 
+ORDERS = (-math.inf, -2.5, -1.0, 0.0, 0.5, 3.0)
+
+
+def _total_norms(grads: Sequence[Any], **options: Any) -> list[Any]:
+    """Total norms of many orders; of all gradients, and if those of the first layer are zero."""
+    orders = [nn.utils.get_total_norm(grads, order, **options) for order in ORDERS]
+    grads[0].zero_()
+    orders += [nn.utils.get_total_norm(grads, order, **options) for order in ORDERS]
+    return [whole(norm) for norm in orders]
+
+
+def _nan_norms(grads: Sequence[Any]) -> list[bool]:
+    """Whether norms are NaN if the last row of a gradient is."""
+    grads[1][-1] = math.nan
+    norms = [nn.utils.get_total_norm(grads, order) for order in (-math.inf, math.inf, 2.0)]
+    grads[1][-1] = 0.0
+    return [bool(whole(norm).isnan()) for norm in norms]
+
+
 LOOPS: dict[str, Callable[[Sequence[Any]], Any]] = {
     "norms": lambda grads: [whole(grad.norm()) for grad in grads],
     "vector_norm": lambda grads: [float(vector_norm(grad)) for grad in grads],
@@ -333,6 +358,12 @@ LOOPS: dict[str, Callable[[Sequence[Any]], Any]] = {
     "clip local rows": _clip_on_rows,
     "clamp": lambda grads: [grad.clamp_(-0.1, 0.1).sum().item() for grad in grads],
     "get_total_norm": lambda grads: whole(nn.utils.get_total_norm(grads)),
+    "get_total_norm, orders": _total_norms,
+    "get_total_norm, orders, one by one": lambda grads: _total_norms(grads, foreach=False),
+    "get_total_norm, nan": _nan_norms,
+    "_foreach_norm, orders": lambda g: [
+        whole(n) for o in ORDERS for n in torch._foreach_norm(g, o)
+    ],
 }
 """Loops that users write over the gradients of a model."""
 

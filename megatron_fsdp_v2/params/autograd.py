@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megatron_fsdp_v2._compiler import uncompiled
@@ -56,6 +57,13 @@ def _map(function: Callable[[torch.Tensor], Any], value: Any, seen: set[int]) ->
     if isinstance(value, _PLAIN):
         return value
     kind = type(value)
+    if kind is PackedSequence:
+        # Its fourth tensor, the batch sizes, belongs to the host.
+        old = (value.data, value.sorted_indices, value.unsorted_indices)
+        data, *order = [_map(function, item, seen) for item in old]
+        if all(map(operator.is_, (data, *order), old)):
+            return value
+        return PackedSequence(data, value.batch_sizes, *order)
     if kind is tuple:
         items = [_map(function, item, seen) for item in value]
         return value if all(map(operator.is_, items, value)) else tuple(items)
@@ -124,23 +132,44 @@ def cast_floats(value: Any, dtype: torch.dtype, replaced: ReplacedTensors | None
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point() or tensor.dtype == dtype:
             return tensor
-        if replaced is None or not replaced.containers:
-            return tensor.to(dtype)
-        if torch.is_inference_mode_enabled():
-            # Tensors made in inference mode have no version counter.
-            with torch.inference_mode(False), torch.no_grad():
-                new = tensor.to(dtype)
-        else:
-            new = tensor.to(dtype)
-        replaced.originals[id(new)] = (new, tensor, new._version)
-        return new
+        return _converted(tensor, dtype, replaced)
 
     return map_tensors(cast, value)
 
 
+def to_device(value: Any, device: torch.device, replaced: ReplacedTensors) -> Any:
+    """Move every tensor in nested containers and dataclasses to a device.
+
+    Args:
+        value: The containers.
+        device: Device to move to.
+        replaced: Receives the tensors that are replaced.
+    """
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.device == device else _converted(tensor, device, replaced)
+
+    return map_tensors(move, value)
+
+
+def _converted(
+    tensor: torch.Tensor, to: torch.dtype | torch.device, replaced: ReplacedTensors | None
+) -> torch.Tensor:
+    if replaced is None or not replaced.containers:
+        return tensor.to(to)
+    if torch.is_inference_mode_enabled():
+        # Tensors made in inference mode have no version counter.
+        with torch.inference_mode(False), torch.no_grad():
+            new = tensor.to(to)
+    else:
+        new = tensor.to(to)
+    replaced.originals[id(new)] = (new, tensor, new._version)
+    return new
+
+
 @dataclasses.dataclass(slots=True)
 class ReplacedTensors:
-    """Tensors that are replaced in the arguments of a forward while it runs: by casts, by views.
+    """Tensors that are replaced in the arguments of a forward: by moves, by casts, by views.
 
     Attributes:
         containers: Arguments that may hold tensors.

@@ -118,7 +118,7 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
     both. Parameters on the meta device are initialized by `reset_parameters()` of their modules,
     identically on every rank. Parameters of a module without this method get memory but no values
     until a state dict is loaded. Where only some ranks have values (a program may load a model on
-    rank 0), the other ranks get these values.
+    rank 0), the other ranks get these values. Buffers move to the device.
 
     Collective: ranks compare the parameters of the unit before anything else is communicated
     (unless `check_ranks` is `never`), and values of the meta device are broadcast.

@@ -19,6 +19,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron_fsdp_v2.comm.backends import communicator_for
 from megatron_fsdp_v2.comm.interface import Axis
@@ -29,7 +30,7 @@ from megatron_fsdp_v2.dtensor.tp_params import tensor_shard_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp_v2.layout.split import flat_buffers, is_balanced
-from megatron_fsdp_v2.memory.allocator import Allocator
+from megatron_fsdp_v2.memory.allocator import Allocator, set_data
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.params.formats import DenseFormat, format_of
 from megatron_fsdp_v2.params.group import GroupSpec, ParameterGroup
@@ -356,6 +357,7 @@ def make_unit(plan: UnitPlan) -> None:
     holders = _compare_ranks(plan, own) if plan.compared_axes else {}
     with ExitStack() as undo:
         _keep(undo, (part for _, part in own))
+        _move_buffers(own, plan.device, undo)
         unset_names, unset = materialize(
             owned, modules, own, plan.device, axes, holders, given.param_init_fn, undo
         )
@@ -449,6 +451,35 @@ def _compare_ranks(plan: UnitPlan, own: Sequence[tuple[str, nn.Module]]) -> dict
                 "ranks only; build it on the meta device on all ranks or on none"
             )
     return holders
+
+
+def _move_buffers(
+    named: Iterable[tuple[str, nn.Module]], device: torch.device, undo: ExitStack
+) -> None:
+    """Move buffers to the device, in place: other objects may refer to the same tensors.
+
+    Those of a plan, on the meta device, keep their values.
+
+    Raises:
+        ValueError: A buffer is a DTensor on another device.
+    """
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    for name, module in named:
+        for attribute, buffer in module._buffers.items():
+            if buffer is None or buffer.is_meta or device.type in ("meta", buffer.device.type):
+                continue
+            if isinstance(buffer, DTensor):
+                label = f"{name}.{attribute}" if name else attribute
+                raise ValueError(
+                    f"buffer {label} is a DTensor on {buffer.device}, and the mesh is on "
+                    f"{device.type!r}; make it on a mesh of that device type"
+                )
+            if is_traceable_wrapper_subclass(buffer):
+                # Made of other tensors, which cannot be assigned to `data`.
+                module._buffers[attribute] = moved.setdefault(buffer, buffer.to(device))
+                continue
+            undo.callback(set_data, buffer, buffer.data)
+            set_data(buffer, buffer.data.to(device))
 
 
 def _leave_in_place() -> None:

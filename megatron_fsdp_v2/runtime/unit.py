@@ -17,6 +17,7 @@ from megatron_fsdp_v2.params.autograd import (
     cast_floats,
     in_backward,
     next_node_number,
+    to_device,
     watch_inputs,
     watch_outputs,
 )
@@ -456,9 +457,15 @@ class Unit:
             self.context.backward.keep_recomputed(self)
 
     def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return forward inputs in the dtypes of the policy, until `forget_forward`."""
-        replaced = self.running.replaced
+        """Return forward inputs on the device, in the dtypes of the policy, until `forget_forward`.
+
+        As with FSDP2, a forward that begins a pass moves its inputs to the device.
+        """
+        replaced, device = self.running.replaced, self.context.device
         replaced.hold(args, kwargs)
+        is_outermost = self.is_root or self.context.is_pass_of(self)
+        if is_outermost and device is not None and device.type == "cuda":
+            args, kwargs = to_device((args, kwargs), device, replaced)
         dtype = self.policy.param_dtype
         if dtype is not None and self.policy.cast_forward_inputs:
             args, kwargs = cast_floats((args, kwargs), dtype, replaced)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import traceback
+import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from megatron_fsdp_v2.dtensor.sharded_rows import FastAttributes
+from megatron_fsdp_v2.memory import allocator
 from megatron_fsdp_v2.runtime.module import named_units, unit_of
 from tests.processes import ROOT
 from tests.stream_safety import accesses, find_violations, schedule
@@ -343,7 +345,17 @@ def enter(world_size: int, rank: int) -> FakeCuda:
     for kind in (DTensor, FastAttributes):
         kind.device = property(lambda tensor: tensor._local_tensor.device)
     accesses.plain_tensors = _plain_tensors
+    allocator._BASE = types.SimpleNamespace(data=_SetData())
     return host
+
+
+class _SetData:
+    """The setter of a tensor's `data`, which also gives a fake tensor the new device."""
+
+    def __set__(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        torch._C.TensorBase.data.__set__(tensor, value)
+        if isinstance(tensor, FakeTensor):
+            tensor.fake_device = value.device
 
 
 def _as_subclass(tensor: FakeTensor, cls: type[torch.Tensor]) -> torch.Tensor:

@@ -281,6 +281,44 @@ def optimizer_on_side_stream(strategy: str) -> list[str]:
     return host.violations()
 
 
+class Positions(Stack):
+    """Two buffers and an attribute that is one of them, as in rotary embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offset", torch.ones(5, device="cpu"))
+        self.original = self.offset
+        self.input.register_buffer("scale", torch.ones(7, device="cpu"), persistent=False)
+
+    def forward(self, x: torch.Tensor, *, more: dict[str, Any]) -> torch.Tensor:
+        hidden = self.input(x * self.offset + self.original + more["bias"][0]) * self.input.scale
+        return self.output(self.run_blocks(hidden))
+
+
+def buffers_on_the_cpu(strategy: str) -> dict[str, Any]:
+    """Shard a model with buffers on the CPU, and run it and a block alone on CPU inputs."""
+    host = _host()
+    host.reset()
+    # Gathered parameters of a fake tensor would keep its device.
+    with torch.device("cuda"):
+        model: Any = Positions()
+    buffer = model.offset
+    _shard(model, "4", strategy)
+    bias = torch.ones(5)
+    more = {"bias": [bias]}
+    found = {str(each.device) for each in (*model.buffers(), model.original, *model.parameters())}
+    with host.step():
+        output = model(torch.randn(4, 5, device="cpu"), more=more)
+        output.square().mean().backward()
+        copies, host.waits = len(host.waits), []
+        alone = model.blocks[1](torch.randn(4, 7))
+    return {
+        "devices": found | {str(output.device), str(alone.device)},
+        "same objects": buffer is model.offset is model.original and more["bias"][0] is bias,
+        "copies": (copies, len(host.waits)),
+    }
+
+
 def sanitized(mesh_name: str, strategy: str) -> dict[str, Any]:
     """Run the steps that a GPU runs under torch's sanitizer; return the host's records."""
     host = _host()
@@ -406,6 +444,14 @@ def test_model_evaluated_on_another_stream_before_its_backward_has_no_race(
 @pytest.mark.parametrize("strategy", quick_only(STRATEGIES, "optim", STRATEGIES[-1]))
 def test_gathers_wait_for_an_optimizer_on_another_stream(process: RankPool, strategy: str) -> None:
     assert process.run(optimizer_on_side_stream, strategy) == [[]]
+
+
+@pytest.mark.parametrize("strategy", quick_only(STRATEGIES, STRATEGIES[-1]))
+def test_buffers_and_inputs_on_the_cpu_are_moved_to_the_device(
+    process: RankPool, strategy: str
+) -> None:
+    (seen,) = process.run(buffers_on_the_cpu, strategy)
+    assert seen == {"devices": {"cuda:0"}, "same objects": True, "copies": (2, 1)}
 
 
 @pytest.mark.slow

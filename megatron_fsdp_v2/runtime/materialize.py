@@ -122,8 +122,8 @@ def materialize(
             parameter.values = _values(parameter).to(device, copy=True)
         among = axes if parameter.spec is None else parameter.spec.grid.axes
         tensors.append((parameter.name, _values(parameter), among))
-    for label, look_up in buffers:
-        if (found := look_up()) is not None:
+    for label, buffer_of in buffers:
+        if (found := buffer_of()) is not None:
             tensor = found.to(device, copy=True) if label in held_buffers else found
             tensors.append((label, tensor, axes))
     for name, tensor, among in tensors:

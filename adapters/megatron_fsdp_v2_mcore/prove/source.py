@@ -98,7 +98,7 @@ def _dry_run(words: Sequence[str], environment: Mapping[str, str]) -> tuple[list
         try:
             done = subprocess.run(
                 [sys.executable, "-IS", dry_run.__file__, record.name, *words],
-                env=environment | functions,
+                env={**environment, **functions},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 errors="replace",

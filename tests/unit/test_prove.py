@@ -16,7 +16,7 @@ from megatron_fsdp_v2_mcore.prove import compare, sides, source
 from megatron_fsdp_v2_mcore.prove.compare import Bounds, Difference, Record
 from megatron_fsdp_v2_mcore.prove.page import html_page
 from megatron_fsdp_v2_mcore.prove.preflight import preflight
-from megatron_fsdp_v2_mcore.prove.proof import ProofPhase, RunResult
+from megatron_fsdp_v2_mcore.prove.proof import SAME_GRADIENTS, ProofPhase, RunResult
 from megatron_fsdp_v2_mcore.prove.report import (
     CANNOT_RUN,
     DIFFERS,
@@ -109,6 +109,50 @@ def test_update_of_a_gradient_that_is_only_rounding_is_not_compared() -> None:
     mine = _record(1.0)
     mine.weights[1]["w"][3] += 2
     assert not compare.records(mine, _record(1.0), Bounds())
+
+
+def test_with_equal_gradients_every_element_of_an_update_counts() -> None:
+    mine, theirs = _record(1.0), _record(1.0)
+    mine.weights[1]["w"][3] += 1e-4
+    (found,) = compare.records(mine, theirs, SAME_GRADIENTS)
+    assert (found.kind, found.iteration, found.name) == (compare.WEIGHT, 1, "w")
+    mine.weights[1]["w"][3] -= 1e-4 - 1e-6
+    assert not compare.records(mine, theirs, SAME_GRADIENTS)
+
+
+def test_options_of_both_optimizers_are_compared() -> None:
+    mine, theirs = _record(1.0), _record(1.0)
+    mine.options = [{"w": {"lr": 0.1, "weight_decay": 0.2}, "of another stage": {"lr": 1.0}}]
+    theirs.options = [{"w": {"lr": 0.1, "weight_decay": 0.1, "eps": 1.0}}]
+    (found,) = compare.records(mine, theirs, Bounds())
+    assert found == Difference(compare.OPTION, 1, "w (weight_decay)", 0.2, 0.1, 1.0)
+
+
+def test_state_that_a_load_lost_is_named() -> None:
+    saved = {"exp_avg of w": torch.ones(2).numpy(), "step of w": torch.tensor(2.0).numpy()}
+    loaded = saved | {"exp_avg of w": torch.zeros(2).numpy()}
+    (found,) = compare.whole(loaded, saved, compare.STATE)
+    assert str(found).startswith("loaded state of exp_avg of w: 0 against 1")
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("", "--weight-decay 0.1 --adam-eps 1e-06 --clip-grad 0.1"),
+        ("--weight-decay 0 --clip-grad 0", "--weight-decay 0 --clip-grad 0"),
+        (
+            "--weight-decay 0.3 --adam-eps 1e-4 --clip-grad 0.01",
+            "--weight-decay 0.3 --adam-eps 1e-4",
+        ),
+        (
+            "--start-weight-decay 0.001 --end-weight-decay 0.01",
+            "--start-weight-decay 0.01 --end-weight-decay 0.1",
+        ),
+    ],
+)
+def test_each_term_of_an_update_is_large_enough_to_show(given: str, kept: str) -> None:
+    (run,) = covering_runs(flags(MODEL + given))
+    assert flags(kept).items() <= run.flags.items()
 
 
 def test_one_factor_for_all_values_is_named() -> None:

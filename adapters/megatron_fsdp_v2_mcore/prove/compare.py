@@ -12,9 +12,13 @@ import torch
 Tensors = dict[str, torch.Tensor]
 """Values of a rank by the parameter's name in a checkpoint."""
 
-INITIAL, LOADED, LOSS = "initial weight", "loaded weight", "loss"
-GRADIENT, NORM, WEIGHT, REPLICA = "gradient", "gradient norm", "weight", "replica"
-KINDS = (INITIAL, LOADED, LOSS, GRADIENT, NORM, WEIGHT, REPLICA)
+Options = dict[str, dict[str, float]]
+"""Numbers in the parameter groups of an optimizer, by the parameter's name and the option's."""
+
+INITIAL, LOADED, STATE, LOSS = "initial weight", "loaded weight", "loaded state", "loss"
+GRADIENT, NORM, OPTION = "gradient", "gradient norm", "optimizer option"
+WEIGHT, REPLICA = "weight", "replica"
+KINDS = (INITIAL, LOADED, STATE, LOSS, GRADIENT, OPTION, NORM, WEIGHT, REPLICA)
 """Compared values, in the order in which an iteration computes them."""
 
 _FIRST_NOISE, _NOISE = 1e-4, 1e-2
@@ -39,6 +43,7 @@ class Bounds:
         later_norm: Of gradient norms in later iterations.
         later_gradient: Of gradients in later iterations.
         weight: Of weights, relative to their updates so far.
+        rounding: Part of the parameter's largest weight that counts as an update.
     """
 
     loss: float = 2e-6
@@ -48,10 +53,11 @@ class Bounds:
     later_norm: float = 2e-5
     later_gradient: float = 1e-3
     weight: float = 0.05
+    rounding: float = 1e-6
 
     def of(self, kind: str, iteration: int) -> float:
         """Return the bound of a kind of value."""
-        if kind in (INITIAL, LOADED, REPLICA):
+        if kind in (INITIAL, LOADED, STATE, REPLICA, OPTION):
             return 0.0
         first = {LOSS: self.loss, NORM: self.norm, GRADIENT: self.gradient, WEIGHT: self.weight}
         later = {LOSS: self.later_loss, NORM: self.later_norm, GRADIENT: self.later_gradient}
@@ -107,11 +113,13 @@ class Record:
         weights: Weights before the first iteration and after every iteration.
         grads: Gradients before clipping, of every iteration.
         first_rows: First row of each parameter's values within this rank's part of it.
+        options: Options of the optimizer, of every iteration.
     """
 
     weights: list[Tensors] = field(default_factory=list)
     grads: list[Tensors] = field(default_factory=list)
     first_rows: dict[str, int] = field(default_factory=dict)
+    options: list[Options] = field(default_factory=list)
 
 
 def relative(mine: float, theirs: float) -> float:
@@ -157,6 +165,7 @@ def records(mine: Record, theirs: Record, bounds: Bounds, num_before: int = 0) -
     before = theirs.weights[num_before]
     kind = LOADED if num_before else INITIAL
     found = _differ(kind, num_before, mine.weights[0], before, first_rows, bounds)
+    found += options(mine.options, theirs.options[num_before:], num_before + 1)
     steps = zip(
         *(mine.grads, theirs.grads[num_before:]),
         *(mine.weights[1:], theirs.weights[num_before + 1 :]),
@@ -168,12 +177,35 @@ def records(mine: Record, theirs: Record, bounds: Bounds, num_before: int = 0) -
         found += _differ(GRADIENT, iteration, my_grads, grads, first_rows, bounds, scales)
         start, trusted = theirs.weights[0], _trusted(theirs.grads[:iteration], bounds)
         scales = {
-            name: _largest([weight - start[name]]) + 1e-6 * _largest([weight])
+            name: _largest([weight - start[name]]) + bounds.rounding * _largest([weight])
             for name, weight in weights.items()
         }
         found += _differ(
             *(WEIGHT, iteration, my_weights, weights, first_rows, bounds, scales, trusted)
         )
+    return found
+
+
+def options(mine: Sequence[Options], theirs: Sequence[Options], first: int = 1) -> list[Difference]:
+    """Return the differences of options that both optimizers have.
+
+    Args:
+        mine: Options of every iteration.
+        theirs: The other options of the same iterations, of no other parameters.
+        first: Number of the first iteration.
+    """
+    found = []
+    for iteration, (own, other) in enumerate(zip(mine, theirs, strict=True), start=first):
+        for name in other:
+            if name not in own:
+                where = f"{name} (parameter groups)"
+                found.append(Difference(OPTION, iteration, where, 0, 1, math.inf))
+                continue
+            for option in own[name].keys() & other[name].keys():
+                a, b = own[name][option], other[name][option]
+                if gap := relative(a, b):
+                    where = f"{name} ({option})"
+                    found.append(Difference(OPTION, iteration, where, a, b, gap))
     return found
 
 
@@ -191,22 +223,35 @@ def replicas(mine: Sequence[Tensors], first: Sequence[Tensors]) -> list[Differen
     return found
 
 
-def whole(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Difference]:
-    """Return the differences of whole weights, which must be bitwise identical."""
+def whole(
+    mine: Mapping[str, Any], theirs: Mapping[str, Any], kind: str = LOADED
+) -> list[Difference]:
+    """Return the differences of whole tensors, which must be bitwise identical.
+
+    Args:
+        mine: Our tensors by name.
+        theirs: The other tensors.
+        kind: `LOADED` or `STATE`.
+    """
     found = [
-        Difference(LOADED, 0, name, math.nan, math.nan, math.inf) for name in mine.keys() ^ theirs
+        Difference(kind, 0, name, math.nan, math.nan, math.inf) for name in mine.keys() ^ theirs
     ]
     for name in mine.keys() & theirs.keys():
         a, b = (torch.from_numpy(side[name]) for side in (mine, theirs))
         if a.shape != b.shape:
-            found.append(Difference(LOADED, 0, name, a.numel(), b.numel(), math.inf))
+            found.append(Difference(kind, 0, name, a.numel(), b.numel(), math.inf))
         else:
-            found += _differ(LOADED, 0, {name: a}, {name: b}, {name: 0}, EXACT)
+            found += _differ(kind, 0, {name: a}, {name: b}, {name: 0}, EXACT)
     return found
 
 
-def _trusted(grads: Sequence[Tensors], bounds: Bounds) -> Tensors:
-    """Return where no gradient was so small that rounding determines its update."""
+def _trusted(grads: Sequence[Tensors], bounds: Bounds) -> Tensors | None:
+    """Return where no gradient was so small that rounding determines its update.
+
+    Everywhere (None) if both trainings have the same gradients.
+    """
+    if not bounds.gradient:
+        return None
     found: Tensors = {}
     part = max(_TRUSTED, 10 * bounds.gradient)
     for of_iteration in grads:
@@ -248,11 +293,12 @@ def _differ(
 
 
 def _factor(mine: torch.Tensor, theirs: torch.Tensor) -> float | None:
-    """Return the factor between two tensors, if there is one."""
+    """Return the factor between two tensors, if there is one other than 1."""
     total = float((theirs * theirs).sum())
     factor = float((mine * theirs).sum()) / total if total else 0.0
     is_one = float((mine - factor * theirs).abs().max()) <= 1e-3 * _largest([mine])
-    return factor if factor and is_one and math.isfinite(factor) else None
+    is_told = is_one and math.isfinite(factor) and abs(factor - 1) > 1e-3
+    return factor if factor and is_told else None
 
 
 def _largest(tensors: Iterable[Any]) -> float:

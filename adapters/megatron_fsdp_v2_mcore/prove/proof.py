@@ -8,7 +8,7 @@ import math
 import operator
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,9 +17,12 @@ from megatron_fsdp_v2_mcore.prove.compare import (
     EXACT,
     LOSS,
     NORM,
+    STATE,
     Bounds,
     Difference,
+    Options,
     numbers,
+    options,
     relative,
     whole,
 )
@@ -40,6 +43,8 @@ ROUNDED = Bounds(2e-6, 2e-6, 2e-5, 2e-4, 2e-2, 0.3, 0.5)
 REDUCED_IN_16_BITS = replace(ROUNDED, norm=1e-3, gradient=3e-2)
 QUANTIZED = Bounds(2e-6, 1e-3, 1e-2, 1e-3, 5e-2, 0.6, 0.8)
 """Quantization turns the last bit of a gradient into a step of an FP8 number."""
+SAME_GRADIENTS = Bounds(math.inf, 4e-6, 0.0, math.inf, 4e-6, 0.0, 2e-5, rounding=0.05)
+"""Of steps with equal gradients: a weight rounds to a neighbor, within 1e-6 of the largest one."""
 OTHER_SIZE = replace(FP32, loss=1e-5, norm=1e-4, later_loss=1e-5, later_norm=1e-4)
 
 DIFFERING_REPLICAS = "--fsdp-save-differing-replicas"
@@ -47,6 +52,7 @@ _ONE_REPLICA = (
     f"replicas differ: a save needs {DIFFERING_REPLICAS}, and has the values of the first rank"
 )
 _REFERENCE, _SAVED = "reference", "saved"
+STEPS = "steps with equal gradients"
 TRAINING = "training, in fp32"
 OWN = "training, in its own precision"
 RESUME = "resumed at the same size"
@@ -115,7 +121,7 @@ Advance = Callable[[int, int], object]
 def num_trainings(run: ShrunkRun) -> int:
     """Return the number of trainings that `prove_run` starts."""
     flags = sides.sharded(run).flags
-    return 4 + 2 * sides.is_low_precision(flags) + sides.has_dropout(run.flags)
+    return 5 + 2 * sides.is_low_precision(flags) + sides.has_dropout(run.flags)
 
 
 class Prover:
@@ -169,13 +175,14 @@ class Prover:
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[ProofPhase]:
-        phase, start = ProofPhase(name), time.monotonic()
+        phase, start, before = ProofPhase(name), time.monotonic(), len(self._result.phases)
         try:
             yield phase
         except RankError as error:
             phase.error, phase.traceback = str(error), error.tracebacks
         phase.differences.sort(key=lambda each: each.order)
-        phase.seconds = time.monotonic() - start
+        inner = sum(each.seconds for each in self._result.phases[before:])
+        phase.seconds = time.monotonic() - start - inner
         self._result.phases.append(phase)
 
     def _train(self, side: Side, **options: Any) -> Outcome:
@@ -193,8 +200,13 @@ class Prover:
             [difference for each in outcomes for difference in each.differences],
             sum(each.num_compared for each in outcomes),
             {name: values for each in outcomes for name, values in each.whole.items()},
+            {name: values for each in outcomes for name, values in each.state.items()},
             list(dict.fromkeys(found for each in outcomes for found in each.replicas)),
             memory,
+            [
+                _merged(of_ranks)
+                for of_ranks in zip(*(each.options for each in outcomes), strict=True)
+            ],
         )
 
     def _words(self, side: Side) -> tuple[str, ...]:
@@ -216,6 +228,8 @@ class Prover:
         """Train with Megatron's DDP and with this package; None if one of them fails."""
         with self._phase(name) as phase:
             theirs = self._train(kind(sides.reference(run)), keep=_REFERENCE)
+            if name == TRAINING:
+                self._compare_steps(run, theirs)
             saves = kind(_saving(sides.sharded(run), folder))
             mine = self._train(saves, keep=_SAVED, against=_REFERENCE, bounds=bounds, whole=SAVED)
             _compare(phase, mine, theirs, bounds)
@@ -227,6 +241,20 @@ class Prover:
             found = sorted(theirs.replicas, key=lambda each: each.order)
             self._result.phases.append(ProofPhase(REPLICAS, found, is_ours=False))
         return mine
+
+    def _compare_steps(self, run: ShrunkRun, theirs: Outcome) -> None:
+        """Step with the gradients of Megatron's DDP, so that only the optimizer may differ.
+
+        Updates with own gradients differ by the rounding of gradients, which Adam enlarges. Weight
+        decay and other small terms of an update would disappear in it.
+        """
+        with self._phase(STEPS) as phase:
+            side = sides.with_fp32_state(sides.in_fp32(sides.sharded(run)))
+            bounds = SAME_GRADIENTS
+            mine = self._train(side, against=_REFERENCE, has_its_gradients=True, bounds=bounds)
+            _compare(phase, mine, theirs, bounds)
+            phase.differences += mine.differences
+            phase.num_compared = mine.num_compared
 
     def _resumed(
         self, run: ShrunkRun, saved: Outcome, kind: Callable[[Side], Side], folder: str
@@ -251,10 +279,16 @@ class Prover:
         with self._phase(SHRUNK) as phase:
             mine = self._train(alone, whole=0)
             phase.differences += whole(mine.whole, saved.whole)
+            phase.differences += whole(mine.state, saved.state, STATE)
+            phase.differences += options(mine.options, saved.options[SAVED:], SAVED + 1)
         if phase.is_equal:
             with self._phase(ONE_RANK) as phase:
                 phase.is_ours = False
                 _compare(phase, mine, theirs, OTHER_SIZE, SAVED + 1)
+
+
+def _merged(options_of_ranks: Iterable[Options]) -> Options:
+    return {name: found for each in options_of_ranks for name, found in each.items()}
 
 
 def _own_bounds(flags: Flags) -> Bounds:

@@ -83,6 +83,14 @@ _FEW_STEPS = f"""
 WITHIN_FEW_STEPS = {name: value for name, value in itertools.batched(_FEW_STEPS.split(), 2)}
 """Values for a few iterations: weights must change, and the run must not end early."""
 
+WEIGHT_DECAY, CLIP_GRAD = "--weight-decay", "--clip-grad"
+AT_LEAST = {WEIGHT_DECAY: (0.01, 0.1), "--adam-eps": (1e-8, 1e-6)}
+"""Megatron's default and the smallest value that is not 0: each term of an update must show in a
+few steps. `eps` makes it depend on the size of a gradient, and so on clipping."""
+SCHEDULED_DECAY = "--start-weight-decay", "--end-weight-decay"
+MOST_CLIP_GRAD = 0.1
+"""Largest norm of clipped gradients: those of every step are clipped."""
+
 MAMBA = {"--mamba-state-dim": ("16",), "--mamba-head-dim": ("16",), "--mamba-num-groups": ("2",)}
 """Sizes of Mamba layers; Megatron's defaults are for larger models."""
 
@@ -345,6 +353,23 @@ def _shrink_sizes(flags: Flags) -> None:
     for name, value in WITHIN_FEW_STEPS.items():
         if name in flags:
             flags[name] = (value,)
+    _show_terms(flags)
+
+
+def _show_terms(flags: Flags) -> None:
+    """Enlarge the terms of an optimizer's step that a few steps would not show."""
+    for name, (default, least) in AT_LEAST.items():
+        value = float(flags[name][0]) if name in flags else default
+        if 0 < value < least:
+            flags[name] = (str(least),)
+    clip = float(flags[CLIP_GRAD][0]) if CLIP_GRAD in flags else 1.0
+    if clip > MOST_CLIP_GRAD:
+        flags[CLIP_GRAD] = (str(MOST_CLIP_GRAD),)
+    if set(SCHEDULED_DECAY) <= flags.keys():
+        values = [float(flags[name][0]) for name in SCHEDULED_DECAY]
+        scale = max(1.0, AT_LEAST[WEIGHT_DECAY][1] / max(*values, 1e-30))
+        for name, value in zip(SCHEDULED_DECAY, values, strict=True):
+            flags[name] = (str(value * scale),)
 
 
 def _sizes(flags: Flags) -> list[int]:

@@ -56,7 +56,12 @@ _NOT_OF_DDP = """
 --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer
 --use-torch-optimizer-for-cpu-offload
 """
-NOT_OF_DDP = {*_NOT_OF_DDP.split(), API_FLAG, RANDOM_ROUTING, *(flag.flag for flag in OWN_FLAGS)}
+STATE_DTYPES = {flag_of(name) for name in DTYPE_OPTIONS}
+"""Flags of the dtypes of main weights, their gradients and the optimizer's state."""
+NOT_OF_DDP = {
+    *(*_NOT_OF_DDP.split(), API_FLAG, RANDOM_ROUTING),
+    *(*STATE_DTYPES, *(flag.flag for flag in OWN_FLAGS)),
+}
 """Flags of sharded weights and optimizer state."""
 
 _SAVING = """
@@ -170,7 +175,7 @@ def on_cpu(flags: Flags, impl: str) -> Flags:
         dropped.add("--init-model-with-meta-device")
     if impl == LOCAL:
         # Dtypes of Transformer Engine's Adam.
-        dropped |= {*QUANTIZATION, *(flag_of(name) for name in DTYPE_OPTIONS)}
+        dropped |= QUANTIZATION | STATE_DTYPES
     kept = without(flags, {*dropped, *_FLEX, IMPL_FLAG})
     if not flags.keys().isdisjoint(_FLEX) or "flex" in flags.get("--moe-token-dispatcher-type", ()):
         # The flexible dispatcher exchanges the same tokens.
@@ -220,6 +225,11 @@ def in_fp32(side: Side) -> Side:
         # Otherwise Newton-Schulz would multiply in bf16.
         flags["--muon-fp32-matmul-prec"] = ("high",)
     return Side(side.world_size, flags, side.exact_norms)
+
+
+def with_fp32_state(side: Side) -> Side:
+    """Return a training whose optimizer keeps its state in fp32."""
+    return Side(side.world_size, without(side.flags, STATE_DTYPES), side.exact_norms)
 
 
 def in_own_precision(side: Side) -> Side:

@@ -74,6 +74,7 @@ class Context:
         device: Device of the units' buffers.
         is_captured: Whether the latest pass is captured in a CUDA graph.
         is_early: Whether the latest pass is one of the first, whose collectives ranks compare.
+        is_after_backward: Whether no pass with gradients began since the latest backward.
         has_graph: Whether a pass or a step was captured: replays change weights and run no hook.
     """
 
@@ -97,6 +98,7 @@ class Context:
         self.device: torch.device | None = None
         self.is_captured = False
         self.is_early = False
+        self.is_after_backward = True
         self._num_to_compare = dict(NUM_COMPARED)
         self.has_graph = False
         self._pass_unit: Callable[[], Unit | None] = lambda: None
@@ -178,6 +180,23 @@ class Context:
 
     # -- forwards -----------------------------------------------------------------------------
 
+    def forget_casts(self) -> None:
+        """Clear autocast's cache if a unit frees its weights between its uses.
+
+        The cache has casts of weights from earlier passes of the same autocast context, also from
+        those without gradients. A gradient would reach the weight through the node of such a cast,
+        after the backward of the unit has ended. Passes of one loss share their casts, as in a
+        plain loop; a recomputation and the first pass of a loss do not use earlier ones.
+        """
+        device = self.device
+        if (
+            device is not None
+            and torch.is_autocast_enabled(device.type)
+            and torch.is_autocast_cache_enabled()
+            and not all(unit.needs_no_collective for unit in self.units())
+        ):
+            torch.clear_autocast_cache()
+
     @property
     def is_in_forward(self) -> bool:
         """Whether a pass is under way: a forward of the root, or of a unit outside it."""
@@ -225,6 +244,7 @@ class Context:
         self.pass_has_grad = has_grad
         self.is_early = self._num_to_compare[has_grad] > 0
         self._num_to_compare[has_grad] -= 1
+        self.is_after_backward &= not has_grad
         kind = "forward" if has_grad else "evaluation"
         name = kind if unit.is_root else f"{kind} of {unit.fqn}"
         self.allocator.begin_pass(name, no_pending_backward=self._no_pending_backward())
@@ -307,6 +327,7 @@ class Context:
         """
         if name:
             self.is_early, self._num_to_compare[True] = False, 0
+            self.is_after_backward = True
         self.allocator.end_pass(name, no_pending_backward=self._no_pending_backward())
 
     def _no_pending_backward(self) -> bool:
@@ -332,5 +353,6 @@ class Context:
         for context in self.backward.abandon():
             context.end_forward()
             context.forward_failed = False
+            context.is_after_backward = True
             for unit in context.units():
                 unit.reset_after_error()

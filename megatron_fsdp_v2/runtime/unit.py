@@ -373,6 +373,9 @@ class Unit:
             context.gathers.before_use(self)
             if recomputes:
                 self.is_recomputed = self._was_recomputed = True
+                if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+                    # A reentrant one, whose graph replaces that of the forward.
+                    context.forget_casts()
                 context.backward.prepare_recomputation(self)
             elif not running.is_gathered_around:
                 self.reshard_if_replaced()
@@ -533,6 +536,8 @@ class Unit:
             if has_grad:
                 for group in unit.groups:
                     group.parameters.check_hooks()
+        if has_grad and context.is_after_backward:
+            context.forget_casts()
         context.begin_forward(self, has_grad=has_grad)
         self._refresh_all()
 

@@ -324,8 +324,9 @@ def check_is_gathered(unit: Unit, groups: Sequence[ParameterGroup]) -> None:
         f"the backward of {unit.name} ran before a gradient reached one of its outputs, so its "
         "weights were not gathered and the result is wrong: it returns tensors inside an "
         "object that is not searched (containers, dataclasses and attributes of objects are "
-        "searched), or stores tensors that are used outside its forward. Return these tensors, "
-        "or use sharding_strategy='optim_grads'"
+        "searched), or stores tensors that are used outside its forward (under torch.autocast, "
+        "torch stores casts of weights: call torch.clear_autocast_cache() between passes). Return "
+        "these tensors, or use sharding_strategy='optim_grads'"
     )
 
 

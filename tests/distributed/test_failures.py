@@ -163,6 +163,31 @@ def test_autocast_applies_in_a_recomputation(use_reentrant: bool) -> None:
     assert gradient_error(sharded, plain) < 2e-3
 
 
+@on_ranks(2, strategy=["optim_grads", "optim_grads_params"], use_reentrant=[None, False, True])
+def test_several_passes_may_run_in_one_autocast_context(
+    strategy: str, use_reentrant: bool | None
+) -> None:
+    """Autocast stores casts of weights, from evaluations too, until the context ends."""
+
+    def build() -> nn.Module:
+        return Stack() if use_reentrant is None else Checkpointed(use_reentrant=use_reentrant)
+
+    x, pairs = torch.linspace(-1, 1, 10).view(2, 5), pair(build, sharding_strategy=strategy)
+    outputs: list[list[torch.Tensor]] = []
+    for model in pairs:
+        found: list[torch.Tensor] = []
+        outputs.append(found)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for step in range(2):
+                with torch.no_grad():
+                    found.append(model(x))
+                # Both forwards of a loss share the casts.
+                found.append((model(x + step).float() * model(x).float()).mean())
+                found[-1].backward()
+    assert all(map(torch.equal, *outputs))
+    assert gradient_error(pairs[1], pairs[0]) == 0.0
+
+
 def _unit_with_detached_input(model: Any, x: torch.Tensor) -> torch.Tensor:
     y: torch.Tensor = model.outside(x).tanh()
     return y + model.unit(y.detach())

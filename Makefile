@@ -16,6 +16,7 @@ SEED     ?= 0
 DEVICE   ?= cuda
 GPUS     ?=
 GPU_OUT  ?= out/gpu
+MINUTES  ?=
 WRITE    ?=
 
 PY := $(VENV)/bin/python
@@ -81,6 +82,7 @@ help: ## list the targets and their variables
 	  '  DEVICE=name    test-gpu: cuda, or cpu to rehearse the checks (cuda)' \
 	  '  GPUS=n         test-gpu: number of ranks (all GPUs; 2 on a CPU)' \
 	  '  GPU_OUT=path   test-gpu: folder of the report (out/gpu)' \
+	  '  MINUTES=n      test-gpu: start no check after this time (no limit)' \
 	  '  WRITE=1        bench: write the results to docs/performance.md'
 
 setup: ## create the environment with pinned dependencies
@@ -180,8 +182,8 @@ docs: ## the documentation as a site: out/site/index.html
 
 test-gpu: setup ## all checks that need a GPU, on all GPUs of this machine, with one report
 	@mkdir -p "$(GPU_OUT)"
-	@bash -o pipefail -c '"$$@" 2>&1 | tee "$(GPU_OUT)/report.txt"' - $(PY) -m pytest tests/gpu -v \
-	  --device "$(DEVICE)" $(if $(GPUS),--ranks "$(GPUS)") --basetemp "$(GPU_OUT)/logs"
+	@PYTHONUNBUFFERED=1 bash -o pipefail -c '"$$@" 2>&1 | tee "$(GPU_OUT)/report.txt"' - $(PY) -m pytest tests/gpu -v \
+	  --device "$(DEVICE)" $(if $(GPUS),--ranks "$(GPUS)") $(if $(MINUTES),--minutes "$(MINUTES)") --basetemp "$(GPU_OUT)/logs"
 
 $(PEERS): tools/peer-packages.txt | setup
 	@rm -rf "$@"

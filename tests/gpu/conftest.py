@@ -2,11 +2,15 @@
 
 pytest tests/gpu --device cuda            every GPU of this machine; `make test-gpu`
 pytest tests/gpu --device cpu --small     a rehearsal on a CPU
+pytest tests/gpu --minutes 15             what one must know first, on a rented machine
 """
 
 from __future__ import annotations
 
 import os
+import re
+import time
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -16,11 +20,30 @@ from tests.gpu.machine import DETERMINISTIC_ENVIRONMENT, Machine, describe, requ
 
 HERE = Path(__file__).parent
 
+ORDER = (
+    r"test_training.*unsharded_loop\[one rank",
+    r"test_training.*unsharded_loop\[one axis",
+    r"test_host",
+    r"test_pauses",
+    r"test_sanitizer.*(two_steps\[\w+-2-no_shard\]|a_race)",
+    r"test_features",
+    r"test_bandwidth",
+    r"test_overlap",
+    r"test_speed.*\[1B",
+    r"test_capture",
+    r"test_megatron",
+    r"test_quantized",
+)
+"""Checks in the order in which one must know their results; all others follow."""
+
+_BEGAN = time.monotonic()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of the machine."""
     parser.addoption("--device", choices=("cuda", "cpu"), help="what checks run on (cuda)")
     parser.addoption("--ranks", type=int, help="ranks at most (every GPU; 2 on a CPU)")
+    parser.addoption("--minutes", type=float, help="start no check after this time (no limit)")
     parser.addoption("--small", action="store_true", help="do as little as shows that it runs")
 
 
@@ -33,10 +56,43 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the checks in this folder as `gpu`; `make test` deselects them."""
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.gpu)
+    """Mark the checks in this folder as `gpu`, which `make test` deselects, and order them."""
+    here = [item for item in items if HERE in item.path.parents]
+    for item in here:
+        item.add_marker(pytest.mark.gpu)
+    ordered = iter(sorted(here, key=_place))
+    items[:] = [next(ordered) if HERE in item.path.parents else item for item in items]
+
+
+def _place(item: pytest.Item) -> int:
+    found = (place for place, pattern in enumerate(ORDER) if re.search(pattern, item.nodeid))
+    return next(found, len(ORDER))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a check that would begin after `--minutes`."""
+    if HERE in item.path.parents and time.monotonic() > _ends_at(item.config):
+        pytest.skip(f"not started within --minutes {item.config.getoption('--minutes'):g}")
+
+
+def _ends_at(config: pytest.Config) -> float:
+    minutes = config.getoption("--minutes")
+    return float("inf") if minutes is None else _BEGAN + 60.0 * minutes
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Write a failure when it happens: the report is complete if the run is interrupted."""
+    del call
+    report = yield
+    terminal = item.config.pluginmanager.get_plugin("terminalreporter")
+    if report.failed and HERE in item.path.parents and terminal is not None:
+        terminal.write_line("")
+        terminal.write_line(report.longreprtext)
+        terminal.flush()
+    return report
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
@@ -64,4 +120,5 @@ def machine(pytestconfig: pytest.Config) -> Machine:
             pytest.exit(f"{ranks} ranks need as many GPUs, and there are {present}", returncode=2)
         for name, value in DETERMINISTIC_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-    return Machine(device, ranks or 2, pytestconfig.getoption("--small"))
+    is_small = pytestconfig.getoption("--small")
+    return Machine(device, ranks or 2, is_small, _ends_at(pytestconfig))

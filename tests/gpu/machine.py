@@ -6,10 +6,12 @@ import contextlib
 import functools
 import importlib.metadata
 import importlib.util
+import math
 import os
 import platform
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,11 +49,13 @@ class Machine:
         device: `cuda` or `cpu`.
         ranks: Maximum number of ranks of a check.
         is_small: Whether checks run only a minimal case.
+        ends_at: Time of the monotonic clock at which the checks end.
     """
 
     device: str
     ranks: int
     is_small: bool = False
+    ends_at: float = math.inf
 
     @property
     def on_cuda(self) -> bool:
@@ -84,7 +88,8 @@ class Machine:
         """
         pool = RankPool(ranks or self.ranks, device=self.device)
         try:
-            return pool.run(function, self.device, *args, timeout_s=limit_s)
+            left = max(1.0, self.ends_at - time.monotonic())
+            return pool.run(function, self.device, *args, timeout_s=min(limit_s, left))
         finally:
             pool.close()
 

@@ -23,7 +23,11 @@ from tests.parity.patterns import PATTERNS, Pattern
 from tests.reference.models import Stack
 from tests.reference.training import Trace, compare, same_bits, train_reference, train_sharded
 
-POLICIES: dict[str, Any] = {"fp32": None, "bf16": BF16}
+POLICIES: dict[str, Any] = {
+    "fp32": None,
+    "bf16": BF16,
+    "bf16, fp32 sums": dataclasses.replace(BF16, reduce_scatter_with_fp32_accumulation=True),
+}
 TOLERANCE = {"cpu": 1e-6, "cuda": 1e-5}
 LOW_PRECISION = 6e-2
 """Tolerance of a training in bf16, whose weights have 8 significant bits, against fp32."""
@@ -31,7 +35,10 @@ LOW_PRECISION_PATTERNS = ("plain", "accumulation under no_sync", "checkpointing,
 
 
 def on_device(pattern: Pattern, device: str) -> Pattern:
-    """Return the pattern with its model on a device; the model moves its inputs there."""
+    """Return the pattern with its model on a device; the model moves its inputs there.
+
+    For the reference alone: `fully_shard` moves a model and its inputs itself.
+    """
 
     def move(module: nn.Module, args: Any) -> Any:
         return tuple(arg.to(device) for arg in args)
@@ -48,7 +55,7 @@ def _trained(pattern: Pattern, device: str, *shape: int, **options: Any) -> Trac
     def shard(module: nn.Module) -> None:
         fully_shard(module, mesh=mesh_of(device, *shape), **pattern.options, **options)
 
-    return train_sharded(on_device(pattern, device), shard)
+    return train_sharded(pattern, shard)
 
 
 def _reference(pattern: Pattern, device: str) -> Trace:
@@ -77,7 +84,7 @@ def parity(
     return found
 
 
-@pytest.mark.parametrize("precision", POLICIES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["one axis", "HSDP", "HFSDP", "one rank"])
 def test_every_pattern_trains_like_an_unsharded_loop(
     machine: Machine, kind: str, precision: str
@@ -155,12 +162,12 @@ def test_muon_of_sharded_parameters_matches_muon_of_full_ones(machine: Machine) 
 
 def _sharded_stack(device: str, strategy: str, seed: int) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = wrap(Stack().to(device), mesh=mesh_of(device), sharding_strategy=strategy)
+    model = wrap(Stack(), mesh=mesh_of(device), sharding_strategy=strategy)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def _step(model: Any, optimizer: torch.optim.Optimizer, device: str) -> None:
-    model(torch.ones(4, 5, device=device)).square().mean().backward()
+def _step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(4, 5)).square().mean().backward()
     step_all(optimizer)
 
 
@@ -178,14 +185,14 @@ def async_save(device: str, folder: str) -> list[str]:
     wrong = []
     for strategy in STRATEGIES:
         model, optimizer = _sharded_stack(device, strategy, seed=0)
-        _step(model, optimizer, device)
+        _step(model, optimizer)
         path = Path(folder) / strategy
         future = checkpoint.save(path, model, optimizer, async_save=True)
         assert future is not None
         saved = _values(model, optimizer)
         # Training continues while files are written.
         for _ in range(3):
-            _step(model, optimizer, device)
+            _step(model, optimizer)
         future.result()
         dist.barrier()
         other, its_optimizer = _sharded_stack(device, strategy, seed=1)

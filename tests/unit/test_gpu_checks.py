@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.model import Model
-from tests.gpu import machine
+from tests.gpu import conftest, machine
 from tests.gpu.test_overlap import overlap_fraction
 from tests.gpu.test_speed import MODELS, flops_of, num_params
 from tests.processes import ROOT, ran
@@ -41,6 +43,44 @@ def test_cpu_run_describes_the_machine_and_skips_gpu_only_checks() -> None:
 def test_every_check_is_rehearsed_on_a_cpu(file: Path) -> None:
     # A check that a CPU cannot verify runs and is then skipped with this reason.
     assert re.search(r"\d+ passed|; rehearsed on a CPU", _rehearsed(file, "-rs"))
+
+
+def test_checks_run_in_the_order_in_which_one_must_know_their_results() -> None:
+    names = [
+        "test_quantized.py::test_gathered_bytes[mxfp8]",
+        "test_memory.py::test_memory[optim]",
+        "test_training.py::test_every_pattern_trains_like_an_unsharded_loop[HSDP-fp32]",
+        "test_training.py::test_every_pattern_trains_like_an_unsharded_loop[one axis-fp32]",
+        "test_sanitizer.py::test_sanitizer_reports_nothing_in_two_steps[optim-2x2-optim]",
+        "test_sanitizer.py::test_sanitizer_reports_nothing_in_two_steps[optim-2-no_shard]",
+        "test_speed.py::test_model[8B-FSDP2]",
+        "test_speed.py::test_model[1B-FSDP2]",
+        "test_features.py::test_side_stream[hooks]",
+        "test_host.py::test_host[optim]",
+        "test_training.py::test_every_pattern_trains_like_an_unsharded_loop[one rank-fp32]",
+    ]
+    items: list[Any] = [
+        types.SimpleNamespace(
+            path=FILES[0], nodeid=f"tests/gpu/{name}", add_marker=lambda marker: None
+        )
+        for name in names
+    ]
+    conftest.pytest_collection_modifyitems(items)
+    assert [names.index(item.nodeid.removeprefix("tests/gpu/")) for item in items] == [
+        *(10, 3, 9, 5, 8, 7, 0),
+        *(1, 2, 4, 6),
+    ]
+
+
+def test_no_check_starts_after_the_given_minutes() -> None:
+    def item(minutes: float | None) -> Any:
+        config = types.SimpleNamespace(getoption=lambda name: minutes)
+        return types.SimpleNamespace(path=FILES[0], config=config)
+
+    conftest.pytest_runtest_setup(item(None))
+    conftest.pytest_runtest_setup(item(1e6))
+    with pytest.raises(pytest.skip.Exception, match="not started within --minutes 0"):
+        conftest.pytest_runtest_setup(item(0.0))
 
 
 @pytest.mark.parametrize(

@@ -184,18 +184,22 @@ class Muon(MatrixStep):
     ) -> None:
         """Decay weights by the learning rate times `weight_decay`."""
         del grads
-        torch._foreach_mul_(list(params), 1 - float(group["lr"]) * group["weight_decay"])
+        # A product with a tensor on the device does not wait for its value.
+        factor = 1 - group["lr"] * group["weight_decay"]
+        torch._foreach_mul_([rows_of(param) for param in params], factor)
 
     @override
     def apply_results(
         self, group: dict[str, Any], params: Sequence[nn.Parameter], results: Sequence[torch.Tensor]
     ) -> None:
         """Subtract orthogonalized updates, in one operation per learning rate."""
+        # Read once: a value on the device makes the host wait.
+        lr = float(group["lr"])
         by_rate: dict[float, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for param, result in zip(params, results, strict=True):
             rows, columns = param.shape[-2:]
             size = group["block_rows"] or rows, columns
-            rate = float(group["lr"]) * _adjustment(group["adjust_lr_fn"], *size)
+            rate = lr * _adjustment(group["adjust_lr_fn"], *size)
             by_rate.setdefault(rate, []).append((param, result))
         for rate, pairs in by_rate.items():
             add_to_rows([p for p, _ in pairs], [change for _, change in pairs], alpha=-rate)

@@ -319,6 +319,17 @@ def buffers_on_the_cpu(strategy: str) -> dict[str, Any]:
     }
 
 
+def muon_with_rate_on_device() -> list[str]:
+    """Step with Muon, whose learning rate is a tensor on the device; return the host's waits."""
+    host, model, _ = _built("4", STRATEGIES[-1])
+    rate = torch.full((), 0.1, device="cuda")
+    optimizer = Muon([p for p in model.parameters() if p.ndim == 2], lr=rate)
+    with host.step():
+        model(torch.randn(4, 5, device="cuda")).square().mean().backward()
+        optimizer.step()
+    return host.waits
+
+
 def sanitized(mesh_name: str, strategy: str) -> dict[str, Any]:
     """Run the steps that a GPU runs under torch's sanitizer; return the host's records."""
     host = _host()
@@ -452,6 +463,11 @@ def test_buffers_and_inputs_on_the_cpu_are_moved_to_the_device(
 ) -> None:
     (seen,) = process.run(buffers_on_the_cpu, strategy)
     assert seen == {"devices": {"cuda:0"}, "same objects": True, "copies": (2, 1)}
+
+
+def test_muon_reads_a_learning_rate_on_the_device_once(process: RankPool) -> None:
+    (waits,) = process.run(muon_with_rate_on_device)
+    assert len(waits) == 1 and "muon.py" in waits[0], waits
 
 
 @pytest.mark.slow

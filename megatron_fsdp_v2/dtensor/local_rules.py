@@ -216,6 +216,8 @@ def set_data(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     with torch.inference_mode(False), torch.no_grad():
         rows = local_of(shard_like(target, value)).detach().to(local_of(target).device)
         target._local_tensor = rows.clone() if rows.is_inference() else rows
+    # A gradient is no view of its main gradient any more.
+    target.main_grad_slot = None
     torch.autograd.graph.increment_version(target)
 
 

@@ -384,6 +384,35 @@ def test_averaged_weights_are_swapped_in_for_an_evaluation_and_out_again(
             assert losses(swap, dtype, kind) == undisturbed, name
 
 
+GRADIENTS: dict[str, Callable[[Any], Any]] = {
+    "sharded": lambda grad: 0.5 * grad.detach(),
+    "whole": lambda grad: torch.full(grad.shape, 0.25, dtype=grad.dtype),
+}
+
+
+@on_ranks(2, strategy=STRATEGIES[::3], kind=GRADIENTS)
+def test_data_assigned_to_a_gradient_is_added_to_and_stepped(strategy: str, kind: str) -> None:
+    plain, model = fp64_pair(strategy)
+    optimizers = (
+        torch.optim.SGD(plain.parameters(), lr=0.1),
+        flat_optimizer(torch.optim.SGD)(model.parameters(), lr=0.1),
+    )
+
+    def assign() -> None:
+        for param in (*plain.parameters(), *model.parameters()):
+            param.grad.data = GRADIENTS[kind](param.grad)
+
+    backward_both(plain, model)
+    assign()
+    backward_both(plain, model, step=1)
+    added = gradient_error(model, plain)
+    assign()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert added < 1e-12
+    assert weight_error(model, plain) < 1e-12
+
+
 @on_ranks(2, strategy=("optim_grads_params", "optim_grads"))
 def test_state_dicts_and_loads_of_every_module_see_sharded_parameters(strategy: str) -> None:
     plain, model = pair(sharding_strategy=strategy)

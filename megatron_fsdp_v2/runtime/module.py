@@ -25,7 +25,7 @@ from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.params.parameters import groups_of
 from megatron_fsdp_v2.runtime.hooks import UnitState
 from megatron_fsdp_v2.runtime.options import check_at_least_one
-from megatron_fsdp_v2.runtime.unit import Unit
+from megatron_fsdp_v2.runtime.unit import Unit, unit_owning
 from megatron_fsdp_v2.runtime.unit_checks import check_is_between_steps
 
 # Looked up at import: programs replace `fsdp.fully_shard` by this package's function, for libraries
@@ -545,15 +545,16 @@ def named_units(root: object) -> list[tuple[str, Unit]]:
 
 
 def make_idle(root: nn.Module) -> None:
-    """Reshard every unit at or below a module, also after an exception.
+    """Reshard every unit of the roots that a module belongs to, also after an exception.
 
     Call it between passes, before reading or writing sharded parameters. Pending backwards gather
-    again. Waits for collectives under way and issues none. No-op for modules without units.
+    again. Waits for collectives under way and issues none. No-op for modules without sharded
+    parameters.
 
     Raises:
         RuntimeError: A backward is under way.
     """
-    contexts = {unit.context for _, unit in named_units(root)}
+    contexts = {unit.context for unit in _units_of(root)}
     if any(context.backward.is_running for context in contexts):
         raise RuntimeError("a backward is under way; do this between two steps")
     for context in contexts:
@@ -577,6 +578,14 @@ def showing_sharded(root: nn.Module) -> Iterator[None]:
     finally:
         for group, module in hidden:
             group.show_gathered(module)
+
+
+def _units_of(root: nn.Module) -> Iterator[Unit]:
+    """Yield the units at or below a module, and those that own parameters registered there."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            yield unit_of(module)
+        yield from filter(None, map(unit_owning, groups_of(module)))
 
 
 def _units(module: object, *, recurse: bool = True) -> list[Unit]:

@@ -8,6 +8,7 @@ import types
 import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import AdamW
 
-from megatron_fsdp_v2 import MixedPrecisionPolicy
+from megatron_fsdp_v2 import MixedPrecisionPolicy, checkpoint
 from megatron_fsdp_v2.optim import flat_optimizer
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
@@ -27,6 +28,7 @@ from tests.distributed.wrapping import (
     fp64_pair,
     gradient_error,
     mesh_of,
+    of_all_ranks,
     own_loss,
     pair,
     plain_loss,
@@ -434,6 +436,28 @@ def test_state_dicts_and_loads_of_every_module_see_sharded_parameters(strategy: 
         own_loss(model).backward()
         errors.append(weight_error(model, plain))
     assert max(errors) == 0.0
+
+
+@on_ranks(4, timeout_s=20)
+def test_part_of_a_model_is_loaded_while_weights_are_kept(tmp_path: Path) -> None:
+    """Ranks without rows of a parameter use its new weights too."""
+    plain, model = pair()
+    model.set_reshard_after_backward(False)
+    errors, held = [], []
+    for place in ("blocks.0.norm", "output"):
+        same, part = plain.get_submodule(place), model.get_submodule(place)
+        optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
+        held.append(of_all_ranks([param.to_local().numel() for param in part.parameters()]))
+        same.load_state_dict({name: value + 1 for name, value in same.state_dict().items()})
+        checkpoint.save(tmp_path / place, same, torch.optim.SGD(same.parameters(), lr=0.2))
+        with model.no_sync():
+            own_loss(model).backward()
+        checkpoint.load(tmp_path / place, part, optimizer)
+        with torch.no_grad():
+            errors.append(float((own_loss(model) - own_loss(plain)).abs()))
+        errors.append(optimizer.param_groups[0]["lr"] - 0.2)
+    assert max(errors) < 1e-6
+    assert not all(map(any, held[0]))
 
 
 class Flattening(nn.GRU):

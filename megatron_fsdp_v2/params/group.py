@@ -443,6 +443,7 @@ class ParameterGroup:
         if self._reference_count:
             return ""
         written = self.parameters.find_written()
+        self.parameters.note_written()
         if not self._wait() and self.parameters.has_changed_requires_grad():
             self.parameters.copy_requires_grad_to_sharded()
         self.parameters.install(self.sharded_params)

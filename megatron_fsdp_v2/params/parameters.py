@@ -276,7 +276,6 @@ class GroupParameters:
         before, found = self._versions, [param._version for param in self.gathered]
         if found == before:
             return ""
-        self._versions = found
         pairs = zip(found, before, strict=True)
         return self.label(next(i for i, (now, then) in enumerate(pairs) if now != then))
 

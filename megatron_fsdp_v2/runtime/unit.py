@@ -327,10 +327,13 @@ class Unit:
             )
 
     def reshard_if_stale(self) -> None:
-        """Reshard if gathered weights are stale, or their parameters were frozen or unfrozen."""
+        """Reshard if gathered weights are stale or changed, or if some were frozen or unfrozen."""
         groups, version = self.held_groups, self.context.weight_version
         if self.is_unsharded and any(
-            g.is_stale(version) or g.parameters.has_changed_requires_grad() for g in groups
+            g.is_stale(version)
+            or g.parameters.has_changed_requires_grad()
+            or g.parameters.find_written()
+            for g in groups
         ):
             self.reshard()
 

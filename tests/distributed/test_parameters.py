@@ -506,6 +506,12 @@ def _initializes_unsharded(model: Any) -> None:
     model.reshard()
 
 
+def _saves_unsharded(model: Any) -> None:
+    model.blocks[0].unshard()
+    nn.init.ones_(model.blocks[0].up.weight)
+    model.state_dict()
+
+
 def _in_hook(change: Any) -> Any:
     def hook(module: Any, args: Any) -> None:
         del args
@@ -524,6 +530,7 @@ def _in_hook(change: Any) -> Any:
 
 WRITES = {
     "output.weight of Stack/0 was changed in place": _initializes_unsharded,
+    "up.weight of blocks.0/0 was changed in place": _saves_unsharded,
     "up.weight of blocks.1/0 was changed in place": _in_hook(lambda w: w[0].mul_(2.0)),
     "up.weight of blocks.1/0 was changed": _in_hook(lambda w: w.data.clamp_(-0.01, 0.01)),
     "up.weight of blocks.1/0 is gathered, and data assigned": _in_hook(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -137,10 +138,10 @@ def compare_units(units: Sequence[UnitRecord], axes: Sequence[Axis], device: tor
         if bool((column != column.select(axis, 0).unsqueeze(axis)).any()):
             copies = [(f"unit {unit.name!r}", unit.copies[axis]) for unit in units]
             raise RuntimeError(
-                _first_difference(copies, axes)
+                _first_difference(copies, axes, along=axis)
                 + "; copies of one weight must be identical across ranks: seed every rank "
-                "identically before the model is built, or load a checkpoint before the first "
-                "forward"
+                "identically before the model is built or initialized again, or load a checkpoint "
+                "before the next forward"
             )
 
 
@@ -195,19 +196,31 @@ def _digest(value: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], signed=True)
 
 
-def _first_difference(entries: Sequence[Entry], axes: Sequence[Axis]) -> str:
-    """Gather all entries and describe the first difference. Collective, before raising an error."""
-    first, *others = _gather_objects(list(entries), axes)
-    for rank, other in enumerate(others, 1):
-        for mine, theirs in itertools.zip_longest(first, other):
+def _first_difference(
+    entries: Sequence[Entry], axes: Sequence[Axis], along: int | None = None
+) -> str:
+    """Gather all entries and describe the first difference. Collective, before raising an error.
+
+    Args:
+        entries: The entries of this rank.
+        axes: Axes of the mesh.
+        along: Index of the axis along which ranks must agree; None for all axes.
+    """
+    lists = _gather_objects(list(entries), axes)
+    for rank, other in enumerate(lists):
+        first = 0
+        if along is not None:
+            stride = math.prod(axis.size for axis in axes[along + 1 :])
+            first = rank - rank // stride % axes[along].size * stride
+        for mine, theirs in itertools.zip_longest(lists[first], other):
             if mine is None or theirs is None:
-                more, fewer = (rank, 0) if mine is None else (0, rank)
+                more, fewer = (rank, first) if mine is None else (first, rank)
                 what = f"sharded {(mine or theirs)[0]} as well, rank {fewer} did not"
                 return f"ranks differ: rank {more} {what}"
             if mine != theirs:
                 where = "" if mine[0] == theirs[0] else f"{theirs[0]} with "
                 return (
-                    f"ranks differ at {mine[0]}: data-parallel rank 0 has {mine[1]}, "
+                    f"ranks differ at {mine[0]}: data-parallel rank {first} has {mine[1]}, "
                     f"rank {rank} has {where}{theirs[1]}"
                 )
     return "ranks differ"

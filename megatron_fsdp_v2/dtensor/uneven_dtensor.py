@@ -544,6 +544,8 @@ def _draw(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     # Functions of `nn.init` give their tensor by name, and disable gradients themselves.
     is_init = inspect.isfunction(func)
     target = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
+    if isinstance(target, UnevenDTensor) and func.__name__.endswith("_"):
+        target.row_shards.info.num_draws += 1
     given = [*args, *kwargs.values()]
     if (
         not isinstance(target, UnevenDTensor)

@@ -251,6 +251,12 @@ class ParameterGroup:
         return cut or axes[-1:]
 
     @property
+    def has_replicas(self) -> bool:
+        """Whether several ranks hold the same rows of main weights."""
+        grid = self.spec.grid
+        return any(parts < axis.size for axis, parts in zip(grid.axes, grid.parts, strict=True))
+
+    @property
     def model_weight(self) -> DataParallelBuffer:
         """Model weight of the first payload."""
         return self.payloads[0].model

@@ -103,6 +103,7 @@ class Context:
         self.has_graph = False
         self._pass_unit: Callable[[], Unit | None] = lambda: None
         self._nested: _NestedPass | None = None
+        self._num_draws = 0
         self._units: list[weakref.ref[Unit]] = []
 
     def set_units(self, units: Sequence[Unit]) -> None:
@@ -156,6 +157,14 @@ class Context:
         """Mark weights as stale if a graph may have been replayed since the last pass."""
         if self.has_graph:
             self.weight_version += 1
+
+    def note_draws(self) -> None:
+        """Let ranks compare weights again if random numbers were written into replicated ones."""
+        groups = self.groups()
+        num_draws = sum([group.info.num_draws for group in groups])
+        if num_draws != self._num_draws:
+            self._num_draws = num_draws
+            self.is_checked &= not any(group.has_replicas for group in groups)
 
     @property
     def is_scheduled(self) -> bool:

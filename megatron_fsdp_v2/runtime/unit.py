@@ -526,6 +526,7 @@ class Unit:
             context.begin_capture()
         context.is_captured = is_capturing
         context.note_replays()
+        context.note_draws()
         for unit in units:
             # Before a reshard overwrites assigned parameters with the sharded ones.
             unit.reshard_if_replaced()

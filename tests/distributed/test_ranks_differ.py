@@ -25,7 +25,9 @@ from tests.distributed.wrapping import (
     error_message,
     gradient_error,
     on_mesh,
+    own_loss,
     pair,
+    train_own,
     wrap,
 )
 from tests.ranks import RankFailure, RankPool, RankPools
@@ -114,6 +116,25 @@ def test_different_units_and_weights_across_ranks_raise() -> None:
     assert "copies of one weight must be identical across ranks" in weights
     assert "ranks differ at unit" in weights
     assert never == "no error"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy"), [("2", "no_shard"), ("HSDP 2x2", "optim_grads_params")]
+)
+@on_ranks("mesh")
+def test_copies_of_weights_that_are_initialized_again_are_compared(
+    mesh: str, strategy: str
+) -> None:
+    model = wrap(Stack(), sharding_strategy=strategy, **on_mesh(mesh))
+    errors = []
+    for seed in (3, dist.get_rank()):
+        train_own(model, steps=1)
+        torch.manual_seed(seed)
+        model.blocks[1].up.reset_parameters()
+        with torch.no_grad():
+            errors.append(error_message(RuntimeError, lambda: own_loss(model)))
+    assert errors[0] == "no error"
+    assert "ranks differ at unit 'blocks.1'" in errors[1]
 
 
 @on_ranks(2)

@@ -33,6 +33,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from megatron_fsdp_v2._compiler import break_graph
 from megatron_fsdp_v2.comm.calls import all_gather_single
 from megatron_fsdp_v2.comm.interface import naming_failures
+from megatron_fsdp_v2.dtensor.linear import is_tracked, linear, local_part
 from megatron_fsdp_v2.dtensor.optimizer_kinds import rejected, running_optimizer
 from megatron_fsdp_v2.dtensor.row_shards import Chunk, RowShards
 
@@ -588,60 +589,6 @@ def keeps_rows(name: str) -> bool:
 # -- autograd --------------------------------------------------------------------------------------
 
 
-class _Linear(torch.autograd.Function):
-    """A linear function between DTensors and plain tensors, with its adjoint for the backward."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, source: Any, function: Any, adjoint: Any, collect: Any) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.function, ctx.adjoint, ctx.collect = function, adjoint, collect
-        return function(source if isinstance(source, DTensor) else source.detach())
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grads: Any) -> Any:
-        grad = grads[0]
-        if grad is None:
-            return None, None, None, None
-        # A gradient of zeros can have no memory, as from `torch.sgn`; `param.grad` needs some.
-        if not isinstance(grad, DTensor) and grad._is_zerotensor():
-            grad = grad.clone()
-        if ctx.collect is not None and _accumulates(ctx.next_functions[0][0]):
-            ctx.collect(grad.detach())
-            return None, None, None, None
-        return linear(grad, ctx.adjoint, ctx.function), None, None, None
-
-
-def linear(
-    source: Any,
-    function: Callable[[Any], Any],
-    adjoint: Callable[[Any], Any],
-    collect: Callable[[torch.Tensor], None] | None = None,
-) -> Any:
-    """Apply a linear function. Autograd applies its adjoint in the backward.
-
-    Args:
-        source: A tensor.
-        function: The function.
-        adjoint: Returns the gradient of the source for that of the result.
-        collect: Takes the gradient of the result instead, where a backward would accumulate the
-            gradient of the source, a leaf.
-    """
-    if not is_tracked(source):
-        return function(source)
-    return _Linear.apply(source, function, adjoint, collect)  # type: ignore[no-untyped-call]
-
-
-def local_part(source: Any) -> Any:
-    """Return the local tensor of a DTensor or of its gradient, detached, sharing memory."""
-    if not isinstance(source, DTensor):
-        return source
-    if any(placement.is_partial() for placement in source._spec.placements):
-        return source.full_tensor().detach()
-    return source._local_tensor.detach()
-
-
 def _gradient_for(like: DTensor, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return `function` as an adjoint that first orders the accumulation into `like.grad`."""
 
@@ -668,15 +615,6 @@ def _collector_of(
     return None if collect is None else lambda grad: collect(grad, rows)
 
 
-def _accumulates(node: Any) -> bool:
-    """Whether the backward under way runs the node that accumulates the gradient of a leaf."""
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        # `torch.autograd.grad` returns the gradient of this leaf.
-        return False
-
-
 class Overwrite(torch.autograd.Function):
     """Replace the local values of a DTensor. Autograd records an in-place operation."""
 
@@ -691,13 +629,6 @@ class Overwrite(torch.autograd.Function):
     @override
     def backward(ctx: Any, *grads: Any) -> Any:
         return None, local_rows(grads[0])
-
-
-def is_tracked(*values: Any) -> bool:
-    """Whether autograd records operations on these values."""
-    return torch.is_grad_enabled() and any(
-        isinstance(value, torch.Tensor) and value.requires_grad for value in values
-    )
 
 
 def local_rows(source: DTensor) -> torch.Tensor:

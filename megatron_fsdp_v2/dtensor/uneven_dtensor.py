@@ -22,6 +22,7 @@ from torch.optim import optimizer as optimizers
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from megatron_fsdp_v2.dtensor.linear import is_tracked, linear, local_part
 from megatron_fsdp_v2.dtensor.local_rules import (
     DRAWS,
     OF_REPLICATED,
@@ -47,11 +48,8 @@ from megatron_fsdp_v2.dtensor.sharded_rows import (
     FastAttributes,
     Overwrite,
     ShardedRows,
-    is_tracked,
     keeps_rows,
-    linear,
     local_of,
-    local_part,
     local_rows,
     rows_like,
     shard_like,

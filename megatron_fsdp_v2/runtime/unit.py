@@ -38,7 +38,7 @@ from megatron_fsdp_v2.runtime.unit_checks import (
     check_owned,
     check_transforms,
     check_units,
-    compare_unit,
+    compare_gather,
 )
 
 # The unit of each group, which reduces its gradients.
@@ -116,8 +116,6 @@ class Unit:
         self.is_unsharded = False
         for group in self.groups:
             _OWNERS[group] = weakref.ref(self)
-            refs = weakref.ref(self), weakref.ref(group)
-            group.info.begin_direct_use = functools.partial(begin_direct_use, *refs)
             self._watch_gradients(group)
 
     def _watch_gradients(self, group: ParameterGroup) -> None:
@@ -125,6 +123,7 @@ class Unit:
         # Weak: the cycle parameter -> hook -> unit -> parameter would outlive the model.
         collect = uncompiled(_collect)
         refs = weakref.ref(self), weakref.ref(group)
+        group.info.begin_direct_use = functools.partial(begin_direct_use, *refs)
         for index, param in enumerate(group.unsharded_params):
             if not param.is_floating_point():
                 continue
@@ -257,11 +256,7 @@ class Unit:
             if not context.is_checked:
                 check_units(context)
             if context.compares_collectives and not self.needs_no_collective:
-                version = context.weight_version
-                refreshes = context.refreshes and any(
-                    not group.is_refreshed_locally and group.is_stale(version) for group in groups
-                )
-                compare_unit(context, self, "gather", along_all=refreshes)
+                compare_gather(self, groups)
             if self.is_unsharded:
                 for group in groups:
                     group.gather(uses, async_op=async_op)

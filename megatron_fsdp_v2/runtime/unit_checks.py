@@ -296,6 +296,23 @@ def compare_unit(context: Context, unit: Unit, action: str, *, along_all: bool =
             compare_steps(code, steps, compared, group.device)
 
 
+def compare_gather(unit: Unit, groups: Iterable[ParameterGroup]) -> None:
+    """Check that every rank is about to gather, and perhaps to refresh, a unit. Collective.
+
+    Args:
+        unit: The unit.
+        groups: Its groups that are gathered.
+
+    Raises:
+        RuntimeError: A rank is about to issue another collective.
+    """
+    context, version = unit.context, unit.context.weight_version
+    refreshes = context.refreshes and any(
+        not group.is_refreshed_locally and group.is_stale(version) for group in groups
+    )
+    compare_unit(context, unit, "gather", along_all=refreshes)
+
+
 def check_is_between_steps(unit: Unit, method: str) -> None:
     """Check that a unit has no unreduced gradients.
 

@@ -88,8 +88,7 @@ def materialize(
             label = f"{name}.{attribute}" if name else attribute
             if buffer is None or not (buffer.is_meta or label in holders):
                 continue
-            look_up = functools.partial(_buffer_of, weakref.ref(module), attribute)
-            buffers.append((label, look_up))
+            buffers.append((label, functools.partial(_buffer_of, weakref.ref(module), attribute)))
             if buffer.is_meta:
                 empty = module._buffers[attribute] = torch.empty_like(buffer, device=device)
                 made.add(id(_mark_unset(empty)))

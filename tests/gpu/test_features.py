@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -130,7 +130,7 @@ class _Side:
         self.stream: Any = torch.cuda.Stream() if is_used and device == "cuda" else None
 
     @contextlib.contextmanager
-    def use(self) -> Any:
+    def use(self) -> Iterator[None]:
         """Run on the stream, after the current stream's work."""
         if self.stream is None:
             yield

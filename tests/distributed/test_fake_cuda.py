@@ -322,8 +322,8 @@ def buffers_on_the_cpu(strategy: str) -> dict[str, Any]:
 def muon_with_rate_on_device() -> list[str]:
     """Step with Muon, whose learning rate is a tensor on the device; return the host's waits."""
     host, model, _ = _built("4", STRATEGIES[-1])
-    rate = torch.full((), 0.1, device="cuda")
-    optimizer = Muon([p for p in model.parameters() if p.ndim == 2], lr=rate)
+    optimizer = Muon([p for p in model.parameters() if p.ndim == 2])
+    optimizer.param_groups[0]["lr"] = torch.full((), 0.1, device="cuda")
     with host.step():
         model(torch.randn(4, 5, device="cuda")).square().mean().backward()
         optimizer.step()

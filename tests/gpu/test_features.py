@@ -78,7 +78,7 @@ def scaled(device: str, strategy: str) -> dict[str, bool]:
     """Train in fp16 with a GradScaler; one rank overflows in the second of three steps."""
     model = _stack(device, sharding_strategy=strategy, mp_policy=FP16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler(device, init_scale=2.0**10)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**10)  # type: ignore[attr-defined]
     losses, unchanged = [], False
     for step in range(STEPS):
         before = shards_of(model)
@@ -264,6 +264,7 @@ def tensor_parallel(device: str) -> float:
         if is_sharded:
             fully_shard(parallelize_module(model, mesh["tp"], plan), mesh=mesh["dp"])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = torch.zeros(())
         for step in range(STEPS):
             generator = torch.Generator().manual_seed(step)
             # Equal on all ranks, so that the mean over ranks is the loss of one.

@@ -281,6 +281,10 @@ class ShardedRows(FastAttributes):
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the local rows, which share memory with this tensor. Differentiable.
 
+        Writes into the rows of a parameter are used by the next forward if they advance the version
+        counter of the result. `data` of the result, numpy and collectives do not: call
+        `torch.autograd.graph.increment_version([param])` after such a write, on all ranks.
+
         Raises:
             ValueError: `grad_placements` are not the placements of this tensor.
         """

@@ -134,6 +134,8 @@ def main(words: Sequence[str] | None = None) -> int:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     given = list(sys.argv[1:] if words is None else words)
     try:
+        if any("\0" in word for word in given):
+            raise ValueError("a word of the command line contains a null byte")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"megatron\.")
             status = _run(given)
@@ -154,6 +156,9 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     except (ValueError, OSError) as error:
         sys.stderr.write(f"{error}\n")
+        return 2
+    except RecursionError as error:
+        sys.stderr.write(f"{PROGRAM} {' '.join(given)}: a file is nested too deeply ({error})\n")
         return 2
     return status
 

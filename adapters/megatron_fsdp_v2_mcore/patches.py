@@ -29,6 +29,7 @@ from megatron_fsdp_v2_mcore.flags.arguments import (
     is_enabled,
 )
 from megatron_fsdp_v2_mcore.flags.options import Options, is_active, set_active
+from megatron_fsdp_v2_mcore.flags.patterns import evaluate_pattern
 from megatron_fsdp_v2_mcore.flags.settings import notices
 
 SUPPORTED = "0.19"
@@ -63,6 +64,11 @@ def _unless_compiled(original: Callable[[], None]) -> Callable[[], None]:
         importlib.import_module("megatron.core.datasets.helpers_cpp")
 
     return compile_helpers
+
+
+def _within_bounds(original: Callable[[str], Any]) -> Callable[[str], Any]:
+    del original
+    return evaluate_pattern
 
 
 def _with_emerging_optimizers(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,6 +114,14 @@ PATCHES: tuple[Patch, ...] = (
         wrap="megatron_fsdp_v2_mcore.checkpoint.loading:without_unpickling",
         name="load",
         parameters=("load_dir", "args", "rank0", "sharded_state_dict"),
+    ),
+    Patch(
+        "megatron.training.arguments:_eval_pattern",
+        "Megatron passes values of --moe-layer-freq and similar flags to eval, which may compute "
+        "for hours; the replacement is equal, up to 100,000 layers",
+        wrap="megatron_fsdp_v2_mcore.patches:_within_bounds",
+        name="layer-patterns",
+        parameters=("pattern",),
     ),
     Patch(
         "megatron.core.datasets.utils:compile_helpers",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import gzip
 import json
+import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,11 +90,13 @@ def read(path: str | Path) -> StepTimeline:
         spans += _exposed(spans)
         moved = [s._replace(start=s.start - first, end=s.end - first) for s in spans]
         memory = [(at - first, nbytes) for at, nbytes in _memory(events)]
+        if not all(math.isfinite(time) for span in moved for time in (span.start, span.end)):
+            raise ValueError("a time is not finite")
     except UnicodeDecodeError:
         # The message of this error has the whole content.
         raise ValueError(f"{path} is no trace of torch's profiler: it is not text") from None
-    except (ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
-        raise ValueError(f"{path} is no trace of torch's profiler: {error!r}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, EOFError, RecursionError) as error:
+        raise ValueError(f"{path} is no trace of torch's profiler: {error!r:.200}") from error
     if not moved:
         raise ValueError(f"{path} has neither operators nor kernels; profile at least one step")
     return StepTimeline(path.name, moved, memory)

@@ -39,12 +39,12 @@ def _current() -> dict[str, Any]:
     return {name: getattr(*target) for name, target in found.items() if target is not None}
 
 
-def test_install_without_selection_patches_parser_validation_load_and_dataset_helpers() -> None:
+def test_install_without_selection_patches_few_functions() -> None:
     before = _current()
     install()
     changed = {name for name, value in _current().items() if value is not before[name]}
     validation = {"validation", "validation-of-files"}
-    assert changed == {"arguments", *validation, "load", "dataset-helpers"}
+    assert changed == {"arguments", *validation, "load", "layer-patterns", "dataset-helpers"}
 
 
 def test_compiled_dataset_helpers_of_the_wheel_are_not_compiled_again() -> None:

@@ -255,6 +255,45 @@ def test_flags_of_yaml_files(tmp_path: Path) -> None:
     assert source.read_yaml(path).words == words
 
 
+_DEEP = "{a: " * 2000 + "1" + "}" * 2000
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"1: 2", "has 1 in the place of the name of a flag"),
+        (b"lr: {2020-01-01: 3}", "in the place of the name of a flag"),
+        (b"ENV_VARS: [1]", "ENV_VARS of .* contains no names"),
+        (b"MODEL_ARGS: [1]", "MODEL_ARGS of .* contains no names"),
+        (b"MODEL_ARGS:", "MODEL_ARGS of .* contains no names"),
+        (b"lr: [[1], 2]", "has a list of lists as the value of lr"),
+        (b"? [1]\n: 2", "is no YAML file"),
+        (b"\xff", "is no YAML file"),
+        (_DEEP.encode(), "is nested too deeply"),
+        (b"a: &x\n  b: *x", "is nested too deeply"),
+    ],
+)
+def test_odd_yaml_files_are_errors(tmp_path: Path, content: bytes, said: str) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=said) as rejected:
+        source.read_yaml(file)
+    assert str(file) in str(rejected.value)
+    assert "\n" not in str(rejected.value)
+
+
+PATTERNS = (
+    *("9**9**9", "[0]*9**9", "[0]*9999999999", "[[0]*999]*999+[0]*99999", "[0]*[1]", "[1]+1"),
+    *("(" * 500, "(((", "1*" * 3000 + "1", "1," * 6000, "(1)", "[1][0]"),
+)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_odd_patterns_of_layers_are_errors(pattern: str) -> None:
+    with pytest.raises(ValueError, match=r"of layers|neither a number nor a list"):
+        covering_runs({**flags(MODEL), "--moe-layer-freq": (pattern,)})
+
+
 @pytest.mark.parametrize(
     ("content", "words", "said"),
     [

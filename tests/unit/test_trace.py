@@ -150,6 +150,8 @@ def test_the_command_prints_a_table_and_draws(
         ('{"traceEvents": []}', "neither operators nor kernels"),
         ('{"traceEvents": [{"ph": "X", "dur": 1, "ts": "now"}]}', "is no trace"),
         ("[1, 2]", "is no trace"),
+        ("[" * 100_000, "RecursionError"),
+        ('{"traceEvents": [{"ph": "X", "cat": "kernel", "dur": 1, "ts": 1e999}]}', "is no trace"),
         ("\udcff" * 100, "it is not text"),
     ],
 )

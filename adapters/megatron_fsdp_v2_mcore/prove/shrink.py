@@ -11,6 +11,8 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from megatron_fsdp_v2_mcore.flags.patterns import evaluate_pattern
+
 ITERATIONS = 4
 MOST_RANKS = 8
 NUM_MICROBATCHES = 2
@@ -306,8 +308,10 @@ def _shrink_frequency(flags: Flags, layers: int) -> None:
     text = flags.get("--moe-layer-freq", ("1",))[0]
     if text.isdecimal() or not re.fullmatch(r"[\[\]()\d+*, ]+", text):
         return
-    # Megatron evaluates it in the same way.
-    kinds = [kind for kind, _ in itertools.groupby(eval(text, {}))]
+    values = evaluate_pattern(text)
+    if isinstance(values, int):
+        raise ValueError(f"--moe-layer-freq {text} is neither a number nor a list")
+    kinds = [kind for kind, _ in itertools.groupby(values)]
     kinds = [*kinds, *(kinds[-1:] * layers)][:layers]
     flags["--moe-layer-freq"] = (f"[{','.join(map(str, kinds))}]",)
 

@@ -159,30 +159,41 @@ def read_yaml(path: Path) -> Source:
             leading dashes: `--yaml-cfg` files, or `MODEL_ARGS` of its functional tests.
 
     Raises:
-        ValueError: The file contains no mapping.
+        ValueError: The file contains something other than names and values of flags.
     """
     import yaml
 
     try:
         content = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no YAML file: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} contains no names and values of flags")
-    variables = content.get("ENV_VARS") or {}
-    environment = {name: str(value) for name, value in variables.items()}
-    return Source(tuple(_words(content.get("MODEL_ARGS", content))), None, environment)
+        if not isinstance(content, dict):
+            raise ValueError(f"{path} contains no names and values of flags")
+        variables = content.get("ENV_VARS") or {}
+        if not isinstance(variables, dict):
+            raise ValueError(f"ENV_VARS of {path} contains no names and values of variables")
+        environment = {str(name): str(value) for name, value in variables.items()}
+        words = tuple(_words(content.get("MODEL_ARGS", content), path))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no YAML file: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply for names and values of flags") from None
+    return Source(words, None, environment)
 
 
-def _words(section: Mapping[str, Any]) -> list[str]:
+def _words(section: Any, path: Path) -> list[str]:
+    if not isinstance(section, dict):
+        raise ValueError(f"MODEL_ARGS of {path} contains no names and values of flags")
     words: list[str] = []
     for name, value in section.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{path} has {name!r} in the place of the name of a flag")
         if isinstance(value, dict):
-            words += _words(value)
+            words += _words(value, path)
         elif value is True:
             words.append(_flag(name))
         elif value is not False and value is not None:
             values = value if isinstance(value, list) else [value]
+            if any(isinstance(one, list | dict) for one in values):
+                raise ValueError(f"{path} has a list of lists as the value of {name}")
             words += [_flag(name), *map(str, values)]
     return words
 

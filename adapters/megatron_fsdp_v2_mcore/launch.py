@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch.distributed as dist
 
 from megatron_cpu_rehearsal import VERBOSE_FLAG, check_device, is_requested, rehearse
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.memory.registered_memory import deregister_all
 from megatron_fsdp_v2_mcore import FlagError, install
 from megatron_fsdp_v2_mcore.flags.arguments import supported_on_cpu
@@ -33,7 +34,8 @@ def launch(argv: Sequence[str], *, own_parser: bool = False) -> Iterator[list[st
 
     Raises:
         SystemExit: With code 2 after a one-line message on standard error, if a flag is not
-            supported or no device is available.
+            supported or no device is available; with code 1 if a checkpoint cannot be saved or
+            loaded.
     """
     try:
         check_device(argv)
@@ -60,6 +62,12 @@ def launch(argv: Sequence[str], *, own_parser: bool = False) -> Iterator[list[st
             traceback.print_exception(error)
         sys.stderr.write(f"{error}\n")
         raise SystemExit(2) from None
+    except CheckpointError as error:
+        # A rank may be the only one that raises it.
+        if VERBOSE_FLAG in argv:
+            traceback.print_exception(error)
+        sys.stderr.write(f"{error}\n")
+        raise SystemExit(1) from None
 
 
 @contextlib.contextmanager

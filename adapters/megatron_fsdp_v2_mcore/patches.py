@@ -233,6 +233,12 @@ PATCHES: tuple[Patch, ...] = (
         parameters=("path",),
     ),
     _selected(
+        "megatron.training.training:save_checkpoint",
+        "a save that fails names rank, path and cause, as with --async-save",
+        wrap="megatron_fsdp_v2_mcore.checkpoint.saving:with_named_failures",
+        parameters=("iteration", "model", "optimizer"),
+    ),
+    _selected(
         "megatron.training.training:check_param_hashes_across_dp_replicas",
         "Megatron compares the local values of a parameter, and ranks hold different rows of it",
         wrap="megatron_fsdp_v2_mcore.model.weight_hashes:compare_replicas",

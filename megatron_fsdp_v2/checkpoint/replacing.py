@@ -32,6 +32,18 @@ _PAUSE_S = 0.01
 _PATIENCE_S = 0.1
 
 
+class NotRestoredError(OSError):
+    """A checkpoint was renamed for a new one, and neither could be given its path.
+
+    Attributes:
+        previous: Where the checkpoint is now. `find_folder` finds it there.
+    """
+
+    def __init__(self, error: OSError, previous: Path) -> None:
+        super().__init__(*error.args)
+        self.previous = previous
+
+
 def acquire_lock(target: Path) -> BaseFileLock:
     """Acquire the lock of a path, on the first rank. The system releases it when a process dies.
 
@@ -181,6 +193,7 @@ def put_in_place(folder: Path, target: Path) -> None:
 
     Raises:
         ValueError: There is something that is not a checkpoint.
+        NotRestoredError: It could not be renamed, nor could the previous one be renamed back.
         OSError: It could not be renamed; the path is unchanged.
     """
     check_replaceable(target)
@@ -191,7 +204,10 @@ def put_in_place(folder: Path, target: Path) -> None:
         folder.rename(target)
     except OSError:
         if previous.exists():
-            previous.rename(target)
+            try:
+                previous.rename(target)
+            except OSError as error:
+                raise NotRestoredError(error, previous) from error
         raise
     sync(target.parent)
     # The new checkpoint is complete; failures to remove the previous one are ignored.

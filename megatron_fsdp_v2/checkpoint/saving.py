@@ -53,6 +53,7 @@ from megatron_fsdp_v2.checkpoint.ranks import (
     reserve_path,
 )
 from megatron_fsdp_v2.checkpoint.replacing import (
+    NotRestoredError,
     acquire_lock,
     check_replaceable,
     put_in_place,
@@ -71,6 +72,8 @@ _DESTROYED = (
     "the process group was destroyed while the checkpoint was written; wait for the result() of "
     "the save before destroy_process_group()"
 )
+
+_UNCHANGED = "nothing there has changed: "
 
 _BACKGROUND = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 """Saves run one after the other, on all ranks in the order of the calls: saves of the same ranks
@@ -290,28 +293,26 @@ class _Job:
 
     def write(self) -> None:
         """Write the checkpoint and rename it. Collective over the ranks of the save."""
-        reason = None
+        outcome = None
         try:
             try:
                 self._write_files()
                 if self._is_lost:
                     raise RuntimeError(_DESTROYED)
             except (Exception, CheckpointException) as error:
-                reason = _DESTROYED if self._is_lost else _reason(error)
+                outcome = _UNCHANGED + (_DESTROYED if self._is_lost else failure_reason(error))
                 # A CheckpointException is raised on all ranks, any other error on this rank only.
                 if self._is_lost or not isinstance(error, CheckpointException):
                     self._leave()
-            if reason is None:
+            if outcome is None:
                 self._staged = _Staged({})
-                reason = self._published()
+                outcome = self._published()
         finally:
             self.end()
         # Raised without the cause: its frames refer to a process group, and as long as that is
         # alive, other ranks would wait for this one.
-        if reason is not None:
-            raise CheckpointError(
-                f"saving to {self.target} failed, and nothing there has changed: {reason}"
-            )
+        if outcome is not None:
+            raise CheckpointError(f"saving to {self.target} failed, and {outcome}")
 
     def _write_files(self) -> None:
         staged = self._staged
@@ -326,20 +327,25 @@ class _Job:
         )
 
     def _published(self) -> str | None:
-        """Rename the checkpoint on the first rank; returns the reason if that failed."""
-        reason = None
+        """Rename the checkpoint on the first rank; returns the outcome if that failed."""
+        outcome = None
         if self._rank == 0:
             try:
                 put_in_place(self._folder, self.target)
+            except NotRestoredError as error:
+                outcome = (
+                    f"the previous checkpoint is now {error.previous}, where a load of "
+                    f"{self.target.name} finds it: {failure_reason(error)}; rename it back"
+                )
             except Exception as error:
-                reason = _reason(error)
+                outcome = _UNCHANGED + failure_reason(error)
         try:
-            return self._of_first(reason)
+            return self._of_first(outcome)
         except Exception as error:
-            lost = _DESTROYED if self._is_lost else _reason(error)
+            lost = _DESTROYED if self._is_lost else failure_reason(error)
             self._leave()
             if self._rank == 0:
-                return reason
+                return outcome
         raise CheckpointError(
             f"the checkpoint is written, but the first rank failed ({lost}) before it reported "
             f"whether {self.target} was replaced; that folder is a complete checkpoint either way"
@@ -472,7 +478,7 @@ def _in_background(write: Callable[[], None]) -> Future[None]:
     return future
 
 
-def _reason(error: BaseException) -> str:
+def failure_reason(error: BaseException) -> str:
     """Describe an error, and the first one of those that torch collected from ranks."""
     if not isinstance(error, CheckpointException) or not error.failures:
         return f"{type(error).__name__}: {error}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import re
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -395,6 +397,31 @@ def test_full_disk_raises_on_every_rank_and_keeps_the_checkpoint(
     assert "failed, and nothing there has changed" in error
     assert "a file may not become that long" in error
     assert (first, checkpoint.load(folder, model)) == (1, 2)
+
+
+@on_ranks(2)
+def test_save_that_can_rename_nothing_back_says_where_the_checkpoint_is(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    checkpoint.save(folder, _model(1.0), extra=1)
+    rename = Path.rename
+
+    def fail(self: Path, target: Any) -> Any:
+        if Path(target) == folder:
+            raise OSError(errno.EIO, "the file system failed")
+        return rename(self, target)
+
+    Path.rename = fail  # type: ignore[method-assign]
+    try:
+        error = error_message(CheckpointError, lambda: checkpoint.save(folder, _model(2.0)))
+    finally:
+        Path.rename = rename  # type: ignore[method-assign]
+    # On a shared folder, the other rank may be faster than the first one.
+    dist.barrier()
+    assert "nothing there has changed" not in error
+    assert re.search(r"failed, and the previous checkpoint is now \S+\.previous, where a l", error)
+    assert not folder.exists()
+    with pytest.warns(UserWarning, match="loading the previous checkpoint"):
+        assert checkpoint.load(folder, _model(0.0)) == 1
 
 
 def _destroys_its_group(folder: str, destroyers: list[int], moment: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from torch.distributed.checkpoint import FileSystemWriter
 
 from megatron_fsdp_v2.checkpoint import CheckpointError, saving
 from megatron_fsdp_v2.checkpoint.verifying import verify
@@ -94,10 +95,15 @@ def test_an_iteration_that_is_saved_twice_is_complete(megatron: RankPools, tmp_p
     assert all(verify(tmp_path / f"iter_{n:07d}").is_good for n in (2, 4))
 
 
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "blocking"])
 @on_megatron(2)
-def test_failed_save_on_one_rank_raises_its_error_on_all_ranks(tmp_path: Path) -> None:
+def test_failed_save_on_one_rank_raises_its_error_on_all_ranks(
+    tmp_path: Path, is_async: bool
+) -> None:
     """The last rank cannot write the second checkpoint."""
-    write, saves = saving.Writer.write_data, []
+    writer_class: Any = saving.Writer if is_async else FileSystemWriter
+    write, saves = writer_class.write_data, []
+    flags = [flag for flag in _flags(tmp_path, 9) if is_async or flag != "--async-save"]
 
     def write_once(writer: Any, *args: Any) -> Any:
         saves.append(writer)
@@ -106,16 +112,32 @@ def test_failed_save_on_one_rank_raises_its_error_on_all_ranks(tmp_path: Path) -
         return write(writer, *args)
 
     with (
-        mock.patch.object(saving.Writer, "write_data", write_once),
+        mock.patch.object(writer_class, "write_data", write_once),
         pytest.raises(CheckpointError) as raised,
     ):
-        train(_flags(tmp_path, 9))
+        train(flags)
     message = str(raised.value)
     assert message.startswith(f"saving to {tmp_path}/iter_0000004 failed")
     assert message.endswith("on rank 1, OSError: no space left on device")
     assert not list(tmp_path.glob(".*.save-lock"))
     assert _tracked(tmp_path) == 2
     assert verify(tmp_path / "iter_0000002").is_good
+
+
+@on_megatron(2)
+def test_a_rank_that_ends_in_a_save_is_named_with_the_save(tmp_path: Path) -> None:
+    """The other rank's collective fails; here both raise gloo's error instead of waiting for it."""
+    closed = "[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1"
+    flags = [flag for flag in _flags(tmp_path, 2) if flag != "--async-save"]
+    with (
+        mock.patch.object(FileSystemWriter, "reset", side_effect=RuntimeError(closed)),
+        pytest.raises(CheckpointError) as raised,
+    ):
+        train(flags)
+    message = str(raised.value)
+    assert message.startswith(f"saving to {tmp_path}/iter_0000002 failed")
+    assert f"rank {rank()} lost the connection to another rank" in message
+    assert closed in message
 
 
 SIGNALED = "--exit-signal-handler"

@@ -78,7 +78,7 @@ def find_checkpoint(folder: str | Path, iteration: int | None = None) -> tuple[P
         tracker = root / TRACKER
         if not tracker.is_file():
             return None
-        text = tracker.read_text().strip()
+        text = tracker.read_bytes().decode(errors="replace").strip()
         if text == RELEASE:
             return root / RELEASE, 0
         if not text.isdecimal() or len(text) > _MAX_DIGITS:
@@ -96,9 +96,9 @@ def is_torch_dist(path: Path) -> bool:
     return config.get("sharded_backend") == "torch_dist"
 
 
-def iteration_folder(root: Path, iteration: int) -> Path:
+def iteration_folder(root: str | Path, iteration: int) -> Path:
     """Return the folder in which Megatron saves the checkpoint of an iteration."""
-    return root / f"iter_{iteration:07d}"
+    return Path(root) / f"iter_{iteration:07d}"
 
 
 def reject_gpt_layers(path: str | Path, layer_maps: object) -> None:

@@ -200,7 +200,7 @@ class Context:
         device = self.device
         if (
             device is not None
-            and torch.amp.is_autocast_available(device.type)
+            and torch.amp.autocast_mode.is_autocast_available(device.type)
             and torch.is_autocast_enabled(device.type)
             and torch.is_autocast_cache_enabled()
             and not all(unit.needs_no_collective for unit in self.units())

@@ -70,8 +70,7 @@ class Unit:
         phase: Current phase.
         is_root: Whether its module is the outermost one.
         running: Its forward under way, or the next one.
-        unset: Names of parameters and buffers that had no values when the unit was made, each with
-            a function that looks the tensor up.
+        unset: Names of tensors without values when the unit was made, and functions that find them.
         num_users: Forwards and backwards of a schedule that use the unit now.
         single_payload: Whether weights gathered for one use serve every use.
         is_recomputed: Whether its forward was recomputed in the latest backward.

@@ -130,7 +130,7 @@ def test_a_rank_that_ends_in_a_save_is_named_with_the_save(tmp_path: Path) -> No
     closed = "[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1"
     flags = [flag for flag in _flags(tmp_path, 2) if flag != "--async-save"]
     with (
-        mock.patch.object(FileSystemWriter, "reset", side_effect=RuntimeError(closed)),
+        mock.patch("torch.distributed.checkpoint.save", side_effect=RuntimeError(closed)),
         pytest.raises(CheckpointError) as raised,
     ):
         train(flags)

@@ -63,7 +63,7 @@ class Options:
         pool: `enable_trace_pool`.
         check: `check_ranks`.
         meta: Whether the model is built on the meta device, sharded, and then loaded.
-        optimizer: A key of `models.OPTIMIZERS`.
+        optimizer: The first optimizer; see `by_hand.make_optimizer`.
         placement: Result of `shard_placement_fn`: `columns` and `replicate` for parameters of some
             dimensions, `meshes` for another mesh of the same ranks for some parameters.
         offload: Whether main weights and gradients are in host memory.
@@ -72,6 +72,7 @@ class Options:
         chosen: How many units each unit prefetches, chosen by `set_modules_to_..._prefetch`.
         keep: Whether weights stay gathered after a backward.
         once: `reduces_once`.
+        replaced: Whether a layer that is sharded by itself takes the place of the output layer.
         nccl: Whether ranks communicate as on CUDA, in groups that behave like NCCL.
     """
 
@@ -96,6 +97,7 @@ class Options:
     chosen: int = 0
     keep: bool = False
     once: bool = False
+    replaced: bool = False
     nccl: bool = False
 
 
@@ -130,6 +132,7 @@ class Case:
         seed: Seed of the initial weights.
         width: Features between modules.
         dtype: `float32` or `float64`.
+        autocast: Whether forwards run under bf16 autocast.
         tree: The modules between the root's input and output layer.
         ties: Pairs of ids of `linear` or `embed` nodes that share a weight.
         ends: Whether input and output layers belong to the `root` or are `units`.
@@ -142,6 +145,7 @@ class Case:
     seed: int
     width: int = 5
     dtype: str = "float64"
+    autocast: bool = False
     tree: Node = Node(0, "seq")
     ties: tuple[tuple[int, int], ...] = ()
     ends: str = "root"

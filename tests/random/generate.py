@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
-from tests.random import models
+from tests.random import by_hand, models
 from tests.random.cases import STRATEGIES, ZERO_3, Case, Event, Node, Options
 from tests.random.rules import broken_rule
 
@@ -23,10 +24,23 @@ INNER = {
 """Kinds of containers and their probability weights."""
 ECHOES = ["hook", "hook grad", "function", "hook other", "function grad other"]
 OPTIMIZERS = ["sgd", "momentum", "momentum", "decay", "adamw", "adamw foreach", "adamw fused"]
+OPTIMIZERS += ["momentum split", "adamw split", "adamw flat split"]
 OPTIMIZERS += ["momentum flat", "adamw flat", "adamw flat", "muon", "muon gram", "muon blocks"]
 PACKS = [how for how in models.PACKS if how != "tensor"]
 GRANULARITIES = ["row", "row", "row", "block:2", "block:4", "tensor"]
-DEFERRED = ["no sync", "not last", "no all reduce"]
+DEFERRED = ["no sync", "some units", "not last", "no all reduce"]
+INSIDE = ["waste", "state", "full", "functional", "dual"]
+"""Events that may stand between a forward and its backward."""
+OTHERS = [*INSIDE, "write", "write"]
+VARIANTS = {
+    "evaluate": ["", "", "", "inference", "thread"],
+    "write": list(by_hand.WRITES),
+    "grad": list(by_hand.GRADS),
+    "hooked": ["", "", *by_hand.HOOKS],
+    "clip": ["", "", "", "inf", "1", "3", "0.5", "0", "-1", "-inf"],
+    "optimizer": OPTIMIZERS,
+}
+"""The values of `how`, by event."""
 OUTPUTS = ["tensor", "tensor", "tuple", "dict", "dataclass", "nondifferentiable", "one unused"]
 
 
@@ -63,6 +77,7 @@ class Generator:
                 "mlp",
                 "mlp",
                 "embed",
+                "normed",
                 "odd",
                 "odd",
                 "spare",
@@ -186,6 +201,7 @@ class Generator:
             chosen=self.random.choice([0, 0, 0, 0, 1, 2]),
             keep=self.chance(0.1),
             once=self.chance(0.25),
+            replaced=self.chance(0.05),
             nccl=self.chance(0.25),
         )
 
@@ -199,38 +215,46 @@ class Generator:
         """Draw the id of a node."""
         return self.random.choice(self.nodes).id
 
-    def interlude(self) -> list[Event]:
+    def interlude(self, others: Sequence[str] = OTHERS) -> list[Event]:
         """Draw events that may occur at any time, most often none."""
         found = []
         while self.chance(0.25):
-            do = self.random.choice(
-                ["evaluate", "evaluate", "evaluate", "waste", "state", "full", "functional"]
-            )
-            how = "inference" if do == "evaluate" and self.chance(0.3) else ""
-            found.append(Event(do, seed=self.data(), how=how))
+            do = self.random.choice([*["evaluate"] * 4, *others])
+            if do == "write" and self.chance(0.5):
+                found.append(Event("evaluate", seed=self.data()))
+            found.append(Event(do, seed=self.data(), how=self.how(do)))
+            if do == "write" and self.chance(0.5):
+                found.append(Event("evaluate", seed=self.data()))
         return found
+
+    def how(self, do: str) -> str:
+        """Draw the variant of an event."""
+        if do in VARIANTS:
+            return self.random.choice(VARIANTS[do])
+        return ""
 
     def micro(self, last: bool) -> list[Event]:
         """Draw the forwards and backwards of one micro-batch."""
         kind = self.random.choice(
-            ["plain"] * 6 + ["two slots", "retain", "input gradient", "penalty", "weights"]
+            ["plain"] * 7
+            + ["two slots", "retain", "input gradient", "penalty", "weights", "head", "head"]
         )
         deferred = "" if last or self.chance(0.5) else self.random.choice(DEFERRED)
         flag = self.chance(0.2)
-        if kind in ("input gradient", "penalty", "weights"):
+        if kind in ("input gradient", "penalty", "weights", "head"):
             return [Event(kind, seed=self.data()), *self.simple(deferred, flag)]
         if kind == "retain":
             forward = Event("forward", seed=self.data(), flag=flag)
             first = Event("backward", how=self.random.choice(["retain", "retain no sync"]))
-            return [forward, *self.interlude(), first, Event("backward", how=deferred)]
+            return [forward, *self.interlude(INSIDE), first, Event("backward", how=deferred)]
         if kind == "two slots":
             order = self.random.choice([(0, 1), (1, 0)])
             return [
                 Event("forward", seed=self.data(), slot=0),
-                *self.interlude(),
+                *self.interlude(INSIDE),
                 Event("forward", seed=self.data(), slot=1),
                 Event("backward", slot=order[0], how=deferred),
-                *self.interlude(),
+                *self.interlude(INSIDE),
                 Event("backward", slot=order[1], how=deferred),
             ]
         return self.simple(deferred, flag)
@@ -238,9 +262,9 @@ class Generator:
     def simple(self, deferred: str, flag: bool) -> list[Event]:
         """Draw one forward and its backward."""
         return [
-            Event("forward", seed=self.data(), flag=flag),
-            *(self.interlude() if self.chance(0.3) else []),
-            Event("backward", how=deferred),
+            Event("forward", self.data(), how="thread" if self.chance(0.1) else "", flag=flag),
+            *(self.interlude(INSIDE) if self.chance(0.3) else []),
+            Event("backward", self.data(), how=deferred),
         ]
 
     def step(self) -> list[Event]:
@@ -258,9 +282,19 @@ class Generator:
             if micro and self.chance(0.2):
                 events.append(Event("freeze", node=self.some_node(), flag=self.chance(0.7)))
             events += self.micro(last=micro == num_micro - 1)
-        if self.chance(0.25):
-            events.append(Event("clip", seed=self.data()))
+            if self.chance(0.2):
+                events.append(Event("grad", seed=self.data(), how=self.how("grad")))
+        if self.chance(0.3):
+            events.append(Event("clip", seed=self.data(), how=self.how("clip")))
         return [*events, *self.interlude(), Event("step"), *self.interlude()]
+
+    def other_step(self) -> list[Event]:
+        """Draw a step with hooks or a scaled loss, or a change of the optimizer."""
+        do = self.random.choice(["hooked", "hooked", "scaler", "optimizer", "rate"])
+        made = Event(
+            do, self.data(), node=self.some_node(), how=self.how(do), flag=self.chance(0.4)
+        )
+        return [made, Event("step")] if do == "hooked" else [made]
 
     def program(self) -> tuple[Event, ...]:
         """Draw steps with other events between them."""
@@ -268,6 +302,8 @@ class Generator:
         saved = ""
         for _ in range(self.random.randint(2, 4)):
             events += self.step()
+            if self.chance(0.3):
+                events += self.other_step()
             if self.chance(0.1):
                 how = self.random.choice(["", "assign", "assign sharded"])
                 events.append(Event("load", seed=self.data(), how=how))
@@ -282,10 +318,12 @@ class Generator:
 
     def case(self) -> Case:
         """Draw the case."""
+        dtype = self.random.choice(["float64", "float64", "float64", "float32"])
         return Case(
             seed=self.seed,
             width=self.random.choice([3, 4, 5, 8]),
-            dtype=self.random.choice(["float64", "float64", "float64", "float32"]),
+            dtype=dtype,
+            autocast=dtype == "float32" and self.chance(0.3),
             tree=self.tree(),
             ties=self.ties(),
             ends=self.random.choice(["root", "root", "units"]),

@@ -153,6 +153,16 @@ class GruPart(Part):
         return x + 0.5 * out.to(x.dtype)
 
 
+class NormedPart(Part):
+    """A linear layer whose weight is parametrized by its norm and direction."""
+
+    def make(self, width: int) -> None:
+        self.layer = nn.utils.parametrizations.weight_norm(nn.Linear(width, width))
+
+    def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        return x + 0.5 * torch.tanh(self.layer(x.to(self.layer.weight.dtype))).to(x.dtype)
+
+
 class OddPart(Part):
     """Parameters of unusual shapes, and a buffer."""
 
@@ -296,6 +306,7 @@ LEAVES: dict[str, type[Part]] = {
     "mlp": MlpPart,
     "embed": EmbedPart,
     "gru": GruPart,
+    "normed": NormedPart,
     "odd": OddPart,
     "spare": SparePart,
 }

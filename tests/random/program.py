@@ -15,13 +15,12 @@ import copy
 import functools
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp_v2 import FSDPModule, checkpoint
@@ -29,13 +28,15 @@ from megatron_fsdp_v2.optim import Muon
 from tests.distributed.checkpoint_trainings import torch_load, torch_save
 from tests.distributed.test_operators import OF_ONE_TENSOR
 from tests.distributed.wrapping import whole
+from tests.random.by_hand import EVENTS, in_thread, make_optimizer, on_some_rank
 from tests.random.cases import Case, Event
-from tests.random.models import INPUT, OPTIMIZERS, Call, build, roots, tensors_of
+from tests.random.models import INPUT, Call, build, roots, tensors_of
 from tests.random.sharded import shard
 from tests.reference.failing import PlannedFailure
 from tests.reference.training import distances
 
-TOLERANCES = {"float64": 1e-9, "float32": 3e-6}
+TOLERANCES = {"float64": 1e-9, "float32": 3e-6, "autocast": 3e-2}
+"""By dtype; under autocast, a difference of rounding may move a cast to its neighbor in bf16."""
 WEIGHT_TERMS: list[Callable[[Any], Any]] = [
     lambda p: p.square().sum(),
     lambda p: whole(p.abs()).mean(),
@@ -144,11 +145,8 @@ def _plain() -> Iterator[None]:
         raise InvalidCase(f"{type(error).__name__}: {error}") from error
 
 
-def _on_some_rank(flags: list[bool]) -> list[int]:
-    """Return the elementwise maximum of flags over ranks. Collective."""
-    found = torch.tensor(flags, dtype=torch.int64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return found.tolist()
+def _called(call: Callable[[], Any]) -> Any:
+    return call()
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -161,6 +159,7 @@ class Snapshot:
 
     model: dict[str, torch.Tensor]
     optimizer: dict[str, Any]
+    kind: str
     is_of_torch: bool = False
     future: Any = None
 
@@ -177,20 +176,18 @@ class Run:
         self.case = case
         self.folder = Path(folder)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.tolerance = TOLERANCES[case.dtype]
+        self.tolerance = TOLERANCES["autocast" if case.autocast else case.dtype]
         self.problems: list[tuple[int, str]] = []
         self.position = -1
         self.options = case.options
         with _plain():
             self.plain = build(case)
-            make = OPTIMIZERS[case.options.optimizer]
-            self.plain_optimizer = make(self.plain.parameters())
         self.model = shard(case, case.options)
         if case.options.meta:
             self.model.load_state_dict(self.plain.state_dict())
         # Keep sharded parameters: between a forward and its backward, modules have gathered ones.
         self.params: dict[str, Any] = dict(self.model.named_parameters())
-        self.optimizer = make(self.model.parameters())
+        self.make_optimizers(case.options.optimizer)
         # By slot: this rank's loss, all ranks' losses of the plain model, and the inputs of both.
         self.slots: dict[int, tuple[Any, list[Any], Any, list[Any]]] = {}
         self.snapshots: dict[int, Snapshot] = {}
@@ -207,6 +204,30 @@ class Run:
         scale = self.options.scale
         scale = 1.0 / self.world_size if scale is None else scale
         return 0.5 * scale if self.options.hook else scale
+
+    def make_optimizers(self, kind: str) -> None:
+        """Build both optimizers; see `make_optimizer`."""
+        self.kind = kind
+        with _plain():
+            self.plain_optimizer = make_optimizer(kind, self.plain.parameters())
+        self.optimizer = make_optimizer(kind, self.params.values())
+
+    def is_reference(self) -> contextlib.AbstractContextManager[None]:
+        """Mark exceptions inside, of the plain model, as those of an invalid case."""
+        return _plain()
+
+    def output(self, model: Any, x: torch.Tensor, call: Call) -> Any:
+        """Return the output of a model, under the case's autocast."""
+        if not self.case.autocast:
+            return model(x, call)
+        # The plain model runs the forwards of all ranks, each with casts of its own.
+        cached = model is not self.plain
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+            return model(x, call)
+
+    def loss(self, model: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+        """Return a loss of all outputs of a model."""
+        return loss_of(self.output(model, x, call))
 
     def call(self, seed: int, rank: int) -> tuple[torch.Tensor, Call]:
         """Return input and call of one rank's forward."""
@@ -284,7 +305,7 @@ class Run:
         held = [mine for mine, _ in pairs.values()]
         has = [mine.grad is not None for mine in held]
         lacks = [mine.grad is None for mine in held]
-        found = _on_some_rank(has + lacks)
+        found = on_some_rank(has + lacks)
         return found[: len(held)], found[len(held) :]
 
     def compare_states(self) -> None:
@@ -314,9 +335,12 @@ class Run:
         """Run all events; stop at the first failing event."""
         for position, event in enumerate(self.case.program):
             self.position = position
-            getattr(self, "do_" + event.do.replace(" ", "_"))(event)
+            if event.do in EVENTS:
+                EVENTS[event.do](self, event)
+            else:
+                getattr(self, "do_" + event.do.replace(" ", "_"))(event)
             # All ranks stop together.
-            if _on_some_rank([bool(self.problems)])[0]:
+            if on_some_rank([bool(self.problems)])[0]:
                 break
         for snapshot in self.snapshots.values():
             snapshot.wait()
@@ -326,22 +350,23 @@ class Run:
         return Outcome("different", self.problems[0][0], text)
 
     def do_forward(self, event: Event) -> None:
-        """Compute and keep a loss; `flag`: the input requires a gradient."""
+        """Compute and keep a loss; `flag`: the input requires a gradient; `how`: `thread`."""
         with _plain():
             inputs, losses = [], []
             for rank in range(self.world_size):
                 x, call = self.call(event.seed, rank)
                 inputs.append(x.requires_grad_(event.flag))
-                losses.append(loss_of(self.plain(x, call)))
+                losses.append(self.loss(self.plain, x, call))
         x, call = self.own(event)
         x.requires_grad_(event.flag)
-        loss = loss_of(self.model(x, call))
+        run = in_thread if event.how == "thread" else _called
+        loss = run(lambda: self.loss(self.model, x, call))
         self.compare_numbers("loss", loss.detach(), losses[self.rank].detach())
         if all(loss.requires_grad for loss in losses):
             self.slots[event.slot] = (loss, losses, x, inputs)
 
     def do_backward(self, event: Event) -> None:
-        """Backward of a kept loss; `how`: `no sync`, `last` or `retain`, which keeps the loss."""
+        """Backward of a kept loss; `how`: in `generate.DEFERRED`, or `retain`, which keeps it."""
         if event.slot not in self.slots:
             return
         loss, losses, x, inputs = self.slots.pop(event.slot)
@@ -356,6 +381,14 @@ class Run:
                 for root in roots(self.model):
                     stack.enter_context(root.no_sync())
                 loss.backward(retain_graph=retains)
+        elif event.how == "some units":
+            units = [m for m in self.model.modules() if isinstance(m, FSDPModule)]
+            for number, unit in enumerate(units):
+                is_synced = bool((event.seed + number) % 2)
+                unit.set_requires_gradient_sync(is_synced, recurse=False)
+            loss.backward()
+            for unit in units:
+                unit.set_requires_gradient_sync(True, recurse=False)
         else:
             for root in roots(self.model):
                 root.set_is_last_backward("not last" not in event.how)
@@ -379,7 +412,7 @@ class Run:
 
         def gradient(model: Any) -> torch.Tensor:
             x, call = self.own(event)
-            return torch.autograd.grad(loss_of(model(x.requires_grad_(True), call)), x)[0]
+            return torch.autograd.grad(self.loss(model, x.requires_grad_(True), call), x)[0]
 
         with _plain():
             expected = gradient(self.plain)
@@ -394,7 +427,7 @@ class Run:
         def penalty(model: Any, rank: int) -> torch.Tensor:
             x, call = self.call(event.seed, rank)
             x.requires_grad_(True)
-            loss = loss_of(model(x, call))
+            loss = self.loss(model, x, call)
             (grad,) = torch.autograd.grad(loss, x, create_graph=True)
             return grad.square().sum() + loss
 
@@ -438,7 +471,7 @@ class Run:
         return WEIGHT_TERMS[(seed + number) % len(WEIGHT_TERMS)]
 
     def do_evaluate(self, event: Event) -> None:
-        """A forward without gradients; `how`: `inference` for torch's inference mode."""
+        """A forward without gradients; `how`: `inference` mode, or in another `thread`."""
         inference = event.how == "inference"
         self._forward_alone(event, torch.inference_mode if inference else torch.no_grad)
 
@@ -450,11 +483,12 @@ class Run:
         def loss(model: Any) -> torch.Tensor:
             with context():
                 x, call = self.own(event)
-                return loss_of(model(x, call)).detach()
+                return self.loss(model, x, call).detach()
 
         with _plain():
             expected = loss(self.plain)
-        self.compare_numbers("loss", loss(self.model), expected)
+        run = in_thread if event.how == "thread" else _called
+        self.compare_numbers("loss", run(lambda: loss(self.model)), expected)
 
     def do_fail(self, event: Event) -> None:
         """A step that fails at a node, followed by clearing the gradients for a retry.
@@ -464,7 +498,7 @@ class Run:
         x, call = self.own(event)
         call.fail, call.fails_in = event.node, event.how
         with contextlib.suppress(PlannedFailure):
-            loss = loss_of(self.model(x, call))
+            loss = self.loss(self.model, x, call)
             if loss.requires_grad:
                 loss.backward()
         self.slots.clear()
@@ -490,21 +524,6 @@ class Run:
         # Frozen parameters may also have gradients, which the optimizer does not clear.
         self.unsynced = self.has_grads = False
         self.has_zeros &= not set_to_none
-
-    def do_clip(self, event: Event) -> None:
-        """Clip gradients to a norm."""
-        held = [p for p in self.params.values() if p.to_local().numel()]
-        if self.unsynced or not self.has_grads:
-            return
-        # Other ranks would wait for a rank with rows but without any gradient.
-        if _on_some_rank([all(p.grad is None for p in held)])[0]:
-            return
-        limit = 0.05 * (1 + event.seed % 5)
-        expected = nn.utils.clip_grad_norm_(self.plain.parameters(), limit)
-        found: Any = nn.utils.clip_grad_norm_(self.params.values(), limit)
-        if held:
-            self.compare_numbers("norm", found.item(), expected)
-        self.compare_grads()
 
     def do_step(self, event: Event) -> None:
         """Step both optimizers."""
@@ -604,6 +623,7 @@ class Run:
         snapshot = Snapshot(
             copy.deepcopy(self.plain.state_dict()),
             copy.deepcopy(self.plain_optimizer.state_dict()),
+            self.kind,
             is_of_torch=event.how == "torch",
         )
         if event.how == "torch":
@@ -626,12 +646,13 @@ class Run:
         path = str(self.folder / f"{event.slot}")
         trained = {name: param.requires_grad for name, param in self.plain.named_parameters()}
         if event.options is not None:
-            self.options = replace(event.options, optimizer=self.options.optimizer)
+            self.options = event.options
             self.model = shard(self.case, self.options)
             self.params = dict(self.model.named_parameters())
-            self.optimizer = OPTIMIZERS[self.options.optimizer](self.model.parameters())
             for name, param in self.params.items():
                 param.requires_grad_(trained[name])
+        if event.options is not None or self.kind != snapshot.kind:
+            self.make_optimizers(snapshot.kind)
         self.slots.clear()
         self.plain.load_state_dict(snapshot.model)
         # Torch's save does not copy tensors, and training would change the snapshot.

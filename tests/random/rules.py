@@ -73,10 +73,27 @@ def broken_rule(case: Case) -> str:
         return "torch leaves the values of a functional call in a module with two names"
     if any(event.do == "fail" and event.node in parts for event in case.program):
         return "a step fails on all ranks or on none"
+    hooks = {event.how for event in case.program if event.do == "hooked"}
+    if any(how.endswith("backward") for how in hooks) and any(
+        node.kind in ("in place", "own input") for node in nodes
+    ):
+        return "torch rejects in-place operations next to full backward hooks"
+    if case.autocast and (case.dtype != "float32" or any(node.kind == "gru" for node in nodes)):
+        return "autocast casts fp32, and torch has no recurrent layers in bf16 on a CPU"
+    if case.autocast and any("muon" in kind for kind in _optimizers(case)):
+        return "Muon amplifies differences of bf16"
     reentrant = any(node.kind == "checkpoint" and node.how == "reentrant" for node in nodes)
     if reentrant and any(event.do in ("input gradient", "penalty") for event in case.program):
         return "torch's reentrant recomputation works with backward() alone"
+    if reentrant and "" in hooks:
+        return "torch calls a parameter's hook once per reentrant recomputation"
     return ""
+
+
+def _optimizers(case: Case) -> list[str]:
+    """Return the kinds of all optimizers of a case."""
+    later = [event.how for event in case.program if event.do == "optimizer"]
+    return [options.optimizer for options in all_options(case)] + later
 
 
 def _differs_by_rank(node: Node) -> bool:

@@ -54,7 +54,8 @@ def shard(case: Case, options: Options) -> Any:
 
 
 def _shard(case: Case, options: Options) -> Any:
-    model = build(case, "meta" if options.meta else "cpu")
+    device = "meta" if options.meta else "cpu"
+    model = build(case, device)
     given = arguments(
         mesh=wrapping.mesh_of(*options.mesh),
         sharding_strategy=options.strategy,
@@ -76,6 +77,9 @@ def _shard(case: Case, options: Options) -> Any:
     )
     for unit in units(model, case):
         fully_shard(unit, **given)
+    if options.replaced:
+        for root, fresh in zip(roots(model), roots(build(case, device)), strict=True):
+            root.output = fully_shard(fresh.output, **given)
     for root in roots(model):
         root.set_reshard_after_backward(not options.keep)
         found = [module for module in root.modules() if isinstance(module, FSDPModule)]

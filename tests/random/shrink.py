@@ -14,6 +14,9 @@ from tests.random.rules import broken_rule
 Fails = Callable[[Case], bool]
 """Whether a case fails in the same way."""
 
+SIMPLER = ("mlp", "spare", "odd", "embed", "normed", "act")
+"""Kinds of nodes that a linear layer may replace."""
+
 
 def shrink(case: Case, fails: Fails, most_tries: int = 400) -> Case:
     """Shrink a failing case by greedy steps.
@@ -62,7 +65,14 @@ def smaller(value: Any) -> Iterator[Any]:
                 yield replace(value, **{field.name: plain})
             for changed in smaller(now):
                 yield replace(value, **{field.name: changed})
-        if isinstance(value, Node) and value.kind in ("mlp", "spare", "odd", "embed", "act"):
+        if isinstance(value, Node) and value.kind in (
+            "mlp",
+            "spare",
+            "odd",
+            "embed",
+            "normed",
+            "act",
+        ):
             yield replace(value, kind="linear", how="", size=0)
 
 

@@ -35,7 +35,7 @@ from tests.random.sharded import shard
 from tests.reference.failing import PlannedFailure
 from tests.reference.training import distances
 
-TOLERANCES = {"float64": 1e-9, "float32": 3e-6, "autocast": 3e-2}
+TOLERANCES = {"float64": 1e-9, "float32": 1e-5, "autocast": 3e-2}
 """By dtype; under autocast, a difference of rounding may move a cast to its neighbor in bf16."""
 WEIGHT_TERMS: list[Callable[[Any], Any]] = [
     lambda p: p.square().sum(),

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,10 +14,10 @@ from unittest import mock
 import pytest
 
 from megatron_fsdp_v2 import fully_shard
-from tests.random import sharded
+from tests.random import by_hand, sharded
 from tests.random.campaign import outcome_of, replay, report, shrunk
-from tests.random.cases import Case, Event, Node, Options, from_json, to_json
-from tests.random.generate import generate
+from tests.random.cases import STRATEGIES, Case, Event, Node, Options, from_json, to_json
+from tests.random.generate import VARIANTS, generate
 from tests.random.program import Outcome, run_case
 from tests.random.rules import broken_rule
 from tests.ranks import RankPools
@@ -55,6 +56,39 @@ def test_norms_that_overflow_in_both_loops_are_equal(pools: RankPools) -> None:
     case = Case(3, dtype="float32", options=options, program=program)
 
     assert outcome_of(case, pools) == Outcome("same")
+
+
+def _steps_by_hand() -> tuple[Event, ...]:
+    """Return a program with every event by hand, in every variant that fits a small model."""
+    begin = (Event("zero", flag=True), Event("forward"), Event("backward"))
+    more = (Event("forward", seed=1), Event("backward"), Event("step"))
+    program: list[Event] = []
+    for seed, how in enumerate(by_hand.GRADS):
+        program += [*begin, Event("grad", seed, how=how), *more]
+    for seed, how in enumerate(by_hand.WRITES):
+        program += [Event("evaluate"), Event("write", seed, how=how), Event("evaluate")]
+    for how in VARIANTS["clip"]:
+        program += [*begin, Event("clip", how=how)]
+    for how in VARIANTS["hooked"]:
+        program += [Event("hooked", node=2, how=how), Event("step")]
+    for flag in (True, False):
+        program += [Event("scaler", flag=flag), Event("rate", flag=flag)]
+    for how in ("adamw split", "momentum"):
+        some = Event("backward", seed=1, how="some units")
+        program += [Event("optimizer", how=how), *begin[:2], some, Event("head"), *more]
+    program += [Event("forward", how="thread"), Event("backward"), Event("dual")]
+    return tuple(program)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_changes_by_hand_match_the_plain_loop(pools: RankPools, strategy: str) -> None:
+    layers = (Node(2, "linear", unit=True), Node(3, "normed", unit=True), Node(4, "spare"))
+    options = Options(strategy=strategy, mesh=(2,), replaced=True)
+    case = Case(3, tree=Node(1, "seq", children=layers), options=options, program=_steps_by_hand())
+
+    assert outcome_of(case, pools) == Outcome("same")
+    wide = replace(case, dtype="float32", autocast=True)
+    assert outcome_of(wide, pools) == Outcome("same")
 
 
 def test_case_round_trips_through_json() -> None:

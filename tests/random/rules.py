@@ -114,7 +114,7 @@ def _saves_with_torch_while_gathered(case: Case) -> bool:
     """Return whether torch's calls follow a forward whose backward is missing or failed."""
     is_gathered, slots = False, set()
     for event in case.program:
-        if event.do in ("waste", "fail", "forward"):
+        if event.do in ("waste", "fail", "forward", "dual"):
             is_gathered = True
             slots |= {event.slot} if event.do == "forward" else set()
         elif event.do in ("input gradient", "penalty", "evaluate") or (
@@ -122,6 +122,9 @@ def _saves_with_torch_while_gathered(case: Case) -> bool:
         ):
             is_gathered = False
             slots.discard(event.slot)
+        elif event.do in ("write", "hooked", "scaler"):
+            # These drop the losses of forwards.
+            slots.clear()
         elif event.do in ("save", "restore") and event.how == "torch" and is_gathered:
             return True
     return False

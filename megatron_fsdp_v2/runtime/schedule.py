@@ -415,7 +415,8 @@ class RootPass:
         start = self._next
         while self._next < len(self._order):
             ref = self._order[self._next]
-            if not is_left and self._left[ref] > 0 and ref() is not None:
+            # A unit that another module replaced may be gone; a dead reference has no hash.
+            if not is_left and ref() is not None and self._left[ref] > 0:
                 break
             self._next += 1
         else:

@@ -584,14 +584,15 @@ def test_parameters_added_after_sharding_may_be_frozen_or_reduced_by_the_program
     assert "parameter extra.weight was registered after fully_shard" in text
 
 
-@on_ranks(2, strategy=STRATEGIES, was_unit=[False, True])
+@on_ranks(2, strategy=STRATEGIES, was_unit=[False, True], was_used=[False, True])
 def test_a_module_sharded_by_itself_in_the_place_of_another_trains(
-    strategy: str, was_unit: bool
+    strategy: str, was_unit: bool, was_used: bool
 ) -> None:
     options: Any = {"sharding_strategy": strategy}
     units = (lambda model: [*model.blocks, model.output]) if was_unit else None
     plain, model = pair(units=units, **options)
-    backward_both(plain, model)
+    if was_used:
+        backward_both(plain, model)
     for each in (plain, model):
         torch.manual_seed(1)
         each.output = nn.Linear(WIDTH, 3)

@@ -132,7 +132,7 @@ class Case:
         seed: Seed of the initial weights.
         width: Features between modules.
         dtype: `float32` or `float64`.
-        autocast: Whether forwards run under bf16 autocast.
+        autocast: `cached` or `uncached` if forwards run under bf16 autocast, by its cache.
         tree: The modules between the root's input and output layer.
         ties: Pairs of ids of `linear` or `embed` nodes that share a weight.
         ends: Whether input and output layers belong to the `root` or are `units`.
@@ -145,7 +145,7 @@ class Case:
     seed: int
     width: int = 5
     dtype: str = "float64"
-    autocast: bool = False
+    autocast: str = ""
     tree: Node = Node(0, "seq")
     ties: tuple[tuple[int, int], ...] = ()
     ends: str = "root"

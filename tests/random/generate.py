@@ -29,6 +29,7 @@ OPTIMIZERS += ["momentum flat", "adamw flat", "adamw flat", "muon", "muon gram",
 PACKS = [how for how in models.PACKS if how != "tensor"]
 GRANULARITIES = ["row", "row", "row", "block:2", "block:4", "tensor"]
 DEFERRED = ["no sync", "some units", "not last", "no all reduce"]
+AUTOCAST = ["", "", "", "", "cached", "uncached"]
 INSIDE = ["waste", "state", "full", "functional", "dual"]
 """Events that may stand between a forward and its backward."""
 OTHERS = [*INSIDE, "write", "write"]
@@ -323,7 +324,7 @@ class Generator:
             seed=self.seed,
             width=self.random.choice([3, 4, 5, 8]),
             dtype=dtype,
-            autocast=dtype == "float32" and self.chance(0.3),
+            autocast=self.random.choice(AUTOCAST) if dtype == "float32" else "",
             tree=self.tree(),
             ties=self.ties(),
             ends=self.random.choice(["root", "root", "units"]),

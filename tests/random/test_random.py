@@ -16,7 +16,7 @@ import pytest
 from megatron_fsdp_v2 import fully_shard
 from tests.random import by_hand, sharded
 from tests.random.campaign import outcome_of, replay, report, shrunk
-from tests.random.cases import STRATEGIES, Case, Event, Node, Options, from_json, to_json
+from tests.random.cases import STRATEGIES, ZERO_3, Case, Event, Node, Options, from_json, to_json
 from tests.random.generate import VARIANTS, generate
 from tests.random.program import Outcome, run_case
 from tests.random.rules import broken_rule
@@ -87,8 +87,9 @@ def test_changes_by_hand_match_the_plain_loop(pools: RankPools, strategy: str) -
     case = Case(3, tree=Node(1, "seq", children=layers), options=options, program=_steps_by_hand())
 
     assert outcome_of(case, pools) == Outcome("same")
-    wide = replace(case, dtype="float32", autocast="uncached")
-    assert outcome_of(wide, pools) == Outcome("same")
+    if strategy == ZERO_3:
+        cast = replace(case, dtype="float32", autocast="uncached")
+        assert outcome_of(cast, pools) == Outcome("same")
 
 
 def test_case_round_trips_through_json() -> None:

@@ -35,8 +35,8 @@ from tests.random.sharded import shard
 from tests.reference.failing import PlannedFailure
 from tests.reference.training import distances
 
-TOLERANCES = {"float64": 1e-9, "float32": 1e-5, "cached": 3e-2, "uncached": 1e-4}
-"""By dtype or kind of autocast: gradients of several uses of one cast are added in bf16."""
+TOLERANCES = {"float64": 1e-9, "float32": 1e-5, "cached": 3e-2, "uncached": 2e-2}
+"""By dtype or kind of autocast, which rounds gradients to bf16 before they are scaled."""
 WEIGHT_TERMS: list[Callable[[Any], Any]] = [
     lambda p: p.square().sum(),
     lambda p: whole(p.abs()).mean(),

@@ -116,7 +116,8 @@ def _saves_with_torch_while_gathered(case: Case) -> bool:
     for event in case.program:
         if event.do in ("waste", "fail", "forward", "dual"):
             is_gathered = True
-            slots |= {event.slot} if event.do == "forward" else set()
+            # A forward without a backward stays gathered when an earlier one is over.
+            slots = slots | {event.slot} if event.do == "forward" else set()
         elif event.do in ("input gradient", "penalty", "evaluate") or (
             event.do == "backward" and event.slot in slots
         ):

@@ -36,7 +36,7 @@ from megatron_fsdp_v2.runtime.unit_checks import (
     check_is_gathered,
     check_outputs,
     check_owned,
-    check_transforms,
+    check_pass,
     check_units,
     compare_gather,
 )
@@ -512,7 +512,7 @@ class Unit:
         Repairs the state that an exception left, and refreshes stale weights.
         """
         context = self.context
-        check_transforms(self)
+        check_pass(self)
         units = context.units()
         is_capturing = context.is_capturing
         if is_capturing:

@@ -105,17 +105,29 @@ def check_captured_pass(context: Context, what: str) -> None:
         )
 
 
-def check_transforms(unit: Unit) -> None:
-    """Check that a pass runs inside no transform of `torch.func` that differentiates.
+def check_pass(unit: Unit) -> None:
+    """Check that a pass may begin with a unit.
 
-    Such a transform cannot record writes to buffers outside of it: gathers and refreshes.
+    A transform of `torch.func` that differentiates cannot record writes to buffers outside of it:
+    gathers and refreshes. A unit that was sharded again below another root belongs to that root: a
+    pass of its earlier root would gather the unit, and not reduce it.
 
     Args:
         unit: The unit that the pass begins with.
 
     Raises:
-        RuntimeError: The pass runs inside `torch.func.vjp`, `jvp`, `grad` or a similar function.
+        RuntimeError: The pass runs inside `torch.func.vjp`, `jvp`, `grad` or a similar function; or
+            another root has taken a unit whose uses are collectives.
     """
+    context = unit.context
+    for each in context.units():
+        if each.context is not context and not each.needs_no_collective:
+            root = each.context.units()[0]
+            raise RuntimeError(
+                f"unit {each.name} is below two roots, {unit.class_name} and {root.class_name}; "
+                "with ZeRO-3 it belongs to the root that was sharded last. Call fully_shard on one "
+                "module that contains both, or use sharding_strategy='optim_grads'"
+            )
     transform = torch._C._functorch.peek_interpreter_stack()
     if transform is not None and transform.key() != torch._C._functorch.TransformType.Vmap:
         raise RuntimeError(

@@ -602,6 +602,44 @@ def test_a_module_sharded_by_itself_in_the_place_of_another_trains(
     assert weight_error(model, plain) < 1e-5
 
 
+class _Sharing(nn.Module):
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.own, self.shared = nn.Linear(WIDTH, WIDTH), shared
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.shared(torch.tanh(self.own(x)))
+
+
+@on_ranks(2, strategy=["optim", "optim_grads_params"])
+def test_two_roots_share_a_unit_or_are_rejected_by_name(strategy: str) -> None:
+    def made() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        shared = nn.Linear(WIDTH, WIDTH)
+        return _Sharing(shared), _Sharing(shared)
+
+    def loss(model: Any, rank: int) -> Any:
+        return model(torch.full((2, WIDTH), 1.0 + rank)).square().mean()
+
+    first, second = made()
+    for unit in (first.shared, first, second):
+        wrap(unit, [], sharding_strategy=strategy)
+    rank = dist.get_rank()
+    if strategy == "optim_grads_params":
+        text = error_message(RuntimeError, lambda: loss(first, rank))
+        assert "is below two roots, _Sharing and _Sharing" in text
+        loss(second, rank).backward()
+        return
+    plain = made()
+    for _ in range(2):
+        for model, reference in zip((first, second), plain, strict=True):
+            loss(model, rank).backward()
+            ((loss(reference, 0) + loss(reference, 1)) / 2).backward()
+    for model, reference in zip((first, second), plain, strict=True):
+        for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.allclose(whole(param.grad), expected.grad, rtol=1e-5)
+
+
 @on_ranks(2, strategy=["no_shard", "optim_grads_params"])
 def test_gradients_written_by_the_program_are_stepped(strategy: str) -> None:
     model = wrap(Stack(), sharding_strategy=strategy)

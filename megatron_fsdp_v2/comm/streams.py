@@ -163,6 +163,8 @@ class StreamCommunicator(Communicator):
         self._streams = streams
         # The compute stream; None until the first pass begins.
         self._compute: Any = None
+        # Whether the latest pass may reuse memory of earlier passes.
+        self._reuses_memory = True
 
     @override
     def issue(self, collective: Collective, *, async_op: bool) -> Work:
@@ -231,6 +233,7 @@ class StreamCommunicator(Communicator):
     @override
     def begin_pass(self, *, reuses_memory: bool = True) -> None:
         """See `Communicator.begin_pass`."""
+        self._reuses_memory = reuses_memory
         side = self.side_stream()
         if side is not None:
             if reuses_memory:
@@ -284,7 +287,8 @@ class StreamCommunicator(Communicator):
     def wait_before_free(self, stream: Any) -> None:
         """See `Communicator.wait_before_free`."""
         current = self._device.current_stream()
-        if stream != current:
+        # A captured pass uses no memory of earlier ones, and their stream would join the capture.
+        if stream != current and (self._reuses_memory or stream == self._compute):
             stream.wait_stream(current)
 
     def _on_stream(self, comm_stream: CommStream, async_op: bool) -> AbstractContextManager[Any]:

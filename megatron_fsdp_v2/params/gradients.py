@@ -206,8 +206,6 @@ class GroupGrads:
         It has to if it had no gradient of a parameter whose gradient was None before, or that has
         a hook of the user.
         """
-        if all(self.contributed):
-            return False
         rows = zip(self.contributed, self._was_none, self._user_hooks(), strict=True)
         return any(
             not contributed and (was_none or (hooks and self._is_due(index)))
@@ -398,7 +396,12 @@ class GroupGrads:
         self._fill_missing()
         # An earlier reduction of this backward may still be reading the partial buffer.
         self._wait_for_last()
-        self._contribute()
+        filled, size = self._filled, len(self._filled)
+        # A hook may add gradients of ranks outside the mesh to every parameter.
+        if self._hook is not None or (self.on_missing_grad == "zero" and any(filled)):
+            filled = [True] * size
+        self.contributed = list(map(operator.or_, self.contributed, filled))
+        self._filled = [False] * size
         before, after = self.context.spec.grad_factors
         reduces = self.context.spec.reduces
         if reduces and before != 1.0:
@@ -416,17 +419,6 @@ class GroupGrads:
         else:
             own = self.full.part(self._placements)
             self._inner_work = self._into_main(own, 1.0, async_op=False)
-
-    def _contribute(self) -> None:
-        """Record which parameters have a gradient in the reduction that begins."""
-        filled, size = self._filled, len(self._filled)
-        if self._hook is not None:
-            # It may add gradients of ranks outside the mesh to every parameter.
-            filled = [True] * size
-        elif self.on_missing_grad == "zero" and any(filled):
-            filled = [True] * size
-        self.contributed = list(map(operator.or_, self.contributed, filled))
-        self._filled = [False] * size
 
     def end_inner(self) -> None:
         """Wait for the reduction along the inner axis, if any, and free the full buffer."""

@@ -607,7 +607,8 @@ def _end_missing(groups: Iterable[GroupGrads]) -> None:
             by_mesh.setdefault(grads.reduced_over, []).append(grads)
     for over, written in by_mesh.items():
         context = written[0].context
-        depends = [grads for grads in written if grads.depends_on_ranks]
+        # A property is read only where needed: most groups have all their gradients.
+        depends = [g for g in written if not all(g.contributed) and g.depends_on_ranks]
         found = [each for grads in written for each in grads.contributed]
         if over and not is_capturing(context.device):
             flags = torch.ones(len(found), dtype=torch.float32, device=context.device)

@@ -105,7 +105,7 @@ def test_each_dtype_of_a_policy_is_applied(strategy: str, name: str) -> None:
     output = model(batch(dist.get_rank(), dtype=expected.given))
     output.float().square().mean().backward()
     flags = recorded.sent.pop()
-    assert (flags.kind, flags.numel) == ("all_reduce", 3)
+    assert (flags.kind, flags.numel) == ("all_reduce", len(list(model.parameters())))
     grads = {param.grad.dtype for param in model.parameters() if param.grad is not None}
     optimizer.step()
     (compute,), (grad,), (sent,) = seen, grads, recorded.dtypes(gathers=False)

@@ -134,7 +134,7 @@ def test_copies_of_weights_that_are_initialized_again_are_compared(
         with torch.no_grad():
             errors.append(error_message(RuntimeError, lambda: own_loss(model)))
     assert errors[0] == "no error"
-    assert "ranks differ at unit 'blocks.1'" in errors[1]
+    assert "ranks differ at unit 'blocks.1 (Block)'" in errors[1]
 
 
 @on_ranks(2)

@@ -661,6 +661,11 @@ class Run:
         # Torch's save does not copy tensors, and training would change the snapshot.
         self.plain_optimizer.load_state_dict(copy.deepcopy(snapshot.optimizer))
         self._zero(set_to_none=True)
+        if event.how == "torch":
+            # Torch lists the parameters before the first step of a new optimizer reshards them.
+            for module in self.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
         load = torch_load if event.how == "torch" else checkpoint.load
         load(path, self.model, self.optimizer)
         self.compare_params()

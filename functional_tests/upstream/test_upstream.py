@@ -45,6 +45,8 @@ def test_shrinking_keeps_every_axis_and_every_flag() -> None:
         new = kept.keys() - configuration.flags.keys()
         new -= {
             "--adam-eps",
+            "--clip-grad",
+            "--weight-decay",
             "--global-batch-size",
             "--train-iters",
             "--num-layers",

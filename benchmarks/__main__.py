@@ -45,7 +45,8 @@ def main(words: list[str] | None = None) -> None:
     if not args.steps_only and args.device == "cpu":
         args.ranks = 2
         (record["memory"],) = _on_ranks(memory.work, args)
-        record["host_time_ms"] = {units: _host_time(units) for units in UNITS}
+        for name, flags in (("host_time_ms", ()), ("host_time_on_streams_ms", ("--streams",))):
+            record[name] = {units: _host_time(units, *flags) for units in UNITS}
     record["minutes"] = (time.perf_counter() - start) / 60
     written = common.write(args, "bench.json", **record)
     report.draw(record["settings"], written.with_suffix(".png"))
@@ -147,9 +148,9 @@ def _on_ranks(work: common.Work, args: argparse.Namespace, *more: Any) -> list[A
         return [json.loads(line) for line in found.read_text().splitlines()]
 
 
-def _host_time(units: int) -> dict[str, float]:
+def _host_time(units: int, *flags: str) -> dict[str, float]:
     """Return the milliseconds of host time per unit, measured in a separate process."""
-    words = ["-m", "benchmarks.host_time", "--json", "--units", str(units), "--rounds", "7"]
+    words = ["-m", "benchmarks.host_time", "--json", "--units", str(units), "--rounds", "7", *flags]
     done = subprocess.run([sys.executable, *words], check=True, capture_output=True, text=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -1,11 +1,13 @@
 """Host time of sharding per unit and micro-batch, compared with FSDP2, without communication.
 
 One process in a group whose collectives do nothing (torch's `fake` backend) measures the Python and
-dispatch work of a forward and a backward, without network and arithmetic.
+dispatch work of a forward and a backward, without network and arithmetic. `--streams` includes the
+work on streams, as on CUDA: FSDP2 and this package use the same streams, which only note times.
 """
 
 from __future__ import annotations
 
+import contextlib
 import cProfile
 import json
 import pstats
@@ -17,7 +19,9 @@ import torch
 from torch import nn
 
 from benchmarks.common import STRATEGIES, Block, Wrap, fake_ranks, options, ours, wrap_with_fsdp2
-from megatron_fsdp_v2 import RuntimeOptions
+from benchmarks.sim.engines import cpu_streams
+from megatron_fsdp_v2 import FSDPModule, RuntimeOptions
+from megatron_fsdp_v2.plan.simulation import VirtualStreams, run_on_streams
 
 # A consistency check across ranks would read the undefined results of a fake all-gather.
 ALONE = {"options": RuntimeOptions(check_ranks="never")}
@@ -30,7 +34,11 @@ CONTENDERS: dict[str, Wrap] = {
 
 
 def measure(
-    num_units: int, rounds: int, clock: Callable[[], float] = time.perf_counter
+    num_units: int,
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+    *,
+    on_streams: bool = False,
 ) -> dict[str, float]:
     """Return the minimum milliseconds per unit that sharding adds to a forward and a backward.
 
@@ -38,11 +46,14 @@ def measure(
         num_units: Units of the model.
         rounds: Number of measurements of each contender, in turns with the others.
         clock: Returns seconds. Processor time depends less on other load of the machine.
+        on_streams: Whether to queue operations and collectives on streams, as on CUDA.
     """
-    x, models = torch.randn(4, 16), {}
-    with fake_ranks() as mesh:
+    x, models, streams = torch.randn(4, 16), {}, VirtualStreams()
+    with fake_ranks() as mesh, cpu_streams(streams) if on_streams else contextlib.nullcontext():
         for name, wrap in CONTENDERS.items():
             models[name] = wrap(_blocks(num_units), mesh)
+            if on_streams and isinstance(models[name], FSDPModule):
+                run_on_streams(models[name], streams)
         least = dict.fromkeys(models, float("inf"))
         for _ in range(rounds):
             for name, model in models.items():
@@ -73,12 +84,13 @@ def main() -> None:
     """Measure and print a table, or JSON."""
     parser = options("benchmarks.host_time", __doc__, writes=False, units=64, rounds=15)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--streams", action="store_true", help="with streams, as on CUDA")
     parser.add_argument("--profile", metavar="STRATEGY")
     args = parser.parse_args()
     if args.profile:
         profile(args.units, args.profile)
         return
-    found = measure(args.units, args.rounds)
+    found = measure(args.units, args.rounds, on_streams=args.streams)
     if args.json:
         sys.stdout.write(json.dumps(found) + "\n")
         return

@@ -90,7 +90,10 @@ def rest(record: dict[str, Any]) -> list[Table]:
         ]
         title = f"Memory: transformer, 8 layers x 512, {dtype}, 2 ranks: MB, and over {BASELINE}'s"
         found.append(Table(title, ("", *COLUMNS), cells))
-    if times := record.get("host_time_ms"):
+    for name, where in (("host_time_ms", ""), ("host_time_on_streams_ms", ", with streams")):
+        times = record.get(name)
+        if not times:
+            continue
         head = ("", *(f"{units} units" for units in times), f"over {BASELINE}")
         first = next(iter(times.values()))
         cells = [
@@ -101,9 +104,8 @@ def rest(record: dict[str, Any]) -> list[Table]:
             )
             for name in first
         ]
-        found.append(
-            Table("Host time of a unit and step, ms above the unsharded model's", head, cells)
-        )
+        title = f"Host time of a unit and step{where}, ms above the unsharded model's"
+        found.append(Table(title, head, cells))
     return found
 
 

@@ -205,7 +205,11 @@ def _sum_into(c: Collective, pieces: list[torch.Tensor]) -> None:
 
 
 class CudaStreams:
-    """Streams of the current CUDA device. See `streams.StreamDevice`."""
+    """Streams of the current CUDA device. See `streams.StreamDevice`.
+
+    Every collective and gradient asks for the current stream. `torch.cuda.current_stream` makes an
+    object in several Python calls; a comparison of handles is one call in C.
+    """
 
     def new_stream(self, name: str) -> Stream:
         """Make a stream with a higher priority than computation."""
@@ -217,6 +221,11 @@ class CudaStreams:
     def current_stream(self) -> Stream:
         """Return the current stream."""
         return torch.cuda.current_stream()
+
+    def is_current(self, stream: Any) -> bool:
+        """Return whether a stream is the current one."""
+        handle: int = torch._C._cuda_getCurrentRawStream(stream.device_index)
+        return bool(handle == stream.cuda_stream)
 
     def use(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which operations are queued on a stream."""

@@ -56,6 +56,9 @@ class StreamDevice(Protocol):
     def current_stream(self) -> Stream:
         """Return the current stream."""
 
+    def is_current(self, stream: Any) -> bool:
+        """Return whether a stream is the current one; cheaper than `current_stream`."""
+
     def use(self, stream: Stream) -> AbstractContextManager[Any]:
         """Return a context in which operations are queued on a stream."""
 
@@ -171,10 +174,11 @@ class StreamCommunicator(Communicator):
         """See `Communicator.issue`."""
         if collective.axis.size == 1:
             collective.run_on_one_rank()
-            if self.side_stream() is None:
+            side = self.side_stream()
+            if side is None:
                 return DONE
             # The handle may be waited for, and memory freed, on another stream.
-            return _EventWork(self, self._device.current_stream().record_event(), ())
+            return _EventWork(self, side.record_event(), ())
         with self._on_stream(collective.comm_stream, async_op):
             if collective.before is not None:
                 collective.before()
@@ -190,16 +194,17 @@ class StreamCommunicator(Communicator):
                 return DONE
             # Keeps the tensors allocated until the collective is done.
             keep = (collective.output, collective.input, result)
-            event = self._device.current_stream().record_event()
+            event = self._streams[collective.comm_stream].record_event()
             return _EventWork(self, event, keep)
 
     @override
     def run(self, function: Callable[[], object], stream: Any, *, async_op: bool) -> Work:
         """See `Communicator.run`."""
         chosen = self._streams[CommStream.OUTER] if stream is None else stream
-        chosen.wait_stream(self._device.current_stream())
+        chosen.wait_stream(self._current())
         with self._device.use(chosen):
             function()
+            # The function may have selected another stream.
             work = _EventWork(self, self._device.current_stream().record_event(), ())
         if not async_op:
             work.wait()
@@ -243,28 +248,36 @@ class StreamCommunicator(Communicator):
     @override
     def side_stream(self) -> Any | None:
         """See `Communicator.side_stream`. Called for every gradient."""
-        current = self._device.current_stream()
+        # Users may select a stream at any time, so it is compared, not remembered.
         if self._compute is None:
-            self._compute = current
-        return None if current == self._compute else current
+            self._compute = self._device.current_stream()
+            return None
+        return None if self._device.is_current(self._compute) else self._device.current_stream()
+
+    def _current(self) -> Stream:
+        side = self.side_stream()
+        current: Stream = self._compute if side is None else side
+        return current
 
     @override
     def wait_event(self, event: Any) -> None:
         """See `Communicator.wait_event`."""
-        self._device.current_stream().wait_event(event)
+        side = self.side_stream()
+        if side is not None:
+            side.wait_event(event)
         # The compute stream uses outputs too, and a work handle is waited for only once.
-        if self.side_stream() is not None:
-            self._compute.wait_event(event)
+        self._compute.wait_event(event)
 
     @override
     def wait_for(self, streams: Iterable[Any], *, and_compute: bool) -> None:
         """See `Communicator.wait_for`."""
-        current = self._device.current_stream()
+        side = self.side_stream()
+        current = self._compute if side is None else side
         for stream in streams:
             if stream != current:
                 current.wait_stream(stream)
-        if and_compute and self.side_stream() is not None:
-            current.wait_stream(self._compute)
+        if and_compute and side is not None:
+            side.wait_stream(self._compute)
 
     @override
     def synchronize(self) -> None:
@@ -286,14 +299,13 @@ class StreamCommunicator(Communicator):
     @override
     def wait_before_free(self, stream: Any) -> None:
         """See `Communicator.wait_before_free`."""
-        current = self._device.current_stream()
         # A captured pass uses no memory of earlier ones, and their stream would join the capture.
-        if stream != current and (self._reuses_memory or stream == self._compute):
-            stream.wait_stream(current)
+        if (self._reuses_memory or stream == self._compute) and not self._device.is_current(stream):
+            stream.wait_stream(self._device.current_stream())
 
     def _on_stream(self, comm_stream: CommStream, async_op: bool) -> AbstractContextManager[Any]:
         if not async_op:
             return nullcontext()
         stream = self._streams[comm_stream]
-        stream.wait_stream(self._device.current_stream())
+        stream.wait_stream(self._current())
         return self._device.use(stream)

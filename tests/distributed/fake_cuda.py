@@ -13,6 +13,7 @@ import contextlib
 import threading
 import traceback
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ class FakeCuda:
         recorder: Records the operations that are queued on each stream.
         mode: The `FakeTensorMode` of all tensors.
         threads: Threads that queued work.
+        asked: How often the host asked for the current stream: as an object, or as a raw handle.
         is_capturing: Whether a CUDA graph captures the queued operations.
     """
 
@@ -77,6 +79,7 @@ class FakeCuda:
         self.collectives: list[tuple[str, str]] = []
         self.recorder = _Recorder()
         self.threads: set[int] = set()
+        self.asked: Counter[str] = Counter()
         self.is_capturing = False
         # Keeps the storages alive, so that their addresses are not reused.
         self.pinned: dict[int, torch.Tensor] = {}
@@ -138,6 +141,7 @@ class _Stream(RecordedStream):
     _recorder: StreamRecorder
     host: FakeCuda
     device = CUDA
+    device_index = 0
     num_made = 0
 
     def __init__(self, device: Any = None, priority: int = 0, *, name: str = "") -> None:
@@ -167,8 +171,11 @@ class _Event:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.recorded: RecordedEvent | None = None
 
+    def record(self, stream: _Stream | None = None) -> None:
+        (stream or _asked_stream()).record_event(self)
+
     def wait(self, stream: _Stream | None = None) -> None:
-        (stream or _current_stream()).wait_event(self)
+        (stream or _asked_stream()).wait_event(self)
 
     def synchronize(self) -> None:
         self.host.note("Event.synchronize")
@@ -181,15 +188,29 @@ _CAPTURE = _Stream(name="capture")
 _streams = threading.local()
 
 
-def _current_stream(device: Any = None) -> _Stream:
+def _current_stream() -> _Stream:
     stack = getattr(_streams, "stack", None)
     return stack[-1] if stack else (_CAPTURE if _Stream.host.is_capturing else _COMPUTE)
+
+
+def _asked_stream(device: Any = None) -> _Stream:
+    """Replaces `torch.cuda.current_stream`."""
+    _Stream.host.asked["object"] += 1
+    return _current_stream()
+
+
+def _asked_handle(device_index: int) -> int:
+    """Replaces `torch._C._cuda_getCurrentRawStream`."""
+    _Stream.host.asked["handle"] += 1
+    return _current_stream().cuda_stream
 
 
 @contextlib.contextmanager
 def _use(stream: _Stream | None) -> Iterator[None]:
     stack = _streams.__dict__.setdefault("stack", [])
-    stack.append(stream or _current_stream())
+    # As torch's context does, to restore it.
+    before = _asked_stream()
+    stack.append(stream or before)
     try:
         yield
     finally:
@@ -371,7 +392,9 @@ def _replace_cuda(host: FakeCuda) -> None:
     cuda: Any = torch.cuda
     fake_tensor.init_gpu_context = lambda device: None
     cuda.Stream, cuda.Event, cuda.stream = _Stream, _Event, _use
-    cuda.current_stream = cuda.default_stream = _current_stream
+    cuda.current_stream = cuda.default_stream = _asked_stream
+    private: Any = torch._C
+    private._cuda_getCurrentRawStream = _asked_handle
     cuda.device = lambda device: contextlib.nullcontext()
     cuda.is_available = cuda.is_initialized = lambda: True
     cuda.current_device, cuda.device_count = lambda: 0, lambda: 1

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_fsdp_v2 import MixedPrecisionPolicy
+from benchmarks.common import Block, ours, wrap_with_fsdp2
+from megatron_fsdp_v2 import MixedPrecisionPolicy, RuntimeOptions
 from megatron_fsdp_v2.comm import streams as comm_streams
 from megatron_fsdp_v2.optim import Muon, engine
 from tests.cases import longer, quick_if, quick_only
@@ -31,6 +33,7 @@ RANK = 1
 ON_MESHES = ("4", "HSDP 2x2", "HFSDP 2x2")
 SWITCHES = ("enable_unshard_prefetch", "enable_async_reduce_grad")
 QUICK_OPTIMIZERS = ("AdamW, fused", "Muon")
+UNCHECKED = RuntimeOptions(check_ranks="never")
 POLICIES = {"fp32": MixedPrecisionPolicy(), "bf16": BF16}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,
@@ -319,6 +322,24 @@ def buffers_on_the_cpu(strategy: str) -> dict[str, Any]:
     }
 
 
+def streams_asked(engine: str) -> dict[str, float]:
+    """How often a step asks for the current stream per additional unit of four parameters."""
+    host, found = _host(), []
+    for num_units in (4, 8):
+        host.reset()
+        with torch.device("cuda"):
+            model = nn.Sequential(*(Block(8) for _ in range(num_units)))
+        wrap_with = wrap_with_fsdp2 if engine == "FSDP2" else ours(engine, options=UNCHECKED)
+        wrap_with(model, _mesh((WORLD_SIZE,)))
+        for _ in range(3):
+            host.asked.clear()
+            model(torch.randn(4, 8, device="cuda")).square().mean().backward()
+            model.zero_grad()
+        found.append(dict(host.asked))
+    few, many = found
+    return {how: (many[how] - few[how]) / 4 for how in many}
+
+
 def muon_with_rate_on_device() -> list[str]:
     """Step with Muon, whose learning rate is a tensor on the device; return the host's waits."""
     host, model, _ = _built("4", STRATEGIES[-1])
@@ -463,6 +484,25 @@ def test_buffers_and_inputs_on_the_cpu_are_moved_to_the_device(
 ) -> None:
     (seen,) = process.run(buffers_on_the_cpu, strategy)
     assert seen == {"devices": {"cuda:0"}, "same objects": True, "copies": (2, 1)}
+
+
+# Objects: torch's own context that selects a stream asks once per collective. Handles: per unit and
+# step 4 gradients, and per gather and reduction the issue, the wait, the allocation, the free, and
+# the writers of gradients.
+ASKED = {
+    "no_shard": {"object": 1, "handle": 12},
+    "optim": {"object": 2, "handle": 14},
+    "optim_grads": {"object": 2, "handle": 14},
+    "optim_grads_params": {"object": 3, "handle": 20},
+}
+
+
+@pytest.mark.parametrize("strategy", quick_only(STRATEGIES, STRATEGIES[-1]))
+def test_host_rarely_asks_for_the_current_stream(process: RankPool, strategy: str) -> None:
+    (found,), (fsdp2,) = (process.run(streams_asked, each) for each in (strategy, "FSDP2"))
+    assert found == ASKED[strategy]
+    # A handle is one call in C. FSDP2 asks for 13 objects with torch 2.11.
+    assert found["object"] < fsdp2["object"] / 2
 
 
 def test_muon_reads_a_learning_rate_on_the_device_once(process: RankPool) -> None:

@@ -145,6 +145,10 @@ class StreamRecorder:
             return stream
         return self._backward.current(stream if running_node() is node else None)
 
+    def is_current(self, stream: Any) -> bool:
+        """Return whether a stream is the one on which operations are currently recorded."""
+        return stream is self.current_stream()
+
     @contextlib.contextmanager
     def use(self, stream: Stream) -> Iterator[None]:
         """Record operations on a stream inside the context, like `torch.cuda.stream()`."""

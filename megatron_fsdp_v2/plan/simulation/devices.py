@@ -203,6 +203,10 @@ class VirtualStreams:
         """The current stream."""
         return self._stack[-1]
 
+    def is_current(self, stream: Any) -> bool:
+        """Whether a stream is the current one."""
+        return stream is self._stack[-1]
+
     @contextlib.contextmanager
     def use(self, stream: Any) -> Iterator[None]:
         """Context manager that queues operations on a stream."""

@@ -72,6 +72,10 @@ class Machine:
         if not self.on_cuda:
             pytest.skip("needs a GPU; rehearsed on a CPU")
 
+    def within(self, limit_s: float = LIMIT_S) -> float:
+        """Return a time limit in seconds that also ends with the checks."""
+        return min(limit_s, max(1.0, self.ends_at - time.monotonic()))
+
     def run(
         self, function: Callable[..., Any], *args: Any, ranks: int = 0, limit_s: float = LIMIT_S
     ) -> list[Any]:
@@ -88,25 +92,27 @@ class Machine:
         """
         pool = RankPool(ranks or self.ranks, device=self.device)
         try:
-            left = max(1.0, self.ends_at - time.monotonic())
-            return pool.run(function, self.device, *args, timeout_s=min(limit_s, left))
+            return pool.run(function, self.device, *args, timeout_s=self.within(limit_s))
         finally:
             pool.close()
 
 
-def run_command(words: Sequence[str], log: Path, *, environment: Mapping[str, str | None]) -> Run:
+def run_command(
+    machine: Machine, words: Sequence[str], log: Path, *, environment: Mapping[str, str | None]
+) -> Run:
     """Run a command in a new session and write its output to a file.
 
     Args:
+        machine: The machine, whose time limits the command.
         words: The command.
         log: The file for the output.
         environment: Variables to set; None removes a variable.
 
     Raises:
-        TimeoutError: The command exceeded `LIMIT_S` and was terminated.
+        TimeoutError: The command exceeded the time limit and was terminated.
     """
     kept = {name: value for name, value in environment.items() if value is not None}
-    variables = environment_of(**kept)
+    variables, limit_s = environment_of(**kept), machine.within()
     for name in environment.keys() - kept.keys():
         variables.pop(name, None)
     with log.open("w", encoding="utf-8") as file:
@@ -119,9 +125,9 @@ def run_command(words: Sequence[str], log: Path, *, environment: Mapping[str, st
             start_new_session=True,
         )
         try:
-            code = child.wait(LIMIT_S)
+            code = child.wait(limit_s)
         except subprocess.TimeoutExpired:
-            raise TimeoutError(f"not done after {LIMIT_S:g} s; see {log}") from None
+            raise TimeoutError(f"not done after {limit_s:.0f} s; see {log}") from None
         finally:
             _terminate(child)
     return Run(code, log.read_text(encoding="utf-8", errors="replace"))

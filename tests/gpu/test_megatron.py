@@ -71,7 +71,7 @@ def losses(
     """Return the losses that `pretrain_gpt` prints, by iteration; its log is `<name>.log`."""
     own = _device_flags(machine, in_fp8="--fp8-format" in flags)
     words, environment = training_command(ranks, [*flags, *own]), _environment(machine, flags)
-    done = run_command(words, folder / f"{name}.log", environment=environment)
+    done = run_command(machine, words, folder / f"{name}.log", environment=environment)
     assert done.code == 0 and done.losses, done.output[-3000:]
     return done.losses
 
@@ -153,7 +153,7 @@ def test_make_pretrain_trains_on_real_text_and_repeats_its_losses(
     words = ["-m", "examples.pretrain_text", "--ranks", str(ranks), "--iters", "20"]
     words += ["--out", str(tmp_path / "out")]
     done = run_command(
-        [sys.executable, *words], tmp_path / "log", environment=_environment(machine, ())
+        machine, [sys.executable, *words], tmp_path / "log", environment=_environment(machine, ())
     )
     assert done.code == 0, done.output[-2000:]
     assert re.search(r"resume proof\s+holds", done.output)

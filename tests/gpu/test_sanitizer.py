@@ -25,7 +25,7 @@ CASES = [
 
 def _sanitized(machine: Machine, folder: Path, *arguments: str) -> Run:
     environment: dict[str, str | None] = {"TORCH_CUDA_SANITIZER": "1"} if machine.on_cuda else {}
-    return run_command([*STEPS, *arguments], folder / "log", environment=environment)
+    return run_command(machine, [*STEPS, *arguments], folder / "log", environment=environment)
 
 
 @pytest.mark.parametrize(("strategy", "sizes", "outer"), CASES)
@@ -58,5 +58,5 @@ def test_no_kernel_accesses_memory_out_of_bounds(machine: Machine, tmp_path: Pat
     # Without the caching allocator, an out-of-bounds access does not hit a neighbor in its block.
     environment: dict[str, str | None] = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     words = [*tool, *STEPS, *CASES[-1]]
-    done = run_command(words, tmp_path / "log", environment=environment)
+    done = run_command(machine, words, tmp_path / "log", environment=environment)
     assert done.code == 0, done.output[-2000:]

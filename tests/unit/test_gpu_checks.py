@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,20 @@ def test_no_check_starts_after_the_given_minutes() -> None:
     conftest.pytest_runtest_setup(item(1e6))
     with pytest.raises(pytest.skip.Exception, match="not started within --minutes 0"):
         conftest.pytest_runtest_setup(item(0.0))
+
+
+def test_a_command_ends_with_the_checks(tmp_path: Path) -> None:
+    until = machine.Machine("cpu", 1, ends_at=time.monotonic() + 0.5)
+    assert until.within(0.1) == 0.1
+    began = time.monotonic()
+    words = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with pytest.raises(TimeoutError, match="not done after 1 s"):
+        machine.run_command(until, words, tmp_path / "log", environment={})
+    assert time.monotonic() - began < 30
+    alone = machine.Machine("cpu", 1)
+    assert alone.within() == machine.LIMIT_S
+    done = machine.run_command(alone, ["echo", "done"], tmp_path / "log", environment={})
+    assert (done.code, done.output) == (0, "done\n")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ the units' hooks, torch's optimizers, and the autograd engine with its thread fo
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import traceback
 import types
@@ -412,6 +413,57 @@ def _recording_waits(host: FakeCuda, name: str, function: Callable[..., Any]) ->
     return noted
 
 
+_raised: Any = ctypes.pythonapi.PyErr_GetRaisedException
+_raised.restype = ctypes.c_void_p
+
+
+class _EngineDevice(torch._C._acc.DeviceGuard):
+    """The engine's device.
+
+    The engine asks for its type in Python, also while an exception of a backward unwinds the C++
+    code that selects streams. A call with a pending exception would terminate the process.
+
+    Attributes:
+        lost: Exceptions that were pending in a call.
+    """
+
+    lost: list[BaseException] = []  # noqa: RUF012
+
+    def type_(self) -> Any:
+        # First of all: other Python code would fail, too.
+        pending = _raised()
+        if pending:
+            error = ctypes.cast(pending, ctypes.py_object)
+            self.lost.append(error.value)
+            ctypes.pythonapi.Py_DecRef(error)
+        return _DEVICE_TYPE
+
+
+_DEVICE_TYPE = torch._C._autograd.DeviceType.PrivateUse1
+
+
+def _raising_what_was_lost(run_backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward of the engine that raises the exception which the device took."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        lost = _EngineDevice.lost
+        lost.clear()
+        try:
+            return run_backward(*args, **kwargs)
+        except SystemError:
+            if not lost:
+                raise
+        error = lost[0]
+        lost.clear()
+        try:
+            raise error
+        finally:
+            # Its traceback has this frame.
+            del error
+
+    return run
+
+
 def _give_the_engine_a_device() -> None:
     """Make the autograd engine run a thread for the fake device.
 
@@ -419,7 +471,9 @@ def _give_the_engine_a_device() -> None:
     `privateuseone` device, of which there is one and whose streams do nothing.
     """
     torch._C._ensureCUDADeviceGuardSet()
-    _setup_privateuseone_for_python_backend("engine")
+    _setup_privateuseone_for_python_backend("engine", device_guard=_EngineDevice())
+    autograd: Any = torch.autograd
+    autograd._engine_run_backward = _raising_what_was_lost(autograd._engine_run_backward)
     dispatch = FakeTensorMode.__torch_dispatch__
 
     def answer(

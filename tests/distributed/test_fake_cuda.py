@@ -21,11 +21,13 @@ from benchmarks.common import Block, ours, wrap_with_fsdp2
 from megatron_fsdp_v2 import MixedPrecisionPolicy, RuntimeOptions
 from megatron_fsdp_v2.comm import streams as comm_streams
 from megatron_fsdp_v2.optim import Muon, engine
+from megatron_fsdp_v2.runtime.module import named_units
 from tests.cases import longer, quick_if, quick_only
 from tests.distributed import fake_cuda
 from tests.distributed.wrapping import BF16, MESHES, STRATEGIES, step_all, strategies_on, wrap
 from tests.gpu import sanitized_step
 from tests.ranks import RankPool, rank_pools
+from tests.reference.failing import fail, failing
 from tests.reference.models import Checkpointed, Skipping, Stack, TiedInside, UnusedParameter
 
 WORLD_SIZE = 4
@@ -322,6 +324,31 @@ def buffers_on_the_cpu(strategy: str) -> dict[str, Any]:
     }
 
 
+def failed_hook(strategy: str) -> dict[str, Any]:
+    """Train, fail in a user's hook in a backward, and train again; return the host's records."""
+    host, model, optimizer = _built("4", strategy)
+    host.record_memory(model)
+    groups = [group for _, unit in named_units(model) for group in unit.groups]
+
+    def live() -> set[str]:
+        rows = [(group.name, group.temporaries().items()) for group in groups]
+        return {f"{name} {kind}" for name, each in rows for kind, buffer in each if buffer.is_live}
+
+    with host.step():
+        _train(model, optimizer, last_only=False)
+        at_rest, num_failed = live(), 0
+        for _ in range(2):
+            weight = model.blocks[1].up.weight
+            with failing(weight.register_post_accumulate_grad_hook(fail)):
+                num_failed += 1
+                model(torch.randn(4, 5, device="cuda")).square().mean().backward()
+                num_failed -= 1
+            optimizer.zero_grad()
+            _train(model, optimizer, last_only=False)
+    found = {"failed": num_failed, "waits": host.waits, "violations": host.violations()}
+    return found | {"left": live() - at_rest}
+
+
 def streams_asked(engine: str) -> dict[str, float]:
     """How often a step asks for the current stream per additional unit of four parameters."""
     host, found = _host(), []
@@ -484,6 +511,12 @@ def test_buffers_and_inputs_on_the_cpu_are_moved_to_the_device(
 ) -> None:
     (seen,) = process.run(buffers_on_the_cpu, strategy)
     assert seen == {"devices": {"cuda:0"}, "same objects": True, "copies": (2, 1)}
+
+
+@pytest.mark.parametrize("strategy", [STRATEGIES[-1], longer("no_shard")])
+def test_failed_hook_leaves_no_race_and_no_memory(process: RankPool, strategy: str) -> None:
+    (seen,) = process.run(failed_hook, strategy)
+    assert seen == {"failed": 2, "waits": [], "violations": [], "left": set()}
 
 
 # Objects: torch's own context that selects a stream asks once per collective. Handles: per unit and

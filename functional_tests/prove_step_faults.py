@@ -302,7 +302,8 @@ def _zero_small_gradients(param: Any, grad: torch.Tensor) -> None:
 
 
 EXPERTS = (
-    "--num-experts 8 --moe-router-topk 2 --disable-bias-linear --moe-token-dispatcher-type alltoall"
+    "--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 8 --disable-bias-linear "
+    "--moe-token-dispatcher-type alltoall"
 )
 MUON, LION, DECOUPLED = "--optimizer muon", "--optimizer lion", "--decoupled-lr 1e-3"
 WARMUP = "--lr-warmup-iters 100 --lr-decay-style cosine --min-lr 1e-5"

@@ -17,6 +17,7 @@ from torch import nn
 from tests.distributed.wrapping import whole
 from tests.random.cases import Event
 from tests.random.models import OPTIMIZERS, tensors_of
+from tests.random.precision import scaled_gradient
 
 SPLIT = " split"
 """Ends the name of an optimizer that gets half of the parameters by `add_param_group`."""
@@ -276,8 +277,9 @@ def do_head(run: Any, event: Event) -> None:
         return other.sum() + (first.mean() * weight.double().tanh()).square().mean() * 3.0
 
     with run.is_reference():
-        losses = [loss(run.plain, rank, full) for rank in range(run.world_size)]
-        torch.stack(losses).sum().mul(run.factor).backward()
+        weight = scaled_gradient(full, run.factor / run.loss_factor)
+        losses = [loss(run.plain, rank, weight) for rank in range(run.world_size)]
+        torch.stack(losses).sum().mul(run.loss_factor).backward()
     found = loss(run.model, run.rank, mine.full_tensor())
     run.compare_numbers("loss with a head", found.detach(), losses[run.rank].detach())
     found.backward()
@@ -299,7 +301,7 @@ def do_scaler(run: Any, event: Event) -> None:
         return
     theirs, ours = (torch.amp.GradScaler("cpu", init_scale=128.0) for _ in range(2))
     with run.is_reference():
-        theirs.scale(torch.stack(losses).sum().mul(run.factor)).backward()
+        theirs.scale(torch.stack(losses).sum().mul(run.loss_factor)).backward()
     ours.scale(run.loss(run.model, *run.own(event))).backward()
     run.has_grads = True
     with_grad = [pair for pair in run.pairs().values() if pair[1].grad is not None]

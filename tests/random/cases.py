@@ -73,6 +73,7 @@ class Options:
         keep: Whether weights stay gathered after a backward.
         once: `reduces_once`.
         replaced: Whether a layer that is sharded by itself takes the place of the output layer.
+        compiled: What `torch.compile` compiles; a key of `sharded.COMPILED`.
         nccl: Whether ranks communicate as on CUDA, in groups that behave like NCCL.
     """
 
@@ -98,6 +99,7 @@ class Options:
     keep: bool = False
     once: bool = False
     replaced: bool = False
+    compiled: str = ""
     nccl: bool = False
 
 
@@ -131,13 +133,16 @@ class Case:
     Attributes:
         seed: Seed of the initial weights.
         width: Features between modules.
-        dtype: `float32` or `float64`.
+        dtype: Dtype in which the model is built, `float32` or `float64`; with policies that keep
+            wider main weights, `bfloat16` or `float16`.
         autocast: `cached` or `uncached` if forwards run under bf16 autocast, by its cache.
+        policy: The mixed-precision policy of all units; a key of `precision.POLICIES`.
         tree: The modules between the root's input and output layer.
         ties: Pairs of ids of `linear` or `embed` nodes that share a weight.
         ends: Whether input and output layers belong to the `root` or are `units`.
         output: Structure of the root's output; a variant of `struct`.
         roots: Number of models of this tree in one loss; each is a root of its own.
+        shared: Id of a node whose module both roots use; -1 for none.
         options: The initial sharding.
         program: The events in order.
     """
@@ -146,11 +151,13 @@ class Case:
     width: int = 5
     dtype: str = "float64"
     autocast: str = ""
+    policy: str = ""
     tree: Node = Node(0, "seq")
     ties: tuple[tuple[int, int], ...] = ()
     ends: str = "root"
     output: str = "tensor"
     roots: int = 1
+    shared: int = -1
     options: Options = field(default_factory=Options)
     program: tuple[Event, ...] = ()
 
@@ -163,6 +170,12 @@ class Case:
     def world_size(self) -> int:
         """Number of ranks."""
         return math.prod(self.options.mesh)
+
+    @property
+    def shared_nodes(self) -> list[Node]:
+        """The node whose module both roots use and its descendants; empty without one."""
+        found = [node for node in self.tree.walk() if node.id == self.shared]
+        return found[0].walk() if found and self.roots > 1 else []
 
 
 def to_json(case: Case) -> str:

@@ -8,7 +8,9 @@ from dataclasses import replace
 
 from tests.random import by_hand, models
 from tests.random.cases import STRATEGIES, ZERO_3, Case, Event, Node, Options
+from tests.random.precision import POLICIES
 from tests.random.rules import broken_rule
+from tests.random.sharded import COMPILED
 
 MESHES: dict[int, list[tuple[int, ...]]] = {
     1: [(1,), (1, 1)],
@@ -30,6 +32,8 @@ PACKS = [how for how in models.PACKS if how != "tensor"]
 GRANULARITIES = ["row", "row", "row", "block:2", "block:4", "tensor"]
 DEFERRED = ["no sync", "some units", "not last", "no all reduce"]
 AUTOCAST = ["", "", "", "", "cached", "uncached"]
+NO_POLICY = 0.7
+"""Probability of a case without a mixed-precision policy."""
 INSIDE = ["waste", "state", "full", "functional", "dual"]
 """Events that may stand between a forward and its backward."""
 OTHERS = [*INSIDE, "write", "write"]
@@ -170,6 +174,13 @@ class Generator:
                 found.append((first, second))
         return tuple(found)
 
+    def shared(self, tree: Node) -> int:
+        """Draw the id of a node that two roots share; -1 if there is none."""
+        found = [node for node in tree.walk()[1:] if node.kind != "again"]
+        # Modules that are no units are rejected.
+        units = [node for node in found if node.unit and self.chance(0.9)] or found
+        return self.random.choice(units).id if units else -1
+
     # -- sharding ------------------------------------------------------------------------------
 
     def options(self) -> Options:
@@ -203,6 +214,7 @@ class Generator:
             keep=self.chance(0.1),
             once=self.chance(0.25),
             replaced=self.chance(0.05),
+            compiled=self.random.choice(list(COMPILED)) if self.chance(0.1) else "",
             nccl=self.chance(0.25),
         )
 
@@ -320,16 +332,22 @@ class Generator:
     def case(self) -> Case:
         """Draw the case."""
         dtype = self.random.choice(["float64", "float64", "float64", "float32"])
+        policy = "" if self.chance(NO_POLICY) else self.random.choice(list(POLICIES))
+        dtype = POLICIES[policy].given or dtype
+        tree = self.tree()
+        roots = self.random.choice([1, 1, 1, 2])
         return Case(
             seed=self.seed,
             width=self.random.choice([3, 4, 5, 8]),
             dtype=dtype,
-            autocast=self.random.choice(AUTOCAST) if dtype == "float32" else "",
-            tree=self.tree(),
+            autocast=self.random.choice(AUTOCAST) if dtype == "float32" and not policy else "",
+            policy=policy,
+            tree=tree,
             ties=self.ties(),
             ends=self.random.choice(["root", "root", "units"]),
             output=self.random.choice(OUTPUTS),
-            roots=self.random.choice([1, 1, 1, 2]),
+            roots=roots,
+            shared=self.shared(tree) if roots > 1 and self.chance(0.4) else -1,
             options=self.options(),
             program=self.program(),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 from megatron_fsdp_v2.optim import Muon, flat_optimizer
 from tests.random.cases import Case, Node
+from tests.random.precision import Casts
 from tests.reference.failing import PlannedFailure, fail
 from tests.reference.models import Parts
 
@@ -33,6 +34,7 @@ class Call:
         fail: Node whose forward or backward fails; -1 for none.
         fails_in: `forward`, `backward` or `recomputation`.
         other: With two roots, the one that a backward of this root may run.
+        casts: Of a forward of the plain model with a mixed-precision policy.
     """
 
     tokens: torch.Tensor
@@ -41,6 +43,7 @@ class Call:
     fail: int = -1
     fails_in: str = ""
     other: Callable[[torch.Tensor], Any] | None = None
+    casts: Casts | None = None
 
 
 class Named(NamedTuple):
@@ -93,7 +96,11 @@ class Part(nn.Module):
             raise PlannedFailure
         if fails and call.fails_in == "recomputation" and torch._C._current_graph_task_id() != -1:
             raise PlannedFailure
-        y = self.compute(x, call)
+        if call.casts is None:
+            y = self.compute(x, call)
+        else:
+            with call.casts.inside([self, *_modules_except(self, "below")]):
+                y = self.compute(x, call)
         if fails and call.fails_in == "backward" and getattr(y, "requires_grad", False):
             y.register_hook(fail)
         return y
@@ -107,6 +114,12 @@ class Part(nn.Module):
         for child in self.below:
             x = child(x, call)
         return x
+
+
+def _modules_except(module: nn.Module, name: str) -> list[nn.Module]:
+    """Return all modules inside, except those in one child."""
+    children = [child for known, child in module.named_children() if known != name]
+    return [inner for child in children for inner in child.modules()]
 
 
 class LinearPart(Part):
@@ -173,7 +186,9 @@ class OddPart(Part):
         self.register_buffer("factors", torch.linspace(-1.0, 2.0, numel).reshape(shape))
 
     def compute(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        factor = torch.tanh((self.values * self.factors).sum()).to(x.dtype)
+        # A gradient in a wider dtype than that of a gathered weight would not be rounded to it.
+        factors = self.factors.to(self.values.dtype)
+        factor = torch.tanh((self.values * factors).sum()).to(x.dtype)
         return x * (1.0 + 0.2 * factor)
 
 
@@ -316,26 +331,37 @@ KINDS = {**LEAVES, **dict.fromkeys(COMPUTE, Part)}
 class Tree(nn.Module):
     """The root: an input layer, the tree, an output layer."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, shared: Mapping[int, nn.Module] | None = None) -> None:
         super().__init__()
         self.output_kind = case.output
         self.input = nn.Linear(INPUT, case.width)
-        self.known: dict[int, nn.Module] = {}
+        self.known: dict[int, nn.Module] = dict(shared or {})
         self.body = _built(case.tree, case, self.known)
         self.output = nn.Linear(case.width, OUTPUT)
 
     def forward(self, x: torch.Tensor, call: Call) -> Any:
+        if call.casts is None:
+            return self.compute(x, call)
+        with call.casts.inside(_modules_except(self, "body")):
+            return self.compute(call.casts.input(x), call)
+
+    def compute(self, x: torch.Tensor, call: Call) -> Any:
+        """Compute the output."""
         y = self.output(self.body(self.input(x), call))
         return PACKS[self.output_kind][0](y)
 
 
 class Pair(nn.Module):
-    """Two models in one loss, each a root of its own; this module is not sharded."""
+    """Two models in one loss, each a root of its own; this module is not sharded.
+
+    They may share a module.
+    """
 
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.first = Tree(case)
-        self.second = Tree(case)
+        known = self.first.known
+        self.second = Tree(case, {node.id: known[node.id] for node in case.shared_nodes})
 
     @property
     def known(self) -> dict[int, nn.Module]:
@@ -353,6 +379,9 @@ class Pair(nn.Module):
 
 
 def _built(node: Node, case: Case, known: dict[int, nn.Module]) -> nn.Module:
+    if node.id in known:
+        # A module of the first root.
+        return known[node.id]
     children = []
     for child in node.children:
         if child.kind != "again":
@@ -404,9 +433,13 @@ def _tie(first: Any, second: Any) -> None:
 
 
 def units(model: Any, case: Case) -> Iterator[nn.Module]:
-    """Modules to shard, children first, each root last."""
+    """Modules to shard, children first, each root last, and each module once."""
+    yielded: set[nn.Module] = set()
     for root in roots(model):
-        yield from _units_of(root, case)
+        for unit in _units_of(root, case):
+            if unit not in yielded:
+                yielded.add(unit)
+                yield unit
 
 
 def _units_of(model: Tree, case: Case) -> Iterator[nn.Module]:

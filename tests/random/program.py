@@ -12,80 +12,30 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp_v2 import FSDPModule, checkpoint
 from tests.distributed.checkpoint_trainings import torch_load, torch_save
-from tests.distributed.test_operators import OF_ONE_TENSOR
 from tests.distributed.wrapping import whole
 from tests.random.by_hand import EVENTS, in_thread, make_optimizer, on_some_rank
 from tests.random.cases import Case, Event
 from tests.random.models import INPUT, Call, build, roots, tensors_of
+from tests.random.precision import POLICIES, Casts, with_main_weights
+from tests.random.rules import rejection
 from tests.random.sharded import shard
+from tests.random.weight_losses import term_of
 from tests.reference.failing import PlannedFailure
 from tests.reference.training import distances
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-5, "cached": 3e-2, "uncached": 2e-2}
 """By dtype or kind of autocast, which rounds gradients to bf16 before they are scaled."""
-WEIGHT_TERMS: list[Callable[[Any], Any]] = [
-    lambda p: p.square().sum(),
-    lambda p: whole(p.abs()).mean(),
-    lambda p: p.flatten().norm() + p.mean(),
-    lambda p: torch.cat([p, 2 * p]).square().mean(0).sum(),
-    lambda p: (p.softmax(0) * whole(p).detach().sum()).square().sum(),
-    lambda p: p[:1].sum() * p.norm(),
-]
-"""Functions that compute a loss of a parameter, sharded or full."""
-
-
-OPERATORS = OF_ONE_TENSOR.split()
-"""Operators of losses of parameters, used where they are smooth."""
-
-
-def by_operator(name: str) -> Callable[[Any], Any]:
-    """Return a function that computes a loss of a parameter by an operator of torch."""
-    found = functools.reduce(lambda owner, part: getattr(owner, part, None), name.split("."), torch)
-    operator = found or getattr(torch.Tensor, name)
-
-    def term(param: Any) -> Any:
-        losses = []
-        for found in map(whole, tree_leaves(operator(param))):
-            if isinstance(found, torch.Tensor) and found.requires_grad:
-                out = torch.view_as_real(found.resolve_conj()) if found.is_complex() else found
-                # The loss is bounded and not constant; a plain sum of a softmax is constant.
-                factors = torch.linspace(0.5, 1.5, out.numel(), dtype=out.dtype).view(out.shape)
-                losses.append((out.tanh() * factors).sum())
-        return torch.stack(losses).sum()
-
-    return term
-
-
-def is_smooth(term: Callable[[Any], Any], param: torch.Tensor, tolerance: float) -> bool:
-    """Return whether a loss is defined at a parameter, and its value and gradient are stable."""
-    noise = torch.randn(param.shape, generator=torch.Generator().manual_seed(0)).to(param.dtype)
-    seen = []
-    for scale in (0.0, 0.03 * tolerance):
-        at = param.detach() + scale * param.detach().abs().max() * noise
-        try:
-            loss = term(at.requires_grad_())
-            seen.append((loss.detach(), *torch.autograd.grad(loss, at)))
-        except (RuntimeError, ValueError, IndexError, TypeError):
-            # The operator does not support the shape or the value, or has no gradient.
-            return False
-    return all(
-        bool((b - a).norm() <= 0.3 * tolerance * a.norm() < 1e3) for a, b in zip(*seen, strict=True)
-    )
-
-
 MOST_PROBLEMS = 5
 
 
@@ -99,7 +49,7 @@ class Outcome:
 
     Attributes:
         kind: `same`, `different`, `raised`, `invalid`, or `rejected`: the traced pool's own error
-            for a pass without a plan, which leaves a valid state.
+            for a pass without a plan, which leaves a valid state, or `rules.rejection`.
         event: Position of the first failing event.
         text: Description of the failure.
     """
@@ -175,12 +125,14 @@ class Run:
         self.case = case
         self.folder = Path(folder)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.tolerance = TOLERANCES[case.autocast or case.dtype]
+        self.precision = POLICIES[case.policy]
+        self.tolerance = self.precision.tolerance or TOLERANCES[case.autocast or case.dtype]
         self.problems: list[tuple[int, str]] = []
         self.position = -1
         self.options = case.options
         with _plain():
             self.plain = build(case)
+            self.dtypes = with_main_weights(self.plain, self.precision)
         self.model = shard(case, case.options)
         if case.options.meta:
             self.model.load_state_dict(self.plain.state_dict())
@@ -204,6 +156,17 @@ class Run:
         scale = 1.0 / self.world_size if scale is None else scale
         return 0.5 * scale if self.options.hook else scale
 
+    @property
+    def loss_factor(self) -> float:
+        """Factor of the plain model's losses; with a policy, gradients are scaled instead."""
+        return 1.0 if self.case.policy else self.factor
+
+    def with_casts(self, call: Call) -> Call:
+        """Return the call of a forward of the plain model, with its casts."""
+        if not self.case.policy:
+            return call
+        return replace(call, casts=Casts(self.precision, self.dtypes, self.factor))
+
     def make_optimizers(self, kind: str) -> None:
         """Build both optimizers; see `make_optimizer`."""
         self.kind = kind
@@ -217,8 +180,13 @@ class Run:
 
     def output(self, model: Any, x: torch.Tensor, call: Call) -> Any:
         """Return the output of a model, under the case's autocast."""
+        if model is self.plain:
+            call = self.with_casts(call)
         if not self.case.autocast:
-            return model(x, call)
+            output = model(x, call)
+            if model is self.plain and self.precision.output is not None:
+                return [tensor.to(self.precision.output) for tensor in tensors_of(output)]
+            return output
         # The plain model runs the forwards of all ranks, each with casts of its own.
         cached = self.case.autocast == "cached" and model is not self.plain
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
@@ -270,7 +238,7 @@ class Run:
         for name, (mine, full) in pairs.items():
             if mine.requires_grad is not full.requires_grad or mine.shape != full.shape:
                 self.problems.append((self.position, f"{name}: shape or requires_grad"))
-            if self.case.autocast:
+            if self.case.autocast or self.case.policy:
                 # Weights that differ by rounding may differ by a whole bf16 step after a cast.
                 full.data.copy_(mine.full_tensor())
 
@@ -377,7 +345,7 @@ class Run:
             self.slots[event.slot] = (loss, losses, x, inputs)
         before = [i.grad for i in inputs]
         with _plain():
-            torch.stack(losses).sum().mul(self.factor).backward(retain_graph=retains)
+            torch.stack(losses).sum().mul(self.loss_factor).backward(retain_graph=retains)
         if "no sync" in event.how:
             with contextlib.ExitStack() as stack:
                 for root in roots(self.model):
@@ -402,7 +370,7 @@ class Run:
         self.unsynced = event.how not in ("", "retain")
         self.has_grads = True
         if x.requires_grad and before[self.rank] is None and x.grad is not None:
-            expected = inputs[self.rank].grad / self.factor
+            expected = inputs[self.rank].grad / self.loss_factor
             self.check_error("gradient of the input", _distance(x.grad, expected))
         if not self.unsynced:
             self.compare_grads()
@@ -435,7 +403,7 @@ class Run:
 
         with _plain():
             losses = [penalty(self.plain, rank) for rank in range(self.world_size)]
-            torch.stack(losses).sum().mul(self.factor).backward()
+            torch.stack(losses).sum().mul(self.loss_factor).backward()
         loss = penalty(self.model, self.rank)
         self.compare_numbers("penalty", loss.detach(), losses[self.rank].detach())
         loss.backward()
@@ -455,7 +423,7 @@ class Run:
         ]
         if not pairs:
             return
-        terms = [self._weight_term(event.seed, n, full) for n, (_, full) in enumerate(pairs)]
+        terms = [term_of(event.seed, n, full, self.tolerance) for n, (_, full) in enumerate(pairs)]
         found: Any = sum(whole(term(mine)) for term, (mine, _) in zip(terms, pairs, strict=True))
         expected: Any = sum(term(full) for term, (_, full) in zip(terms, pairs, strict=True))
         self.compare_numbers("loss of weights", whole(found).detach(), expected.detach())
@@ -464,13 +432,6 @@ class Run:
         (found * factors[self.rank]).backward()
         self.has_grads = True
         self.compare_grads()
-
-    def _weight_term(self, seed: int, number: int, param: torch.Tensor) -> Callable[[Any], Any]:
-        """Return a loss of a parameter: an operator's, or a fixed one where that is not smooth."""
-        term = by_operator(OPERATORS[(3 * seed + number) % len(OPERATORS)])
-        if is_smooth(term, param, self.tolerance):
-            return term
-        return WEIGHT_TERMS[(seed + number) % len(WEIGHT_TERMS)]
 
     def do_evaluate(self, event: Event) -> None:
         """A forward without gradients; `how`: `inference` mode, or in another `thread`."""
@@ -588,9 +549,13 @@ class Run:
     def do_functional(self, event: Event) -> None:
         """A call with other weights for that call alone."""
         x, call = self.own(event)
-        values = {n: p.detach() * 0.8 + 0.01 for n, p in self.plain.named_parameters()}
+        values = {
+            name: (param.detach() * 0.8 + 0.01).to(self.dtypes[id(param)])
+            for name, param in self.plain.named_parameters()
+        }
         with _plain(), torch.no_grad():
-            expected = loss_of(torch.func.functional_call(self.plain, values, (x, call)))
+            given = (x, self.with_casts(call))
+            expected = loss_of(torch.func.functional_call(self.plain, values, given))
         try:
             with torch.no_grad():
                 found = loss_of(torch.func.functional_call(self.model, values, (x, call)))
@@ -682,7 +647,10 @@ def run_case(case: Case, folder: str) -> Outcome:
         return Outcome("invalid", -1 if run is None else run.position, str(error))
     except Exception as error:
         # Other ranks wait for a rank that stops; its message must not wait for them.
-        has_pool = run is not None and run.options.pool
-        is_rejected = has_pool and "no traced pass uses them together" in str(error)
+        options = case.options if run is None else run.options
+        expected = [rejection(case, options)]
+        if options.pool:
+            expected.append("no traced pass uses them together")
+        is_rejected = any(text and text in str(error) for text in expected)
         kind = "rejected" if is_rejected else "raised"
         return Outcome(kind, -1 if run is None else run.position, traceback.format_exc())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from tests.random.cases import STRATEGIES, ZERO_3, Case, Node, Options
+from tests.random.precision import POLICIES
 
 
 def all_options(case: Case) -> list[Options]:
@@ -68,7 +69,7 @@ def broken_rule(case: Case) -> str:
         return (
             "gradients zeroed in place after a failed backward are zeroed again by the next forward"
         )
-    shares = any(node.kind == "again" for node in nodes)
+    shares = any(node.kind == "again" for node in nodes) or bool(case.shared_nodes)
     if shares and any(event.do == "functional" for event in case.program):
         return "torch leaves the values of a functional call in a module with two names"
     if any(event.do == "fail" and event.node in parts for event in case.program):
@@ -82,11 +83,39 @@ def broken_rule(case: Case) -> str:
         return "autocast casts fp32, and torch has no recurrent layers in bf16 on a CPU"
     if case.autocast and any("muon" in kind for kind in _optimizers(case)):
         return "Muon amplifies differences of bf16"
+    given = POLICIES[case.policy].given or ("" if case.dtype in ("float32", "float64") else "none")
+    if given and case.dtype != given:
+        return "a policy without main weights in 32 bits needs a model that has them"
+    if POLICIES[case.policy].sums_in_fp32 and any(
+        options.strategy == STRATEGIES[0] or options.placement == "replicate"
+        for options in all_options(case)
+    ):
+        return "reductions that sum in fp32 are reduce-scatters"
+    if case.autocast and case.policy:
+        return "autocast replaces a policy"
+    if (case.shared >= 0) != bool(case.shared_nodes):
+        return "two roots share a node that exists"
+    ids = {node.id for node in case.shared_nodes}
+    if any(id_ in ids for pair in case.ties for id_ in pair):
+        return "a tie of each root would replace the other's weight of a shared module"
+    if any(node.kind == "again" and node.size not in ids for node in case.shared_nodes):
+        return "a shared module contains its modules"
     reentrant = any(node.kind == "checkpoint" and node.how == "reentrant" for node in nodes)
     if reentrant and any(event.do in ("input gradient", "penalty") for event in case.program):
         return "torch's reentrant recomputation works with backward() alone"
     if reentrant and "" in hooks:
         return "torch calls a parameter's hook once per reentrant recomputation"
+    return ""
+
+
+def rejection(case: Case, options: Options) -> str:
+    """Return the part of the message with which a sharding of a case is rejected, or nothing."""
+    if not case.shared_nodes:
+        return ""
+    if not case.shared_nodes[0].unit:
+        return "belongs to another root; call fully_shard on a module that contains both"
+    if options.strategy == ZERO_3 and case.world_size > 1:
+        return "is below two roots"
     return ""
 
 

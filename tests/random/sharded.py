@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,11 +12,12 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Replicate, Shard
 
-from megatron_fsdp_v2 import FSDPModule, MixedPrecisionPolicy, ShardPlacementResult, fully_shard
+from megatron_fsdp_v2 import FSDPModule, ShardPlacementResult, fully_shard
 from tests.distributed import wrapping
 from tests.distributed.nccl_double import as_on_cuda
 from tests.random.cases import Case, Options
-from tests.random.models import build, roots, units
+from tests.random.models import Part, build, roots, units
+from tests.random.precision import POLICIES
 from tests.sharding import arguments
 
 OTHER_MESH: dict[tuple[int, ...], tuple[int, ...]] = {
@@ -47,10 +49,35 @@ def halve(grad: torch.Tensor) -> None:
     grad.mul_(0.5)
 
 
+def _inside(model: nn.Module, units_of_it: list[nn.Module]) -> list[nn.Module]:
+    """Return the modules of the tree that are no units."""
+    return [m for m in model.modules() if isinstance(m, Part) and m not in units_of_it]
+
+
+COMPILED: dict[str, Callable[[Any, list[nn.Module]], Iterable[nn.Module]]] = {
+    "": lambda model, units: [],
+    "units": lambda model, units: units,
+    "units first": lambda model, units: units,
+    "roots": lambda model, units: roots(model),
+    "inside": _inside,
+}
+"""What `torch.compile` compiles: takes a model and its units, in the order they are sharded in.
+
+The modules are sharded first, unless the name ends with `first`.
+"""
+
+
 def shard(case: Case, options: Options) -> Any:
     """Build and shard the model of a case."""
     with as_on_cuda() if options.nccl else contextlib.nullcontext():
         return _shard(case, options)
+
+
+def _compile(modules: Iterable[nn.Module]) -> None:
+    # Many kinds of modules share one forward; what exceeds the limit of its graphs runs uncompiled.
+    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
+    for module in modules:
+        module.compile(backend="eager")
 
 
 def _shard(case: Case, options: Options) -> Any:
@@ -73,13 +100,24 @@ def _shard(case: Case, options: Options) -> Any:
         reduces_once=options.once,
         shard_placement_fn=placement_of(options),
         offload_policy=CPUOffloadPolicy(pin_memory=False) if options.offload else None,
-        mp_policy=MixedPrecisionPolicy(grad_comm_dtype=torch.float64) if options.wide else None,
     )
-    for unit in units(model, case):
-        fully_shard(unit, **given)
+    precision = POLICIES[case.policy]
+    has_policy = bool(case.policy) or options.wide
+    outermost, sharded = roots(model), list(units(model, case))
+    compiled = list(COMPILED[options.compiled](model, sharded))
+    if compiled:
+        torch._dynamo.reset()
+    if options.compiled.endswith("first"):
+        _compile(compiled)
+    for unit in sharded:
+        policy = precision.of(is_root=unit in outermost, wide=options.wide)
+        fully_shard(unit, mp_policy=policy if has_policy else None, **given)
+    if not options.compiled.endswith("first"):
+        _compile(compiled)
     if options.replaced:
         for root, fresh in zip(roots(model), roots(build(case, device)), strict=True):
-            root.output = fully_shard(fresh.output, **given)
+            policy = precision.of(is_root=False, wide=options.wide)
+            root.output = fully_shard(fresh.output, mp_policy=policy, **given)
     for root in roots(model):
         root.set_reshard_after_backward(not options.keep)
         found = [module for module in root.modules() if isinstance(module, FSDPModule)]

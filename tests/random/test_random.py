@@ -12,14 +12,17 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from megatron_fsdp_v2 import fully_shard
 from tests.random import by_hand, sharded
 from tests.random.campaign import outcome_of, replay, report, shrunk
 from tests.random.cases import STRATEGIES, ZERO_3, Case, Event, Node, Options, from_json, to_json
 from tests.random.generate import VARIANTS, generate
+from tests.random.precision import POLICIES
 from tests.random.program import Outcome, run_case
 from tests.random.rules import broken_rule
+from tests.random.sharded import COMPILED
 from tests.ranks import RankPools
 
 QUICK = range(8)
@@ -90,6 +93,72 @@ def test_changes_by_hand_match_the_plain_loop(pools: RankPools, strategy: str) -
     if strategy == ZERO_3:
         cast = replace(case, dtype="float32", autocast="uncached")
         assert outcome_of(cast, pools) == Outcome("same")
+
+
+LAYERS = (Node(2, "linear", unit=True), Node(3, "normed", unit=True), Node(4, "mlp", size=3))
+STEPS = (
+    *(Event("forward"), Event("backward", how="no sync"), Event("forward", seed=1)),
+    *(Event("backward"), Event("clip"), Event("step"), Event("evaluate"), Event("head")),
+    *(Event("step"), Event("save"), Event("forward", seed=2), Event("backward"), Event("step")),
+    *(Event("restore"), Event("load"), Event("hooked"), Event("step"), Event("evaluate")),
+)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy])
+def test_policies_match_a_plain_loop_with_casts(
+    pools: RankPools, policy: str, strategy: str
+) -> None:
+    tree = Node(1, "seq", children=(*LAYERS, Node(5, "again", size=2)))
+    options = Options(strategy=strategy, mesh=(2,), optimizer="adamw")
+    dtype = POLICIES[policy].given or "float64"
+    case = Case(3, dtype=dtype, policy=policy, tree=tree, options=options, program=STEPS)
+
+    assert outcome_of(case, pools) == Outcome("same")
+
+
+def run_without_policy(case: Case, folder: str) -> Outcome:
+    """Run a case whose units have no policy."""
+    with mock.patch.object(sharded, "POLICIES", {case.policy: POLICIES[""]}):
+        return run_case(case, folder)
+
+
+def test_a_policy_that_is_not_applied_is_found(pools: RankPools) -> None:
+    case = Case(3, policy="bf16", tree=Node(1, "seq", children=LAYERS), program=STEPS)
+
+    assert outcome_of(case, pools, run=run_without_policy).kind == "different"
+
+
+def run_compiled(case: Case, folder: str) -> tuple[Outcome, int]:
+    """Run a case; also return the number of graphs."""
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    return run_case(case, folder), counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("compiled", [compiled for compiled in COMPILED if compiled])
+def test_compiled_modules_match_the_plain_loop(
+    pools: RankPools, tmp_path: Path, compiled: str
+) -> None:
+    options = Options(mesh=(2,), compiled=compiled)
+    case = Case(3, tree=Node(1, "seq", children=LAYERS), options=options, program=STEPS)
+
+    for outcome, num_graphs in pools(2).run(run_compiled, case, str(tmp_path)):
+        assert outcome == Outcome("same")
+        assert num_graphs > 0
+
+
+def test_two_roots_that_share_a_module_match_the_plain_loop_or_are_rejected(
+    pools: RankPools,
+) -> None:
+    options = Options(strategy="optim_grads", mesh=(2,))
+    tree = Node(1, "seq", children=LAYERS)
+    case = Case(3, tree=tree, roots=2, shared=2, options=options, program=STEPS)
+
+    assert outcome_of(case, pools) == Outcome("same")
+    at_zero_3 = replace(case, options=replace(options, strategy=ZERO_3))
+    for rejected in (at_zero_3, replace(case, shared=4)):
+        assert outcome_of(rejected, pools).kind == "rejected"
 
 
 def test_case_round_trips_through_json() -> None:

@@ -166,7 +166,10 @@ class Backward:
         self.reduce_in_turn(position)
         self.finish_others(position)
         if weakref.ref(self) in _UNDER_WAY:
-            # One backward through several forwards of the root reduces each unit once per forward.
+            # One backward through several forwards of the root reduces each unit once per forward,
+            # after the units of other roots whose turn is earlier.
+            turn = self.passed.turn
+            self._finish([e for e in self._together() if e.passed.turn > turn], position)
             self.reduce(self.passed.due(is_left=True))
         _UNDER_WAY.add(weakref.ref(self, _UNDER_WAY.discard))
         self.passed = passed
@@ -289,6 +292,10 @@ class Backward:
             if other is not self and other.context.ranks_may_differ and other.is_running
             if not (reduces_in_turn and other._graph_task == task)
         ]
+        self._finish(others, position)
+
+    @staticmethod
+    def _finish(others: Sequence[Backward], position: int) -> None:
         for other in others:
             other.reduce(other.passed.due(is_left=True))
         for other in others:

@@ -53,6 +53,25 @@ def test_state_dict_keeps_the_weights_of_a_module_in_two_units_gathered(pools: R
     assert outcome_of(Case(0, tree=tree, program=program), pools) == Outcome("same")
 
 
+def test_units_of_two_roots_are_reduced_in_one_order_after_a_failed_forward(
+    pools: RankPools,
+) -> None:
+    """Ranks once reduced different numbers of units of one root before those of the other.
+
+    A use of a weight itself joined the pass of the failed forward, so that one backward had two
+    passes of the first root, while the pass of the second one had begun before both.
+    """
+    skipped = Node(4, "branch", how="rank", children=(Node(5, "linear", unit=True),))
+    layers = (Node(2, "linear", unit=True), Node(3, "dead", children=(skipped,)))
+    tree = Node(1, "seq", children=(*layers, Node(6, "linear", unit=True)))
+    options = Options(strategy="optim_grads", mesh=(2,), nccl=True)
+    failed = Event("fail", node=2, how="forward", flag=True)
+    program = (Event("full"), failed, Event("head"), Event("step"))
+    case = Case(3, tree=tree, roots=2, options=options, program=program)
+
+    assert outcome_of(case, pools) == Outcome("same")
+
+
 def test_norms_that_overflow_in_both_loops_are_equal(pools: RankPools) -> None:
     options = Options(mesh=(2,), scale=1e30)
     program = (Event("forward"), Event("backward"), Event("clip"))

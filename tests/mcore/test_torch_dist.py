@@ -26,7 +26,7 @@ from megatron_fsdp_v2_cli import main
 from tests.cases import longer
 from tests.mcore import flags as f
 from tests.mcore.session import Training, distance, train
-from tests.mcore.trained import trained
+from tests.mcore.trained import assert_equal, trained
 from tests.ranks import RankFailure, RankPools
 
 IN_BUCKETS = "--ckpt-format torch_dist --use-distributed-optimizer"
@@ -40,6 +40,7 @@ STEPS = f"--global-batch-size 8 --train-iters {LAST}"
 # A changing learning rate shows whether the schedule was loaded; losses show weights and moments.
 SWIGLU = "--swiglu --lr-decay-style cosine --lr-warmup-iters 2 --clip-grad 0.5"
 ROUNDED = f"{f.ALLTOALL} --bf16 {f.DROPOUT}"
+AWARE = "--use-precision-aware-optimizer"
 
 Curve = Callable[[str, int, str, str], tuple[Path, Training]]
 
@@ -117,6 +118,49 @@ def test_wrong_main_weights_of_megatrons_are_replaced(
         # Later losses differ by 4e-3: the moments of the embedding are at a wrong place as well.
         expected = uninterrupted.losses[SAVED_AT]
         assert distance(training.losses[:1], [expected]) < 1e-6
+
+
+def _rebuilt(chunks: Any, optimizer: Any) -> dict[str, np.ndarray]:
+    """Return the bits of the main weights of Megatron's precision-aware optimizer on one rank.
+
+    The upper half of a main weight is that of the weight, whose bits are one more if it was rounded
+    away from zero, as it is where the lower half has its first bit set.
+    """
+    (inner,) = optimizer.chained_optimizers
+    found = {}
+    for name, param in chunks[0].named_parameters():
+        group, position = inner.model_param_group_index_map[param]
+        lower = inner.optimizer.state[inner.optimizer.param_groups[group]["params"][position]]
+        low = lower["master_param"].numpy().view(np.uint16).astype(np.uint32)
+        high = param.detach().flatten().view(torch.int16).numpy().view(np.uint16)
+        found[name.replace("module.", "")] = (high - (low >> 15) << 16 | low).astype(np.uint32)
+    return found
+
+
+def _bits(chunks: Any, optimizer: Any) -> dict[str, np.ndarray]:
+    """Return the bits of the main weights of a sharded run. Collective."""
+    del optimizer
+    return {
+        name.replace("module.", ""): param.detach().full_tensor().flatten().numpy().view(np.uint32)
+        for name, param in chunks[0].named_parameters()
+    }
+
+
+@pytest.mark.functional
+def test_main_weights_are_rebuilt_from_remainders(megatron_te: RankPools, tmp_path: Path) -> None:
+    """Megatron's precision-aware Adam saves the lower halves of main weights alone."""
+    flags = f.words(f.TRANSFORMER_ENGINE, STEPS, f"--bf16 {AWARE}")
+    until = f"--train-iters {SAVED_AT} --override-opt_param-scheduler"
+    whole = trained(megatron_te, 1, flags, MEGATRON, f.saving(tmp_path, SAVED_AT))
+    saved = trained(megatron_te, 1, flags, MEGATRON, until, probe=_rebuilt)
+    load = f.words(flags, f.fsdp(), f.loading(tmp_path, SAVED_AT))
+    (expected,) = saved.extras
+    for found in trained(megatron_te, 2, load, until, probe=_bits).extras:
+        np.testing.assert_equal(found, expected)
+    on_ranks = megatron_te(2).run(_train_and_report, f.words(f.MODEL_FLAGS, load))
+    resumed = on_ranks[0][0]
+    assert [counts for _, counts in on_ranks] == [{}, {}]
+    assert distance(resumed.losses, whole.losses[SAVED_AT:]) < 5e-5
 
 
 @pytest.mark.functional
@@ -198,6 +242,18 @@ def test_resume_from_an_export_is_bitwise_identical(
     assert _export(folder, tmp_path / "exported") == 0
     resumed = _resume(megatron, 2, tmp_path / "exported", SHARDED, ROUNDED)
     assert resumed.losses == uninterrupted.losses[SAVED_AT:]
+
+
+@pytest.mark.slow
+def test_an_export_has_whole_main_weights_with_any_optimizer(
+    megatron_te: RankPools, tmp_path: Path
+) -> None:
+    """Its arguments are those of a run that saves remainders."""
+    flags = f.words(f.TRANSFORMER_ENGINE, STEPS, SHARDED, "--bf16", AWARE)
+    saved = trained(megatron_te, 2, flags, f.saving(tmp_path / "run", SAVED_AT))
+    assert _export(tmp_path / "run", tmp_path / "exported") == 0
+    resumed = trained(megatron_te, 2, flags, f.loading(tmp_path / "exported", SAVED_AT))
+    assert_equal(resumed, saved, after=SAVED_AT)
 
 
 def _export(

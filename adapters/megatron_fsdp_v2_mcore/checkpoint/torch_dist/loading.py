@@ -177,16 +177,21 @@ class _Loader:
         return any(getattr(args, f"{kind}_param_gather", False) for kind in ("fp8", "fp4"))
 
     def _correct_main_weights(self) -> None:
-        """Replace main weights that do not round to the model weights in the file. Collective.
+        """Rebuild main weights from remainders, and replace misplaced ones. Collective.
 
-        Megatron's `fully_reshardable` format may store a main weight at a wrong place; see
-        docs/checkpoints.md.
+        Megatron's `fully_reshardable` format may store a main weight at a wrong place, where it
+        does not round to the model weight in the file; see docs/checkpoints.md. Remainders belong
+        to any model weight, so that this cannot be seen there.
         """
         dtypes = {key: entry.dtype for key, entry in self._folder.tensors()}
+        has_remainders = self._has_remainders(dtypes)
         counts: Counter[str] = Counter()
         for key, request, is_counted in self._main_weights:
             main, model = request.target, torch.zeros_like(request.target)
             self._folder.fill([ReadRequest(key, request.offset, model)])
+            if has_remainders and dtypes[key] == torch.bfloat16:
+                main.copy_(_from_remainders(model, main))
+                continue
             rounding = (main - main.to(dtypes[key])).abs()
             # Of two nearest values, either may have been stored. NaN is unequal.
             is_wrong = ~((main - model).abs() <= rounding)
@@ -196,6 +201,17 @@ class _Loader:
         total = sum(everyones(counts), Counter())
         if total:
             _report(self._folder, total)
+
+    def _has_remainders(self, dtypes: Mapping[str, torch.dtype | None]) -> bool:
+        """Whether main weights of bf16 weights are stored as 16-bit remainders. Collective.
+
+        Transformer Engine's precision-aware Adam keeps them, and the file has them as integers in
+        fp32. A checkpoint of main weights may have the arguments of such a run, if it is an export.
+        """
+        if not getattr(self._common["args"], "use_precision_aware_optimizer", False):
+            return False
+        found = (r.target for key, r, _ in self._main_weights if dtypes[key] == torch.bfloat16)
+        return all(everyones(all(_has_int16_values(target) for target in found)))
 
     def _request(self, key: str, place: Place, tensor: torch.Tensor) -> None:
         stored, local_shape = self._folder.shape(key), tuple(tensor.shape)
@@ -236,6 +252,25 @@ class _Loader:
         if len(states) < (dp_size if args.data_parallel_random_init else 1):
             return current
         return {f"({pp}, {tp})": states}
+
+
+def _has_int16_values(tensor: torch.Tensor) -> bool:
+    limits = torch.iinfo(torch.int16)
+    is_within = (tensor >= limits.min) & (tensor <= limits.max)
+    return bool((is_within & (tensor == tensor.round())).all())
+
+
+def _from_remainders(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """Return the fp32 main weights of bf16 weights.
+
+    A remainder is the lower half of a main weight as a signed integer, and the weight is the upper
+    half, plus one if the remainder is negative: the bits of the main weight are their sum.
+
+    Args:
+        weight: Values of bf16 weights, in fp32.
+        remainder: Integers between -2^15 and 2^15 - 1, in fp32, of the same shape.
+    """
+    return (weight.view(torch.int32) + remainder.to(torch.int32)).view(torch.float32)
 
 
 def _report(folder: CheckpointFolder, counts: Mapping[str, int]) -> None:

@@ -21,7 +21,7 @@ def gathered_units(chunks: Any, optimizer: Any) -> list[str]:
 def prefetch_limits(chunks: Any, optimizer: Any) -> tuple[int, int | None, int | None, int]:
     """Return the number of units, and the prefetch and buffer limits."""
     context = next(unit for _, unit in named_units(chunks[0].module)).context
-    limit = context.gathers.limit
+    limit = context.state.gathers.limit
     most = context.options.max_live_grad_buffers
     return len(context.units()), limit.units, limit.nbytes, most
 

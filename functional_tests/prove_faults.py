@@ -75,10 +75,10 @@ def _wrong_scale_with_per_token_loss(job: Job) -> Fault:
 
 @contextlib.contextmanager
 def _skipped_refresh_under_fp8(job: Job) -> Iterator[None]:
-    from megatron_fsdp_v2.runtime import unit
+    from megatron_fsdp_v2.runtime import context
     from megatron_fsdp_v2_mcore.optim.optimizer import ShardedChain
 
-    write, step, steps = unit.write_stale_weights, ShardedChain.step, []
+    write, step, steps = context.write_stale_weights, ShardedChain.step, []
 
     def count(self: Any) -> Any:
         steps.append(self)
@@ -93,7 +93,7 @@ def _skipped_refresh_under_fp8(job: Job) -> Iterator[None]:
                 group.note_written(weight_version)
 
     with (
-        mock.patch.object(unit, "write_stale_weights", skip_once),
+        mock.patch.object(context, "write_stale_weights", skip_once),
         mock.patch.object(ShardedChain, "step", count),
     ):
         yield

@@ -151,7 +151,7 @@ class MegatronFSDP(nn.Module):
 
     def install_optimized_model_weights(self) -> None:
         """Make the next forward use the stepped weights, after a step that torch does not know."""
-        unit_of(self.module).context.weight_version += 1
+        unit_of(self.module).context.state.weight_version += 1
 
     def _replace_param_with_distributed_if_needed(self) -> None:
         make_idle(self.module)

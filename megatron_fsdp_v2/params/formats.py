@@ -6,7 +6,6 @@ model-weight shard kept between uses, and the gathered buffer.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, NamedTuple, Self, override
 
@@ -17,17 +16,8 @@ from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.dtensor.sharded_rows import plain_of
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.layout.placement import AxisPlacements
+from megatron_fsdp_v2.layout.weight_use import WeightUse
 from megatron_fsdp_v2.params.buffer import DataParallelBuffer
-
-
-class WeightUse(enum.Flag):
-    """Uses of gathered weights."""
-
-    FORWARD = enum.auto()
-    """A forward, or its recomputation."""
-    BACKWARD = enum.auto()
-    """A backward: gradients of inputs and weights."""
-    BOTH = FORWARD | BACKWARD
 
 
 class GroupWrite[FormatT](NamedTuple):

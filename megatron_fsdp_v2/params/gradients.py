@@ -9,6 +9,7 @@ import enum
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -218,6 +219,12 @@ class GroupGrads:
         return any(self._owed)
 
     @property
+    def is_trained(self) -> bool:
+        """Whether any parameter requires a gradient now."""
+        with plain_attributes():
+            return any(map(raw_requires_grad, self._params))
+
+    @property
     def reduces_partial(self) -> bool:
         """Whether a second reduction moves sums from `partial` to the main gradient."""
         return self.partial is not None and self.context.spec.reduces
@@ -236,6 +243,10 @@ class GroupGrads:
         return DataParallelBuffer(
             self.context, self._placements, flat, staging=self._staging, span=self._main_span
         )
+
+    def observed_phase(self, phase: str) -> AbstractContextManager[Any]:
+        """Report a phase of the group to observers."""
+        return self.context.observer.phase(self.name, phase)
 
     def buffers(self) -> Iterator[DataParallelBuffer]:
         """Yield all buffers with temporary memory."""

@@ -18,14 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp_v2.comm.interface import DONE, Axis, Communicator, Work
 from megatron_fsdp_v2.dtensor.row_shards import GroupInfo, RowShards
-from megatron_fsdp_v2.dtensor.sharded_rows import plain_attributes, raw_requires_grad
 from megatron_fsdp_v2.layout.buffer_layout import BufferLayout, Granularity
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.layout.placement import AxisPlacements, Placement
+from megatron_fsdp_v2.layout.weight_use import WeightUse
 from megatron_fsdp_v2.memory.allocator import Allocator, BufferUse, TemporaryBuffer
 from megatron_fsdp_v2.memory.observer import Observer
 from megatron_fsdp_v2.params.buffer import BufferContext, DataParallelBuffer, Offload, ShardGrid
-from megatron_fsdp_v2.params.formats import DenseFormat, GroupWrite, WeightFormat, WeightUse
+from megatron_fsdp_v2.params.formats import DenseFormat, GroupWrite, WeightFormat
 from megatron_fsdp_v2.params.gradients import GroupGrads
 from megatron_fsdp_v2.params.parameters import GroupParameters, OwnedParameter
 
@@ -540,8 +540,7 @@ class ParameterGroup:
     @property
     def is_trained(self) -> bool:
         """Whether any parameter requires a gradient now."""
-        with plain_attributes():
-            return any(map(raw_requires_grad, self.sharded_params))
+        return self.grads.is_trained
 
     @property
     def has_unreduced(self) -> bool:

@@ -15,7 +15,8 @@ from torch import nn
 
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes, MixedPrecisionPolicy
 from megatron_fsdp_v2.layout.placement import OUTER_NAMES
-from megatron_fsdp_v2.params.formats import DenseFormat, WeightFormat, WeightUse, format_of
+from megatron_fsdp_v2.layout.weight_use import WeightUse
+from megatron_fsdp_v2.params.formats import DenseFormat, WeightFormat, format_of
 from megatron_fsdp_v2.runtime.options import RuntimeOptions
 
 DATA = "dp"

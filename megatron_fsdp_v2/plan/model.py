@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.diagnostics.walk import parent_of
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
+from megatron_fsdp_v2.layout.weight_use import WeightUse
 from megatron_fsdp_v2.params.autograd import in_backward
 from megatron_fsdp_v2.params.formats import (
     DenseFormat,
     GroupWrite,
     WeightFormat,
-    WeightUse,
     register_format,
 )
 from megatron_fsdp_v2.plan.description import (

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from megatron_fsdp_v2._text import readable_size
 from megatron_fsdp_v2.diagnostics.memory_ledger import Role
 from megatron_fsdp_v2.layout.placement import OUTER_STRATEGIES, STRATEGIES, resolve_placements
-from megatron_fsdp_v2.params.formats import WeightUse
+from megatron_fsdp_v2.layout.weight_use import WeightUse
 from megatron_fsdp_v2.plan.description import (
     MeshDescription,
     Strategy,

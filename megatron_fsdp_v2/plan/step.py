@@ -279,7 +279,7 @@ class StepRecorder(AbstractContextManager["StepRecorder"]):
             link = self._machine.link(collective.ranks)
             free = self._device.timeline.queues[link].ready - self._began + self._skipped
             idle = max(0.0, self.now - free)
-            use = self._context.gathers.num_uses
+            use = self._context.state.gathers.num_uses
             self._under_way[issued] = _Issued(collective, self.now, use, idle)
 
     def _collective(self, issued: CollectiveIssued, group: ParameterGroup) -> StepCollective:
@@ -319,11 +319,11 @@ class StepRecorder(AbstractContextManager["StepRecorder"]):
     def _why(self, issued: CollectiveIssued, flight: _Issued, seconds: float) -> Reason:
         """Return the reason for which the step waits for a collective."""
         purpose = flight.collective.purpose
-        gathers = self._context.gathers
+        gathers = self._context.state.gathers
         if purpose == "reduce":
             if not self._context.options.enable_async_reduce_grad:
                 return Reason.AT_ONCE
-            return Reason.LAST if self._context.backward.is_draining else Reason.BUFFERS
+            return Reason.LAST if self._context.state.is_draining else Reason.BUFFERS
         if flight.use <= 1 and gathers.num_uses <= 2:
             return Reason.FIRST
         if not issued.is_async:

@@ -275,7 +275,7 @@ def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
             _check_offload(parameter, offload)
             parameter.is_separate = parameter.param in of_unit.separate_params
         for _, unit in inside:
-            if unit.is_unsharded or unit.context.backward.is_reducing:
+            if unit.is_unsharded or unit.state.root.is_reducing:
                 raise RuntimeError(
                     f"unit {unit.name} is gathered or has a reduction under way; call reshard() on "
                     "it, or wrap its parent before the first step"

@@ -565,6 +565,9 @@ def _join(roots: Sequence[nn.Module], context: Context, undo: ExitStack) -> None
     units = list(names)
     everyone = [group for unit in units for group in unit.groups]
     _keep(undo, units)
+    for state in (unit.state for unit in units):
+        undo.callback(setattr, state, "root", state.root)
+        undo.callback(setattr, state, "is_root", state.is_root)
     _keep(undo, (part for group in everyone for part in group.state()))
     for memory in (one for group in everyone for one in group.temporaries().values()):
         # Its backing storage is not restored: the next use selects it again.
@@ -577,8 +580,8 @@ def _join(roots: Sequence[nn.Module], context: Context, undo: ExitStack) -> None
                 _keep(undo, other.state())
                 pool.merge(other)
     for unit in units:
-        unit.context, unit.is_root = context, unit is units[0]
-        unit.fqn = "" if unit.is_root else ", ".join(names[unit])
+        unit.context = context
+        unit.fqn = "" if unit is units[0] else ", ".join(names[unit])
         for number, group in enumerate(unit.groups):
             name = f"{unit.fqn or unit.class_name}/{number}"
             group.join(name, context.communicator, pool, context.observer)

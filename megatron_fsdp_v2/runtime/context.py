@@ -1,81 +1,58 @@
-"""State shared by the units of one root: options, weight version, passes, and the backward."""
+"""What the units of one root share: communicator, allocator, options, and commands for all."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from megatron_fsdp_v2._compiler import uncompiled
 from megatron_fsdp_v2.comm.backends import is_capturing
 from megatron_fsdp_v2.comm.interface import Communicator
 from megatron_fsdp_v2.memory.allocator import Allocator
 from megatron_fsdp_v2.memory.observer import Observer
-from megatron_fsdp_v2.params.group import ParameterGroup
-from megatron_fsdp_v2.runtime.backward import Backward
+from megatron_fsdp_v2.params.gradients import GroupGrads
+from megatron_fsdp_v2.params.group import ParameterGroup, write_stale_weights
+from megatron_fsdp_v2.runtime import machine
 from megatron_fsdp_v2.runtime.options import RuntimeOptions
-from megatron_fsdp_v2.runtime.schedule import (
-    FORWARD_NUMBERS,
-    GatherSchedule,
-    PrefetchLimit,
-    RootPass,
-    live,
+from megatron_fsdp_v2.runtime.unit_checks import (
+    check_capture,
+    check_captured_pass,
+    check_units,
 )
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.runtime.unit import Unit
 
+type _Found = list[tuple[GroupGrads, list[torch.Tensor | None]]]
 
-NUM_COMPARED = {True: 16, False: 1}
-"""In how many first passes ranks compare their collectives, with gradients and without.
-
-Those with gradients end with the first backward. A pipeline runs several forwards before it; a
-program that runs no backward should not compare for ever.
-"""
+MACHINE = machine.Machine()
+"""State that all roots of this process share."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _NestedPass:
-    """A pass nested in a backward, and what the context holds again at its end.
-
-    Attributes:
-        unit: The unit that the pass began with.
-        gathers: Order of gathers of the enclosing backward.
-        pass_has_grad: Whether gradients were enabled when the enclosing pass began.
-    """
-
-    unit: weakref.ref[Unit]
-    gathers: GatherSchedule
-    pass_has_grad: bool
+def live[T](refs: Iterable[Callable[[], T | None]]) -> list[T]:
+    """Return the referenced objects that are not deleted."""
+    return [each for ref in refs if (each := ref()) is not None]
 
 
 class Context:
-    """State shared by the units under one root.
+    """What the units under one root share.
 
     Attributes:
         communicator: Issues collectives.
         allocator: Makes temporary buffers.
         options: Options of the root.
         observer: Receives events of the units.
-        gathers: Prefetches units.
-        backward: The backward of the units.
-        weight_version: Counts events after which main weights may have changed.
-        root_pass: Counts the forwards of units in the root's latest forward with gradients (not a
-            recomputation), and the forwards of units that ran outside of it.
-        pass_has_grad: Whether gradients were enabled when the latest pass began.
-        forward_failed: Whether a pass ended in an exception.
-        is_checked: Whether ranks have compared their units.
+        state: State in the machine.
+        device: Device of the units' buffers.
         num_registrations: Registrations of parameters at the latest check of those that no unit
             owns; see `check_owned`.
-        ranks_may_differ: Whether another rank may run other units than this one.
-        has_formats: Whether the weight format of any group communicates.
-        device: Device of the units' buffers.
-        is_captured: Whether the latest pass is captured in a CUDA graph.
-        is_early: Whether the latest pass is one of the first, whose collectives ranks compare.
-        is_after_backward: Whether no pass with gradients began since the latest backward.
-        has_graph: Whether a pass or a step was captured: replays change weights and run no hook.
     """
 
     def __init__(
@@ -85,26 +62,13 @@ class Context:
         self.allocator = allocator
         self.options = options
         self.observer = Observer()
-        self.gathers: GatherSchedule = GatherSchedule(options.prefetch_limit)
-        self.backward = Backward(self)
-        self.root_pass: RootPass = RootPass()
-        self.ranks_may_differ = False
-        self.weight_version = 0
-        self.pass_has_grad = False
-        self.forward_failed = False
-        self.is_checked = False
+        self.state = machine.RootState(MACHINE, weakref.proxy(self), options.control)
         self.num_registrations = 0
-        self.has_formats = False
         self.device: torch.device | None = None
-        self.is_captured = False
-        self.is_early = False
-        self.is_after_backward = True
-        self._num_to_compare = dict(NUM_COMPARED)
-        self.has_graph = False
-        self._pass_unit: Callable[[], Unit | None] = lambda: None
-        self._nested: _NestedPass | None = None
         self._num_draws = 0
         self._units: list[weakref.ref[Unit]] = []
+        # The end-of-backward callback; the engine drops it together with a failed graph task.
+        self._end: weakref.ref[object] | None = None
 
     def set_units(self, units: Sequence[Unit]) -> None:
         """Register the units, parents before children as `modules()` lists them.
@@ -117,15 +81,21 @@ class Context:
         self._units = [weakref.ref(unit) for unit in units]
         groups = self.groups()
         self.device = next((group.device for group in groups), None)
-        self.has_formats = any(group.format.communicates for group in groups)
+        state = self.state
+        state.has_formats = any(group.format.communicates for group in groups)
         # If no use of a unit is a collective, ranks may run different units.
-        self.ranks_may_differ = any(a.size > 1 for group in groups for a in group.axes) and all(
-            unit.needs_no_collective for unit in units
-        )
-        self.root_pass = self._new_pass()
-
-    def _new_pass(self) -> RootPass:
-        return RootPass(self._units[::-1] if self.ranks_may_differ else None)
+        state.ranks_may_differ = any(
+            a.size > 1 for group in groups for a in group.axes
+        ) and not any(unit.state.is_collective for unit in units)
+        by_name = {name: unit.state for unit in units for name in unit.fqn.split(", ")}
+        for unit in units:
+            unit.state.ancestors = [
+                by_name[above]
+                for name in unit.fqn.split(", ")
+                for above in ("", *itertools.accumulate(name.split(".")[:-1], "{}.{}".format))
+                if above in by_name and name
+            ]
+        machine.adopt(state, [unit.state for unit in units])
 
     def units(self) -> list[Unit]:
         """Live units, parents before children."""
@@ -138,56 +108,54 @@ class Context:
     def change_options(self, **changes: Any) -> None:
         """Change options of reductions, from now on."""
         self.options = dataclasses.replace(self.options, **changes)
+        self.state.control = self.options.control
         for unit in self.units():
             # A root that is made around these units later inherits the values.
             unit.root_options.update(changes)
+
+    # -- commands: checks and captures ----------------------------------------------------------
+
+    @property
+    def engine_run(self) -> int:
+        """Number of the run of the autograd engine that calls; -1 outside of the engine."""
+        return torch._C._current_graph_task_id()
 
     @property
     def is_capturing(self) -> bool:
         """Whether operations queued now are captured in a CUDA graph."""
         return self.device is not None and is_capturing(self.device)
 
+    def check_captured_pass(self, what: str) -> None:
+        """Raise if a capture of a CUDA graph begins or ends within the pass."""
+        check_captured_pass(self, what)
+
     def begin_capture(self) -> None:
-        """Note that a pass or step that begins now is captured."""
-        self.has_graph = True
+        """Check that a pass or step that begins now can be captured, and begin it."""
+        check_capture(self)
+        self.state.has_graph = True
         # A capture cannot wait for the stream of earlier passes.
         self.communicator.begin_pass(reuses_memory=False)
 
-    def note_replays(self) -> None:
-        """Mark weights as stale if a graph may have been replayed since the last pass."""
-        if self.has_graph:
-            self.weight_version += 1
+    def has_new_values(self) -> bool:
+        """Return whether random numbers were written into replicated weights since the last call.
 
-    def note_draws(self) -> None:
-        """Let ranks compare weights again if random numbers were written into replicated ones."""
+        Ranks compare these weights again.
+        """
         groups = self.groups()
         num_draws = sum([group.info.num_draws for group in groups])
-        if num_draws != self._num_draws:
-            self._num_draws = num_draws
-            self.is_checked &= not any(group.has_replicas for group in groups)
+        if num_draws == self._num_draws:
+            return False
+        self._num_draws = num_draws
+        return any(group.has_replicas for group in groups)
 
-    @property
-    def is_scheduled(self) -> bool:
-        """Whether a schedule, not the hooks of modules, reports the uses of units."""
-        return self.backward.num_scheduled > 0
+    def check_hooks(self) -> None:
+        """Raise if a user registered a hook that parameters do not call."""
+        for group in self.groups():
+            group.parameters.check_hooks()
 
-    def wait_for_host_memory(self) -> None:
-        """Make the host wait for copies from offloaded main weights, which it may write next."""
-        if any(group.spec.offload is not None for group in self.groups()):
-            self.communicator.synchronize()
-
-    @property
-    def compares_collectives(self) -> bool:
-        """Whether ranks compare the next collective of a unit before they issue it.
-
-        Ranks that run different units at ZeRO-3 would gather parts of different weights, without an
-        error if these have one size. Most programs that do so do it from the first step on.
-        """
-        if self.options.check_ranks == "once":
-            return self.is_early and not (self.ranks_may_differ or self.is_captured)
-        return self.options.check_ranks == "always"
-
-    # -- forwards -----------------------------------------------------------------------------
+    def check_units(self) -> None:
+        """Check that all ranks sharded the model identically. Collective."""
+        check_units(self)
 
     def forget_casts(self) -> None:
         """Clear autocast's cache if a unit frees its weights between its uses.
@@ -203,166 +171,148 @@ class Context:
             and torch.amp.autocast_mode.is_autocast_available(device.type)
             and torch.is_autocast_enabled(device.type)
             and torch.is_autocast_cache_enabled()
-            and not all(unit.needs_no_collective for unit in self.units())
+            and any(unit.is_collective for unit in self.state.units)
         ):
             torch.clear_autocast_cache()
 
-    @property
-    def is_in_forward(self) -> bool:
-        """Whether a pass is under way: a forward of the root, or of a unit outside it."""
-        return self._pass_unit() is not None
+    # -- commands: passes -----------------------------------------------------------------------
 
-    @property
-    def is_nested(self) -> bool:
-        """Whether the pass under way is nested in a backward of the same root."""
-        return self._nested is not None
+    def begin_stream(self) -> None:
+        """Order the communication of the pass after the current stream."""
+        self.communicator.begin_pass()
 
-    @property
-    def belongs_to_backward(self) -> bool:
-        """Whether what begins now is part of the backward under way, not of a nested pass."""
-        return self._nested is None and self.backward.is_running
+    def begin_allocations(self, name: str, *, no_pending_backward: bool) -> None:
+        """Begin a pass of the allocator."""
+        self.allocator.begin_pass(name, no_pending_backward=no_pending_backward)
 
-    @property
-    def refreshes(self) -> bool:
-        """Whether a use of a unit that begins now refreshes stale weights.
+    def end_allocations(self, name: str, *, no_pending_backward: bool) -> None:
+        """End a pass of the allocator."""
+        self.allocator.end_pass(name, no_pending_backward=no_pending_backward)
 
-        A backward and its recomputations use the weights of their forward. Below ZeRO-3, passes
-        nested in it use them too: a refresh would overwrite what the backward saved.
+    def has_stale(self) -> bool:
+        """Return whether main weights changed since they were refreshed."""
+        version = self.state.weight_version
+        return any(group.is_stale(version) for group in self.groups())
+
+    def write_stale(self) -> None:
+        """Write the stale weights of formats that communicate. Collective."""
+        write_stale_weights(self.groups(), self.state.weight_version)
+
+    def refresh_all(self, *, async_op: bool) -> None:
+        """Refresh all stale weights whose refresh is a collective. Collective."""
+        for group in self.groups():
+            if not group.is_refreshed_locally and not group.is_held:
+                group.parameters.sync()
+                group.refresh(self.state.weight_version, async_op=async_op)
+
+    def wait_for_refreshes(self) -> None:
+        """Wait for all refreshes."""
+        for group in self.groups():
+            group.wait_for_refresh()
+
+    def wait_for_host_memory(self) -> None:
+        """Make the host wait for copies from offloaded main weights, which it may write next."""
+        if any(group.spec.offload is not None for group in self.groups()):
+            self.communicator.synchronize()
+
+    # -- commands: backwards --------------------------------------------------------------------
+
+    def queue_end(self) -> None:
+        """Let the engine report the end of its run, or that it failed."""
+        # Only the engine holds the callback, so it is freed when the backward ends or fails. It
+        # keeps the context of a model that was deleted after its forward.
+        end = functools.partial(uncompiled(_end_backward), self)
+        self._end = weakref.ref(end, functools.partial(_dropped, self.state))
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def end_reductions(self) -> None:
+        """Finish all reductions, and drop gradients that no rank had. Collective."""
+        groups = self._grads()
+        _end_missing(groups)
+        for grads in groups:
+            grads.end_reductions()
+
+    def run_hooks(self, units: Sequence[machine.UnitState]) -> None:
+        """Call users' post-accumulate-grad hooks."""
+        with torch.no_grad():
+            for unit in units:
+                for grads in cast("list[GroupGrads]", unit.groups):
+                    grads.run_hooks()
+
+    def repairing(self) -> AbstractContextManager[Any]:
+        """Return a context in which gradients may be written.
+
+        A repair may run in inference mode, and its gradients are used outside of it.
         """
-        return not self.backward.is_running or (self.is_nested and not self.ranks_may_differ)
+        stack = ExitStack()
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        return stack
 
-    def is_pass_of(self, unit: Unit) -> bool:
-        """Whether the pass under way began with this unit."""
-        begun = self._pass_unit if self._nested is None else self._nested.unit
-        return begun() is unit
+    def snapshot(self, groups: Sequence[GroupGrads]) -> _Found:
+        """Return the gradients that the reductions of these groups will write."""
+        return [(grads, grads.param_grads()) for grads in groups]
 
-    def begin_forward(self, unit: Unit, *, has_grad: bool) -> None:
-        """Begin a pass (not a recomputation).
+    def drop_gradients(self, before: _Found, *, is_shared: bool) -> None:
+        """Undo what unfinished reductions wrote, and drop gradients that are not reduced."""
+        groups = self._grads()
+        if is_shared:
+            _end_missing(groups)
+        for grads in groups:
+            grads.wait()
+        for grads, found in before:
+            grads.restore(found)
+        for grads in groups:
+            grads.abandon()
 
-        If ranks may run different units, a backward reduces all units once per root pass. Units
-        that run outside the root's forward, before or after it, then belong to its root pass, since
-        another rank may skip them. Otherwise every forward of the root begins a new root pass.
+    def _grads(self) -> list[GroupGrads]:
+        return [group.grads for group in self.groups()]
 
-        Args:
-            unit: The unit that the pass begins with.
-            has_grad: Whether gradients are enabled.
-        """
-        self._pass_unit = weakref.ref(unit)
-        if has_grad or self._no_pending_backward():
-            # Otherwise memory of the backward would be freed for another stream than its own.
-            self.communicator.begin_pass()
-        self.pass_has_grad = has_grad
-        self.is_early = self._num_to_compare[has_grad] > 0
-        self._num_to_compare[has_grad] -= 1
-        self.is_after_backward &= not has_grad
-        kind = "forward" if has_grad else "evaluation"
-        name = kind if unit.is_root else f"{kind} of {unit.fqn}"
-        self.allocator.begin_pass(name, no_pending_backward=self._no_pending_backward())
-        self.gathers.begin_forward(unit)
-        # An evaluation between a forward and its backward does not start another root pass.
-        has_root = unit.is_root and has_grad
-        is_another = has_root and (self.root_pass.has_root or self.root_pass.has_forwards)
-        if is_another or self.root_pass.is_over:
-            self.root_pass = self._new_pass()
-            self.gathers.forget_backwards()
-        self.root_pass.has_root |= has_root
-        if has_grad:
-            self.root_pass.expect_backward()
 
-    def begin_direct_use(self, unit: Unit) -> RootPass:
-        """Count a use of a sharded parameter itself.
+def _end_missing(groups: Iterable[GroupGrads]) -> None:
+    """Set gradients that no rank had in this backward to None, after its reductions. Collective.
 
-        Returns:
-            The pass that the use belongs to.
-        """
-        if self.root_pass.is_over:
-            self.root_pass = self._new_pass()
-            self.gathers.forget_backwards()
-        passed = self.root_pass
-        passed.expect_backward()
-        passed.add_direct_use(weakref.ref(unit))
-        if not passed.has_root:
-            passed.turn = next(FORWARD_NUMBERS)
-        return passed
+    Ranks sum one flag per parameter of the reduced groups, in one all-reduce for each mesh. The
+    host waits for the sums only if this rank lacks a gradient that another rank may have.
 
-    def begin_nested_pass(self, unit: Unit, *, has_grad: bool) -> None:
-        """Begin a pass inside the backward under way, such as a forward in a tensor hook.
+    Raises:
+        RuntimeError: The host would wait while a CUDA graph is captured.
+    """
+    by_mesh: dict[tuple[object, ...], list[GroupGrads]] = {}
+    for grads in groups:
+        if grads.is_written:
+            by_mesh.setdefault(grads.reduced_over, []).append(grads)
+    for over, written in by_mesh.items():
+        context = written[0].context
+        # A property is read only where needed: most groups have all their gradients.
+        depends = [g for g in written if not all(g.contributed) and g.depends_on_ranks]
+        found = [each for grads in written for each in grads.contributed]
+        if over and not is_capturing(context.device):
+            flags = torch.ones(len(found), dtype=torch.float32, device=context.device)
+            for has_gradient, run in itertools.groupby(range(len(found)), found.__getitem__):
+                if not has_gradient:
+                    # Kernels: a copy of flags from the host would wait for the device.
+                    missing = list(run)
+                    flags[missing[0] : missing[-1] + 1].zero_()
+            context.all_reduce(flags)
+            if depends:
+                found = [total > 0 for total in flags.tolist()]
+        elif over and depends:
+            raise RuntimeError(
+                f"a parameter of {depends[0].name} had no gradient in a backward captured in a "
+                "CUDA graph, so the host would wait to see whether another rank had one; capture a "
+                "step that uses every trained parameter, freeze those that it does not use, or "
+                "shard with on_missing_grad='zero' if some parameter of each unit is used"
+            )
+        flags_left = iter(found)
+        for grads in written:
+            grads.end_missing(list(itertools.islice(flags_left, len(grads.contributed))))
 
-        The pass prefetches nothing and does not change the expected order of the backward. Its
-        buffers are part of the backward's allocation trace.
 
-        Args:
-            unit: The unit that the pass begins with.
-            has_grad: Whether gradients are enabled.
-        """
-        self.backward.finish_others()
-        self._nested = _NestedPass(weakref.ref(unit), self.gathers, self.pass_has_grad)
-        self.gathers = GatherSchedule(PrefetchLimit(units=0))
-        self.pass_has_grad = has_grad
-        if self.root_pass.is_over:
-            self.root_pass = self._new_pass()
-        if has_grad:
-            self.root_pass.expect_backward()
+def _end_backward(context: Context) -> None:
+    machine.end(context.state)
 
-    def end_nested_pass(self) -> None:
-        """End a pass inside a backward, if one is under way."""
-        if self._nested is not None:
-            self.gathers, self.pass_has_grad = self._nested.gathers, self._nested.pass_has_grad
-            self._nested = None
 
-    def end_forward(self, *, failed: bool = False) -> None:
-        """End the forward that began the pass.
-
-        Args:
-            failed: Whether it ended in an exception. Collectives under way are left to `repair`:
-                waiting for them could block on other ranks and delay the exception.
-        """
-        unit = self._pass_unit() if self._nested is None else self._nested.unit()
-        if (
-            unit is not None
-            and self.pass_has_grad
-            and (unit.is_root or not self.root_pass.has_root)
-        ):
-            self.root_pass.turn = next(FORWARD_NUMBERS)
-        if self._nested is None:
-            self._pass_unit = lambda: None
-        self.end_nested_pass()
-        self.forward_failed |= failed
-
-    def end_pass(self, name: str) -> None:
-        """End a backward or an evaluation.
-
-        Args:
-            name: Kind of the pass, for reports; empty for an evaluation.
-        """
-        if name:
-            self.is_early, self._num_to_compare[True] = False, 0
-            self.is_after_backward = True
-        self.allocator.end_pass(name, no_pending_backward=self._no_pending_backward())
-
-    def _no_pending_backward(self) -> bool:
-        """Whether no unit that began a pass expects a backward."""
-        return not any(unit.expects_backward for unit in self.gathers.first_units())
-
-    # -- after an exception -------------------------------------------------------------------
-
-    @property
-    def needs_repair(self) -> bool:
-        """Whether an exception left a pass unfinished. Call between passes."""
-        if self.backward.is_under_way or self.is_scheduled or self.forward_failed:
-            return True
-        return not all(unit.is_idle for unit in self.units())
-
-    def repair(self) -> None:
-        """Reset the units after a failed forward or backward.
-
-        Drops the gradients of a failed backward that were collected but not reduced. Also drops
-        gradients whose reduction was under way: it may have written them after a `zero_grad`. After
-        a failed forward, no gradient is dropped.
-        """
-        for context in self.backward.abandon():
-            context.end_forward()
-            context.forward_failed = False
-            context.is_after_backward = True
-            for unit in context.units():
-                unit.reset_after_error()
+def _dropped(state: machine.RootState, ref: object) -> None:
+    del ref
+    machine.engine_dropped(state)

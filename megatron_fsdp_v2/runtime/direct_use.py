@@ -14,7 +14,7 @@ import torch
 
 from megatron_fsdp_v2.dtensor.row_shards import CollectGradient
 from megatron_fsdp_v2.params.group import ParameterGroup
-from megatron_fsdp_v2.runtime.schedule import FORWARD_NUMBERS
+from megatron_fsdp_v2.runtime import machine
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.runtime.unit import Unit
@@ -31,30 +31,19 @@ class DirectUse:
 
     def __init__(self, unit: Unit, group: ParameterGroup, index: int) -> None:
         self._unit, self._group, self._index = unit, group, index
-        context = unit.context
-        # A recomputation repeats a use that was counted in the forward.
-        self._is_counted = not context.belongs_to_backward
-        if self._is_counted:
-            self._passed = context.begin_direct_use(unit)
-            self._number = next(FORWARD_NUMBERS)
-        else:
-            self._passed, self._number = context.backward.passed, context.backward.position
+        self._passed, self._number, self._is_counted = machine.begin_direct_use(unit.state)
 
     def collect(self, grad: torch.Tensor, rows: tuple[int, int] | None) -> None:
         """Collect the gradient of the use; see `CollectGradient`."""
-        unit, grads = self._unit, self._group.grads
-        backward = unit.context.backward
-        if not unit.context.is_scheduled:
-            backward.begin_direct_use(unit, self._passed, self._number)
-        if not grads.is_arriving:
-            backward.make_room()
+        unit, grads = self._unit.state, self._group.grads
+        machine.direct_gradient(unit, grads, self._passed, self._number)
         grads.add_direct(self._index, grad, rows)
-        if self._is_counted and not unit.context.is_scheduled:
-            backward.end_use([weakref.ref(unit)], self._number)
+        if self._is_counted:
+            machine.end_direct_use(unit, self._number)
 
     def __del__(self) -> None:
         if self._is_counted:
-            self._passed.drop_use(weakref.ref(self._unit))
+            self._passed.drop_use(self._unit.state)
 
 
 def begin_direct_use(

@@ -17,15 +17,14 @@ from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed import fsdp
 
 from megatron_fsdp_v2._compiler import not_compiled, uncompiled
 from megatron_fsdp_v2.params.group import ParameterGroup
 from megatron_fsdp_v2.params.parameters import groups_of
+from megatron_fsdp_v2.runtime import machine
 from megatron_fsdp_v2.runtime.unit import Unit, unit_owning
-from megatron_fsdp_v2.runtime.unit_checks import check_outputs
 
 
 def install_hooks(module: nn.Module) -> None:
@@ -70,20 +69,7 @@ def _pre_forward(module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return unit.cast_inputs(args, kwargs)
     if _runs_method(unit):
         return unit.cast_inputs(args, kwargs)
-    # A recomputation runs a single module, for its own backward.
-    if len(unit.modules) == 1 or unit.recomputes:
-        return unit.pre_forward(args, kwargs)
-    pending = unit.running.pending_modules
-    if pending and id(module) not in pending:
-        # The module ran already: a new forward begins, and the previous forward skipped the pending
-        # modules.
-        unit.end_forward()
-    elif pending:
-        unit.note_if_recomputable()
-        return unit.cast_inputs(args, kwargs)
-    routed = unit.pre_forward(args, kwargs)
-    unit.running.pending_modules.update(id(ref()) for ref in unit.modules)
-    return routed
+    return unit.pre_forward(module, args, kwargs)
 
 
 def _post_forward(module: Any, args: Any, output: Any) -> Any:
@@ -99,36 +85,15 @@ def _post_forward(module: Any, args: Any, output: Any) -> Any:
         return unit.cast_outputs(output)
     if _runs_method(unit):
         return unit.wrap_outputs(output)
-    if len(unit.modules) > 1 and not unit.is_recomputing:
-        unit.running.pending_modules.discard(id(module))
-        if unit.running.pending_modules:
-            if not torch.is_grad_enabled() and unit.context.pass_has_grad:
-                # The recomputation of this module has a backward of its own.
-                unit.context.root_pass.add_use(unit.reduced_with)
-            check_outputs(unit, output)
-            output = unit.wrap_outputs(output)
-            unit.running.replaced.restore()
-            return output
-    if unit.is_root and not unit.is_recomputing:
-        for other in unit.context.units():
-            if other.running.pending_modules:
-                other.end_forward()
-                other.forget_forward()
-    return unit.post_forward(output)
+    return unit.post_forward(module, output)
 
 
 def _after_forward(module: Any, args: Any, output: Any) -> None:
     """Forward hook of a module that also runs if its forward or an earlier hook raised."""
     del args, output
     unit: Unit = module._fsdp_unit
-    if not unit.running.has_begun or _is_scheduled(unit) or _runs_method(unit):
-        return
-    if unit.running.pending_modules and not unit.is_recomputing:
-        if id(module) not in unit.running.pending_modules:
-            # Other modules of the unit have not run yet.
-            return
-        unit.running.pending_modules.clear()
-    unit.after_forward()
+    if unit.state.has_begun and not (_is_scheduled(unit) or _runs_method(unit)):
+        unit.after_forward(module)
 
 
 def _begin_method(module: Any, frame: FrameType, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -177,7 +142,7 @@ def _is_scheduled(unit: Unit) -> bool:
 
     A schedule never calls the root: if the root runs, an exception has ended the schedule.
     """
-    return unit.context.backward.num_scheduled > 0 and not unit.is_root
+    return unit.state.root.num_scheduled > 0 and not unit.state.is_root
 
 
 def _runs_method(unit: Unit) -> bool:
@@ -186,7 +151,7 @@ def _runs_method(unit: Unit) -> bool:
     Searches the stack, because callers of `_begin_method` need not report that the method raised.
     """
     running = unit.running
-    if running.method_frame is None or unit.recomputes:
+    if running.method_frame is None or machine.recomputes(unit.state):
         return False
     if any(frame is running.method_frame for frame, _ in traceback.walk_stack(sys._getframe())):
         return True
@@ -241,7 +206,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     setattr(module, method_name, run)
 
 
-class UnitState:
+class ModuleState:
     """Substitute for FSDP2's state of a module, for the functions of torch that read that state.
 
     These are `register_fsdp_forward_method`, `share_comm_ctx` (without effect: all models on a
@@ -308,8 +273,9 @@ def _show_sharded(module: Any, *args: Any) -> None:
     for unit in _holders(groups):
         # Weights kept after a backward; functions of torch look for sharded parameters after the
         # state dict is made too. The next forward would reshard them.
-        if unit.is_idle and not unit.expects_backward:
-            unit.reshard_if_stale()
+        state = unit.state
+        if state.phase is machine.Phase.IDLE and not state.expects_backward:
+            machine.free_if_outdated(state)
     # A module that several units share has the hooks of each; the first one finds the groups.
     hidden: list[Any] = vars(module).setdefault("_fsdp_hidden", [])
     hidden += [group for group in groups if group.show_sharded(module)]
@@ -328,7 +294,7 @@ def _before_load(module: Any, *args: Any) -> None:
     module._fsdp_loading = groups = groups_of(module)
     for unit in _holders(groups):
         unit.sync()
-        unit.reshard()
+        machine.free(unit.state)
 
 
 def _after_load(module: Any, incompatible_keys: Any) -> None:

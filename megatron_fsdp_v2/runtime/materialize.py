@@ -150,7 +150,7 @@ class _GeneratorStates:
     def is_continued(self, outside: Sequence[torch.Tensor]) -> bool:
         """Return whether the next unit may belong to the same model, which has not run yet."""
         unit = getattr(self.latest(), "_fsdp_unit", None)
-        is_waiting = unit is not None and not unit.context.is_checked
+        is_waiting = unit is not None and not unit.context.state.is_checked
         return is_waiting and all(map(torch.equal, self.outside, outside))
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Self, cast, override
 
@@ -20,10 +19,11 @@ from torch.distributed import fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 
 from megatron_fsdp_v2.comm.groups import group_of_same_ranks
+from megatron_fsdp_v2.layout.weight_use import WeightUse
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
-from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.params.parameters import groups_of
-from megatron_fsdp_v2.runtime.hooks import UnitState
+from megatron_fsdp_v2.runtime import machine
+from megatron_fsdp_v2.runtime.hooks import ModuleState
 from megatron_fsdp_v2.runtime.options import check_at_least_one
 from megatron_fsdp_v2.runtime.unit import Unit, unit_owning
 from megatron_fsdp_v2.runtime.unit_checks import check_is_between_steps
@@ -80,17 +80,19 @@ class FSDPModule(fsdp.FSDPModule):
             async_op: Return a handle instead of waiting; its `wait()` installs the parameters.
         """
         unit = unit_of(self)
-        unit.context.note_replays()
-        unit.unshard(WeightUse.BOTH, async_op=async_op)
+        root = unit.state.root
+        # A captured graph may have been replayed since the last pass.
+        root.weight_version += root.has_graph
+        machine.gather(unit.state, WeightUse.BOTH, async_op=async_op)
         if async_op:
             return UnshardHandle(unit)
-        unit.wait_for_unshard()
+        machine.wait(unit.state)
         return None
 
     @override
     def reshard(self) -> None:
         """Free the unit's gathered parameters and install the sharded ones."""
-        unit_of(self).reshard()
+        machine.free(unit_of(self).state)
 
     @override
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -114,7 +116,7 @@ class FSDPModule(fsdp.FSDPModule):
 
         Memory grows with their number. An empty list restores the recorded order.
         """
-        unit_of(self).settings.forward_prefetch = [weakref.ref(unit_of(m)) for m in modules]
+        unit_of(self).settings.forward_prefetch = [unit_of(m).state for m in modules]
 
     @override
     def set_modules_to_backward_prefetch(self, modules: Sequence[fsdp.FSDPModule]) -> None:
@@ -122,7 +124,7 @@ class FSDPModule(fsdp.FSDPModule):
 
         See `set_modules_to_forward_prefetch`.
         """
-        unit_of(self).settings.backward_prefetch = [weakref.ref(unit_of(m)) for m in modules]
+        unit_of(self).settings.backward_prefetch = [unit_of(m).state for m in modules]
 
     @override
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -203,7 +205,7 @@ class FSDPModule(fsdp.FSDPModule):
         A synchronized backward has done so already. Call it after backwards without synchronization
         (`no_sync`), or if gradients were computed outside autograd.
         """
-        unit_of(self).context.backward.synchronize(_units(self))
+        _synchronize(_units(self))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -387,12 +389,12 @@ class FSDPModule(fsdp.FSDPModule):
                 "finalize_backward should end"
             )
         units = unit.context.units()
-        due = [each for each in units if each.syncs_when_finalized]
+        due = [each for each in units if each.state.syncs_when_finalized]
         if due:
-            unit.context.backward.synchronize(due)
+            _synchronize(due)
         for each in units:
             if each.settings.reshard_after_backward:
-                each.reshard()
+                machine.free(each.state)
         return GradientReductionHandle() if async_op else None
 
     def reset_iter_state(self) -> None:
@@ -404,7 +406,7 @@ class FSDPModule(fsdp.FSDPModule):
         Raises:
             RuntimeError: The module is not the root.
         """
-        _root(self, "reset_iter_state").context.repair()
+        machine.repair(_root(self, "reset_iter_state").state.root)
 
     def trace_pool(self) -> TracePoolAllocator:
         """Return the traced pool that this module and all units of its root share.
@@ -425,14 +427,14 @@ class FSDPModule(fsdp.FSDPModule):
     @override
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         unit: Unit = self._fsdp_unit
-        unit.reshard()
+        machine.free(unit.state)
         _check_conversion(unit, fn)
         # The unit's next gather detects changed parameters.
         return super(fsdp.FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
 
     @override
     def _get_fsdp_state(self) -> Any:
-        return UnitState(self)
+        return ModuleState(self)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         """Reject deep copies.
@@ -518,7 +520,7 @@ class UnshardHandle(fsdp.UnshardHandle):
     @override
     def wait(self) -> None:
         """Wait for the gather and install the parameters."""
-        self._unit.wait_for_unshard()
+        machine.wait(self._unit.state)
 
 
 def unit_of(module: object) -> Unit:
@@ -555,14 +557,10 @@ def make_idle(root: nn.Module) -> None:
         RuntimeError: A backward is under way.
     """
     contexts = {unit.context for unit in _units_of(root)}
-    if any(context.backward.is_running for context in contexts):
+    if any(context.state.is_running for context in contexts):
         raise RuntimeError("a backward is under way; do this between two steps")
     for context in contexts:
-        if context.needs_repair:
-            context.repair()
-        context.gathers.drop_prefetched()
-        for unit in context.units():
-            unit.reshard()
+        machine.make_idle(context.state)
 
 
 @contextlib.contextmanager
@@ -592,6 +590,11 @@ def _units(module: object, *, recurse: bool = True) -> list[Unit]:
     return [unit for _, unit in named_units(module)] if recurse else [unit_of(module)]
 
 
+def _synchronize(units: Sequence[Unit]) -> None:
+    """Reduce all gradients of some units of one root into `param.grad`. Collective."""
+    machine.synchronize(units[0].state.root, [unit.state for unit in units])
+
+
 def _set(module: object, recurse: bool = True, **flags: bool) -> None:
     """Set `settings` of a module's unit, and of the units below it if `recurse` is set."""
     for unit in _units(module, recurse=recurse):
@@ -608,7 +611,7 @@ def _root(module: object, method: str) -> Unit:
 
 def _root_between_passes(module: object, method: str) -> Unit:
     unit = _root(module, method)
-    if unit.context.backward.is_running:
+    if unit.state.root.is_running:
         raise RuntimeError(f"a backward is under way; call {method} when it is over")
     return unit
 
@@ -632,5 +635,5 @@ def swap_class(module: nn.Module) -> None:
     # Torch's `fully_shard` rejects a module with a state, which prevents sharding twice. Torch's
     # `replicate` skips modules registered under this name; otherwise it would broadcast and reduce
     # shards as whole parameters.
-    module.__dict__.setdefault(STATE_KEY, {})[_THEIR_FUNCTION] = UnitState(module)
+    module.__dict__.setdefault(STATE_KEY, {})[_THEIR_FUNCTION] = ModuleState(module)
     module.__dict__.setdefault(REGISTRY_KEY, {})[_THEIR_FUNCTION.__name__] = RegistryItem()

@@ -33,9 +33,7 @@ from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.params.gathered import gathered_name
 from megatron_fsdp_v2.params.group import ParameterGroup
 from megatron_fsdp_v2.params.parameters import find_owner_slot, num_stale
-from megatron_fsdp_v2.runtime.context import Context
-from megatron_fsdp_v2.runtime.schedule import live
-from megatron_fsdp_v2.runtime.unit_checks import check_capture
+from megatron_fsdp_v2.runtime.context import Context, live
 
 
 @dataclass(slots=True)
@@ -95,7 +93,6 @@ class OptimizerWatch:
                 watched.generators = _generator_states()
         for context in contexts:
             if context.is_capturing:
-                check_capture(context)
                 context.begin_capture()
             for group in context.groups():
                 group.parameters.check_gradients()
@@ -106,7 +103,7 @@ class OptimizerWatch:
                 (context, group)
                 for context in contexts
                 for group in context.groups()
-                if not group.is_stale(context.weight_version)
+                if not group.is_stale(context.state.weight_version)
             ]
         if contexts and finds_no_empty_gradients(type(optimizer)):
             return self._hide_empty_gradients(optimizer, args, kwargs)
@@ -179,10 +176,10 @@ class OptimizerWatch:
         if unchanged is not None:
             # The step advanced version counters without changing a weight.
             for context, group in unchanged:
-                group.note_refreshed(context.weight_version)
+                group.note_refreshed(context.state.weight_version)
             return
         for context in live(watched.contexts):
-            context.weight_version += 1
+            context.state.weight_version += 1
 
 
 def _generator_states() -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron_fsdp_v2.comm.rank_checks import CheckRanks
 from megatron_fsdp_v2.dtensor.row_shards import TensorShard
-from megatron_fsdp_v2.runtime.schedule import PrefetchLimit
+from megatron_fsdp_v2.runtime.machine import Control, PrefetchLimit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +67,17 @@ class RuntimeOptions:
                 check_at_least_one(name, value)
 
     @property
-    def prefetch_limit(self) -> PrefetchLimit:
-        """Limit of gathers ahead of the running unit."""
+    def control(self) -> Control:
+        """The options that the machine obeys."""
+        return Control(
+            self._prefetch_limit,
+            self.enable_async_reduce_grad,
+            self.max_live_grad_buffers,
+            self.check_ranks,
+        )
+
+    @property
+    def _prefetch_limit(self) -> PrefetchLimit:
         units, nbytes = self.unshard_prefetch_depth, self.unshard_prefetch_bytes
         if not self.enable_unshard_prefetch:
             return PrefetchLimit(0)

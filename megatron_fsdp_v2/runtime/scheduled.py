@@ -25,9 +25,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from megatron_fsdp_v2.params.formats import WeightUse
+from megatron_fsdp_v2.runtime import machine
+from megatron_fsdp_v2.runtime.context import live
 from megatron_fsdp_v2.runtime.module import named_units, unit_of
-from megatron_fsdp_v2.runtime.schedule import live
 from megatron_fsdp_v2.runtime.unit import Unit
 
 
@@ -65,7 +65,7 @@ class ScheduledUnits:
     @property
     def is_open(self) -> bool:
         """Whether a micro-batch is under way."""
-        return self._unit.context.is_scheduled
+        return self._unit.state.root.is_scheduled
 
     def begin(self) -> None:
         """Begin the forward of a micro-batch. Collective.
@@ -78,12 +78,9 @@ class ScheduledUnits:
                 "begin() was called with gradients disabled, and a schedule runs backwards; to "
                 "evaluate the model, call it"
             )
-        root = self._unit
-        if not root.context.is_scheduled:
-            root.begin_schedule()
-        root.context.backward.num_scheduled += 1
+        machine.begin_schedule(self._unit.state)
         for unit in self._held:
-            self._use(unit)
+            machine.begin_use(unit.state)
 
     def end(self) -> None:
         """End the backward of a micro-batch, and reduce its remaining gradients. Collective.
@@ -92,14 +89,14 @@ class ScheduledUnits:
             RuntimeError: No micro-batch is under way.
         """
         self._check_is_open("end")
-        context = self._unit.context
-        held = self._held
+        root, held = self._unit.state.root, self._held
         for unit in reversed(held):
             self._reduce(unit)
-        is_last = context.backward.num_scheduled == 1
+        is_last = root.num_scheduled == 1
         for unit in held:
-            self._release(unit, reshard=is_last and unit.settings.reshard_after_backward)
-        context.backward.end_scheduled()
+            reshard = is_last and unit.settings.reshard_after_backward
+            machine.release(unit.state, reshard=reshard)
+        machine.end_scheduled(root)
 
     def expect_gradients(self) -> None:
         """Allocate full gradient buffers of all units other than the parts, before a backward.
@@ -114,7 +111,7 @@ class ScheduledUnits:
         for unit in self._held:
             for group in unit.groups:
                 if group.is_trained:
-                    unit.context.backward.make_room()
+                    machine.make_room(unit.state.root)
                     group.grads.begin()
 
     def begin_forward(self, part: nn.Module) -> None:
@@ -129,7 +126,7 @@ class ScheduledUnits:
         """End the use of a part by a forward: reshard it unless another use needs it."""
         self._check_is_open("end_forward")
         unit = unit_of(part)
-        self._release(unit, reshard=unit.settings.reshard_after_forward)
+        machine.release(unit.state, reshard=unit.settings.reshard_after_forward)
 
     def begin_backward(self, part: nn.Module) -> None:
         """Begin the use of a part by a backward: gather its parameters. Collective.
@@ -148,12 +145,12 @@ class ScheduledUnits:
         self._check_is_open("end_backward")
         unit = unit_of(part)
         self._reduce(unit)
-        self._release(unit, reshard=unit.settings.reshard_after_backward)
+        machine.release(unit.state, reshard=unit.settings.reshard_after_backward)
 
     def abandon(self) -> None:
         """Discard micro-batches that an exception ended, and their unreduced gradients."""
         if self.is_open:
-            self._unit.context.repair()
+            machine.repair(self._unit.state.root)
 
     @property
     def _unit(self) -> Unit:
@@ -173,27 +170,11 @@ class ScheduledUnits:
 
     def _begin(self, part: nn.Module, method: str) -> None:
         self._check_is_open(method)
-        self._use(unit_of(part))
-
-    def _use(self, unit: Unit) -> None:
-        unit.num_users += 1
-        unit.context.gathers.before_use(unit)
-        unit.unshard_for(WeightUse.BOTH)
-        # Prefetches follow the order of uses in the last step, forwards and backwards alike.
-        unit.context.gathers.in_schedule(unit)
-
-    def _release(self, unit: Unit, *, reshard: bool) -> None:
-        if not unit.num_users:
-            raise RuntimeError(
-                f"{unit.name} is not in use; call begin_forward or begin_backward on it first"
-            )
-        unit.num_users -= 1
-        if reshard and not unit.num_users:
-            unit.reshard()
+        machine.begin_use(unit_of(part).state)
 
     def _reduce(self, unit: Unit) -> None:
         for group in unit.groups:
             for index, param in enumerate(group.unsharded_params):
                 unit.collect(group, index, param)
         # Also without a gradient on this rank: another rank may have one.
-        unit.context.backward.reduce([unit])
+        machine.reduce(unit.state.root, [unit.state])

@@ -1,4 +1,8 @@
-"""A unit in a training step: unshard, forward, reshard, unshard, backward, reduce, reshard."""
+"""A unit: its modules and parameter groups, and the commands of the machine that it executes.
+
+What happens next in a step is decided in `runtime/machine`. Hooks call the methods of a unit, which
+report events to the machine; the machine calls the commands.
+"""
 
 from __future__ import annotations
 
@@ -6,39 +10,39 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
 from megatron_fsdp_v2._compiler import reject_compiled_autograd, uncompiled
+from megatron_fsdp_v2.dtensor.sharded_rows import plain_attributes, raw_grad
 from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
+from megatron_fsdp_v2.layout.weight_use import WeightUse
 from megatron_fsdp_v2.params.autograd import (
+    Inputs,
+    ReplacedTensors,
     cast_floats,
-    in_backward,
     next_node_number,
     to_device,
     watch_inputs,
     watch_outputs,
 )
-from megatron_fsdp_v2.params.formats import WeightUse
 from megatron_fsdp_v2.params.gradients import GroupGrads
-from megatron_fsdp_v2.params.group import ParameterGroup, write_stale_weights
-from megatron_fsdp_v2.runtime.backward import ForwardRecord
-from megatron_fsdp_v2.runtime.context import Context
+from megatron_fsdp_v2.params.group import ParameterGroup
+from megatron_fsdp_v2.runtime import machine
+from megatron_fsdp_v2.runtime.context import Context, live
 from megatron_fsdp_v2.runtime.direct_use import begin_direct_use
-from megatron_fsdp_v2.runtime.phases import LEGAL_MOVES, Phase, RunningForward, UnitSettings
-from megatron_fsdp_v2.runtime.schedule import FORWARD_NUMBERS, live
 from megatron_fsdp_v2.runtime.unit_checks import (
     REGISTRATIONS,
-    check_capture,
-    check_captured_pass,
     check_is_gathered,
     check_outputs,
     check_owned,
     check_pass,
-    check_units,
     compare_gather,
+    compare_unit,
 )
 
 # The unit of each group, which reduces its gradients.
@@ -51,10 +55,30 @@ def unit_owning(group: ParameterGroup) -> Unit | None:
     return None if ref is None else ref()
 
 
+@dataclass(slots=True)
+class ForwardTensors:
+    """Tensors of a unit's forward under way.
+
+    Attributes:
+        replaced: Tensors replaced in its arguments.
+        inputs: Its inputs that require gradients.
+        forward: The forward, for hooks in its graph; None without gradients.
+        since: Number of its first autograd node.
+        method_frame: Frame that calls a method registered as a forward, while the method runs.
+    """
+
+    replaced: ReplacedTensors = field(default_factory=ReplacedTensors)
+    inputs: Inputs = field(default_factory=Inputs)
+    forward: machine.Forward | None = None
+    since: int = 0
+    method_frame: FrameType | None = None
+
+
 class Unit:
     """Sharded parameters of one module or several: gathered, used, resharded and reduced together.
 
     Attributes:
+        state: State in the machine.
         context: Shared by the units under its root.
         fqn: Names of all its modules under the root, separated by commas; empty for the root.
         class_name: Class names of its modules before sharding.
@@ -63,19 +87,10 @@ class Unit:
         tied_groups: Groups of other units that have a parameter tied to one of its own; gathered by
             this unit too, reduced by their owner.
         held_groups: The groups it gathers: `groups` and `tied_groups`.
-        reduced_with: References to this unit and to the owners of its tied groups.
         policy: Dtypes of inputs and outputs.
         root_options: Root options passed to this unit; all others come from the root.
-        settings: Options that a user sets between passes.
-        phase: Current phase.
-        is_root: Whether its module is the outermost one.
-        running: Its forward under way, or the next one.
+        running: Tensors of its forward under way, or of the next one.
         unset: Names of tensors without values when the unit was made, and functions that find them.
-        num_users: Forwards and backwards of a schedule that use the unit now.
-        single_payload: Whether weights gathered for one use serve every use.
-        is_recomputed: Whether its forward was recomputed in the latest backward.
-        num_pending_backwards: Number of forwards whose backward is expected; it may never run.
-        is_unsharded: Whether gathered weights are installed, or a gather is under way.
     """
 
     def __init__(
@@ -96,26 +111,31 @@ class Unit:
         self.groups = list(groups)
         self.tied_groups = list(tied_groups)
         self.held_groups = [*self.groups, *self.tied_groups]
-        owners = [unit for unit in map(unit_owning, self.tied_groups) if unit is not None]
-        self.reduced_with = [weakref.ref(unit) for unit in (self, *owners)]
         self.policy = policy
         self.root_options = dict(root_options)
-        self.settings = UnitSettings(reshard_after_forward)
-        self.phase = Phase.IDLE
-        self.is_root = True
-        self.running = RunningForward()
+        self.running = ForwardTensors()
         self.unset: Sequence[tuple[str, Callable[[], torch.Tensor | None]]] = ()
-        self.num_users = 0
-        self.single_payload = all(group.single_payload for group in self.held_groups)
-        self.is_recomputed = False
-        self._was_recomputed = False
-        # Number of the forward whose backward is under way.
-        self._backward_number = 0
-        self.num_pending_backwards = 0
-        self.is_unsharded = False
+        owners = [unit for unit in map(unit_owning, self.tied_groups) if unit is not None]
+        self.state = machine.UnitState(
+            weakref.proxy(self),
+            [group.grads for group in self.groups],
+            machine.Settings(reshard_after_forward),
+            context.state,
+            [id(module) for module in modules],
+            nbytes=sum(group.gathered_nbytes for group in self.held_groups),
+            single_payload=all(group.single_payload for group in self.held_groups),
+            has_outer=any(len(group.axes) > 1 for group in self.groups),
+            is_collective=any(group.gathers_for_use for group in self.held_groups),
+        )
+        self.state.reduced_with = [self.state, *(owner.state for owner in owners)]
         for group in self.groups:
             _OWNERS[group] = weakref.ref(self)
             self._watch_gradients(group)
+
+    def __del__(self) -> None:
+        # Without a state if it could not be made.
+        if "state" in vars(self):
+            self.state.forget()
 
     def _watch_gradients(self, group: ParameterGroup) -> None:
         """Register hooks that collect the gradients of gathered parameters."""
@@ -140,165 +160,73 @@ class Unit:
         """Name and class of the module, for error messages."""
         return f"{self.fqn or 'the root'} ({self.class_name})"
 
-    def grads(self) -> list[GroupGrads]:
-        """Return the gradients of its groups."""
-        return [group.grads for group in self.groups]
+    @property
+    def settings(self) -> machine.Settings:
+        """Options that a user sets between passes."""
+        return self.state.settings
 
-    @functools.cached_property
+    @property
+    def is_root(self) -> bool:
+        """Whether its module is the outermost one."""
+        return self.state.is_root
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether gathered weights are installed, or a gather is under way."""
+        return self.state.is_gathered
+
+    @property
     def gathered_nbytes(self) -> int:
         """Bytes of gathered weights per use; 0 if no use needs a gather."""
-        return sum(group.gathered_nbytes for group in self.held_groups)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether the unit runs neither its forward nor its backward."""
-        return self.phase is Phase.IDLE
-
-    @property
-    def is_in_backward(self) -> bool:
-        """Whether its backward is under way."""
-        return self.phase is Phase.BACKWARD
-
-    @property
-    def is_recomputing(self) -> bool:
-        """Whether its running forward is a recomputation."""
-        return self.running.is_recomputation
-
-    @property
-    def expects_backward(self) -> bool:
-        """Whether a backward is under way or expected after a forward."""
-        return self.num_pending_backwards > 0 or self.phase is Phase.BACKWARD
-
-    @property
-    def will_reshard_after_forward(self) -> bool:
-        """Whether a forward that ends now reshards."""
-        if self.is_recomputing:
-            return False
-        # The root stays gathered: its backward follows its forward at once.
-        stays = self.is_root or not self.settings.reshard_after_forward
-        return not (torch.is_grad_enabled() and stays)
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether a forward that begins now is a recomputation.
-
-        A recomputation repeats a forward of the pass whose backward is under way, and uses the
-        weights of that forward. Any other forward inside a backward, such as one in a tensor hook,
-        is a pass of its own; `Context.refreshes` tells whether that pass refreshes stale weights.
-        """
-        context = self.context
-        if not context.belongs_to_backward:
-            return False
-        return weakref.ref(self) in context.backward.passed.recomputable
+        return self.state.nbytes
 
     @property
     def needs_no_collective(self) -> bool:
         """Whether no use of the unit is a collective, so that a rank may skip it."""
-        return not any(group.gathers_for_use for group in self.held_groups)
+        return not self.state.is_collective
 
-    @property
-    def syncs_gradients(self) -> bool:
-        """Whether this backward reduces gradients into `param.grad`."""
-        settings = self.settings
-        is_last = settings.is_last_backward and not settings.is_finalized_manually
-        return is_last and self.syncs_when_finalized
-
-    @property
-    def syncs_when_finalized(self) -> bool:
-        """Whether `finalize_backward` reduces gradients into `param.grad`."""
-        settings = self.settings
-        if not settings.requires_all_reduce and any(len(g.axes) > 1 for g in self.groups):
-            return False
-        return settings.requires_gradient_sync
-
-    def is_inside(self, other: Unit) -> bool:
-        """Whether its module is below another unit's."""
-        return self is not other and any(
-            f"{mine}.".startswith(f"{theirs}." if theirs else "")
-            for mine in self.fqn.split(", ")
-            for theirs in other.fqn.split(", ")
-        )
+    def grads(self) -> list[GroupGrads]:
+        """Return the gradients of its groups."""
+        return [group.grads for group in self.groups]
 
     def observed_phase(self, phase: str) -> AbstractContextManager[Any]:
         """Return a context manager that reports a phase of the unit to the observer."""
         return self.context.observer.phase(self.fqn, phase)
 
-    def move(self, phase: Phase) -> None:
-        """Change phase.
+    # -- commands -----------------------------------------------------------------------------
 
-        Raises:
-            RuntimeError: `LEGAL_MOVES` does not allow it.
-        """
-        if phase not in LEGAL_MOVES[self.phase]:
-            raise RuntimeError(
-                f"unit {self.name} cannot go from {self.phase.value} to {phase.value}; "
-                "a module must not be run inside its own forward"
-            )
-        self.phase = phase
-
-    # -- weights ------------------------------------------------------------------------------
-
-    def unshard(self, uses: WeightUse, *, async_op: bool) -> None:
-        """Gather weights. Unless for a backward, refresh stale model weights first. Collective.
-
-        Args:
-            uses: Uses to gather for.
-            async_op: Whether to return before the gathers are done.
-        """
+    def gather(self, uses: WeightUse, *, adds: bool, async_op: bool) -> None:
+        """Issue gathers; see `UnitCommands.gather`. Collective."""
         context, groups = self.context, self.held_groups
-        if self.is_unsharded:
-            # Gather the payloads this use needs that are not gathered yet.
-            groups = [] if self.single_payload else [g for g in groups if g.lacks(uses)]
+        state = context.state
+        if adds:
+            groups = [group for group in groups if group.lacks(uses)]
             if not groups:
                 return
         with self.observed_phase("unshard"):
-            if not context.is_checked:
-                check_units(context)
-            if context.compares_collectives and not self.needs_no_collective:
+            if state.compares_collectives and self.state.is_collective:
                 compare_gather(self, groups)
-            if self.is_unsharded:
+            if adds:
                 for group in groups:
                     group.gather(uses, async_op=async_op)
                 return
+            version, refreshes = state.weight_version, state.refreshes
             for index, group in enumerate(groups):
                 try:
-                    group.unshard(
-                        uses,
-                        context.weight_version,
-                        refreshes=context.refreshes,
-                        async_op=async_op,
-                    )
+                    group.unshard(uses, version, refreshes=refreshes, async_op=async_op)
                 except Exception:
                     for held in groups[:index]:
                         held.reshard()
                     raise
-            self.is_unsharded = True
 
-    def prefetch(self) -> None:
-        """Start gathering ahead of use. Collective."""
-        uses = WeightUse.FORWARD
-        if self.context.belongs_to_backward:
-            # A recomputed unit runs its forward first, then its backward.
-            uses = WeightUse.BOTH if self.is_recomputed else WeightUse.BACKWARD
-        self.unshard(uses, async_op=True)
-
-    def wait_for_unshard(self) -> None:
+    def wait(self) -> None:
         """Wait for the all-gathers and register the gathered parameters on the modules."""
         with self.observed_phase("wait_for_unshard"):
-            try:
-                for group in self.held_groups:
-                    group.wait_for_unshard()
-            except RuntimeError:
-                self.reshard(after_error=True)
-                raise
+            for group in self.held_groups:
+                group.wait_for_unshard()
 
-    def unshard_for(self, uses: WeightUse) -> None:
-        """Gather weights at the beginning of a use and wait for them. Collective."""
-        self.unshard(uses, async_op=False)
-        self.wait_for_unshard()
-
-    def reshard(self, *, after_error: bool = False) -> None:
-        """Register the sharded parameters and free gathered weights, if weights are gathered.
+    def free(self, *, after_error: bool) -> None:
+        """Register the sharded parameters and free gathered weights.
 
         Args:
             after_error: Whether an error was raised already, so that none is raised here.
@@ -306,10 +234,7 @@ class Unit:
         Raises:
             RuntimeError: A gathered weight was changed in place.
         """
-        if not self.is_unsharded:
-            return
         with self.observed_phase("reshard"):
-            self.is_unsharded = False
             written = [name for group in self.held_groups if (name := group.reshard())]
         if written and not after_error:
             raise RuntimeError(
@@ -320,141 +245,135 @@ class Unit:
                 "weight.clone(), or make a value that forwards change a buffer"
             )
 
-    def reshard_if_stale(self) -> None:
-        """Reshard if gathered weights are stale or changed, or if some were frozen or unfrozen."""
-        groups, version = self.held_groups, self.context.weight_version
-        if self.is_unsharded and any(
+    def is_outdated(self) -> bool:
+        """Return whether gathered weights are stale or changed, or some were (un)frozen."""
+        version = self.context.state.weight_version
+        return any(
             g.is_stale(version)
             or g.parameters.has_changed_requires_grad()
             or g.parameters.find_written()
-            for g in groups
-        ):
-            self.reshard()
+            for g in self.held_groups
+        )
 
-    def reshard_if_replaced(self) -> None:
-        """Sync parameters that were assigned while weights were gathered, and reshard."""
-        if self.is_unsharded and any(g.parameters.is_replaced() for g in self.held_groups):
-            self.sync()
-            self.reshard()
+    def is_replaced(self) -> bool:
+        """Return whether user code assigned other parameters while weights were gathered."""
+        return any(g.parameters.is_replaced() for g in self.held_groups)
 
     def sync(self) -> None:
         """Apply changes that user code made to parameters."""
         for group in self.held_groups:
             group.parameters.sync()
 
+    def check_pass(self) -> None:
+        """Raise if no pass may begin with the unit."""
+        check_pass(self)
+
+    def check_owned(self) -> None:
+        """Raise if a trained parameter below the unit was registered that no unit owns."""
+        if self.context.num_registrations != REGISTRATIONS.num:
+            check_owned(self.context, live(self.modules))
+
+    def check_is_gathered(self) -> None:
+        """Raise if weights were absent in the part of the backward that just ran."""
+        check_is_gathered(self, self.held_groups)
+
+    def compare_reduction(self, *, along_all: bool) -> None:
+        """Check that every rank is about to reduce this unit. Collective."""
+        compare_unit(self.context, self, "reduce", along_all=along_all)
+
+    def collect_assigned(self) -> None:
+        """Collect gradients that were assigned to gathered parameters, not computed by a backward.
+
+        Zero-bubble schedules of torch's pipelining assign the results of `torch.autograd.grad`.
+        """
+        for group in self.groups:
+            with plain_attributes():
+                grads = list(map(raw_grad, group.unsharded_params))
+            for index, grad in enumerate(grads):
+                if grad is not None:
+                    if not group.grads.is_arriving:
+                        machine.make_room(self.context.state)
+                    group.grads.collect(index, group.unsharded_params[index])
+
+    def restore_inputs(self) -> None:
+        """Put replaced arguments of an unfinished forward back."""
+        self.running.replaced.restore()
+        self.running = ForwardTensors()
+
+    def end_backward(self, forward: machine.Forward) -> None:
+        """Handle the end of the backward of a forward that no hook reported."""
+        machine.last_gradient(forward, has_grad=torch.is_grad_enabled())
+
     # -- forward ------------------------------------------------------------------------------
 
-    def pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Gather weights, cast inputs and add post-backward hooks, before the module's forward."""
-        context = self.context
-        if self.running.has_begun:
-            # The last forward did not end, such as after KeyboardInterrupt, which runs no hooks.
-            self.running = RunningForward()
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Gather weights, cast inputs and add hooks, before the forward of one of its modules."""
+        state = self.state
+        begins = machine.enter_module(
+            state,
+            id(module),
+            has_grad=torch.is_grad_enabled(),
+            is_packed=torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
+        )
+        if begins:
+            self.running = ForwardTensors()
         running = self.running
-        running.has_begun = True
-        with self.observed_phase("pre_forward"):
-            inside = context.backward.is_running
-            recomputes = running.is_recomputation = inside and self.recomputes
-            running.is_gathered_around = inside and self.is_unsharded
-            if inside and not (recomputes or context.is_nested):
-                context.begin_nested_pass(self, has_grad=torch.is_grad_enabled())
-            elif not inside and (self.is_root or not context.is_in_forward):
-                self._begin_pass()
-                # A repair has ended the forwards of all units, this one too.
-                self.running = running
-            elif context.is_capturing:
-                check_captured_pass(context, self.name)
-            self.note_if_recomputable()
-            if self.phase is not Phase.BACKWARD:
-                self.move(Phase.FORWARD)
-            context.gathers.before_use(self)
-            if recomputes:
-                self.is_recomputed = self._was_recomputed = True
-                if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-                    # A reentrant one, whose graph replaces that of the forward.
-                    context.forget_casts()
-                context.backward.prepare_recomputation(self)
-            elif not running.is_gathered_around:
-                self.reshard_if_replaced()
-            self.unshard_for(WeightUse.FORWARD)
-            if not recomputes:
-                context.gathers.in_forward(self, self.settings.forward_prefetch)
-                if context.pass_has_grad or torch.is_grad_enabled():
-                    context.root_pass.begin_forward(self.reduced_with)
         args, kwargs = self.cast_inputs(args, kwargs)
-        if torch.is_grad_enabled():
-            record = running.record = ForwardRecord(self, is_recomputed=recomputes)
+        if begins and torch.is_grad_enabled():
+            running.forward = forward = machine.begin_graph(state)
             running.since = next_node_number()
-            at_first, at_others = record.post_backward, record.defer_post_backward
+            at_first = functools.partial(self.post_backward, forward)
+            at_others = functools.partial(_defer, self, forward)
             args, kwargs = watch_inputs(
                 at_first, at_others, args, kwargs, running.inputs, running.replaced
             )
         return args, kwargs
 
-    def post_forward(self, output: Any) -> Any:
-        """Reshard and add pre-backward hooks, after the module's forward."""
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Reshard and add hooks for the backward, after the forward of one of its modules."""
+        state, has_grad = self.state, torch.is_grad_enabled()
+        is_last = (
+            len(self.modules) == 1
+            or state.is_recomputing
+            or machine.leave_module(state, id(module), has_grad=has_grad)
+        )
+        if is_last:
+            if state.is_root and not state.is_recomputing:
+                self._end_pending_forwards()
+            check_outputs(self, output)
+            machine.end_unit_forward(state, has_grad=has_grad)
+            output = self.wrap_outputs(output)
+            self.forget_forward()
+            return output
         check_outputs(self, output)
-        self.end_forward()
         output = self.wrap_outputs(output)
-        self.forget_forward()
+        self.running.replaced.restore()
         return output
+
+    def _end_pending_forwards(self) -> None:
+        """End the forwards of units of which some modules did not run in this pass."""
+        for unit in self.context.units():
+            if unit.state.pending_modules:
+                machine.end_unit_forward(unit.state, has_grad=torch.is_grad_enabled())
+                unit.forget_forward()
+
+    def after_forward(self, module: nn.Module) -> None:
+        """Return to IDLE after a forward of one of its modules raised."""
+        state = self.state
+        if (
+            state.pending_modules
+            and not state.is_recomputing
+            and id(module) not in state.pending_modules
+        ):
+            # Other modules of the unit have not run yet.
+            return
+        self.restore_inputs()
+        machine.fail_forward(state)
 
     def forget_forward(self) -> None:
         """Put replaced tensors back, at the end of a forward."""
-        self.running.replaced.restore()
-        self.running = RunningForward()
-
-    def end_forward(self) -> None:
-        """End a forward: reshard, and count a pending backward if gradients are enabled."""
-        context, running = self.context, self.running
-        with self.observed_phase("post_forward"):
-            if running.is_recomputation:
-                self._end_recomputation()
-                return
-            running.pending_modules.clear()
-            is_nested = context.is_nested
-            if not is_nested or self.phase is Phase.FORWARD:
-                self.move(Phase.IDLE)
-            has_grad, ends_pass = torch.is_grad_enabled(), context.is_pass_of(self)
-            pass_has_grad = context.pass_has_grad
-            if ends_pass:
-                # Prefetched weights would be stale if an optimizer stepped next.
-                context.gathers.drop_prefetched()
-                if context.ranks_may_differ:
-                    # Of units that the pass skipped: a capture cannot wait for earlier refreshes,
-                    # and has to wait for its own.
-                    for group in context.groups():
-                        group.wait_for_refresh()
-                context.end_forward()
-            # A unit to be recomputed runs its first forward without grad, in a pass with grad.
-            if has_grad or pass_has_grad:
-                context.gathers.expect_backward(self)
-                self.num_pending_backwards += 1
-                context.root_pass.add_use(self.reduced_with)
-            if self.will_reshard_after_forward and not running.is_gathered_around:
-                self.reshard()
-            if ends_pass and not (has_grad or is_nested):
-                context.end_pass("")
-                context.wait_for_host_memory()
-
-    def after_forward(self) -> None:
-        """Return to IDLE after a forward that raised."""
-        is_recomputation = self.is_recomputing
-        self.forget_forward()
-        if is_recomputation:
-            # A recomputation may stop early by an exception, once all saved tensors are recomputed.
-            self._end_recomputation()
-            return
-        if self.phase is Phase.FORWARD:
-            self.move(Phase.IDLE)
-        if self.context.is_pass_of(self):
-            self.context.end_forward(failed=True)
-
-    def _end_recomputation(self) -> None:
-        """Return to IDLE after a recomputation, and stay gathered for the backward."""
-        if self.phase is Phase.FORWARD:
-            self.move(Phase.IDLE)
-            self.context.backward.keep_recomputed(self)
+        self.restore_inputs()
+        self.state.end_forward()
 
     def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return forward inputs on the device, in the dtypes of the policy, until `forget_forward`.
@@ -463,7 +382,7 @@ class Unit:
         """
         replaced, device = self.running.replaced, self.context.device
         replaced.hold(args, kwargs)
-        is_outermost = self.is_root or self.context.is_pass_of(self)
+        is_outermost = self.state.is_root or self.context.state.is_pass_of(self.state)
         if is_outermost and device is not None and device.type == "cuda":
             args, kwargs = to_device((args, kwargs), device, replaced)
         dtype = self.policy.param_dtype
@@ -481,173 +400,32 @@ class Unit:
         running = self.running
         output = self.cast_outputs(output)
         if torch.is_grad_enabled():
-            record, since = running.record, running.since
-            if record is None:
+            forward, since = running.forward, running.since
+            if forward is None:
                 # The forward enabled gradients for its caller.
-                record, since = ForwardRecord(self, is_recomputed=False), next_node_number()
+                forward, since = machine.begin_graph(self.state), next_node_number()
             else:
-                record.has_post_backward_hook = not running.inputs.lacks_end_hook
-            if not record.is_recomputed:
-                record.ends = next(FORWARD_NUMBERS)
+                forward.has_end_hook = not running.inputs.lacks_end_hook
+            machine.end_graph(forward)
             # The caller may use what the forward wrote into its arguments, as it uses outputs.
             written = running.replaced.written(since)
-            watch_outputs(record.pre_backward, (output, *written), since)
+            watch_outputs(functools.partial(self.pre_backward, forward), (output, *written), since)
         return output
-
-    def note_if_recomputable(self) -> None:
-        """Record whether the backward of the pass may have to repeat a forward that begins now.
-
-        A forward to be repeated records no graph (reentrant checkpoints), or saves its tensors
-        through hooks (non-reentrant ones).
-        """
-        if not self.context.pass_has_grad or self.is_recomputing:
-            return
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if hooks is not None or not torch.is_grad_enabled():
-            self.context.root_pass.recomputable.add(weakref.ref(self))
-
-    def _begin_pass(self) -> None:
-        """Start a new pass, at a forward of the root or of a unit outside the root's forward.
-
-        Repairs the state that an exception left, and refreshes stale weights.
-        """
-        context = self.context
-        check_pass(self)
-        units = context.units()
-        is_capturing = context.is_capturing
-        if is_capturing:
-            check_capture(context)
-            context.begin_capture()
-        context.is_captured = is_capturing
-        context.note_replays()
-        context.note_draws()
-        for unit in units:
-            # Before a reshard overwrites assigned parameters with the sharded ones.
-            unit.reshard_if_replaced()
-        if context.needs_repair:
-            context.repair()
-        has_grad = torch.is_grad_enabled()
-        if has_grad and self.is_root and context.num_registrations != REGISTRATIONS.num:
-            check_owned(context, live(self.modules))
-        for unit in units:
-            unit.reshard_if_stale()
-            if has_grad:
-                for group in unit.groups:
-                    group.parameters.check_hooks()
-        if has_grad and context.is_after_backward:
-            context.forget_casts()
-        context.begin_forward(self, has_grad=has_grad)
-        self._refresh_all()
-
-    def _refresh_all(self) -> None:
-        """Refresh what is refreshed when a pass begins, not at a unit's use. Collective."""
-        context = self.context
-        if in_backward() and (
-            not (context.ranks_may_differ and context.is_checked)
-            or any(group.is_stale(context.weight_version) for group in context.groups())
-        ):
-            context.backward.finish_others()
-        if not (context.ranks_may_differ or context.has_formats):
-            return
-        if not context.is_checked:
-            check_units(context)
-        if context.has_formats:
-            write_stale_weights(context.groups(), context.weight_version)
-        if not context.ranks_may_differ:
-            return
-        # Ranks may run different units, so every rank refreshes all groups here, not
-        # at a unit's use: a rank that skips a unit still reduces with the others.
-        is_async = not context.gathers.limit.is_none
-        for group in context.groups():
-            if not group.is_refreshed_locally and not group.is_held:
-                group.parameters.sync()
-                group.refresh(context.weight_version, async_op=is_async)
-
-    def begin_schedule(self) -> None:
-        """Start a new pass for a schedule that runs modules part by part."""
-        self._begin_pass()
-        self.context.end_forward()
-        self.context.gathers.begin_schedule()
 
     # -- backward -----------------------------------------------------------------------------
 
-    def pre_backward(self, record: ForwardRecord) -> None:
-        """Gather weights and queue the end-of-backward callback, before the module's backward.
-
-        Args:
-            record: The forward that this backward belongs to.
+    def pre_backward(self, forward: machine.Forward) -> None:
+        """Gather weights, when the first gradient reaches an output of a forward.
 
         Raises:
-            RuntimeError: The backward runs with `create_graph=True` and the weights are resharded
-                before a second differentiation; or the backward is compiled.
+            RuntimeError: The backward is compiled; see also `machine.first_gradient`.
         """
-        context = self.context
         reject_compiled_autograd(self.name)
-        backward = context.backward
-        if backward.has_failed:
-            context.repair()
-        backward.finish_deferred(record.number)
-        if self.phase is Phase.BACKWARD:
-            return
-        if torch.is_grad_enabled() and not self.needs_no_collective:
-            raise RuntimeError(
-                f"{self.name} is in a backward with create_graph=True, and its weights are dropped "
-                "after it (ZeRO-3); use sharding_strategy='optim_grads' to differentiate twice"
-            )
-        with self.observed_phase("pre_backward"):
-            backward.join(record.passed, self, record.ends)
-            self.move(Phase.BACKWARD)
-            self._backward_number = record.number
-            if not record.has_post_backward_hook:
-                record.defer_post_backward()
-            self.is_recomputed, self._was_recomputed = self._was_recomputed, False
-            backward.begin_unit(self)
-            context.gathers.before_use(self)
-            self.unshard_for(WeightUse.BACKWARD)
-            context.gathers.in_backward(self, self.settings.backward_prefetch)
-            # Here too: fused kernels write gradients before a hook of theirs runs.
-            backward.make_room()
+        machine.first_gradient(forward, has_grad=torch.is_grad_enabled())
 
-    def post_backward(self, record: ForwardRecord) -> None:
-        """Reshard and reduce gradients, after the module's backward.
-
-        Args:
-            record: The forward that this backward belongs to.
-
-        Raises:
-            RuntimeError: The backward ran without gathered weights.
-        """
-        backward = self.context.backward
-        if self.phase is not Phase.BACKWARD:
-            check_is_gathered(self, self.held_groups)
-            self.pre_backward(record)
-        backward.deferred.pop(record.number, None)
-        with self.observed_phase("post_backward"):
-            self.num_pending_backwards = max(0, self.num_pending_backwards - 1)
-            if record.is_nested and record.number > self._backward_number:
-                # The backward of an earlier forward, in which this one is nested, goes on.
-                return
-            if self.settings.reshard_after_backward:
-                # First: a reduction may allocate memory, and wait for earlier reductions.
-                self.reshard()
-            backward.end_use(self.reduced_with, record.begins)
-            self.move(Phase.IDLE)
-
-    def end_backward(self) -> None:
-        """Return to IDLE after a backward."""
-        if self.phase is Phase.BACKWARD:
-            # Its inputs need no gradients, so no hook marked the end of its backward.
-            self.num_pending_backwards = max(0, self.num_pending_backwards - 1)
-        self.phase = Phase.IDLE
-        self.running.pending_modules.clear()
-
-    def reset_after_error(self) -> None:
-        """Reshard and return to IDLE after an error."""
-        self.phase = Phase.IDLE
-        self.num_pending_backwards = 0
-        self.num_users = 0
-        self.forget_forward()
-        self.reshard(after_error=True)
+    def post_backward(self, forward: machine.Forward) -> None:
+        """Reshard and reduce gradients, when the engine has run the last node of a forward."""
+        machine.last_gradient(forward, has_grad=torch.is_grad_enabled())
 
     def collect(self, group: ParameterGroup, index: int, param: nn.Parameter) -> None:
         """Collect the gradient of a gathered parameter.
@@ -662,20 +440,25 @@ class Unit:
         """
         if param.grad is None:
             return
-        context = self.context
-        backward = context.backward
-        if not (group.is_ready and (backward.is_running or context.is_scheduled)):
-            if context.is_scheduled:
+        root = self.context.state
+        if not (group.is_ready and (root.is_running or root.is_scheduled)):
+            if root.is_scheduled:
                 raise RuntimeError(
                     f"a gradient of {self.name} arrived outside the uses that its schedule "
                     "reports, so its weights were not gathered and the result is wrong; report "
                     "each use with begin_backward and end_backward"
                 )
             check_is_gathered(self, [group])
-            backward.join(context.root_pass, self)
+            machine.expect_gradient(self.state)
         if not group.grads.is_arriving:
-            backward.make_room()
+            machine.make_room(root)
         group.grads.collect(index, param)
+
+
+def _defer(unit: Unit, forward: machine.Forward) -> None:
+    """Note that the engine has run the node of an input; other nodes of the unit may follow."""
+    del unit  # held, so that it outlives its graph
+    machine.defer(forward)
 
 
 def class_names(modules: Sequence[nn.Module]) -> str:

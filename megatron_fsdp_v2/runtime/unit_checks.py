@@ -22,6 +22,7 @@ from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.params.autograd import tensors_within
 from megatron_fsdp_v2.params.group import ParameterGroup, one_per_mesh
 from megatron_fsdp_v2.params.parameters import groups_of
+from megatron_fsdp_v2.runtime import machine
 from megatron_fsdp_v2.runtime.materialize import check_has_values
 
 if TYPE_CHECKING:
@@ -60,10 +61,10 @@ def check_capture(context: Context) -> None:
     Raises:
         RuntimeError: The pass or step needs decisions of the host, or waits for the device.
     """
-    options, groups = context.options, context.groups()
+    options, groups, state = context.options, context.groups(), context.state
     reasons = {
         "ranks compare what they sharded at the first use: run a step before the capture": (
-            not context.is_checked and any(a.size > 1 for group in groups for a in group.axes)
+            not state.is_checked and any(a.size > 1 for group in groups for a in group.axes)
         ),
         "check_ranks='always' compares on the host: leave it at 'once'": (
             options.check_ranks == "always"
@@ -74,10 +75,10 @@ def check_capture(context: Context) -> None:
         "weights are offloaded, and the host waits for gradients": any(
             group.spec.offload is not None for group in groups
         ),
-        "weights are quantized, with scales that the host keeps": context.has_formats,
-        "a schedule runs parts of modules": context.is_scheduled,
+        "weights are quantized, with scales that the host keeps": state.has_formats,
+        "a schedule runs parts of modules": state.is_scheduled,
         "gradients of an earlier backward are not synchronized yet": (
-            not context.is_captured and any(group.has_unreduced for group in groups)
+            not state.is_captured and any(group.has_unreduced for group in groups)
         ),
     }
     found = [reason for reason, applies in reasons.items() if applies]
@@ -97,7 +98,7 @@ def check_captured_pass(context: Context, what: str) -> None:
     Raises:
         RuntimeError: The capture begins or ends within the pass.
     """
-    if context.is_capturing != context.is_captured:
+    if context.is_capturing != context.state.is_captured:
         here, there = ("in", "outside") if context.is_capturing else ("outside", "in")
         raise RuntimeError(
             f"{what} runs {here} the capture of a CUDA graph, and the forward of "
@@ -223,8 +224,6 @@ def check_units(context: Context) -> None:
     # Of all units, and not at a unit's own first use: a rank may skip that.
     for unit in units:
         check_has_values(unit)
-    # A use after an error is checked again.
-    context.is_checked = True
 
 
 NOTABLE_NBYTES = 64 << 20
@@ -318,8 +317,8 @@ def compare_gather(unit: Unit, groups: Iterable[ParameterGroup]) -> None:
     Raises:
         RuntimeError: A rank is about to issue another collective.
     """
-    context, version = unit.context, unit.context.weight_version
-    refreshes = context.refreshes and any(
+    context, version = unit.context, unit.context.state.weight_version
+    refreshes = context.state.refreshes and any(
         not group.is_refreshed_locally and group.is_stale(version) for group in groups
     )
     compare_unit(context, unit, "gather", along_all=refreshes)
@@ -374,7 +373,9 @@ def check_outputs(unit: Unit, output: Any) -> None:
     Raises:
         RuntimeError: An output is a view of a weight.
     """
-    if not unit.gathered_nbytes or not unit.will_reshard_after_forward:
+    if not unit.gathered_nbytes or not unit.state.reshards_after_forward(
+        has_grad=torch.is_grad_enabled()
+    ):
         return
     dropped = [group for group in unit.held_groups if group.gathers_for_use]
     for tensor in (*tensors_within(output), *unit.running.replaced.tensors()):
@@ -396,7 +397,9 @@ def check_outputs(unit: Unit, output: Any) -> None:
 def _is_held_around(group: ParameterGroup, unit: Unit) -> bool:
     """Return whether an enclosing unit that is running holds the same weights."""
     return any(
-        group in other.held_groups and other.is_unsharded and not other.is_idle
+        group in other.held_groups
+        and other.is_unsharded
+        and other.state.phase is not machine.Phase.IDLE
         for other in unit.context.units()
         if other is not unit
     )

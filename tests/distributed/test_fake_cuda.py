@@ -604,7 +604,7 @@ def test_only_a_missing_gradient_makes_the_host_wait(process: RankPool, model: s
     # gradients of None. Here, each value of a list (one per parameter) is read separately.
     num_params = len(list(MODELS[model]().parameters()))
     assert len(seen["waits"]) == 2 * num_params
-    assert all("a device tensor's value at backward.py" in wait for wait in seen["waits"])
+    assert all("a device tensor's value at context.py" in wait for wait in seen["waits"])
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from megatron_fsdp_v2 import (
 from megatron_fsdp_v2.diagnostics import memory_tracker
 from megatron_fsdp_v2.params.autograd import save_activations_on_cpu
 from megatron_fsdp_v2.params.formats import register_format
-from megatron_fsdp_v2.runtime import backward, context
+from megatron_fsdp_v2.runtime import context
 from megatron_fsdp_v2.runtime.module import unit_of
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.test_parameters import rebuild, step
@@ -582,9 +582,7 @@ UNCAPTURABLE: dict[str, dict[str, Any]] = {
 @contextlib.contextmanager
 def _capturing() -> Iterator[None]:
     """Report that the current stream is capturing."""
-    with contextlib.ExitStack() as stack:
-        for module in (backward, context):
-            stack.enter_context(mock.patch.object(module, "is_capturing", lambda device: True))
+    with mock.patch.object(context, "is_capturing", lambda device: True):
         yield
 
 

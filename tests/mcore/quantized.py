@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy, checkpoint, fully_shard
-from megatron_fsdp_v2.runtime import unit
+from megatron_fsdp_v2.runtime import context
 from megatron_fsdp_v2_mcore.formats import register_formats
 from tests.distributed import wrapping
 from tests.distributed.wrapping import record_collectives, step_all
@@ -175,7 +175,9 @@ def maxima_of_a_step(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     counts = []
     instead = (
-        mock.patch.object(unit, "write_stale_weights") if one_by_one else contextlib.nullcontext()
+        mock.patch.object(context, "write_stale_weights")
+        if one_by_one
+        else contextlib.nullcontext()
     )
     for seed in range(3):
         with instead, mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:

@@ -29,6 +29,14 @@ def _run_unevenly(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
     return two_forwards(model, step, micro, rank)
 
 
+def _skip_all_in_the_first_forward(model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
+    """Run two forwards; rank 1 runs no unit below the root in the first one."""
+    model.times = (1, 1, 1) if rank != 1 else (0, 0, 0)
+    first = mean_square(model, step, micro, rank)
+    model.times = (1, 1, 1)
+    return first + mean_square(model, step + 1, micro, rank)
+
+
 def _frozen_at_first() -> Skipping:
     model = Skipping()
     model.blocks[1].requires_grad_(False)
@@ -91,6 +99,9 @@ DIFFERING: dict[str, Pattern] = {
     ),
     "units used different numbers of times on ranks, compared": Pattern(
         _Uneven, loss=_run_unevenly, skips=True, options={"check_ranks": "always"}
+    ),
+    "a forward without units on one rank, before another": Pattern(
+        _Uneven, loss=_skip_all_in_the_first_forward, skips=True
     ),
     "block trained after sharding, left out by a rank": Pattern(
         _frozen_at_first, loss=_trained_later, skips=True

@@ -14,7 +14,8 @@ from torch import nn
 
 from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
-from megatron_fsdp_v2.params.formats import DenseFormat, GroupWrite, WeightUse
+from megatron_fsdp_v2.layout.weight_use import WeightUse
+from megatron_fsdp_v2.params.formats import DenseFormat, GroupWrite
 
 FORMS = (torch.bfloat16, torch.float16)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_fsdp_v2.layout.weight_use import WeightUse
 from megatron_fsdp_v2.plan import (
     MeshDescription,
     Strategy,
@@ -20,13 +19,17 @@ from megatron_fsdp_v2.plan import (
     describe_module,
     plan_one,
 )
-from megatron_fsdp_v2.runtime.options import RuntimeOptions
-from megatron_fsdp_v2.runtime.schedule import (
-    GatherSchedule,
+from megatron_fsdp_v2.runtime.machine import (
+    Control,
+    Machine,
+    Pass,
     PrefetchLimit,
-    RootPass,
-    live,
+    RootState,
+    Settings,
+    UnitState,
+    weights,
 )
+from megatron_fsdp_v2.runtime.options import RuntimeOptions
 from tests.reference.models import Stack
 
 ZERO_3 = "optim_grads_params"
@@ -91,23 +94,28 @@ def test_byte_limit_prefetches_all_units_that_fit_or_the_next_one() -> None:
 # -- prefetching ------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
 class FakeUnit:
-    """A unit that logs its calls."""
+    """Executes commands by logging them."""
 
-    name: str
-    log: list[str]
-    gathered_nbytes: int
-    is_unsharded: bool = False
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
 
-    def prefetch(self) -> None:
-        if not self.is_unsharded:
+    def gather(self, uses: WeightUse, *, adds: bool, async_op: bool) -> None:
+        del uses, adds
+        if async_op:
             self.log.append(f"+{self.name}")
-        self.is_unsharded = True
 
-    def reshard(self) -> None:
+    def free(self, *, after_error: bool) -> None:
+        del after_error
         self.log.append(f"-{self.name}")
-        self.is_unsharded = False
+
+
+def _units(names: Iterable[str], log: list[str], limit: PrefetchLimit) -> list[UnitState]:
+    do: Any = None
+    root = RootState(Machine(), do, Control(limit))
+    root.is_checked = True
+    made: list[Any] = [FakeUnit(name, log) for name in names]
+    return [UnitState(unit, [], Settings(reshard_after_forward=True), root) for unit in made]
 
 
 def _last_pass(
@@ -119,21 +127,24 @@ def _last_pass(
 ) -> str:
     """Return the log of the last pass: units in use, prefetched (+) and dropped (-)."""
     log: list[str] = []
-    units = {name: FakeUnit(name, log, size) for name, size in zip("abcd", sizes, strict=True)}
-    schedule: Any = GatherSchedule(limit or PrefetchLimit())
+    units = dict(zip("abcd", _units("abcd", log, limit or PrefetchLimit()), strict=True))
+    for unit, size in zip(units.values(), sizes, strict=True):
+        unit.nbytes = size
+    root = units["a"].root
     for number, names in enumerate(passes.split(), start=1):
         log.clear()
-        schedule.begin_forward(units["a"])
+        root.gathers.begin_forward(units["a"])
         is_chosen = number == len(passes.split())
         for name in names:
             unit = units[name]
-            schedule.before_use(unit)
+            weights.before_use(unit)
             log.append(name)
-            unit.is_unsharded = True
+            unit.is_gathered = True
             refs = chosen if is_chosen and name == names[0] else ""
-            schedule.in_forward(unit, [weakref.ref(units[other]) for other in refs])
-            unit.is_unsharded = False
-        schedule.drop_prefetched()
+            root.gathers.forward.note(unit)
+            weights.look_ahead(unit, root.gathers.forward, [units[other] for other in refs])
+            unit.is_gathered = False
+        weights.drop_prefetched(root)
     return " ".join(log)
 
 
@@ -213,36 +224,37 @@ def test_reductions_of_a_step_and_their_waits(options: dict[str, Any], expected:
     assert [e for e in _step(**options) if e.split()[0] in kinds] == expected.split(", ")
 
 
-class NamedUnit:
-    """A unit with a name."""
-
-    def __init__(self, name: int) -> None:
-        self.name = name
-
-
-def _forward(units: Sequence[Any], ran: Sequence[int], *, in_order: bool = True) -> RootPass:
-    passed = RootPass([weakref.ref(unit) for unit in units] if in_order else None)
+def _forward(
+    units: Sequence[UnitState], ran: Sequence[int], *, in_order: bool = True
+) -> Pass[UnitState]:
+    passed = Pass(units[0].root.machine.numbers, list(units) if in_order else None)
     for name in ran:
-        passed.begin_forward([weakref.ref(units[name])])
-        passed.add_use([weakref.ref(units[name])])
+        passed.begin_forward([units[name]])
+        passed.add_use([units[name]])
     return passed
 
 
-def _backward(units: Sequence[Any], passed: RootPass, ended: Sequence[int]) -> list[list[int]]:
+def _backward(
+    units: Sequence[UnitState], passed: Pass[UnitState], ended: Sequence[int]
+) -> list[list[int]]:
     """Return the units reduced after each use, and last those at the end of the backward."""
     passed.begin_backward()
     reduced = []
     for name in ended:
-        ready = live(passed.count_backward([weakref.ref(units[name])]))
-        reduced.append([unit.name for unit in ready + passed.due(is_left=False)])
-    return [*reduced, [unit.name for unit in passed.due(is_left=True)]]
+        ready = passed.count_backward([units[name]])
+        reduced.append([units.index(unit) for unit in ready + passed.due(is_left=False)])
+    return [*reduced, [units.index(unit) for unit in passed.due(is_left=True)]]
+
+
+def _made(number: int) -> list[UnitState]:
+    return _units(map(str, range(number)), [], PrefetchLimit())
 
 
 @given(st.data())
 def test_every_unit_is_reduced_once_in_the_same_order_for_any_execution(
     data: st.DataObject,
 ) -> None:
-    units: list[Any] = [NamedUnit(name) for name in range(6)]
+    units = _made(6)
     for _ in range(2):
         ran = data.draw(st.lists(st.integers(0, 5), max_size=12))
         passed = _forward(units, ran)
@@ -254,9 +266,9 @@ def test_every_unit_is_reduced_once_in_the_same_order_for_any_execution(
 
 
 def test_deleted_unit_is_not_reduced() -> None:
-    units: list[Any] = [NamedUnit(name) for name in range(3)]
+    units = _made(3)
     passed = _forward(units, [0])
-    del units[1]
+    units[1].forget()
     assert _backward(units, passed, []) == [[0, 2]]
 
 
@@ -264,6 +276,6 @@ def test_deleted_unit_is_not_reduced() -> None:
 def test_without_an_order_a_repeated_unit_is_reduced_with_the_next_unit_that_runs_once(
     ended: Sequence[int],
 ) -> None:
-    units: list[Any] = [NamedUnit(name) for name in range(5)]
+    units = _made(5)
     reduced = _backward(units, _forward(units, [0, 1, 3, 1, 4], in_order=False), ended)
     assert [one for one in reduced if one] == [[4], [3], [1, 0]]

@@ -19,8 +19,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 import megatron_fsdp_v2
 from megatron_fsdp_v2 import FSDPModule
+from megatron_fsdp_v2.runtime.machine import Phase
 from megatron_fsdp_v2.runtime.module import unit_of
-from megatron_fsdp_v2.runtime.phases import Phase
 from megatron_fsdp_v2_for import megatron_fsdp
 
 PACKAGE = "megatron.core.distributed.fsdp.src.megatron_fsdp"
@@ -101,7 +101,7 @@ def fully_shard(
         gradient_scaling_factor=1.0 / (mesh.size() * grad_divisor),
     )
     kind: Any = type(module)
-    kind.phase = property(lambda sharded: unit_of(sharded).phase)
+    kind.phase = property(lambda sharded: unit_of(sharded).state.phase)
     kind.parameter_groups = property(_parameter_groups)
     _CONTEXTS[-1].modules.append((module, placements.gradient[-1].is_partial()))
 

@@ -18,8 +18,9 @@ from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Tensor
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Tensor
 from transformer_engine.pytorch.tensor.utils import quantize_master_weights
 
+from megatron_fsdp_v2.layout.weight_use import WeightUse
 from megatron_fsdp_v2.params.buffer import DataParallelBuffer
-from megatron_fsdp_v2.params.formats import GroupWrite, WeightFormat, WeightUse
+from megatron_fsdp_v2.params.formats import GroupWrite, WeightFormat
 from megatron_fsdp_v2_mcore.formats.axes import group_over
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_fsdp_v2.params.formats import WeightUse
+from megatron_fsdp_v2.layout.weight_use import WeightUse
 from megatron_fsdp_v2.plan.description import (
     DATA,
     MeshDescription,

@@ -1,0 +1,116 @@
+"""The control of a step: what happens next, decided without tensors.
+
+A step is a sequence of events, which are answered by commands. All that is decided is decided here,
+on values: hooks translate torch's calls into events, and units, contexts and groups execute
+commands and hold tensors.
+
+| event | reported by | answered by |
+|---|---|---|
+| `enter_module`, `begin_graph` | hooks before a forward | refresh, gather, wait; gather ahead |
+| `leave_module`, `end_unit_forward`, `end_graph` | hooks after a forward | free |
+| `fail_forward` | hook after a forward that raised | nothing: the next pass repairs |
+| `first_gradient` | hook on the outputs of a forward | gather, wait; gather ahead; make room |
+| `make_room`, `expect_gradient` | hook on a gathered parameter | wait for the oldest reduction |
+| `last_gradient`, `defer` | hook on the inputs of a forward | free; reduce what is due |
+| `end` | callback of the engine | reduce the rest, wait; free; drop gradients of no rank |
+| `engine_dropped` | death of that callback | nothing: the next pass or backward repairs |
+| `begin_direct_use`, `direct_gradient`, `end_direct_use` | sharded parameters | make room; reduce |
+| `begin_schedule`, `begin_use`, `release`, `reduce`, `end_scheduled` | a schedule | as above |
+| `synchronize`, `make_idle`, `repair`, `gather`, `free` | methods that users call | as named |
+
+`commands.py` lists the commands, and the facts about tensors that decide between them. `state.py`
+has the state; `orders.py` the orders of uses and reductions, `weights.py` gathers, `reductions.py`
+backwards and repairs, `events.py` what is reported.
+"""
+
+from megatron_fsdp_v2.runtime.machine.events import (
+    adopt,
+    begin_direct_use,
+    begin_graph,
+    begin_schedule,
+    begin_use,
+    direct_gradient,
+    end_direct_use,
+    end_graph,
+    end_unit_forward,
+    engine_dropped,
+    enter_module,
+    expect_gradient,
+    fail_forward,
+    first_gradient,
+    last_gradient,
+    leave_module,
+    make_idle,
+    recomputes,
+    release,
+)
+from megatron_fsdp_v2.runtime.machine.orders import Numbers, Pass, PrefetchLimit
+from megatron_fsdp_v2.runtime.machine.reductions import (
+    defer,
+    end,
+    end_scheduled,
+    make_room,
+    reduce,
+    repair,
+    synchronize,
+)
+from megatron_fsdp_v2.runtime.machine.state import (
+    Control,
+    Forward,
+    Machine,
+    Phase,
+    RootState,
+    Settings,
+    UnitState,
+)
+from megatron_fsdp_v2.runtime.machine.weights import (
+    free,
+    free_if_outdated,
+    gather,
+    gather_for,
+    wait,
+)
+
+__all__ = [
+    "Control",
+    "Forward",
+    "Machine",
+    "Numbers",
+    "Pass",
+    "Phase",
+    "PrefetchLimit",
+    "RootState",
+    "Settings",
+    "UnitState",
+    "adopt",
+    "begin_direct_use",
+    "begin_graph",
+    "begin_schedule",
+    "begin_use",
+    "defer",
+    "direct_gradient",
+    "end",
+    "end_direct_use",
+    "end_graph",
+    "end_scheduled",
+    "end_unit_forward",
+    "engine_dropped",
+    "enter_module",
+    "expect_gradient",
+    "fail_forward",
+    "first_gradient",
+    "free",
+    "free_if_outdated",
+    "gather",
+    "gather_for",
+    "last_gradient",
+    "leave_module",
+    "make_idle",
+    "make_room",
+    "recomputes",
+    "reduce",
+    "release",
+    "repair",
+    "synchronize",
+    "wait",
+]

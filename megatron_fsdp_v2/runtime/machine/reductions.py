@@ -1,0 +1,524 @@
+"""When gradients are reduced: turns of units and roots, room for full gradients, and the end.
+
+A backward begins with the first unit that the engine reaches, and ends in a callback of the engine,
+or, for a schedule that runs modules part by part, when the schedule says so. In between, each unit
+is reduced in its turn (`Pass`). Before the number of full gradients exceeds its bound, the oldest
+reduction is waited for; the reduction along the outer axis follows, with its own bound. At the end,
+ranks tell each other which parameters had gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from megatron_fsdp_v2.runtime.machine.commands import GroupCommands
+from megatron_fsdp_v2.runtime.machine.orders import Pass
+from megatron_fsdp_v2.runtime.machine.state import (
+    AT_END,
+    UNKNOWN,
+    Engine,
+    Forward,
+    Phase,
+    Reduction,
+    RootState,
+    UnitState,
+)
+from megatron_fsdp_v2.runtime.machine.weights import drop_prefetched, free
+
+# -- beginning -------------------------------------------------------------------------------------
+
+
+def join(root: RootState, passed: Pass[UnitState], what: str, position: int = UNKNOWN) -> None:
+    """Begin a backward, with a callback at its end, unless one is under way.
+
+    Args:
+        root: Root of the unit whose backward begins.
+        passed: The pass of the unit.
+        what: The unit's name, for error messages.
+        position: Number of the forward that the engine has reached, if known.
+    """
+    if root.engine is Engine.FAILED:
+        repair(root)
+    if root.engine is Engine.RESTING:
+        root.do.check_captured_pass(f"the backward of {what}")
+        root.do.queue_end()
+        root.engine, root.run = Engine.RUNNING, root.do.engine_run
+        if root.ranks_may_differ:
+            root.synced = [unit for unit in root.units if unit.syncs_gradients]
+        root.gathers.begin_backward()
+    elif passed is root.passed:
+        return
+    _reduce_in_turn(root, position)
+    finish_others(root, position)
+    under_way = root.machine.under_way
+    if root in under_way:
+        # One backward through several forwards of the root reduces each unit once per forward,
+        # after the units of other roots whose turn is earlier.
+        last = root.passed.turn.last
+        _finish([each for each in _together(root) if each.passed.turn.last > last], position)
+        reduce(root, root.passed.due(is_left=True))
+    else:
+        under_way.append(root)
+    root.passed = passed
+    passed.begin_backward()
+    root.pending.update(passed.used_directly)
+
+
+def begin_unit(unit: UnitState) -> None:
+    """Record that the backward of a unit begins, which ends its recomputation."""
+    root = unit.root
+    root.pending.update(unit.reduced_with)
+    root.unit = unit
+    root.recomputed.pop(unit, None)
+
+
+def finish_deferred(root: RootState, number: int) -> None:
+    """End deferred backwards of forwards that began after this one.
+
+    The engine runs the most recently created nodes first, so these backwards are over.
+    """
+    while root.deferred and (latest := max(root.deferred)) > number:
+        forward = root.deferred.pop(latest)
+        if forward.unit.phase is Phase.BACKWARD:
+            forward.unit.do.end_backward(forward)
+
+
+def _together(root: RootState) -> list[RootState]:
+    """Return all roots in this run of the engine, in order of their turns."""
+    found = [each for each in root.machine.under_way if each.run == root.run]
+    if len(found) > 1:
+        found.sort(key=lambda each: each.passed.turn.last, reverse=True)
+    return found or [root]
+
+
+# -- recomputations --------------------------------------------------------------------------------
+
+
+def prepare_recomputation(unit: UnitState) -> None:
+    """Prepare to recompute a unit.
+
+    Frees the oldest recomputed units if they and this unit exceed the prefetch limit.
+    """
+    root = unit.root
+    root.recomputed.pop(unit, None)
+    # These units run next in the backward, the newest first.
+    waiting = list(reversed(root.recomputed))
+    current = root.unit
+    # The recomputed region belongs to a unit whose backward has begun and that is gathered.
+    is_for_another = (
+        current is not None
+        and current is not unit
+        and current.is_gathered
+        and current not in unit.ancestors
+    )
+    kept = root.gathers.limit.fitting([unit, *waiting] if is_for_another else waiting)
+    for other in reversed(waiting):
+        if other not in kept:
+            del root.recomputed[other]
+            free(other)
+
+
+def keep_recomputed(unit: UnitState) -> None:
+    """Leave a recomputed unit gathered for its backward."""
+    recomputed = unit.root.recomputed
+    recomputed.pop(unit, None)
+    recomputed[unit] = None
+
+
+# -- turns -----------------------------------------------------------------------------------------
+
+
+def end_use(root: RootState, units: Sequence[UnitState], position: int) -> None:
+    """Reduce the units whose turn has come after the backward of one use. Collective.
+
+    Args:
+        root: Root of the units.
+        units: The units whose parameters were used; see `UnitState.reduced_with`.
+        position: Number of the forward that the engine has reached.
+    """
+    units = root.passed.count_backward(units)
+    reduce(root, [unit for unit in units if unit in root.pending and not unit.is_gone])
+    _reduce_in_turn(root, position)
+
+
+def _reduce_in_turn(root: RootState, position: int) -> None:
+    """Reduce units whose turn has come, of all roots in the backward under way. Collective.
+
+    Args:
+        root: A root in this run of the engine.
+        position: Number of the forward that the engine has reached.
+    """
+    root.position = position
+    for each in _together(root):
+        passed = each.passed
+        if passed.is_reduced:
+            continue
+        if passed.waits(position):
+            return
+        if due := passed.due(is_left=passed.turn.first > position):
+            reduce(each, due)
+        if not passed.is_reduced:
+            return
+
+
+def finish_others(root: RootState, position: int = UNKNOWN) -> None:
+    """Reduce all units of other roots, before this root communicates in their backward.
+
+    Ranks that run different units may have reduced different numbers of them so far. A backward
+    that may go on reduces all its units once more. Roots that reduce in turn are left out.
+    Collective.
+
+    Args:
+        root: The root that communicates next.
+        position: Number of the forward that the engine has reached, if known.
+    """
+    under_way = root.machine.under_way
+    if not under_way or (len(under_way) == 1 and under_way[0] is root):
+        return
+    run = root.do.engine_run
+    reduces_in_turn = root.is_running and root.ranks_may_differ
+    others = [
+        other
+        for other in sorted(under_way, key=lambda other: -other.passed.turn.last)
+        if other is not root and other.ranks_may_differ and other.is_running
+        if not (reduces_in_turn and other.run == run)
+    ]
+    _finish(others, position)
+
+
+def _finish(others: Sequence[RootState], position: int) -> None:
+    for other in others:
+        reduce(other, other.passed.due(is_left=True))
+    for other in others:
+        if other.passed.turn.first < position:
+            drain(other)
+            other.passed.begin_backward()
+
+
+def reduce(root: RootState, units: Iterable[UnitState]) -> None:
+    """Reduce units in turn, with or without a gradient on this rank. Collective."""
+    for unit in units:
+        root.pending.add(unit)
+        _reduce(root, unit, synchronize=unit.syncs_gradients)
+
+
+def _reduce(root: RootState, unit: UnitState, *, synchronize: bool) -> None:
+    """Reduce the gradients of a unit that arrived, if they are due. Collective.
+
+    A unit whose backward ran takes part with all its groups: which of them got a gradient may
+    differ between ranks.
+
+    Args:
+        root: Root whose backward reduces the unit.
+        unit: The unit.
+        synchronize: Whether gradients are reduced into `param.grad`. Otherwise they stay unreduced
+            between micro-batches if the strategy accumulates them.
+    """
+    is_pending = unit in root.pending
+    # A unit that keeps its gradient stays pending until it is reduced: another rank may have a
+    # gradient of it where this rank has none.
+    if synchronize or not any([group.accumulates_unreduced for group in unit.groups]):
+        root.pending.discard(unit)
+    is_async = root.control.is_async
+    with unit.do.observed_phase("reduce_grad"):
+        due = [
+            group
+            for group in unit.groups
+            if (group.has_gradient or (is_pending and (group.is_trained or group.is_owed)))
+            and (synchronize or not group.accumulates_unreduced)
+        ]
+        if due:
+            # Buffers that accumulate micro-batches were allocated before.
+            make_room(root)
+            if root.compares_collectives:
+                has_outer = synchronize and any(group.reduces_partial for group in due)
+                unit.do.compare_reduction(along_all=has_outer and not root.ranks_may_differ)
+            # A repair needs the reductions that were issued before one that fails.
+            reduction = Reduction([], synchronize)
+            root.inner.append(reduction)
+            for group in due:
+                group.reduce(async_op=is_async)
+                reduction.groups.append(group)
+        if not is_async:
+            drain(root)
+
+
+def _reduce_rest(root: RootState, unit: UnitState, *, synchronize: bool) -> None:
+    """Reduce remaining gradients of a unit, including partial ones along the outer axis."""
+    _reduce(root, unit, synchronize=synchronize)
+    if synchronize:
+        in_flight = [group for reduction in root.inner for group in reduction.groups]
+        for group in unit.groups:
+            if group.has_partial and group not in in_flight:
+                _reduce_outer(root, [group])
+
+
+def _owe(root: RootState, unit: UnitState) -> None:
+    """Record the trained parameters of a unit whose gradients are synchronized later."""
+    if not unit.syncs_gradients:
+        for group in unit.groups:
+            # Another rank may have gradients of a unit that this rank skipped, unless all run it.
+            if root.ranks_may_differ or group.has_gradient or group.has_partial:
+                group.owe()
+
+
+# -- room ------------------------------------------------------------------------------------------
+
+
+def make_room(root: RootState) -> None:
+    """Wait for the oldest reductions until the bound allows another full gradient."""
+    root.is_draining = False
+    while len(root.inner) >= root.control.max_live:
+        _finish_inner(root)
+
+
+def drain(root: RootState) -> None:
+    """Wait for all reductions."""
+    root.is_draining = True
+    while root.inner:
+        _finish_inner(root)
+    while root.outer:
+        _finish_outer(root)
+
+
+def _finish_inner(root: RootState) -> None:
+    """Wait for the oldest unit's reductions, and begin those along the outer axis."""
+    reduction = root.inner.popleft()
+    groups = reduction.groups
+    if not groups:
+        return
+    with groups[0].observed_phase("finish_reduction"):
+        for group in groups:
+            group.end_inner()
+    if reduction.synchronize and (following := [g for g in groups if g.reduces_partial]):
+        _reduce_outer(root, following)
+
+
+def _reduce_outer(root: RootState, groups: Sequence[GroupCommands]) -> None:
+    # Otherwise partial shards of all units would be live at the end of a backward.
+    while len(root.outer) >= root.control.max_live:
+        _finish_outer(root)
+    reduction = Reduction()
+    root.outer.append(reduction)
+    with groups[0].observed_phase("finish_reduction"):
+        for group in groups:
+            group.reduce_outer(async_op=root.control.is_async)
+            reduction.groups.append(group)
+
+
+def _finish_outer(root: RootState) -> None:
+    groups = root.outer.popleft().groups
+    if groups:
+        with groups[0].observed_phase("finish_reduction"):
+            for group in groups:
+                group.end_outer()
+
+
+# -- end -------------------------------------------------------------------------------------------
+
+
+def end(root: RootState) -> None:
+    """End a backward: reduce remaining gradients and bring every unit to IDLE. Collective.
+
+    The first callback ends the backward of all roots, in order of their turns: the callbacks of
+    several roots may run in another order on another rank.
+    """
+    if root.engine is Engine.RESTING:
+        return
+    _reduce_in_turn(root, AT_END)
+    together = _together(root)
+    for each in together:
+        _end_alone(each)
+    # Hooks run last: they may step weights, and may raise.
+    for each in together:
+        run_hooks(each)
+
+
+def _end_alone(root: RootState) -> None:
+    units = root.units
+    synchronize = any([unit.syncs_gradients for unit in units])
+    if root.ranks_may_differ:
+        # All had their turn, also if a double backward reached some of them again since.
+        root.pending.clear()
+    for unit in reversed(units):
+        if unit.settings.reshard_after_backward:
+            free(unit)
+        if unit in root.pending or any([g.has_partial or g.has_gradient for g in unit.groups]):
+            _reduce_rest(root, unit, synchronize=unit.syncs_gradients)
+        _owe(root, unit)
+        if unit.phase is Phase.BACKWARD:
+            # Its inputs need no gradients, so no hook marked the end of its backward.
+            unit.num_pending_backwards = max(0, unit.num_pending_backwards - 1)
+        unit.phase = Phase.IDLE
+        unit.pending_modules.clear()
+    drop_prefetched(root)
+    _end_reductions(root, synchronize=synchronize)
+    # An optimizer without torch's step hooks may step now.
+    root.weight_version += synchronize
+    _forget(root)
+    end_pass(root, "synchronized backward" if synchronize else "backward")
+
+
+def end_scheduled(root: RootState) -> None:
+    """End a micro-batch's backward in a schedule: reduce remaining gradients. Collective.
+
+    Units that other micro-batches use stay gathered.
+    """
+    synchronize = any([unit.syncs_gradients for unit in root.units])
+    for unit in reversed(root.units):
+        _reduce_rest(root, unit, synchronize=unit.syncs_gradients)
+        _owe(root, unit)
+    _end_reductions(root, synchronize=synchronize)
+    root.num_scheduled -= 1
+    if not root.is_scheduled:
+        drop_prefetched(root)
+        root.weight_version += synchronize
+        end_pass(root, "synchronized schedule" if synchronize else "schedule")
+    run_hooks(root)
+
+
+def synchronize(root: RootState, units: Sequence[UnitState]) -> None:
+    """Reduce all gradients of these units into `param.grad`. Collective.
+
+    Args:
+        root: Root of the units.
+        units: Some of the units, parents before children.
+    """
+    # If every backward reduces (ZeRO-2), no gradient is left: units that some rank skipped were
+    # reduced in their turn.
+    is_pending = root.ranks_may_differ and root.has_unreduced
+    for unit in reversed(units):
+        unit.do.collect_assigned()
+        if is_pending and any([group.accumulates_unreduced for group in unit.groups]):
+            root.pending.add(unit)
+        _reduce_rest(root, unit, synchronize=True)
+    _end_reductions(root, synchronize=True)
+    # As after a synchronized backward: an optimizer may step next.
+    root.weight_version += 1
+    root.do.run_hooks(units[::-1])
+
+
+def _end_reductions(root: RootState, *, synchronize: bool) -> None:
+    """Wait for all reductions, and drop gradients to which no rank contributed."""
+    drain(root)
+    root.do.end_reductions()
+    root.has_unreduced = not synchronize
+
+
+def run_hooks(root: RootState) -> None:
+    """Run users' hooks on the gradients that a backward synchronized."""
+    root.do.run_hooks([unit for unit in reversed(root.units) if unit.syncs_gradients])
+
+
+def end_pass(root: RootState, name: str) -> None:
+    """End a backward or an evaluation.
+
+    Args:
+        root: The root.
+        name: Kind of the pass, for reports; empty for an evaluation.
+    """
+    if name:
+        root.is_early, root.num_to_compare[True] = False, 0
+        root.is_after_backward = True
+    root.do.end_allocations(name, no_pending_backward=not root.has_pending_backward)
+
+
+def end_nested_pass(root: RootState) -> None:
+    """End a pass inside a backward, if one is under way."""
+    if root.nested is not None:
+        root.gathers, root.pass_has_grad = root.nested.gathers, root.nested.pass_has_grad
+        root.nested = None
+
+
+def _forget(root: RootState) -> None:
+    end_nested_pass(root)
+    if root in root.machine.under_way:
+        root.machine.under_way.remove(root)
+    root.engine, root.run, root.position = Engine.RESTING, -1, UNKNOWN
+    root.unit = None
+    root.deferred.clear()
+    root.recomputed.clear()
+
+
+# -- after an exception ----------------------------------------------------------------------------
+
+
+def repair(root: RootState) -> None:
+    """Reset the units after a failed forward or backward.
+
+    Drops the gradients of a failed backward that were collected but not reduced. Also drops
+    gradients whose reduction was under way: it may have written them after a `zero_grad`. After a
+    failed forward, no gradient is dropped. Roots in the same backward are repaired together, since
+    ranks that did not fail reduced their units in order.
+    """
+    together = _together(root)
+    failed = [e for e in together if e.engine is not Engine.RESTING or e.is_scheduled]
+    with root.do.repairing():
+        found = [_reduce_late(each) for each in failed]
+        for each, before in zip(failed, found, strict=True):
+            # Another rank may have finished this backward.
+            is_shared = each.ranks_may_differ and not each.is_scheduled
+            if is_shared:
+                drain(each)
+            each.do.drop_gradients(before, is_shared=is_shared)
+            if is_shared:
+                each.weight_version += bool(each.synced)
+            each.inner.clear()
+            each.outer.clear()
+    for each in together:
+        each.num_scheduled = 0
+        each.pending.clear()
+        _forget(each)
+    for each in together:
+        end_forward(each)
+        each.forward_failed = False
+        each.is_after_backward = True
+        for unit in each.units:
+            unit.phase = Phase.IDLE
+            unit.num_pending_backwards = unit.num_users = 0
+            unit.end_forward()
+            unit.do.restore_inputs()
+            free(unit, after_error=True)
+
+
+def _reduce_late(root: RootState) -> object:
+    """Reduce units that this rank did not reduce in a failed backward. Collective.
+
+    Otherwise the reductions of a rank that did would pair with those of the next backward.
+
+    Returns:
+        The gradients that unfinished reductions write, from before.
+    """
+    dropped = [group for reduction in (*root.inner, *root.outer) for group in reduction.groups]
+    # Ranks that follow one schedule reduce without this order.
+    late = [] if root.is_scheduled else root.passed.due(is_left=True)
+    for unit in late:
+        reduced = unit in root.synced
+        dropped += [g for g in unit.groups if reduced or not g.accumulates_unreduced]
+    before = root.do.snapshot(dropped)
+    for unit in late:
+        root.pending.add(unit)
+        _reduce(root, unit, synchronize=unit in root.synced)
+    return before
+
+
+def end_forward(root: RootState, *, failed: bool = False) -> None:
+    """End the forward that began the pass.
+
+    Args:
+        root: The root.
+        failed: Whether it ended in an exception. Collectives under way are left to `repair`:
+            waiting for them could block on other ranks and delay the exception.
+    """
+    unit = root.pass_unit if root.nested is None else root.nested.unit
+    if unit is not None and root.pass_has_grad and (unit.is_root or not root.current.has_root):
+        root.current.turn.last = root.machine.numbers.next()
+    if root.nested is None:
+        root.pass_unit = None
+    end_nested_pass(root)
+    root.forward_failed |= failed
+
+
+def defer(forward: Forward) -> None:
+    """Let the backward of a forward be ended from outside."""
+    forward.unit.root.deferred[forward.number] = forward

@@ -1,0 +1,96 @@
+"""Every sequence of events within bounds keeps the rules of `world.py`, on one rank and on two."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from tests.machine.executors import Setup
+from tests.machine.explore import explore, shown
+from tests.machine.world import World
+
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "units in any order": {},
+    "units called again": {"max_calls": 2},
+    "unit inside a unit": {"parents": (-1, 0, 1)},
+    "tied units": {"tied": ((2, 1),)},
+    "frozen unit": {"frozen": frozenset([1])},
+    "unit that stays gathered": {"stays": frozenset([1])},
+    "non-reentrant checkpoints": {"checkpointed": "packed"},
+    "reentrant checkpoints": {"checkpointed": "reentrant"},
+    "gradients that miss units": {"skips": True},
+    "two forwards before a backward": {"max_forwards": 2, "max_steps": 1},
+    "two backwards before a step": {"max_forwards": 2, "max_steps": 1, "accumulates": True},
+    "two roots": {"parents": (-1, -1, 0, 1)},
+    "evaluations anywhere": {"evaluates": True},
+    "an exception anywhere": {"interrupts": True},
+    "an exception between two backwards": {
+        "interrupts": True,
+        "max_forwards": 2,
+        "max_steps": 1,
+        "accumulates": True,
+    },
+    "an exception in two roots": {"parents": (-1, -1, 0, 1), "interrupts": True, "max_steps": 1},
+}
+CASES = list(itertools.product((3, 2, 1, 0), (1, 2), (0, 1, 2)))
+
+
+def _explore(program: str, most: int) -> int:
+    """Explore a kind of program in all cases; return the number of states."""
+    total = 0
+    for zero, axes, prefetch in CASES:
+        setup = Setup(zero=zero, axes=axes, prefetch=prefetch, **PROGRAMS[program])
+        found = explore(setup, most)
+        if found.broken is not None:
+            what, path = found.broken
+            pytest.fail(f"{setup}: {what}\nafter {shown(path)}")
+        total += found.states
+    return total
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_no_sequence_of_events_breaks_a_rule(program: str) -> None:
+    assert _explore(program, 300) > 24 * 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_no_longer_sequence_of_events_breaks_a_rule(program: str) -> None:
+    assert _explore(program, 5000) > 24 * 200
+
+
+def _log_of(setup: Setup, actions: str) -> list[tuple[str, int]]:
+    """Return the collectives of a sequence of actions; `*` lets the engine run to its end."""
+    world = World(setup)
+    for text in actions.split(", "):
+        name, *numbers = text.split()
+        if name == "*":
+            while world.engine_run != -1:
+                world.apply(("engine",))
+        else:
+            world.apply((name, *map(int, numbers)))
+    return world.log
+
+
+# One rank runs no unit in the first of two forwards: below ZeRO-3, another rank reduces all units
+# once for each forward.
+def test_forward_without_units_takes_its_turn() -> None:
+    setup = Setup(zero=2, max_forwards=2)
+    both = "forward 0, call 1 0, return, return, forward 0, call 1 0, return, return, backward 0, *"
+    none = "forward 0, return, forward 0, call 1 0, return, return, backward 0, *"
+    assert _log_of(setup, both) == _log_of(setup, none)
+
+
+def test_rules_detect_a_gradient_that_is_not_reduced() -> None:
+    setup = Setup()
+    world = World(setup)
+    for action in (("forward", 0), ("call", 1, False), ("return",), ("return",), ("backward", 0)):
+        world.apply(action)
+    # A unit that trains, and that the machine holds to be frozen.
+    world.groups[1].is_trained = False
+    world.units[1].state.groups.clear()
+    with pytest.raises(AssertionError, match="group 1 was reduced 0 times instead of 1"):
+        while world.engine_run != -1:
+            world.apply(("engine",))

@@ -557,7 +557,7 @@ def make_idle(root: nn.Module) -> None:
         RuntimeError: A backward is under way.
     """
     contexts = {unit.context for unit in _units_of(root)}
-    if any(context.state.is_running for context in contexts):
+    if any(machine.is_in_backward(context.state) for context in contexts):
         raise RuntimeError("a backward is under way; do this between two steps")
     for context in contexts:
         machine.make_idle(context.state)
@@ -611,7 +611,7 @@ def _root(module: object, method: str) -> Unit:
 
 def _root_between_passes(module: object, method: str) -> Unit:
     unit = _root(module, method)
-    if unit.state.root.is_running:
+    if machine.is_in_backward(unit.state.root):
         raise RuntimeError(f"a backward is under way; call {method} when it is over")
     return unit
 

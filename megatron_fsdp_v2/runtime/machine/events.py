@@ -175,7 +175,7 @@ def begin_forward(unit: UnitState, *, has_grad: bool, is_packed: bool) -> None:
         if unit.has_begun:
             # The last forward did not end, such as after KeyboardInterrupt, which runs no hooks.
             unit.end_forward()
-        inside = root.is_running
+        inside = is_in_backward(root)
         again = inside and recomputes(unit)
         unit.has_begun, unit.is_recomputing = True, again
         if inside:
@@ -411,6 +411,16 @@ def last_gradient(forward: Forward, *, has_grad: bool) -> None:
 def expect_gradient(unit: UnitState) -> None:
     """Begin a backward at a gradient that reached a weight before an output of its unit."""
     join(unit.root, unit.root.current, unit.do.name)
+
+
+def is_in_backward(root: RootState) -> bool:
+    """Return whether what the caller does now is part of a backward that is under way.
+
+    The caller of a backward that failed may go on before the engine's thread drops the callback.
+    """
+    if root.is_running and root.do.engine_run == -1:
+        engine_dropped(root)
+    return root.is_running
 
 
 def engine_dropped(root: RootState) -> None:

@@ -69,6 +69,9 @@ def _pre_forward(module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return unit.cast_inputs(args, kwargs)
     if _runs_method(unit):
         return unit.cast_inputs(args, kwargs)
+    if unit.state.has_begun and _is_called_again(module):
+        unit.running.num_calls_inside += 1
+        return unit.cast_inputs(args, kwargs)
     return unit.pre_forward(module, args, kwargs)
 
 
@@ -83,7 +86,7 @@ def _post_forward(module: Any, args: Any, output: Any) -> Any:
     if _is_scheduled(unit):
         unit.forget_forward()
         return unit.cast_outputs(output)
-    if _runs_method(unit):
+    if _runs_method(unit) or unit.running.num_calls_inside:
         return unit.wrap_outputs(output)
     return unit.post_forward(module, output)
 
@@ -92,8 +95,22 @@ def _after_forward(module: Any, args: Any, output: Any) -> None:
     """Forward hook of a module that also runs if its forward or an earlier hook raised."""
     del args, output
     unit: Unit = module._fsdp_unit
-    if unit.state.has_begun and not (_is_scheduled(unit) or _runs_method(unit)):
+    if not unit.state.has_begun or _is_scheduled(unit) or _runs_method(unit):
+        return
+    if unit.running.num_calls_inside:
+        unit.running.num_calls_inside -= 1
+    else:
         unit.after_forward(module)
+
+
+def _is_called_again(module: nn.Module) -> bool:
+    """Return whether a module that is called now is called inside its own forward.
+
+    Searches the stack, because an interrupted forward may not have reported its end.
+    """
+    code = nn.Module._call_impl.__code__
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code is code)
+    return sum(frame.f_locals["self"] is module for frame in frames) > 1
 
 
 def _begin_method(module: Any, frame: FrameType, args: Any, kwargs: Any) -> tuple[Any, Any]:

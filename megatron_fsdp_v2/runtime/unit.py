@@ -65,6 +65,7 @@ class ForwardTensors:
         forward: The forward, for hooks in its graph; None without gradients.
         since: Number of its first autograd node.
         method_frame: Frame that calls a method registered as a forward, while the method runs.
+        num_calls_inside: Calls of the module inside its own forward, under way.
     """
 
     replaced: ReplacedTensors = field(default_factory=ReplacedTensors)
@@ -72,6 +73,7 @@ class ForwardTensors:
     forward: machine.Forward | None = None
     since: int = 0
     method_frame: FrameType | None = None
+    num_calls_inside: int = 0
 
 
 class Unit:

@@ -36,7 +36,7 @@ from tests.distributed.wrapping import (
     whole,
     wrap,
 )
-from tests.reference.models import Formula, Stack
+from tests.reference.models import INPUT, Block, Formula, Stack
 
 RANKS = 3
 EXACT = 1e-12
@@ -154,6 +154,35 @@ def test_sharded_module_keeps_the_behavior_of_a_module() -> None:
         [(n, tuple(p.shape)) for n, p in m.named_parameters()] for m in (model, WithBuffers())
     ]
     assert shapes[0] == shapes[1]
+
+
+# -- backwards inside a forward ------------------------------------------------------------------
+
+
+def _train_step(model: Any, optimizer: Any, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Train on each micro-batch inside one forward."""
+    losses = []
+    for x in micro_batches:
+        loss = functools.reduce(lambda y, block: block(y), model.blocks, x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+@on_ranks(2, strategy=STRATEGIES)
+def test_a_training_step_may_be_the_forward_of_the_root(strategy: str) -> None:
+    plain, model = pair(
+        lambda: Formula(_train_step, blocks=nn.ModuleList(Block(INPUT) for _ in range(3))).double(),
+        sharding_strategy=strategy,
+    )
+    optimizers = [optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, model)]
+    for step in range(3):
+        inputs = [batch(0, 2 * step + number, dtype=torch.float64) for number in range(2)]
+        losses = [m(o, inputs) for m, o in zip((plain, model), optimizers, strict=True)]
+        assert torch.equal(*losses)
+    assert weight_error(model, plain) < EXACT
 
 
 # -- forwards inside a backward ------------------------------------------------------------------

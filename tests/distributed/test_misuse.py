@@ -214,12 +214,6 @@ def _cuda_mesh() -> None:
     fully_shard(nn.Linear(3, 3), mesh=mesh)
 
 
-def _within_itself() -> None:
-    weight = nn.Parameter(torch.ones(3))
-    module = fully_shard(Formula(lambda m, x: m(x[1:]) if len(x) else x, weight=weight))
-    module(torch.ones(3))
-
-
 def _opts_out_between_backwards() -> None:
     model = wrap(Stack(), sharding_strategy="no_shard")
     with model.no_sync():
@@ -399,7 +393,6 @@ RUNTIME: dict[str, Callable[[], Any]] = {
     "is gathered or has a reduction under way": _during_a_step,
     "which belongs to another root; call fully_shard on a module that": _shared_with_another_root,
     "which is gathered; call reshard() on its module first": _tied_to_a_gathered_unit,
-    "a module must not be run inside its own forward": _within_itself,
     "has gradients that are not synchronized yet": _opts_out_between_backwards,
     "weight of unit the root (_Bare) had no values on the meta device and got none since": (
         lambda: fully_shard(_Bare())(torch.ones(1, 2))

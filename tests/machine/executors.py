@@ -57,6 +57,7 @@ class Setup:
         interrupts: Whether one exception may occur.
         evaluates: Whether evaluations may run anywhere, also inside a backward.
         skips: Whether gradients may miss forwards.
+        trains_inside: Whether the forward of a root may run a backward and a step, and go on.
     """
 
     zero: int = 3
@@ -75,6 +76,7 @@ class Setup:
     interrupts: bool = False
     evaluates: bool = False
     skips: bool = False
+    trains_inside: bool = False
 
 
 class Group:

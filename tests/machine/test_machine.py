@@ -24,6 +24,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "two forwards before a backward": {"max_forwards": 2, "max_steps": 1},
     "two backwards before a step": {"max_forwards": 2, "max_steps": 1, "accumulates": True},
     "two roots": {"parents": (-1, -1, 0, 1)},
+    "a training step inside a forward": {"trains_inside": True, "max_calls": 2, "max_steps": 3},
     "evaluations anywhere": {"evaluates": True},
     "an exception anywhere": {"interrupts": True},
     "an exception between two backwards": {

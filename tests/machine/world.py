@@ -50,7 +50,7 @@ class World:
         # How often each group has to be reduced in the backward under way.
         self.expected: dict[int, int] = {}
         self.has_interrupted = False
-        self.evaluated = False
+        self.evaluated = self.has_trained = False
         self._make(setup)
 
     def _make(self, setup: Setup) -> None:
@@ -103,6 +103,8 @@ class World:
                         kinds = [False] if setup.checkpointed == "no" else [False, True]
                         found += [("call", unit, kind) for kind in kinds]
             found.append(("return",))
+            if setup.trains_inside and len(self.open) == 1 and not self.has_trained:
+                found.append(("train",))
         elif self.engine_run != -1:
             found.append(("engine",))
             if setup.evaluates and not self.evaluated and self.queue:
@@ -185,8 +187,9 @@ class World:
             self.program.append("return")
         node = self.open.pop()
         self._leave(node.unit, node.forward, has_grad=node.forward is not None)
-        if not self.open:
+        if not self.open and not self.has_trained:
             self.graphs.append(node)
+        self.has_trained &= bool(self.open)
 
     def _evaluate(self, number: int) -> None:
         """Run the root and each of its units once, without gradients."""
@@ -218,14 +221,19 @@ class World:
         else:
             # Ranks may differ in what their gradients reach.
             self.program.append("backward 0")
+        self._begin_engine(self.graphs, mask)
+        self.graphs = []
+
+    def _begin_engine(self, graphs: list[Node], mask: int) -> None:
         self.runs += 1
         self.engine_run = self.runs
         is_first, self.num_backwards = not self.num_backwards, self.num_backwards + 1
         for unit in self.units:
             unit.state.settings.requires_gradient_sync = not (self.setup.accumulates and is_first)
         numbered = 0
-        for graph in reversed(self.graphs):
-            self.queue.append(("first", graph))
+        for graph in reversed(graphs):
+            if graph not in self.open:
+                self.queue.append(("first", graph))
             reached = {graph.unit}
             for child in reversed(graph.children):
                 missed = mask >> numbered & 1
@@ -245,7 +253,17 @@ class World:
                 # At the end of the backward, after all its forwards.
                 self.expected[graph.unit] = int(self.groups[graph.unit].is_trained)
             # Inputs of a root need no gradients, so no hook marks the end of its backward.
-        self.graphs = []
+
+    def _train(self) -> None:
+        """Run a backward and a step of the optimizer inside the forward of a root."""
+        node = self.open[-1]
+        self.program.append("train")
+        self._begin_engine([node], 0)
+        self.has_trained = True
+        while self.engine_run != -1:
+            self._engine()
+        node.children = []
+        self._step()
 
     def _units_in(self, node: Node) -> set[int]:
         """Return the units whose parameters a forward used."""
@@ -306,7 +324,7 @@ class World:
     def _rest(self) -> None:
         """Check what must hold when a backward is over."""
         # A root that an exception left is repaired in its next pass.
-        over = [root.state for root in self.roots if not root.state.needs_repair]
+        over = [root.state for root in self.roots if self.open or not root.state.needs_repair]
         for group in self.groups:
             if self.root_of(group.number) not in over:
                 continue
@@ -331,7 +349,9 @@ class World:
             require(not state.inner and not state.outer, "a reduction is in flight")
             require(not state.deferred and not state.recomputed, "something is deferred")
             for unit in state.units:
-                require(unit.phase is Phase.IDLE, f"{unit.do.name} is not idle after a backward")
+                is_open = any(self.units[node.unit].state is unit for node in self.open)
+                rests = unit.phase is (Phase.FORWARD if is_open else Phase.IDLE)
+                require(rests, f"{unit.do.name} is {unit.phase} after a backward")
                 require(not unit.is_gathered, f"{unit.do.name} stays gathered after a backward")
             require(state not in self.machine.under_way, "a backward is under way")
         # The pass of a forward that raised waits until the root's next pass begins.

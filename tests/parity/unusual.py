@@ -412,6 +412,13 @@ def _frozen_after_the_first(model: Any, step: int, micro: int, rank: int) -> tor
     return mean_square(model, step, micro, rank)
 
 
+class _Redirected(Stack):
+    """A stack whose forward calls the module again."""
+
+    def forward(self, x: torch.Tensor, again: bool = True) -> torch.Tensor:
+        return 2 * self(x, again=False) if again else super().forward(x)
+
+
 def _sparse() -> nn.Module:
     """Build a model with a layer and an embedding, used twice, with sparse gradients."""
     return Formula(
@@ -451,6 +458,7 @@ UNUSUAL: dict[str, Pattern] = {
     },
     "outputs in plain objects": Pattern(lambda: Unpacking(block=ObjectBlock)),
     "outputs in closures": Pattern(lambda: Unpacking(block=ClosureBlock), skips=True),
+    "a forward that calls its own module": Pattern(_Redirected),
     "a copy of a weight returned": Pattern(lambda: Regularized("copy")),
     "a view of a weight returned, weights kept": Pattern(
         lambda: Regularized("view"), options={"reshard_after_forward": False}

@@ -31,9 +31,10 @@ def tree(tmp_path):
     """A copy of the linters' configuration, and empty packages of every layer."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for package, layers in LAYERS.items():
-        place = tmp_path if package == "megatron_fsdp_v2" else tmp_path / "adapters"
+        is_core = package.partition(".")[0] == "megatron_fsdp_v2"
+        place = tmp_path if is_core else tmp_path / "adapters"
         for layer in ("", *layers):
-            folder = place / package / layer
+            folder = place / package.replace(".", "/") / layer
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "__init__.py").touch()
     (tmp_path / "adapters" / "megatron_fsdp_v2_trace").mkdir()
@@ -55,6 +56,8 @@ FORBIDDEN_IMPORTS = [
     ("comm/backends.py", "transformer_engine", "not allowed to import transformer_engine"),
     ("comm/backends.py", MCORE, "not allowed to import megatron_fsdp_v2_mcore"),
     ("plan/planner.py", "megatron_fsdp_v2_cli", "not allowed to import megatron_fsdp_v2_cli"),
+    ("runtime/machine/orders.py", "torch", "not allowed to import torch"),
+    ("runtime/machine/weights.py", "megatron_fsdp_v2.runtime.machine.events", "weights is not"),
     (f"{ADAPTER}/flags/settings.py", f"{MCORE}.model", "flags is not allowed to import"),
     (f"{ADAPTER}/model/wrapper.py", "transformer_engine", "not allowed to import transformer_"),
     (f"../{REHEARSAL}/te/load.py", "megatron_fsdp_v2", "Rehearsal: imports neither"),
@@ -66,7 +69,7 @@ NEW = ("megatron_fsdp_v2/a_new_file.py", f"{REHEARSAL}/a_new_file.py")
 def test_forbidden_imports_cycles_and_unlisted_modules_are_reported(tree):
     for file, imported, _ in FORBIDDEN_IMPORTS:
         path = tree / "megatron_fsdp_v2" / file
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as source:
             source.write(f"import {imported}\n")
     dtensor = tree / "megatron_fsdp_v2" / "dtensor"

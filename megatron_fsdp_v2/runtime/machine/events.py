@@ -74,13 +74,33 @@ def begin_pass(unit: UnitState, *, has_grad: bool) -> None:
         repair(root)
     if has_grad and unit.is_root:
         unit.do.check_owned()
-    for each in root.units:
-        free_if_outdated(each)
+    _free_outdated(root)
     if has_grad:
         do.check_hooks()
         if root.is_after_backward:
             do.forget_casts()
     _begin_pass(unit, has_grad=has_grad)
+    _refresh(root)
+
+
+def _free_outdated(root: RootState) -> None:
+    for unit in root.units:
+        free_if_outdated(unit)
+
+
+def _continue_pass(root: RootState, *, has_grad: bool) -> None:
+    """Begin another pass inside a forward that ran a backward, such as a whole training step.
+
+    An optimizer may have stepped since. Collective.
+    """
+    _free_outdated(root)
+    _begin_root_pass(root)
+    root.current.has_root = True
+    if has_grad or root.pass_has_grad:
+        root.current.expect_backward()
+        if root.is_after_backward:
+            root.do.forget_casts()
+            root.is_after_backward = False
     _refresh(root)
 
 
@@ -183,9 +203,12 @@ def begin_forward(unit: UnitState, *, has_grad: bool, is_packed: bool) -> None:
                 _begin_nested_pass(unit, has_grad=has_grad)
         elif unit.is_root or root.pass_unit is None:
             begin_pass(unit, has_grad=has_grad)
-        elif root.do.is_capturing:
-            root.do.check_captured_pass(unit.do.name)
-        unit.has_begun = True  # a repair ends all forwards
+        else:
+            if root.do.is_capturing:
+                root.do.check_captured_pass(unit.do.name)
+            if root.current.is_over:
+                _continue_pass(root, has_grad=has_grad)
+        unit.has_begun, unit.passed = True, root.current  # a repair ends all forwards
         unit.is_gathered_around = inside and unit.is_gathered
         note_if_recomputable(unit, has_grad=has_grad, is_packed=is_packed)
         if unit.phase is not Phase.BACKWARD:
@@ -259,8 +282,10 @@ def end_unit_forward(unit: UnitState, *, has_grad: bool) -> None:
                 # has to wait for its own.
                 root.do.wait_for_refreshes()
             end_forward(root)
-        # A unit to be recomputed runs its first forward without grad, in a pass with grad.
-        if has_grad or pass_has_grad:
+        # A unit to be recomputed runs its first forward without grad, in a pass with grad. A
+        # forward that ran its own backward expects no other.
+        is_over = unit.passed is not None and unit.passed.is_over
+        if (has_grad or pass_has_grad) and not is_over:
             root.gathers.backward.note(unit)
             unit.num_pending_backwards += 1
             root.current.add_use(unit.reduced_with)

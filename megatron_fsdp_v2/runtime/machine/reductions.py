@@ -60,6 +60,12 @@ def join(root: RootState, passed: Pass[UnitState], what: str, position: int = UN
     else:
         under_way.append(root)
     root.passed = passed
+    if root.pass_unit is not None:
+        # A backward inside a forward, which uses weights until the backward ends.
+        for unit in root.units:
+            if unit.has_begun and unit.passed is passed:
+                passed.add_use(unit.reduced_with)
+                root.pending.update(unit.reduced_with)
     passed.begin_backward()
     root.pending.update(passed.used_directly)
 
@@ -349,7 +355,9 @@ def _end_alone(root: RootState) -> None:
         if unit.phase is Phase.BACKWARD:
             # Its inputs need no gradients, so no hook marked the end of its backward.
             unit.num_pending_backwards = max(0, unit.num_pending_backwards - 1)
-        unit.phase = Phase.IDLE
+        # A forward may run a backward, such as a whole training step, and go on.
+        goes_on = unit.has_begun and not (unit.is_recomputing or unit.pending_modules)
+        unit.phase = Phase.FORWARD if goes_on else Phase.IDLE
         unit.pending_modules.clear()
     drop_prefetched(root)
     _end_reductions(root, synchronize=synchronize)

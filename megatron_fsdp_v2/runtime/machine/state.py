@@ -141,7 +141,7 @@ class UnitState(UnitFacts):
         is_recomputing: Whether the forward under way repeats an earlier one.
         is_gathered_around: Whether weights were gathered for a backward when its forward began.
         pending_modules: With several modules, those that have not run in the forward under way.
-        forward: The forward under way, for its backward; None without gradients.
+        passed: The pass that its latest forward was part of.
     """
 
     do: UnitCommands
@@ -166,7 +166,7 @@ class UnitState(UnitFacts):
     is_recomputing: bool = False
     is_gathered_around: bool = False
     pending_modules: set[int] = field(default_factory=set)
-    forward: Forward | None = None
+    passed: Pass[UnitState] | None = None
 
     @property
     def expects_backward(self) -> bool:
@@ -204,15 +204,15 @@ class UnitState(UnitFacts):
         """
         if phase not in LEGAL_MOVES[self.phase]:
             raise RuntimeError(
-                f"unit {self.do.name} cannot go from {self.phase.value} to {phase.value}; "
-                "a module must not be run inside its own forward"
+                f"unit {self.do.name} cannot go from {self.phase.value} to {phase.value}: its "
+                "forwards and backwards overlap in a way that no program of torch does"
             )
         self.phase = phase
 
     def end_forward(self) -> None:
         """Forget the forward under way."""
         self.has_begun = self.is_recomputing = self.is_gathered_around = False
-        self.forward = None
+        self.passed = None
         self.pending_modules.clear()
 
     def forget(self) -> None:

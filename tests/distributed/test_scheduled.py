@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2.runtime.module import named_units
-from megatron_fsdp_v2.runtime.scheduled import ScheduledUnits
+from megatron_fsdp_v2_mcore.model.scheduled_units import ScheduledUnits
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     STRATEGIES,

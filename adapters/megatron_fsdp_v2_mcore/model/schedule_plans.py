@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_fsdp_v2 import FSDPModule
-from megatron_fsdp_v2.runtime.scheduled import ScheduledUnits
+from megatron_fsdp_v2_mcore.model.scheduled_units import ScheduledUnits
 
 
 def scheduled_modules(chunk: nn.Module) -> list[nn.Module]:

@@ -22,7 +22,6 @@ from megatron_fsdp_v2 import FSDPModule, UnitOptions, fully_shard
 from megatron_fsdp_v2._text import listed
 from megatron_fsdp_v2.diagnostics.finite import not_finite
 from megatron_fsdp_v2.runtime.registered_pool import register_pool
-from megatron_fsdp_v2.runtime.scheduled import ScheduledUnits
 from megatron_fsdp_v2_mcore.flags.arguments import reject_model_options
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
 from megatron_fsdp_v2_mcore.flags.options import (
@@ -38,6 +37,7 @@ from megatron_fsdp_v2_mcore.model.initialize import initializer
 from megatron_fsdp_v2_mcore.model.mamba_parameters import use_registered_parameters
 from megatron_fsdp_v2_mcore.model.meshes import Meshes, dense_meshes, expert_meshes, gather_groups
 from megatron_fsdp_v2_mcore.model.schedule_plans import attach_to_plan, scheduled_modules
+from megatron_fsdp_v2_mcore.model.scheduled_units import ScheduledUnits
 from megatron_fsdp_v2_mcore.model.tensor_shards import is_expert, tensor_shards
 from megatron_fsdp_v2_mcore.model.units import (
     UNIT_CLASSES,

@@ -308,4 +308,7 @@ class StreamCommunicator(Communicator):
             return nullcontext()
         stream = self._streams[comm_stream]
         stream.wait_stream(self._current())
+        if comm_stream is CommStream.OUTER:
+            # Its input may be the result of a reduction that the compute stream does not wait for.
+            stream.wait_stream(self._streams[CommStream.REDUCE])
         return self._device.use(stream)

@@ -230,6 +230,22 @@ class GroupGrads:
         return self.partial is not None and self.context.spec.reduces
 
     @property
+    def queues_partial(self) -> bool:
+        """Whether the second reduction may be queued before the first one is waited for.
+
+        Without streams, the host would wait. A cast of the sum, a hook and a staging buffer are on
+        the compute stream.
+        """
+        partial = self.partial
+        return (
+            self.context.comm.has_streams
+            and partial is not None
+            and partial.comm_copy is None
+            and self._hook is None
+            and self._staging is None
+        )
+
+    @property
     def has_partial(self) -> bool:
         """Whether the partial buffer holds sums for the outer reduction."""
         return self._partial_state is GradState.ACCUMULATED

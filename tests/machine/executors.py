@@ -44,6 +44,7 @@ class Setup:
         zero: ZeRO level.
         parents: Of each unit, the unit that calls it; -1 for a root. Roots come before their units.
         axes: Number of mesh axes.
+        queues: Whether the reduction along the second axis is queued behind the first one.
         prefetch: Number of units gathered ahead.
         max_live: Number of full gradients at a time.
         frozen: Units without trained parameters.
@@ -56,6 +57,7 @@ class Setup:
         max_steps: Steps of the optimizer.
         interrupts: Whether one exception may occur.
         evaluates: Whether evaluations may run anywhere, also inside a backward.
+        keeps: Whether units stay gathered after a backward.
         skips: Whether gradients may miss forwards.
         trains_inside: Whether the forward of a root may run a backward and a step, and go on.
     """
@@ -63,6 +65,7 @@ class Setup:
     zero: int = 3
     parents: tuple[int, ...] = (-1, 0, 0)
     axes: int = 1
+    queues: bool = False
     prefetch: int = 1
     max_live: int = 2
     frozen: frozenset[int] = frozenset()
@@ -75,6 +78,7 @@ class Setup:
     max_steps: int = 2
     interrupts: bool = False
     evaluates: bool = False
+    keeps: bool = False
     skips: bool = False
     trains_inside: bool = False
 
@@ -87,6 +91,7 @@ class Group:
         setup = world.setup
         self.accumulates_unreduced = setup.zero < 2
         self.reduces_partial = setup.axes == 2
+        self.queues_partial = setup.queues
         self.is_trained = number not in setup.frozen
         self.full = self.partial = ABSENT
         self.has_gradient = self.is_owed = False
@@ -215,6 +220,7 @@ class Unit:
             is_collective=setup.zero == 3,
         )
         self.state.settings.reshard_after_forward = number not in setup.stays
+        self.state.settings.reshard_after_backward = not setup.keeps
 
     def observed_phase(self, phase: str) -> AbstractContextManager[Any]:
         del phase

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import random
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -133,6 +134,7 @@ def explore(
     """
     result = Explored()
     seen: set[int] = set()
+    chance = random.Random(0)
     left: list[list[tuple[Any, ...]]] = [[]]
     while left and len(seen) < most:
         path = left.pop()
@@ -152,6 +154,8 @@ def explore(
                 actions = world.actions()
                 if not actions:
                     break
+                # At random, so that an exploration that ends early has seen all kinds of events.
+                chance.shuffle(actions)
                 left.extend([*path, other] for other in actions[1:])
                 path = [*path, actions[0]]
                 world.apply(actions[0])

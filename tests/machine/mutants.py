@@ -121,8 +121,8 @@ def _is_detected(name: str, source: str, states: int) -> bool:
     tests = importlib.import_module("tests.machine.test_machine")
     explore = importlib.import_module("tests.machine.explore").explore
     for program in tests.PROGRAMS.values():
-        for zero, axes, prefetch in tests.CASES:
-            setup = tests.Setup(zero=zero, axes=axes, prefetch=prefetch, **program)
+        for case in tests.CASES:
+            setup = tests.Setup(**case, **program)
             if explore(setup, states).broken is not None:
                 return True
     return False

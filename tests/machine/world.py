@@ -123,7 +123,9 @@ class World:
                 found.append(("step",))
         is_running = any(root.has_queued for root in self.roots)
         if setup.interrupts and not self.has_interrupted and (self.open or is_running):
-            found.append(("interrupt",))
+            found.append(("interrupt", False))
+            if not self.open:
+                found.append(("interrupt", True))
         return found
 
     def apply(self, action: tuple[Any, ...]) -> None:
@@ -307,6 +309,9 @@ class World:
             self._compute(node.unit, self.version)
             for group in unit.groups:
                 if group.is_trained:
+                    if not unit.state.root.is_running:
+                        # A weight of the root, used before any unit below it.
+                        machine.expect_gradient(unit.state)
                     group.arrive()
         else:
             self.computing.pop(node.unit, None)
@@ -327,6 +332,7 @@ class World:
         over = [root.state for root in self.roots if self.open or not root.state.needs_repair]
         for group in self.groups:
             if self.root_of(group.number) not in over:
+                group.times_reduced = 0
                 continue
             what = f"when the backward is over, group {group.number}"
             syncs = self.units[group.number].state.syncs_gradients
@@ -352,7 +358,8 @@ class World:
                 is_open = any(self.units[node.unit].state is unit for node in self.open)
                 rests = unit.phase is (Phase.FORWARD if is_open else Phase.IDLE)
                 require(rests, f"{unit.do.name} is {unit.phase} after a backward")
-                require(not unit.is_gathered, f"{unit.do.name} stays gathered after a backward")
+                is_kept = self.setup.keeps or not unit.is_gathered
+                require(is_kept, f"{unit.do.name} stays gathered after a backward")
             require(state not in self.machine.under_way, "a backward is under way")
         # The pass of a forward that raised waits until the root's next pass begins.
         waiting = self.machine.numbers.unreduced
@@ -369,7 +376,12 @@ class World:
         self.num_forwards = self.num_backwards = 0
         self.evaluated = False
 
-    def _interrupt(self) -> None:
+    def _interrupt(self, is_late: bool) -> None:
+        """Raise an exception, in a forward or in the engine.
+
+        Args:
+            is_late: Whether the engine drops its callback after the caller went on.
+        """
         self.has_interrupted = True
         if self.setup.zero == 3 or self.open:
             # All ranks raise: otherwise those that go on would wait for this one.
@@ -385,7 +397,8 @@ class World:
             for root in self.roots:
                 if root.has_queued:
                     root.has_queued = False
-                    machine.engine_dropped(root.state)
+                    if not is_late:
+                        machine.engine_dropped(root.state)
             self.graphs = []
         self.expected = {}
 
@@ -400,4 +413,5 @@ class World:
                 running = len([n for n in self.computing if self.root_of(n) is root.state])
                 kept = len(root.state.recomputed) + len(self.setup.stays)
                 most = max(running, 1) + self.setup.prefetch + kept
+                most = len(units) if self.setup.keeps else most
                 require(gathered <= most, f"{gathered} units are gathered at a time")

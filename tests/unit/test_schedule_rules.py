@@ -71,10 +71,9 @@ def test_a_step_gathers_one_unit_ahead_and_waits_for_the_oldest_of_two_reduction
         # Forward.
         *("gather root", "gather 0", "gather 1", "gather 2"),
         # Backward; the root is still gathered.
-        *("gather 2", "gather 1", "reduce 2", "gather 0", "reduce 1"),
-        # A third gradient buffer: wait for the first reduction, then reduce along the outer axis.
-        *("outer 2", "reduce 0", "outer 1", "reduce root"),
-        *("outer 0", "outer root"),
+        # A reduction along the outer axis is queued behind the one along the inner axis.
+        *("gather 2", "gather 1", "reduce 2", "outer 2", "gather 0", "reduce 1", "outer 1"),
+        *("reduce 0", "outer 0", "reduce root", "outer root"),
         # Which groups had gradients, along both axes.
         *("outer root", "outer root"),
     ]
@@ -186,34 +185,33 @@ def test_forward_prefetches(passes: str, options: dict[str, Any], expected: str)
 
 # At the end, ranks sum along both axes which groups had gradients.
 _FLAGS = "outer root, wait inner root, outer root, wait outer root"
-_AT_THE_END = (
-    "wait inner 0, wait outer 2, outer 0, wait inner root, wait outer 1, outer root, "
-    f"wait outer 0, wait outer root, {_FLAGS}"
-)
 _INNER = (
     "collect root, collect 2, reduce 2, collect 1, reduce 1, wait inner 2, collect 0, reduce 0, "
     "wait inner 1, reduce root, wait inner 0, wait inner root"
 )
-# A third gradient buffer: wait for the first reduction, then reduce along the outer axis.
-# Along the outer axis, at most two units are in flight as well.
+_OUTER_WAITS = "wait outer 2, wait outer 1, wait outer 0, wait outer root"
+# Each reduction along the outer axis is queued behind the inner one. A third gradient buffer waits
+# for the first inner reduction.
 _TWO_BUFFERS = (
-    "collect root, collect 2, reduce 2, collect 1, reduce 1, wait inner 2, outer 2, collect 0, "
-    f"reduce 0, wait inner 1, outer 1, reduce root, {_AT_THE_END}"
+    "collect root, collect 2, reduce 2, outer 2, collect 1, reduce 1, outer 1, wait inner 2, "
+    "collect 0, reduce 0, outer 0, wait inner 1, reduce root, outer root, wait inner 0, "
+    f"wait inner root, {_OUTER_WAITS}, {_FLAGS}"
 )
 REDUCTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "two buffers": ({}, _TWO_BUFFERS),
+    # Along the outer axis, at most two units per gradient buffer are in flight.
     "one buffer": (
         {"max_live_grad_buffers": 1},
-        "collect root, collect 2, reduce 2, wait inner 2, outer 2, "
-        "collect 1, reduce 1, wait inner 1, wait outer 2, outer 1, "
-        "collect 0, reduce 0, wait inner 0, wait outer 1, outer 0, "
-        f"reduce root, wait inner root, wait outer 0, outer root, wait outer root, {_FLAGS}",
+        "collect root, collect 2, reduce 2, outer 2, wait inner 2, "
+        "collect 1, reduce 1, outer 1, wait inner 1, "
+        "collect 0, reduce 0, wait outer 2, outer 0, wait inner 0, "
+        "reduce root, wait outer 1, outer root, wait inner root, wait outer 0, wait outer root, "
+        f"{_FLAGS}",
     ),
     # Partial shards are reduced along the outer axis once, after both backwards.
     "two micro-batches, synchronized afterwards": (
         {"training": {"num_microbatches": 2, "syncs_afterwards": True}},
-        f"{_INNER}, {_INNER}, outer 2, outer 1, wait outer 2, outer 0, wait outer 1, outer root, "
-        f"wait outer 0, wait outer root, {_FLAGS}",
+        f"{_INNER}, {_INNER}, outer 2, outer 1, outer 0, outer root, {_OUTER_WAITS}, {_FLAGS}",
     ),
 }
 

@@ -44,6 +44,10 @@ class GroupCommands(Protocol):
     def reduces_partial(self) -> bool:
         """Whether a second reduction follows the one along the inner axis."""
 
+    @property
+    def queues_partial(self) -> bool:
+        """Whether the second reduction may be queued before the first one is waited for."""
+
     def reduce(self, *, async_op: bool) -> None:
         """Issue the reduction along the inner axis. Collective."""
 

@@ -245,6 +245,9 @@ def _reduce(root: RootState, unit: UnitState, *, synchronize: bool) -> None:
             for group in due:
                 group.reduce(async_op=is_async)
                 reduction.groups.append(group)
+            if synchronize and is_async:
+                # Behind the inner ones, in a stream of their own; others when these are waited for.
+                _reduce_outer(root, [g for g in due if g.reduces_partial and g.queues_partial])
         if not is_async:
             drain(root)
 
@@ -296,13 +299,16 @@ def _finish_inner(root: RootState) -> None:
     with groups[0].observed_phase("finish_reduction"):
         for group in groups:
             group.end_inner()
-    if reduction.synchronize and (following := [g for g in groups if g.reduces_partial]):
-        _reduce_outer(root, following)
+    if reduction.synchronize:
+        _reduce_outer(root, [g for g in groups if g.reduces_partial and g.has_partial])
 
 
 def _reduce_outer(root: RootState, groups: Sequence[GroupCommands]) -> None:
-    # Otherwise partial shards of all units would be live at the end of a backward.
-    while len(root.outer) >= root.control.max_live:
+    if not groups:
+        return
+    # Otherwise partial shards of all units would be live at the end of a backward. They take a part
+    # of the memory of a full gradient.
+    while len(root.outer) >= 2 * root.control.max_live:
         _finish_outer(root)
     reduction = Reduction()
     root.outer.append(reduction)

@@ -211,7 +211,8 @@ REDUCTIONS: dict[str, tuple[dict[str, Any], str]] = {
     # Partial shards are reduced along the outer axis once, after both backwards.
     "two micro-batches, synchronized afterwards": (
         {"training": {"num_microbatches": 2, "syncs_afterwards": True}},
-        f"{_INNER}, {_INNER}, outer 2, outer 1, outer 0, outer root, {_OUTER_WAITS}, {_FLAGS}",
+        f"{_INNER}, {_INNER}, outer 2, outer 1, wait outer 2, outer 0, wait outer 1, outer root, "
+        f"wait outer 0, wait outer root, {_FLAGS}",
     ),
 }
 

@@ -3,8 +3,9 @@
 A backward begins with the first unit that the engine reaches, and ends in a callback of the engine,
 or, for a schedule that runs modules part by part, when the schedule says so. In between, each unit
 is reduced in its turn (`Pass`). Before the number of full gradients exceeds its bound, the oldest
-reduction is waited for; the reduction along the outer axis follows, with its own bound. At the end,
-ranks tell each other which parameters had gradients.
+reduction is waited for. The reduction along the outer axis is queued behind the inner one, or
+follows when that was waited for, with its own bound. At the end, ranks tell each other which
+parameters had gradients.
 """
 
 from __future__ import annotations
@@ -247,7 +248,8 @@ def _reduce(root: RootState, unit: UnitState, *, synchronize: bool) -> None:
                 reduction.groups.append(group)
             if synchronize and is_async:
                 # Behind the inner ones, in a stream of their own; others when these are waited for.
-                _reduce_outer(root, [g for g in due if g.reduces_partial and g.queues_partial])
+                queued = [g for g in due if g.reduces_partial and g.queues_partial]
+                _reduce_outer(root, queued, 2 * root.control.max_live)
         if not is_async:
             drain(root)
 
@@ -259,7 +261,7 @@ def _reduce_rest(root: RootState, unit: UnitState, *, synchronize: bool) -> None
         in_flight = [group for reduction in root.inner for group in reduction.groups]
         for group in unit.groups:
             if group.has_partial and group not in in_flight:
-                _reduce_outer(root, [group])
+                _reduce_outer(root, [group], root.control.max_live)
 
 
 def _owe(root: RootState, unit: UnitState) -> None:
@@ -300,15 +302,22 @@ def _finish_inner(root: RootState) -> None:
         for group in groups:
             group.end_inner()
     if reduction.synchronize:
-        _reduce_outer(root, [g for g in groups if g.reduces_partial and g.has_partial])
+        following = [g for g in groups if g.reduces_partial and g.has_partial]
+        _reduce_outer(root, following, root.control.max_live)
 
 
-def _reduce_outer(root: RootState, groups: Sequence[GroupCommands]) -> None:
+def _reduce_outer(root: RootState, groups: Sequence[GroupCommands], most: int) -> None:
+    """Issue reductions along the outer axis. Collective.
+
+    Args:
+        root: The root.
+        groups: Groups of one unit; nothing happens if there are none.
+        most: Number of units that may be in flight. Otherwise partial shards of all units would be
+            live at the end of a backward.
+    """
     if not groups:
         return
-    # Otherwise partial shards of all units would be live at the end of a backward. They take a part
-    # of the memory of a full gradient.
-    while len(root.outer) >= 2 * root.control.max_live:
+    while len(root.outer) >= most:
         _finish_outer(root)
     reduction = Reduction()
     root.outer.append(reduction)

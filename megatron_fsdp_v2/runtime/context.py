@@ -132,7 +132,6 @@ class Context:
     def begin_capture(self) -> None:
         """Check that a pass or step that begins now can be captured, and begin it."""
         check_capture(self)
-        self.state.has_graph = True
         # A capture cannot wait for the stream of earlier passes.
         self.communicator.begin_pass(reuses_memory=False)
 

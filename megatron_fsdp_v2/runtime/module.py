@@ -80,9 +80,7 @@ class FSDPModule(fsdp.FSDPModule):
             async_op: Return a handle instead of waiting; its `wait()` installs the parameters.
         """
         unit = unit_of(self)
-        root = unit.state.root
-        # A captured graph may have been replayed since the last pass.
-        root.weight_version += root.has_graph
+        machine.graph_replayed(unit.state.root)
         machine.gather(unit.state, WeightUse.BOTH, async_op=async_op)
         if async_op:
             return UnshardHandle(unit)

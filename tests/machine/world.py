@@ -372,7 +372,7 @@ class World:
         self.num_steps += 1
         self.version += 1
         for root in self.roots:
-            root.state.weight_version += 1
+            machine.weights_changed(root.state)
         self.num_forwards = self.num_backwards = 0
         self.evaluated = False
 

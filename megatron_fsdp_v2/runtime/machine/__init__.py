@@ -16,6 +16,7 @@ commands and hold tensors.
 | `engine_dropped` | death of that callback | nothing: the next pass or backward repairs |
 | `begin_direct_use`, `direct_gradient`, `end_direct_use` | sharded parameters | make room; reduce |
 | `begin_schedule`, `begin_use`, `release`, `reduce`, `end_scheduled` | a schedule | as above |
+| `weights_changed`, `graph_replayed`, `begin_capture` | steps of optimizers, users | nothing |
 | `synchronize`, `make_idle`, `repair`, `gather`, `free` | methods that users call | as named |
 
 `commands.py` lists the commands, and the facts about tensors that decide between them. `state.py`
@@ -25,6 +26,7 @@ backwards and repairs, `events.py` what is reported.
 
 from megatron_fsdp_v2.runtime.machine.events import (
     adopt,
+    begin_capture,
     begin_direct_use,
     begin_graph,
     begin_schedule,
@@ -38,12 +40,14 @@ from megatron_fsdp_v2.runtime.machine.events import (
     expect_gradient,
     fail_forward,
     first_gradient,
+    graph_replayed,
     is_in_backward,
     last_gradient,
     leave_module,
     make_idle,
     recomputes,
     release,
+    weights_changed,
 )
 from megatron_fsdp_v2.runtime.machine.orders import Numbers, Pass, PrefetchLimit
 from megatron_fsdp_v2.runtime.machine.reductions import (
@@ -84,6 +88,7 @@ __all__ = [
     "Settings",
     "UnitState",
     "adopt",
+    "begin_capture",
     "begin_direct_use",
     "begin_graph",
     "begin_schedule",
@@ -104,6 +109,7 @@ __all__ = [
     "free_if_outdated",
     "gather",
     "gather_for",
+    "graph_replayed",
     "is_in_backward",
     "last_gradient",
     "leave_module",
@@ -115,4 +121,5 @@ __all__ = [
     "repair",
     "synchronize",
     "wait",
+    "weights_changed",
 ]

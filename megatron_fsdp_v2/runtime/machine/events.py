@@ -60,11 +60,9 @@ def begin_pass(unit: UnitState, *, has_grad: bool) -> None:
     unit.do.check_pass()
     is_capturing = do.is_capturing
     if is_capturing:
-        root.has_graph = True
-        do.begin_capture()
+        begin_capture(root)
     root.is_captured = is_capturing
-    # A graph may have been replayed since the last pass.
-    root.weight_version += root.has_graph
+    graph_replayed(root)
     if do.has_new_values():
         root.is_checked = False
     for each in root.units:
@@ -553,6 +551,22 @@ def release(unit: UnitState, *, reshard: bool) -> None:
 
 
 # -- users -----------------------------------------------------------------------------------------
+
+
+def begin_capture(root: RootState) -> None:
+    """Begin to capture a pass or a step of the optimizer in a CUDA graph."""
+    root.do.begin_capture()
+    root.has_graph = True
+
+
+def graph_replayed(root: RootState) -> None:
+    """Note that a captured graph, if there is one, may have been replayed and changed weights."""
+    root.weight_version += root.has_graph
+
+
+def weights_changed(root: RootState) -> None:
+    """Note that main weights may have changed in a way that no version counter shows."""
+    root.weight_version += 1
 
 
 def make_idle(root: RootState) -> None:

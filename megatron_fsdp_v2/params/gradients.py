@@ -9,7 +9,6 @@ import enum
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -259,10 +258,6 @@ class GroupGrads:
         return DataParallelBuffer(
             self.context, self._placements, flat, staging=self._staging, span=self._main_span
         )
-
-    def observed_phase(self, phase: str) -> AbstractContextManager[Any]:
-        """Report a phase of the group to observers."""
-        return self.context.observer.phase(self.name, phase)
 
     def buffers(self) -> Iterator[DataParallelBuffer]:
         """Yield all buffers with temporary memory."""

@@ -62,7 +62,9 @@ class Context:
         self.allocator = allocator
         self.options = options
         self.observer = Observer()
-        self.state = machine.RootState(MACHINE, weakref.proxy(self), options.control)
+        self.state = machine.RootState(
+            MACHINE, weakref.proxy(self), options.control, self.observer.phase
+        )
         self.num_registrations = 0
         self.device: torch.device | None = None
         self._num_draws = 0
@@ -89,6 +91,7 @@ class Context:
         ) and not any(unit.state.is_collective for unit in units)
         by_name = {name: unit.state for unit in units for name in unit.fqn.split(", ")}
         for unit in units:
+            unit.state.fqn = unit.fqn
             unit.state.ancestors = [
                 by_name[above]
                 for name in unit.fqn.split(", ")

@@ -60,16 +60,19 @@ def _pre_forward(module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         The arguments for the forward.
     """
     unit: Unit = module._fsdp_unit
-    if _is_scheduled(unit):
+    state = unit.state
+    # A schedule reports the uses of units, and never calls the root: if the root runs, an exception
+    # has ended the schedule.
+    if state.root.num_scheduled and not state.is_root:
         if not unit.is_unsharded:
             raise RuntimeError(
                 f"{unit.name} runs outside the uses that its schedule reports, so its weights are "
                 "not gathered; report each use with begin_forward and end_forward"
             )
         return unit.cast_inputs(args, kwargs)
-    if _runs_method(unit):
+    if unit.running.method_frame is not None and _runs_method(unit):
         return unit.cast_inputs(args, kwargs)
-    if unit.state.has_begun and _is_called_again(module):
+    if state.has_begun and _is_called_again(module):
         unit.running.num_calls_inside += 1
         return unit.cast_inputs(args, kwargs)
     return unit.pre_forward(module, args, kwargs)
@@ -83,10 +86,11 @@ def _post_forward(module: Any, args: Any, output: Any) -> Any:
     """
     del args
     unit: Unit = module._fsdp_unit
-    if _is_scheduled(unit):
+    if unit.state.root.num_scheduled and not unit.state.is_root:
         unit.forget_forward()
         return unit.cast_outputs(output)
-    if _runs_method(unit) or unit.running.num_calls_inside:
+    running = unit.running
+    if running.num_calls_inside or (running.method_frame is not None and _runs_method(unit)):
         return unit.wrap_outputs(output)
     return unit.post_forward(module, output)
 
@@ -95,7 +99,9 @@ def _after_forward(module: Any, args: Any, output: Any) -> None:
     """Forward hook of a module that also runs if its forward or an earlier hook raised."""
     del args, output
     unit: Unit = module._fsdp_unit
-    if not unit.state.has_begun or _is_scheduled(unit) or _runs_method(unit):
+    state = unit.state
+    is_scheduled = state.root.num_scheduled and not state.is_root
+    if not state.has_begun or is_scheduled or _runs_method(unit):
         return
     if unit.running.num_calls_inside:
         unit.running.num_calls_inside -= 1
@@ -152,14 +158,6 @@ def _leave_method(module: Any, frame: FrameType) -> None:
     unit: Unit = module._fsdp_unit
     if unit.running.method_frame is frame:
         unit.running.method_frame = None
-
-
-def _is_scheduled(unit: Unit) -> bool:
-    """Return whether a schedule reports the uses of the unit.
-
-    A schedule never calls the root: if the root runs, an exception has ended the schedule.
-    """
-    return unit.state.root.num_scheduled > 0 and not unit.state.is_root
 
 
 def _runs_method(unit: Unit) -> bool:

@@ -384,8 +384,11 @@ class Unit:
         """
         replaced, device = self.running.replaced, self.context.device
         replaced.hold(args, kwargs)
-        is_outermost = self.state.is_root or self.context.state.is_pass_of(self.state)
-        if is_outermost and device is not None and device.type == "cuda":
+        if (
+            device is not None
+            and device.type == "cuda"
+            and (self.state.is_root or self.context.state.is_pass_of(self.state))
+        ):
             args, kwargs = to_device((args, kwargs), device, replaced)
         dtype = self.policy.param_dtype
         if dtype is not None and self.policy.cast_forward_inputs:
@@ -443,7 +446,7 @@ class Unit:
         if param.grad is None:
             return
         root = self.context.state
-        if not (group.is_ready and (root.is_running or root.is_scheduled)):
+        if not (group.is_ready and (root.engine is machine.Engine.RUNNING or root.is_scheduled)):
             if root.is_scheduled:
                 raise RuntimeError(
                     f"a gradient of {self.name} arrived outside the uses that its schedule "

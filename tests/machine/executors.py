@@ -83,11 +83,18 @@ class Setup:
     trains_inside: bool = False
 
 
+def no_report(owner: str, phase: str) -> AbstractContextManager[Any]:
+    """Report nothing."""
+    del owner, phase
+    return contextlib.nullcontext()
+
+
 class Group:
     """Executes the commands of one parameter group."""
 
     def __init__(self, world: Any, number: int) -> None:
         self.world, self.number = world, number
+        self.name = f"group {number}"
         setup = world.setup
         self.accumulates_unreduced = setup.zero < 2
         self.reduces_partial = setup.axes == 2
@@ -109,10 +116,6 @@ class Group:
     @property
     def is_arriving(self) -> bool:
         return self.full == ARRIVING
-
-    def observed_phase(self, phase: str) -> AbstractContextManager[Any]:
-        del phase
-        return contextlib.nullcontext()
 
     # -- weights
 
@@ -207,7 +210,7 @@ class Unit:
     def __init__(self, world: Any, number: int, groups: Sequence[Group], root: RootState) -> None:
         self.world, self.number = world, number
         self.groups = list(groups)
-        self.name = self.fqn = f"unit {number}"
+        self.name = f"unit {number}"
         self.is_ready = False
         setup = world.setup
         self.state = UnitState(
@@ -221,10 +224,6 @@ class Unit:
         )
         self.state.settings.reshard_after_forward = number not in setup.stays
         self.state.settings.reshard_after_backward = not setup.keeps
-
-    def observed_phase(self, phase: str) -> AbstractContextManager[Any]:
-        del phase
-        return contextlib.nullcontext()
 
     def check_pass(self) -> None:
         """No transform runs."""
@@ -280,7 +279,7 @@ class Root:
         self.world, self.number = world, number
         setup = world.setup
         control = Control(PrefetchLimit(setup.prefetch), max_live=setup.max_live)
-        self.state = RootState(world.machine, self, control)
+        self.state = RootState(world.machine, self, control, no_report)
         self.has_queued = False
 
     @property

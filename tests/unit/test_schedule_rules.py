@@ -111,7 +111,7 @@ class FakeUnit:
 
 def _units(names: Iterable[str], log: list[str], limit: PrefetchLimit) -> list[UnitState]:
     do: Any = None
-    root = RootState(Machine(), do, Control(limit))
+    root = RootState(Machine(), do, Control(limit), do)
     root.is_checked = True
     made: list[Any] = [FakeUnit(name, log) for name in names]
     return [UnitState(unit, [], Settings(reshard_after_forward=True), root) for unit in made]

@@ -61,6 +61,7 @@ from megatron_fsdp_v2.runtime.machine.reductions import (
 )
 from megatron_fsdp_v2.runtime.machine.state import (
     Control,
+    Engine,
     Forward,
     Machine,
     Phase,
@@ -78,6 +79,7 @@ from megatron_fsdp_v2.runtime.machine.weights import (
 
 __all__ = [
     "Control",
+    "Engine",
     "Forward",
     "Machine",
     "Numbers",

@@ -63,8 +63,9 @@ class GroupCommands(Protocol):
     def owe(self) -> None:
         """Record the trained parameters, whose gradients are synchronized later."""
 
-    def observed_phase(self, phase: str) -> AbstractContextManager[Any]:
-        """Report a phase of the group to observers."""
+    @property
+    def name(self) -> str:
+        """Name of the group, for reports."""
 
 
 class UnitCommands(Protocol):
@@ -73,10 +74,6 @@ class UnitCommands(Protocol):
     @property
     def name(self) -> str:
         """Name of the unit, for error messages."""
-
-    @property
-    def fqn(self) -> str:
-        """Name of its modules under the root."""
 
     def check_pass(self) -> None:
         """Raise if no pass may begin with the unit."""
@@ -126,9 +123,6 @@ class UnitCommands(Protocol):
 
     def end_backward(self, forward: Any) -> None:
         """Handle the end of the backward of a forward; see `Machine.last_gradient`."""
-
-    def observed_phase(self, phase: str) -> AbstractContextManager[Any]:
-        """Report a phase of the unit to observers."""
 
 
 class RootCommands(Protocol):

@@ -114,7 +114,7 @@ def _begin_pass(unit: UnitState, *, has_grad: bool) -> None:
     root.num_to_compare[has_grad] -= 1
     root.is_after_backward &= not has_grad
     kind = "forward" if has_grad else "evaluation"
-    name = kind if unit.is_root else f"{kind} of {unit.do.fqn}"
+    name = kind if unit.is_root else f"{kind} of {unit.fqn}"
     root.do.begin_allocations(name, no_pending_backward=not has_pending)
     root.gathers.begin_forward(unit)
     # An evaluation between a forward and its backward does not start another root pass.
@@ -188,7 +188,7 @@ def begin_forward(unit: UnitState, *, has_grad: bool, is_packed: bool) -> None:
         has_grad: Whether gradients are enabled.
         is_packed: Whether hooks pack saved tensors, as in a non-reentrant checkpoint.
     """
-    with unit.do.observed_phase("pre_forward"):
+    with unit.root.report(unit.fqn, "pre_forward"):
         root = unit.root
         if unit.has_begun:
             # The last forward did not end, such as after KeyboardInterrupt, which runs no hooks.
@@ -197,7 +197,7 @@ def begin_forward(unit: UnitState, *, has_grad: bool, is_packed: bool) -> None:
         again = inside and recomputes(unit)
         unit.has_begun, unit.is_recomputing = True, again
         if inside:
-            if not (again or root.is_nested):
+            if not (again or root.nested is not None):
                 _begin_nested_pass(unit, has_grad=has_grad)
         elif unit.is_root or root.pass_unit is None:
             begin_pass(unit, has_grad=has_grad)
@@ -246,7 +246,7 @@ def begin_graph(unit: UnitState) -> Forward:
     number = root.machine.numbers.next()
     begins = root.position if again else number
     passed = root.passed if again else root.current
-    return Forward(unit, passed, number, begins, begins, again, root.is_nested)
+    return Forward(unit, passed, number, begins, begins, again, root.nested is not None)
 
 
 def end_graph(forward: Forward) -> None:
@@ -262,13 +262,13 @@ def end_unit_forward(unit: UnitState, *, has_grad: bool) -> None:
         unit: The unit.
         has_grad: Whether gradients are enabled.
     """
-    with unit.do.observed_phase("post_forward"):
+    with unit.root.report(unit.fqn, "post_forward"):
         if unit.is_recomputing:
             _end_recomputation(unit)
             return
         root = unit.root
         unit.pending_modules.clear()
-        is_nested, pass_has_grad = root.is_nested, root.pass_has_grad
+        is_nested, pass_has_grad = root.nested is not None, root.pass_has_grad
         if not is_nested or unit.phase is Phase.FORWARD:
             unit.move(Phase.IDLE)
         ends_pass = root.is_pass_of(unit)
@@ -388,7 +388,7 @@ def first_gradient(forward: Forward, *, has_grad: bool) -> None:
             f"{unit.do.name} is in a backward with create_graph=True, and its weights are dropped "
             "after it (ZeRO-3); use sharding_strategy='optim_grads' to differentiate twice"
         )
-    with unit.do.observed_phase("pre_backward"):
+    with unit.root.report(unit.fqn, "pre_backward"):
         join(root, forward.passed, unit.do.name, forward.ends)
         unit.move(Phase.BACKWARD)
         unit.backward_number = forward.number
@@ -419,7 +419,7 @@ def last_gradient(forward: Forward, *, has_grad: bool) -> None:
         unit.do.check_is_gathered()
         first_gradient(forward, has_grad=has_grad)
     root.deferred.pop(forward.number, None)
-    with unit.do.observed_phase("post_backward"):
+    with unit.root.report(unit.fqn, "post_backward"):
         unit.num_pending_backwards = max(0, unit.num_pending_backwards - 1)
         if forward.is_nested and forward.number > unit.backward_number:
             # The backward of an earlier forward, in which this one is nested, goes on.
@@ -441,9 +441,9 @@ def is_in_backward(root: RootState) -> bool:
 
     The caller of a backward that failed may go on before the engine's thread drops the callback.
     """
-    if root.is_running and root.do.engine_run == -1:
+    if root.engine is Engine.RUNNING and root.do.engine_run == -1:
         engine_dropped(root)
-    return root.is_running
+    return root.engine is Engine.RUNNING
 
 
 def engine_dropped(root: RootState) -> None:

@@ -227,7 +227,7 @@ def _reduce(root: RootState, unit: UnitState, *, synchronize: bool) -> None:
     if synchronize or not any([group.accumulates_unreduced for group in unit.groups]):
         root.pending.discard(unit)
     is_async = root.control.is_async
-    with unit.do.observed_phase("reduce_grad"):
+    with unit.root.report(unit.fqn, "reduce_grad"):
         due = [
             group
             for group in unit.groups
@@ -298,7 +298,7 @@ def _finish_inner(root: RootState) -> None:
     groups = reduction.groups
     if not groups:
         return
-    with groups[0].observed_phase("finish_reduction"):
+    with root.report(groups[0].name, "finish_reduction"):
         for group in groups:
             group.end_inner()
     if reduction.synchronize:
@@ -321,7 +321,7 @@ def _reduce_outer(root: RootState, groups: Sequence[GroupCommands], most: int) -
         _finish_outer(root)
     reduction = Reduction()
     root.outer.append(reduction)
-    with groups[0].observed_phase("finish_reduction"):
+    with root.report(groups[0].name, "finish_reduction"):
         for group in groups:
             group.reduce_outer(async_op=root.control.is_async)
             reduction.groups.append(group)
@@ -330,7 +330,7 @@ def _reduce_outer(root: RootState, groups: Sequence[GroupCommands], most: int) -
 def _finish_outer(root: RootState) -> None:
     groups = root.outer.popleft().groups
     if groups:
-        with groups[0].observed_phase("finish_reduction"):
+        with root.report(groups[0].name, "finish_reduction"):
             for group in groups:
                 group.end_outer()
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import enum
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_fsdp_v2.runtime.machine.commands import GroupCommands, RootCommands, UnitCommands
 from megatron_fsdp_v2.runtime.machine.orders import (
@@ -124,6 +126,7 @@ class UnitState(UnitFacts):
         settings: Options that a user sets between passes.
         root: Root that it belongs to.
         modules: Numbers of its modules.
+        fqn: Names of its modules under the root, for reports.
         reduced_with: The unit itself, and the owners of the tied groups that it gathers too.
         ancestors: Units whose modules contain its modules.
         single_payload: Whether weights gathered for one use serve every use.
@@ -149,6 +152,7 @@ class UnitState(UnitFacts):
     settings: Settings
     root: RootState
     modules: Sequence[int] = (0,)
+    fqn: str = ""
     reduced_with: list[UnitState] = field(default_factory=list)
     ancestors: list[UnitState] = field(default_factory=list)
     single_payload: bool = True
@@ -177,16 +181,18 @@ class UnitState(UnitFacts):
     def syncs_when_finalized(self) -> bool:
         """Whether `finalize_backward` reduces gradients into `param.grad`."""
         settings = self.settings
-        if not settings.requires_all_reduce and self.has_outer:
-            return False
-        return settings.requires_gradient_sync
+        is_whole = settings.requires_all_reduce or not self.has_outer
+        return settings.requires_gradient_sync and is_whole
 
     @property
     def syncs_gradients(self) -> bool:
         """Whether this backward reduces gradients into `param.grad`."""
         settings = self.settings
-        is_last = settings.is_last_backward and not settings.is_finalized_manually
-        return is_last and self.syncs_when_finalized
+        if not settings.is_last_backward or settings.is_finalized_manually:
+            return False
+        # As in `syncs_when_finalized`; read for every unit.
+        is_whole = settings.requires_all_reduce or not self.has_outer
+        return settings.requires_gradient_sync and is_whole
 
     def reshards_after_forward(self, *, has_grad: bool) -> bool:
         """Return whether a forward that ends now reshards."""
@@ -294,6 +300,10 @@ class Reduction:
     synchronize: bool = False
 
 
+type Report = Callable[[str, str], AbstractContextManager[Any]]
+"""Reports the beginning and end of a phase: the name of a unit or group, and the phase."""
+
+
 class RootState:
     """State of the units under one root.
 
@@ -301,6 +311,7 @@ class RootState:
         machine: State that all roots share.
         do: Executes commands for all units.
         control: Options that the machine obeys.
+        report: Reports a phase of a unit or group to observers.
 
     Attributes:
         units: All units, parents before children, the root's own first.
@@ -337,8 +348,11 @@ class RootState:
         outer: Reductions along the outer axis in flight, the oldest one first.
     """
 
-    def __init__(self, machine: Machine, do: RootCommands, control: Control) -> None:
+    def __init__(
+        self, machine: Machine, do: RootCommands, control: Control, report: Report
+    ) -> None:
         self.machine = machine
+        self.report = report
         self.do = do
         self.control = control
         self.units: list[UnitState] = []

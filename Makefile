@@ -130,8 +130,8 @@ test-functional: setup ## the whole functional matrix against Megatron's own DDP
 test-upstream: setup ## Megatron-LM's own configurations, shrunk, against Megatron's own DDP
 	@$(LONGER) --tables functional_tests/upstream
 
-test-matrices: setup ## every cell of the core's matrices: parity, golden, trace pool, checkpoints, streams
-	@$(LONGER) --tables -m "$(LONG)" tests/parity tests/golden tests/distributed tests/unit
+test-matrices: setup ## every cell of the core's matrices: parity, golden, events, trace pool, checkpoints, streams
+	@$(LONGER) --tables -m "$(LONG)" tests/parity tests/golden tests/machine tests/distributed tests/unit
 
 test-trainings: setup ## the longer trainings with Megatron: checkpoints, features, rehearsal
 	@$(LONGER) -m "$(LONG)" tests/mcore tests/docs

@@ -29,8 +29,8 @@ from megatron_fsdp_v2 import FSDPModule, ShardPlacementResult, UnitOptions
 from megatron_fsdp_v2.dtensor.optimizer_kinds import finds_no_empty_gradients
 from megatron_fsdp_v2.dtensor.optimizer_state import has_no_rows
 from megatron_fsdp_v2.dtensor.sharded_rows import plain_of
-from megatron_fsdp_v2.runtime import machine
 from megatron_fsdp_v2.runtime.construct import outermost
+from megatron_fsdp_v2.runtime.machine import events
 from megatron_fsdp_v2.runtime.module import make_idle, unit_of
 from megatron_fsdp_v2_mcore.formats import register_formats
 from megatron_fsdp_v2_mcore.model.fp8_weights import limit_weight_caches
@@ -152,7 +152,7 @@ class MegatronFSDP(nn.Module):
 
     def install_optimized_model_weights(self) -> None:
         """Make the next forward use the stepped weights, after a step that torch does not know."""
-        machine.weights_changed(unit_of(self.module).state.root)
+        events.weights_changed(unit_of(self.module).state.root)
 
     def _replace_param_with_distributed_if_needed(self) -> None:
         make_idle(self.module)

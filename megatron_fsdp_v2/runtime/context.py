@@ -19,7 +19,8 @@ from megatron_fsdp_v2.memory.allocator import Allocator
 from megatron_fsdp_v2.memory.observer import Observer
 from megatron_fsdp_v2.params.gradients import GroupGrads
 from megatron_fsdp_v2.params.group import ParameterGroup, write_stale_weights
-from megatron_fsdp_v2.runtime import machine
+from megatron_fsdp_v2.runtime.machine import events, reductions
+from megatron_fsdp_v2.runtime.machine.state import Machine, RootState, UnitState
 from megatron_fsdp_v2.runtime.options import RuntimeOptions
 from megatron_fsdp_v2.runtime.unit_checks import (
     check_capture,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 type _Found = list[tuple[GroupGrads, list[torch.Tensor | None]]]
 
-MACHINE = machine.Machine()
+MACHINE = Machine()
 """State that all roots of this process share."""
 
 
@@ -62,9 +63,7 @@ class Context:
         self.allocator = allocator
         self.options = options
         self.observer = Observer()
-        self.state = machine.RootState(
-            MACHINE, weakref.proxy(self), options.control, self.observer.phase
-        )
+        self.state = RootState(MACHINE, weakref.proxy(self), options.control, self.observer.phase)
         self.num_registrations = 0
         self.device: torch.device | None = None
         self._num_draws = 0
@@ -98,7 +97,7 @@ class Context:
                 for above in ("", *itertools.accumulate(name.split(".")[:-1], "{}.{}".format))
                 if above in by_name and name
             ]
-        machine.adopt(state, [unit.state for unit in units])
+        events.adopt(state, [unit.state for unit in units])
 
     def units(self) -> list[Unit]:
         """Live units, parents before children."""
@@ -234,7 +233,7 @@ class Context:
         for grads in groups:
             grads.end_reductions()
 
-    def run_hooks(self, units: Sequence[machine.UnitState]) -> None:
+    def run_hooks(self, units: Sequence[UnitState]) -> None:
         """Call users' post-accumulate-grad hooks."""
         with torch.no_grad():
             for unit in units:
@@ -312,9 +311,9 @@ def _end_missing(groups: Iterable[GroupGrads]) -> None:
 
 
 def _end_backward(context: Context) -> None:
-    machine.end(context.state)
+    reductions.end(context.state)
 
 
-def _dropped(state: machine.RootState, ref: object) -> None:
+def _dropped(state: RootState, ref: object) -> None:
     del ref
-    machine.engine_dropped(state)
+    events.engine_dropped(state)

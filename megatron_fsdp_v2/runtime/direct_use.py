@@ -14,7 +14,7 @@ import torch
 
 from megatron_fsdp_v2.dtensor.row_shards import CollectGradient
 from megatron_fsdp_v2.params.group import ParameterGroup
-from megatron_fsdp_v2.runtime import machine
+from megatron_fsdp_v2.runtime.machine import events
 
 if TYPE_CHECKING:
     from megatron_fsdp_v2.runtime.unit import Unit
@@ -31,15 +31,15 @@ class DirectUse:
 
     def __init__(self, unit: Unit, group: ParameterGroup, index: int) -> None:
         self._unit, self._group, self._index = unit, group, index
-        self._passed, self._number, self._is_counted = machine.begin_direct_use(unit.state)
+        self._passed, self._number, self._is_counted = events.begin_direct_use(unit.state)
 
     def collect(self, grad: torch.Tensor, rows: tuple[int, int] | None) -> None:
         """Collect the gradient of the use; see `CollectGradient`."""
         unit, grads = self._unit.state, self._group.grads
-        machine.direct_gradient(unit, grads, self._passed, self._number)
+        events.direct_gradient(unit, grads, self._passed, self._number)
         grads.add_direct(self._index, grad, rows)
         if self._is_counted:
-            machine.end_direct_use(unit, self._number)
+            events.end_direct_use(unit, self._number)
 
     def __del__(self) -> None:
         if self._is_counted:

@@ -23,7 +23,8 @@ from torch.distributed import fsdp
 from megatron_fsdp_v2._compiler import not_compiled, uncompiled
 from megatron_fsdp_v2.params.group import ParameterGroup
 from megatron_fsdp_v2.params.parameters import groups_of
-from megatron_fsdp_v2.runtime import machine
+from megatron_fsdp_v2.runtime.machine import events, weights
+from megatron_fsdp_v2.runtime.machine.state import Phase
 from megatron_fsdp_v2.runtime.unit import Unit, unit_owning
 
 
@@ -166,7 +167,7 @@ def _runs_method(unit: Unit) -> bool:
     Searches the stack, because callers of `_begin_method` need not report that the method raised.
     """
     running = unit.running
-    if running.method_frame is None or machine.recomputes(unit.state):
+    if running.method_frame is None or events.recomputes(unit.state):
         return False
     if any(frame is running.method_frame for frame, _ in traceback.walk_stack(sys._getframe())):
         return True
@@ -289,8 +290,8 @@ def _show_sharded(module: Any, *args: Any) -> None:
         # Weights kept after a backward; functions of torch look for sharded parameters after the
         # state dict is made too. The next forward would reshard them.
         state = unit.state
-        if state.phase is machine.Phase.IDLE and not state.expects_backward:
-            machine.free_if_outdated(state)
+        if state.phase is Phase.IDLE and not state.expects_backward:
+            weights.free_if_outdated(state)
     # A module that several units share has the hooks of each; the first one finds the groups.
     hidden: list[Any] = vars(module).setdefault("_fsdp_hidden", [])
     hidden += [group for group in groups if group.show_sharded(module)]
@@ -309,7 +310,7 @@ def _before_load(module: Any, *args: Any) -> None:
     module._fsdp_loading = groups = groups_of(module)
     for unit in _holders(groups):
         unit.sync()
-        machine.free(unit.state)
+        weights.free(unit.state)
 
 
 def _after_load(module: Any, incompatible_keys: Any) -> None:

@@ -22,8 +22,8 @@ from megatron_fsdp_v2.comm.groups import group_of_same_ranks
 from megatron_fsdp_v2.layout.weight_use import WeightUse
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.params.parameters import groups_of
-from megatron_fsdp_v2.runtime import machine
 from megatron_fsdp_v2.runtime.hooks import ModuleState
+from megatron_fsdp_v2.runtime.machine import events, reductions, weights
 from megatron_fsdp_v2.runtime.options import check_at_least_one
 from megatron_fsdp_v2.runtime.unit import Unit, unit_owning
 from megatron_fsdp_v2.runtime.unit_checks import check_is_between_steps
@@ -80,17 +80,17 @@ class FSDPModule(fsdp.FSDPModule):
             async_op: Return a handle instead of waiting; its `wait()` installs the parameters.
         """
         unit = unit_of(self)
-        machine.graph_replayed(unit.state.root)
-        machine.gather(unit.state, WeightUse.BOTH, async_op=async_op)
+        events.graph_replayed(unit.state.root)
+        weights.gather(unit.state, WeightUse.BOTH, async_op=async_op)
         if async_op:
             return UnshardHandle(unit)
-        machine.wait(unit.state)
+        weights.wait(unit.state)
         return None
 
     @override
     def reshard(self) -> None:
         """Free the unit's gathered parameters and install the sharded ones."""
-        machine.free(unit_of(self).state)
+        weights.free(unit_of(self).state)
 
     @override
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -392,7 +392,7 @@ class FSDPModule(fsdp.FSDPModule):
             _synchronize(due)
         for each in units:
             if each.settings.reshard_after_backward:
-                machine.free(each.state)
+                weights.free(each.state)
         return GradientReductionHandle() if async_op else None
 
     def reset_iter_state(self) -> None:
@@ -404,7 +404,7 @@ class FSDPModule(fsdp.FSDPModule):
         Raises:
             RuntimeError: The module is not the root.
         """
-        machine.repair(_root(self, "reset_iter_state").state.root)
+        reductions.repair(_root(self, "reset_iter_state").state.root)
 
     def trace_pool(self) -> TracePoolAllocator:
         """Return the traced pool that this module and all units of its root share.
@@ -425,7 +425,7 @@ class FSDPModule(fsdp.FSDPModule):
     @override
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         unit: Unit = self._fsdp_unit
-        machine.free(unit.state)
+        weights.free(unit.state)
         _check_conversion(unit, fn)
         # The unit's next gather detects changed parameters.
         return super(fsdp.FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
@@ -518,7 +518,7 @@ class UnshardHandle(fsdp.UnshardHandle):
     @override
     def wait(self) -> None:
         """Wait for the gather and install the parameters."""
-        machine.wait(self._unit.state)
+        weights.wait(self._unit.state)
 
 
 def unit_of(module: object) -> Unit:
@@ -555,10 +555,10 @@ def make_idle(root: nn.Module) -> None:
         RuntimeError: A backward is under way.
     """
     contexts = {unit.context for unit in _units_of(root)}
-    if any(machine.is_in_backward(context.state) for context in contexts):
+    if any(events.is_in_backward(context.state) for context in contexts):
         raise RuntimeError("a backward is under way; do this between two steps")
     for context in contexts:
-        machine.make_idle(context.state)
+        events.make_idle(context.state)
 
 
 @contextlib.contextmanager
@@ -590,7 +590,7 @@ def _units(module: object, *, recurse: bool = True) -> list[Unit]:
 
 def _synchronize(units: Sequence[Unit]) -> None:
     """Reduce all gradients of some units of one root into `param.grad`. Collective."""
-    machine.synchronize(units[0].state.root, [unit.state for unit in units])
+    reductions.synchronize(units[0].state.root, [unit.state for unit in units])
 
 
 def _set(module: object, recurse: bool = True, **flags: bool) -> None:
@@ -609,7 +609,7 @@ def _root(module: object, method: str) -> Unit:
 
 def _root_between_passes(module: object, method: str) -> Unit:
     unit = _root(module, method)
-    if machine.is_in_backward(unit.state.root):
+    if events.is_in_backward(unit.state.root):
         raise RuntimeError(f"a backward is under way; call {method} when it is over")
     return unit
 

@@ -33,8 +33,8 @@ from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.params.gathered import gathered_name
 from megatron_fsdp_v2.params.group import ParameterGroup
 from megatron_fsdp_v2.params.parameters import find_owner_slot, num_stale
-from megatron_fsdp_v2.runtime import machine
 from megatron_fsdp_v2.runtime.context import Context, live
+from megatron_fsdp_v2.runtime.machine import events
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ class OptimizerWatch:
                 watched.generators = _generator_states()
         for context in contexts:
             if context.is_capturing:
-                machine.begin_capture(context.state)
+                events.begin_capture(context.state)
             for group in context.groups():
                 group.parameters.check_gradients()
             # A forward with gradients, whose backward would wait, may have no backward.
@@ -180,7 +180,7 @@ class OptimizerWatch:
                 group.note_refreshed(context.state.weight_version)
             return
         for context in live(watched.contexts):
-            machine.weights_changed(context.state)
+            events.weights_changed(context.state)
 
 
 def _generator_states() -> list[torch.Tensor]:

@@ -12,7 +12,8 @@ from torch import nn
 
 from megatron_fsdp_v2.comm.rank_checks import CheckRanks
 from megatron_fsdp_v2.dtensor.row_shards import TensorShard
-from megatron_fsdp_v2.runtime.machine import Control, PrefetchLimit
+from megatron_fsdp_v2.runtime.machine.orders import PrefetchLimit
+from megatron_fsdp_v2.runtime.machine.state import Control
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

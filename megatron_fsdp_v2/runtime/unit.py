@@ -32,9 +32,10 @@ from megatron_fsdp_v2.params.autograd import (
 )
 from megatron_fsdp_v2.params.gradients import GroupGrads
 from megatron_fsdp_v2.params.group import ParameterGroup
-from megatron_fsdp_v2.runtime import machine
 from megatron_fsdp_v2.runtime.context import Context, live
 from megatron_fsdp_v2.runtime.direct_use import begin_direct_use
+from megatron_fsdp_v2.runtime.machine import events, reductions
+from megatron_fsdp_v2.runtime.machine.state import Engine, Forward, Settings, UnitState
 from megatron_fsdp_v2.runtime.unit_checks import (
     REGISTRATIONS,
     check_is_gathered,
@@ -70,7 +71,7 @@ class ForwardTensors:
 
     replaced: ReplacedTensors = field(default_factory=ReplacedTensors)
     inputs: Inputs = field(default_factory=Inputs)
-    forward: machine.Forward | None = None
+    forward: Forward | None = None
     since: int = 0
     method_frame: FrameType | None = None
     num_calls_inside: int = 0
@@ -118,10 +119,10 @@ class Unit:
         self.running = ForwardTensors()
         self.unset: Sequence[tuple[str, Callable[[], torch.Tensor | None]]] = ()
         owners = [unit for unit in map(unit_owning, self.tied_groups) if unit is not None]
-        self.state = machine.UnitState(
+        self.state = UnitState(
             weakref.proxy(self),
             [group.grads for group in self.groups],
-            machine.Settings(reshard_after_forward),
+            Settings(reshard_after_forward),
             context.state,
             [id(module) for module in modules],
             nbytes=sum(group.gathered_nbytes for group in self.held_groups),
@@ -163,7 +164,7 @@ class Unit:
         return f"{self.fqn or 'the root'} ({self.class_name})"
 
     @property
-    def settings(self) -> machine.Settings:
+    def settings(self) -> Settings:
         """Options that a user sets between passes."""
         return self.state.settings
 
@@ -294,7 +295,7 @@ class Unit:
             for index, grad in enumerate(grads):
                 if grad is not None:
                     if not group.grads.is_arriving:
-                        machine.make_room(self.context.state)
+                        reductions.make_room(self.context.state)
                     group.grads.collect(index, group.unsharded_params[index])
 
     def restore_inputs(self) -> None:
@@ -302,16 +303,16 @@ class Unit:
         self.running.replaced.restore()
         self.running = ForwardTensors()
 
-    def end_backward(self, forward: machine.Forward) -> None:
+    def end_backward(self, forward: Forward) -> None:
         """Handle the end of the backward of a forward that no hook reported."""
-        machine.last_gradient(forward, has_grad=torch.is_grad_enabled())
+        events.last_gradient(forward, has_grad=torch.is_grad_enabled())
 
     # -- forward ------------------------------------------------------------------------------
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather weights, cast inputs and add hooks, before the forward of one of its modules."""
         state = self.state
-        begins = machine.enter_module(
+        begins = events.enter_module(
             state,
             id(module),
             has_grad=torch.is_grad_enabled(),
@@ -322,7 +323,7 @@ class Unit:
         running = self.running
         args, kwargs = self.cast_inputs(args, kwargs)
         if begins and torch.is_grad_enabled():
-            running.forward = forward = machine.begin_graph(state)
+            running.forward = forward = events.begin_graph(state)
             running.since = next_node_number()
             at_first = functools.partial(self.post_backward, forward)
             at_others = functools.partial(_defer, self, forward)
@@ -337,13 +338,13 @@ class Unit:
         is_last = (
             len(self.modules) == 1
             or state.is_recomputing
-            or machine.leave_module(state, id(module), has_grad=has_grad)
+            or events.leave_module(state, id(module), has_grad=has_grad)
         )
         if is_last:
             if state.is_root and not state.is_recomputing:
                 self._end_pending_forwards()
             check_outputs(self, output)
-            machine.end_unit_forward(state, has_grad=has_grad)
+            events.end_unit_forward(state, has_grad=has_grad)
             output = self.wrap_outputs(output)
             self.forget_forward()
             return output
@@ -356,7 +357,7 @@ class Unit:
         """End the forwards of units of which some modules did not run in this pass."""
         for unit in self.context.units():
             if unit.state.pending_modules:
-                machine.end_unit_forward(unit.state, has_grad=torch.is_grad_enabled())
+                events.end_unit_forward(unit.state, has_grad=torch.is_grad_enabled())
                 unit.forget_forward()
 
     def after_forward(self, module: nn.Module) -> None:
@@ -370,7 +371,7 @@ class Unit:
             # Other modules of the unit have not run yet.
             return
         self.restore_inputs()
-        machine.fail_forward(state)
+        events.fail_forward(state)
 
     def forget_forward(self) -> None:
         """Put replaced tensors back, at the end of a forward."""
@@ -408,10 +409,10 @@ class Unit:
             forward, since = running.forward, running.since
             if forward is None:
                 # The forward enabled gradients for its caller.
-                forward, since = machine.begin_graph(self.state), next_node_number()
+                forward, since = events.begin_graph(self.state), next_node_number()
             else:
                 forward.has_end_hook = not running.inputs.lacks_end_hook
-            machine.end_graph(forward)
+            events.end_graph(forward)
             # The caller may use what the forward wrote into its arguments, as it uses outputs.
             written = running.replaced.written(since)
             watch_outputs(functools.partial(self.pre_backward, forward), (output, *written), since)
@@ -419,18 +420,18 @@ class Unit:
 
     # -- backward -----------------------------------------------------------------------------
 
-    def pre_backward(self, forward: machine.Forward) -> None:
+    def pre_backward(self, forward: Forward) -> None:
         """Gather weights, when the first gradient reaches an output of a forward.
 
         Raises:
-            RuntimeError: The backward is compiled; see also `machine.first_gradient`.
+            RuntimeError: The backward is compiled; see also `events.first_gradient`.
         """
         reject_compiled_autograd(self.name)
-        machine.first_gradient(forward, has_grad=torch.is_grad_enabled())
+        events.first_gradient(forward, has_grad=torch.is_grad_enabled())
 
-    def post_backward(self, forward: machine.Forward) -> None:
+    def post_backward(self, forward: Forward) -> None:
         """Reshard and reduce gradients, when the engine has run the last node of a forward."""
-        machine.last_gradient(forward, has_grad=torch.is_grad_enabled())
+        events.last_gradient(forward, has_grad=torch.is_grad_enabled())
 
     def collect(self, group: ParameterGroup, index: int, param: nn.Parameter) -> None:
         """Collect the gradient of a gathered parameter.
@@ -446,7 +447,7 @@ class Unit:
         if param.grad is None:
             return
         root = self.context.state
-        if not (group.is_ready and (root.engine is machine.Engine.RUNNING or root.is_scheduled)):
+        if not (group.is_ready and (root.engine is Engine.RUNNING or root.is_scheduled)):
             if root.is_scheduled:
                 raise RuntimeError(
                     f"a gradient of {self.name} arrived outside the uses that its schedule "
@@ -454,16 +455,16 @@ class Unit:
                     "each use with begin_backward and end_backward"
                 )
             check_is_gathered(self, [group])
-            machine.expect_gradient(self.state)
+            events.expect_gradient(self.state)
         if not group.grads.is_arriving:
-            machine.make_room(root)
+            reductions.make_room(root)
         group.grads.collect(index, param)
 
 
-def _defer(unit: Unit, forward: machine.Forward) -> None:
+def _defer(unit: Unit, forward: Forward) -> None:
     """Note that the engine has run the node of an input; other nodes of the unit may follow."""
     del unit  # held, so that it outlives its graph
-    machine.defer(forward)
+    reductions.defer(forward)
 
 
 def class_names(modules: Sequence[nn.Module]) -> str:

@@ -22,7 +22,7 @@ from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.params.autograd import tensors_within
 from megatron_fsdp_v2.params.group import ParameterGroup, one_per_mesh
 from megatron_fsdp_v2.params.parameters import groups_of
-from megatron_fsdp_v2.runtime import machine
+from megatron_fsdp_v2.runtime.machine.state import Phase
 from megatron_fsdp_v2.runtime.materialize import check_has_values
 
 if TYPE_CHECKING:
@@ -397,9 +397,7 @@ def check_outputs(unit: Unit, output: Any) -> None:
 def _is_held_around(group: ParameterGroup, unit: Unit) -> bool:
     """Return whether an enclosing unit that is running holds the same weights."""
     return any(
-        group in other.held_groups
-        and other.is_unsharded
-        and other.state.phase is not machine.Phase.IDLE
+        group in other.held_groups and other.is_unsharded and other.state.phase is not Phase.IDLE
         for other in unit.context.units()
         if other is not unit
     )

@@ -9,15 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_fsdp_v2.layout.weight_use import WeightUse
-from megatron_fsdp_v2.runtime import machine
-from megatron_fsdp_v2.runtime.machine import (
-    Control,
-    Forward,
-    PrefetchLimit,
-    RootState,
-    Settings,
-    UnitState,
-)
+from megatron_fsdp_v2.runtime.machine import events, reductions
+from megatron_fsdp_v2.runtime.machine.orders import PrefetchLimit
+from megatron_fsdp_v2.runtime.machine.state import Control, Forward, RootState, Settings, UnitState
 
 ABSENT, ARRIVING, REDUCING, ACCUMULATED = "absent", "arriving", "reducing", "accumulated"
 
@@ -148,7 +142,7 @@ class Group:
     def arrive(self) -> None:
         """Receive a gradient of autograd, as `Unit.collect` does."""
         if not self.is_arriving:
-            machine.make_room(self.world.root_of(self.number))
+            reductions.make_room(self.world.root_of(self.number))
             self._begin()
         self.has_gradient = True
         self.arrived += 1
@@ -269,7 +263,7 @@ class Unit:
         """Nothing is replaced."""
 
     def end_backward(self, forward: Forward) -> None:
-        machine.last_gradient(forward, has_grad=False)
+        events.last_gradient(forward, has_grad=False)
 
 
 class Root:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_fsdp_v2.runtime import machine
-from megatron_fsdp_v2.runtime.machine import Forward, Machine, Phase, RootState
+from megatron_fsdp_v2.runtime.machine import events, reductions
+from megatron_fsdp_v2.runtime.machine.state import Forward, Machine, Phase, RootState
 from tests.machine.executors import ABSENT, Group, Root, Setup, Unit, require
 
 
@@ -78,7 +78,7 @@ class World:
         for root in self.roots:
             mine = [unit.state for unit in self.units if unit.state.root is root.state]
             root.state.ranks_may_differ = setup.zero < 3
-            machine.adopt(root.state, mine)
+            events.adopt(root.state, mine)
 
     def root_of(self, number: int) -> RootState:
         """Return the root of a unit."""
@@ -137,9 +137,9 @@ class World:
 
     def _enter(self, number: int, *, has_grad: bool, is_packed: bool = False) -> Forward | None:
         unit = self.units[number].state
-        machine.enter_module(unit, 0, has_grad=has_grad, is_packed=is_packed)
+        events.enter_module(unit, 0, has_grad=has_grad, is_packed=is_packed)
         require(self.units[number].is_ready, f"unit {number} computes without weights")
-        return machine.begin_graph(unit) if has_grad else None
+        return events.begin_graph(unit) if has_grad else None
 
     def _leave(
         self, number: int, forward: Forward | None, *, has_grad: bool, computes_on: bool = False
@@ -147,9 +147,9 @@ class World:
         unit = self.units[number].state
         if not computes_on:
             self.computing.pop(number, None)
-        machine.end_unit_forward(unit, has_grad=has_grad)
+        events.end_unit_forward(unit, has_grad=has_grad)
         if forward is not None:
-            machine.end_graph(forward)
+            events.end_graph(forward)
         unit.end_forward()
 
     def _compute(self, number: int, version: int) -> None:
@@ -302,7 +302,7 @@ class World:
             if node.forward is None:
                 node.forward = forward
         elif kind == "first":
-            machine.first_gradient(node.forward, has_grad=False)
+            events.first_gradient(node.forward, has_grad=False)
             self.computing[node.unit] = self.version
             self._compute(node.unit, self.version)
         elif kind == "gradient":
@@ -311,18 +311,18 @@ class World:
                 if group.is_trained:
                     if not unit.state.root.is_running:
                         # A weight of the root, used before any unit below it.
-                        machine.expect_gradient(unit.state)
+                        events.expect_gradient(unit.state)
                     group.arrive()
         else:
             self.computing.pop(node.unit, None)
-            machine.last_gradient(node.forward, has_grad=False)
+            events.last_gradient(node.forward, has_grad=False)
 
     def _end(self) -> None:
         self.computing.clear()
         for root in self.roots:
             if root.has_queued:
                 root.has_queued = False
-                machine.end(root.state)
+                reductions.end(root.state)
         self.engine_run = -1
         self._rest()
 
@@ -372,7 +372,7 @@ class World:
         self.num_steps += 1
         self.version += 1
         for root in self.roots:
-            machine.weights_changed(root.state)
+            events.weights_changed(root.state)
         self.num_forwards = self.num_backwards = 0
         self.evaluated = False
 
@@ -390,7 +390,7 @@ class World:
         self.computing.clear()
         while self.open:
             node = self.open.pop()
-            machine.fail_forward(self.units[node.unit].state)
+            events.fail_forward(self.units[node.unit].state)
         if self.engine_run != -1:
             self.queue = []
             self.engine_run = -1
@@ -398,7 +398,7 @@ class World:
                 if root.has_queued:
                     root.has_queued = False
                     if not is_late:
-                        machine.engine_dropped(root.state)
+                        events.engine_dropped(root.state)
             self.graphs = []
         self.expected = {}
 

@@ -19,16 +19,9 @@ from megatron_fsdp_v2.plan import (
     describe_module,
     plan_one,
 )
-from megatron_fsdp_v2.runtime.machine import (
-    Control,
-    Machine,
-    Pass,
-    PrefetchLimit,
-    RootState,
-    Settings,
-    UnitState,
-    weights,
-)
+from megatron_fsdp_v2.runtime.machine import weights
+from megatron_fsdp_v2.runtime.machine.orders import Pass, PrefetchLimit
+from megatron_fsdp_v2.runtime.machine.state import Control, Machine, RootState, Settings, UnitState
 from megatron_fsdp_v2.runtime.options import RuntimeOptions
 from tests.reference.models import Stack
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 import megatron_fsdp_v2
 from megatron_fsdp_v2 import FSDPModule
-from megatron_fsdp_v2.runtime.machine import Phase
+from megatron_fsdp_v2.runtime.machine.state import Phase
 from megatron_fsdp_v2.runtime.module import unit_of
 from megatron_fsdp_v2_for import megatron_fsdp
 

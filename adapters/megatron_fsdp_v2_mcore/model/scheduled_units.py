@@ -25,8 +25,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from megatron_fsdp_v2.runtime import machine
 from megatron_fsdp_v2.runtime.context import live
+from megatron_fsdp_v2.runtime.machine import events, reductions
 from megatron_fsdp_v2.runtime.module import named_units, unit_of
 from megatron_fsdp_v2.runtime.unit import Unit
 
@@ -78,9 +78,9 @@ class ScheduledUnits:
                 "begin() was called with gradients disabled, and a schedule runs backwards; to "
                 "evaluate the model, call it"
             )
-        machine.begin_schedule(self._unit.state)
+        events.begin_schedule(self._unit.state)
         for unit in self._held:
-            machine.begin_use(unit.state)
+            events.begin_use(unit.state)
 
     def end(self) -> None:
         """End the backward of a micro-batch, and reduce its remaining gradients. Collective.
@@ -95,8 +95,8 @@ class ScheduledUnits:
         is_last = root.num_scheduled == 1
         for unit in held:
             reshard = is_last and unit.settings.reshard_after_backward
-            machine.release(unit.state, reshard=reshard)
-        machine.end_scheduled(root)
+            events.release(unit.state, reshard=reshard)
+        reductions.end_scheduled(root)
 
     def expect_gradients(self) -> None:
         """Allocate full gradient buffers of all units other than the parts, before a backward.
@@ -111,7 +111,7 @@ class ScheduledUnits:
         for unit in self._held:
             for group in unit.groups:
                 if group.is_trained:
-                    machine.make_room(unit.state.root)
+                    reductions.make_room(unit.state.root)
                     group.grads.begin()
 
     def begin_forward(self, part: nn.Module) -> None:
@@ -126,7 +126,7 @@ class ScheduledUnits:
         """End the use of a part by a forward: reshard it unless another use needs it."""
         self._check_is_open("end_forward")
         unit = unit_of(part)
-        machine.release(unit.state, reshard=unit.settings.reshard_after_forward)
+        events.release(unit.state, reshard=unit.settings.reshard_after_forward)
 
     def begin_backward(self, part: nn.Module) -> None:
         """Begin the use of a part by a backward: gather its parameters. Collective.
@@ -145,12 +145,12 @@ class ScheduledUnits:
         self._check_is_open("end_backward")
         unit = unit_of(part)
         self._reduce(unit)
-        machine.release(unit.state, reshard=unit.settings.reshard_after_backward)
+        events.release(unit.state, reshard=unit.settings.reshard_after_backward)
 
     def abandon(self) -> None:
         """Discard micro-batches that an exception ended, and their unreduced gradients."""
         if self.is_open:
-            machine.repair(self._unit.state.root)
+            reductions.repair(self._unit.state.root)
 
     @property
     def _unit(self) -> Unit:
@@ -170,11 +170,11 @@ class ScheduledUnits:
 
     def _begin(self, part: nn.Module, method: str) -> None:
         self._check_is_open(method)
-        machine.begin_use(unit_of(part).state)
+        events.begin_use(unit_of(part).state)
 
     def _reduce(self, unit: Unit) -> None:
         for group in unit.groups:
             for index, param in enumerate(group.unsharded_params):
                 unit.collect(group, index, param)
         # Also without a gradient on this rank: another rank may have one.
-        machine.reduce(unit.state.root, [unit.state])
+        reductions.reduce(unit.state.root, [unit.state])

@@ -19,7 +19,7 @@ from megatron_fsdp_v2.checkpoint.errors import everyones
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.layout.weight_use import WeightUse
 from megatron_fsdp_v2.params.group import ParameterGroup
-from megatron_fsdp_v2.runtime import machine
+from megatron_fsdp_v2.runtime.machine import weights
 from megatron_fsdp_v2.runtime.module import make_idle, named_units
 from megatron_fsdp_v2_mcore.model.replicas import different_from_first
 
@@ -55,11 +55,11 @@ def compare(chunks: Iterable[nn.Module]) -> None:
         make_idle(chunk)
         for _, unit in named_units(chunk):
             was_gathered = unit.is_unsharded
-            machine.gather_for(unit.state, WeightUse.BOTH)
+            weights.gather_for(unit.state, WeightUse.BOTH)
             for group in unit.groups:
                 _hash_group(group, hashes)
             if not was_gathered:
-                machine.free(unit.state)
+                weights.free(unit.state)
     found = [text for group, mine in hashes.items() for text in different_from_first(group, mine)]
     if not any(everyones(len(found))):
         return

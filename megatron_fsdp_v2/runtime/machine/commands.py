@@ -122,7 +122,7 @@ class UnitCommands(Protocol):
         """Put replaced arguments of an unfinished forward back."""
 
     def end_backward(self, forward: Any) -> None:
-        """Handle the end of the backward of a forward; see `Machine.last_gradient`."""
+        """Handle the end of the backward of a forward; see `events.last_gradient`."""
 
 
 class RootCommands(Protocol):

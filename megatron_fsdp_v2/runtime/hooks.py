@@ -115,7 +115,8 @@ def _is_called_again(module: nn.Module) -> bool:
 
     Searches the stack, because an interrupted forward may not have reported its end.
     """
-    code = nn.Module._call_impl.__code__
+    call: Any = nn.Module.__call__
+    code = call.__code__
     frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code is code)
     return sum(frame.f_locals["self"] is module for frame in frames) > 1
 

@@ -257,7 +257,7 @@ class Run:
                 continue
             if some and missing:
                 self.problems.append((self.position, f"{name} has a gradient on some ranks only"))
-            is_zero = self.case.options.hook or self.has_zeros
+            is_zero = self.options.hook or self.has_zeros
             if some and full.grad is None and is_zero:
                 full.grad = torch.zeros_like(full)
             if not some and full.grad is not None and self.has_zeros and not full.grad.any():

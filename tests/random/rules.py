@@ -91,11 +91,16 @@ def broken_rule(case: Case) -> str:
         for options in all_options(case)
     ):
         return "reductions that sum in fp32 are reduce-scatters"
+    if case.policy and penalizes:
+        return "a double backward adds gradients of 16-bit weights in another order"
     if case.autocast and case.policy:
         return "autocast replaces a policy"
     if (case.shared >= 0) != bool(case.shared_nodes):
         return "two roots share a node that exists"
     ids = {node.id for node in case.shared_nodes}
+    if ids & parts:
+        # Its pass belongs to the root that was sharded last, whatever root runs it.
+        return "every rank runs a module that two roots share"
     if any(id_ in ids for pair in case.ties for id_ in pair):
         return "a tie of each root would replace the other's weight of a shared module"
     if any(node.kind == "again" and node.size not in ids for node in case.shared_nodes):

@@ -581,7 +581,7 @@ def _join(roots: Sequence[nn.Module], context: Context, undo: ExitStack) -> None
                 pool.merge(other)
     for unit in units:
         unit.context = context
-        unit.fqn = "" if unit is units[0] else ", ".join(names[unit])
+        unit.state.fqn = "" if unit is units[0] else ", ".join(names[unit])
         for number, group in enumerate(unit.groups):
             name = f"{unit.fqn or unit.class_name}/{number}"
             group.join(name, context.communicator, pool, context.observer)

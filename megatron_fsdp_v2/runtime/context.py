@@ -20,7 +20,7 @@ from megatron_fsdp_v2.memory.observer import Observer
 from megatron_fsdp_v2.params.gradients import GroupGrads
 from megatron_fsdp_v2.params.group import ParameterGroup, write_stale_weights
 from megatron_fsdp_v2.runtime.machine import events, reductions
-from megatron_fsdp_v2.runtime.machine.state import Machine, RootState, UnitState
+from megatron_fsdp_v2.runtime.machine.state import ProcessState, RootState, UnitState
 from megatron_fsdp_v2.runtime.options import RuntimeOptions
 from megatron_fsdp_v2.runtime.unit_checks import (
     check_capture,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 type _Found = list[tuple[GroupGrads, list[torch.Tensor | None]]]
 
-MACHINE = Machine()
+PROCESS = ProcessState()
 """State that all roots of this process share."""
 
 
@@ -63,7 +63,7 @@ class Context:
         self.allocator = allocator
         self.options = options
         self.observer = Observer()
-        self.state = RootState(MACHINE, weakref.proxy(self), options.control, self.observer.phase)
+        self.state = RootState(PROCESS, weakref.proxy(self), options.control, self.observer.phase)
         self.num_registrations = 0
         self.device: torch.device | None = None
         self._num_draws = 0
@@ -90,7 +90,6 @@ class Context:
         ) and not any(unit.state.is_collective for unit in units)
         by_name = {name: unit.state for unit in units for name in unit.fqn.split(", ")}
         for unit in units:
-            unit.state.fqn = unit.fqn
             unit.state.ancestors = [
                 by_name[above]
                 for name in unit.fqn.split(", ")
@@ -108,7 +107,7 @@ class Context:
         return [group for unit in self.units() for group in unit.groups]
 
     def change_options(self, **changes: Any) -> None:
-        """Change options of reductions, from now on."""
+        """Change options of reductions, between passes."""
         self.options = dataclasses.replace(self.options, **changes)
         self.state.control = self.options.control
         for unit in self.units():

@@ -62,9 +62,7 @@ def _pre_forward(module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """
     unit: Unit = module._fsdp_unit
     state = unit.state
-    # A schedule reports the uses of units, and never calls the root: if the root runs, an exception
-    # has ended the schedule.
-    if state.root.num_scheduled and not state.is_root:
+    if state.is_scheduled:
         if not unit.is_unsharded:
             raise RuntimeError(
                 f"{unit.name} runs outside the uses that its schedule reports, so its weights are "
@@ -87,7 +85,7 @@ def _post_forward(module: Any, args: Any, output: Any) -> Any:
     """
     del args
     unit: Unit = module._fsdp_unit
-    if unit.state.root.num_scheduled and not unit.state.is_root:
+    if unit.state.is_scheduled:
         unit.forget_forward()
         return unit.cast_outputs(output)
     running = unit.running
@@ -101,8 +99,7 @@ def _after_forward(module: Any, args: Any, output: Any) -> None:
     del args, output
     unit: Unit = module._fsdp_unit
     state = unit.state
-    is_scheduled = state.root.num_scheduled and not state.is_root
-    if not state.has_begun or is_scheduled or _runs_method(unit):
+    if not state.has_begun or state.is_scheduled or _runs_method(unit):
         return
     if unit.running.num_calls_inside:
         unit.running.num_calls_inside -= 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -83,7 +82,6 @@ class Unit:
     Attributes:
         state: State in the machine.
         context: Shared by the units under its root.
-        fqn: Names of all its modules under the root, separated by commas; empty for the root.
         class_name: Class names of its modules before sharding.
         modules: Weak references to its modules.
         groups: Its own parameter groups, which it gathers and reduces.
@@ -108,7 +106,6 @@ class Unit:
         root_options: Mapping[str, Any],
     ) -> None:
         self.context = context
-        self.fqn = ""
         self.class_name = class_names(modules)
         self.modules = [weakref.ref(module) for module in modules]
         self.groups = list(groups)
@@ -164,6 +161,11 @@ class Unit:
         return f"{self.fqn or 'the root'} ({self.class_name})"
 
     @property
+    def fqn(self) -> str:
+        """Names of all its modules under the root, separated by commas; empty for the root."""
+        return self.state.fqn
+
+    @property
     def settings(self) -> Settings:
         """Options that a user sets between passes."""
         return self.state.settings
@@ -183,18 +185,9 @@ class Unit:
         """Bytes of gathered weights per use; 0 if no use needs a gather."""
         return self.state.nbytes
 
-    @property
-    def needs_no_collective(self) -> bool:
-        """Whether no use of the unit is a collective, so that a rank may skip it."""
-        return not self.state.is_collective
-
     def grads(self) -> list[GroupGrads]:
         """Return the gradients of its groups."""
         return [group.grads for group in self.groups]
-
-    def observed_phase(self, phase: str) -> AbstractContextManager[Any]:
-        """Return a context manager that reports a phase of the unit to the observer."""
-        return self.context.observer.phase(self.fqn, phase)
 
     # -- commands -----------------------------------------------------------------------------
 
@@ -206,7 +199,7 @@ class Unit:
             groups = [group for group in groups if group.lacks(uses)]
             if not groups:
                 return
-        with self.observed_phase("unshard"):
+        with self.context.observer.phase(self.state.fqn, "unshard"):
             if state.compares_collectives and self.state.is_collective:
                 compare_gather(self, groups)
             if adds:
@@ -224,7 +217,7 @@ class Unit:
 
     def wait(self) -> None:
         """Wait for the all-gathers and register the gathered parameters on the modules."""
-        with self.observed_phase("wait_for_unshard"):
+        with self.context.observer.phase(self.state.fqn, "wait_for_unshard"):
             for group in self.held_groups:
                 group.wait_for_unshard()
 
@@ -237,7 +230,7 @@ class Unit:
         Raises:
             RuntimeError: A gathered weight was changed in place.
         """
-        with self.observed_phase("reshard"):
+        with self.context.observer.phase(self.state.fqn, "reshard"):
             written = [name for group in self.held_groups if (name := group.reshard())]
         if written and not after_error:
             raise RuntimeError(
@@ -326,7 +319,7 @@ class Unit:
             running.forward = forward = events.begin_graph(state)
             running.since = next_node_number()
             at_first = functools.partial(self.post_backward, forward)
-            at_others = functools.partial(_defer, self, forward)
+            at_others = functools.partial(self.defer_end, forward)
             args, kwargs = watch_inputs(
                 at_first, at_others, args, kwargs, running.inputs, running.replaced
             )
@@ -433,6 +426,10 @@ class Unit:
         """Reshard and reduce gradients, when the engine has run the last node of a forward."""
         events.last_gradient(forward, has_grad=torch.is_grad_enabled())
 
+    def defer_end(self, forward: Forward) -> None:
+        """Note that the engine has run the node of an input; other nodes of the unit may follow."""
+        reductions.defer(forward)
+
     def collect(self, group: ParameterGroup, index: int, param: nn.Parameter) -> None:
         """Collect the gradient of a gathered parameter.
 
@@ -459,12 +456,6 @@ class Unit:
         if not group.grads.is_arriving:
             reductions.make_room(root)
         group.grads.collect(index, param)
-
-
-def _defer(unit: Unit, forward: Forward) -> None:
-    """Note that the engine has run the node of an input; other nodes of the unit may follow."""
-    del unit  # held, so that it outlives its graph
-    reductions.defer(forward)
 
 
 def class_names(modules: Sequence[nn.Module]) -> str:

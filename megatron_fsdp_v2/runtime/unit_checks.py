@@ -122,7 +122,7 @@ def check_pass(unit: Unit) -> None:
     """
     context = unit.context
     for each in context.units():
-        if each.context is not context and not each.needs_no_collective:
+        if each.context is not context and each.state.is_collective:
             root = each.context.units()[0]
             raise RuntimeError(
                 f"unit {each.name} is below two roots, {unit.class_name} and {root.class_name}; "

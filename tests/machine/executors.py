@@ -26,10 +26,6 @@ def require(holds: object, what: str) -> None:
         raise Broken(what)
 
 
-class Interrupted(Exception):
-    """An exception of the user's program."""
-
-
 @dataclass(frozen=True)
 class Setup:
     """What a world consists of.
@@ -273,7 +269,7 @@ class Root:
         self.world, self.number = world, number
         setup = world.setup
         control = Control(PrefetchLimit(setup.prefetch), max_live=setup.max_live)
-        self.state = RootState(world.machine, self, control, no_report)
+        self.state = RootState(world.process, self, control, no_report)
         self.has_queued = False
 
     @property

@@ -15,7 +15,7 @@ from tests.machine.world import World
 # Attributes whose values are numbers of forwards: only their order matters.
 _NUMBERS = {"_number", "backward_number", "begins", "ends", "first", "last", "number", "position"}
 # Executors are frozen by the world itself; logs and programs are compared, not state.
-_LEFT_OUT = {"do", "report", "machine", "world", "log", "program", "_numbers", "runs", "setup"}
+_LEFT_OUT = {"do", "report", "process", "world", "log", "program", "_numbers", "runs", "setup"}
 
 
 def freeze(world: World) -> int:
@@ -40,9 +40,7 @@ def freeze(world: World) -> int:
                 visit(item)
         elif kind in (set, frozenset):
             # Members were visited before, or are plain values.
-            flat.append(
-                sorted([known[id(m)] if id(m) in known else _order(m) for m in value]).__repr__()
-            )
+            flat.append(tuple(sorted(known.get(id(member), member) for member in value)))
         elif isinstance(value, dict):
             flat.append(len(value))
             for key, item in value.items():
@@ -52,44 +50,39 @@ def freeze(world: World) -> int:
             flat.append(("seen", known[id(value)]))
         else:
             known[id(value)] = len(known)
-            flat.append(kind.__name__)
-            for name in _attributes(kind, value):
-                item = getattr(value, name)
-                if name in _NUMBERS and type(item) is int:
-                    number(item)
-                elif name == "_begun":
-                    for key, begun in item.items():
-                        visit(key)
-                        number(begun)
-                elif name == "deferred":
-                    for begun, forward in item.items():
-                        number(begun)
-                        visit(forward)
-                elif name in ("version", "weight_version", "model_version"):
-                    # Only whether weights are current matters.
-                    flat.append(-1 if item < 0 else world.version - item)
-                else:
-                    visit(item)
+            visit_attributes(value)
+
+    def visit_attributes(value: Any) -> None:
+        kind = type(value)
+        flat.append(kind.__name__)
+        for name in _attributes(kind, value):
+            item = getattr(value, name)
+            if name in _NUMBERS and type(item) is int:
+                number(item)
+            elif name == "_begun":
+                for key, begun in item.items():
+                    visit(key)
+                    number(begun)
+            elif name == "deferred":
+                for begun, forward in item.items():
+                    number(begun)
+                    visit(forward)
+            elif name in ("version", "weight_version", "model_version"):
+                # Only whether weights are current matters.
+                flat.append(-1 if item < 0 else world.version - item)
+            else:
+                visit(item)
 
     for unit in world.units:
         known[id(unit.state)] = len(known)
     for unit in world.units:
-        for name in _attributes(type(unit.state), unit.state):
-            visit_attribute = getattr(unit.state, name)
-            if name in _NUMBERS and type(visit_attribute) is int:
-                number(visit_attribute)
-            else:
-                visit(visit_attribute)
+        visit_attributes(unit.state)
     visit([root.state for root in world.roots])
     visit(world)
     places = {value: place for place, value in enumerate(sorted({flat[i] for i in numbers}))}
     for index in numbers:
         flat[index] = places[flat[index]]
     return hash(tuple(flat))
-
-
-def _order(value: Any) -> int:
-    return int(value)
 
 
 _NAMES: dict[type, tuple[str, ...]] = {}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_fsdp_v2.runtime.machine import events, reductions
-from megatron_fsdp_v2.runtime.machine.state import Forward, Machine, Phase, RootState
+from megatron_fsdp_v2.runtime.machine.state import Forward, Phase, ProcessState, RootState
 from tests.machine.executors import ABSENT, Group, Root, Setup, Unit, require
 
 
@@ -31,12 +31,14 @@ class World:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self.machine = Machine()
+        self.process = ProcessState()
         self.roots: list[Root] = []
         self.groups: list[Group] = [Group(self, n) for n in range(len(setup.parents))]
         self.units: list[Unit] = []
         self.version = 0
         self.log: list[tuple[str, int]] = []
+        # Forwards that the backward under way runs through.
+        self.num_graphs = 0
         # What all ranks do together.
         self.program: list[str] = []
         # Units that compute now, with the version that they must have.
@@ -228,7 +230,7 @@ class World:
 
     def _begin_engine(self, graphs: list[Node], mask: int) -> None:
         self.runs += 1
-        self.engine_run = self.runs
+        self.engine_run, self.num_graphs = self.runs, len(graphs)
         is_first, self.num_backwards = not self.num_backwards, self.num_backwards + 1
         for unit in self.units:
             unit.state.settings.requires_gradient_sync = not (self.setup.accumulates and is_first)
@@ -360,9 +362,9 @@ class World:
                 require(rests, f"{unit.do.name} is {unit.phase} after a backward")
                 is_kept = self.setup.keeps or not unit.is_gathered
                 require(is_kept, f"{unit.do.name} stays gathered after a backward")
-            require(state not in self.machine.under_way, "a backward is under way")
+            require(state not in self.process.under_way, "a backward is under way")
         # The pass of a forward that raised waits until the root's next pass begins.
-        waiting = self.machine.numbers.unreduced
+        waiting = self.process.numbers.unreduced
         require(not waiting or self.has_interrupted, "a pass waits for its reduction")
 
     # -- steps and exceptions
@@ -383,8 +385,9 @@ class World:
             is_late: Whether the engine drops its callback after the caller went on.
         """
         self.has_interrupted = True
-        if self.setup.zero == 3 or self.open:
-            # All ranks raise: otherwise those that go on would wait for this one.
+        if self.setup.zero == 3 or self.open or self.num_graphs > 1:
+            # All ranks raise: otherwise those that go on would wait for this one, which does not
+            # know which other forwards the backward would have reached.
             at = f"{self.queue[0][0]} {self.queue[0][1].unit}" if self.queue else "the end"
             self.program.append(f"interrupt before {at}")
         self.computing.clear()

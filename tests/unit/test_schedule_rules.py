@@ -21,7 +21,13 @@ from megatron_fsdp_v2.plan import (
 )
 from megatron_fsdp_v2.runtime.machine import weights
 from megatron_fsdp_v2.runtime.machine.orders import Pass, PrefetchLimit
-from megatron_fsdp_v2.runtime.machine.state import Control, Machine, RootState, Settings, UnitState
+from megatron_fsdp_v2.runtime.machine.state import (
+    Control,
+    ProcessState,
+    RootState,
+    Settings,
+    UnitState,
+)
 from megatron_fsdp_v2.runtime.options import RuntimeOptions
 from tests.reference.models import Stack
 
@@ -104,7 +110,7 @@ class FakeUnit:
 
 def _units(names: Iterable[str], log: list[str], limit: PrefetchLimit) -> list[UnitState]:
     do: Any = None
-    root = RootState(Machine(), do, Control(limit), do)
+    root = RootState(ProcessState(), do, Control(limit), do)
     root.is_checked = True
     made: list[Any] = [FakeUnit(name, log) for name in names]
     return [UnitState(unit, [], Settings(reshard_after_forward=True), root) for unit in made]
@@ -219,7 +225,7 @@ def test_reductions_of_a_step_and_their_waits(options: dict[str, Any], expected:
 def _forward(
     units: Sequence[UnitState], ran: Sequence[int], *, in_order: bool = True
 ) -> Pass[UnitState]:
-    passed = Pass(units[0].root.machine.numbers, list(units) if in_order else None)
+    passed = Pass(units[0].root.process.numbers, list(units) if in_order else None)
     for name in ran:
         passed.begin_forward([units[name]])
         passed.add_use([units[name]])

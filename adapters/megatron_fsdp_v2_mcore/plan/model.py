@@ -239,7 +239,7 @@ class _Chunk:
 
 
 def _merge_units(units: Sequence[UnitDescription]) -> UnitDescription:
-    """Describe a unit of several layers, under the name of the first."""
+    """Return a unit that several layers form, with the name of the first one."""
     return replace(
         units[0],
         params=tuple(

@@ -1,8 +1,7 @@
-"""The control of a step: what happens next, decided without tensors.
+"""Control of a step: decides what happens next, without tensors.
 
-A step is a sequence of events, which are answered by commands. All that is decided is decided here,
-on values: hooks translate torch's calls into events, and units, contexts and groups execute
-commands and hold tensors.
+A step is a sequence of events, each answered by commands. Hooks translate torch's calls into
+events; units, contexts and groups hold tensors and execute the commands.
 
 | event | reported by | answered by |
 |---|---|---|

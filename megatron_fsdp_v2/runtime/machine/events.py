@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron_fsdp_v2.layout.weight_use import WeightUse
 from megatron_fsdp_v2.runtime.machine.commands import GroupCommands
-from megatron_fsdp_v2.runtime.machine.orders import Gathers, Pass, PrefetchLimit
+from megatron_fsdp_v2.runtime.machine.orders import ExecutionOrder, Gathers, Pass, PrefetchLimit
 from megatron_fsdp_v2.runtime.machine.reductions import (
     begin_unit,
     defer,
@@ -129,7 +129,7 @@ def _begin_pass(unit: UnitState, *, has_grad: bool) -> None:
 def _begin_root_pass(root: RootState) -> None:
     root.current = root.new_pass()
     # Backwards of later forwards are a separate pass.
-    root.gathers.backward = type(root.gathers.backward)()
+    root.gathers.backward = ExecutionOrder()
 
 
 def _begin_nested_pass(unit: UnitState, *, has_grad: bool) -> None:
@@ -243,7 +243,7 @@ def note_if_recomputable(unit: UnitState, *, has_grad: bool, is_packed: bool) ->
 def begin_graph(unit: UnitState) -> Forward:
     """Return the forward that the graph made from now on belongs to."""
     root, again = unit.root, unit.is_recomputing
-    number = root.machine.numbers.next()
+    number = root.process.numbers.next()
     begins = root.position if again else number
     passed = root.passed if again else root.current
     return Forward(unit, passed, number, begins, begins, again, root.nested is not None)
@@ -252,7 +252,7 @@ def begin_graph(unit: UnitState) -> Forward:
 def end_graph(forward: Forward) -> None:
     """Note that the outputs of a forward exist."""
     if not forward.is_recomputed:
-        forward.ends = forward.unit.root.machine.numbers.next()
+        forward.ends = forward.unit.root.process.numbers.next()
 
 
 def end_unit_forward(unit: UnitState, *, has_grad: bool) -> None:
@@ -374,8 +374,6 @@ def first_gradient(forward: Forward, *, has_grad: bool) -> None:
     """
     unit = forward.unit
     root = unit.root
-    if root.engine is Engine.FAILED:
-        repair(root)
     finish_deferred(root, forward.number)
     if unit.phase is Phase.BACKWARD:
         if forward.passed is not root.passed and not forward.is_nested:
@@ -471,8 +469,8 @@ def begin_direct_use(unit: UnitState) -> tuple[Pass[UnitState], int, bool]:
     passed.expect_backward()
     passed.add_direct_use(unit)
     if not passed.has_root:
-        passed.turn.last = root.machine.numbers.next()
-    return passed, root.machine.numbers.next(), True
+        passed.turn.last = root.process.numbers.next()
+    return passed, root.process.numbers.next(), True
 
 
 def direct_gradient(
@@ -488,8 +486,6 @@ def direct_gradient(
     """
     root = unit.root
     if not root.is_scheduled:
-        if root.engine is Engine.FAILED:
-            repair(root)
         finish_deferred(root, number)
         join(root, passed, unit.do.name, number)
         root.pending.add(unit)  # of a recomputation too

@@ -105,7 +105,8 @@ class ExecutionOrder[UnitT: UnitFacts]:
 
     def remaining(self) -> Iterator[UnitT]:
         """Return the units that are still expected. Lazy, since callers read only a few."""
-        return (unit for unit in self.expected[self.following :] if not unit.is_gone)
+        following = itertools.islice(self.expected, self.following, None)
+        return (unit for unit in following if not unit.is_gone)
 
 
 class Gathers[UnitT: UnitFacts]:

@@ -51,7 +51,7 @@ def join(root: RootState, passed: Pass[UnitState], what: str, position: int = UN
         return
     _reduce_in_turn(root, position)
     finish_others(root, position)
-    under_way = root.machine.under_way
+    under_way = root.process.under_way
     if root in under_way:
         # One backward through several forwards of the root reduces each unit once per forward,
         # after the units of other roots whose turn is earlier.
@@ -82,8 +82,11 @@ def begin_unit(unit: UnitState) -> None:
 def finish_deferred(root: RootState, number: int) -> None:
     """End deferred backwards of forwards that began after this one.
 
-    The engine runs the most recently created nodes first, so these backwards are over.
+    The engine runs the most recently created nodes first, so these backwards are over. A backward
+    that failed is repaired first.
     """
+    if root.engine is Engine.FAILED:
+        repair(root)
     while root.deferred and (latest := max(root.deferred)) > number:
         forward = root.deferred.pop(latest)
         if forward.unit.phase is Phase.BACKWARD:
@@ -92,7 +95,7 @@ def finish_deferred(root: RootState, number: int) -> None:
 
 def _together(root: RootState) -> list[RootState]:
     """Return all roots in this run of the engine, in order of their turns."""
-    found = [each for each in root.machine.under_way if each.run == root.run]
+    found = [each for each in root.process.under_way if each.run == root.run]
     if len(found) > 1:
         found.sort(key=lambda each: each.passed.turn.last, reverse=True)
     return found or [root]
@@ -179,7 +182,7 @@ def finish_others(root: RootState, position: int = UNKNOWN) -> None:
         root: The root that communicates next.
         position: Number of the forward that the engine has reached, if known.
     """
-    under_way = root.machine.under_way
+    under_way = root.process.under_way
     if not under_way or (len(under_way) == 1 and under_way[0] is root):
         return
     run = root.do.engine_run
@@ -455,8 +458,8 @@ def end_nested_pass(root: RootState) -> None:
 
 def _forget(root: RootState) -> None:
     end_nested_pass(root)
-    if root in root.machine.under_way:
-        root.machine.under_way.remove(root)
+    if root in root.process.under_way:
+        root.process.under_way.remove(root)
     root.engine, root.run, root.position = Engine.RESTING, -1, UNKNOWN
     root.unit = None
     root.deferred.clear()
@@ -535,7 +538,7 @@ def end_forward(root: RootState, *, failed: bool = False) -> None:
     """
     unit = root.pass_unit if root.nested is None else root.nested.unit
     if unit is not None and root.pass_has_grad and (unit.is_root or not root.current.has_root):
-        root.current.turn.last = root.machine.numbers.next()
+        root.current.turn.last = root.process.numbers.next()
     if root.nested is None:
         root.pass_unit = None
     end_nested_pass(root)

@@ -1,7 +1,7 @@
 """State of the machine: units, forwards, passes, and what is under way for each root.
 
-Values only: no tensor, no process group, no weak reference. What executes commands (`do`) is held,
-and is not part of the state.
+Values only: no tensor, no process group, no weak reference. An object also refers to what executes
+its commands (`do`), which is not part of the state.
 """
 
 from __future__ import annotations
@@ -178,6 +178,14 @@ class UnitState(UnitFacts):
         return self.num_pending_backwards > 0 or self.phase is Phase.BACKWARD
 
     @property
+    def is_scheduled(self) -> bool:
+        """Whether a schedule, not the hooks of its modules, reports its uses.
+
+        A schedule never calls the root: if the root runs, an exception has ended the schedule.
+        """
+        return self.root.num_scheduled > 0 and not self.is_root
+
+    @property
     def syncs_when_finalized(self) -> bool:
         """Whether `finalize_backward` reduces gradients into `param.grad`."""
         settings = self.settings
@@ -188,11 +196,8 @@ class UnitState(UnitFacts):
     def syncs_gradients(self) -> bool:
         """Whether this backward reduces gradients into `param.grad`."""
         settings = self.settings
-        if not settings.is_last_backward or settings.is_finalized_manually:
-            return False
-        # As in `syncs_when_finalized`; read for every unit.
-        is_whole = settings.requires_all_reduce or not self.has_outer
-        return settings.requires_gradient_sync and is_whole
+        ends_here = settings.is_last_backward and not settings.is_finalized_manually
+        return ends_here and self.syncs_when_finalized
 
     def reshards_after_forward(self, *, has_grad: bool) -> bool:
         """Return whether a forward that ends now reshards."""
@@ -257,7 +262,7 @@ class Forward:
 # -- roots -----------------------------------------------------------------------------------------
 
 
-class Machine:
+class ProcessState:
     """State that all roots of a process share.
 
     Attributes:
@@ -308,7 +313,7 @@ class RootState:
     """State of the units under one root.
 
     Args:
-        machine: State that all roots share.
+        process: State that all roots share.
         do: Executes commands for all units.
         control: Options that the machine obeys.
         report: Reports a phase of a unit or group to observers.
@@ -349,15 +354,15 @@ class RootState:
     """
 
     def __init__(
-        self, machine: Machine, do: RootCommands, control: Control, report: Report
+        self, process: ProcessState, do: RootCommands, control: Control, report: Report
     ) -> None:
-        self.machine = machine
+        self.process = process
         self.report = report
         self.do = do
         self.control = control
         self.units: list[UnitState] = []
         self.gathers: Gathers[UnitState] = Gathers(control.limit)
-        self.current: Pass[UnitState] = Pass(machine.numbers)
+        self.current: Pass[UnitState] = Pass(process.numbers)
         self.ranks_may_differ = self.has_formats = False
         self.weight_version = 0
         self.pass_has_grad = self.forward_failed = False
@@ -368,7 +373,7 @@ class RootState:
         self.nested: Nested | None = None
         self.engine = Engine.RESTING
         self.run = -1
-        self.passed: Pass[UnitState] = Pass(machine.numbers)
+        self.passed: Pass[UnitState] = Pass(process.numbers)
         self.position = UNKNOWN
         self.deferred: dict[int, Forward] = {}
         self.num_scheduled = 0
@@ -382,7 +387,7 @@ class RootState:
 
     def new_pass(self) -> Pass[UnitState]:
         """Return a pass that no forward belongs to yet."""
-        return Pass(self.machine.numbers, self.units[::-1] if self.ranks_may_differ else None)
+        return Pass(self.process.numbers, self.units[::-1] if self.ranks_may_differ else None)
 
     def forget(self, unit: UnitState) -> None:
         """Forget a deleted unit."""
@@ -391,18 +396,13 @@ class RootState:
         self.gathers.forwards.pop(unit, None)
         if self.pass_unit is unit:
             self.pass_unit = None
-        if not self.units and self in self.machine.under_way:
-            self.machine.under_way.remove(self)
+        if not self.units and self in self.process.under_way:
+            self.process.under_way.remove(self)
 
     @property
     def is_running(self) -> bool:
         """Whether a backward is under way and has not failed. Read for every gradient."""
         return self.engine is Engine.RUNNING
-
-    @property
-    def is_nested(self) -> bool:
-        """Whether the pass under way is nested in a backward of the same root."""
-        return self.nested is not None
 
     @property
     def is_scheduled(self) -> bool:

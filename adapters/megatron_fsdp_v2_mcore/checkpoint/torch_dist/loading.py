@@ -203,7 +203,7 @@ class _Loader:
             _report(self._folder, total)
 
     def _has_remainders(self, dtypes: Mapping[str, torch.dtype | None]) -> bool:
-        """Whether main weights of bf16 weights are stored as 16-bit remainders. Collective.
+        """Return whether main weights of bf16 weights are stored as 16-bit remainders. Collective.
 
         Transformer Engine's precision-aware Adam keeps them, and the file has them as integers in
         fp32. A checkpoint of main weights may have the arguments of such a run, if it is an export.

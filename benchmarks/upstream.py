@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_cpu_rehearsal.cuda_stubs import install_stubs
 from megatron_cpu_rehearsal.devices import CpuDevices
-from megatron_cpu_rehearsal.patching import Patches
+from megatron_fsdp_v2_patching import Patches
 
 __all__ = ["experimental", "mapped_to", "package", "version"]
 

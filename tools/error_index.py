@@ -26,6 +26,7 @@ PACKAGES = {
     "adapters/megatron_fsdp_v2_mcore": "Megatron-Core",
     "adapters/megatron_fsdp_v2_for": "other frameworks",
     "adapters/megatron_fsdp_v2_cli": "command line",
+    "adapters/megatron_fsdp_v2_patching": "patching",
     "adapters/megatron_fsdp_v2_trace": "timelines",
     "adapters/megatron_cpu_rehearsal": "CPU rehearsal",
 }

@@ -94,8 +94,8 @@ def rehearse(
         PATCHES,
         WITHOUT_TRANSFORMER_ENGINE,
     )
-    from megatron_cpu_rehearsal.patching import Patches
     from megatron_cpu_rehearsal.te import load
+    from megatron_fsdp_v2_patching import Patches
 
     flags = [word for word in argv if word not in (FLAG, VERBOSE_FLAG)]
     if not into_parser:

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from megatron_cpu_rehearsal.patching import Patches
 from megatron_cpu_rehearsal.tensor_types import tensor_type
+from megatron_fsdp_v2_patching import Patches
 
 
 class StreamStub:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_cpu_rehearsal.patching import Patches
+from megatron_fsdp_v2_patching import Patches
 
 _LOGGERS = (None, "megatron", "torch.distributed", "torch.distributed.checkpoint")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_cpu_rehearsal.devices import CpuDevices
-from megatron_cpu_rehearsal.patching import Patch
+from megatron_fsdp_v2_patching import Patch
 
 
 def _skip_if_compiled(compile_helpers: Callable[[], None]) -> Callable[[], None]:

@@ -6,8 +6,8 @@ import importlib.metadata
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_cpu_rehearsal.patching import Patch, Patches
 from megatron_fsdp_v2 import fully_shard
+from megatron_fsdp_v2_patching import Patch, Patches
 
 __all__ = ["Adapter", "with_options"]
 

@@ -15,10 +15,10 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from megatron_cpu_rehearsal.patching import Patch
 from megatron_fsdp_v2.dtensor.sharded_rows import ShardedRows, plain_of
 from megatron_fsdp_v2_for import megatron_fsdp
 from megatron_fsdp_v2_for.adapter import Adapter
+from megatron_fsdp_v2_patching import Patch
 
 __all__ = ["PATCHES", "install", "uninstall"]
 

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 import megatron_fsdp_v2_mcore
-from megatron_cpu_rehearsal.patching import Patch
 from megatron_fsdp_v2 import FSDPModule
 from megatron_fsdp_v2.dtensor.sharded_rows import ShardedRows, whole_of
 from megatron_fsdp_v2.runtime.module import make_idle
@@ -30,6 +29,7 @@ from megatron_fsdp_v2_for.adapter import Adapter
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import find_checkpoint, is_torch_dist
 from megatron_fsdp_v2_mcore.flags.options import active_options
 from megatron_fsdp_v2_mcore.flags.settings import reject
+from megatron_fsdp_v2_patching import Patch
 
 __all__ = ["PATCHES", "install", "uninstall"]
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from megatron_cpu_rehearsal.patching import Patch
 from megatron_fsdp_v2.optim import Muon
 from megatron_fsdp_v2_for.adapter import Adapter
+from megatron_fsdp_v2_patching import Patch
 
 __all__ = ["PATCHES", "install", "uninstall"]
 

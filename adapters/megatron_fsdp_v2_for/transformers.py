@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from megatron_cpu_rehearsal.patching import Patch
 from megatron_fsdp_v2.dtensor.sharded_rows import ShardedRows, rows_like
 from megatron_fsdp_v2_for.adapter import Adapter
+from megatron_fsdp_v2_patching import Patch
 
 __all__ = ["PATCHES", "install", "uninstall"]
 

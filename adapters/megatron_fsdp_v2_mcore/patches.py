@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_cpu_rehearsal.patching import Patch, Patches
 from megatron_fsdp_v2_mcore.flags.arguments import (
     accepted_by_megatron,
     check_arguments,
@@ -31,6 +30,7 @@ from megatron_fsdp_v2_mcore.flags.arguments import (
 from megatron_fsdp_v2_mcore.flags.options import Options, is_active, set_active
 from megatron_fsdp_v2_mcore.flags.patterns import evaluate_pattern
 from megatron_fsdp_v2_mcore.flags.settings import notices
+from megatron_fsdp_v2_patching import Patch, Patches
 
 SUPPORTED = "0.19"
 

@@ -7,9 +7,9 @@ import json
 import sys
 
 from megatron_cpu_rehearsal import patches as rehearsals
-from megatron_cpu_rehearsal.patching import Patch
 from megatron_cpu_rehearsal.te.patches import BEFORE_IMPORT
 from megatron_fsdp_v2_mcore.patches import PATCHES, SUPPORTED, check_patch, megatron_version
+from megatron_fsdp_v2_patching import Patch
 
 
 class _PatchesCommand:

@@ -16,8 +16,8 @@ from torch.distributed.tensor.experimental._context_parallel import _attention
 import megatron_fsdp_v2_for.automodel
 from megatron_cpu_rehearsal.cuda_stubs import install_stubs
 from megatron_cpu_rehearsal.devices import CpuDevices
-from megatron_cpu_rehearsal.patching import Patches
 from megatron_fsdp_v2 import FSDPModule
+from megatron_fsdp_v2_patching import Patches
 from tests.clients.differences import Results, full_parameters, results_of
 from tests.clients.hf_models import MODELS
 from tests.clients.stubs import stub

@@ -24,7 +24,7 @@ from megatron_cpu_rehearsal.flags import (
     with_cpu_defaults,
     with_cpu_flags,
 )
-from megatron_cpu_rehearsal.patching import Patches
+from megatron_fsdp_v2_patching import Patches
 from tests.docs.blocks import ROOT, blocks_in
 from tests.mcore.command_line import (
     PRINTED,

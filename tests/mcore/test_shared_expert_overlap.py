@@ -22,7 +22,7 @@ def recorded_step(model: Any, optimizer: Any) -> tuple[list[str], list[str]]:
     """Return violations on recorded streams, and buffers that the shared experts' stream writes."""
     from megatron.core.transformer.moe import shared_experts, token_dispatcher
 
-    from megatron_cpu_rehearsal.patching import Patches
+    from megatron_fsdp_v2_patching import Patches
     from tests.stream_safety import record_streams
 
     del optimizer

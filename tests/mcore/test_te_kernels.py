@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cpu_rehearsal.patching import Patches
 from megatron_cpu_rehearsal.te import NotEmulatedError, fp4, module, numbers
 from megatron_cpu_rehearsal.te.enums import DType
 from megatron_cpu_rehearsal.te.patches import BEFORE_IMPORT
+from megatron_fsdp_v2_patching import Patches
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TEX: Any = module.make()

@@ -17,9 +17,9 @@ from unittest.mock import create_autospec
 import pytest
 import torch
 
-from megatron_cpu_rehearsal.patching import Patch
 from megatron_fsdp_v2_for import automodel, bridge, megatron_fsdp, torchtitan
 from megatron_fsdp_v2_for.adapter import Adapter
+from megatron_fsdp_v2_patching import Patch
 from tests.pages import rows_of, section
 
 NAME = "a_framework"

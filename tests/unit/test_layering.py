@@ -24,6 +24,7 @@ LAYERS = {
 MCORE = "megatron_fsdp_v2_mcore"
 ADAPTER = f"../adapters/{MCORE}"
 REHEARSAL = "adapters/megatron_cpu_rehearsal"
+PATCHING = "adapters/megatron_fsdp_v2_patching"
 
 
 @pytest.fixture
@@ -37,8 +38,9 @@ def tree(tmp_path):
             folder = place / package.replace(".", "/") / layer
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "__init__.py").touch()
-    (tmp_path / "adapters" / "megatron_fsdp_v2_trace").mkdir()
-    (tmp_path / "adapters" / "megatron_fsdp_v2_trace" / "__init__.py").touch()
+    for package in ("megatron_fsdp_v2_patching", "megatron_fsdp_v2_trace"):
+        (tmp_path / "adapters" / package).mkdir()
+        (tmp_path / "adapters" / package / "__init__.py").touch()
     shutil.copy(ROOT / "adapters" / "ruff.toml", tmp_path / "adapters")
     return tmp_path
 
@@ -61,6 +63,7 @@ FORBIDDEN_IMPORTS = [
     (f"{ADAPTER}/flags/settings.py", f"{MCORE}.model", "flags is not allowed to import"),
     (f"{ADAPTER}/model/wrapper.py", "transformer_engine", "not allowed to import transformer_"),
     (f"../{REHEARSAL}/te/load.py", "megatron_fsdp_v2", "Rehearsal: imports neither"),
+    (f"../{PATCHING}/__init__.py", "megatron_cpu_rehearsal", "Patching: imports no other package"),
     (f"../{REHEARSAL}/norms/rms.py", "megatron_cpu_rehearsal.te", "norms is not allowed"),
 ]
 NEW = ("megatron_fsdp_v2/a_new_file.py", f"{REHEARSAL}/a_new_file.py")
@@ -84,6 +87,7 @@ def test_forbidden_imports_cycles_and_unlisted_modules_are_reported(tree):
     for file, imported, rule in FORBIDDEN_IMPORTS:
         path = (tree / "megatron_fsdp_v2" / file).resolve().relative_to(tree.resolve())
         module = ".".join(path.with_suffix("").parts).removeprefix("adapters.")
+        module = module.removesuffix(".__init__")
         assert f"{module} -> {imported} (l." in done.stdout, done.stdout
         assert rule in done.stdout, done.stdout
     assert "No cycles are allowed in megatron_fsdp_v2.dtensor" in done.stdout

@@ -16,9 +16,9 @@ from importlib import metadata
 from pathlib import Path
 
 from megatron_cpu_rehearsal.errors import RehearsalError
-from megatron_cpu_rehearsal.patching import Patches, environment
 from megatron_cpu_rehearsal.te import apex, module
 from megatron_cpu_rehearsal.te.patches import BEFORE_IMPORT
+from megatron_fsdp_v2_patching import Patches, environment
 
 __all__ = [
     "FOLDER",

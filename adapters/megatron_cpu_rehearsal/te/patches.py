@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_cpu_rehearsal.patching import Patch
+from megatron_fsdp_v2_patching import Patch
 
 __all__ = ["BEFORE_IMPORT"]
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from megatron_cpu_rehearsal import FLAG, VERBOSE_FLAG, rehearse
 from megatron_cpu_rehearsal.flags import CPU_FLAGS, GPU_FLAGS, IMPL_FLAG, LOCAL
-from megatron_cpu_rehearsal.patching import environment
 from megatron_fsdp_v2.plan.sources import FlagsError, SourceResult
 from megatron_fsdp_v2_mcore.flags.arguments import API_FLAG, check_arguments, is_enabled
 from megatron_fsdp_v2_mcore.flags.errors import FlagError, flag_of, rejections_as_flag_errors
@@ -28,6 +27,7 @@ from megatron_fsdp_v2_mcore.flags.precision import (
     is_precision_aware,
     state_dtypes,
 )
+from megatron_fsdp_v2_patching import environment
 
 
 def describe(flags: Sequence[str], num_ranks: int) -> SourceResult:

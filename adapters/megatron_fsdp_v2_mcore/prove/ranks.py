@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_cpu_rehearsal.patching import environment
+from megatron_fsdp_v2_patching import environment
 
 VARIABLE = "MEGATRON_FSDP_V2_PROVE"
 """Environment variable of the fork server: the layers, then the flags of the recipe."""

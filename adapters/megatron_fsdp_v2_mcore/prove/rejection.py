@@ -6,9 +6,9 @@ import io
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 
-from megatron_cpu_rehearsal.patching import environment
 from megatron_fsdp_v2.plan.sources import FlagsError
 from megatron_fsdp_v2_mcore.plan.source import parse_flags
+from megatron_fsdp_v2_patching import environment
 
 
 def rejection(words: Sequence[str], typed: Sequence[str], num_ranks: int) -> str:

@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from megatron_cpu_rehearsal import rehearse
 from megatron_cpu_rehearsal.flags import IMPL_FLAG, cpu_environment, with_cpu_flags
-from megatron_cpu_rehearsal.patching import Patches
 from megatron_fsdp_v2_mcore.flags.arguments import supported_on_cpu
 from megatron_fsdp_v2_mcore.prove.preflight import QK_SCALING, QK_VARIABLE
+from megatron_fsdp_v2_patching import Patches
 
 _STACK = contextlib.ExitStack()
 _LONGEST_DOCUMENT = 64

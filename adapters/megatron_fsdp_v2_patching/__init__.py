@@ -1,6 +1,7 @@
 """A record of each attribute that is replaced, and the registry that restores the originals.
 
-The lists of a rehearsal are in `patches.py` (Megatron) and `te/patches.py` (Transformer Engine).
+The packages that patch another one share these two classes: `megatron_fsdp_v2_mcore` and the CPU
+rehearsal (Megatron), and `megatron_fsdp_v2_for` (other frameworks).
 """
 
 from __future__ import annotations

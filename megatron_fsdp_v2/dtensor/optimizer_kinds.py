@@ -1,13 +1,20 @@
-"""Properties of optimizer classes, and the optimizers whose steps are checked."""
+"""Properties of optimizer classes, and the optimizer whose step is running."""
 
 from __future__ import annotations
 
-import weakref
+import sys
+from types import FrameType
+from typing import cast
 
 from torch.optim import Optimizer
 
 _FUSED = ("apex", "deepspeed", "transformer_engine")
-"""Packages with multi-tensor kernels in which an empty tensor corrupts its neighbors, silently."""
+"""Packages with multi-tensor kernels in which an empty tensor corrupts its neighbors, silently.
+
+The names are compared with those of the classes' modules; nothing is imported. They are listed in
+the core and not by an adapter, because these optimizers also step parameters where no adapter is
+imported, and nothing but the name of its package distinguishes such a class before the damage.
+"""
 
 
 def finds_no_empty_gradients(kind: type[Optimizer]) -> bool:
@@ -24,26 +31,28 @@ def is_known(kind: type[Optimizer]) -> bool:
     return kind.__module__.partition(".")[0] in ("torch", __package__.partition(".")[0], *_FUSED)
 
 
-_RUNNING: list[weakref.ref[Optimizer]] = []
-
-
-def begin_step(optimizer: Optimizer) -> None:
-    """Note that an optimizer steps, perhaps inside the step of another one."""
-    end_step(optimizer)  # after a step that failed
-    _RUNNING.append(weakref.ref(optimizer))
-
-
-def end_step(optimizer: Optimizer) -> None:
-    """Note that the step of an optimizer has ended."""
-    for index, running in enumerate(_RUNNING):
-        if running() is optimizer:
-            del _RUNNING[index:]
-            break
+_STEP_CODE = Optimizer.profile_hook_step(Optimizer.step).__code__
+"""Code of the function that torch puts around the step of every class."""
 
 
 def running_optimizer() -> Optimizer | None:
-    """Return the optimizer whose step is running and is checked; None if there is none."""
-    return next((o for running in reversed(_RUNNING) if (o := running()) is not None), None)
+    """Return the optimizer whose step calls this function and is checked; None if there is none.
+
+    In a step inside another step, the innermost one that is checked. Searches the stack, because
+    torch calls no hook after a step that raised. Steps on other threads are not found.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _STEP_CODE and _is_checked(optimizer := frame.f_locals["self"]):
+            return cast("Optimizer", optimizer)
+        frame = frame.f_back
+    return None
+
+
+def _is_checked(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer of unknown class has sharded parameters."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return not is_known(type(optimizer)) and any(hasattr(param, "row_shards") for param in params)
 
 
 class RejectedError(RuntimeError):

@@ -17,8 +17,6 @@ from torch.optim.optimizer import (
 
 from megatron_fsdp_v2._compiler import uncompiled
 from megatron_fsdp_v2.dtensor.optimizer_kinds import (
-    begin_step,
-    end_step,
     finds_no_empty_gradients,
     is_known,
     rejected,
@@ -87,11 +85,9 @@ class OptimizerWatch:
         watched = self._facts_of(optimizer)
         contexts = live(watched.contexts)
         watched.unchanged = watched.generators = None
-        if contexts and not is_known(type(optimizer)):
-            begin_step(optimizer)
-            # Not with a closure, which may draw random numbers, for example for dropout.
-            if len(args) < 2 and not kwargs:
-                watched.generators = _generator_states()
+        # Not with a closure, which may draw random numbers, for example for dropout.
+        if contexts and not is_known(type(optimizer)) and len(args) < 2 and not kwargs:
+            watched.generators = _generator_states()
         for context in contexts:
             if context.is_capturing:
                 events.begin_capture(context.state)
@@ -163,7 +159,6 @@ class OptimizerWatch:
         del args, kwargs
         # Unknown if the step began before the first model was sharded.
         watched = self._watched.get(optimizer, _OptimizerFacts())
-        end_step(optimizer)
         hidden, watched.hidden = watched.hidden, ()
         restore_gradients(hidden)
         before, watched.generators = watched.generators, None

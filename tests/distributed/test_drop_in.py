@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import datetime
 import functools
@@ -595,3 +596,29 @@ def test_optimizer_that_cannot_step_shards_is_rejected_by_name() -> None:
         own_loss(model, 0).backward()
         text = error_message(RuntimeError, optimizer.step)
         assert f"{kind.__name__} cannot step sharded parameters" in text and why in text, text
+
+
+class _Outer(_Optimizer):
+    """An optimizer that catches the error of an optimizer that it steps."""
+
+    inner: Any
+
+    def _update(self, param: Any, state: Any, lr: float) -> None:
+        with contextlib.suppress(RuntimeError):
+            self.inner.step()
+        param.to_sparse()
+
+
+@on_ranks(2)
+def test_step_that_raised_no_longer_names_errors_or_allows_plain_operands() -> None:
+    model = wrap(Stack())
+    param = next(model.parameters())
+    inner, outer = _Unknown(model.parameters()), _Outer(model.parameters())
+    outer.inner = inner
+    own_loss(model, 0).backward()
+    for optimizer in (inner, outer):
+        text = error_message(RuntimeError, optimizer.step)
+        assert f".{type(optimizer).__name__} cannot step" in text, text
+        text = error_message(RuntimeError, param.to_sparse)
+        assert "cannot step" not in text and "layout" in text, text
+        assert "sharded" in error_message(RuntimeError, lambda: param @ torch.ones(5, 5))

@@ -19,7 +19,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,14 +35,12 @@ from megatron_fsdp_v2.comm.interface import (
     Work,
 )
 from megatron_fsdp_v2.dtensor.row_shards import GroupInfo
-from megatron_fsdp_v2.layout.buffer_layout import BufferLayout
+from megatron_fsdp_v2.layout.buffer_layout import BufferLayout, Granularity
+from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.layout.placement import AxisPlacements, Placement
 from megatron_fsdp_v2.memory.allocator import Allocator, BufferUse, TemporaryBuffer, alias_of
 from megatron_fsdp_v2.memory.host_memory import empty_in_host_memory
 from megatron_fsdp_v2.memory.observer import CollectiveIssued, Observer
-
-if TYPE_CHECKING:
-    from megatron_fsdp_v2.params.group import GroupSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +130,56 @@ class Offload:
     """
 
     pin_memory: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """Properties that all parameters of one group share.
+
+    Attributes:
+        dtypes: Dtypes of weights and gradients.
+        requires_grad: Whether the parameters are trained.
+        placements: Placements per mesh axis, outermost first.
+        granularity: The smallest block that a shard boundary never splits.
+        scale: Factor of a gradient's sum over data-parallel ranks.
+        on_missing_grad: `none`, `zero` or `error`; see `fully_shard`.
+        mesh: The data-parallel mesh.
+        grid: Mapping of flat buffers onto the axes of the mesh, as this rank sees them.
+        reduces: Whether gradients are summed over data-parallel ranks. Otherwise, a main gradient
+            is this rank's own gradient of its rows, without scaling.
+        offload: Host memory for main weights and gradients; None keeps them on the device.
+    """
+
+    dtypes: GroupDtypes
+    requires_grad: bool
+    placements: tuple[AxisPlacements, ...]
+    granularity: Granularity
+    scale: float
+    on_missing_grad: str
+    # Ranks compare the repr of a spec.
+    mesh: DeviceMesh = field(repr=False)
+    grid: ShardGrid = field(repr=False, compare=False)
+    reduces: bool = True
+    offload: Offload | None = None
+
+    @property
+    def grad_factors(self) -> tuple[float, float]:
+        """Factors of a gradient's terms and of their sum; their product is `scale`.
+
+        The whole factor is applied to the sum, because the sum is a shard and the terms are full
+        buffers. A fp16 sum may exceed 65504 and overflow, so with fp16 the terms are multiplied by
+        the power of two in a factor below 1, which is exact unless a gradient underflows.
+        """
+        if torch.float16 not in (self.dtypes.grad_comm, self.dtypes.main_grad):
+            return 1.0, self.scale
+        before = min(1.0, 2.0 ** (math.frexp(self.scale)[1] - 1))
+        return before, self.scale / before
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of ranks that hold the same rows of main weights and gradients."""
+        axes = zip(self.grid.axes, self.grid.strides, strict=True)
+        return math.prod(axis.size for axis, stride in axes if not stride)
 
 
 @dataclass

@@ -76,6 +76,14 @@ class WeightFormat:
         """Return the bytes of one element of a payload."""
         return dtypes.model_weight.itemsize
 
+    @classmethod
+    def smallest_itemsize(cls, dtypes: GroupDtypes) -> float:
+        """Return the bytes of the smallest element of all buffers of a group.
+
+        Alignment in these elements holds for all its dtypes.
+        """
+        return min(dtypes.smallest_itemsize, cls.itemsize(dtypes) / cls.packing)
+
     @staticmethod
     def problem(dtypes: GroupDtypes, placements: Sequence[AxisPlacements]) -> str | None:
         """Return the reason why such parameters cannot be sharded, as one sentence, or None.

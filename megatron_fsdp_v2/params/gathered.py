@@ -4,17 +4,39 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from megatron_fsdp_v2.dtensor.row_shards import GroupInfo
 from megatron_fsdp_v2.dtensor.sharded_rows import COMPUTED
 from megatron_fsdp_v2.params.autograd import in_backward
 
-if TYPE_CHECKING:
-    from megatron_fsdp_v2.params.group import ParameterGroup
+
+@dataclass(frozen=True, slots=True)
+class GatheredSlot:
+    """The place of a gathered parameter in its group, which the parameter does not keep alive.
+
+    Attributes:
+        info: Information about the group.
+        index: Index of the parameter in the group.
+        name: Name of the parameter in the group.
+        kernel_grad: Returns the full gradient of a parameter by index, for a fused kernel, and
+            allocates its buffer. None if the group was deleted.
+    """
+
+    info: GroupInfo
+    index: int
+    name: str
+    kernel_grad: Callable[[int], torch.Tensor | None]
+
+    @property
+    def label(self) -> str:
+        """Name of the parameter for error messages."""
+        return f"{self.name} of {self.info.name}"
 
 
 class FusedGradient:
@@ -30,9 +52,7 @@ class FusedGradient:
 
     grad_added_to_main_grad: bool = False
     requires_grad: bool
-    # Transformer Engine evaluates annotations of subclasses, so no names imported for type
-    # checking.
-    _owner_slot: tuple[Callable[[], Any], int]
+    _owner_slot: GatheredSlot
 
     def get_main_grad(self) -> torch.Tensor:
         """Return the full gradient of this parameter, a view of the flat buffer, of `self.shape`.
@@ -42,13 +62,15 @@ class FusedGradient:
         Raises:
             AttributeError: Outside a backward, or for a frozen parameter.
         """
-        owner: ParameterGroup | None = self._owner_slot[0]()
-        if owner is None or not self.requires_grad or not in_backward():
+        slot, grad = self._owner_slot, None
+        if self.requires_grad and in_backward():
+            grad = slot.kernel_grad(slot.index)
+        if grad is None:
             raise AttributeError(
                 "main_grad exists in the backward of a trained parameter only; after it, read "
                 "the reduced gradient from the sharded parameter's .grad"
             )
-        return owner.grads.kernel_grad(self._owner_slot[1])
+        return grad
 
     @property
     def main_grad(self) -> torch.Tensor:
@@ -149,8 +171,11 @@ def freed_class(of: type) -> type:
 
 def gathered_name(param: torch.Tensor) -> str | None:
     """Return the name of a gathered parameter; None for any other tensor."""
-    if not hasattr(param, "_owner_slot"):
-        return None
-    group, index = param._owner_slot
-    owner: ParameterGroup | None = group()
-    return None if owner is None else owner.parameters.label(index)
+    slot: GatheredSlot | None = getattr(param, "_owner_slot", None)
+    return None if slot is None or slot.info.owner() is None else slot.label
+
+
+def gathered_info(param: torch.Tensor) -> GroupInfo | None:
+    """Return the information about the group of a gathered parameter; None for other tensors."""
+    slot: GatheredSlot | None = getattr(param, "_owner_slot", None)
+    return None if slot is None else slot.info

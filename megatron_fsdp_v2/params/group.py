@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,74 +17,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp_v2.comm.interface import DONE, Axis, Communicator, Work
 from megatron_fsdp_v2.dtensor.row_shards import GroupInfo, RowShards
-from megatron_fsdp_v2.layout.buffer_layout import BufferLayout, Granularity
-from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
-from megatron_fsdp_v2.layout.placement import AxisPlacements, Placement
+from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
+from megatron_fsdp_v2.layout.buffer_layout import BufferLayout
+from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.layout.weight_use import WeightUse
 from megatron_fsdp_v2.memory.allocator import Allocator, BufferUse, TemporaryBuffer
 from megatron_fsdp_v2.memory.observer import Observer
-from megatron_fsdp_v2.params.buffer import BufferContext, DataParallelBuffer, Offload, ShardGrid
-from megatron_fsdp_v2.params.formats import DenseFormat, GroupWrite, WeightFormat
+from megatron_fsdp_v2.params.buffer import BufferContext, DataParallelBuffer, GroupSpec
+from megatron_fsdp_v2.params.formats import GroupWrite, WeightFormat
+from megatron_fsdp_v2.params.gathered import gathered_info
 from megatron_fsdp_v2.params.gradients import GroupGrads
 from megatron_fsdp_v2.params.parameters import GroupParameters, OwnedParameter
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSpec:
-    """Properties that all parameters of one group share.
-
-    Attributes:
-        dtypes: Dtypes of weights and gradients.
-        requires_grad: Whether the parameters are trained.
-        placements: Placements per mesh axis, outermost first.
-        granularity: The smallest block that a shard boundary never splits.
-        scale: Factor of a gradient's sum over data-parallel ranks.
-        on_missing_grad: `none`, `zero` or `error`; see `fully_shard`.
-        mesh: The data-parallel mesh.
-        grid: Mapping of flat buffers onto the axes of the mesh, as this rank sees them.
-        reduces: Whether gradients are summed over data-parallel ranks. Otherwise, a main gradient
-            is this rank's own gradient of its rows, without scaling.
-        format_type: Format of the model weights.
-        offload: Host memory for main weights and gradients; None keeps them on the device.
-    """
-
-    dtypes: GroupDtypes
-    requires_grad: bool
-    placements: tuple[AxisPlacements, ...]
-    granularity: Granularity
-    scale: float
-    on_missing_grad: str
-    # Ranks compare the repr of a spec.
-    mesh: DeviceMesh = field(repr=False)
-    grid: ShardGrid = field(repr=False, compare=False)
-    reduces: bool = True
-    format_type: type[WeightFormat] = DenseFormat
-    offload: Offload | None = None
-
-    @property
-    def grad_factors(self) -> tuple[float, float]:
-        """Factors of a gradient's terms and of their sum; their product is `scale`.
-
-        The whole factor is applied to the sum, because the sum is a shard and the terms are full
-        buffers. A fp16 sum may exceed 65504 and overflow, so with fp16 the terms are multiplied by
-        the power of two in a factor below 1, which is exact unless a gradient underflows.
-        """
-        if torch.float16 not in (self.dtypes.grad_comm, self.dtypes.main_grad):
-            return 1.0, self.scale
-        before = min(1.0, 2.0 ** (math.frexp(self.scale)[1] - 1))
-        return before, self.scale / before
-
-    @property
-    def num_replicas(self) -> int:
-        """Number of ranks that hold the same rows of main weights and gradients."""
-        axes = zip(self.grid.axes, self.grid.strides, strict=True)
-        return math.prod(axis.size for axis, stride in axes if not stride)
-
-    @property
-    def smallest_itemsize(self) -> float:
-        """Bytes of the smallest element; alignment in these elements holds for all dtypes."""
-        packed = self.format_type.itemsize(self.dtypes) / self.format_type.packing
-        return min(self.dtypes.smallest_itemsize, packed)
 
 
 @dataclass(slots=True)
@@ -155,6 +97,7 @@ class ParameterGroup:
         name: str,
         owned: Sequence[OwnedParameter],
         spec: GroupSpec,
+        format_type: type[WeightFormat],
         layout: BufferLayout,
         device: torch.device,
         communicator: Communicator,
@@ -164,14 +107,21 @@ class ParameterGroup:
         owner = weakref.ref(self)
         self.info = GroupInfo(name, owner, functools.partial(_before_grad_accumulation, owner))
         self._context = BufferContext(self.info, layout, spec, device, communicator, allocator)
-        self.format = spec.format_type(spec.dtypes)
+        self.format = format_type(spec.dtypes)
         self._make_weights()
         strides = spec.grid.strides
         row_shards = [
             RowShards(layout.row_ranges(i), strides, p.tensor, info=self.info, name=p.name)
             for i, p in enumerate(owned)
         ]
-        self.parameters = GroupParameters(self, owned, row_shards)
+        self.parameters = GroupParameters(
+            self.main_weight,
+            [payload.gathered for payload in self.payloads],
+            self.format,
+            functools.partial(_kernel_grad, owner),
+            owned,
+            row_shards,
+        )
         self.names = self.parameters.names
         self.sharded_params = self.parameters.sharded
         self.unsharded_params = self.parameters.gathered
@@ -556,6 +506,17 @@ def one_per_mesh(groups: Iterable[ParameterGroup]) -> list[ParameterGroup]:
     return list(found.values())
 
 
+def groups_of(module: nn.Module) -> list[ParameterGroup]:
+    """Return the groups of the sharded and gathered parameters that a module registers."""
+    infos = [
+        param.row_shards.info if isinstance(param, UnevenDTensor) else gathered_info(param)
+        for param in module._parameters.values()
+        if param is not None
+    ]
+    owners = dict.fromkeys(info.owner() for info in infos if info is not None)
+    return [cast("ParameterGroup", owner) for owner in owners if owner is not None]
+
+
 def write_stale_weights(groups: Iterable[ParameterGroup], weight_version: int) -> None:
     """Write the stale weights of formats that communicate, in one call per format and mesh.
 
@@ -586,3 +547,9 @@ def _before_grad_accumulation(owner: Callable[[], ParameterGroup | None]) -> Non
     group = owner()
     if group is not None:
         group.grads.before_grad_accumulation()
+
+
+def _kernel_grad(owner: Callable[[], ParameterGroup | None], index: int) -> torch.Tensor | None:
+    """Return the full gradient of a parameter for a fused kernel; None if the group was deleted."""
+    group = owner()
+    return None if group is None else group.grads.kernel_grad(index)

@@ -7,11 +7,11 @@ import operator
 import traceback
 import types
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -34,10 +34,14 @@ from megatron_fsdp_v2.dtensor.tp_params import ComputePlacement, from_part
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.memory.allocator import set_data
 from megatron_fsdp_v2.params.autograd import InternalHook
-from megatron_fsdp_v2.params.gathered import GatheredParameter, freed_class, gathered_class
-
-if TYPE_CHECKING:
-    from megatron_fsdp_v2.params.group import GroupSpec, ParameterGroup
+from megatron_fsdp_v2.params.buffer import DataParallelBuffer, GroupSpec
+from megatron_fsdp_v2.params.formats import WeightFormat
+from megatron_fsdp_v2.params.gathered import (
+    GatheredParameter,
+    GatheredSlot,
+    freed_class,
+    gathered_class,
+)
 
 
 @dataclass(slots=True)
@@ -97,24 +101,31 @@ class GroupParameters:
 
     def __init__(
         self,
-        owner: ParameterGroup,
+        main_weight: DataParallelBuffer,
+        gathered_weights: Sequence[DataParallelBuffer],
+        weight_format: WeightFormat,
+        kernel_grad: Callable[[int], torch.Tensor | None],
         owned: Sequence[OwnedParameter],
         row_shards: Sequence[RowShards],
     ) -> None:
         """Copy this rank's rows into the main weights, and make sharded and gathered parameters.
 
         Args:
-            owner: The group, whose weight buffers exist already.
+            main_weight: Buffer of the main weights.
+            gathered_weights: Buffer of the gathered weights of each payload of the format.
+            weight_format: Format of the group.
+            kernel_grad: See `GatheredSlot`.
             owned: The original parameters, which are not changed.
             row_shards: Row ranges of each parameter over the mesh.
         """
-        self._info = owner.info
-        self._main_weight = owner.main_weight
+        self._info, spec = main_weight.context.info, main_weight.context.spec
+        self._main_weight = main_weight
         self._num_moves = 0
         # Gathered parameters that share memory with the main weight, with their indices.
         self._in_main_weight: list[tuple[int, torch.Tensor]] = []
-        self._format = owner.format
-        self._trained = [owner.spec.requires_grad] * len(owned)
+        self._format = weight_format
+        self._kernel_grad = kernel_grad
+        self._trained = [spec.requires_grad] * len(owned)
         self._sites = [
             (index, weakref.ref(module), attribute)
             for index, parameter in enumerate(owned)
@@ -123,12 +134,12 @@ class GroupParameters:
         self.names = [p.name for p in owned]
         self.row_shards = row_shards
         self.dtensors = [p.dtensor for p in owned]
-        self.sharded = [self._sharded(i, p, owner.spec.mesh) for i, p in enumerate(owned)]
+        self.sharded = [self._sharded(i, p, spec.mesh) for i, p in enumerate(owned)]
         for sharded in self.sharded:
             # Torch rejects gradients of other dtypes by default.
-            if sharded.dtype != owner.spec.dtypes.main_grad:
-                sharded.grad_dtype = owner.spec.dtypes.main_grad
-        self.gathered = [self._gathered(i, p, owner) for i, p in enumerate(owned)]
+            if sharded.dtype != spec.dtypes.main_grad:
+                sharded.grad_dtype = spec.dtypes.main_grad
+        self.gathered = [self._gathered(i, p, gathered_weights) for i, p in enumerate(owned)]
         self._format.adopt(self.gathered)
         self._live = [(param, type(param)) for param in self.gathered]
         self._freed = [(param, freed_class(cls)) for param, cls in self._live]
@@ -152,10 +163,11 @@ class GroupParameters:
         propagate_attributes(owned.param, sharded, self._format.own_attributes)
         return sharded
 
-    def _gathered(self, index: int, owned: OwnedParameter, owner: ParameterGroup) -> nn.Parameter:
+    def _gathered(
+        self, index: int, owned: OwnedParameter, buffers: Sequence[DataParallelBuffer]
+    ) -> nn.Parameter:
         """Make the parameter that modules compute with, over a view of the gathered buffers."""
         is_trained, dtensor = self._trained[index], self.dtensors[index]
-        buffers = [payload.gathered for payload in owner.payloads]
         views = [buffer.view(index) for buffer in buffers]
         param: nn.Parameter
         if dtensor is not None:
@@ -170,15 +182,15 @@ class GroupParameters:
                 param = nn.Parameter(bound, requires_grad=is_trained)
                 param.__class__ = gathered_class(type(param))
             memory = self._format.memory(param, index)
-        dtypes = owner.spec.dtypes
+        dtypes = self._main_weight.context.spec.dtypes
         if is_trained and {dtypes.grad_comm, dtypes.main_grad} != {dtypes.model_weight}:
             # Autograd would round a wider gradient of a custom function to the dtype of the weight.
             param.grad_dtype = None
-        # Weak: the cycle parameter -> group -> parameter would outlive the model.
-        param._owner_slot = (weakref.ref(owner), index)  # type: ignore[attr-defined]
+        slot = GatheredSlot(self._info, index, self.names[index], self._kernel_grad)
+        param._owner_slot = slot  # type: ignore[attr-defined]
         for buffer, part in zip(buffers, memory, strict=True):
             buffer.track_alias(part)
-            if buffer is owner.main_weight:
+            if buffer is self._main_weight:
                 self._in_main_weight.append((index, part))
         propagate_attributes(self.sharded[index], param)
         return param
@@ -621,14 +633,3 @@ def tensor_hook_rejection(name: str, param: torch.Tensor) -> str:
         "reach; use register_post_accumulate_grad_hook(), which is called once param.grad is "
         "reduced and may change it, or put the hook on a tensor in the forward"
     )
-
-
-def groups_of(module: nn.Module) -> list[ParameterGroup]:
-    """Return the groups of the sharded and gathered parameters that a module registers."""
-    found: list[Any] = []
-    for param in module._parameters.values():
-        if isinstance(param, UnevenDTensor):
-            found.append(param.row_shards.info.owner())
-        elif (slot := getattr(param, "_owner_slot", None)) is not None:
-            found.append(slot[0]())
-    return [group for group in dict.fromkeys(found) if group is not None]

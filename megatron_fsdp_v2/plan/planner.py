@@ -350,7 +350,8 @@ def _unit_sizes(groups: Sequence[PlannedGroup]) -> Iterator[UnitSize]:
             numel=unit.numel,
             padding_numel=sum(group.layout.padding_numel for group in own),
             alignment_nbytes=min(
-                int(group.layout.alignment.line * group.spec.smallest_itemsize) for group in own
+                int(group.layout.alignment.line * group.format.smallest_itemsize(group.spec.dtypes))
+                for group in own
             ),
             gathered_nbytes=max(
                 sum(p.gathered.nbytes for group in own for p in group.payloads if p.uses & use)

@@ -20,9 +20,8 @@ from megatron_fsdp_v2.comm.rank_checks import reporting_errors
 from megatron_fsdp_v2.layout.buffer_layout import Granularity
 from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp_v2.layout.placement import Placement, resolve_placements
-from megatron_fsdp_v2.params.buffer import Offload, ShardGrid
+from megatron_fsdp_v2.params.buffer import GroupSpec, Offload, ShardGrid
 from megatron_fsdp_v2.params.formats import format_of
-from megatron_fsdp_v2.params.group import GroupSpec
 from megatron_fsdp_v2.params.parameters import OwnedParameter
 from megatron_fsdp_v2.runtime.construct import (
     UnitPlan,

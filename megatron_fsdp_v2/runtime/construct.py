@@ -32,8 +32,9 @@ from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp_v2.layout.split import flat_buffers, is_balanced
 from megatron_fsdp_v2.memory.allocator import Allocator, set_data
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
-from megatron_fsdp_v2.params.formats import DenseFormat, format_of
-from megatron_fsdp_v2.params.group import GroupSpec, ParameterGroup
+from megatron_fsdp_v2.params.buffer import GroupSpec
+from megatron_fsdp_v2.params.formats import DenseFormat, WeightFormat, format_of
+from megatron_fsdp_v2.params.group import ParameterGroup
 from megatron_fsdp_v2.params.parameters import (
     OwnedParameter,
     find_owner_slot,
@@ -326,8 +327,6 @@ class UnitPlan:
     def spec_of(self, parameter: OwnedParameter) -> GroupSpec:
         """Return the properties of the group that a parameter belongs to."""
         param = parameter.param
-        format_type = DenseFormat if isinstance(param, UnevenDTensor) else format_of(param)
-        assert format_type is not None
         given = param if parameter.meta_original is None else parameter.meta_original
         grad_dtype = None if given.grad_dtype == given.dtype else given.grad_dtype
         return dataclasses.replace(
@@ -335,8 +334,15 @@ class UnitPlan:
             dtypes=self.policy.resolve(param.dtype, grad_dtype),
             requires_grad=param.requires_grad,
             reduces=getattr(param, "requires_gradient_reduction", True),
-            format_type=format_type,
         )
+
+
+def _format_type(parameter: OwnedParameter) -> type[WeightFormat]:
+    """Return the format of the group that a parameter belongs to."""
+    param = parameter.param
+    format_type = DenseFormat if isinstance(param, UnevenDTensor) else format_of(param)
+    assert format_type is not None
+    return format_type
 
 
 def make_unit(plan: UnitPlan) -> None:
@@ -425,10 +431,12 @@ def _compare_ranks(plan: UnitPlan, own: Sequence[tuple[str, nn.Module]]) -> dict
     for parameter, group, index in plan.tied:
         entries.append((f"{parameter.name} of {unit}", f"a tie to {group.names[index]}"))
     specs = {parameter.name: plan.spec_of(parameter) for parameter in plan.owned}
+    formats = {parameter.name: _format_type(parameter) for parameter in plan.owned}
     for parameter in plan.owned:
         param, spec = parameter.param, specs[parameter.name]
         is_trained = "trained" if param.requires_grad else "frozen"
-        properties = f"shape {parameter.shape}, {param.dtype}, {is_trained}, {spec}"
+        kind = formats[parameter.name].__qualname__
+        properties = f"shape {parameter.shape}, {param.dtype}, {is_trained}, {kind}, {spec}"
         entries.append((f"{parameter.name} of {unit}", properties))
     tensors: dict[DeviceMesh, dict[str, torch.Tensor]] = {plan.spec.mesh: {}}
     for parameter in plan.owned:
@@ -445,7 +453,7 @@ def _compare_ranks(plan: UnitPlan, own: Sequence[tuple[str, nn.Module]]) -> dict
         axes = grids[mesh].axes
         holders |= compare_sharding(entries, unset, list(named), axes, plan.device)
     for name in holders:
-        if name in specs and specs[name].format_type is not DenseFormat:
+        if formats.get(name, DenseFormat) is not DenseFormat:
             raise RuntimeError(
                 f"{name} of {unit} is quantized, and on the meta device on some data-parallel "
                 "ranks only; build it on the meta device on all ranks or on none"
@@ -504,7 +512,7 @@ def _tied_groups(plan: UnitPlan) -> list[ParameterGroup]:
         if isinstance(parameter.param, UnevenDTensor):
             # A sharded parameter has the dtype of its main weight, not its original dtype.
             spec = dataclasses.replace(spec, dtypes=group.spec.dtypes)
-        if group.spec != spec:
+        if group.spec != spec or type(group.format) is not _format_type(parameter):
             raise ValueError(
                 f"{where}, which was sharded with another mesh, strategy, granularity, scaling or "
                 "precision; use the same for both"
@@ -522,15 +530,18 @@ def _make_groups(
     """Build the parameter groups of a unit, each with parameters of one spec and little padding."""
     buffers = flat_buffers(
         plan.owned,
-        lambda parameter: (plan.spec_of(parameter), parameter.is_separate and parameter.name),
+        lambda parameter: (
+            *(plan.spec_of(parameter), _format_type(parameter)),
+            parameter.is_separate and parameter.name,
+        ),
         lambda parameter: parameter.shape,
-        lambda key: key[0].smallest_itemsize,
+        lambda key: key[1].smallest_itemsize(key[0].dtypes),
         lambda key: key[0].grid.num_slices,
         plan.spec.granularity,
     )
     made = []
-    for number, ((spec, _), members, layout) in enumerate(buffers):
-        problem = spec.format_type.problem(spec.dtypes, spec.placements)
+    for number, ((spec, format_type, _), members, layout) in enumerate(buffers):
+        problem = format_type.problem(spec.dtypes, spec.placements)
         if problem is not None:
             raise ValueError(f"parameter {members[0].name}: {problem}")
         for parameter in members:
@@ -546,6 +557,7 @@ def _make_groups(
             f"{class_names(plan.modules)}/{number}",
             members,
             spec,
+            format_type,
             layout,
             plan.device,
             context.communicator,

@@ -21,8 +21,7 @@ from torch import nn
 from torch.distributed import fsdp
 
 from megatron_fsdp_v2._compiler import not_compiled, uncompiled
-from megatron_fsdp_v2.params.group import ParameterGroup
-from megatron_fsdp_v2.params.parameters import groups_of
+from megatron_fsdp_v2.params.group import ParameterGroup, groups_of
 from megatron_fsdp_v2.runtime.machine import events, weights
 from megatron_fsdp_v2.runtime.machine.state import Phase
 from megatron_fsdp_v2.runtime.unit import Unit, unit_owning

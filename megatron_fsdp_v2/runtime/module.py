@@ -21,7 +21,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, Regi
 from megatron_fsdp_v2.comm.groups import group_of_same_ranks
 from megatron_fsdp_v2.layout.weight_use import WeightUse
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
-from megatron_fsdp_v2.params.parameters import groups_of
+from megatron_fsdp_v2.params.group import groups_of
 from megatron_fsdp_v2.runtime.hooks import ModuleState
 from megatron_fsdp_v2.runtime.machine import events, reductions, weights
 from megatron_fsdp_v2.runtime.options import check_at_least_one

@@ -20,8 +20,7 @@ from megatron_fsdp_v2.dtensor.sharded_rows import plain_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.params.autograd import tensors_within
-from megatron_fsdp_v2.params.group import ParameterGroup, one_per_mesh
-from megatron_fsdp_v2.params.parameters import groups_of
+from megatron_fsdp_v2.params.group import ParameterGroup, groups_of, one_per_mesh
 from megatron_fsdp_v2.runtime.machine.state import Phase
 from megatron_fsdp_v2.runtime.materialize import check_has_values
 
@@ -271,6 +270,7 @@ def _record(unit: Unit, groups: Sequence[ParameterGroup]) -> UnitRecord:
     copies = [0] * len(groups[0].axes)
     for group in groups:
         options += [",".join(group.names), group.layout.fingerprint, repr(group.spec)]
+        options.append(type(group.format).__qualname__)
         if group.axes[-1].gather_group is not None:
             options.append("gathered in a group of its own")
         if not group.spec.reduces:

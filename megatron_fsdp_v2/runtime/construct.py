@@ -372,7 +372,7 @@ def make_unit(plan: UnitPlan) -> None:
             if parameter.meta_original is not None and parameter.dtensor is None:
                 _describe_tensor_shard(parameter, plan.spec, given.tensor_shards)
         allocator = TracePoolAllocator() if plan.options.enable_trace_pool else Allocator()
-        context = Context(communicator_for(plan.device), allocator, plan.options)
+        context: Context[Unit] = Context(communicator_for(plan.device), allocator, plan.options)
         made = _make_groups(plan, context)
         groups = [group for group, _ in made]
         unit = Unit(
@@ -525,7 +525,7 @@ def _tied_groups(plan: UnitPlan) -> list[ParameterGroup]:
 
 
 def _make_groups(
-    plan: UnitPlan, context: Context
+    plan: UnitPlan, context: Context[Unit]
 ) -> list[tuple[ParameterGroup, list[OwnedParameter]]]:
     """Build the parameter groups of a unit, each with parameters of one spec and little padding."""
     buffers = flat_buffers(
@@ -567,7 +567,7 @@ def _make_groups(
     return made
 
 
-def _join(roots: Sequence[nn.Module], context: Context, undo: ExitStack) -> None:
+def _join(roots: Sequence[nn.Module], context: Context[Unit], undo: ExitStack) -> None:
     """Make a new root: set the context and the names of all units below it."""
     names: dict[Unit, list[str]] = {}
     for prefix, root in with_number_prefixes(roots):

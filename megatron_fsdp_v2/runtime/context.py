@@ -8,7 +8,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
@@ -22,14 +22,7 @@ from megatron_fsdp_v2.params.group import ParameterGroup, write_stale_weights
 from megatron_fsdp_v2.runtime.machine import events, reductions
 from megatron_fsdp_v2.runtime.machine.state import ProcessState, RootState, UnitState
 from megatron_fsdp_v2.runtime.options import RuntimeOptions
-from megatron_fsdp_v2.runtime.unit_checks import (
-    check_capture,
-    check_captured_pass,
-    check_units,
-)
-
-if TYPE_CHECKING:
-    from megatron_fsdp_v2.runtime.unit import Unit
+from megatron_fsdp_v2.runtime.unit_checks import UnitView, check_capture, check_units
 
 type _Found = list[tuple[GroupGrads, list[torch.Tensor | None]]]
 
@@ -42,8 +35,8 @@ def live[T](refs: Iterable[Callable[[], T | None]]) -> list[T]:
     return [each for ref in refs if (each := ref()) is not None]
 
 
-class Context:
-    """What the units under one root share.
+class Context[UnitT: UnitView]:
+    """What the units under one root share. `UnitT` is `Unit`, whose file imports this one.
 
     Attributes:
         communicator: Issues collectives.
@@ -67,11 +60,11 @@ class Context:
         self.num_registrations = 0
         self.device: torch.device | None = None
         self._num_draws = 0
-        self._units: list[weakref.ref[Unit]] = []
+        self._units: list[weakref.ref[UnitT]] = []
         # The end-of-backward callback; the engine drops it together with a failed graph task.
         self._end: weakref.ref[object] | None = None
 
-    def set_units(self, units: Sequence[Unit]) -> None:
+    def set_units(self, units: Sequence[UnitT]) -> None:
         """Register the units, parents before children as `modules()` lists them.
 
         Units hold the context; the context holds units weakly.
@@ -98,7 +91,7 @@ class Context:
             ]
         events.adopt(state, [unit.state for unit in units])
 
-    def units(self) -> list[Unit]:
+    def units(self) -> list[UnitT]:
         """Live units, parents before children."""
         return live(self._units)
 
@@ -127,12 +120,22 @@ class Context:
         return self.device is not None and is_capturing(self.device)
 
     def check_captured_pass(self, what: str) -> None:
-        """Raise if a capture of a CUDA graph begins or ends within the pass."""
-        check_captured_pass(self, what)
+        """Raise if a capture of a CUDA graph begins or ends within the pass.
+
+        Args:
+            what: What runs now, for the error message.
+        """
+        is_capturing = self.is_capturing
+        if is_capturing != self.state.is_captured:
+            here, there = ("in", "outside") if is_capturing else ("outside", "in")
+            raise RuntimeError(
+                f"{what} runs {here} the capture of a CUDA graph, and the forward of "
+                f"{self.units()[0].name} began {there} it; capture forward and backward together"
+            )
 
     def begin_capture(self) -> None:
         """Check that a pass or step that begins now can be captured, and begin it."""
-        check_capture(self)
+        check_capture(self.units(), self.options, self.state)
         # A capture cannot wait for the stream of earlier passes.
         self.communicator.begin_pass(reuses_memory=False)
 
@@ -155,7 +158,7 @@ class Context:
 
     def check_units(self) -> None:
         """Check that all ranks sharded the model identically. Collective."""
-        check_units(self)
+        check_units(self.units(), compares_ranks=self.options.check_ranks != "never")
 
     def forget_casts(self) -> None:
         """Clear autocast's cache if a unit frees its weights between its uses.
@@ -309,7 +312,7 @@ def _end_missing(groups: Iterable[GroupGrads]) -> None:
             grads.end_missing(list(itertools.islice(flags_left, len(grads.contributed))))
 
 
-def _end_backward(context: Context) -> None:
+def _end_backward[UnitT: UnitView](context: Context[UnitT]) -> None:
     reductions.end(context.state)
 
 

@@ -8,16 +8,14 @@ gradients of the parameter's unit: a direct use is one more use of the unit in i
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 
 from megatron_fsdp_v2.dtensor.row_shards import CollectGradient
 from megatron_fsdp_v2.params.group import ParameterGroup
 from megatron_fsdp_v2.runtime.machine import events
-
-if TYPE_CHECKING:
-    from megatron_fsdp_v2.runtime.unit import Unit
+from megatron_fsdp_v2.runtime.unit_checks import UnitView
 
 
 class DirectUse:
@@ -29,7 +27,7 @@ class DirectUse:
         index: Index of the parameter in the group.
     """
 
-    def __init__(self, unit: Unit, group: ParameterGroup, index: int) -> None:
+    def __init__(self, unit: UnitView, group: ParameterGroup, index: int) -> None:
         self._unit, self._group, self._index = unit, group, index
         self._passed, self._number, self._is_counted = events.begin_direct_use(unit.state)
 
@@ -47,7 +45,9 @@ class DirectUse:
 
 
 def begin_direct_use(
-    unit_ref: weakref.ref[Unit], group_ref: weakref.ref[ParameterGroup], param: torch.Tensor
+    unit_ref: Callable[[], UnitView | None],
+    group_ref: weakref.ref[ParameterGroup],
+    param: torch.Tensor,
 ) -> CollectGradient | None:
     """Begin a direct use of a tensor, unless it is not a parameter of the group.
 

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,11 +22,8 @@ from megatron_fsdp_v2.comm.calls import broadcast_single
 from megatron_fsdp_v2.comm.interface import Axis, naming_failures
 from megatron_fsdp_v2.dtensor.sharded_rows import plain_of
 from megatron_fsdp_v2.params.formats import DenseFormat, format_of
-from megatron_fsdp_v2.params.group import one_per_mesh
+from megatron_fsdp_v2.params.group import ParameterGroup, one_per_mesh
 from megatron_fsdp_v2.params.parameters import OwnedParameter, propagate_attributes
-
-if TYPE_CHECKING:
-    from megatron_fsdp_v2.runtime.unit import Unit
 
 # The name of a tensor without values, and a function that looks the tensor up.
 type UnsetTensor = tuple[str, Callable[[], torch.Tensor | None]]
@@ -326,29 +323,35 @@ def _buffer_of(module: weakref.ref[nn.Module], attribute: str) -> torch.Tensor |
     return None if buffer is None else plain_of(buffer)
 
 
-def check_has_values(unit: Unit) -> None:
+def check_has_values(
+    name: str, unset: Sequence[UnsetTensor], groups: Sequence[ParameterGroup]
+) -> None:
     """Check that all tensors of a unit have values. Collective if some had none when it was made.
+
+    Args:
+        name: Name of the unit.
+        unset: Its tensors that had no values when it was made.
+        groups: Its own groups.
 
     Raises:
         RuntimeError: A tensor has no values on some rank.
     """
-    if not unit.unset:
+    if not unset:
         return
-    for group in unit.groups:
+    for group in groups:
         group.parameters.sync()
-    found = [_is_unset(look_up()) for _, look_up in unit.unset]
+    found = [_is_unset(look_up()) for _, look_up in unset]
     # Ranks without rows of a parameter get the result from the ranks that have some.
-    for group in one_per_mesh(unit.groups):
+    for group in one_per_mesh(groups):
         table = torch.tensor(found, dtype=torch.int32, device=group.device)
         for axis in group.axes:
             if axis.size > 1:
                 dist.all_reduce(table, op=dist.ReduceOp.MAX, group=axis.group)
         found = [bool(one) for one in table.tolist()]
-    names = [name for (name, _), is_missing in zip(unit.unset, found, strict=True) if is_missing]
+    names = [label for (label, _), is_missing in zip(unset, found, strict=True) if is_missing]
     if names:
         raise RuntimeError(
-            f"{', '.join(names)} of unit {unit.name} had no values on the meta device and got none "
+            f"{', '.join(names)} of unit {name} had no values on the meta device and got none "
             "since: load a state dict, define reset_parameters() on the module that has it, or "
             "give fully_shard UnitOptions(param_init_fn=...)"
         )
-    unit.unset = []

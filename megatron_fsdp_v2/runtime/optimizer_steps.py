@@ -33,6 +33,7 @@ from megatron_fsdp_v2.params.group import ParameterGroup
 from megatron_fsdp_v2.params.parameters import find_owner_slot, num_stale
 from megatron_fsdp_v2.runtime.context import Context, live
 from megatron_fsdp_v2.runtime.machine import events
+from megatron_fsdp_v2.runtime.unit import Unit
 
 
 @dataclass(slots=True)
@@ -51,9 +52,9 @@ class _OptimizerFacts:
     """
 
     cache_key: tuple[int, int, frozenset[int]] | None = None
-    contexts: Sequence[weakref.ref[Context]] = ()
+    contexts: Sequence[weakref.ref[Context[Unit]]] = ()
     has_sharded_state: bool = False
-    unchanged: Sequence[tuple[Context, ParameterGroup]] | None = None
+    unchanged: Sequence[tuple[Context[Unit], ParameterGroup]] | None = None
     generators: Sequence[torch.Tensor] | None = None
     hidden: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 
@@ -69,11 +70,11 @@ class OptimizerWatch:
 
     def __init__(self) -> None:
         # In the order of sharding, which is the same on all ranks.
-        self._contexts: WeakKeyDictionary[Context, None] = WeakKeyDictionary()
+        self._contexts: WeakKeyDictionary[Context[Unit], None] = WeakKeyDictionary()
         self._num_added = 0
         self._watched: WeakKeyDictionary[Optimizer, _OptimizerFacts] = WeakKeyDictionary()
 
-    def add(self, context: Context) -> None:
+    def add(self, context: Context[Unit]) -> None:
         """Mark a context's model weights as stale after every step on its parameters."""
         if not self._num_added:
             register_optimizer_step_pre_hook(uncompiled(self._before_step))
@@ -185,7 +186,7 @@ def _generator_states() -> list[torch.Tensor]:
     return states
 
 
-def _initializes_state(optimizer: Optimizer, contexts: Sequence[Context]) -> bool:
+def _initializes_state(optimizer: Optimizer, contexts: Sequence[Context[Unit]]) -> bool:
     """Return whether the step that begins only initializes optimizer state.
 
     `torch.distributed.checkpoint.state_dict` initializes the state of an optimizer by a step with a

@@ -25,6 +25,7 @@ from megatron_fsdp_v2.params.autograd import (
     ReplacedTensors,
     cast_floats,
     next_node_number,
+    tensors_within,
     to_device,
     watch_inputs,
     watch_outputs,
@@ -40,7 +41,7 @@ from megatron_fsdp_v2.runtime.unit_checks import (
     check_is_gathered,
     check_outputs,
     check_owned,
-    check_pass,
+    check_transform,
     compare_gather,
     compare_unit,
 )
@@ -96,7 +97,7 @@ class Unit:
 
     def __init__(
         self,
-        context: Context,
+        context: Context[Unit],
         modules: Sequence[nn.Module],
         groups: Sequence[ParameterGroup],
         tied_groups: Sequence[ParameterGroup],
@@ -201,7 +202,7 @@ class Unit:
                 return
         with self.context.observer.phase(self.state.fqn, "unshard"):
             if state.compares_collectives and self.state.is_collective:
-                compare_gather(self, groups)
+                compare_gather(context.units(), self, groups)
             if adds:
                 for group in groups:
                     group.gather(uses, async_op=async_op)
@@ -261,13 +262,31 @@ class Unit:
             group.parameters.sync()
 
     def check_pass(self) -> None:
-        """Raise if no pass may begin with the unit."""
-        check_pass(self)
+        """Raise if no pass may begin with the unit.
+
+        A unit that was sharded again below another root belongs to that root: a pass of its earlier
+        root would gather the unit, and not reduce it.
+        """
+        context = self.context
+        for each in context.units():
+            if each.context is not context and each.state.is_collective:
+                root = each.context.units()[0]
+                raise RuntimeError(
+                    f"unit {each.name} is below two roots, {self.class_name} and "
+                    f"{root.class_name}; with ZeRO-3 it belongs to the root that was sharded last. "
+                    "Call fully_shard on one module that contains both, or use "
+                    "sharding_strategy='optim_grads'"
+                )
+        check_transform(self.name)
 
     def check_owned(self) -> None:
         """Raise if a trained parameter below the unit was registered that no unit owns."""
-        if self.context.num_registrations != REGISTRATIONS.num:
-            check_owned(self.context, live(self.modules))
+        context = self.context
+        if context.num_registrations != REGISTRATIONS.num:
+            context.num_registrations = REGISTRATIONS.num
+            held = [group for unit in context.units() for group in unit.held_groups]
+            if not check_owned(held, live(self.modules)):
+                context.num_registrations = 0
 
     def check_is_gathered(self) -> None:
         """Raise if weights were absent in the part of the backward that just ran."""
@@ -275,7 +294,7 @@ class Unit:
 
     def compare_reduction(self, *, along_all: bool) -> None:
         """Check that every rank is about to reduce this unit. Collective."""
-        compare_unit(self.context, self, "reduce", along_all=along_all)
+        compare_unit(self.context.units(), self, "reduce", along_all=along_all)
 
     def collect_assigned(self) -> None:
         """Collect gradients that were assigned to gathered parameters, not computed by a backward.
@@ -336,15 +355,22 @@ class Unit:
         if is_last:
             if state.is_root and not state.is_recomputing:
                 self._end_pending_forwards()
-            check_outputs(self, output)
+            self._check_outputs(output)
             events.end_unit_forward(state, has_grad=has_grad)
             output = self.wrap_outputs(output)
             self.forget_forward()
             return output
-        check_outputs(self, output)
+        self._check_outputs(output)
         output = self.wrap_outputs(output)
         self.running.replaced.restore()
         return output
+
+    def _check_outputs(self, output: Any) -> None:
+        """Raise if a forward returns a view of weights that are freed at its end."""
+        state = self.state
+        if state.nbytes and state.reshards_after_forward(has_grad=torch.is_grad_enabled()):
+            arguments = self.running.replaced.tensors()
+            check_outputs(self, (*tensors_within(output), *arguments), self.context.units)
 
     def _end_pending_forwards(self) -> None:
         """End the forwards of units of which some modules did not run in this pass."""

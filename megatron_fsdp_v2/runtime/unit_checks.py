@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,14 +19,24 @@ from megatron_fsdp_v2.comm.rank_checks import UnitRecord, checksum, compare_step
 from megatron_fsdp_v2.dtensor.sharded_rows import plain_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.layout.placement import Placement
-from megatron_fsdp_v2.params.autograd import tensors_within
 from megatron_fsdp_v2.params.group import ParameterGroup, groups_of, one_per_mesh
-from megatron_fsdp_v2.runtime.machine.state import Phase
-from megatron_fsdp_v2.runtime.materialize import check_has_values
+from megatron_fsdp_v2.runtime.machine.commands import UnitCommands
+from megatron_fsdp_v2.runtime.machine.state import Phase, RootState, UnitState
+from megatron_fsdp_v2.runtime.materialize import UnsetTensor, check_has_values
+from megatron_fsdp_v2.runtime.options import RuntimeOptions
 
-if TYPE_CHECKING:
-    from megatron_fsdp_v2.runtime.context import Context
-    from megatron_fsdp_v2.runtime.unit import Unit
+
+class UnitView(UnitCommands, Protocol):
+    """A unit as its checks and its context see it: attributes of `Unit`, which uses both."""
+
+    state: UnitState
+    fqn: str
+    class_name: str
+    groups: list[ParameterGroup]
+    tied_groups: list[ParameterGroup]
+    held_groups: list[ParameterGroup]
+    root_options: dict[str, Any]
+    unset: Sequence[UnsetTensor]
 
 
 class Registrations:
@@ -54,13 +64,18 @@ class Registrations:
 REGISTRATIONS = Registrations()
 
 
-def check_capture(context: Context) -> None:
+def check_capture(units: Sequence[UnitView], options: RuntimeOptions, state: RootState) -> None:
     """Check that a pass or step can be captured in a CUDA graph.
+
+    Args:
+        units: All units of the root, its own first.
+        options: Options of the root.
+        state: State of the root.
 
     Raises:
         RuntimeError: The pass or step needs decisions of the host, or waits for the device.
     """
-    options, groups, state = context.options, context.groups(), context.state
+    groups = [group for unit in units for group in unit.groups]
     reasons = {
         "ranks compare what they sharded at the first use: run a step before the capture": (
             not state.is_checked and any(a.size > 1 for group in groups for a in group.axes)
@@ -83,55 +98,25 @@ def check_capture(context: Context) -> None:
     found = [reason for reason, applies in reasons.items() if applies]
     if found:
         raise RuntimeError(
-            f"{context.units()[0].name} cannot be captured in a CUDA graph: {'; '.join(found)}"
+            f"{units[0].name} cannot be captured in a CUDA graph: {'; '.join(found)}"
         )
 
 
-def check_captured_pass(context: Context, what: str) -> None:
-    """Check that a CUDA graph capture contains a whole pass or none of it.
+def check_transform(name: str) -> None:
+    """Check that a pass begins outside of transforms of `torch.func` that differentiate.
+
+    They cannot record writes to buffers outside of them: gathers and refreshes.
 
     Args:
-        context: Context of the pass under way.
-        what: What runs now, for the error message.
+        name: Name of the unit that the pass begins with.
 
     Raises:
-        RuntimeError: The capture begins or ends within the pass.
+        RuntimeError: The pass runs inside `torch.func.vjp`, `jvp`, `grad` or a similar function.
     """
-    if context.is_capturing != context.state.is_captured:
-        here, there = ("in", "outside") if context.is_capturing else ("outside", "in")
-        raise RuntimeError(
-            f"{what} runs {here} the capture of a CUDA graph, and the forward of "
-            f"{context.units()[0].name} began {there} it; capture forward and backward together"
-        )
-
-
-def check_pass(unit: Unit) -> None:
-    """Check that a pass may begin with a unit.
-
-    A transform of `torch.func` that differentiates cannot record writes to buffers outside of it:
-    gathers and refreshes. A unit that was sharded again below another root belongs to that root: a
-    pass of its earlier root would gather the unit, and not reduce it.
-
-    Args:
-        unit: The unit that the pass begins with.
-
-    Raises:
-        RuntimeError: The pass runs inside `torch.func.vjp`, `jvp`, `grad` or a similar function; or
-            another root has taken a unit whose uses are collectives.
-    """
-    context = unit.context
-    for each in context.units():
-        if each.context is not context and each.state.is_collective:
-            root = each.context.units()[0]
-            raise RuntimeError(
-                f"unit {each.name} is below two roots, {unit.class_name} and {root.class_name}; "
-                "with ZeRO-3 it belongs to the root that was sharded last. Call fully_shard on one "
-                "module that contains both, or use sharding_strategy='optim_grads'"
-            )
     transform = torch._C._functorch.peek_interpreter_stack()
     if transform is not None and transform.key() != torch._C._functorch.TransformType.Vmap:
         raise RuntimeError(
-            f"{unit.name} runs inside torch.func.{transform.key().name.lower()} or a function "
+            f"{name} runs inside torch.func.{transform.key().name.lower()} or a function "
             "based on it (vjp, jacrev, jvp, ...), which cannot differentiate a sharded module; use "
             "torch.autograd.grad, or torch.autograd.forward_ad for forward-mode derivatives"
         )
@@ -148,14 +133,21 @@ def note_ignored(module: nn.Module) -> None:
         module._fsdp_ignored = names  # type: ignore[assignment]
 
 
-def check_owned(context: Context, roots: Iterable[nn.Module]) -> None:
+def check_owned(groups: Iterable[ParameterGroup], roots: Iterable[nn.Module]) -> bool:
     """Check that no trained parameter was registered after sharding that no unit would reduce.
+
+    Args:
+        groups: Groups that the units of the root gather.
+        roots: Modules of the root.
+
+    Returns:
+        Whether no frozen parameter was registered either. It may be trained later, which is no
+        registration.
 
     Raises:
         RuntimeError: There is one.
     """
-    context.num_registrations = REGISTRATIONS.num
-    groups = [group for unit in context.units() for group in unit.held_groups]
+    is_complete = True
     sites = {(id(m), name) for group in groups for m, name in group.parameters.sites()}
     for name, module in (named for root in roots for named in root.named_modules()):
         known = vars(module).get("_fsdp_ignored", ())
@@ -175,8 +167,8 @@ def check_owned(context: Context, roots: Iterable[nn.Module]) -> None:
                     "register it before fully_shard, freeze it, or, to reduce its gradient "
                     "yourself, set its attribute requires_gradient_reduction to False"
                 )
-            # It may be trained later, which is no registration.
-            context.num_registrations = 0
+            is_complete = False
+    return is_complete
 
 
 def _is_owned_there(param: torch.Tensor, module: nn.Module, attribute: str) -> bool:
@@ -192,14 +184,17 @@ def _is_owned_there(param: torch.Tensor, module: nn.Module, attribute: str) -> b
     )
 
 
-def check_units(context: Context) -> None:
+def check_units(units: Sequence[UnitView], *, compares_ranks: bool) -> None:
     """Check at the first use that all ranks sharded the model identically. Collective.
+
+    Args:
+        units: All units of a root, its own first.
+        compares_ranks: Whether ranks compare the units.
 
     Raises:
         RuntimeError: Ranks differ, a unit shares a parameter with a unit of another root, or a
             parameter or buffer that was on the meta device has no values.
     """
-    units = context.units()
     for unit in units:
         for group in unit.tied_groups:
             if not any(group in other.groups for other in units):
@@ -207,13 +202,13 @@ def check_units(context: Context) -> None:
                     f"{unit.name} shares a parameter with {group.name}, which belongs to "
                     "another root; call fully_shard on a module that contains both"
                 )
-    if units[0].is_root:
+    if units[0].state.is_root:
         _warn_of_large_root(units)
-    if context.options.check_ranks != "never":
+    if compares_ranks:
         for unit in units:
             # Converted or replaced parameters (`to_empty()`) are compared with their values.
             unit.sync()
-        for group in one_per_mesh(context.groups()):
+        for group in one_per_mesh(group for unit in units for group in unit.groups):
             there = [
                 (unit, [each for each in unit.groups if each.spec.mesh == group.spec.mesh])
                 for unit in units
@@ -222,14 +217,15 @@ def check_units(context: Context) -> None:
             compare_units(records, group.axes, group.device)
     # Of all units, and not at a unit's own first use: a rank may skip that.
     for unit in units:
-        check_has_values(unit)
+        check_has_values(unit.name, unit.unset, unit.groups)
+        unit.unset = ()
 
 
 NOTABLE_NBYTES = 64 << 20
 """Gathered bytes of a root above which `check_units` may warn of its size."""
 
 
-def _warn_of_large_root(units: Sequence[Unit]) -> None:
+def _warn_of_large_root(units: Sequence[UnitView]) -> None:
     """Warn if a root owns more bytes of parameters than its largest unit.
 
     The root's parameters stay gathered, and their gradients unsharded, while any unit inside
@@ -264,7 +260,7 @@ def _nbytes(group: ParameterGroup, numel: int) -> int:
     return numel // gathered.packing * gathered.tensor.element_size()
 
 
-def _record(unit: Unit, groups: Sequence[ParameterGroup]) -> UnitRecord:
+def _record(unit: UnitView, groups: Sequence[ParameterGroup]) -> UnitRecord:
     """Describe a unit's groups on one mesh."""
     options = [unit.class_name]
     copies = [0] * len(groups[0].axes)
@@ -282,11 +278,13 @@ def _record(unit: Unit, groups: Sequence[ParameterGroup]) -> UnitRecord:
     return UnitRecord(unit.name, " ".join(options), tuple(copies))
 
 
-def compare_unit(context: Context, unit: Unit, action: str, *, along_all: bool = False) -> None:
+def compare_unit(
+    units: Iterable[UnitView], unit: UnitView, action: str, *, along_all: bool = False
+) -> None:
     """Check that every rank is about to issue the same collectives of a unit. Collective.
 
     Args:
-        context: Context of the unit.
+        units: All units of the root.
         unit: Unit whose parameters or gradients are about to be communicated.
         action: `gather` or `reduce`.
         along_all: Whether collectives along every axis of the mesh follow: a reduction along the
@@ -298,7 +296,7 @@ def compare_unit(context: Context, unit: Unit, action: str, *, along_all: bool =
     groups = unit.held_groups if action == "gather" else unit.groups
     if not groups:
         return
-    steps = [f"{known} {u.name}" for u in context.units() for known in ("gather", "reduce")]
+    steps = [f"{known} {u.name}" for u in units for known in ("gather", "reduce")]
     code = steps.index(f"{action} {unit.name}")
     for group in one_per_mesh(groups):
         for axis in group.axes if along_all else group.axes[-1:]:
@@ -307,24 +305,27 @@ def compare_unit(context: Context, unit: Unit, action: str, *, along_all: bool =
             compare_steps(code, steps, compared, group.device)
 
 
-def compare_gather(unit: Unit, groups: Iterable[ParameterGroup]) -> None:
+def compare_gather(
+    units: Iterable[UnitView], unit: UnitView, groups: Iterable[ParameterGroup]
+) -> None:
     """Check that every rank is about to gather, and perhaps to refresh, a unit. Collective.
 
     Args:
+        units: All units of the root.
         unit: The unit.
         groups: Its groups that are gathered.
 
     Raises:
         RuntimeError: A rank is about to issue another collective.
     """
-    context, version = unit.context, unit.context.state.weight_version
-    refreshes = context.state.refreshes and any(
-        not group.is_refreshed_locally and group.is_stale(version) for group in groups
+    root = unit.state.root
+    refreshes = root.refreshes and any(
+        not group.is_refreshed_locally and group.is_stale(root.weight_version) for group in groups
     )
-    compare_unit(context, unit, "gather", along_all=refreshes)
+    compare_unit(units, unit, "gather", along_all=refreshes)
 
 
-def check_is_between_steps(unit: Unit, method: str) -> None:
+def check_is_between_steps(unit: UnitView, method: str) -> None:
     """Check that a unit has no unreduced gradients.
 
     Args:
@@ -340,7 +341,7 @@ def check_is_between_steps(unit: Unit, method: str) -> None:
         )
 
 
-def check_is_gathered(unit: Unit, groups: Sequence[ParameterGroup]) -> None:
+def check_is_gathered(unit: UnitView, groups: Sequence[ParameterGroup]) -> None:
     """Check that weights were gathered for the part of the backward that just ran.
 
     Raises:
@@ -358,33 +359,31 @@ def check_is_gathered(unit: Unit, groups: Sequence[ParameterGroup]) -> None:
     )
 
 
-def check_outputs(unit: Unit, output: Any) -> None:
+def check_outputs(
+    unit: UnitView, tensors: Iterable[torch.Tensor], units: Callable[[], Sequence[UnitView]]
+) -> None:
     """Check that a forward returns no view of weights that are freed at its end.
-
-    The forward may also return tensors in its arguments, such as by appending to a list.
 
     Most operations of torch do not check whether a tensor has memory: they crash or read freed
     memory.
 
     Args:
         unit: Unit whose forward ends; its weights are still gathered.
-        output: Output of the forward.
+        tensors: Tensors that it returns, in its output or in its arguments, such as by appending to
+            a list.
+        units: Returns all units of the root.
 
     Raises:
         RuntimeError: An output is a view of a weight.
     """
-    if not unit.gathered_nbytes or not unit.state.reshards_after_forward(
-        has_grad=torch.is_grad_enabled()
-    ):
-        return
     dropped = [group for group in unit.held_groups if group.gathers_for_use]
-    for tensor in (*tensors_within(output), *unit.running.replaced.tensors()):
+    for tensor in tensors:
         local = plain_of(tensor)
         if not torch._C._has_storage(local):
             continue
         for group in dropped:
             name = group.gathered_name_at(local)
-            if name is not None and local.numel() and not _is_held_around(group, unit):
+            if name is not None and local.numel() and not _is_held_around(group, unit, units()):
                 raise RuntimeError(
                     f"the forward of {unit.name} returns its weight {name}, or a view of it, and "
                     "frees gathered weights when it ends: a use of this output would read freed "
@@ -394,10 +393,12 @@ def check_outputs(unit: Unit, output: Any) -> None:
                 )
 
 
-def _is_held_around(group: ParameterGroup, unit: Unit) -> bool:
+def _is_held_around(group: ParameterGroup, unit: UnitView, units: Sequence[UnitView]) -> bool:
     """Return whether an enclosing unit that is running holds the same weights."""
     return any(
-        group in other.held_groups and other.is_unsharded and other.state.phase is not Phase.IDLE
-        for other in unit.context.units()
+        group in other.held_groups
+        and other.state.is_gathered
+        and other.state.phase is not Phase.IDLE
+        for other in units
         if other is not unit
     )

@@ -81,11 +81,11 @@ class Context[UnitT: UnitView]:
         state.ranks_may_differ = any(
             a.size > 1 for group in groups for a in group.axes
         ) and not any(unit.state.is_collective for unit in units)
-        by_name = {name: unit.state for unit in units for name in unit.fqn.split(", ")}
+        by_name = {name: unit.state for unit in units for name in unit.state.fqn.split(", ")}
         for unit in units:
             unit.state.ancestors = [
                 by_name[above]
-                for name in unit.fqn.split(", ")
+                for name in unit.state.fqn.split(", ")
                 for above in ("", *itertools.accumulate(name.split(".")[:-1], "{}.{}".format))
                 if above in by_name and name
             ]

@@ -30,7 +30,6 @@ class UnitView(UnitCommands, Protocol):
     """A unit as its checks and its context see it: attributes of `Unit`, which uses both."""
 
     state: UnitState
-    fqn: str
     class_name: str
     groups: list[ParameterGroup]
     tied_groups: list[ParameterGroup]

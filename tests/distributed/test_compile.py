@@ -252,13 +252,23 @@ def test_compiled_module_is_sharded_like_its_original_and_only_once() -> None:
     assert "fully_shard was already called" in message
 
 
-@on_ranks(2)
-def test_compiled_training_step_trains_as_it_does_uncompiled() -> None:
+class Mixing(torch.optim.SGD):
+    """Combines gradients with plain tensors, which is allowed in the step of an optimizer alone."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad * torch.full(param.shape, 2.0), alpha=group["lr"])
+
+
+@on_ranks(2, kind=[torch.optim.SGD, Mixing])
+def test_compiled_training_step_trains_as_it_does_uncompiled(kind: Any) -> None:
     """Compile a whole step: forward, backward, clipping and the optimizer."""
 
     def trained(compile_it: Callable[[Any], Any]) -> list[torch.Tensor]:
         model = wrap(built())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = kind(model.parameters(), lr=0.1)
 
         def step(x: torch.Tensor) -> torch.Tensor:
             loss = _loss_of(model, x)

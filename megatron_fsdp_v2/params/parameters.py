@@ -398,6 +398,27 @@ class GroupParameters:
         if found:
             self.install(self.sharded)
 
+    def sites_of_others(self) -> list[tuple[nn.Module, str, Any, int]]:
+        """Return sites at which the program registered another sharded parameter.
+
+        Returns:
+            The module, the name there, the group of that parameter, and its index in the group.
+        """
+        found = []
+        for _, module, attribute, other in self._replaced():
+            group: Any = other.row_shards.info.owner() if isinstance(other, UnevenDTensor) else None
+            for index, param in enumerate(() if group is None else group.sharded_params):
+                if param is other:
+                    found.append((module, attribute, group, index))
+        return found
+
+    def leave_site(self, module: nn.Module, attribute: str) -> None:
+        """Stop registering a parameter on a module. Without any module, it is frozen."""
+        found = next(s for s in self._sites if s[1]() is module and s[2] == attribute)
+        self._sites.remove(found)
+        if not any(index == found[0] for index, _, _ in self._sites):
+            self.sharded[found[0]].requires_grad_(False)
+
     def is_replaced(self) -> bool:
         """Return whether another tensor is registered in place of a parameter."""
         return next(self._replaced(), None) is not None
@@ -461,7 +482,10 @@ class GroupParameters:
                 "with load_state_dict, run it, and load its own back"
             )
         if self._belongs_elsewhere(other, index):
-            raise ValueError(f"{name} was tied to another one after fully_shard; tie them before")
+            raise ValueError(
+                f"{name} was tied to another one after fully_shard; tie them before, or register "
+                "the same sharded parameter twice before the first forward"
+            )
         if other.shape != own.shape:
             raise ValueError(
                 f"{name} was replaced after fully_shard: shape {tuple(own.shape)} before, "

@@ -305,6 +305,9 @@ def _before_load(module: Any, *args: Any) -> None:
     """Reshard, so that a load writes sharded parameters and the next use gathers them."""
     del args
     module._fsdp_loading = groups = groups_of(module)
+    for unit in filter(None, map(unit_owning, groups)):
+        if not unit.state.root.is_checked:
+            unit.join_tied()
     for unit in _holders(groups):
         unit.sync()
         weights.free(unit.state)

@@ -111,24 +111,19 @@ class Unit:
         self.modules = [weakref.ref(module) for module in modules]
         self.groups = list(groups)
         self.tied_groups = list(tied_groups)
-        self.held_groups = [*self.groups, *self.tied_groups]
         self.policy = policy
         self.root_options = dict(root_options)
         self.running = ForwardTensors()
         self.unset: Sequence[tuple[str, Callable[[], torch.Tensor | None]]] = ()
-        owners = [unit for unit in map(unit_owning, self.tied_groups) if unit is not None]
         self.state = UnitState(
             weakref.proxy(self),
             [group.grads for group in self.groups],
             Settings(reshard_after_forward),
             context.state,
             [id(module) for module in modules],
-            nbytes=sum(group.gathered_nbytes for group in self.held_groups),
-            single_payload=all(group.single_payload for group in self.held_groups),
             has_outer=any(len(group.axes) > 1 for group in self.groups),
-            is_collective=any(group.gathers_for_use for group in self.held_groups),
         )
-        self.state.reduced_with = [self.state, *(owner.state for owner in owners)]
+        self._hold()
         for group in self.groups:
             _OWNERS[group] = weakref.ref(self)
             self._watch_gradients(group)
@@ -137,6 +132,40 @@ class Unit:
         # Without a state if it could not be made.
         if "state" in vars(self):
             self.state.forget()
+
+    def _hold(self) -> None:
+        """Set what depends on the groups that the unit gathers."""
+        state = self.state
+        self.held_groups = groups = [*self.groups, *self.tied_groups]
+        owners = [unit for unit in map(unit_owning, self.tied_groups) if unit is not None]
+        state.reduced_with = [state, *(owner.state for owner in owners)]
+        state.nbytes = sum(group.gathered_nbytes for group in groups)
+        state.single_payload = all(group.single_payload for group in groups)
+        state.is_collective = any(group.gathers_for_use for group in groups)
+
+    def join_tied(self) -> None:
+        """Gather other units' parameters too that the program tied to the unit's own.
+
+        Raises:
+            ValueError: A parameter was tied to one that is sharded otherwise.
+        """
+        for group in self.groups:
+            if group.is_held:
+                continue
+            for module, attribute, other, index in group.parameters.sites_of_others():
+                if other.is_held:
+                    continue
+                if other.spec != group.spec or type(other.format) is not type(group.format):
+                    raise ValueError(
+                        f"{attribute} of {type(module).__name__} was tied to {other.names[index]} "
+                        f"of {other.name}, which was sharded with another mesh, strategy, "
+                        "granularity, scaling or precision; use the same for both"
+                    )
+                group.parameters.leave_site(module, attribute)
+                other.parameters.add_site(index, module, attribute)
+                if other not in self.held_groups:
+                    self.tied_groups.append(other)
+                    self._hold()
 
     def _watch_gradients(self, group: ParameterGroup) -> None:
         """Register hooks that collect the gradients of gathered parameters."""

@@ -37,6 +37,9 @@ class UnitView(UnitCommands, Protocol):
     root_options: dict[str, Any]
     unset: Sequence[UnsetTensor]
 
+    def join_tied(self) -> None:
+        """See `Unit.join_tied`."""
+
 
 class Registrations:
     """Counts parameters and modules that any module registers, from the first sharded one on.
@@ -195,6 +198,7 @@ def check_units(units: Sequence[UnitView], *, compares_ranks: bool) -> None:
             parameter or buffer that was on the meta device has no values.
     """
     for unit in units:
+        unit.join_tied()
         for group in unit.tied_groups:
             if not any(group in other.groups for other in units):
                 raise RuntimeError(

@@ -367,9 +367,6 @@ VALUE: dict[str, Callable[[], Any]] = {
         lambda: nn.Sequential(wrap(Stack())).half()
     ),
     "stay on cpu, where their mesh is, and cannot move to meta": lambda: wrap(Stack()).to("meta"),
-    "parameter up.weight of blocks.1/0 (registered as weight of Linear) was tied to": _changed(
-        "blocks.1.up.weight", lambda model: model.blocks[0].up.weight
-    ),
     "was tied to another one after fully_shard; tie them before": _tied_to_a_rebuilt_weight,
     "is tied, and was replaced by tensors of different values (weight of Linear is one)": _untied,
     "shape (3, 7) before, (4, 7) now": _changed("output.weight", lambda _: _new(4, 7)),

@@ -602,6 +602,42 @@ def test_a_module_sharded_by_itself_in_the_place_of_another_trains(
     assert weight_error(model, plain) < 1e-5
 
 
+@on_ranks(2, strategy=STRATEGIES, is_unit=[False, True], loads=[False, True])
+def test_parameters_tied_after_sharding_train_as_one(
+    strategy: str, is_unit: bool, loads: bool
+) -> None:
+    units = None if is_unit else lambda model: []
+    plain, model = pair(units=units, sharding_strategy=strategy)
+    for each in (plain, model):
+        each.blocks[2].up.weight = each.blocks[0].up.weight
+    if loads:
+        values = {name: value + 1.0 for name, value in plain.state_dict().items()}
+        plain.load_state_dict(values)
+        model.load_state_dict({n: whole(p) + 1.0 for n, p in model.state_dict().items()})
+    optimizers = tuple(AdamW(each.parameters(), lr=0.1) for each in (plain, model))
+    train_both(plain, model, optimizers, range(3))
+    assert weight_error(model, plain) < 1e-5
+    assert model.blocks[2].up.weight is model.blocks[0].up.weight
+
+
+@on_ranks(2, strategy=["optim", "optim_grads_params"])
+def test_parameters_that_cannot_be_tied_are_rejected_by_name(strategy: str) -> None:
+    model = Stack()
+    for block in model.blocks[1:]:
+        wrap(block, [], sharding_strategy=strategy)
+    wrap(model.blocks[0], [], sharding_strategy=strategy, shard_granularity="tensor")
+    wrap(model, [], sharding_strategy=strategy)
+    model.blocks[2].up.weight = model.blocks[0].up.weight
+    for _ in range(2):
+        text = error_message(ValueError, lambda: model(batch(0)))
+        assert "weight of Linear was tied to up.weight of blocks.0/0" in text
+    model = wrap(Stack(), sharding_strategy=strategy)
+    model(batch(0))
+    model.blocks[2].up.weight = model.blocks[0].up.weight
+    text = error_message(ValueError, lambda: model(batch(0)))
+    assert "register the same sharded parameter twice before the first forward" in text
+
+
 class _Sharing(nn.Module):
     def __init__(self, shared: nn.Module) -> None:
         super().__init__()

@@ -234,8 +234,9 @@ PATCHES: tuple[Patch, ...] = (
     ),
     _selected(
         "megatron.training.training:save_checkpoint",
-        "a save that fails names rank, path and cause, as with --async-save",
-        wrap="megatron_fsdp_v2_mcore.checkpoint.saving:with_named_failures",
+        "a save over an earlier checkpoint removes files that do not belong to the new one; a save "
+        "that fails names rank, path and cause, as with --async-save",
+        wrap="megatron_fsdp_v2_mcore.checkpoint.saving:with_checked_saves",
         parameters=("iteration", "model", "optimizer"),
     ),
     _selected(

@@ -17,7 +17,7 @@ from megatron_fsdp_v2.checkpoint.verifying import verify
 from tests.cases import longer
 from tests.mcore import flags as f
 from tests.mcore.session import enter_rehearsal, merge_ranks, rank, train
-from tests.mcore.trained import on_megatron, run_of_ranks
+from tests.mcore.trained import on_megatron, run_of_ranks, trained
 from tests.ranks import RankPools
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -89,10 +89,28 @@ def test_an_iteration_that_is_saved_twice_is_complete(megatron: RankPools, tmp_p
     """At an interval, and since the batch size changes: two saves of one path, both pending."""
     flags = _flags(tmp_path, 4, ["--step-batch-size-schedule", "0:8 512:16"])
     del flags[(at := flags.index("--global-batch-size")) : at + 2]
-    trained = run_of_ranks(megatron, 2, flags)
-    assert len(trained.losses) == 4
+    run = run_of_ranks(megatron, 2, flags)
+    assert len(run.losses) == 4
     assert _tracked(tmp_path) == 4
     assert all(verify(tmp_path / f"iter_{n:07d}").is_good for n in (2, 4))
+
+
+# A manifest, or Megatron's metadata.json, of the earlier checkpoint would describe the new files.
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["--async-save", "torch_dist"])
+def test_a_blocking_save_replaces_a_checkpoint_of_another_kind(
+    megatron: RankPools, tmp_path: Path, first: str
+) -> None:
+    saves = f.saving(tmp_path, 2)
+    if first == "torch_dist":
+        trained(megatron, 2, saves, "--train-iters 4 --ckpt-format torch_dist")
+    else:
+        trained(megatron, 2, f.fsdp(f.ZERO3, saves, f"--train-iters 4 {first}"))
+    resumed = f.words(f.loading(tmp_path, 2), "--train-iters 4")
+    whole = trained(megatron, 1, f.fsdp("optim", saves, resumed))
+    last = f.words(f.loading(tmp_path, 4), "--train-iters 5 --override-opt_param-scheduler")
+    assert len(whole.losses) == 2
+    assert len(trained(megatron, 2, f.fsdp("optim_grads", last)).losses) == 1
 
 
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "blocking"])

@@ -1,7 +1,8 @@
-"""Names rank, path and cause of a synchronous save that fails, as asynchronous saves do."""
+"""Synchronous saves as asynchronous ones: what they replace is gone, and failures are named."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -10,15 +11,20 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.replacing import remove_own
 from megatron_fsdp_v2.checkpoint.saving import failure_reason
-from megatron_fsdp_v2_mcore.flags.checkpoint_check import iteration_folder
+from megatron_fsdp_v2_mcore.flags.checkpoint_check import CONFIG, iteration_folder
 
 
-def with_named_failures(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's `save_checkpoint` to raise a `CheckpointError` if a save fails."""
+def with_checked_saves(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap Megatron's `save_checkpoint` to replace an earlier checkpoint of the same iteration.
+
+    The wrapper raises a `CheckpointError` if a save fails.
+    """
 
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
         try:
+            _remove_earlier(iteration)
             return original(iteration, *args, **kwargs)
         except CheckpointException as error:
             # Torch collects the errors of all ranks, and raises it on each of them.
@@ -40,9 +46,29 @@ def with_named_failures(original: Callable[..., Any]) -> Callable[..., Any]:
     return save_checkpoint
 
 
+def _remove_earlier(iteration: int) -> None:
+    """Remove an earlier checkpoint of an iteration, unless the save renames a folder over it.
+
+    Torch's writer overwrites the files that it writes itself. The manifest of an asynchronous save
+    or Megatron's `metadata.json` would describe files that are not there any more. No rank writes
+    before it has planned the save together with the first rank.
+    """
+    args = _args()
+    if args.async_save or dist.get_rank():
+        return
+    folder = iteration_folder(args.save, iteration)
+    # Without permission to remove them, writing fails too, on all ranks.
+    with contextlib.suppress(OSError):
+        (folder / CONFIG).unlink(missing_ok=True)
+        remove_own(folder)
+
+
+def _args() -> Any:
+    return importlib.import_module("megatron.training.global_vars").get_args()
+
+
 def _failed(iteration: int, reason: str) -> CheckpointError:
-    args = importlib.import_module("megatron.training.global_vars").get_args()
     return CheckpointError(
-        f"saving to {iteration_folder(args.save, iteration)} failed, and it is no checkpoint: "
+        f"saving to {iteration_folder(_args().save, iteration)} failed, and it is no checkpoint: "
         f"{reason}"
     )

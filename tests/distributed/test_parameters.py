@@ -676,6 +676,30 @@ def test_two_roots_share_a_unit_or_are_rejected_by_name(strategy: str) -> None:
             assert torch.allclose(whole(param.grad), expected.grad, rtol=1e-5)
 
 
+@on_ranks(4, strategy=["optim", "optim_grads"])
+def test_two_roots_in_one_loss_reduce_a_shared_unit(strategy: str) -> None:
+    def made() -> nn.ModuleList:
+        torch.manual_seed(0)
+        shared = nn.Linear(WIDTH, WIDTH)
+        return nn.ModuleList([_Sharing(shared), _Sharing(shared)])
+
+    def loss(models: Any, seed: int) -> Any:
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+        return sum(model(x).square().mean() for model in models)
+
+    plain, models = made(), made()
+    options: Any = {"mesh": mesh_of(2, 2), "sharding_strategy": strategy}
+    for unit in (models[0].shared, *models):
+        wrap(unit, [], **options)
+        # More than are reduced: nothing makes room before the backward ends.
+        unit.set_reduce_scatter_max_input_buffers(9)
+    first, second = (loss(models, 4 * step + dist.get_rank()) for step in range(2))
+    second.backward()
+    (sum(loss(plain, 4 + rank) for rank in range(4)) / 4).backward()
+    assert gradient_error(models, plain) < 1e-6
+    del first
+
+
 @on_ranks(2, strategy=["no_shard", "optim_grads_params"])
 def test_gradients_written_by_the_program_are_stepped(strategy: str) -> None:
     model = wrap(Stack(), sharding_strategy=strategy)

@@ -100,3 +100,12 @@ def test_rules_detect_a_gradient_that_is_not_reduced() -> None:
     with pytest.raises(AssertionError, match="group 1 was reduced 0 times instead of 1"):
         while world.engine_run != -1:
             world.apply(("engine",))
+
+
+# A unit that two roots share may be in flight for either of them when the backward ends.
+def test_no_root_ends_its_reductions_before_all_roots_have_waited() -> None:
+    setup = Setup(zero=2, axes=2, parents=(-1, -1, 0, 1), max_live=9)
+    forwards = "forward 0, call 2 0, return, return, forward 1, call 3 0, return, return"
+    kinds = [kind for kind, _ in _log_of(setup, f"{forwards}, backward 0, *")]
+    assert kinds.count("flags") == 2
+    assert kinds.index("flags") == len(kinds) - 2

@@ -352,19 +352,21 @@ def end(root: RootState) -> None:
     _reduce_in_turn(root, AT_END)
     together = _together(root)
     for each in together:
+        _reduce_remaining(each)
+    # Of all roots first: a unit that two roots share may be in flight for either.
+    for each in together:
         _end_alone(each)
     # Hooks run last: they may step weights, and may raise.
     for each in together:
         run_hooks(each)
 
 
-def _end_alone(root: RootState) -> None:
-    units = root.units
-    synchronize = any([unit.syncs_gradients for unit in units])
+def _reduce_remaining(root: RootState) -> None:
+    """Reduce remaining gradients, wait for all, and bring every unit to IDLE. Collective."""
     if root.ranks_may_differ:
         # All had their turn, also if a double backward reached some of them again since.
         root.pending.clear()
-    for unit in reversed(units):
+    for unit in reversed(root.units):
         if unit.settings.reshard_after_backward:
             free(unit)
         if unit in root.pending or any([g.has_partial or g.has_gradient for g in unit.groups]):
@@ -378,6 +380,11 @@ def _end_alone(root: RootState) -> None:
         unit.phase = Phase.FORWARD if goes_on else Phase.IDLE
         unit.pending_modules.clear()
     drop_prefetched(root)
+    drain(root)
+
+
+def _end_alone(root: RootState) -> None:
+    synchronize = any([unit.syncs_gradients for unit in root.units])
     _end_reductions(root, synchronize=synchronize)
     # An optimizer without torch's step hooks may step now.
     root.weight_version += synchronize

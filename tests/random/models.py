@@ -361,7 +361,8 @@ class Pair(nn.Module):
         super().__init__()
         self.first = Tree(case)
         known = self.first.known
-        self.second = Tree(case, {node.id: known[node.id] for node in case.shared_nodes})
+        shared = {node.id: known[node.id] for node in case.shared_nodes if node.id in known}
+        self.second = Tree(case, shared)
 
     @property
     def known(self) -> dict[int, nn.Module]:

@@ -79,6 +79,8 @@ def broken_rule(case: Case) -> str:
         node.kind in ("in place", "own input") for node in nodes
     ):
         return "torch rejects in-place operations next to full backward hooks"
+    if hooks - {""} and any(options.compiled for options in all_options(case)):
+        return "torch.compile does not look for hooks of modules in later calls"
     if case.autocast and (case.dtype != "float32" or any(node.kind == "gru" for node in nodes)):
         return "autocast casts fp32, and torch has no recurrent layers in bf16 on a CPU"
     if case.autocast and any("muon" in kind for kind in _optimizers(case)):

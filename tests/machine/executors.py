@@ -39,7 +39,8 @@ class Setup:
         max_live: Number of full gradients at a time.
         frozen: Units without trained parameters.
         tied: Pairs of units; the first one uses a parameter of the second one, too.
-        checkpointed: Units whose forward is recomputed: `no`, or a kind of checkpoint.
+        checkpointed: Kind of checkpoints: `no`, `packed`, `stopping` (a packed one whose
+            recomputation stops with an exception at the last saved tensor) or `reentrant`.
         stays: Units that stay gathered between forward and backward.
         accumulates: Whether the first backward after a step leaves gradients unsynchronized.
         max_forwards: Forwards of each root before a step.
@@ -50,6 +51,14 @@ class Setup:
         keeps: Whether units stay gathered after a backward.
         skips: Whether gradients may miss forwards.
         trains_inside: Whether the forward of a root may run a backward and a step, and go on.
+        several: Units of two modules, which the caller of the unit runs one after the other.
+        alone: Whether units may run outside the forward of their root.
+        direct: Units with a parameter that may be used itself, or only looked at.
+        freezes: Units that may be frozen or unfrozen once, between two micro-batches.
+        loads: Units that a load may reshard, at any time.
+        repeats: Whether a backward may run a second time through the same graphs.
+        drops: Whether the graphs of forwards may be freed without a backward.
+        steps_early: Whether an optimizer may step between a forward and its backward.
     """
 
     zero: int = 3
@@ -71,6 +80,14 @@ class Setup:
     keeps: bool = False
     skips: bool = False
     trains_inside: bool = False
+    several: frozenset[int] = frozenset()
+    alone: bool = False
+    direct: frozenset[int] = frozenset()
+    freezes: frozenset[int] = frozenset()
+    loads: frozenset[int] = frozenset()
+    repeats: bool = False
+    drops: bool = False
+    steps_early: bool = False
 
 
 def no_report(owner: str, phase: str) -> AbstractContextManager[Any]:
@@ -114,7 +131,9 @@ class Group:
             world = self.world
             if world.setup.zero == 3:
                 world.communicate("gather", self.number)
-                self.version = world.version
+                if refreshes:
+                    self.model_version = world.version
+                self.version = self.model_version
             elif world.setup.zero == 0:
                 self.version = world.version
             else:
@@ -211,6 +230,7 @@ class Unit:
             nbytes=1 if setup.zero == 3 else 0,
             has_outer=setup.axes == 2,
             is_collective=setup.zero == 3,
+            modules=(0, 1) if number in setup.several else (0,),
         )
         self.state.settings.reshard_after_forward = number not in setup.stays
         self.state.settings.reshard_after_backward = not setup.keeps

@@ -175,6 +175,26 @@ def _compare(world: World, result: Explored) -> None:
         )
 
 
+def run(setup: Setup, actions: str) -> World:
+    """Return a world after a sequence of actions; `*` lets the engine run to its end.
+
+    Raises:
+        ValueError: The program is not one that the exploration of the setup may run.
+    """
+    world = World(setup)
+    for text in actions.split(", "):
+        name, *numbers = text.split()
+        if name == "*":
+            while world.engine_run != -1:
+                world.apply(("engine",))
+        else:
+            action = (name, *map(int, numbers))
+            if action not in world.actions():
+                raise ValueError(f"{text} cannot happen here: {shown(world.actions())}")
+            world.apply(action)
+    return world
+
+
 def shown(path: list[tuple[Any, ...]]) -> str:
     """Return a sequence of actions in words."""
     return ", ".join(" ".join(map(str, action)) for action in path)

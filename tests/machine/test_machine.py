@@ -35,6 +35,35 @@ PROGRAMS: dict[str, dict[str, Any]] = {
         "accumulates": True,
     },
     "an exception in two roots": {"parents": (-1, -1, 0, 1), "interrupts": True, "max_steps": 1},
+    "recomputed units inside a unit": {
+        "parents": (-1, 0, 1, 1),
+        "checkpointed": "packed",
+        "max_steps": 1,
+    },
+    "recomputations that stop early": {"parents": (-1, 0, 1), "checkpointed": "stopping"},
+    "unit of two modules": {"several": frozenset([1])},
+    "units outside the root's forward": {"alone": True, "max_forwards": 2, "max_steps": 1},
+    "uses of parameters themselves": {"direct": frozenset([1])},
+    "an exception and a use of a parameter itself": {
+        "direct": frozenset([1]),
+        "interrupts": True,
+        "max_steps": 1,
+    },
+    "a unit frozen between two backwards": {
+        "freezes": frozenset([1]),
+        "max_forwards": 2,
+        "accumulates": True,
+    },
+    "a unit unfrozen between two backwards": {
+        "frozen": frozenset([1]),
+        "freezes": frozenset([1]),
+        "max_forwards": 2,
+        "accumulates": True,
+    },
+    "loads anywhere": {"loads": frozenset([1, 2]), "max_calls": 2},
+    "two backwards through one graph": {"repeats": True},
+    "graphs that are freed": {"drops": True, "max_forwards": 2},
+    "a step between a forward and its backward": {"steps_early": True, "evaluates": True},
 }
 AXES: tuple[dict[str, Any], ...] = ({"axes": 1}, {"axes": 2}, {"axes": 2, "queues": True})
 CASES = [
@@ -65,28 +94,6 @@ def test_no_sequence_of_events_breaks_a_rule(program: str) -> None:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_no_longer_sequence_of_events_breaks_a_rule(program: str) -> None:
     assert _explore(program, 2000) > 36 * 200
-
-
-def _log_of(setup: Setup, actions: str) -> list[tuple[str, int]]:
-    """Return the collectives of a sequence of actions; `*` lets the engine run to its end."""
-    world = World(setup)
-    for text in actions.split(", "):
-        name, *numbers = text.split()
-        if name == "*":
-            while world.engine_run != -1:
-                world.apply(("engine",))
-        else:
-            world.apply((name, *map(int, numbers)))
-    return world.log
-
-
-# One rank runs no unit in the first of two forwards: below ZeRO-3, another rank reduces all units
-# once for each forward.
-def test_forward_without_units_takes_its_turn() -> None:
-    setup = Setup(zero=2, max_forwards=2)
-    both = "forward 0, call 1 0, return, return, forward 0, call 1 0, return, return, backward 0, *"
-    none = "forward 0, return, forward 0, call 1 0, return, return, backward 0, *"
-    assert _log_of(setup, both) == _log_of(setup, none)
 
 
 def test_rules_detect_a_gradient_that_is_not_reduced() -> None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_fsdp_v2.runtime.machine import events, reductions
-from megatron_fsdp_v2.runtime.machine.state import Forward, Phase, ProcessState, RootState
+from megatron_fsdp_v2.runtime.machine import events, reductions, weights
+from megatron_fsdp_v2.runtime.machine.state import Engine, Forward, Phase, ProcessState, RootState
 from tests.machine.executors import ABSENT, Group, Root, Setup, Unit, require
 
 
@@ -24,6 +24,16 @@ class Node:
     forward: Forward | None
     is_checkpointed: bool
     children: list[Node] = field(default_factory=list)
+    version: int = -1
+    use: tuple[Any, int, bool] | None = None  # of a parameter itself, in place of a forward
+
+    @property
+    def passed(self) -> Any:
+        """The pass that it is part of."""
+        if self.use is not None:
+            return self.use[0]
+        assert self.forward is not None
+        return self.forward.passed
 
 
 class World:
@@ -47,6 +57,14 @@ class World:
         self.runs = 0
         self.open: list[Node] = []  # forwards under way, the outermost first
         self.graphs: list[Node] = []  # finished forwards of roots
+        self.kept: list[Node] = []  # graphs of the latest backward that may run once more
+        self.pending: dict[int, Node] = {}  # units whose second module has not run
+        self.frozen_once: set[int] = set()
+        self.num_uses = self.num_loads = 0
+        self.looked_at: list[Node] = []  # uses of parameters without a backward
+        self.reached_roots: list[RootState] = []  # by the backward under way
+        # Roots that may reduce all units once more, since another root communicated in between.
+        self.interleaved: list[RootState] = []
         self.queue: list[tuple[str, Any]] = []  # what the engine runs next
         self.num_steps = self.num_forwards = self.num_backwards = 0
         # How often each group has to be reduced in the backward under way.
@@ -100,8 +118,8 @@ class World:
             node = self.open[-1]
             for unit, parent in enumerate(setup.parents):
                 if parent == node.unit:
-                    times = sum(child.unit == unit for child in node.children)
-                    if times < setup.max_calls:
+                    times = sum(child.unit == unit and child.use is None for child in node.children)
+                    if unit in self.pending or times < setup.max_calls:
                         kinds = [False] if setup.checkpointed == "no" else [False, True]
                         found += [("call", unit, kind) for kind in kinds]
             found.append(("return",))
@@ -112,17 +130,31 @@ class World:
             if setup.evaluates and not self.evaluated and self.queue:
                 found += [("evaluate", root.number) for root in self.roots]
         else:
-            if self.num_forwards < setup.max_forwards * len(self.roots):
-                found += [("forward", root.number) for root in self.roots]
-            if setup.evaluates and not self.evaluated:
+            # Below ZeRO-3, a forward would overwrite the weights that a backward waits for.
+            is_stale = any(graph.version != self.version for graph in self.graphs)
+            if self.num_forwards < setup.max_forwards * len(self.roots) and not is_stale:
+                first = self.units if setup.alone else self.roots
+                found += [("forward", each.number) for each in first]
+            if self.graphs and setup.drops:
+                found.append(("drop",))
+            if self.kept and not self.graphs:
+                found.append(("again",))
+            if not self.graphs and not self.kept:
+                found += [("freeze", unit) for unit in setup.freezes - self.frozen_once]
+            if setup.evaluates and not self.evaluated and not is_stale:
                 found += [("evaluate", root.number) for root in self.roots]
             if self.graphs:
                 found.append(("backward", 0))
                 if setup.skips:
                     nodes = sum(len(graph.children) for graph in self.graphs)
                     found += [("backward", mask) for mask in range(1, 1 << min(nodes, 3))]
-            elif self.num_steps < setup.max_steps and self.num_forwards:
+            may_step = self.num_steps < setup.max_steps and self.num_forwards > 0
+            if may_step and (setup.steps_early or not self.graphs):
                 found.append(("step",))
+        if self.num_uses < 1 and self.engine_run == -1:
+            found += [("use", unit, kept) for unit in setup.direct for kept in (True, False)]
+        if self.num_loads < 1:
+            found += [("load", unit) for unit in setup.loads.difference(self.computing)]
         is_running = any(root.has_queued for root in self.roots)
         if setup.interrupts and not self.has_interrupted and (self.open or is_running):
             found.append(("interrupt", False))
@@ -137,11 +169,14 @@ class World:
 
     # -- forwards
 
-    def _enter(self, number: int, *, has_grad: bool, is_packed: bool = False) -> Forward | None:
+    def _enter(
+        self, number: int, *, has_grad: bool, is_packed: bool = False, module: int = 0
+    ) -> Forward | None:
         unit = self.units[number].state
-        events.enter_module(unit, 0, has_grad=has_grad, is_packed=is_packed)
+        begins = events.enter_module(unit, module, has_grad=has_grad, is_packed=is_packed)
         require(self.units[number].is_ready, f"unit {number} computes without weights")
-        return events.begin_graph(unit) if has_grad else None
+        require(begins or number in self.pending, f"unit {number} goes on without a beginning")
+        return events.begin_graph(unit) if has_grad and begins else None
 
     def _leave(
         self, number: int, forward: Forward | None, *, has_grad: bool, computes_on: bool = False
@@ -169,7 +204,7 @@ class World:
         self.num_forwards += 1
         self.program.append(f"forward {number}")
         forward = self._enter(number, has_grad=True)
-        self.open.append(Node(number, forward, is_checkpointed=False))
+        self.open.append(Node(number, forward, is_checkpointed=False, version=self.version))
         self.computing[number] = self.version
         self._compute(number, self.version)
 
@@ -179,21 +214,60 @@ class World:
         node = self.open[-1]
         reentrant = is_checkpointed and self.setup.checkpointed == "reentrant"
         has_grad = not (reentrant or node.forward is None)
-        forward = self._enter(number, has_grad=has_grad, is_packed=is_checkpointed)
-        child = Node(number, forward, is_checkpointed or node.is_checkpointed)
+        if begun := self.pending.get(number):
+            # What ran since its first module is inside the forward, as its second module ends it.
+            self._enter(number, has_grad=has_grad, module=1)
+            since = next(i for i, child in enumerate(node.children) if child is begun)
+            begun.children = node.children[since + 1 :]
+            del node.children[since + 1 :]
+            self.open.append(self.pending.pop(number))
+            self._compute(number, self.version)
+            return
+        is_inside = is_checkpointed or node.is_checkpointed
+        forward = self._enter(number, has_grad=has_grad, is_packed=is_inside)
+        child = Node(number, forward, is_inside, version=self.version)
         node.children.append(child)
-        self.open.append(child)
         self.computing[number] = self.version
         self._compute(number, self.version)
+        if number in self.setup.several:
+            is_last = events.leave_module(self.units[number].state, 0, has_grad=has_grad)
+            require(not is_last, f"unit {number} ends before its second module")
+            if forward is not None:
+                events.end_graph(forward)
+            self.pending[number] = child
+        else:
+            self.open.append(child)
 
     def _return(self) -> None:
         if self.setup.zero == 3:
             self.program.append("return")
         node = self.open.pop()
+        if not self.open:
+            # The second modules of these units did not run.
+            for number in list(self.pending):
+                self._leave(number, None, has_grad=True)
+            self.pending = {}
         self._leave(node.unit, node.forward, has_grad=node.forward is not None)
         if not self.open and not self.has_trained:
             self.graphs.append(node)
         self.has_trained &= bool(self.open)
+
+    def _use(self, number: int, is_kept: bool) -> None:
+        """Use a parameter itself, or only look at it."""
+        self.num_uses += 1
+        # Ranks may differ in what they do with the result of a use in a forward that they finish.
+        differ = not (self.setup.interrupts or self.setup.drops)
+        self.program.append(f"use {number}" if differ else f"use {number} {is_kept}")
+        unit = self.units[number].state
+        use = events.begin_direct_use(unit)
+        node = Node(number, None, is_checkpointed=False, version=self.version, use=use)
+        if not is_kept:
+            node.passed.drop_use(unit)
+            self.looked_at.append(node)
+        elif self.open:
+            self.open[-1].children.append(node)
+        else:
+            self.graphs.append(node)
 
     def _evaluate(self, number: int) -> None:
         """Run the root and each of its units once, without gradients."""
@@ -201,13 +275,20 @@ class World:
         # All ranks run such a forward at the same point.
         at = f" before {self.queue[0][0]} {self.queue[0][1].unit}" if self.queue else ""
         self.program.append(f"evaluate {number}{at}")
+        if self.engine_run != -1:
+            self._interleave(self.root_of(number))
         self._run(number, has_grad=False)
 
     def _run(self, number: int, *, has_grad: bool) -> None:
         # A unit whose backward is under way keeps computing with its weights afterwards.
         before = self.computing.get(number)
+        was_gathered = self.units[number].state.is_gathered
         forward = self._enter(number, has_grad=has_grad)
-        self.computing[number] = self.version if before is None else before
+        # A pass in a backward of its root computes with the weights of the backward: at ZeRO-3,
+        # with those that are gathered.
+        is_old = (self.setup.zero < 3 or was_gathered) and self.root_of(number).is_running
+        version = self.groups[number].version if is_old else self.version
+        self.computing[number] = version if before is None else before
         self._compute(number, self.computing[number])
         for unit, parent in enumerate(self.setup.parents):
             if parent == number:
@@ -225,7 +306,19 @@ class World:
         else:
             # Ranks may differ in what their gradients reach.
             self.program.append("backward 0")
-        self._begin_engine(self.graphs, mask)
+        graphs, self.graphs = self.graphs, []
+        self._begin_engine(graphs, mask)
+        self.kept = graphs if self.setup.repeats else []
+
+    def _again(self) -> None:
+        """Begin a second backward through the graphs of the latest one."""
+        self.program.append("again")
+        graphs, self.kept = self.kept, []
+        self._begin_engine(graphs, 0)
+
+    def _drop(self) -> None:
+        """Free the graphs of forwards whose backward never runs."""
+        self.program.append("drop")
         self.graphs = []
 
     def _begin_engine(self, graphs: list[Node], mask: int) -> None:
@@ -235,28 +328,48 @@ class World:
         for unit in self.units:
             unit.state.settings.requires_gradient_sync = not (self.setup.accumulates and is_first)
         numbered = 0
+        passes: dict[int, set[int]] = {}
+        with_root: set[int] = set()
+        self.reached_roots = [self.root_of(graph.unit) for graph in graphs]
         for graph in reversed(graphs):
-            if graph not in self.open:
-                self.queue.append(("first", graph))
-            reached = {graph.unit}
-            for child in reversed(graph.children):
-                missed = mask >> numbered & 1
-                numbered += 1
-                if not missed:
-                    self._plan(child)
-                    reached |= self._units_in(child)
-            self.queue.append(("gradient", graph))
+            passed = graph.passed
+            if graph.forward is not None and self.setup.parents[graph.unit] < 0:
+                require(id(passed) not in with_root, "two forwards of a root are one pass")
+                with_root.add(id(passed))
+            reached = passes.setdefault(id(passed), set())
+            reached |= self._units_in(graph, has_forwards=False)
+            if graph.forward is None or self.setup.parents[graph.unit] >= 0:
+                self._plan(graph)
+                reached |= self._units_in(graph)
+            else:
+                if graph not in self.open:
+                    self.queue.append(("first", graph))
+                reached.add(graph.unit)
+                for child in reversed(graph.children):
+                    missed = mask >> numbered & 1
+                    numbered += 1
+                    if not missed:
+                        self._plan(child)
+                        reached |= self._units_in(child)
+                    elif child.forward is not None and child.is_checkpointed:
+                        # Something else of its checkpoint has a gradient.
+                        self.queue.append(("recompute", child))
+                # Inputs of a root need no gradients, so no hook marks the end of its backward.
+                self.queue.append(("gradient", graph))
             if self.setup.zero < 3:
                 # Every unit takes its turn, since another rank may have used it.
                 root = self.root_of(graph.unit)
-                reached = {unit.number for unit in self.units if unit.state.root is root}
+                reached |= {unit.number for unit in self.units if unit.state.root is root}
+        for node in self.looked_at:
+            # Another rank may have a gradient.
+            passes.get(id(node.passed), set()).add(node.unit)
+        for reached in passes.values():
             for number in reached:
-                if self.groups[number].is_trained:
-                    self.expected[number] = self.expected.get(number, 0) + 1
-            if self.setup.zero == 3:
-                # At the end of the backward, after all its forwards.
-                self.expected[graph.unit] = int(self.groups[graph.unit].is_trained)
-            # Inputs of a root need no gradients, so no hook marks the end of its backward.
+                if self.groups[number].is_trained or self.groups[number].is_owed:
+                    times = self.expected.get(number, 0) + 1
+                    # A root is reduced at the end of the backward, after all its forwards.
+                    at_end = self.setup.zero == 3 and self.setup.parents[number] < 0
+                    self.expected[number] = 1 if at_end else times
 
     def _train(self) -> None:
         """Run a backward and a step of the optimizer inside the forward of a root."""
@@ -269,18 +382,38 @@ class World:
         node.children = []
         self._step()
 
-    def _units_in(self, node: Node) -> set[int]:
-        """Return the units whose parameters a forward used."""
-        used = {node.unit, *(owner for user, owner in self.setup.tied if user == node.unit)}
-        return used.union(*map(self._units_in, node.children))
+    def _units_in(self, node: Node, *, has_forwards: bool = True) -> set[int]:
+        """Return the units whose parameters a forward used, or were used themselves in it."""
+        used = {node.unit} if has_forwards or node.use is not None else set()
+        if has_forwards and node.use is None:
+            used.update(owner for user, owner in self.setup.tied if user == node.unit)
+        inside = (self._units_in(child, has_forwards=has_forwards) for child in node.children)
+        return used.union(*inside)
 
-    def _plan(self, node: Node) -> None:
-        if node.is_checkpointed:
+    def _needed(self, node: Node) -> int:
+        """Return the version of the weights that the backward of a forward computes with."""
+        if self.setup.zero == 0 and self.setup.parents[node.unit] >= 0:
+            return self.version
+        if self.setup.zero == 3 and self.evaluated:
+            # An evaluation in the backward refreshed the unit, which it shares with no graph.
+            return self.groups[node.unit].version
+        return node.version
+
+    def _plan(self, node: Node, *, is_inside: bool = False) -> None:
+        """Queue the backward of a forward.
+
+        Args:
+            node: The forward.
+            is_inside: Whether another forward is recomputed with it.
+        """
+        if node.use is not None:
+            self.queue.append(("direct", node))
+            return
+        if node.is_checkpointed and not is_inside:
             self.queue.append(("recompute", node))
         self.queue.append(("first", node))
         for child in reversed(node.children):
-            if not node.is_checkpointed:
-                self._plan(child)
+            self._plan(child, is_inside=node.is_checkpointed)
         self.queue.append(("gradient", node))
         self.queue.append(("last", node))
 
@@ -292,23 +425,23 @@ class World:
         kind, node = self.queue.pop(0)
         unit = self.units[node.unit]
         if kind == "recompute":
-            forward = self._enter(node.unit, has_grad=True)
-            self.computing[node.unit] = self.version
-            self._compute(node.unit, self.version)
-            for child in node.children:
-                inner = self._enter(child.unit, has_grad=True)
-                self._compute(child.unit, self.version)
-                self._leave(child.unit, inner, has_grad=True)
-                child.forward = inner
-            self._leave(node.unit, forward, has_grad=True)
-            if node.forward is None:
-                node.forward = forward
+            self._recompute(node)
+        elif kind == "direct":
+            assert node.use is not None
+            passed, position, is_counted = node.use
+            if passed is not unit.state.root.passed:
+                self._interleave(unit.state.root)
+            events.direct_gradient(unit.state, unit.groups[0], passed, position)
+            if unit.groups[0].is_trained:
+                unit.groups[0].arrive()
+            if is_counted:
+                events.end_direct_use(unit.state, position)
         elif kind == "first":
             events.first_gradient(node.forward, has_grad=False)
-            self.computing[node.unit] = self.version
-            self._compute(node.unit, self.version)
+            self.computing[node.unit] = self._needed(node)
+            self._compute(node.unit, self._needed(node))
         elif kind == "gradient":
-            self._compute(node.unit, self.version)
+            self._compute(node.unit, self._needed(node))
             for group in unit.groups:
                 if group.is_trained:
                     if not unit.state.root.is_running:
@@ -319,6 +452,33 @@ class World:
             self.computing.pop(node.unit, None)
             events.last_gradient(node.forward, has_grad=False)
 
+    def _interleave(self, root: RootState) -> None:
+        """Let other roots reduce their units, before this one communicates or changes its pass."""
+        if self.setup.zero < 3:
+            others = (other.state for other in self.roots if other.state is not root)
+            self.interleaved = [other for other in others if other.is_running]
+
+    def _recompute(self, node: Node, *, is_last: bool = True) -> None:
+        """Repeat a forward, and those inside it.
+
+        Args:
+            node: The forward.
+            is_last: Whether the last saved tensor is one of this forward.
+        """
+        is_packed = self.setup.checkpointed in ("packed", "stopping")
+        forward = self._enter(node.unit, has_grad=True, is_packed=is_packed)
+        self.computing[node.unit] = self._needed(node)
+        self._compute(node.unit, self._needed(node))
+        for child in node.children:
+            self._recompute(child, is_last=is_last and child is node.children[-1])
+        if is_last and self.setup.checkpointed == "stopping":
+            del self.computing[node.unit]
+            events.fail_forward(self.units[node.unit].state)
+        else:
+            self._leave(node.unit, forward, has_grad=True)
+        if node.forward is None:
+            node.forward = forward
+
     def _end(self) -> None:
         self.computing.clear()
         for root in self.roots:
@@ -326,6 +486,9 @@ class World:
                 root.has_queued = False
                 reductions.end(root.state)
         self.engine_run = -1
+        self.looked_at = []
+        for reached in self.reached_roots:
+            require(reached.engine is Engine.RESTING, "a backward is over and did not end")
         self._rest()
 
     def _rest(self) -> None:
@@ -347,12 +510,14 @@ class World:
             expected = self.expected.get(group.number, 0)
             if not syncs and group.accumulates_unreduced:
                 expected = 0
+            root = self.root_of(group.number)
+            also = expected + (root in self.interleaved and expected > 0)
             require(
-                group.times_reduced == expected,
+                group.times_reduced in (expected, also),
                 f"{what} was reduced {group.times_reduced} times instead of {expected}",
             )
             group.times_reduced = 0
-        self.expected = {}
+        self.expected, self.interleaved = {}, []
         for state in over:
             require(not state.inner and not state.outer, "a reduction is in flight")
             require(not state.deferred and not state.recomputed, "something is deferred")
@@ -360,11 +525,15 @@ class World:
                 is_open = any(self.units[node.unit].state is unit for node in self.open)
                 rests = unit.phase is (Phase.FORWARD if is_open else Phase.IDLE)
                 require(rests, f"{unit.do.name} is {unit.phase} after a backward")
-                is_kept = self.setup.keeps or not unit.is_gathered
+                is_reached = state in self.reached_roots
+                is_kept = self.setup.keeps or not unit.is_gathered or not is_reached
                 require(is_kept, f"{unit.do.name} stays gathered after a backward")
             require(state not in self.process.under_way, "a backward is under way")
         # The pass of a forward that raised waits until the root's next pass begins.
-        waiting = self.process.numbers.unreduced
+        idle = [
+            root.state.current.turn for root in self.roots if root.state not in self.reached_roots
+        ]
+        waiting = [turn for turn in self.process.numbers.unreduced if turn not in idle]
         require(not waiting or self.has_interrupted, "a pass waits for its reduction")
 
     # -- steps and exceptions
@@ -373,10 +542,24 @@ class World:
         self.program.append("step")
         self.num_steps += 1
         self.version += 1
+        self.kept = []
         for root in self.roots:
             events.weights_changed(root.state)
         self.num_forwards = self.num_backwards = 0
         self.evaluated = False
+
+    def _freeze(self, number: int) -> None:
+        """Freeze a unit, or unfreeze it."""
+        self.program.append(f"freeze {number}")
+        self.frozen_once.add(number)
+        group = self.groups[number]
+        group.is_trained = not group.is_trained
+
+    def _load(self, number: int) -> None:
+        """Reshard a unit, as a load of its values does."""
+        self.num_loads += 1
+        self.program.append(f"load {number}")
+        weights.free(self.units[number].state)
 
     def _interrupt(self, is_late: bool) -> None:
         """Raise an exception, in a forward or in the engine.
@@ -403,6 +586,7 @@ class World:
                     if not is_late:
                         events.engine_dropped(root.state)
             self.graphs = []
+        self.pending, self.kept = {}, []
         self.expected = {}
 
     def _check(self) -> None:
@@ -414,7 +598,8 @@ class World:
                 units = root.state.units
                 gathered = sum(unit.is_gathered and not unit.is_root for unit in units)
                 running = len([n for n in self.computing if self.root_of(n) is root.state])
-                kept = len(root.state.recomputed) + len(self.setup.stays)
+                recomputed = len(root.state.recomputed) if self.setup.checkpointed != "no" else 0
+                kept = recomputed + len(self.setup.stays)
                 most = max(running, 1) + self.setup.prefetch + kept
                 most = len(units) if self.setup.keeps else most
                 require(gathered <= most, f"{gathered} units are gathered at a time")

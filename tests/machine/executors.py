@@ -186,6 +186,7 @@ class Group:
         if self.reduces_partial:
             self.partial = ACCUMULATED
         self.is_owed = False if not self.reduces_partial else self.is_owed
+        self.world.commands.append(("reduce", self.number))
         self.world.communicate("reduce", self.number)
 
     def end_inner(self) -> None:
@@ -256,6 +257,7 @@ class Unit:
     def gather(self, uses: WeightUse, *, adds: bool, async_op: bool) -> None:
         del uses, async_op
         require(not adds, f"{self.name} is gathered twice")
+        self.world.commands.append(("gather", self.number))
         for group in self.groups:
             group.gather(refreshes=self.state.root.refreshes)
 
@@ -266,6 +268,7 @@ class Unit:
         del after_error
         require(self.number not in self.world.computing, f"{self.name} is freed while it computes")
         self.is_ready = False
+        self.world.commands.append(("free", self.number))
         for group in self.groups:
             group.free()
 

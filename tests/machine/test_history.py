@@ -1,4 +1,4 @@
-"""Faults of control that this package had, each as the shortest sequence of events that shows it.
+"""Faults of control, most of which this package had, each as a short sequence of events.
 
 A sequence runs under all rules of `World`. Where several ways are given, ranks may run them
 together, so that they must issue the same collectives. `change` reintroduces a fault in one place

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.machine.executors import Setup
-from tests.machine.explore import explore, shown
+from tests.machine.explore import explore
+from tests.machine.programs import described
 from tests.machine.world import World
 
 PROGRAMS: dict[str, dict[str, Any]] = {
@@ -80,7 +81,7 @@ def _explore(program: str, most: int) -> int:
         found = explore(setup, most)
         if found.broken is not None:
             what, path = found.broken
-            pytest.fail(f"{setup}: {what}\nafter {shown(path)}")
+            pytest.fail(f"{setup}: {what}\nafter {described(setup, path)}")
         total += found.states
     return total
 

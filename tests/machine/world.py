@@ -47,6 +47,8 @@ class World:
         self.units: list[Unit] = []
         self.version = 0
         self.log: list[tuple[str, int]] = []
+        # Commands that an observer reports: gathers, frees and reductions of units.
+        self.commands: list[tuple[str, int]] = []
         # Forwards that the backward under way runs through.
         self.num_graphs = 0
         # What all ranks do together.

@@ -197,6 +197,11 @@ FAULTS = [
         "a unit gathered ahead in vain was gathered until the end of the step",
         Setup(zero=3, evaluates=True, max_steps=3),
         (f"{BOTH}, backward 0, *, step, {ONE}, backward 0, *, step, {BOTH}, backward 0, *",),
+        (
+            "events",
+            "            drop_prefetched(root)\n            if root.r",
+            "            if root.r",
+        ),
     ),
     Fault(
         "a unit gathered ahead, dropped by a load and gathered ahead again was dropped in use",
@@ -212,6 +217,11 @@ FAULTS = [
         (
             f"forward 0, {ALL}, return, backward 0, *, step, "
             f"forward 0, {CALL_3}, {CALL_1}, {CALL_2}, return, backward 0, *",
+        ),
+        (
+            "weights",
+            "while prefetched and (dropped := prefetched.popleft()) is not unit:",
+            "while False:",
         ),
     ),
     Fault(

@@ -250,6 +250,8 @@ class World:
                 self._leave(number, None, has_grad=True)
             self.pending = {}
         self._leave(node.unit, node.forward, has_grad=node.forward is not None)
+        if not self.open:
+            self._check_freed(node.unit)
         if not self.open and not self.has_trained:
             self.graphs.append(node)
         self.has_trained &= bool(self.open)
@@ -280,6 +282,15 @@ class World:
         if self.engine_run != -1:
             self._interleave(self.root_of(number))
         self._run(number, has_grad=False)
+        if self.engine_run == -1:
+            self._check_freed(number)
+
+    def _check_freed(self, number: int) -> None:
+        """Check that the end of a pass freed what it gathered, ahead of its use too."""
+        for unit in self.units:
+            is_kept = self.setup.keeps or unit.state.is_root or unit.number in self.setup.stays
+            if unit.state.root is self.root_of(number) and not is_kept:
+                require(not unit.state.is_gathered, f"{unit.name} is gathered after a pass")
 
     def _run(self, number: int, *, has_grad: bool) -> None:
         # A unit whose backward is under way keeps computing with its weights afterwards.
@@ -598,6 +609,8 @@ class World:
         if self.setup.zero == 3:
             for root in self.roots:
                 units = root.state.units
+                ahead = root.state.gathers.prefetched
+                require(len(ahead) <= self.setup.prefetch, f"{len(ahead)} units gathered ahead")
                 gathered = sum(unit.is_gathered and not unit.is_root for unit in units)
                 running = len([n for n in self.computing if self.root_of(n) is root.state])
                 recomputed = len(root.state.recomputed) if self.setup.checkpointed != "no" else 0

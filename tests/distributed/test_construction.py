@@ -6,6 +6,7 @@ import contextlib
 import copy
 import inspect
 import sys
+import traceback
 import typing
 import weakref
 from collections import OrderedDict, deque
@@ -460,8 +461,10 @@ def fail_at(number: int, call: Callable[[], Any], events: tuple[str, ...]) -> bo
     def trace(frame: Any, event: str, arg: Any) -> Any:
         nonlocal left
         code = frame.f_code
-        # A generator may be entered to be closed, where Python ignores errors.
+        # Python ignores errors in `__del__`, and in a generator that is entered to be closed.
         if not code.co_filename.startswith(PACKAGE) or code.co_flags & inspect.CO_GENERATOR:
+            return None
+        if any(f.f_code.co_name == "__del__" for f, _ in traceback.walk_stack(frame)):
             return None
         frame.f_trace_lines = "line" in events
         # These functions are complete when they return: no later statement of theirs can fail.

@@ -47,7 +47,7 @@ from megatron_fsdp_v2.runtime.module import FSDPModule, swap_class, unit_of
 from megatron_fsdp_v2.runtime.optimizer_steps import OPTIMIZER_WATCH
 from megatron_fsdp_v2.runtime.options import RuntimeOptions, UnitOptions
 from megatron_fsdp_v2.runtime.unit import Unit, class_names, unit_owning
-from megatron_fsdp_v2.runtime.unit_checks import REGISTRATIONS, note_ignored
+from megatron_fsdp_v2.runtime.unit_checks import note_ignored
 
 type TiedParameter = tuple[OwnedParameter, ParameterGroup, int]
 
@@ -407,7 +407,6 @@ def make_unit(plan: UnitPlan) -> None:
             install_hooks(part)
         _join(modules, context, undo)
         OPTIMIZER_WATCH.add(context)
-        REGISTRATIONS.watch()
         undo.pop_all()
 
 

@@ -45,8 +45,6 @@ class Context[UnitT: UnitView]:
         observer: Receives events of the units.
         state: State in the machine.
         device: Device of the units' buffers.
-        num_registrations: Registrations of parameters at the latest check of those that no unit
-            owns; see `check_owned`.
     """
 
     def __init__(
@@ -57,7 +55,6 @@ class Context[UnitT: UnitView]:
         self.options = options
         self.observer = Observer()
         self.state = RootState(PROCESS, weakref.proxy(self), options.control, self.observer.phase)
-        self.num_registrations = 0
         self.device: torch.device | None = None
         self._num_draws = 0
         self._units: list[weakref.ref[UnitT]] = []

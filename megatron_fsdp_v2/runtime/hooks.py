@@ -318,3 +318,7 @@ def _after_load(module: Any, incompatible_keys: Any) -> None:
     del incompatible_keys
     for group in vars(module).pop("_fsdp_loading", ()):
         group.parameters.restore_replaced(adopts=False)
+        owner = unit_owning(group)
+        if owner is not None:
+            # Modules may register parameters while they load.
+            owner.context.state.owns_all = False

@@ -81,6 +81,12 @@ class OptimizerWatch:
             register_optimizer_step_post_hook(uncompiled(self._after_step))
         self._contexts[context] = None
         self._num_added += 1
+        self._search_again()
+
+    def _search_again(self) -> None:
+        """Let every root look for trained parameters without a unit in its next training pass."""
+        for context in self._contexts:
+            context.state.owns_all = False
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         watched = self._facts_of(optimizer)
@@ -139,6 +145,8 @@ class OptimizerWatch:
         watched = self._watched.setdefault(optimizer, _OptimizerFacts())
         if watched.cache_key == cache_key:
             return watched
+        # A parameter registered after sharding is trained once an optimizer holds it.
+        self._search_again()
         for param in params:
             _check_is_current(param)
         # Before its first step, an optimizer's state is the same on all ranks. An optimizer that

@@ -37,7 +37,6 @@ from megatron_fsdp_v2.runtime.direct_use import begin_direct_use
 from megatron_fsdp_v2.runtime.machine import events, reductions
 from megatron_fsdp_v2.runtime.machine.state import Engine, Forward, Settings, UnitState
 from megatron_fsdp_v2.runtime.unit_checks import (
-    REGISTRATIONS,
     check_is_gathered,
     check_outputs,
     check_owned,
@@ -311,11 +310,9 @@ class Unit:
     def check_owned(self) -> None:
         """Raise if a trained parameter below the unit was registered that no unit owns."""
         context = self.context
-        if context.num_registrations != REGISTRATIONS.num:
-            context.num_registrations = REGISTRATIONS.num
+        if not context.state.owns_all:
             held = [group for unit in context.units() for group in unit.held_groups]
-            if not check_owned(held, live(self.modules)):
-                context.num_registrations = 0
+            context.state.owns_all = check_owned(held, live(self.modules))
 
     def check_is_gathered(self) -> None:
         """Raise if weights were absent in the part of the backward that just ran."""

@@ -9,10 +9,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
 from megatron_fsdp_v2._text import readable_size
 from megatron_fsdp_v2.comm.rank_checks import UnitRecord, checksum, compare_steps, compare_units
@@ -39,31 +35,6 @@ class UnitView(UnitCommands, Protocol):
 
     def join_tied(self) -> None:
         """See `Unit.join_tied`."""
-
-
-class Registrations:
-    """Counts parameters and modules that any module registers, from the first sharded one on.
-
-    Attributes:
-        num: Number of registrations.
-    """
-
-    def __init__(self) -> None:
-        self.num = 0
-
-    def watch(self) -> None:
-        """Begin to count. Idempotent."""
-        if not self.num:
-            self.num = 1
-            register_module_parameter_registration_hook(self._count)
-            register_module_module_registration_hook(self._count)
-
-    def _count(self, *args: Any) -> None:
-        del args
-        self.num += 1
-
-
-REGISTRATIONS = Registrations()
 
 
 def check_capture(units: Sequence[UnitView], options: RuntimeOptions, state: RootState) -> None:
@@ -143,8 +114,7 @@ def check_owned(groups: Iterable[ParameterGroup], roots: Iterable[nn.Module]) ->
         roots: Modules of the root.
 
     Returns:
-        Whether no frozen parameter was registered either. It may be trained later, which is no
-        registration.
+        Whether no frozen parameter was registered either, which may be trained later.
 
     Raises:
         RuntimeError: There is one.

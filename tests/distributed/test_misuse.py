@@ -293,6 +293,7 @@ def _adds_parameters_late() -> None:
     model = wrap(Stack())
     loss_of(model, 0).backward()
     model.blocks[0].adapter = nn.Linear(2, 2)
+    torch.optim.AdamW(model.parameters()).step()
     loss_of(model, 0)
 
 

@@ -565,43 +565,6 @@ def test_changes_of_gathered_weights_raise_on_any_number_of_ranks(size: int, str
     assert gradient_error(model, plain) < 1e-6
 
 
-@on_ranks(2)
-def test_parameters_added_after_sharding_may_be_frozen_or_reduced_by_the_program() -> None:
-    model: Any = Stack()
-    wrap(model, ignored_params=set(model.output.parameters()))
-    own_loss(model)
-    model.extra = nn.Linear(2, 2).requires_grad_(False)
-    model.own = nn.Linear(2, 2)
-    for param in model.own.parameters():
-        param.requires_gradient_reduction = False
-    model.output.bias = nn.Parameter(torch.zeros(3))
-    rebuild(model.blocks[0])
-    own_loss(model).backward()
-    model.extra.requires_grad_(True)
-    with torch.no_grad():
-        own_loss(model)
-    text = error_message(RuntimeError, lambda: own_loss(model))
-    assert "parameter extra.weight was registered after fully_shard" in text
-
-
-@on_ranks(2, strategy=STRATEGIES, was_unit=[False, True], was_used=[False, True])
-def test_a_module_sharded_by_itself_in_the_place_of_another_trains(
-    strategy: str, was_unit: bool, was_used: bool
-) -> None:
-    options: Any = {"sharding_strategy": strategy}
-    units = (lambda model: [*model.blocks, model.output]) if was_unit else None
-    plain, model = pair(units=units, **options)
-    if was_used:
-        backward_both(plain, model)
-    for each in (plain, model):
-        torch.manual_seed(1)
-        each.output = nn.Linear(WIDTH, 3)
-    wrap(model.output, [], **options)
-    optimizers = tuple(AdamW(each.parameters(), lr=0.1) for each in (plain, model))
-    train_both(plain, model, optimizers, range(3))
-    assert weight_error(model, plain) < 1e-5
-
-
 @on_ranks(2, strategy=STRATEGIES, is_unit=[False, True], loads=[False, True])
 def test_parameters_tied_after_sharding_train_as_one(
     strategy: str, is_unit: bool, loads: bool

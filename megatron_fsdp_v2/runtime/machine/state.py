@@ -329,6 +329,8 @@ class RootState:
         pass_has_grad: Whether gradients were enabled when the latest pass began.
         forward_failed: Whether a pass ended in an exception.
         is_checked: Whether ranks have compared their units.
+        owns_all: Whether units were found to own all parameters, and nothing happened since then
+            that may have added trained ones.
         is_captured: Whether the latest pass is captured in a CUDA graph.
         has_graph: Whether a pass or a step was captured: replays change weights and run no hook.
         is_early: Whether the latest pass is one of the first, whose collectives ranks compare.
@@ -366,7 +368,8 @@ class RootState:
         self.ranks_may_differ = self.has_formats = False
         self.weight_version = 0
         self.pass_has_grad = self.forward_failed = False
-        self.is_checked = self.is_captured = self.has_graph = self.is_early = False
+        self.is_checked = self.owns_all = False
+        self.is_captured = self.has_graph = self.is_early = False
         self.is_after_backward = True
         self.num_to_compare = dict(NUM_COMPARED)
         self.pass_unit: UnitState | None = None

@@ -1,0 +1,133 @@
+"""Parameters and modules that are registered below a root after it was sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import AdamW
+
+from megatron_fsdp_v2.optim import flat_optimizer
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.test_parameters import rebuild
+from tests.distributed.wrapping import (
+    STRATEGIES,
+    backward_both,
+    batch,
+    error_message,
+    own_loss,
+    pair,
+    step_all,
+    train_both,
+    weight_error,
+    wrap,
+)
+from tests.reference.models import WIDTH, Stack
+
+
+@on_ranks(2)
+def test_parameters_added_after_sharding_may_be_frozen_or_reduced_by_the_program() -> None:
+    model: Any = Stack()
+    wrap(model, ignored_params=set(model.output.parameters()))
+    own_loss(model)
+    model.extra = nn.Linear(2, 2).requires_grad_(False)
+    model.own = nn.Linear(2, 2)
+    for param in model.own.parameters():
+        param.requires_gradient_reduction = False
+    model.output.bias = nn.Parameter(torch.zeros(3))
+    rebuild(model.blocks[0])
+    own_loss(model).backward()
+    AdamW(model.parameters()).step()
+    own_loss(model).backward()
+    model.extra.requires_grad_(True)
+    with torch.no_grad():
+        own_loss(model)
+    text = error_message(RuntimeError, lambda: own_loss(model))
+    assert "parameter extra.weight was registered after fully_shard" in text
+
+
+def _rebuild_optimizer(model: Any, optimizer: AdamW) -> None:
+    del optimizer
+    AdamW(model.parameters()).step()
+
+
+def _extend_optimizer(model: Any, optimizer: AdamW) -> None:
+    optimizer.add_param_group({"params": list(model.extra.parameters())})
+    optimizer.step()
+
+
+def _load(model: Any, optimizer: AdamW) -> None:
+    del optimizer
+    model.load_state_dict({k: v for k, v in model.state_dict().items() if "extra" not in k}, False)
+
+
+def _shard_a_part(model: Any, optimizer: AdamW) -> None:
+    del optimizer
+    model.extra.inside = wrap(nn.Linear(2, 2))
+
+
+FINDS_LATE_PARAMETERS = {
+    each.__name__: each for each in (_rebuild_optimizer, _extend_optimizer, _load, _shard_a_part)
+}
+
+
+@on_ranks(2, event=FINDS_LATE_PARAMETERS)
+def test_a_trained_parameter_added_between_steps_is_found_in_the_step_after(event: str) -> None:
+    model = wrap(Stack())
+    optimizer = AdamW(model.parameters())
+    for _ in range(2):
+        own_loss(model).backward()
+        step_all(optimizer)
+    own_loss(model).backward()
+    model.extra = nn.Linear(2, 2)
+    FINDS_LATE_PARAMETERS[event](model, optimizer)
+    errors = [error_message(RuntimeError, lambda: own_loss(model)) for _ in range(2)]
+    model.extra.requires_grad_(False)
+    own_loss(model).backward()
+    assert all("parameter extra.weight was registered after" in error for error in errors)
+
+
+NAMED_MODULES = nn.Module.named_modules
+OPTIMIZERS_OF_STEADY_STEPS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": AdamW,
+    "fused": partial(AdamW, fused=True),
+    "flat": flat_optimizer(AdamW),
+}
+
+
+@on_ranks(2, build=OPTIMIZERS_OF_STEADY_STEPS)
+def test_a_steady_step_searches_no_modules(build: str) -> None:
+    model = wrap(Stack())
+    optimizer = OPTIMIZERS_OF_STEADY_STEPS[build](model.parameters())
+    searches = []
+    for step in range(4):
+        with mock.patch.object(nn.Module, "named_modules", autospec=True) as named:
+            named.side_effect = NAMED_MODULES
+            model(batch(dist.get_rank(), step)).square().mean().backward()
+            step_all(optimizer)
+        searches.append(named.call_count)
+    assert searches[2:] == [0, 0]
+    assert min(searches[:2]) > 0
+
+
+@on_ranks(2, strategy=STRATEGIES, was_unit=[False, True], was_used=[False, True])
+def test_a_module_sharded_by_itself_in_the_place_of_another_trains(
+    strategy: str, was_unit: bool, was_used: bool
+) -> None:
+    options: Any = {"sharding_strategy": strategy}
+    units = (lambda model: [*model.blocks, model.output]) if was_unit else None
+    plain, model = pair(units=units, **options)
+    if was_used:
+        backward_both(plain, model)
+    for each in (plain, model):
+        torch.manual_seed(1)
+        each.output = nn.Linear(WIDTH, 3)
+    wrap(model.output, [], **options)
+    optimizers = tuple(AdamW(each.parameters(), lr=0.1) for each in (plain, model))
+    train_both(plain, model, optimizers, range(3))
+    assert weight_error(model, plain) < 1e-5

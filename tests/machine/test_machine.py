@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from megatron_fsdp_v2.runtime.machine import events
+from megatron_fsdp_v2.runtime.machine.state import Phase
 from tests.machine.executors import Setup
 from tests.machine.explore import explore, run
 from tests.machine.programs import described
@@ -133,3 +135,21 @@ def test_no_root_ends_its_reductions_before_all_roots_have_waited() -> None:
     kinds = [kind for kind, _ in run(setup, f"{forwards}, backward 0, *").log]
     assert kinds.count("flags") == 2
     assert kinds.index("flags") == len(kinds) - 2
+
+
+# A tensor that both units return, and the base of that view, call the outer unit's hook again.
+def test_further_gradients_of_an_outer_unit_do_not_end_the_backward_of_an_inner_one() -> None:
+    world = World(Setup(zero=2))
+    for action in (("forward", 0), ("call", 1, False), ("return",), ("return",)):
+        world.apply(action)
+    outer = world.graphs[0]
+    inner = outer.children[0].forward
+    assert outer.forward is not None
+    assert inner is not None
+    inner.has_end_hook = False
+    for action in (("backward", 0), ("engine",), ("engine",)):
+        world.apply(action)
+    events.first_gradient(outer.forward, has_grad=False)
+    assert world.units[1].state.phase is Phase.BACKWARD
+    while world.engine_run != -1:
+        world.apply(("engine",))

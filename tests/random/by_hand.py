@@ -331,18 +331,18 @@ def do_dual(run: Any, event: Event) -> None:
     """Forward-mode differentiation; that of `torch.func` is an error by name."""
     forward_ad = torch.autograd.forward_ad
 
-    def tangent(model: Any) -> torch.Tensor:
-        x, call = run.own(event)
+    def tangent(model: Any, rank: int) -> torch.Tensor:
+        x, call = run.call(event.seed, rank)
         with forward_ad.dual_level():
             found = forward_ad.unpack_dual(run.loss(model, forward_ad.make_dual(x, 0.5 * x), call))
             return found.tangent.detach()
 
     try:
-        expected = tangent(run.plain)
+        expected = [tangent(run.plain, rank) for rank in range(run.world_size)][run.rank]
     except (RuntimeError, NotImplementedError, AttributeError):
         # An operation without a formula, or an output that does not depend on the input.
         return
-    run.compare_numbers("forward derivative", tangent(run.model), expected)
+    run.compare_numbers("forward derivative", tangent(run.model, run.rank), expected)
     x, call = run.own(event)
     try:
         torch.func.jvp(lambda x: run.loss(run.model, x, call), (x,), (x,))

@@ -374,7 +374,10 @@ def first_gradient(forward: Forward, *, has_grad: bool) -> None:
     """
     unit = forward.unit
     root = unit.root
-    finish_deferred(root, forward.number)
+    is_begun = unit.phase is Phase.BACKWARD and unit.backward_number == forward.number
+    if not is_begun or root.engine is not Engine.RUNNING:
+        # A further gradient of its outputs may be one of an inner unit's, whose backward goes on.
+        finish_deferred(root, forward.number)
     if unit.phase is Phase.BACKWARD:
         if forward.passed is not root.passed and not forward.is_nested:
             # An earlier forward of a unit whose end no hook reported, such as of the root. Other

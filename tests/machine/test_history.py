@@ -414,7 +414,7 @@ FAULTS = [
         ),
         (
             "reductions",
-            "is_shared = each.ranks_may_differ and not each.is_scheduled",
+            "is_shared = each in shared",
             "is_shared = False",
         ),
     ),
@@ -424,6 +424,22 @@ FAULTS = [
         (
             f"{BOTH}, backward 0, engine, interrupt 0, step, {BOTH}, backward 0, *",
             f"{BOTH}, backward 0, *, step, {BOTH}, backward 0, *",
+        ),
+    ),
+    Fault(
+        "a rank that failed waited for its reductions in another order than ranks that did not",
+        Setup(zero=2, axes=2, parents=(-1, -1, 0, 1), interrupts=True),
+        (
+            f"forward 0, {CALL_2}, return, forward 1, {CALL_3}, return, backward 0, *, step, "
+            f"forward 0, return, forward 1, return, backward 0, *",
+            f"forward 0, {CALL_2}, return, forward 1, {CALL_3}, return, backward 0, engine, "
+            "engine, engine, engine, engine, engine, interrupt 0, step, "
+            f"forward 0, return, forward 1, return, backward 0, *",
+        ),
+        (
+            "reductions",
+            "        for each in shared:\n            drain(each)\n",
+            "        for each in shared[:0]:\n            drain(each)\n",
         ),
     ),
     Fault(
@@ -477,7 +493,7 @@ def _functions(module: Any) -> Iterator[tuple[str, FunctionType]]:
                 yield function.__qualname__, function
 
 
-def _codes(code: CodeType, above: str = "") -> Iterator[tuple[str, CodeType]]:
+def _codes(code: CodeType) -> Iterator[tuple[str, CodeType]]:
     """Yield the code of all functions and methods of a file, with their names."""
     for const in code.co_consts:
         if isinstance(const, CodeType):

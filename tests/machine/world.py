@@ -49,8 +49,6 @@ class World:
         self.log: list[tuple[str, int]] = []
         # Commands that an observer reports: gathers, frees and reductions of units.
         self.commands: list[tuple[str, int]] = []
-        # Forwards that the backward under way runs through.
-        self.num_graphs = 0
         # What all ranks do together.
         self.program: list[str] = []
         # Units that compute now, with the version that they must have.
@@ -336,7 +334,7 @@ class World:
 
     def _begin_engine(self, graphs: list[Node], mask: int) -> None:
         self.runs += 1
-        self.engine_run, self.num_graphs = self.runs, len(graphs)
+        self.engine_run = self.runs
         is_first, self.num_backwards = not self.num_backwards, self.num_backwards + 1
         for unit in self.units:
             unit.state.settings.requires_gradient_sync = not (self.setup.accumulates and is_first)
@@ -581,7 +579,9 @@ class World:
             is_late: Whether the engine drops its callback after the caller went on.
         """
         self.has_interrupted = True
-        if self.setup.zero == 3 or self.open or self.num_graphs > 1:
+        reached = self.reached_roots  # one per forward
+        knows_all = len(set(reached)) == len(reached) and all(r.is_running for r in reached)
+        if self.setup.zero == 3 or self.open or not knows_all:
             # All ranks raise: otherwise those that go on would wait for this one, which does not
             # know which other forwards the backward would have reached.
             at = f"{self.queue[0][0]} {self.queue[0][1].unit}" if self.queue else "the end"

@@ -488,11 +488,12 @@ def repair(root: RootState) -> None:
     failed = [e for e in together if e.engine is not Engine.RESTING or e.is_scheduled]
     with root.do.repairing():
         found = [_reduce_late(each) for each in failed]
+        # Another rank may have finished this backward, in the order of `end`.
+        shared = [each for each in failed if each.ranks_may_differ and not each.is_scheduled]
+        for each in shared:
+            drain(each)
         for each, before in zip(failed, found, strict=True):
-            # Another rank may have finished this backward.
-            is_shared = each.ranks_may_differ and not each.is_scheduled
-            if is_shared:
-                drain(each)
+            is_shared = each in shared
             each.do.drop_gradients(before, is_shared=is_shared)
             if is_shared:
                 each.weight_version += bool(each.synced)

@@ -33,7 +33,7 @@ from megatron_fsdp_v2.dtensor.sharded_rows import (
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.memory.allocator import alias_of
 from megatron_fsdp_v2.params.buffer import place_in
-from megatron_fsdp_v2.params.group import ParameterGroup
+from megatron_fsdp_v2.params.group import ParameterGroup, group_of
 
 _NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
 _ELEMENTWISE = frozenset[type[Optimizer]](getattr(torch.optim, name) for name in _NAMES.split())
@@ -285,11 +285,6 @@ class _Run:
         return self._versions == self._counters()
 
 
-def _group_of(param: torch.Tensor) -> ParameterGroup | None:
-    owner = param.row_shards.info.owner() if isinstance(param, UnevenDTensor) else None
-    return owner if isinstance(owner, ParameterGroup) else None
-
-
 def _candidates(
     group: ParameterGroup, numbers: Mapping[int, int], states: _States
 ) -> Iterator[_RunMember | None]:
@@ -347,7 +342,7 @@ class _Plan:
             for param in params
             if counts[id(param)] == 1
         }
-        owners = dict.fromkeys(_group_of(param) for param in given)
+        owners = dict.fromkeys(group_of(param) for param in given)
         for group in filter(None, owners):
             runs = [
                 _Run(group.main_weight.tensor, joined, states)

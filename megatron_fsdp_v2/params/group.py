@@ -485,6 +485,25 @@ class ParameterGroup:
         if self.is_held and self._gathering is None:
             self.parameters.swap(module, self.sharded_params, self.unsharded_params)
 
+    # -- ties -----------------------------------------------------------------------------------
+
+    def check_tie(self, tie: str, spec: GroupSpec, format_type: type[WeightFormat]) -> None:
+        """Check that a parameter of another unit may be tied to one of this group.
+
+        Args:
+            tie: Clause that names both parameters, for the error message.
+            spec: Properties of the other unit's parameter.
+            format_type: Format of its weights.
+
+        Raises:
+            ValueError: The parameters are sharded differently.
+        """
+        if self.spec != spec or type(self.format) is not format_type:
+            raise ValueError(
+                f"{tie}, which was sharded with another mesh, strategy, granularity, scaling or "
+                "precision; use the same for both"
+            )
+
     # -- gradients ----------------------------------------------------------------------------
 
     @property
@@ -504,6 +523,23 @@ def one_per_mesh(groups: Iterable[ParameterGroup]) -> list[ParameterGroup]:
     for group in groups:
         found.setdefault(group.spec.mesh, group)
     return list(found.values())
+
+
+def group_of(param: torch.Tensor | None) -> ParameterGroup | None:
+    """Return the group of a sharded parameter; None for other tensors, or if it was deleted."""
+    if not isinstance(param, UnevenDTensor):
+        return None
+    return cast("ParameterGroup | None", param.row_shards.info.owner())
+
+
+def find_sharded(param: torch.Tensor | None) -> tuple[ParameterGroup, int] | None:
+    """Return the group of a sharded parameter, and its index there; None for anything else."""
+    group = group_of(param)
+    if group is None:
+        return None
+    return next(
+        ((group, i) for i, known in enumerate(group.sharded_params) if known is param), None
+    )
 
 
 def groups_of(module: nn.Module) -> list[ParameterGroup]:

@@ -381,7 +381,7 @@ class GroupParameters:
         Raises:
             ValueError: A change of shape, dtype or identity is not supported.
         """
-        found = list(self._replaced())
+        found = list(self.replaced())
         replaced: dict[int, Any] = {}
         for index, module, attribute, other in found:
             place, first = f"{attribute} of {type(module).__name__}", replaced.get(index)
@@ -398,20 +398,6 @@ class GroupParameters:
         if found:
             self.install(self.sharded)
 
-    def sites_of_others(self) -> list[tuple[nn.Module, str, Any, int]]:
-        """Return sites at which the program registered another sharded parameter.
-
-        Returns:
-            The module, the name there, the group of that parameter, and its index in the group.
-        """
-        found = []
-        for _, module, attribute, other in self._replaced():
-            group: Any = other.row_shards.info.owner() if isinstance(other, UnevenDTensor) else None
-            for index, param in enumerate(() if group is None else group.sharded_params):
-                if param is other:
-                    found.append((module, attribute, group, index))
-        return found
-
     def leave_site(self, module: nn.Module, attribute: str) -> None:
         """Stop registering a parameter on a module. Without any module, it is frozen."""
         found = next(s for s in self._sites if s[1]() is module and s[2] == attribute)
@@ -421,9 +407,9 @@ class GroupParameters:
 
     def is_replaced(self) -> bool:
         """Return whether another tensor is registered in place of a parameter."""
-        return next(self._replaced(), None) is not None
+        return next(self.replaced(), None) is not None
 
-    def _replaced(self) -> Iterator[tuple[int, nn.Module, str, torch.Tensor | None]]:
+    def replaced(self) -> Iterator[tuple[int, nn.Module, str, torch.Tensor | None]]:
         """Yield sites with another tensor: index, module, name, registered tensor."""
         for index, module_ref, attribute in self._sites:
             module = module_ref()

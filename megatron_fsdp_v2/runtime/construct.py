@@ -34,7 +34,7 @@ from megatron_fsdp_v2.memory.allocator import Allocator, set_data
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.params.buffer import GroupSpec
 from megatron_fsdp_v2.params.formats import DenseFormat, WeightFormat, format_of
-from megatron_fsdp_v2.params.group import ParameterGroup
+from megatron_fsdp_v2.params.group import ParameterGroup, find_sharded
 from megatron_fsdp_v2.params.parameters import (
     OwnedParameter,
     find_owner_slot,
@@ -181,15 +181,11 @@ def _owner_of(
 
     None if the parameter is not sharded, or if its unit contains one of the modules (an error).
     """
-    if not isinstance(param, UnevenDTensor):
-        return None
-    group = cast("ParameterGroup | None", param.row_shards.info.owner())
-    unit = None if group is None else unit_owning(group)
+    found = find_sharded(param)
+    unit = None if found is None else unit_owning(found[0])
     owners = [owner for ref in (() if unit is None else unit.modules) if (owner := ref())]
     below = {id(part) for owner in owners for part in owner.modules()}
-    if group is None or not owners or any(id(module) in below for module in modules):
-        return None
-    return group, next(i for i, known in enumerate(group.sharded_params) if known is param)
+    return found if owners and all(id(module) not in below for module in modules) else None
 
 
 def _check_parameter(name: str, param: nn.Parameter, device: torch.device) -> None:
@@ -511,11 +507,7 @@ def _tied_groups(plan: UnitPlan) -> list[ParameterGroup]:
         if isinstance(parameter.param, UnevenDTensor):
             # A sharded parameter has the dtype of its main weight, not its original dtype.
             spec = dataclasses.replace(spec, dtypes=group.spec.dtypes)
-        if group.spec != spec or type(group.format) is not _format_type(parameter):
-            raise ValueError(
-                f"{where}, which was sharded with another mesh, strategy, granularity, scaling or "
-                "precision; use the same for both"
-            )
+        group.check_tie(where, spec, _format_type(parameter))
         if group.is_held:
             raise RuntimeError(f"{where}, which is gathered; call reshard() on its module first")
         if group not in tied_groups:

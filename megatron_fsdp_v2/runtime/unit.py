@@ -31,7 +31,7 @@ from megatron_fsdp_v2.params.autograd import (
     watch_outputs,
 )
 from megatron_fsdp_v2.params.gradients import GroupGrads
-from megatron_fsdp_v2.params.group import ParameterGroup
+from megatron_fsdp_v2.params.group import ParameterGroup, find_sharded
 from megatron_fsdp_v2.runtime.context import Context, live
 from megatron_fsdp_v2.runtime.direct_use import begin_direct_use
 from megatron_fsdp_v2.runtime.machine import events, reductions
@@ -128,7 +128,7 @@ class Unit:
             self._watch_gradients(group)
 
     def __del__(self) -> None:
-        # Without a state if it could not be made.
+        # A unit whose constructor raised has no state.
         if "state" in vars(self):
             self.state.forget()
 
@@ -151,15 +151,15 @@ class Unit:
         for group in self.groups:
             if group.is_held:
                 continue
-            for module, attribute, other, index in group.parameters.sites_of_others():
-                if other.is_held:
+            for _, module, attribute, param in list(group.parameters.replaced()):
+                found = find_sharded(param)
+                if found is None or found[0].is_held:
                     continue
-                if other.spec != group.spec or type(other.format) is not type(group.format):
-                    raise ValueError(
-                        f"{attribute} of {type(module).__name__} was tied to {other.names[index]} "
-                        f"of {other.name}, which was sharded with another mesh, strategy, "
-                        "granularity, scaling or precision; use the same for both"
-                    )
+                other, index = found
+                place, label = f"{attribute} of {type(module).__name__}", other.parameters.label
+                other.check_tie(
+                    f"{place} was tied to {label(index)}", group.spec, type(group.format)
+                )
                 group.parameters.leave_site(module, attribute)
                 other.parameters.add_site(index, module, attribute)
                 if other not in self.held_groups:

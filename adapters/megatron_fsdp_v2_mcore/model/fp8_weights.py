@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
-from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.params.formats import DenseFormat
-from megatron_fsdp_v2.params.group import ParameterGroup
+from megatron_fsdp_v2.params.group import group_of
 
 
 def limit_weight_caches(module: nn.Module, *, keeps_weights: bool, keeps_transposes: bool) -> None:
@@ -26,7 +25,7 @@ def limit_weight_caches(module: nn.Module, *, keeps_weights: bool, keeps_transpo
         keeps_transposes: Whether modules keep transposes of quantized weights.
     """
     for part in module.modules():
-        found = map(_group_of, part.parameters(recurse=False))
+        found = map(group_of, part.parameters(recurse=False))
         for group in {id(group): group for group in found if group is not None}.values():
             weight_format: Any = group.format
             if hasattr(weight_format, "keeps_transposes"):
@@ -36,9 +35,3 @@ def limit_weight_caches(module: nn.Module, *, keeps_weights: bool, keeps_transpo
                 # Transformer Engine reads this attribute to quantize again in the backward.
                 te_module: Any = part
                 te_module._is_fsdp2 = group.gathers_for_use and not keeps
-
-
-def _group_of(param: nn.Parameter) -> ParameterGroup | None:
-    if not isinstance(param, UnevenDTensor):
-        return None
-    return cast("ParameterGroup | None", param.row_shards.info.owner())

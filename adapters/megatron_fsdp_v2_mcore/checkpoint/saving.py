@@ -1,9 +1,8 @@
-"""Synchronous saves as asynchronous ones: what they replace is gone, and failures are named."""
+"""Makes Megatron's synchronous saves replace earlier checkpoints and name causes of failures."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.replacing import remove_own
 from megatron_fsdp_v2.checkpoint.saving import failure_reason
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import CONFIG, iteration_folder
+from megatron_fsdp_v2_mcore.flags.options import training_globals
 
 
 def with_checked_saves(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,7 +53,7 @@ def _remove_earlier(iteration: int) -> None:
     or Megatron's `metadata.json` would describe files that are not there any more. No rank writes
     before it has planned the save together with the first rank.
     """
-    args = _args()
+    args = training_globals().get_args()
     if args.async_save or dist.get_rank():
         return
     folder = iteration_folder(args.save, iteration)
@@ -63,12 +63,9 @@ def _remove_earlier(iteration: int) -> None:
         remove_own(folder)
 
 
-def _args() -> Any:
-    return importlib.import_module("megatron.training.global_vars").get_args()
-
-
 def _failed(iteration: int, reason: str) -> CheckpointError:
+    args = training_globals().get_args()
     return CheckpointError(
-        f"saving to {iteration_folder(_args().save, iteration)} failed, and it is no checkpoint: "
+        f"saving to {iteration_folder(args.save, iteration)} failed, and it is no checkpoint: "
         f"{reason}"
     )

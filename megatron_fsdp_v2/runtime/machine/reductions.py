@@ -401,6 +401,7 @@ def end_scheduled(root: RootState) -> None:
     for unit in reversed(root.units):
         _reduce_rest(root, unit, synchronize=unit.syncs_gradients)
         _owe(root, unit)
+    drain(root)
     _end_reductions(root, synchronize=synchronize)
     root.num_scheduled -= 1
     if not root.is_scheduled:
@@ -425,6 +426,7 @@ def synchronize(root: RootState, units: Sequence[UnitState]) -> None:
         if is_pending and any([group.accumulates_unreduced for group in unit.groups]):
             root.pending.add(unit)
         _reduce_rest(root, unit, synchronize=True)
+    drain(root)
     _end_reductions(root, synchronize=True)
     # As after a synchronized backward: an optimizer may step next.
     root.weight_version += 1
@@ -432,8 +434,7 @@ def synchronize(root: RootState, units: Sequence[UnitState]) -> None:
 
 
 def _end_reductions(root: RootState, *, synchronize: bool) -> None:
-    """Wait for all reductions, and drop gradients to which no rank contributed."""
-    drain(root)
+    """End reductions that were waited for, and drop gradients to which no rank contributed."""
     root.do.end_reductions()
     root.has_unreduced = not synchronize
 

@@ -421,7 +421,7 @@ def with_gathered_adapters(original: Callable[..., Any], options: Mapping[str, A
 
 
 def _part(param: ShardedRows) -> torch.Tensor:
-    """Return this tensor-parallel rank's part of a parameter. Collective over the other axes."""
+    """Gather this tensor-parallel rank's part of a parameter. Collective over the other axes."""
     shards, mesh = param.row_shards, param.device_mesh
     strides = (*shards.strides, *(0,) * (mesh.ndim - len(shards.strides)))
     part = dataclasses.replace(shards, strides=strides, tensor=None)

@@ -108,7 +108,7 @@ def ties_words_before(
 def rejects_typechecking(
     original: Callable[..., Any], options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """Return the function that makes the context of a step, which checks no types."""
+    """Wrap the function that makes the context of a step; reject type checks."""
 
     def make(*, parallel_dims: Any = None, spmd_typechecking: bool = False) -> Any:
         if spmd_typechecking:

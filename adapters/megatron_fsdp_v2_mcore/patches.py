@@ -268,7 +268,12 @@ _applied = Patches()
 
 
 def _apply(patches: Iterable[Patch], options: Options | None = None) -> None:
-    """Apply patches, with the options of selected ones; none if the target of one is missing."""
+    """Apply patches. If the target of a patch is missing, apply none.
+
+    Args:
+        patches: The patches.
+        options: Options of the patches that apply if this package is selected.
+    """
     found = [patch for patch in patches if patch.find() is not None]
     if options is not None:
         set_active(options)

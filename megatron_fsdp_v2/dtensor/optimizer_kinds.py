@@ -50,7 +50,7 @@ def running_optimizer() -> Optimizer | None:
 
 
 def _is_checked(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer of unknown class has sharded parameters."""
+    """Return whether an optimizer has sharded parameters, and a class that `is_known` rejects."""
     params = (param for group in optimizer.param_groups for param in group["params"])
     return not is_known(type(optimizer)) and any(hasattr(param, "row_shards") for param in params)
 

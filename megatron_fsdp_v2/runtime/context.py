@@ -219,8 +219,8 @@ class Context[UnitT: UnitView]:
 
     def queue_end(self) -> None:
         """Let the engine report the end of its run, or that it failed."""
-        # Only the engine holds the callback, so it is freed when the backward ends or fails. It
-        # keeps the context of a model that was deleted after its forward.
+        # Only the engine holds the callback, and frees it when the backward ends or fails. The
+        # callback keeps the context of a model that was deleted after its forward.
         end = functools.partial(uncompiled(_end_backward), self)
         self._end = weakref.ref(end, functools.partial(_dropped, self.state))
         torch.autograd.Variable._execution_engine.queue_callback(end)
@@ -240,7 +240,7 @@ class Context[UnitT: UnitView]:
                     grads.run_hooks()
 
     def repairing(self) -> AbstractContextManager[Any]:
-        """Return a context in which gradients may be written.
+        """Return a context manager that allows writes to gradients.
 
         A repair may run in inference mode, and its gradients are used outside of it.
         """

@@ -188,7 +188,7 @@ class RootCommands(Protocol):
         """Call users' hooks on reduced gradients."""
 
     def repairing(self) -> AbstractContextManager[Any]:
-        """Return a context in which gradients may be written."""
+        """Return a context manager that allows writes to gradients."""
 
     def snapshot(self, groups: Sequence[Any]) -> Any:
         """Return the gradients that the reductions of these groups will write."""

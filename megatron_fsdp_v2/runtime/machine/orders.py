@@ -176,7 +176,7 @@ class Turn:
 
 
 class Numbers:
-    """Numbers of forwards of all roots, and the passes that are not reduced yet.
+    """Counts the forwards of all roots, and lists the passes that are not reduced yet.
 
     Attributes:
         unreduced: Turns of passes whose units are reduced in order, and are not all reduced yet.

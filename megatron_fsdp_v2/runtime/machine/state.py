@@ -1,7 +1,7 @@
 """State of the machine: units, forwards, passes, and what is under way for each root.
 
-Values only: no tensor, no process group, no weak reference. An object also refers to what executes
-its commands (`do`), which is not part of the state.
+Values only: no tensor, no process group, no weak reference. The executor of an object's commands
+(`do`) is not part of the state.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from types import FrameType
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -68,10 +68,8 @@ def _pre_forward(module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
                 "not gathered; report each use with begin_forward and end_forward"
             )
         return unit.cast_inputs(args, kwargs)
-    if unit.running.method_frame is not None and _runs_method(unit):
-        return unit.cast_inputs(args, kwargs)
     if state.has_begun and _is_called_again(module):
-        unit.running.num_calls_inside += 1
+        unit.running.is_called_again = True
         return unit.cast_inputs(args, kwargs)
     return unit.pre_forward(module, args, kwargs)
 
@@ -87,8 +85,7 @@ def _post_forward(module: Any, args: Any, output: Any) -> Any:
     if unit.state.is_scheduled:
         unit.forget_forward()
         return unit.cast_outputs(output)
-    running = unit.running
-    if running.num_calls_inside or (running.method_frame is not None and _runs_method(unit)):
+    if unit.running.is_called_again and _is_called_again(module):
         return unit.wrap_outputs(output)
     return unit.post_forward(module, output)
 
@@ -98,78 +95,26 @@ def _after_forward(module: Any, args: Any, output: Any) -> None:
     del args, output
     unit: Unit = module._fsdp_unit
     state = unit.state
-    if not state.has_begun or state.is_scheduled or _runs_method(unit):
+    if not state.has_begun or state.is_scheduled:
         return
-    if unit.running.num_calls_inside:
-        unit.running.num_calls_inside -= 1
-    else:
+    if not (unit.running.is_called_again and _is_called_again(module)):
         unit.after_forward(module)
 
 
-def _is_called_again(module: nn.Module) -> bool:
-    """Return whether a module that is called now is called inside its own forward.
+# Code of the functions around a forward; each has its module in the local variable `self`.
+_CALLS = {nn.Module.__call__.__code__}
 
-    Searches the stack, because an interrupted forward may not have reported its end.
+
+def _is_called_again(module: Any) -> bool:
+    """Return whether a module's forward that is called now is called inside its own forward.
+
+    A method registered as a forward counts as one. Searches the stack, because an interrupted
+    forward, or a method that torch registered and that raised, does not report its end.
     """
-    call: Any = nn.Module.__call__
-    code = call.__code__
-    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code is code)
-    return sum(frame.f_locals["self"] is module for frame in frames) > 1
-
-
-def _begin_method(module: Any, frame: FrameType, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Begin a method that runs as a forward and may call the module's forward.
-
-    Args:
-        module: The sharded module.
-        frame: Frame that calls the method.
-        args: Positional arguments of the method.
-        kwargs: Keyword arguments of the method.
-
-    Returns:
-        The arguments for the method.
-    """
-    unit: Unit = module._fsdp_unit
-    args, kwargs = _pre_forward(module, args, kwargs)
-    if not _runs_method(unit):
-        unit.running.method_frame = frame
-    return args, kwargs
-
-
-def _end_method(module: Any, frame: FrameType, output: Any) -> Any:
-    """End a method that runs as a forward.
-
-    Returns:
-        The method's output.
-    """
-    _leave_method(module, frame)
-    return _post_forward(module, (), output)
-
-
-def _fail_method(module: Any, frame: FrameType) -> None:
-    """End a method that runs as a forward and raised."""
-    _leave_method(module, frame)
-    _after_forward(module, (), None)
-
-
-def _leave_method(module: Any, frame: FrameType) -> None:
-    unit: Unit = module._fsdp_unit
-    if unit.running.method_frame is frame:
-        unit.running.method_frame = None
-
-
-def _runs_method(unit: Unit) -> bool:
-    """Return whether the caller runs inside a method that runs as the unit's forward.
-
-    Searches the stack, because callers of `_begin_method` need not report that the method raised.
-    """
-    running = unit.running
-    if running.method_frame is None or events.recomputes(unit.state):
+    if events.recomputes(module._fsdp_unit.state):
         return False
-    if any(frame is running.method_frame for frame, _ in traceback.walk_stack(sys._getframe())):
-        return True
-    running.method_frame = None
-    return False
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code in _CALLS)
+    return sum(frame.f_locals["self"] is module for frame in frames) > 1
 
 
 # -- methods that run as a forward --------------------------------------------------------------
@@ -198,25 +143,38 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     function = getattr(method, "__func__", method)
     takes_self = function is not method
     owner = weakref.ref(module)
+    begin, end, after = map(uncompiled, (_begin_method, _post_forward, _after_forward))
 
-    begin, end = uncompiled(_begin_method), uncompiled(_end_method)
-
-    # `_runs_method` searches the stack for this frame; a compiled function would have another one.
+    # A compiled function would have another frame on the stack.
     @not_compiled
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        current = owner()
-        assert current is not None
-        # A local variable that holds its own frame would be a reference cycle.
+        self = owner()  # torch's function has this name too; see `_CALLS`
+        assert self is not None
         try:
-            args, kwargs = begin(current, sys._getframe(), args, kwargs)
-            output = function(current, *args, **kwargs) if takes_self else function(*args, **kwargs)
-        except BaseException:
-            uncompiled(_fail_method)(current, sys._getframe())
-            raise
-        return end(current, sys._getframe(), output)
+            args, kwargs = begin(self, sys._getframe().f_code, args, kwargs)
+            output = function(self, *args, **kwargs) if takes_self else function(*args, **kwargs)
+            return end(self, args, output)
+        finally:
+            after(self, args, None)
 
     setattr(module, method_name, run)
+
+
+def _begin_method(module: Any, code: CodeType, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Begin a method that runs as a forward and may call the module's forward.
+
+    Args:
+        module: The sharded module.
+        code: Code of the function that calls the method.
+        args: Positional arguments of the method.
+        kwargs: Keyword arguments of the method.
+
+    Returns:
+        The arguments for the method.
+    """
+    _CALLS.add(code)
+    return _pre_forward(module, args, kwargs)
 
 
 class ModuleState:
@@ -248,11 +206,10 @@ class ModuleState:
         )
 
     def _pre_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
-        return _begin_method(module, sys._getframe(1), args, kwargs)
+        return _begin_method(module, sys._getframe(1).f_code, args, kwargs)
 
     def _post_forward(self, module: Any, args: Any, output: Any) -> Any:
-        del args
-        return _end_method(module, sys._getframe(1), output)
+        return _post_forward(module, args, output)
 
     def _root_post_backward_final_callback(self) -> None:
         """After the last backward of a pipeline stage: reduce gradients into `param.grad`."""

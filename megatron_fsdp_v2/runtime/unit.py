@@ -10,7 +10,6 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
@@ -64,16 +63,14 @@ class ForwardTensors:
         inputs: Its inputs that require gradients.
         forward: The forward, for hooks in its graph; None without gradients.
         since: Number of its first autograd node.
-        method_frame: Frame that calls a method registered as a forward, while the method runs.
-        num_calls_inside: Calls of the module inside its own forward, under way.
+        is_called_again: Whether the module was called inside its own forward.
     """
 
     replaced: ReplacedTensors = field(default_factory=ReplacedTensors)
     inputs: Inputs = field(default_factory=Inputs)
     forward: Forward | None = None
     since: int = 0
-    method_frame: FrameType | None = None
-    num_calls_inside: int = 0
+    is_called_again: bool = False
 
 
 class Unit:

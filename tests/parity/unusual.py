@@ -166,31 +166,40 @@ _FRAMED = [("", False), ("output", False), ("block", True), ("output", True)]
 
 
 class Generating(nn.Module):
-    """A module with a method that uses the module's weights and runs its forward."""
+    """A module with a method that runs its forward, and one that its forward calls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.block = nn.Linear(INPUT, INPUT), Block(INPUT)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.block(x) @ self.layer.weight.t()) @ self.layer.weight
+    def forward(self, x: torch.Tensor, *, fails: bool = False) -> torch.Tensor:
+        with contextlib.suppress(PlannedFailure):
+            x = self.decode(torch.tanh(self.block(x) @ self.layer.weight.t()), fails=fails)
+        return self.decode(x)
+
+    def decode(self, x: torch.Tensor, *, fails: bool = False) -> torch.Tensor:
+        if fails:
+            raise PlannedFailure
+        return x @ self.layer.weight
 
     def generate(self, x: torch.Tensor, *, fails: bool = False) -> torch.Tensor:
-        y = self(self(self.layer(x)))
+        y = self(self(self.layer(x)), fails=fails)
         if fails:
             raise PlannedFailure
         return self.layer(x) + y
 
 
 def _generated(register: Any, model: Any, step: int, micro: int, rank: int) -> torch.Tensor:
-    """Return the loss of the method and a forward; in step 2, the method first fails once."""
+    """Return the loss of methods and a forward; in step 2, methods first fail once."""
     x = batch(step, micro, rank)
     if step == 0:
         register(model, "generate")
+        register(model, "decode")
     if step == 2:
         with contextlib.suppress(PlannedFailure):
             model.generate(x, fails=True)
-    return model.generate(x).square().mean() + mean_square(model, step, micro, rank)
+    loss = model(x, fails=step == 2).square().mean()
+    return loss + model.generate(x).square().mean() + mean_square(model, step, micro, rank)
 
 
 # -- units that run without their root ------------------------------------------------------------
@@ -497,7 +506,7 @@ UNUSUAL: dict[str, Pattern] = {
         for name, reentrant in _FRAMED
     },
     **{
-        f"method that runs the forward, registered by {whose}": Pattern(
+        f"methods that run the forward, or run in it, registered by {whose}": Pattern(
             Generating,
             lambda m: [m.block],
             loss=functools.partial(_generated, register),

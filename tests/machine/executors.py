@@ -178,7 +178,6 @@ class Group:
 
     def reduce(self, *, async_op: bool) -> None:
         del async_op
-        require(self.full != REDUCING, f"group {self.number} is reduced while it is reduced")
         self._begin()
         self.full = REDUCING
         self.has_gradient, self.arrived = False, 0

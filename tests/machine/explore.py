@@ -162,7 +162,9 @@ def explore(
 
 def _compare(world: World, result: Explored) -> None:
     """Compare collectives of ranks that run the same program, where all of them have arrived."""
-    if world.open or world.engine_run != -1 or any(r.state.needs_repair for r in world.roots):
+    if world.open or world.engine_run != -1 or world.is_ahead:
+        return
+    if any(root.state.needs_repair for root in world.roots):
         return
     logs = result.logs.setdefault(tuple(world.program), set())
     logs.add(tuple(world.log))

@@ -473,11 +473,35 @@ FAULTS = [
             "forward 0, interrupt 0, forward 4, return, use 2 1, "
             f"forward 0, return, forward 1, {CALL_3}, return, backward 0, *",
         ),
+    ),
+    Fault(
+        "in a backward through two forwards of a root, the first was reduced before another "
+        "root's earlier turn",
+        Setup(zero=2, parents=(-1, -1, 0, 1, 1), alone=True, max_forwards=4),
+        tuple(
+            f"forward {unit}, return, forward 0, {CALL_2}, return, forward 0, return, "
+            "forward 1, return, backward 0, *"
+            for unit in (3, 4)
+        ),
         (
             "reductions",
             "_finish([each for each in _together(root) if each.passed.turn.last > last], position)",
             "pass",
         ),
+    ),
+    Fault(
+        "a use of a parameter joined the pass of a failed forward, and only ranks on which a "
+        "gradient reached it reduced its unit once more",
+        Setup(direct=frozenset([1]), interrupts=True, max_forwards=2),
+        tuple(f"forward 0, interrupt 0, use 1 {kept}, {BOTH}, backward 0, *" for kept in (0, 1)),
+        ("reductions", "root.current.is_over |= failed and unit.is_root", "pass"),
+    ),
+    Fault(
+        "a use of a parameter after a failed backward, before the engine dropped its callback, was "
+        "held to be part of that backward",
+        Setup(zero=2, direct=frozenset([1]), interrupts=True),
+        (f"{ONE}, backward 0, engine, interrupt 1, use 1 1, backward 0, *",),
+        ("events", "is_in_backward(root) and root.nested is None", "root.belongs_to_backward"),
     ),
 ]
 

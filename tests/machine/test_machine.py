@@ -115,6 +115,18 @@ def test_units_are_gathered_ahead_in_the_order_of_the_last_pass(prefetch: int) -
     assert in_backward == [*one_forward, *[1, 2, 3][: 1 + prefetch]]
 
 
+# Looped models: once the order is known, a unit called in a row is gathered once in a pass.
+def test_a_unit_that_runs_again_at_once_stays_gathered() -> None:
+    calls = "call 1 0, return, call 1 0, return, call 1 0, return"
+    step = f"forward 0, {calls}, call 2 0, return, return, backward 0, *"
+    for prefetch, first, following in (
+        (0, [0, 1, 1, 1, 2, 2, 1, 1, 1], [0, 1, 1, 1, 2, 2, 1, 1, 1]),
+        (1, [0, 1, 1, 1, 2, 2, 1], [0, 1, 2, 2, 1]),
+    ):
+        setup = Setup(prefetch=prefetch, max_calls=3)
+        assert _gathers(setup, f"{step}, step, {step}") == [*first, *following]
+
+
 def test_rules_detect_a_gradient_that_is_not_reduced() -> None:
     setup = Setup()
     world = World(setup)

@@ -34,6 +34,7 @@ from megatron_fsdp_v2.runtime.machine.weights import (
     check_units,
     drop_prefetched,
     free,
+    free_after_use,
     free_if_outdated,
     free_if_replaced,
     gather_for,
@@ -288,7 +289,7 @@ def end_unit_forward(unit: UnitState, *, has_grad: bool) -> None:
             unit.num_pending_backwards += 1
             root.current.add_use(unit.reduced_with)
         if unit.reshards_after_forward(has_grad=has_grad) and not unit.is_gathered_around:
-            free(unit)
+            free_after_use(unit, root.gathers.forward)
         if ends_pass and not (has_grad or is_nested):
             end_pass(root, "")
             root.do.wait_for_host_memory()
@@ -427,7 +428,7 @@ def last_gradient(forward: Forward, *, has_grad: bool) -> None:
             return
         if unit.settings.reshard_after_backward:
             # First: a reduction may allocate memory, and wait for earlier reductions.
-            free(unit)
+            free_after_use(unit, root.gathers.backward)
         end_use(root, unit.reduced_with, forward.begins)
         unit.move(Phase.IDLE)
 
@@ -464,7 +465,7 @@ def begin_direct_use(unit: UnitState) -> tuple[Pass[UnitState], int, bool]:
         repeats a use that was counted in the forward.
     """
     root = unit.root
-    if root.belongs_to_backward:
+    if is_in_backward(root) and root.nested is None:
         return root.passed, root.position, False
     if root.current.is_over:
         _begin_root_pass(root)

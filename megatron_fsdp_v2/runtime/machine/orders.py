@@ -201,9 +201,10 @@ class Pass[UnitT: UnitFacts]:
     different numbers of times, so their gradients may arrive at different times. The autograd graph
     of the forward holds this object, which is deleted when no backward can follow.
 
-    If uses need gathers (ZeRO-3), all ranks run the same forwards, but the gradients of a unit with
-    several forwards need not reach the same ones. Such a unit is therefore reduced together with
-    the next unit that has a single forward, once the backward has left all its own.
+    If uses need gathers (ZeRO-3), all ranks run the same forwards. Where gathers ahead pair,
+    although a gradient misses one of a unit's several forwards, its reduction has to pair, too: it
+    is reduced together with the next unit that has a single forward, once the backward has left
+    all its own.
 
     If no use of a unit needs a gather (ZeRO-0, 1, 2), a rank may skip a unit that others run, or
     run it more often. Its reductions must still pair with theirs, and collectives pair by order. So

@@ -548,6 +548,8 @@ def end_forward(root: RootState, *, failed: bool = False) -> None:
     unit = root.pass_unit if root.nested is None else root.nested.unit
     if unit is not None and root.pass_has_grad and (unit.is_root or not root.current.has_root):
         root.current.turn.last = root.process.numbers.next()
+        # What runs next is part of the next forward of the root, as on a rank that did not fail.
+        root.current.is_over |= failed and unit.is_root
     if root.nested is None:
         root.pass_unit = None
     end_nested_pass(root)

@@ -89,6 +89,23 @@ def before_use(unit: UnitState) -> None:
         gathers.requested = [other for other in gathers.requested if other is not unit]
 
 
+def free_after_use(unit: UnitState, order: ExecutionOrder[UnitState]) -> None:
+    """Free weights at the end of a use, unless the unit is expected to be used next.
+
+    It is then one of the units gathered ahead. A unit called many times in a row is gathered once,
+    also on a rank where no gradient reaches some of the calls.
+
+    Args:
+        unit: The unit.
+        order: The order that the use is part of.
+    """
+    gathers = unit.root.gathers
+    if unit.is_gathered and not gathers.limit.is_none and next(order.remaining(), None) is unit:
+        gathers.prefetched.appendleft(unit)
+    else:
+        free(unit)
+
+
 def look_ahead(
     unit: UnitState, order: ExecutionOrder[UnitState], chosen: Sequence[UnitState] = ()
 ) -> None:

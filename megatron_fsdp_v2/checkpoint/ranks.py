@@ -6,6 +6,7 @@ independently, also at the same time.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -101,11 +102,17 @@ def background_group(group: Any) -> Any:
     return _group("asynchronous checkpoints", dist.get_process_group_ranks(group))
 
 
-def forget_group(group: Any) -> None:
-    """Drop a broken process group, so that the next save makes another one."""
+def drop_group(group: Any) -> None:
+    """Destroy a broken process group that was made for saves; the next save makes another one.
+
+    Ranks that wait in it for this rank get an error. It is not collective.
+    """
     for known in _groups.values():
         for key in [key for key, value in known.items() if value is group]:
             del known[key]
+            # It is already destroyed if the default process group is.
+            with contextlib.suppress(ValueError):
+                dist.destroy_process_group(group)
 
 
 def check_same_path(path: str | os.PathLike[str], group: Any) -> None:

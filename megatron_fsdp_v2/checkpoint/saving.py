@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,12 +43,13 @@ from megatron_fsdp_v2.checkpoint.errors import (
     naming_full_disk,
 )
 from megatron_fsdp_v2.checkpoint.foreign import load_object
+from megatron_fsdp_v2.checkpoint.lost_ranks import lost_ranks, next_save
 from megatron_fsdp_v2.checkpoint.manifest import check_name
 from megatron_fsdp_v2.checkpoint.ranks import (
     background_group,
     check_names,
     check_same_path,
-    forget_group,
+    drop_group,
     group_of,
     reserve_path,
 )
@@ -64,6 +65,7 @@ from megatron_fsdp_v2.checkpoint.replacing import (
 )
 from megatron_fsdp_v2.checkpoint.writing import Planner, Writer, own_storage, pickled, write_folder
 from megatron_fsdp_v2.comm.backends import host_block, wait_for_device
+from megatron_fsdp_v2.comm.interface import is_connection_error
 from megatron_fsdp_v2.dtensor.sharded_rows import local_of, rows_like, rows_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import ReplicatedDTensor, UnevenDTensor
 from megatron_fsdp_v2.runtime.module import make_idle
@@ -122,7 +124,9 @@ def save(
             or `process_group` lacks ranks of the model. Nothing is written.
     """
     group = group_of(model, process_group)
-    check_names(model, group, has_stages=process_group is not None)
+    job = _Job(path, group, is_async=async_save)
+    with job.naming_lost_ranks():
+        check_names(model, group, has_stages=process_group is not None)
 
     def own_groups() -> list[dict[str, Any]]:
         # After a forward whose backward failed or never came, modules hold gathered parameters.
@@ -131,9 +135,9 @@ def save(
 
     of_stages: list[dict[str, Any]] | None = None
     if process_group is not None:
-        what = f"save to {os.path.realpath(path)}"
-        groups = all_ranks_or_raise(what, own_groups, group=group)
-        of_stages = _merged(everyones(groups, group))
+        with job.naming_lost_ranks():
+            groups = all_ranks_or_raise(f"save to {job.target}", own_groups, group=group)
+            of_stages = _merged(everyones(groups, group))
 
     def staged() -> _Staged:
         groups = own_groups() if of_stages is None else of_stages
@@ -155,7 +159,7 @@ def save(
             entries[EXTRA] = content
         return _Staged(entries, tied=tied)
 
-    return _Job(path, group, is_async=async_save).run(staged)
+    return job.run(staged)
 
 
 def _merged(of_ranks: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -233,6 +237,7 @@ class _Job:
 
     def __init__(self, path: str | os.PathLike[str], group: Any, *, is_async: bool) -> None:
         self.target = Path(os.path.realpath(path))
+        self._name = next_save(self.target)
         self._folder = temporary_name(self.target, uuid.uuid4().hex)
         self._staged, self._is_async = _Staged({}), is_async
         self._lock: BaseFileLock | None = None
@@ -244,16 +249,40 @@ class _Job:
     def run(self, staged: Callable[[], _Staged]) -> Future[None] | None:
         """Save what `staged` returns. Collective over its ranks; returns a future if async."""
         group = self._group
-        check_same_path(self.target, group)
-        if self._is_async and not self._is_alone:
-            self._group = background_group(group)
-        all_ranks_or_raise(
-            f"save to {self.target}", lambda: self.begin(staged), undo=self.end, group=group
-        )
+        with self.naming_lost_ranks():
+            check_same_path(self.target, group)
+            if self._is_async and not self._is_alone:
+                self._group = background_group(group)
+            all_ranks_or_raise(
+                f"save to {self.target}", lambda: self.begin(staged), undo=self.end, group=group
+            )
         if self._is_async:
             return _in_background(self.write)
         self.write()
         return None
+
+    @contextlib.contextmanager
+    def naming_lost_ranks(self) -> Iterator[None]:
+        """Name save and ended ranks in errors of collectives before anything is written.
+
+        Raises:
+            CheckpointError: A collective failed, since a process ended.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_connection_error(error):
+                raise
+            outcome = _UNCHANGED + self._reason(error)
+            self.end()
+            raise CheckpointError(f"saving to {self.target} failed, and {outcome}") from error
+
+    def _reason(self, error: BaseException) -> str:
+        """Describe an error of the save; that of a collective with the ranks that ended."""
+        if self._is_lost:
+            return _DESTROYED
+        lost = lost_ranks(self._name, self._group) if is_connection_error(error) else ""
+        return lost + failure_reason(error)
 
     def _of_first[T](self, value: T) -> T:
         """Broadcast a value of the first rank. Collective."""
@@ -265,7 +294,7 @@ class _Job:
 
     def _leave(self) -> None:
         """Drop a broken process group, so that ranks that wait for this one get an error."""
-        forget_group(self._group)
+        drop_group(self._group)
         self._group = self._world = None
 
     @property
@@ -300,7 +329,7 @@ class _Job:
                 if self._is_lost:
                     raise RuntimeError(_DESTROYED)
             except (Exception, CheckpointException) as error:
-                outcome = _UNCHANGED + (_DESTROYED if self._is_lost else failure_reason(error))
+                outcome = _UNCHANGED + self._reason(error)
                 # A CheckpointException is raised on all ranks, any other error on this rank only.
                 if self._is_lost or not isinstance(error, CheckpointException):
                     self._leave()
@@ -342,7 +371,7 @@ class _Job:
         try:
             return self._of_first(outcome)
         except Exception as error:
-            lost = _DESTROYED if self._is_lost else failure_reason(error)
+            lost = self._reason(error)
             self._leave()
             if self._rank == 0:
                 return outcome

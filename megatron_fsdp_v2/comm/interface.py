@@ -283,6 +283,11 @@ def collective_error(what: str, group: dist.ProcessGroup | None, error: Exceptio
     return RuntimeError(f"{what} failed on rank {own}: {_explained(lines[0], others, timeout)}")
 
 
+def is_connection_error(error: object) -> bool:
+    """Whether the text of an error of a process group says that another process ended."""
+    return any(word in str(error).lower() for word in _LOST)
+
+
 def _explained(reason: str, others: list[int], timeout: timedelta | None) -> str:
     """Return the message of a process group, preceded by its meaning for other ranks."""
     several = len(others) != 1
@@ -292,7 +297,7 @@ def _explained(reason: str, others: list[int], timeout: timedelta | None) -> str
     if any(word in lowered for word in _LATE):
         within = f"within {timeout.total_seconds():g} s" if timeout else "in time"
         meaning = f"{who} did not take part {within}, the timeout of this process group"
-    elif any(word in lowered for word in _LOST):
+    elif is_connection_error(reason):
         meaning = f"the connection to {who} was lost: a process ended"
     else:
         return reason

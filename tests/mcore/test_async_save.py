@@ -18,7 +18,7 @@ from tests.cases import longer
 from tests.mcore import flags as f
 from tests.mcore.session import enter_rehearsal, merge_ranks, rank, train
 from tests.mcore.trained import on_megatron, run_of_ranks, trained
-from tests.ranks import RankPools
+from tests.ranks import RankFailure, RankPool, RankPools
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -156,6 +156,34 @@ def test_a_rank_that_ends_in_a_save_is_named_with_the_save(tmp_path: Path) -> No
     assert message.startswith(f"saving to {tmp_path}/iter_0000002 failed")
     assert f"rank {rank()} lost the connection to another rank" in message
     assert closed in message
+
+
+def _train_and_die(folder: Path) -> None:
+    """Rank 1 is killed in the second save, which is a blocking one."""
+    write, saves = FileSystemWriter.write_data, []
+
+    def write_or_die(writer: Any, *args: Any) -> Any:
+        saves.append(writer)
+        if len(saves) == 2 and rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(writer, *args)
+
+    with mock.patch.object(FileSystemWriter, "write_data", write_or_die):
+        train([flag for flag in _flags(folder, 9) if flag != "--async-save"])
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_in_a_save_is_named(tmp_path: Path) -> None:
+    pool = RankPool(2, ["tests.mcore.preloaded_local"])
+    try:
+        with pytest.raises(RankFailure) as raised:
+            pool.run(_train_and_die, tmp_path)
+    finally:
+        pool.close()
+    message = str(raised.value)
+    assert f"CheckpointError: saving to {tmp_path}/iter_0000004 failed, and " in message
+    assert ": rank 1 ended, or destroyed its process group, before the save was" in message
+    assert _tracked(tmp_path) == 2
 
 
 SIGNALED = "--exit-signal-handler"

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
+from megatron_fsdp_v2.checkpoint.lost_ranks import lost_ranks, next_save
 from megatron_fsdp_v2.checkpoint.replacing import remove_own
 from megatron_fsdp_v2.checkpoint.saving import failure_reason
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import CONFIG, iteration_folder
@@ -23,6 +24,7 @@ def with_checked_saves(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
+        save = next_save(iteration_folder(str(training_globals().get_args().save), iteration))
         try:
             _remove_earlier(iteration)
             return original(iteration, *args, **kwargs)
@@ -37,11 +39,11 @@ def with_checked_saves(original: Callable[..., Any]) -> Callable[..., Any]:
             # The error of gloo, whose text names the address of the peer.
             if "peer" not in str(error) and "gloo" not in str(error):
                 raise
-            raise _failed(
-                iteration,
+            reason = lost_ranks(save, None) or (
                 f"rank {dist.get_rank()} lost the connection to another rank, which has ended or "
-                f"failed: {failure_reason(error)}",
-            ) from error
+                "failed: "
+            )
+            raise _failed(iteration, reason + failure_reason(error)) from error
 
     return save_checkpoint
 

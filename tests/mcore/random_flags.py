@@ -111,7 +111,7 @@ PRECISIONS = (
     "--bf16",
     # Megatron sums gradients of micro-batches in fp16 otherwise, where more of them overflow.
     f"--fp16 --initial-loss-scale 1024 {_FP32_SUMS}",
-    f"--fp16 --initial-loss-scale 1048576 --loss-scale-window 2 --hysteresis 1 {_FP32_SUMS}",
+    f"--fp16 --initial-loss-scale 4096 --loss-scale-window 2 --hysteresis 1 {_FP32_SUMS}",
     "--fp16 --loss-scale 64",
     f"--bf16 {_FP32_SUMS}",
 )

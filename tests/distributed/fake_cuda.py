@@ -31,6 +31,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from megatron_fsdp_v2.dtensor.sharded_rows import FastAttributes
 from megatron_fsdp_v2.memory import allocator
+from megatron_fsdp_v2.memory.host_memory import is_in_host_memory, is_storage_in_host_memory
 from megatron_fsdp_v2.runtime.module import named_units, unit_of
 from tests.processes import ROOT
 from tests.stream_safety import accesses, find_violations, schedule
@@ -275,9 +276,9 @@ class _Watch(TorchDispatchMode):
                 return
             read, written = found.reads, found.writes
             self._check_copies(packet, read, written)
-        self._host.recorder.operation(
-            str(func), [t for t in read if _is_on_cuda(t)], [t for t in written if _is_on_cuda(t)]
-        )
+        on_host = not any(map(_is_on_cuda, (*read, *written)))
+        read, written = ([t for t in each if _is_recorded(t)] for each in (read, written))
+        self._host.recorder.operation(str(func), read, written, on_host=on_host)
 
     def _check_copies(self, packet: Any, read: Any, written: Any) -> None:
         # Operations other than copies take a 0-dim host tensor as an argument, without a transfer.
@@ -336,6 +337,11 @@ def _is_on_cuda(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cuda"
 
 
+def _is_recorded(tensor: torch.Tensor) -> bool:
+    """Whether a stream may access a tensor while the host does something else."""
+    return _is_on_cuda(tensor) or is_in_host_memory(tensor)
+
+
 _plain_tensors_of_others = accesses.plain_tensors
 
 
@@ -355,9 +361,13 @@ def enter(world_size: int, rank: int) -> FakeCuda:
     _give_the_engine_a_device()
     # The storage of a fake tensor is on meta and has the address 0.
     storage_device: Any = torch.UntypedStorage.device
-    torch.UntypedStorage.device = property(
-        lambda s: CUDA if storage_device.__get__(s).type == "meta" else storage_device.__get__(s)
-    )
+
+    def device_of(storage: torch.UntypedStorage) -> torch.device:
+        if storage_device.__get__(storage).type != "meta":
+            return storage_device.__get__(storage)
+        return torch.device("cpu") if is_storage_in_host_memory(storage) else CUDA
+
+    torch.UntypedStorage.device = property(device_of)
     FakeTensor.data_ptr = lambda t: (
         t.untyped_storage()._cdata + t.storage_offset() * t.element_size()
     )

@@ -11,11 +11,13 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from benchmarks.common import Block, ours, wrap_with_fsdp2
 from megatron_fsdp_v2 import MixedPrecisionPolicy, RuntimeOptions
@@ -102,7 +104,8 @@ def run_steps(
     with _PLANTS[plant](built), host.step():
         for step in range(2):
             _train(built, stepped, last_only=step == 1)
-    assert all(p.device.type == "cuda" for p in built.parameters())
+    device = "cpu" if "offload_policy" in options else "cuda"
+    assert all(p.device.type == device for p in built.parameters())
     return {
         "waits": host.waits,
         "violations": host.violations(),
@@ -344,9 +347,11 @@ FAILURES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def failed_backward(strategy: str, failure: str) -> dict[str, Any]:
+def failed_backward(strategy: str, failure: str, **options: Any) -> dict[str, Any]:
     """Train, fail in a backward, and train again; return the host's records."""
-    host, model, optimizer = _built("4", strategy)
+    # A capturable optimizer has its weights on the device.
+    make = torch.optim.AdamW if options else CAPTURABLE
+    host, model, optimizer = _built("4", strategy, optimizer=make, **options)
     host.record_memory(model)
     groups = [group for _, unit in named_units(model) for group in unit.groups]
 
@@ -443,6 +448,12 @@ def _no_wait_for_work(model: Any) -> Iterator[None]:
     comm_streams._EventWork.wait = wait
 
 
+@contextlib.contextmanager
+def _no_wait_of_the_host(model: Any) -> Iterator[None]:
+    with mock.patch.object(comm_streams.StreamCommunicator, "synchronize", lambda self: None):
+        yield
+
+
 _PLANTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
     "": lambda model: contextlib.nullcontext(),
     "item": _in_forward(lambda tensor: tensor.sum().item()),
@@ -452,6 +463,7 @@ _PLANTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
     "synchronize": _in_backward(lambda tensor: torch.cuda.synchronize()),
     "event": _in_forward(lambda tensor: torch.cuda.current_stream().record_event().synchronize()),
     "no wait for work": _no_wait_for_work,
+    "no wait of the host": _no_wait_of_the_host,
 }
 
 
@@ -489,6 +501,32 @@ def test_no_step_waits_for_the_device_and_streams_are_ordered(
     if not any(switch in options for switch in SWITCHES):
         streams = {stream for _, stream in seen["collectives"]}
         assert len(streams - {"compute"}) >= (1 if strategy == "no_shard" else 2), streams
+
+
+# Main weights and gradients are in host memory, and the optimizer runs on the host.
+OFFLOAD: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()}
+
+
+@pytest.mark.parametrize("strategy", quick_only(STRATEGIES, STRATEGIES[-1]))
+def test_offloaded_steps_are_ordered_on_streams_and_host(process: RankPool, strategy: str) -> None:
+    (seen,) = process.run(run_steps, "4", strategy, **OFFLOAD)
+    assert seen["violations"] == []
+    # The engine runs a device's backward in a separate thread, unlike a CPU's.
+    assert seen["num_threads"] == 2
+
+
+@pytest.mark.parametrize("strategy", quick_only(STRATEGIES, STRATEGIES[-1]))
+@pytest.mark.parametrize("failure", ["a module", longer("a hook")])
+def test_failed_backward_with_offload_leaves_no_race_and_no_memory(
+    process: RankPool, strategy: str, failure: str
+) -> None:
+    (seen,) = process.run(failed_backward, strategy, failure, **OFFLOAD)
+    assert (seen["failed"], seen["violations"], seen["left"]) == (2, [], set())
+
+
+def test_offloaded_step_without_a_wait_of_the_host_is_detected(process: RankPool) -> None:
+    (seen,) = process.run(run_steps, "4", STRATEGIES[-1], plant="no wait of the host", **OFFLOAD)
+    assert any("'host'" in violation for violation in seen["violations"])
 
 
 @pytest.mark.parametrize("mesh_name", ON_MESHES)

@@ -41,9 +41,10 @@ from megatron_fsdp_v2.params.parameters import (
     tensor_hook_rejection,
 )
 from megatron_fsdp_v2.runtime.context import Context
+from megatron_fsdp_v2.runtime.fsdp2 import swap_class
 from megatron_fsdp_v2.runtime.hooks import install_hooks, install_state_dict_hooks
 from megatron_fsdp_v2.runtime.materialize import materialize
-from megatron_fsdp_v2.runtime.module import FSDPModule, swap_class, unit_of
+from megatron_fsdp_v2.runtime.module import ShardedModule, unit_of
 from megatron_fsdp_v2.runtime.optimizer_steps import OPTIMIZER_WATCH
 from megatron_fsdp_v2.runtime.options import RuntimeOptions, UnitOptions
 from megatron_fsdp_v2.runtime.unit import Unit, class_names, unit_owning
@@ -76,7 +77,7 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
     """
     for module in modules:
         # The result of torch.compile() holds the module under this name.
-        if any(isinstance(m, FSDPModule) for m in (module, getattr(module, "_orig_mod", None))):
+        if any(isinstance(m, ShardedModule) for m in (module, getattr(module, "_orig_mod", None))):
             raise ValueError(f"fully_shard was already called on this {type(module).__name__}")
         is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
         if is_list and type(module).forward in (nn.ModuleList.forward, nn.ModuleDict.forward):
@@ -85,7 +86,7 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
                 "members"
             )
         for name, below in module.named_modules():
-            theirs = isinstance(below, fsdp.FSDPModule) and not isinstance(below, FSDPModule)
+            theirs = isinstance(below, fsdp.FSDPModule) and not isinstance(below, ShardedModule)
             wrappers = (DataParallel, DistributedDataParallel, fsdp.FullyShardedDataParallel)
             if not theirs and not isinstance(below, wrappers):
                 continue
@@ -108,7 +109,7 @@ def own_modules(named: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, n
     for prefix, module in named:
         yield prefix, module
         for name, child in module.named_children():
-            if not isinstance(child, FSDPModule):
+            if not isinstance(child, ShardedModule):
                 yield from own_modules([(f"{prefix}.{name}" if prefix else name, child)])
 
 
@@ -563,7 +564,7 @@ def _join(roots: Sequence[nn.Module], context: Context[Unit], undo: ExitStack) -
     names: dict[Unit, list[str]] = {}
     for prefix, root in with_number_prefixes(roots):
         for name, module in root.named_modules(prefix=prefix):
-            if isinstance(module, FSDPModule):
+            if isinstance(module, ShardedModule):
                 names.setdefault(unit_of(module), []).append(name)
     units = list(names)
     everyone = [group for unit in units for group in unit.groups]

@@ -180,8 +180,8 @@ def _begin_method(module: Any, code: CodeType, args: Any, kwargs: Any) -> tuple[
 class ModuleState:
     """Substitute for FSDP2's state of a module, for the functions of torch that read that state.
 
-    These are `register_fsdp_forward_method`, `share_comm_ctx` (without effect: all models on a
-    device share their streams) and `torch.distributed.pipelining`.
+    These are `FSDPModule._apply`, `register_fsdp_forward_method`, `share_comm_ctx` (without effect:
+    all models on a device share their streams) and `torch.distributed.pipelining`.
     """
 
     def __init__(self, module: Any) -> None:

@@ -7,7 +7,7 @@ from torch import nn
 
 from megatron_fsdp_v2.comm.backends import NcclRegistrar, registrar_for
 from megatron_fsdp_v2.memory.registered_memory import RegisteredMemory
-from megatron_fsdp_v2.runtime.module import FSDPModule, named_units
+from megatron_fsdp_v2.runtime.module import ShardedModule, named_units
 
 
 def register_pool(model: nn.Module, registrar: NcclRegistrar | None = None) -> bool:
@@ -29,7 +29,7 @@ def register_pool(model: nn.Module, registrar: NcclRegistrar | None = None) -> b
         RuntimeError: The model has no trace pool.
         ValueError: The model is not sharded.
     """
-    if not isinstance(model, FSDPModule):
+    if not isinstance(model, ShardedModule):
         raise ValueError(f"{type(model).__name__} is not sharded; call fully_shard on it first")
     pool = model.trace_pool()
     groups: dict[str, dist.ProcessGroup] = {}

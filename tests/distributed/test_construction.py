@@ -24,7 +24,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import megatron_fsdp_v2
 from megatron_fsdp_v2 import FSDPModule, fully_shard
 from megatron_fsdp_v2.runtime import optimizer_steps
-from megatron_fsdp_v2.runtime.module import swap_class, unit_of
+from megatron_fsdp_v2.runtime.fsdp2 import swap_class
+from megatron_fsdp_v2.runtime.module import unit_of
 from tests.cases import longer
 from tests.distributed.nccl_double import as_on_cuda
 from tests.distributed.on_ranks import on_ranks

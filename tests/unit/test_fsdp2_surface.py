@@ -14,7 +14,7 @@ import pytest
 from torch.distributed import fsdp
 
 from megatron_fsdp_v2 import FSDPModule, fully_shard
-from megatron_fsdp_v2.runtime.module import REJECTED_METHODS
+from megatron_fsdp_v2.runtime.fsdp2 import REJECTED_METHODS
 from tests.fsdp2_suite import differences as fsdp2_suite
 from tests.pages import rows_of, section
 from tests.upstream_suite import differences as upstream_suite

@@ -261,8 +261,8 @@ class GroupGrads:
 
     def buffers(self) -> Iterator[DataParallelBuffer]:
         """Yield all buffers with temporary memory."""
-        hooked = None if self._hooked is self.partial else self._hooked
-        for buffer in (self.full, self.partial, hooked, self._staging):
+        # On a 1-D mesh, the buffer for the hook may be the partial buffer.
+        for buffer in dict.fromkeys((self.full, self.partial, self._hooked, self._staging)):
             if buffer is not None:
                 yield buffer
                 if buffer.comm_copy is not None:
@@ -387,13 +387,6 @@ class GroupGrads:
             comm.wait_for(set(self._written_aside.values()), and_compute=True)
             self._written_aside.clear()
 
-    def _fill_missing(self) -> None:
-        """Zero the views of parameters without a gradient, and the gaps between parameters."""
-        filled = zip(self._views, self._filled, strict=True)
-        unset = self._gaps + [view for view, is_filled in filled if not is_filled]
-        if unset:
-            torch._foreach_zero_(unset)
-
     # -- reduction ----------------------------------------------------------------------------
 
     def reduce(self, *, async_op: bool) -> None:
@@ -415,7 +408,10 @@ class GroupGrads:
                 )
         self.begin()
         self.wait_for_writers()
-        self._fill_missing()
+        pairs = zip(self._views, self._filled, strict=True)
+        unset = self._gaps + [view for view, is_filled in pairs if not is_filled]
+        if unset:
+            torch._foreach_zero_(unset)
         # An earlier reduction of this backward may still be reading the partial buffer.
         self._wait_for_last()
         filled, size = self._filled, len(self._filled)
@@ -577,8 +573,10 @@ class GroupGrads:
             context.observer.emit(MainGradientAllocated(self.full.memory, flat))
         return flat
 
-    def _is_published(self, index: int, grad: torch.Tensor | None, flat: torch.Tensor) -> bool:
-        """Return whether `grad` is the published view of this memory."""
+    def _is_published(
+        self, index: int, grad: torch.Tensor | None, flat: torch.Tensor | None
+    ) -> bool:
+        """Return whether `grad` is the published view of this main gradient."""
         slot = getattr(grad, "main_grad_slot", None)
         return slot is not None and slot[0] is flat and slot[1] == index
 
@@ -627,15 +625,9 @@ class GroupGrads:
             assigned.
         """
         grads, flat = self.param_grads(), self._main()
-        is_main, others = False, []
-        for index, grad in enumerate(grads):
-            if grad is None:
-                continue
-            if flat is not None and self._is_published(index, grad, flat):
-                is_main = True
-            else:
-                others.append(rows_of(grad))
-        return grads, flat if is_main else None, others
+        found = [(index, grad) for index, grad in enumerate(grads) if grad is not None]
+        others = [rows_of(grad) for i, grad in found if not self._is_published(i, grad, flat)]
+        return grads, flat if len(others) < len(found) else None, others
 
     def end_missing(self, has_gradient: Sequence[bool]) -> None:
         """Set gradients that no rank had to None again, where they were None before.
@@ -644,14 +636,10 @@ class GroupGrads:
             has_gradient: Per parameter, whether a rank had a gradient in this backward; this rank's
                 `contributed` if nothing depends on other ranks (`depends_on_ranks`).
         """
-        if all(self.contributed):
-            self._is_new = [True] * len(self._is_new)
-            return
-        for index, has in enumerate(has_gradient):
-            if has or self.contributed[index]:
-                self._is_new[index] = True
-            elif self._was_none[index]:
-                self._params[index].grad = None
+        self._is_new = list(map(operator.or_, self._is_new, has_gradient))
+        for param, has, was_none in zip(self._params, has_gradient, self._was_none, strict=True):
+            if was_none and not has:
+                param.grad = None
 
     def _user_hooks(self) -> list[list[Any]]:
         """Return the post-accumulate hooks of users, per parameter."""
@@ -689,8 +677,6 @@ class GroupGrads:
         """
         self._is_new = [False] * len(self._is_new)
         flat = self._main()
-        if flat is None:
-            return
         for index, (param, grad) in enumerate(zip(self._params, before, strict=True)):
             if grad is not None and self._is_published(index, grad, flat):
                 local_of(grad).zero_()

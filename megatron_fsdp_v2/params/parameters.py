@@ -247,12 +247,12 @@ class GroupParameters:
             if module is not None:
                 module._parameters[attribute] = params[index]
 
-    def sites(self) -> Iterator[tuple[nn.Module, str]]:
-        """Yield the modules that register parameters, with the names of the parameters."""
-        for _, module_ref, attribute in self._sites:
+    def sites(self) -> Iterator[tuple[int, nn.Module, str]]:
+        """Yield where parameters are registered: index, module, name of the parameter there."""
+        for index, module_ref, attribute in self._sites:
             module = module_ref()
             if module is not None:
-                yield module, attribute
+                yield index, module, attribute
 
     def swap(
         self, module: nn.Module, old: Sequence[nn.Parameter], new: Sequence[nn.Parameter]
@@ -411,10 +411,7 @@ class GroupParameters:
 
     def replaced(self) -> Iterator[tuple[int, nn.Module, str, torch.Tensor | None]]:
         """Yield sites with another tensor: index, module, name, registered tensor."""
-        for index, module_ref, attribute in self._sites:
-            module = module_ref()
-            if module is None:
-                continue
+        for index, module, attribute in self.sites():
             found = module._parameters.get(attribute)
             if found is not self.sharded[index] and found is not self.gathered[index]:
                 yield index, module, attribute, found

@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -239,15 +239,14 @@ class Context[UnitT: UnitView]:
                 for grads in cast("list[GroupGrads]", unit.groups):
                     grads.run_hooks()
 
-    def repairing(self) -> AbstractContextManager[Any]:
-        """Return a context manager that allows writes to gradients.
+    @contextmanager
+    def repairing(self) -> Iterator[None]:
+        """Allow writes to gradients inside the context.
 
         A repair may run in inference mode, and its gradients are used outside of it.
         """
-        stack = ExitStack()
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        return stack
+        with torch.inference_mode(False), torch.no_grad():
+            yield
 
     def snapshot(self, groups: Sequence[GroupGrads]) -> _Found:
         """Return the gradients that the reductions of these groups will write."""

@@ -7,13 +7,12 @@ gradients of the parameter's unit: a direct use is one more use of the unit in i
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 
 import torch
 
 from megatron_fsdp_v2.dtensor.row_shards import CollectGradient
-from megatron_fsdp_v2.params.group import ParameterGroup
+from megatron_fsdp_v2.params.group import ParameterGroup, find_sharded
 from megatron_fsdp_v2.runtime.machine import events
 from megatron_fsdp_v2.runtime.unit_checks import UnitView
 
@@ -45,18 +44,12 @@ class DirectUse:
 
 
 def begin_direct_use(
-    unit_ref: Callable[[], UnitView | None],
-    group_ref: weakref.ref[ParameterGroup],
-    param: torch.Tensor,
+    unit_ref: Callable[[], UnitView | None], param: torch.Tensor
 ) -> CollectGradient | None:
-    """Begin a direct use of a tensor, unless it is not a parameter of the group.
+    """Begin a direct use of a tensor, unless it is not a parameter of the unit.
 
     Returns:
         A function that collects its gradient; it holds the use.
     """
-    unit, group = unit_ref(), group_ref()
-    if unit is None or group is None:
-        return None
-    indices = (index for index, own in enumerate(group.sharded_params) if own is param)
-    index = next(indices, None)
-    return None if index is None else DirectUse(unit, group, index).collect
+    unit, found = unit_ref(), find_sharded(param)
+    return None if unit is None or found is None else DirectUse(unit, *found).collect

@@ -168,7 +168,7 @@ class Unit:
         # Weak: the cycle parameter -> hook -> unit -> parameter would outlive the model.
         collect = uncompiled(_collect)
         refs = weakref.ref(self), weakref.ref(group)
-        group.info.begin_direct_use = functools.partial(begin_direct_use, *refs)
+        group.info.begin_direct_use = functools.partial(begin_direct_use, refs[0])
         for index, param in enumerate(group.unsharded_params):
             if not param.is_floating_point():
                 continue
@@ -205,11 +205,6 @@ class Unit:
     def is_unsharded(self) -> bool:
         """Whether gathered weights are installed, or a gather is under way."""
         return self.state.is_gathered
-
-    @property
-    def gathered_nbytes(self) -> int:
-        """Bytes of gathered weights per use; 0 if no use needs a gather."""
-        return self.state.nbytes
 
     def grads(self) -> list[GroupGrads]:
         """Return the gradients of its groups."""

@@ -120,7 +120,7 @@ def check_owned(groups: Iterable[ParameterGroup], roots: Iterable[nn.Module]) ->
         RuntimeError: There is one.
     """
     is_complete = True
-    sites = {(id(m), name) for group in groups for m, name in group.parameters.sites()}
+    sites = {(id(m), name) for group in groups for _, m, name in group.parameters.sites()}
     for name, module in (named for root in roots for named in root.named_modules()):
         known = vars(module).get("_fsdp_ignored", ())
         for attribute, param in module._parameters.items():
@@ -150,9 +150,10 @@ def _is_owned_there(param: torch.Tensor, module: nn.Module, attribute: str) -> b
     parameters as a root of its own.
     """
     return any(
-        param is known and (module, attribute) in set(group.parameters.sites())
+        (below, name) == (module, attribute)
+        and (param is group.sharded_params[i] or param is group.unsharded_params[i])
         for group in groups_of(module)
-        for known in (*group.sharded_params, *group.unsharded_params)
+        for i, below, name in group.parameters.sites()
     )
 
 

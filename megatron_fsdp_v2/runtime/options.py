@@ -70,19 +70,17 @@ class RuntimeOptions:
     @property
     def control(self) -> Control:
         """The options that the machine obeys."""
+        units, nbytes = self.unshard_prefetch_depth, self.unshard_prefetch_bytes
+        if not self.enable_unshard_prefetch:
+            units = 0
+        elif units is None and nbytes is None:
+            units = 1
         return Control(
-            self._prefetch_limit,
+            PrefetchLimit(units, nbytes),
             self.enable_async_reduce_grad,
             self.max_live_grad_buffers,
             self.check_ranks,
         )
-
-    @property
-    def _prefetch_limit(self) -> PrefetchLimit:
-        units, nbytes = self.unshard_prefetch_depth, self.unshard_prefetch_bytes
-        if not self.enable_unshard_prefetch:
-            return PrefetchLimit(0)
-        return PrefetchLimit(1 if units is None and nbytes is None else units, nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -5,8 +5,7 @@ from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.params.buffer import DataParallelBuffer
 from megatron_fsdp_v2.params.group import ParameterGroup
 from megatron_fsdp_v2.runtime.api import fully_shard, group_modules
-from megatron_fsdp_v2.runtime.fsdp2 import FSDPModule
-from megatron_fsdp_v2.runtime.hooks import register_fsdp_forward_method
+from megatron_fsdp_v2.runtime.fsdp2 import FSDPModule, register_fsdp_forward_method
 from megatron_fsdp_v2.runtime.meshes import DataParallelMeshDims, ShardPlacementResult
 from megatron_fsdp_v2.runtime.options import RuntimeOptions, UnitOptions
 

@@ -9,8 +9,12 @@ alternative.
 from __future__ import annotations
 
 import functools
+import sys
+import types
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any, Self, cast, override
 
 import torch
@@ -18,8 +22,9 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 
+from megatron_fsdp_v2._compiler import not_compiled, uncompiled
 from megatron_fsdp_v2.comm.groups import group_of_same_ranks
-from megatron_fsdp_v2.runtime.hooks import ModuleState
+from megatron_fsdp_v2.runtime.hooks import CALLS, after_forward, post_forward, pre_forward
 from megatron_fsdp_v2.runtime.machine import events, reductions, weights
 from megatron_fsdp_v2.runtime.module import ShardedModule, set_flags, unit_of, units_of
 from megatron_fsdp_v2.runtime.options import check_at_least_one
@@ -352,3 +357,108 @@ def swap_class(module: nn.Module) -> None:
     # shards as whole parameters.
     module.__dict__.setdefault(STATE_KEY, {})[_THEIR_FUNCTION] = ModuleState(module)
     module.__dict__.setdefault(REGISTRY_KEY, {})[_THEIR_FUNCTION.__name__] = RegistryItem()
+
+
+# -- methods that run as a forward --------------------------------------------------------------
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Make a method of a sharded module gather its unit, as the module's forward does.
+
+    The weights stay gathered until the method returns, also if it calls the module's forward.
+    Equivalent to `torch.distributed.fsdp.register_fsdp_forward_method`, without its reference
+    cycle. A module that is not sharded is passed to torch's function, which does nothing.
+
+    Args:
+        module: The module.
+        method_name: Name of the method.
+
+    Raises:
+        ValueError: The module has no such method.
+    """
+    if not hasattr(module, "_fsdp_unit"):
+        fsdp.register_fsdp_forward_method(module, method_name)
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r} to register")
+    function = getattr(method, "__func__", method)
+    takes_self = function is not method
+    owner = weakref.ref(module)
+    begin, end, after = map(uncompiled, (_begin_method, post_forward, after_forward))
+
+    # A compiled function would have another frame on the stack.
+    @not_compiled
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        self = owner()  # torch's function has this name too; see `CALLS`
+        assert self is not None
+        try:
+            args, kwargs = begin(self, sys._getframe().f_code, args, kwargs)
+            output = function(self, *args, **kwargs) if takes_self else function(*args, **kwargs)
+            return end(self, args, output)
+        finally:
+            after(self, args, None)
+
+    setattr(module, method_name, run)
+
+
+def _begin_method(module: Any, code: CodeType, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Begin a method that runs as a forward and may call the module's forward.
+
+    Args:
+        module: The sharded module.
+        code: Code of the function that calls the method.
+        args: Positional arguments of the method.
+        kwargs: Keyword arguments of the method.
+
+    Returns:
+        The arguments for the method.
+    """
+    CALLS.add(code)
+    return pre_forward(module, args, kwargs)
+
+
+class ModuleState:
+    """Substitute for FSDP2's state of a module, for the functions of torch that read that state.
+
+    These are `FSDPModule._apply`, `register_fsdp_forward_method`, `share_comm_ctx` (without effect:
+    all models on a device share their streams) and `torch.distributed.pipelining`.
+    """
+
+    def __init__(self, module: Any) -> None:
+        # Weak, since the module holds this object.
+        self._module: Callable[[], Any] = weakref.ref(module)
+        # Empty, so that torch's pipelining ends no unit's backward.
+        self._state_ctx = types.SimpleNamespace(all_states=())
+        self._comm_ctx: Any = None
+        # FSDP2's parameter groups: one per module in some versions of torch, several in others.
+        self._fsdp_param_group = None
+        self._fsdp_param_groups: Sequence[Any] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        """Reject all other attributes of FSDP2's state.
+
+        Raises:
+            AttributeError: Always.
+        """
+        raise AttributeError(
+            f"a module that megatron_fsdp_v2 sharded has no {name!r} of FSDP2's internals; the "
+            "caller supports torch's fully_shard only"
+        )
+
+    def _pre_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
+        return _begin_method(module, sys._getframe(1).f_code, args, kwargs)
+
+    def _post_forward(self, module: Any, args: Any, output: Any) -> Any:
+        return post_forward(module, args, output)
+
+    def _root_post_backward_final_callback(self) -> None:
+        """After the last backward of a pipeline stage: reduce gradients into `param.grad`."""
+        module = self._module()
+        if module is None:
+            return
+        module.reduce_grad()
+        for part in module.modules():
+            if hasattr(part, "_fsdp_unit"):
+                part.reshard()

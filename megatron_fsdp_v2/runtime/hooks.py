@@ -8,19 +8,14 @@ state dicts in `dtensor/optimizer_state.py`.
 
 from __future__ import annotations
 
-import functools
 import sys
 import traceback
-import types
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from types import CodeType
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
-from torch.distributed import fsdp
 
-from megatron_fsdp_v2._compiler import not_compiled, uncompiled
+from megatron_fsdp_v2._compiler import uncompiled
 from megatron_fsdp_v2.params.group import ParameterGroup, groups_of
 from megatron_fsdp_v2.runtime.machine import events, weights
 from megatron_fsdp_v2.runtime.machine.state import Phase
@@ -33,9 +28,9 @@ def install_hooks(module: nn.Module) -> None:
     The pre-forward hook runs before user hooks and the post-forward hook after them, because user
     hooks may read parameters.
     """
-    module.register_forward_pre_hook(uncompiled(_pre_forward), prepend=True, with_kwargs=True)
-    module.register_forward_hook(uncompiled(_post_forward))
-    module.register_forward_hook(uncompiled(_after_forward), always_call=True)
+    module.register_forward_pre_hook(uncompiled(pre_forward), prepend=True, with_kwargs=True)
+    module.register_forward_hook(uncompiled(post_forward))
+    module.register_forward_hook(uncompiled(after_forward), always_call=True)
 
 
 def install_state_dict_hooks(module: nn.Module) -> None:
@@ -53,7 +48,7 @@ def install_state_dict_hooks(module: nn.Module) -> None:
 # -- forward ------------------------------------------------------------------------------------
 
 
-def _pre_forward(module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def pre_forward(module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Forward pre-hook of a module.
 
     Returns:
@@ -74,7 +69,7 @@ def _pre_forward(module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return unit.pre_forward(module, args, kwargs)
 
 
-def _post_forward(module: Any, args: Any, output: Any) -> Any:
+def post_forward(module: Any, args: Any, output: Any) -> Any:
     """Forward hook of a module.
 
     Returns:
@@ -90,7 +85,7 @@ def _post_forward(module: Any, args: Any, output: Any) -> Any:
     return unit.post_forward(module, output)
 
 
-def _after_forward(module: Any, args: Any, output: Any) -> None:
+def after_forward(module: Any, args: Any, output: Any) -> None:
     """Forward hook of a module that also runs if its forward or an earlier hook raised."""
     del args, output
     unit: Unit = module._fsdp_unit
@@ -102,7 +97,7 @@ def _after_forward(module: Any, args: Any, output: Any) -> None:
 
 
 # Code of the functions around a forward; each has its module in the local variable `self`.
-_CALLS = {nn.Module.__call__.__code__}
+CALLS = {nn.Module.__call__.__code__}
 
 
 def _is_called_again(module: Any) -> bool:
@@ -113,113 +108,8 @@ def _is_called_again(module: Any) -> bool:
     """
     if events.recomputes(module._fsdp_unit.state):
         return False
-    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code in _CALLS)
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code in CALLS)
     return sum(frame.f_locals["self"] is module for frame in frames) > 1
-
-
-# -- methods that run as a forward --------------------------------------------------------------
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Make a method of a sharded module gather its unit, as the module's forward does.
-
-    The weights stay gathered until the method returns, also if it calls the module's forward.
-    Equivalent to `torch.distributed.fsdp.register_fsdp_forward_method`, without its reference
-    cycle. A module that is not sharded is passed to torch's function, which does nothing.
-
-    Args:
-        module: The module.
-        method_name: Name of the method.
-
-    Raises:
-        ValueError: The module has no such method.
-    """
-    if not hasattr(module, "_fsdp_unit"):
-        fsdp.register_fsdp_forward_method(module, method_name)
-        return
-    method = getattr(module, method_name, None)
-    if not callable(method):
-        raise ValueError(f"{type(module).__name__} has no method {method_name!r} to register")
-    function = getattr(method, "__func__", method)
-    takes_self = function is not method
-    owner = weakref.ref(module)
-    begin, end, after = map(uncompiled, (_begin_method, _post_forward, _after_forward))
-
-    # A compiled function would have another frame on the stack.
-    @not_compiled
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        self = owner()  # torch's function has this name too; see `_CALLS`
-        assert self is not None
-        try:
-            args, kwargs = begin(self, sys._getframe().f_code, args, kwargs)
-            output = function(self, *args, **kwargs) if takes_self else function(*args, **kwargs)
-            return end(self, args, output)
-        finally:
-            after(self, args, None)
-
-    setattr(module, method_name, run)
-
-
-def _begin_method(module: Any, code: CodeType, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Begin a method that runs as a forward and may call the module's forward.
-
-    Args:
-        module: The sharded module.
-        code: Code of the function that calls the method.
-        args: Positional arguments of the method.
-        kwargs: Keyword arguments of the method.
-
-    Returns:
-        The arguments for the method.
-    """
-    _CALLS.add(code)
-    return _pre_forward(module, args, kwargs)
-
-
-class ModuleState:
-    """Substitute for FSDP2's state of a module, for the functions of torch that read that state.
-
-    These are `FSDPModule._apply`, `register_fsdp_forward_method`, `share_comm_ctx` (without effect:
-    all models on a device share their streams) and `torch.distributed.pipelining`.
-    """
-
-    def __init__(self, module: Any) -> None:
-        # Weak, since the module holds this object.
-        self._module: Callable[[], Any] = weakref.ref(module)
-        # Empty, so that torch's pipelining ends no unit's backward.
-        self._state_ctx = types.SimpleNamespace(all_states=())
-        self._comm_ctx: Any = None
-        # FSDP2's parameter groups: one per module in some versions of torch, several in others.
-        self._fsdp_param_group = None
-        self._fsdp_param_groups: Sequence[Any] = ()
-
-    def __getattr__(self, name: str) -> Any:
-        """Reject all other attributes of FSDP2's state.
-
-        Raises:
-            AttributeError: Always.
-        """
-        raise AttributeError(
-            f"a module that megatron_fsdp_v2 sharded has no {name!r} of FSDP2's internals; the "
-            "caller supports torch's fully_shard only"
-        )
-
-    def _pre_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
-        return _begin_method(module, sys._getframe(1).f_code, args, kwargs)
-
-    def _post_forward(self, module: Any, args: Any, output: Any) -> Any:
-        return _post_forward(module, args, output)
-
-    def _root_post_backward_final_callback(self) -> None:
-        """After the last backward of a pipeline stage: reduce gradients into `param.grad`."""
-        module = self._module()
-        if module is None:
-            return
-        module.reduce_grad()
-        for part in module.modules():
-            if hasattr(part, "_fsdp_unit"):
-                part.reshard()
 
 
 # -- state dicts ------------------------------------------------------------------------------

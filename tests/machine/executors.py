@@ -59,6 +59,10 @@ class Setup:
         repeats: Whether a backward may run a second time through the same graphs.
         drops: Whether the graphs of forwards may be freed without a backward.
         steps_early: Whether an optimizer may step between a forward and its backward.
+        chosen: Pairs of units; the first one gathers the second one ahead, instead of the predicted
+            ones, in forwards and backwards.
+        replaces: Whether other parameters may be assigned once to a unit that is gathered between
+            two passes.
     """
 
     zero: int = 3
@@ -88,6 +92,8 @@ class Setup:
     repeats: bool = False
     drops: bool = False
     steps_early: bool = False
+    chosen: tuple[tuple[int, int], ...] = ()
+    replaces: bool = False
 
 
 def no_report(owner: str, phase: str) -> AbstractContextManager[Any]:
@@ -220,7 +226,7 @@ class Unit:
         self.world, self.number = world, number
         self.groups = list(groups)
         self.name = f"unit {number}"
-        self.is_ready = False
+        self.is_ready = self.has_assigned = False
         setup = world.setup
         self.state = UnitState(
             self,
@@ -256,6 +262,8 @@ class Unit:
     def gather(self, uses: WeightUse, *, adds: bool, async_op: bool) -> None:
         del uses, async_op
         require(not adds, f"{self.name} is gathered twice")
+        has_compared = self.state.root.do.has_compared  # type: ignore[attr-defined]
+        require(has_compared, f"{self.name} is gathered before ranks compared their units")
         self.world.commands.append(("gather", self.number))
         for group in self.groups:
             group.gather(refreshes=self.state.root.refreshes)
@@ -266,6 +274,7 @@ class Unit:
     def free(self, *, after_error: bool) -> None:
         del after_error
         require(self.number not in self.world.computing, f"{self.name} is freed while it computes")
+        require(not self.has_assigned, f"{self.name} loses parameters that were assigned")
         self.is_ready = False
         self.world.commands.append(("free", self.number))
         for group in self.groups:
@@ -275,10 +284,10 @@ class Unit:
         return any(group.version != self.world.version for group in self.groups)
 
     def is_replaced(self) -> bool:
-        return False
+        return self.has_assigned
 
     def sync(self) -> None:
-        """Nothing is replaced."""
+        self.has_assigned = False
 
     def end_backward(self, forward: Forward) -> None:
         events.last_gradient(forward, has_grad=False)
@@ -292,7 +301,7 @@ class Root:
         setup = world.setup
         control = Control(PrefetchLimit(setup.prefetch), max_live=setup.max_live)
         self.state = RootState(world.process, self, control, no_report)
-        self.has_queued = False
+        self.has_queued = self.has_compared = False
 
     @property
     def engine_run(self) -> int:
@@ -316,6 +325,7 @@ class Root:
         """There are none."""
 
     def check_units(self) -> None:
+        self.has_compared = True
         self.world.communicate("check", self.number)
 
     def forget_casts(self) -> None:

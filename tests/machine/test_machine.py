@@ -67,6 +67,8 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "two backwards through one graph": {"repeats": True},
     "graphs that are freed": {"drops": True, "max_forwards": 2},
     "a step between a forward and its backward": {"steps_early": True, "evaluates": True},
+    "units that others gather ahead": {"chosen": ((0, 2), (1, 2)), "evaluates": True},
+    "parameters that are replaced": {"replaces": True, "keeps": True, "evaluates": True},
 }
 AXES: tuple[dict[str, Any], ...] = ({"axes": 1}, {"axes": 2}, {"axes": 2, "queues": True})
 CASES = [

@@ -8,11 +8,20 @@ raise `Broken` if it does not.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_fsdp_v2.runtime.machine import events, reductions, weights
-from megatron_fsdp_v2.runtime.machine.state import Engine, Forward, Phase, ProcessState, RootState
+from megatron_fsdp_v2.runtime.machine.orders import ExecutionOrder
+from megatron_fsdp_v2.runtime.machine.state import (
+    Engine,
+    Forward,
+    Phase,
+    ProcessState,
+    RootState,
+    UnitState,
+)
 from tests.machine.executors import ABSENT, Group, Root, Setup, Unit, require
 
 
@@ -61,6 +70,7 @@ class World:
         self.pending: dict[int, Node] = {}  # units whose second module has not run
         self.frozen_once: set[int] = set()
         self.num_uses = self.num_loads = 0
+        self.has_replaced = False
         self.looked_at: list[Node] = []  # uses of parameters without a backward
         self.reached_roots: list[RootState] = []  # by the backward under way
         # Roots that may reduce all units once more, since another root communicated in between.
@@ -97,6 +107,10 @@ class World:
                 ancestors.append(self.units[above].state)
                 above = setup.parents[above]
             unit.state.ancestors = ancestors
+            chosen = [
+                self.units[second].state for first, second in setup.chosen if first == unit.number
+            ]
+            unit.state.settings.forward_prefetch = unit.state.settings.backward_prefetch = chosen
         for root in self.roots:
             mine = [unit.state for unit in self.units if unit.state.root is root.state]
             root.state.ranks_may_differ = setup.zero < 3
@@ -153,6 +167,8 @@ class World:
             may_step = self.num_steps < setup.max_steps and self.num_forwards > 0
             if may_step and (setup.steps_early or not self.graphs):
                 found.append(("step",))
+            if setup.replaces and not (self.has_replaced or self.graphs or self.kept):
+                found += [("replace", u.number) for u in self.units if u.state.is_gathered]
         if self.num_uses < 1 and self.engine_run == -1:
             found += [("use", unit, kept) for unit in setup.direct for kept in (True, False)]
         if self.num_loads < 1:
@@ -177,6 +193,8 @@ class World:
         unit = self.units[number].state
         begins = events.enter_module(unit, module, has_grad=has_grad, is_packed=is_packed)
         require(self.units[number].is_ready, f"unit {number} computes without weights")
+        if begins and not (unit.is_recomputing or unit.root.nested is not None):
+            self._check_ahead(number, unit.root.gathers.forward, unit.settings.forward_prefetch)
         require(begins or number in self.pending, f"unit {number} goes on without a beginning")
         return events.begin_graph(unit) if has_grad and begins else None
 
@@ -191,10 +209,21 @@ class World:
             events.end_graph(forward)
         unit.end_forward()
 
+    def _check_ahead(
+        self, number: int, order: ExecutionOrder[UnitState], chosen: Sequence[UnitState]
+    ) -> None:
+        """Check that the units that follow an expected use are gathered, or the chosen ones."""
+        unit, limit = self.units[number].state, self.root_of(number).gathers.limit
+        is_expected = order.following > 0 and order.expected[order.following - 1] is unit
+        following = limit.fitting(order.remaining()) if is_expected else []
+        for expected in chosen if chosen and not limit.is_none else following:
+            require(expected.is_gathered, f"{expected.do.name} is not gathered ahead")
+
     def _compute(self, number: int, version: int) -> None:
         """Check the weights that a unit computes with."""
         unit = self.units[number]
         require(unit.is_ready, f"{unit.name} computes without weights")
+        require(not unit.has_assigned, f"{unit.name} computes without what was assigned")
         for group in unit.groups:
             require(
                 group.version == version,
@@ -456,7 +485,11 @@ class World:
         elif kind == "first":
             if node.passed is not unit.state.root.passed and unit.state.root.is_running:
                 self._interleave(unit.state.root)
+            is_begun = unit.state.phase is Phase.BACKWARD
             events.first_gradient(node.forward, has_grad=False)
+            if not is_begun:
+                order = unit.state.root.gathers.backward
+                self._check_ahead(node.unit, order, unit.state.settings.backward_prefetch)
             self.computing[node.unit] = self._needed(node)
             self._compute(node.unit, self._needed(node))
         elif kind == "gradient":
@@ -576,6 +609,11 @@ class World:
         group = self.groups[number]
         group.is_trained = not group.is_trained
 
+    def _replace(self, number: int) -> None:
+        """Assign other parameters to a unit whose weights are gathered."""
+        self.program.append(f"replace {number}")
+        self.has_replaced = self.units[number].has_assigned = True
+
     def _load(self, number: int) -> None:
         """Reshard a unit, as a load of its values does."""
         self.num_loads += 1
@@ -632,6 +670,6 @@ class World:
                 running = len([n for n in self.computing if self.root_of(n) is root.state])
                 recomputed = len(root.state.recomputed) if self.setup.checkpointed != "no" else 0
                 kept = recomputed + len(self.setup.stays)
-                most = max(running, 1) + self.setup.prefetch + kept
+                most = max(running, 1) + self.setup.prefetch + kept + len(self.setup.chosen)
                 most = len(units) if self.setup.keeps else most
                 require(gathered <= most, f"{gathered} units are gathered at a time")

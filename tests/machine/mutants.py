@@ -6,9 +6,10 @@ Every comparison is negated, every `and` and `or` exchanged, every condition neg
 that is a statement deleted, and every assignment of True or False reversed. Each change is explored
 in a process of its own; changes that no rule detects are printed.
 
-Of the 54 changes of `weights.py`, 42 are detected with 40 states per setup. The others:
+Of the 54 changes of `weights.py`, 42 are detected with 40 states per setup. The others, as read and
+not proven:
 
-* `gathers.num_uses` counts uses for reports.
+* `gathers.num_uses` counts uses for plans (`plan/step.py`).
 * Worlds have one payload: uses of a prefetch (`belongs_to_backward`) and missing payloads
   (`is_kept`) need weights that are gathered for forwards and backwards separately.
 * A wait that fails (`free(unit, after_error=True)`) does not occur in a world.

@@ -132,6 +132,8 @@ class ParameterGroup:
         self._refreshing = DONE
         self._refreshed_at: tuple[int, tuple[int, ...]] | None = None
         self._written_at: tuple[int, tuple[int, ...]] | None = None
+        # Version counters of the values that gathered weights have.
+        self._values = self.parameters.versions()
 
     def _make_weights(self) -> None:
         """Make the buffers of weights, and choose what they are gathered from."""
@@ -296,6 +298,11 @@ class ParameterGroup:
         return self._reference_count > 0
 
     @property
+    def has_copy(self) -> bool:
+        """Whether modules compute with a copy of main weights, not with main weights themselves."""
+        return self.gathers_for_use or self.source is not WeightSource.MAIN
+
+    @property
     def is_ready(self) -> bool:
         """Whether full weights are available for computation now."""
         return not self.gathers_for_use or (self._reference_count > 0 and self._gathering is None)
@@ -321,6 +328,7 @@ class ParameterGroup:
                 # The gathers of `gather` follow in the same stream; without streams they would not.
                 is_queued = async_op and self._context.comm.has_streams
                 self.refresh(weight_version, async_op=is_queued)
+            self.note_values()
             self._gathering = []
         try:
             self.gather(uses, async_op=async_op)
@@ -331,6 +339,21 @@ class ParameterGroup:
                 self._drop_gathered()
             raise
         self._reference_count += 1
+
+    def note_values(self) -> None:
+        """Advance the version counters of gathered weights if their values change.
+
+        As in an unsharded model, a backward then raises an error if a weight that autograd saved
+        was loaded or written since its forward.
+        """
+        values = self.parameters.versions()
+        if self.source is WeightSource.MODEL:
+            if self._refreshed_at is None:
+                return
+            values = self._refreshed_at[1]
+        if values != self._values:
+            self._values = values
+            self.parameters.advance_versions()
 
     def gather(self, uses: WeightUse, *, async_op: bool) -> None:
         """Start gathering the payloads these uses need that are not gathered yet. Collective."""

@@ -283,6 +283,11 @@ class GroupParameters:
         """Note that changes of gathered weights until now are those of gathers and formats."""
         self._versions = [param._version for param in self.gathered]
 
+    def advance_versions(self) -> None:
+        """Let autograd reject tensors that it saved of gathered weights with earlier values."""
+        torch.autograd.graph.increment_version(self.gathered)
+        self._versions = [version + 1 for version in self._versions]
+
     def find_written(self) -> str:
         """Return the name of a gathered weight that other code changed in place, or ""."""
         before, found = self._versions, [param._version for param in self.gathered]

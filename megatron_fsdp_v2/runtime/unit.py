@@ -464,6 +464,10 @@ class Unit:
             RuntimeError: The backward is compiled; see also `events.first_gradient`.
         """
         reject_compiled_autograd(self.name)
+        if self.state.is_gathered:
+            for group in self.held_groups:
+                if not group.has_copy:
+                    group.note_values()
         events.first_gradient(forward, has_grad=torch.is_grad_enabled())
 
     def post_backward(self, forward: Forward) -> None:

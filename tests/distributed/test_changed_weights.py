@@ -1,0 +1,85 @@
+"""Weights that change between a forward and its backward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.distributed.on_ranks import on_ranks
+from tests.distributed.wrapping import (
+    STRATEGIES,
+    backward_both,
+    error_message,
+    gradient_error,
+    own_loss,
+    pair,
+    plain_loss,
+)
+
+
+def _load(model: nn.Module, params: Sequence[nn.Parameter]) -> None:
+    del params
+    model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
+
+
+def _write(model: nn.Module, params: Sequence[nn.Parameter]) -> None:
+    del model
+    with torch.no_grad():
+        for param in params:
+            param.mul_(2.0)
+
+
+def _step(model: nn.Module, params: Sequence[nn.Parameter], **options: Any) -> None:
+    del model
+    torch.optim.AdamW(params, lr=0.1, **options).step()
+
+
+CHANGES: dict[str, Callable[[nn.Module, Sequence[nn.Parameter]], None]] = {
+    "a load": _load,
+    "writes": _write,
+    "a step": lambda model, params: _step(model, params, foreach=False),
+    "a foreach step": lambda model, params: _step(model, params, foreach=True),
+}
+
+
+RAISED = "modified by an inplace operation"
+
+
+# At ZeRO-1 and ZeRO-2 the model weights of the forward are kept until the next one.
+@on_ranks("size", size=(1, 2), strategy=STRATEGIES, kept=(False, True))
+def test_backward_uses_the_weights_of_its_forward_or_raises_as_unsharded(
+    size: int, strategy: str, kept: bool
+) -> None:
+    zero_3 = strategy == "optim_grads_params"
+    errors, wrong = [], []
+    for name, change in CHANGES.items():
+        # Weights that a unit keeps are those of its forward too, unless a load frees them.
+        stays = kept and name != "a load" if zero_3 else strategy != "no_shard"
+        has_copy = size > 1 and stays
+        plain, model = pair(sharding_strategy=strategy, reshard_after_forward=not kept)
+        backward_both(plain, model)  # optimizers need gradients
+        before = copy.deepcopy(plain)
+        params = list(plain.parameters()), list(model.parameters())
+        losses = plain_loss(plain), own_loss(model)
+        messages = []
+        for each, own, loss in zip((plain, model), params, losses, strict=True):
+            change(each, own)
+            messages.append(error_message(RuntimeError, loss.backward))
+        raised = [RAISED in message for message in messages]
+        if raised != [True, not has_copy]:
+            wrong.append((name, messages))
+        elif has_copy:
+            for _ in range(2):
+                plain_loss(before).backward()
+            errors.append(gradient_error(model, before))
+        model.load_state_dict(before.state_dict())
+        for each in (model, before):
+            each.zero_grad()
+        backward_both(before, model)
+        errors.append(gradient_error(model, before))
+    assert not wrong, wrong
+    assert max(errors) < 1e-6, errors

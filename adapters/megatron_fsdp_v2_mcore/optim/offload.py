@@ -107,9 +107,10 @@ class _Part(NamedTuple):
 class ShardedHybridOptimizer(torch.optim.Optimizer):
     """Steps rows of sharded parameters, some on their device and some on the host.
 
-    If the parameters are on the CPU, as in a rehearsal, the same code as without offload steps all
-    parameters, and results are bitwise identical. Otherwise torch's fused kernel steps the
-    parameters on the host.
+    If the parameters are on the CPU, as in a rehearsal, and the template is torch's Adam, the same
+    code as without offload steps all parameters, and results are bitwise identical. Transformer
+    Engine's `FusedAdam` does not step the host's part, in a rehearsal either: torch's Adam does,
+    whose last bits differ. With parameters on a GPU, torch's fused kernel steps the host's part.
 
     Args:
         template: The Adam that would step all parameters without offload. Its class, options

@@ -38,6 +38,11 @@ UNFUSED_GRADS = "--no-gradient-accumulation-fusion"
 GROUPED = f"{f.ALLTOALL} --moe-grouped-gemm"
 META = "--init-model-with-meta-device"
 BATCH1 = "--micro-batch-size 1"
+REDUCED_IN_BF16 = f"{BATCH1} --grad-reduce-in-bf16"
+SINKHORN = (
+    "--num-experts 4 --moe-router-topk 1 --moe-router-load-balancing-type sinkhorn "
+    "--moe-ffn-hidden-size 64 --disable-bias-linear"
+)
 # The vocabulary is padded to the same size with every tensor-parallel size.
 WHOLE_VOCABULARY = "--make-vocab-size-divisible-by 256"
 
@@ -69,6 +74,11 @@ ROWS: tuple[Row, ...] = (
     # One micro-batch, since DDP adds those of a rank in bf16. Two ranks round their sum once.
     Row("gradients reduced in bf16", 2, "--bf16 --global-batch-size 4 --grad-reduce-in-bf16",
         strategies=(ZERO3, NO_SHARD), quick=1),
+    # Sinkhorn's routing shows a single rounded weight. The flag lets DDP add micro-batches in fp32,
+    # as this package does.
+    Row("gradients summed in fp32, reduced in bf16", 2, f"--bf16 {REDUCED_IN_BF16} {SINKHORN}",
+        theirs="--ddp-param-name-patterns-for-fp32-local-accumulation all",
+        strategies=(NO_SHARD, ZERO1), iterations=4),
     # The gradients of a rank are in bf16 already.
     Row("gradients communicated in bf16, summed in fp32", 2, "--bf16 --global-batch-size 4",
         ours="--megatron-fsdp-grad-comm-dtype bf16 --ddp-reduce-scatter-with-fp32-accumulation",
@@ -351,6 +361,10 @@ SAME: tuple[Row, ...] = tuple(replace(
             (2, f"--global-batch-size 24 {f.OVERLAP} --fsdp-trace-pool"),
         )
     ),
+    # With these layers FusedAdam steps the device's part, unless told to leave it to torch's Adam.
+    Row("default layers, offloaded or not, FusedAdam", 2, f"{TE} --bf16", ours=OFFLOADS[0]),
+    Row("default layers, offloaded or not, torch's Adam", 2, f"{TE} --bf16", ours=OFFLOAD,
+        theirs=f"{OFFLOADS[0]} --use-torch-optimizer-for-cpu-offload"),
     Row("Muon, its Adam offloaded", 2, "--optimizer muon", ours=OFFLOAD,
         probe=partial(probes.offloads, fraction=1.0), finds=True),
     *(

@@ -328,7 +328,10 @@ class ParameterGroup:
                 # The gathers of `gather` follow in the same stream; without streams they would not.
                 is_queued = async_op and self._context.comm.has_streams
                 self.refresh(weight_version, async_op=is_queued)
-            self.note_values()
+            if self._refreshed_at is not None and (refreshes or self.source is WeightSource.MODEL):
+                self.note_values(self._refreshed_at[1])
+            else:
+                self.note_values(self.parameters.versions())
             self._gathering = []
         try:
             self.gather(uses, async_op=async_op)
@@ -340,19 +343,17 @@ class ParameterGroup:
             raise
         self._reference_count += 1
 
-    def note_values(self) -> None:
+    def note_values(self, versions: tuple[int, ...]) -> None:
         """Advance the version counters of gathered weights if their values change.
 
         As in an unsharded model, a backward then raises an error if a weight that autograd saved
         was loaded or written since its forward.
+
+        Args:
+            versions: Version counters of the main weights with these values.
         """
-        values = self.parameters.versions()
-        if self.source is WeightSource.MODEL:
-            if self._refreshed_at is None:
-                return
-            values = self._refreshed_at[1]
-        if values != self._values:
-            self._values = values
+        if versions != self._values:
+            self._values = versions
             self.parameters.advance_versions()
 
     def gather(self, uses: WeightUse, *, async_op: bool) -> None:

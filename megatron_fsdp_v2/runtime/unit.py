@@ -467,7 +467,7 @@ class Unit:
         if self.state.is_gathered:
             for group in self.held_groups:
                 if not group.has_copy:
-                    group.note_values()
+                    group.note_values(group.parameters.versions())
         events.first_gradient(forward, has_grad=torch.is_grad_enabled())
 
     def post_backward(self, forward: Forward) -> None:

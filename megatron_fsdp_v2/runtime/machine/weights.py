@@ -100,7 +100,8 @@ def free_after_use(unit: UnitState, order: ExecutionOrder[UnitState]) -> None:
         order: The order that the use is part of.
     """
     gathers = unit.root.gathers
-    if unit.is_gathered and not gathers.limit.is_none and next(order.remaining(), None) is unit:
+    is_next = order.expected[order.following : order.following + 1] == [unit]
+    if is_next and unit.is_gathered and not gathers.limit.is_none:
         gathers.prefetched.appendleft(unit)
     else:
         free(unit)

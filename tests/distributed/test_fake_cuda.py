@@ -440,20 +440,6 @@ def _in_backward(act: Callable[[torch.Tensor], Any]) -> Any:
     return _in_forward(watch)
 
 
-@contextlib.contextmanager
-def _no_wait_for_work(model: Any) -> Iterator[None]:
-    wait = comm_streams._EventWork.wait
-    comm_streams._EventWork.wait = lambda work: setattr(work, "keep", ())
-    yield
-    comm_streams._EventWork.wait = wait
-
-
-@contextlib.contextmanager
-def _no_wait_of_the_host(model: Any) -> Iterator[None]:
-    with mock.patch.object(comm_streams.StreamCommunicator, "synchronize", lambda self: None):
-        yield
-
-
 _PLANTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
     "": lambda model: contextlib.nullcontext(),
     "item": _in_forward(lambda tensor: tensor.sum().item()),
@@ -462,8 +448,12 @@ _PLANTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
     "mix of devices": _in_forward(lambda tensor: tensor + torch.ones(tensor.shape, device="cpu")),
     "synchronize": _in_backward(lambda tensor: torch.cuda.synchronize()),
     "event": _in_forward(lambda tensor: torch.cuda.current_stream().record_event().synchronize()),
-    "no wait for work": _no_wait_for_work,
-    "no wait of the host": _no_wait_of_the_host,
+    "no wait for work": lambda model: mock.patch.object(
+        comm_streams._EventWork, "wait", lambda work: setattr(work, "keep", ())
+    ),
+    "no wait of the host": lambda model: mock.patch.object(
+        comm_streams.StreamCommunicator, "synchronize", lambda self: None
+    ),
 }
 
 

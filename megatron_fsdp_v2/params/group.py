@@ -328,9 +328,7 @@ class ParameterGroup:
                 # The gathers of `gather` follow in the same stream; without streams they would not.
                 is_queued = async_op and self._context.comm.has_streams
                 self.refresh(weight_version, async_op=is_queued)
-            if self._refreshed_at is not None and (refreshes or self.source is WeightSource.MODEL):
-                self.note_values(self._refreshed_at[1])
-            else:
+            elif self.source is not WeightSource.MODEL:
                 self.note_values(self.parameters.versions())
             self._gathering = []
         try:
@@ -357,7 +355,7 @@ class ParameterGroup:
             self.parameters.advance_versions()
 
     def gather(self, uses: WeightUse, *, async_op: bool) -> None:
-        """Start gathering the payloads these uses need that are not gathered yet. Collective."""
+        """Start gathers of the payloads that these uses need and lack. Collective."""
         if not self.gathers_for_use:
             return
         for payload in self.payloads:
@@ -473,6 +471,7 @@ class ParameterGroup:
                     is_async = async_op and self.single_payload
                     self._refreshing = own.redistribute(payload.model, async_op=is_async)
         self._refreshed_at = versions
+        self.note_values(versions[1])
 
     def note_refreshed(self, weight_version: int) -> None:
         """Mark the model weights as equal to the current main weights."""

@@ -107,6 +107,11 @@ def listed(items: Iterable[object], most: int, *, separator: str = ", ") -> str:
     return f"{shown}{lead}and {left} more"
 
 
+def listed_ranks(ranks: Sequence[int]) -> str:
+    """Format numbers of ranks, such as `rank 2` or `ranks 0, 1`; at most 8 of them."""
+    return f"rank{'s' if len(ranks) != 1 else ''} {listed(ranks, 8)}"
+
+
 def aligned(
     rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,), separator: str = "  "
 ) -> list[str]:

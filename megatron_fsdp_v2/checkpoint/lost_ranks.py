@@ -10,11 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_v2._text import listed
+from megatron_fsdp_v2._text import listed_ranks
 from megatron_fsdp_v2.comm.groups import default_store
 
 _MOST_SECONDS = 5.0
-_MOST_RANKS = 8
 _TAG = 0x5AFE
 """Of messages that no rank receives."""
 
@@ -70,14 +69,13 @@ def _described(save: str, group: dist.ProcessGroup | None) -> str:
     except dist.DistError:
         # The host of the store has ended.
         closed = [rank for rank in others if _is_closed(rank, group)]
-        ranks = listed(closed, _MOST_RANKS)
-        return f"lost the connection to rank{'s' * (len(closed) > 1)} {ranks}: " if closed else ""
+        return f"lost the connection to {listed_ranks(closed)}: " if closed else ""
     if not ended:
         return ""
-    several = len(ended) > 1
+    whose = "their" if len(ended) > 1 else "its"
     return (
-        f"rank{'s' * several} {listed(ended, _MOST_RANKS)} ended, or destroyed "
-        f"{'their' if several else 'its'} process group, before the save was complete: "
+        f"{listed_ranks(ended)} ended, or destroyed {whose} process group, before the save was "
+        "complete: "
     )
 
 

@@ -125,8 +125,6 @@ def save(
     """
     group = group_of(model, process_group)
     job = _Job(path, group, is_async=async_save)
-    with job.naming_lost_ranks():
-        check_names(model, group, has_stages=process_group is not None)
 
     def own_groups() -> list[dict[str, Any]]:
         # After a forward whose backward failed or never came, modules hold gathered parameters.
@@ -134,8 +132,9 @@ def save(
         return [] if optimizer is None else groups_entry(optimizer, parameter_names(model))
 
     of_stages: list[dict[str, Any]] | None = None
-    if process_group is not None:
-        with job.naming_lost_ranks():
+    with job.naming_lost_ranks():
+        check_names(model, group, has_stages=process_group is not None)
+        if process_group is not None:
             groups = all_ranks_or_raise(f"save to {job.target}", own_groups, group=group)
             of_stages = _merged(everyones(groups, group))
 

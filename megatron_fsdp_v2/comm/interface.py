@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_v2._text import listed
+from megatron_fsdp_v2._text import listed_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +291,7 @@ def is_connection_error(error: object) -> bool:
 def _explained(reason: str, others: list[int], timeout: timedelta | None) -> str:
     """Return the message of a process group, preceded by its meaning for other ranks."""
     several = len(others) != 1
-    whose = f"rank{'s' if several else ''} {listed(others, 8)}" if others else "the others"
+    whose = listed_ranks(others) if others else "the others"
     who = f"one of {whose}" if several else whose
     lowered = reason.lower()
     if any(word in lowered for word in _LATE):

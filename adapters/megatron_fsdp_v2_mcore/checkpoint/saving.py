@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -24,17 +25,16 @@ def with_checked_saves(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
-        save = next_save(iteration_folder(str(training_globals().get_args().save), iteration))
+        folder = iteration_folder(str(training_globals().get_args().save), iteration)
+        save = next_save(folder)
         try:
-            _remove_earlier(iteration)
+            _remove_earlier(folder)
             return original(iteration, *args, **kwargs)
         except CheckpointException as error:
             # Torch collects the errors of all ranks, and raises it on each of them.
-            raise _failed(iteration, failure_reason(error)) from error
+            raise _failed(folder, failure_reason(error)) from error
         except (OSError, dist.DistError) as error:
-            raise _failed(
-                iteration, f"on rank {dist.get_rank()}, {failure_reason(error)}"
-            ) from error
+            raise _failed(folder, f"on rank {dist.get_rank()}, {failure_reason(error)}") from error
         except RuntimeError as error:
             # The error of gloo, whose text names the address of the peer.
             if "peer" not in str(error) and "gloo" not in str(error):
@@ -43,13 +43,13 @@ def with_checked_saves(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"rank {dist.get_rank()} lost the connection to another rank, which has ended or "
                 "failed: "
             )
-            raise _failed(iteration, reason + failure_reason(error)) from error
+            raise _failed(folder, reason + failure_reason(error)) from error
 
     return save_checkpoint
 
 
-def _remove_earlier(iteration: int) -> None:
-    """Remove an earlier checkpoint of an iteration, unless the save renames a folder over it.
+def _remove_earlier(folder: Path) -> None:
+    """Remove an earlier checkpoint in a folder, unless the save renames a folder over it.
 
     Torch's writer overwrites the files that it writes itself. The manifest of an asynchronous save
     or Megatron's `metadata.json` would describe files that are not there any more. No rank writes
@@ -58,16 +58,11 @@ def _remove_earlier(iteration: int) -> None:
     args = training_globals().get_args()
     if args.async_save or dist.get_rank():
         return
-    folder = iteration_folder(args.save, iteration)
     # Without permission to remove them, writing fails too, on all ranks.
     with contextlib.suppress(OSError):
         (folder / CONFIG).unlink(missing_ok=True)
         remove_own(folder)
 
 
-def _failed(iteration: int, reason: str) -> CheckpointError:
-    args = training_globals().get_args()
-    return CheckpointError(
-        f"saving to {iteration_folder(args.save, iteration)} failed, and it is no checkpoint: "
-        f"{reason}"
-    )
+def _failed(folder: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"saving to {folder} failed, and it is no checkpoint: {reason}")

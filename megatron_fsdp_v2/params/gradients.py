@@ -118,7 +118,7 @@ class GroupGrads:
         self.partial = self._own_partial
         self._hook: Callable[[torch.Tensor], object] | None = None
         self._hook_stream: Any = None
-        # The reduced gradient of one backward, for the hook; with one axis it is `partial`.
+        # The hook receives the reduced gradient of one backward: on a 1-D mesh, `partial`.
         self._hooked: DataParallelBuffer | None = None
         self._staging: DataParallelBuffer | None = None
         if spec.offload is not None:
@@ -153,8 +153,8 @@ class GroupGrads:
         # The main gradient: a weak reference, and a strong one while reductions are under way.
         self._main: Callable[[], torch.Tensor | None] = lambda: None
         self._held: torch.Tensor | None = None
-        # The last reduction along the inner axis; and the last one that reads the partial buffer or
-        # writes the main gradient.
+        # `_inner_work` is the last reduction along the inner axis, `_last_work` the last one that
+        # reads the partial buffer or writes the main gradient.
         self._inner_work = self._last_work = DONE
         self.is_written = False
         self.contributed = [False] * num_params

@@ -316,7 +316,7 @@ _TheirReductionHandle: Any = getattr(fsdp, "GradientReductionHandle", object)
 
 
 class GradientReductionHandle(_TheirReductionHandle):  # type: ignore[misc]
-    """Handle that `finalize_backward` returns; its gradients are already reduced."""
+    """Handle that `finalize_backward` returns. The reductions are already done."""
 
     def wait(self) -> None:
         """Return at once."""

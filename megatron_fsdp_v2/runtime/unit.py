@@ -49,7 +49,7 @@ _OWNERS: weakref.WeakKeyDictionary[ParameterGroup, weakref.ref[Unit]] = weakref.
 
 
 def unit_owning(group: ParameterGroup) -> Unit | None:
-    """Return the unit that owns a group; None if it is not made yet or was deleted."""
+    """Return the unit that owns a group; None before the unit is made and after its deletion."""
     ref = _OWNERS.get(group)
     return None if ref is None else ref()
 

@@ -277,8 +277,8 @@ def end_unit_forward(unit: UnitState, *, has_grad: bool) -> None:
             # Prefetched weights would be stale if an optimizer stepped next.
             drop_prefetched(root)
             if root.ranks_may_differ:
-                # Of units that the pass skipped: a capture cannot wait for earlier refreshes, and
-                # has to wait for its own.
+                # The pass may have skipped units whose weights are being refreshed. A capture has
+                # to wait for its own refreshes, and cannot wait for earlier ones.
                 root.do.wait_for_refreshes()
             end_forward(root)
         # A unit to be recomputed runs its first forward without grad, in a pass with grad. A

@@ -13,7 +13,7 @@ from megatron_fsdp_v2.runtime.machine.state import (
 
 
 def gather(unit: UnitState, uses: WeightUse, *, async_op: bool) -> None:
-    """Gather weights. Unless for a backward, refresh stale model weights first. Collective.
+    """Gather weights; before a forward, refresh stale model weights first. Collective.
 
     Args:
         unit: The unit.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import enum
 import weakref
 from typing import Any
@@ -48,17 +49,18 @@ class Memory:
         self.storage.resize_(0)
 
 
-class Arena:
-    """Selects the memory of temporary buffers. This base class uses the buffers' own memory."""
+class Arena(abc.ABC):
+    """Selects the memory of temporary buffers, in place of their own."""
 
+    @abc.abstractmethod
     def acquire(self, buffer: TemporaryBuffer) -> None:
         """Allocate the memory of a buffer."""
-        buffer.backing.take()
 
+    @abc.abstractmethod
     def release(self, buffer: TemporaryBuffer) -> None:
         """Free the memory of a buffer."""
-        buffer.backing.drop()
 
+    @abc.abstractmethod
     def check_not_displaced(self, buffer: TemporaryBuffer) -> None:
         """Check that saved views of a buffer refer to its memory.
 
@@ -76,7 +78,7 @@ class TemporaryBuffer:
     Attributes:
         name: Name for reports, such as `layers.3/0/model_weight`.
         use: Use of the buffer.
-        arena: Selects the buffer's memory.
+        arena: Selects the buffer's memory; None: its own memory.
         key: Index of the buffer in a traced arena.
         own: The buffer's own memory.
         backing: Memory of `tensor`: `own`, or memory of a pool.
@@ -85,6 +87,7 @@ class TemporaryBuffer:
         tensor: The flat tensor.
         tracked_aliases: Weak references to its views, which move with it to other memory.
         stream: Stream on which its memory was allocated; None on a device without streams.
+        is_live: Whether it has memory.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class TemporaryBuffer:
     ) -> None:
         self.name = name
         self.use = use
-        self.arena = Arena()
+        self.arena: Arena | None = None
         self.key = 0
         storage = torch.empty(0, dtype=dtype, device=device).untyped_storage()
         self.own = self.backing = Memory(storage, numel * dtype.itemsize)
@@ -100,25 +103,26 @@ class TemporaryBuffer:
         self.tensor = view_of(storage, dtype, 0, (numel,))
         self.tracked_aliases: list[weakref.ref[torch.Tensor]] = []
         self.stream: Any = None
-        self._live = False
-
-    @property
-    def is_live(self) -> bool:
-        """Whether the buffer has memory."""
-        return self._live
+        self.is_live = False
 
     def acquire(self) -> torch.Tensor:
         """Allocate uninitialized memory. Idempotent."""
-        if not self._live:
-            self.arena.acquire(self)
-            self._live = True
+        if not self.is_live:
+            if self.arena is None:
+                self.own.take()
+            else:
+                self.arena.acquire(self)
+            self.is_live = True
         return self.tensor
 
     def release(self) -> None:
         """Free the memory. Idempotent."""
-        if self._live:
-            self._live = False
-            self.arena.release(self)
+        if self.is_live:
+            self.is_live = False
+            if self.arena is None:
+                self.own.drop()
+            else:
+                self.arena.release(self)
 
     def aliases(self) -> list[torch.Tensor]:
         """Return the tensors that move with the buffer, the flat tensor first."""

@@ -158,20 +158,6 @@ class Observer:
         finally:
             self.emit(PhaseEnded(owner, phase))
 
-    def acquire(self, buffer: TemporaryBuffer) -> torch.Tensor:
-        """Acquire a buffer's memory and emit the event; see `TemporaryBuffer.acquire`."""
-        if not self.subscribers or buffer.is_live:
-            return buffer.acquire()
-        tensor = buffer.acquire()
-        self.emit(BufferAcquired(buffer))
-        return tensor
-
-    def release(self, buffer: TemporaryBuffer) -> None:
-        """Emit the event and release a buffer's memory. Idempotent."""
-        if self.subscribers and buffer.is_live:
-            self.emit(BufferReleasing(buffer))
-        buffer.release()
-
     def collective(self, event: CollectiveIssued, issue: Callable[[], Work]) -> Work:
         """Issue a collective, and emit the events of the issue and the wait."""
         self.emit(event)

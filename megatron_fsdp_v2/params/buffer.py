@@ -40,7 +40,12 @@ from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.layout.placement import AxisPlacements, Placement
 from megatron_fsdp_v2.memory.allocator import Allocator, BufferUse, TemporaryBuffer, alias_of
 from megatron_fsdp_v2.memory.host_memory import empty_in_host_memory
-from megatron_fsdp_v2.memory.observer import CollectiveIssued, Observer
+from megatron_fsdp_v2.memory.observer import (
+    BufferAcquired,
+    BufferReleasing,
+    CollectiveIssued,
+    Observer,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,11 +395,14 @@ class DataParallelBuffer:
 
     def take(self) -> torch.Tensor:
         """Allocate uninitialized memory if the buffer has none, and return `tensor`."""
-        memory = self.memory
+        memory, observer = self.memory, self.context.observer
         if memory is None or memory.is_live:
             return self.tensor
         with self.context.comm.allocation_context() as memory.stream:
-            return self.context.observer.acquire(memory)
+            tensor = memory.acquire()
+            if observer.subscribers:
+                observer.emit(BufferAcquired(memory))
+        return tensor
 
     def drop(self) -> None:
         """Free the temporary memory of this buffer and of `comm_copy`. Idempotent."""
@@ -403,10 +411,12 @@ class DataParallelBuffer:
             self.comm_copy.drop()
 
     def _release(self) -> None:
-        memory = self.memory
+        memory, observer = self.memory, self.context.observer
         if memory is not None and memory.is_live:
             self.context.comm.wait_before_free(memory.stream)
-            self.context.observer.release(memory)
+            if observer.subscribers:
+                observer.emit(BufferReleasing(memory))
+            memory.release()
 
     def return_to_saved_views(self) -> None:
         """Move gathered values to the memory that views saved by autograd refer to.
@@ -421,7 +431,8 @@ class DataParallelBuffer:
             values = self.tensor.clone()
             self._release()
             self.take()
-            memory.arena.check_not_displaced(memory)
+            if memory.arena is not None:
+                memory.arena.check_not_displaced(memory)
             self.tensor.copy_(values)
 
     # -- redistribution -----------------------------------------------------------------------
@@ -452,7 +463,8 @@ class DataParallelBuffer:
         """
         context = self.context
         out.take()
-        source, target, after = self._to_communicate(), out.tensor, None
+        source = self.tensor if self.comm_copy is None else self._copied_to(self.comm_copy)
+        target, after = out.tensor, None
         if out.staging is not None:
             target = out.staging.take()
             load = functools.partial(target.copy_, out.tensor, non_blocking=True)
@@ -511,11 +523,9 @@ class DataParallelBuffer:
             )
         return steps
 
-    def _to_communicate(self) -> torch.Tensor:
-        """Return the values in the communication dtype."""
-        if self.comm_copy is None:
-            return self.tensor
-        copied = self.comm_copy.take().copy_(self.tensor)
+    def _copied_to(self, other: DataParallelBuffer) -> torch.Tensor:
+        """Return the values in a buffer of the communication dtype."""
+        copied = other.take().copy_(self.tensor)
         # Freed now, so that a reduction under way holds one full buffer instead of two.
         self._release()
         return copied

@@ -230,15 +230,16 @@ class GroupGrads:
 
     @property
     def queues_partial(self) -> bool:
-        """Whether the second reduction may be queued before the first one is waited for.
+        """Whether a second reduction may be queued before the first one is waited for.
 
         Without streams, the host would wait. A cast of the sum, a hook and a staging buffer are on
         the compute stream.
         """
         partial = self.partial
         return (
-            self.context.comm.has_streams
-            and partial is not None
+            partial is not None
+            and self.context.spec.reduces
+            and self.context.comm.has_streams
             and partial.comm_copy is None
             and self._hook is None
             and self._staging is None
@@ -289,7 +290,7 @@ class GroupGrads:
     # -- collection ---------------------------------------------------------------------------
 
     def collect(self, index: int, param: nn.Parameter) -> None:
-        """Move the new gradient of a gathered parameter into the full buffer."""
+        """Move the new gradient of a gathered parameter into the full buffer, which has memory."""
         grad = param.grad
         assert grad is not None
         param.grad = None
@@ -310,7 +311,6 @@ class GroupGrads:
             param.grad_added_to_main_grad = False
             if not getattr(param, "zero_out_wgrad", False):
                 return
-        self.begin()
         # With `create_graph=True` the gradient has a grad_fn.
         self.add(index, grad.detach() if grad.requires_grad else grad)
 
@@ -480,8 +480,8 @@ class GroupGrads:
         if self.context.spec.offload is not None:
             self.context.comm.synchronize()
         if self.is_written:
-            size = len(self._owed)
-            self.contributed, self._owed, self._was_none = ([False] * size for _ in range(3))
+            none = [False] * len(self._owed)
+            self.contributed, self._owed, self._was_none = none, none.copy(), none.copy()
         self.is_written = False
         self._held = None
 

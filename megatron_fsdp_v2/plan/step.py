@@ -327,7 +327,7 @@ class StepRecorder(AbstractContextManager["StepRecorder"]):
         if flight.use <= 1 and gathers.num_uses <= 2:
             return Reason.FIRST
         if not issued.is_async:
-            is_off = gathers.limit.is_none or purpose == "refresh"
+            is_off = gathers.limit.units == 0 or purpose == "refresh"
             return Reason.AT_ONCE if is_off else Reason.ORDER
         # With an issue as soon as the link was free, the wait would be shorter by the idle time.
         if flight.use > 1 and 2 * flight.idle >= seconds:

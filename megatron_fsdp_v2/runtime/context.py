@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from megatron_fsdp_v2._compiler import uncompiled
+from megatron_fsdp_v2._compiler import reject_compiled_autograd, uncompiled
 from megatron_fsdp_v2.comm.backends import is_capturing
 from megatron_fsdp_v2.comm.interface import Communicator
 from megatron_fsdp_v2.memory.allocator import Allocator
@@ -90,7 +90,7 @@ class Context[UnitT: UnitView]:
 
     def units(self) -> list[UnitT]:
         """Live units, parents before children."""
-        return live(self._units)
+        return [unit for ref in self._units if (unit := ref()) is not None]
 
     def groups(self) -> list[ParameterGroup]:
         """Parameter groups of all live units."""
@@ -219,6 +219,7 @@ class Context[UnitT: UnitView]:
 
     def queue_end(self) -> None:
         """Let the engine report the end of its run, or that it failed."""
+        reject_compiled_autograd(self.units()[0].name)
         # Only the engine holds the callback, and frees it when the backward ends or fails. The
         # callback keeps the context of a model that was deleted after its forward.
         end = functools.partial(uncompiled(_end_backward), self)

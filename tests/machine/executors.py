@@ -111,7 +111,7 @@ class Group:
         setup = world.setup
         self.accumulates_unreduced = setup.zero < 2
         self.reduces_partial = setup.axes == 2
-        self.queues_partial = setup.queues
+        self.queues_partial = setup.queues and self.reduces_partial
         self.is_trained = number not in setup.frozen
         self.full = self.partial = ABSENT
         self.has_gradient = self.is_owed = False

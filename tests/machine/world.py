@@ -215,8 +215,8 @@ class World:
         """Check that the units that follow an expected use are gathered, or the chosen ones."""
         unit, limit = self.units[number].state, self.root_of(number).gathers.limit
         is_expected = order.following > 0 and order.expected[order.following - 1] is unit
-        following = limit.fitting(order.remaining()) if is_expected else []
-        for expected in chosen if chosen and not limit.is_none else following:
+        following = limit.fitting(order.expected[order.following :]) if is_expected else []
+        for expected in chosen if chosen and limit.units != 0 else following:
             require(expected.is_gathered, f"{expected.do.name} is not gathered ahead")
 
     def _compute(self, number: int, version: int) -> None:

@@ -46,7 +46,7 @@ class GroupCommands(Protocol):
 
     @property
     def queues_partial(self) -> bool:
-        """Whether the second reduction may be queued before the first one is waited for."""
+        """Whether a second reduction may be queued before the first one is waited for."""
 
     def reduce(self, *, async_op: bool) -> None:
         """Issue the reduction along the inner axis. Collective."""

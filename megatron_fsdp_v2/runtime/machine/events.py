@@ -8,7 +8,6 @@ from megatron_fsdp_v2.layout.weight_use import WeightUse
 from megatron_fsdp_v2.runtime.machine.commands import GroupCommands
 from megatron_fsdp_v2.runtime.machine.orders import ExecutionOrder, Gathers, Pass, PrefetchLimit
 from megatron_fsdp_v2.runtime.machine.reductions import (
-    begin_unit,
     defer,
     end_forward,
     end_pass,
@@ -68,7 +67,8 @@ def begin_pass(unit: UnitState, *, has_grad: bool) -> None:
         root.is_checked = False
     for each in root.units:
         # Before `free` registers the sharded parameters in place of assigned ones.
-        free_if_replaced(each)
+        if each.is_gathered:
+            free_if_replaced(each)
     if root.needs_repair:
         repair(root)
     if has_grad and unit.is_root:
@@ -84,7 +84,8 @@ def begin_pass(unit: UnitState, *, has_grad: bool) -> None:
 
 def _free_outdated(root: RootState) -> None:
     for unit in root.units:
-        free_if_outdated(unit)
+        if unit.is_gathered:
+            free_if_outdated(unit)
 
 
 def _continue_pass(root: RootState, *, has_grad: bool) -> None:
@@ -164,7 +165,7 @@ def _refresh(root: RootState) -> None:
     if root.ranks_may_differ:
         # Ranks may run different units, so every rank refreshes all groups here, not
         # at a unit's use: a rank that skips a unit still reduces with the others.
-        do.refresh_all(async_op=not root.gathers.limit.is_none)
+        do.refresh_all(async_op=root.gathers.limit.units != 0)
 
 
 # -- forwards --------------------------------------------------------------------------------------
@@ -219,7 +220,7 @@ def begin_forward(unit: UnitState, *, has_grad: bool, is_packed: bool) -> None:
                 # A reentrant one, whose graph replaces that of the forward.
                 root.do.forget_casts()
             prepare_recomputation(unit)
-        elif not unit.is_gathered_around:
+        elif unit.is_gathered and not unit.is_gathered_around:
             free_if_replaced(unit)
         gather_for(unit, WeightUse.FORWARD)
         if not again:
@@ -383,7 +384,7 @@ def first_gradient(forward: Forward, *, has_grad: bool) -> None:
         if forward.passed is not root.passed and not forward.is_nested:
             # An earlier forward of a unit whose end no hook reported, such as of the root. Other
             # ranks may reach units of that forward, which this rank did not run.
-            join(root, forward.passed, unit.do.name, forward.ends)
+            join(unit, forward.passed, forward.ends)
         return
     if has_grad and unit.is_collective:
         raise RuntimeError(
@@ -391,13 +392,15 @@ def first_gradient(forward: Forward, *, has_grad: bool) -> None:
             "after it (ZeRO-3); use sharding_strategy='optim_grads' to differentiate twice"
         )
     with unit.root.report(unit.fqn, "pre_backward"):
-        join(root, forward.passed, unit.do.name, forward.ends)
+        join(unit, forward.passed, forward.ends)
         unit.move(Phase.BACKWARD)
         unit.backward_number = forward.number
         if not forward.has_end_hook:
             defer(forward)
         unit.is_recomputed, unit.was_recomputed = unit.was_recomputed, False
-        begin_unit(unit)
+        root.pending.update(unit.reduced_with)
+        root.unit = unit
+        root.recomputed.pop(unit, None)
         before_use(unit)
         gather_for(unit, WeightUse.BACKWARD)
         look_ahead(unit, root.gathers.backward, unit.settings.backward_prefetch)
@@ -435,7 +438,7 @@ def last_gradient(forward: Forward, *, has_grad: bool) -> None:
 
 def expect_gradient(unit: UnitState) -> None:
     """Begin a backward at a gradient that reached a weight before an output of its unit."""
-    join(unit.root, unit.root.current, unit.do.name)
+    join(unit, unit.root.current)
 
 
 def is_in_backward(root: RootState) -> bool:
@@ -491,7 +494,7 @@ def direct_gradient(
     root = unit.root
     if not root.is_scheduled:
         finish_deferred(root, number)
-        join(root, passed, unit.do.name, number)
+        join(unit, passed, number)
         root.pending.add(unit)  # of a recomputation too
     if not group.is_arriving:
         make_room(root)

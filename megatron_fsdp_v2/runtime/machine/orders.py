@@ -35,24 +35,20 @@ class PrefetchLimit:
     units: int | None = 1
     nbytes: int | None = None
 
-    @property
-    def is_none(self) -> bool:
-        """Whether nothing is gathered ahead."""
-        return self.units == 0
-
     def fitting[UnitT: UnitFacts](self, following: Iterable[UnitT]) -> list[UnitT]:
         """Return the first of the next units that fit into the limit.
 
         Args:
-            following: The next units, in order.
+            following: The next units, in order, perhaps with deleted ones.
         """
-        if self.nbytes is None:
-            return list(itertools.islice(following, self.units))
         ahead: list[UnitT] = []
         total = 0
         for unit in following:
+            if unit.is_gone:
+                continue
             total += unit.nbytes
-            if len(ahead) == self.units or (ahead and total > self.nbytes):
+            is_too_much = self.nbytes is not None and total > self.nbytes
+            if len(ahead) == self.units or (ahead and is_too_much):
                 break
             ahead.append(unit)
         return ahead
@@ -96,17 +92,18 @@ class ExecutionOrder[UnitT: UnitFacts]:
         self.ran.append(unit)
 
     def after(self, unit: UnitT) -> Iterator[UnitT]:
-        """Return the units expected after a unit that runs now; empty if it was not expected."""
-        for position in range(self.following, len(self.expected)):
-            if self.expected[position] is unit:
-                self.following = position + 1
-                return self.remaining()
-        return iter(())
+        """Return the units expected after a unit that runs now; empty if it was not expected.
 
-    def remaining(self) -> Iterator[UnitT]:
-        """Return the units that are still expected. Lazy, since callers read only a few."""
-        following = itertools.islice(self.expected, self.following, None)
-        return (unit for unit in following if not unit.is_gone)
+        Lazy, since callers read only a few; a unit that needs no gather is part of no order.
+        """
+        if unit.nbytes:
+            for position in range(self.following, len(self.expected)):
+                if self.expected[position] is unit:
+                    self.following = position + 1
+                    break
+            else:
+                return iter(())
+        return itertools.islice(self.expected, self.following, None)
 
 
 class Gathers[UnitT: UnitFacts]:
@@ -179,19 +176,15 @@ class Numbers:
     """Counts the forwards of all roots, and lists the passes that are not reduced yet.
 
     Attributes:
+        next: Returns the next number of the beginnings and ends of forwards, of all roots.
         unreduced: Turns of passes whose units are reduced in order, and are not all reduced yet.
     """
 
-    __slots__ = ("_number", "unreduced")
+    __slots__ = ("next", "unreduced")
 
     def __init__(self) -> None:
-        self._number = -1
+        self.next = itertools.count().__next__
         self.unreduced: list[Turn] = []
-
-    def next(self) -> int:
-        """Return the next number of the beginnings and ends of forwards, of all roots."""
-        self._number += 1
-        return self._number
 
 
 class Pass[UnitT: UnitFacts]:

@@ -29,19 +29,19 @@ from megatron_fsdp_v2.runtime.machine.weights import drop_prefetched, free
 # -- beginning -------------------------------------------------------------------------------------
 
 
-def join(root: RootState, passed: Pass[UnitState], what: str, position: int = UNKNOWN) -> None:
+def join(unit: UnitState, passed: Pass[UnitState], position: int = UNKNOWN) -> None:
     """Begin a backward, with a callback at its end, unless one is under way.
 
     Args:
-        root: Root of the unit whose backward begins.
+        unit: The unit whose backward begins.
         passed: The pass of the unit.
-        what: The unit's name, for error messages.
         position: Number of the forward that the engine has reached, if known.
     """
+    root = unit.root
     if root.engine is Engine.FAILED:
         repair(root)
     if root.engine is Engine.RESTING:
-        root.do.check_captured_pass(f"the backward of {what}")
+        root.do.check_captured_pass(f"the backward of {unit.do.name}")
         root.do.queue_end()
         root.engine, root.run = Engine.RUNNING, root.do.engine_run
         if root.ranks_may_differ:
@@ -63,20 +63,12 @@ def join(root: RootState, passed: Pass[UnitState], what: str, position: int = UN
     root.passed = passed
     if root.pass_unit is not None:
         # A backward inside a forward, which uses weights until the backward ends.
-        for unit in root.units:
-            if unit.has_begun and unit.passed is passed:
-                passed.add_use(unit.reduced_with)
-                root.pending.update(unit.reduced_with)
+        for each in root.units:
+            if each.has_begun and each.passed is passed:
+                passed.add_use(each.reduced_with)
+                root.pending.update(each.reduced_with)
     passed.begin_backward()
     root.pending.update(passed.used_directly)
-
-
-def begin_unit(unit: UnitState) -> None:
-    """Record that the backward of a unit begins, which ends its recomputation."""
-    root = unit.root
-    root.pending.update(unit.reduced_with)
-    root.unit = unit
-    root.recomputed.pop(unit, None)
 
 
 def finish_deferred(root: RootState, number: int) -> None:
@@ -249,9 +241,9 @@ def _reduce(root: RootState, unit: UnitState, *, synchronize: bool) -> None:
             for group in due:
                 group.reduce(async_op=is_async)
                 reduction.groups.append(group)
-            if synchronize and is_async:
+            queued = [g for g in due if synchronize and is_async and g.queues_partial]
+            if queued:
                 # Behind the inner ones, in a stream of their own; others when these are waited for.
-                queued = [g for g in due if g.reduces_partial and g.queues_partial]
                 _reduce_outer(root, queued, 2 * root.control.max_live)
         if not is_async:
             drain(root)
@@ -269,11 +261,10 @@ def _reduce_rest(root: RootState, unit: UnitState, *, synchronize: bool) -> None
 
 def _owe(root: RootState, unit: UnitState) -> None:
     """Record the trained parameters of a unit whose gradients are synchronized later."""
-    if not unit.syncs_gradients:
-        for group in unit.groups:
-            # Another rank may have gradients of a unit that this rank skipped, unless all run it.
-            if root.ranks_may_differ or group.has_gradient or group.has_partial:
-                group.owe()
+    for group in unit.groups:
+        # Another rank may have gradients of a unit that this rank skipped, unless all run it.
+        if root.ranks_may_differ or group.has_gradient or group.has_partial:
+            group.owe()
 
 
 # -- room ------------------------------------------------------------------------------------------
@@ -304,8 +295,7 @@ def _finish_inner(root: RootState) -> None:
     with root.report(groups[0].name, "finish_reduction"):
         for group in groups:
             group.end_inner()
-    if reduction.synchronize:
-        following = [g for g in groups if g.reduces_partial and g.has_partial]
+    if reduction.synchronize and (following := [g for g in groups if g.has_partial]):
         _reduce_outer(root, following, root.control.max_live)
 
 
@@ -314,12 +304,10 @@ def _reduce_outer(root: RootState, groups: Sequence[GroupCommands], most: int) -
 
     Args:
         root: The root.
-        groups: Groups of one unit; nothing happens if there are none.
+        groups: Groups of one unit.
         most: Number of units that may be in flight. Otherwise partial shards of all units would be
             live at the end of a backward.
     """
-    if not groups:
-        return
     while len(root.outer) >= most:
         _finish_outer(root)
     reduction = Reduction()
@@ -351,27 +339,35 @@ def end(root: RootState) -> None:
         return
     _reduce_in_turn(root, AT_END)
     together = _together(root)
-    for each in together:
-        _reduce_remaining(each)
+    synced = [_reduce_remaining(each) for each in together]
     # Of all roots first: a unit that two roots share may be in flight for either.
-    for each in together:
-        _end_alone(each)
+    for each, units in zip(together, synced, strict=True):
+        _end_alone(each, synchronize=bool(units))
     # Hooks run last: they may step weights, and may raise.
-    for each in together:
-        run_hooks(each)
+    for each, units in zip(together, synced, strict=True):
+        each.do.run_hooks(units)
 
 
-def _reduce_remaining(root: RootState) -> None:
-    """Reduce remaining gradients, wait for all, and bring every unit to IDLE. Collective."""
+def _reduce_remaining(root: RootState) -> list[UnitState]:
+    """Reduce remaining gradients, wait for all, and bring every unit to IDLE. Collective.
+
+    Returns:
+        The units whose gradients the backward synchronized.
+    """
     if root.ranks_may_differ:
         # All had their turn, also if a double backward reached some of them again since.
         root.pending.clear()
+    synced = []
     for unit in reversed(root.units):
         if unit.settings.reshard_after_backward:
             free(unit)
+        is_synced = unit.syncs_gradients
         if unit in root.pending or any([g.has_partial or g.has_gradient for g in unit.groups]):
-            _reduce_rest(root, unit, synchronize=unit.syncs_gradients)
-        _owe(root, unit)
+            _reduce_rest(root, unit, synchronize=is_synced)
+        if is_synced:
+            synced.append(unit)
+        else:
+            _owe(root, unit)
         if unit.phase is Phase.BACKWARD:
             # Its inputs need no gradients, so no hook marked the end of its backward.
             unit.num_pending_backwards = max(0, unit.num_pending_backwards - 1)
@@ -381,10 +377,10 @@ def _reduce_remaining(root: RootState) -> None:
         unit.pending_modules.clear()
     drop_prefetched(root)
     drain(root)
+    return synced
 
 
-def _end_alone(root: RootState) -> None:
-    synchronize = any([unit.syncs_gradients for unit in root.units])
+def _end_alone(root: RootState, *, synchronize: bool) -> None:
     _end_reductions(root, synchronize=synchronize)
     # An optimizer without torch's step hooks may step now.
     root.weight_version += synchronize
@@ -397,18 +393,23 @@ def end_scheduled(root: RootState) -> None:
 
     Units that other micro-batches use stay gathered.
     """
-    synchronize = any([unit.syncs_gradients for unit in root.units])
+    synced = []
     for unit in reversed(root.units):
-        _reduce_rest(root, unit, synchronize=unit.syncs_gradients)
-        _owe(root, unit)
+        is_synced = unit.syncs_gradients
+        _reduce_rest(root, unit, synchronize=is_synced)
+        if is_synced:
+            synced.append(unit)
+        else:
+            _owe(root, unit)
     drain(root)
+    synchronize = bool(synced)
     _end_reductions(root, synchronize=synchronize)
     root.num_scheduled -= 1
     if not root.is_scheduled:
         drop_prefetched(root)
         root.weight_version += synchronize
         end_pass(root, "synchronized schedule" if synchronize else "schedule")
-    run_hooks(root)
+    root.do.run_hooks(synced)
 
 
 def synchronize(root: RootState, units: Sequence[UnitState]) -> None:
@@ -437,11 +438,6 @@ def _end_reductions(root: RootState, *, synchronize: bool) -> None:
     """End reductions that were waited for, and drop gradients to which no rank contributed."""
     root.do.end_reductions()
     root.has_unreduced = not synchronize
-
-
-def run_hooks(root: RootState) -> None:
-    """Run users' hooks on the gradients that a backward synchronized."""
-    root.do.run_hooks([unit for unit in reversed(root.units) if unit.syncs_gradients])
 
 
 def end_pass(root: RootState, name: str) -> None:

@@ -196,8 +196,9 @@ class UnitState(UnitFacts):
     def syncs_gradients(self) -> bool:
         """Whether this backward reduces gradients into `param.grad`."""
         settings = self.settings
-        ends_here = settings.is_last_backward and not settings.is_finalized_manually
-        return ends_here and self.syncs_when_finalized
+        if not settings.is_last_backward or settings.is_finalized_manually:
+            return False
+        return self.syncs_when_finalized
 
     def reshards_after_forward(self, *, has_grad: bool) -> bool:
         """Return whether a forward that ends now reshards."""

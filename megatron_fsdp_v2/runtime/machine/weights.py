@@ -59,14 +59,14 @@ def free(unit: UnitState, *, after_error: bool = False) -> None:
 
 def free_if_replaced(unit: UnitState) -> None:
     """Sync parameters that were assigned while weights were gathered, and free the weights."""
-    if unit.is_gathered and unit.do.is_replaced():
+    if unit.do.is_replaced():
         unit.do.sync()
         free(unit)
 
 
 def free_if_outdated(unit: UnitState) -> None:
-    """Free weights that are stale or changed, or of which some were frozen or unfrozen."""
-    if unit.is_gathered and unit.do.is_outdated():
+    """Free gathered weights that are stale or changed, or of which some were (un)frozen."""
+    if unit.do.is_outdated():
         free(unit)
 
 
@@ -101,7 +101,7 @@ def free_after_use(unit: UnitState, order: ExecutionOrder[UnitState]) -> None:
     """
     gathers = unit.root.gathers
     is_next = order.expected[order.following : order.following + 1] == [unit]
-    if is_next and unit.is_gathered and not gathers.limit.is_none:
+    if is_next and unit.is_gathered and gathers.limit.units != 0:
         gathers.prefetched.appendleft(unit)
     else:
         free(unit)
@@ -118,8 +118,8 @@ def look_ahead(
         chosen: Units chosen by the user instead of the predicted ones.
     """
     gathers = unit.root.gathers
-    following = order.after(unit) if unit.nbytes else order.remaining()
-    if gathers.limit.is_none:
+    following = order.after(unit)
+    if gathers.limit.units == 0:
         return
     if chosen:
         # Chosen units stay gathered until they run or the pass ends.

@@ -8,7 +8,7 @@ import functools
 import operator
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -298,7 +298,7 @@ def watch_inputs(
             node.register_hook(functools.partial(uncompiled(_node_ran), function))
         return view
 
-    return map_tensors(route, args), map_tensors(route, kwargs)
+    return map_tensors(route, args), kwargs and map_tensors(route, kwargs)
 
 
 def _node_ran(function: Callable[[], None], grad_inputs: Any, grad_outputs: Any) -> None:
@@ -359,8 +359,9 @@ def _call_outermost_first(functions: list[Callable[[], None]], grad: torch.Tenso
         function()
 
 
-def tensors_within(value: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors in containers, dataclasses and object attributes, without duplicates."""
+def tensors_within(value: Any) -> list[torch.Tensor]:
+    """Return all tensors in containers, dataclasses and object attributes, without duplicates."""
+    found: list[torch.Tensor] = []
     seen: set[int] = set()
     left = [value]
     while left:
@@ -369,7 +370,7 @@ def tensors_within(value: Any) -> Iterator[torch.Tensor]:
             continue
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
-            yield item
+            found.append(item)
             continue
         if isinstance(item, _LEAVES):
             continue
@@ -387,6 +388,7 @@ def tensors_within(value: Any) -> Iterator[torch.Tensor]:
             slots = cls.__dict__.get("__slots__", ())
             names = (slots,) if isinstance(slots, str) else slots
             left += [getattr(item, name) for name in names if hasattr(item, name)]
+    return found
 
 
 # Objects that hold no outputs; searching their attributes would reach the whole program.

@@ -403,7 +403,8 @@ class ParameterGroup:
 
     def _wait(self) -> bool:
         """Wait for refreshes and gathers; return whether there were gathers to wait for."""
-        self.wait_for_refresh()
+        if self._refreshing is not DONE:
+            self.wait_for_refresh()
         if self._gathering is None:
             return False
         for work in self._gathering:
@@ -420,8 +421,8 @@ class ParameterGroup:
         self._reference_count -= 1
         if self._reference_count:
             return ""
-        written = self.parameters.find_written()
-        self.parameters.note_written()
+        if written := self.parameters.find_written():
+            self.parameters.note_written()
         if not self._wait() and self.parameters.has_changed_requires_grad():
             self.parameters.copy_requires_grad_to_sharded()
         self.parameters.install(self.sharded_params)

@@ -302,7 +302,8 @@ class GroupParameters:
         """Set `requires_grad` of gathered parameters to that of the sharded ones."""
         with plain_attributes():
             self._trained = list(map(raw_requires_grad, self.sharded))
-        if self.has_changed_requires_grad():
+            is_changed = self._trained != list(map(raw_requires_grad, self.gathered))
+        if is_changed:
             for gathered, is_trained in zip(self.gathered, self._trained, strict=True):
                 gathered.requires_grad_(is_trained)
 
@@ -386,7 +387,7 @@ class GroupParameters:
         Raises:
             ValueError: A change of shape, dtype or identity is not supported.
         """
-        found = list(self.replaced())
+        found = self.replaced()
         replaced: dict[int, Any] = {}
         for index, module, attribute, other in found:
             place, first = f"{attribute} of {type(module).__name__}", replaced.get(index)
@@ -410,16 +411,17 @@ class GroupParameters:
         if not any(index == found[0] for index, _, _ in self._sites):
             self.sharded[found[0]].requires_grad_(False)
 
-    def is_replaced(self) -> bool:
-        """Return whether another tensor is registered in place of a parameter."""
-        return next(self.replaced(), None) is not None
-
-    def replaced(self) -> Iterator[tuple[int, nn.Module, str, torch.Tensor | None]]:
-        """Yield sites with another tensor: index, module, name, registered tensor."""
-        for index, module, attribute in self.sites():
-            found = module._parameters.get(attribute)
-            if found is not self.sharded[index] and found is not self.gathered[index]:
-                yield index, module, attribute, found
+    def replaced(self) -> list[tuple[int, nn.Module, str, torch.Tensor | None]]:
+        """Return sites with another tensor: index, module, name, registered tensor."""
+        found: list[tuple[int, nn.Module, str, torch.Tensor | None]] = []
+        # A loop without `sites`: it runs at every use.
+        for index, module_ref, attribute in self._sites:
+            module = module_ref()
+            if module is not None:
+                param = module._parameters.get(attribute)
+                if param is not self.sharded[index] and param is not self.gathered[index]:
+                    found.append((index, module, attribute, param))
+        return found
 
     def _adopt_assigned(self, changed: Sequence[int]) -> None:
         """Copy local tensors that user code assigned into the main weight, and use it again.

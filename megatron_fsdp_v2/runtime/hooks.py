@@ -56,7 +56,7 @@ def pre_forward(module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """
     unit: Unit = module._fsdp_unit
     state = unit.state
-    if state.is_scheduled:
+    if state.root.num_scheduled and state.is_scheduled:
         if not unit.is_unsharded:
             raise RuntimeError(
                 f"{unit.name} runs outside the uses that its schedule reports, so its weights are "
@@ -77,7 +77,8 @@ def post_forward(module: Any, args: Any, output: Any) -> Any:
     """
     del args
     unit: Unit = module._fsdp_unit
-    if unit.state.is_scheduled:
+    state = unit.state
+    if state.root.num_scheduled and state.is_scheduled:
         unit.forget_forward()
         return unit.cast_outputs(output)
     if unit.running.is_called_again and _is_called_again(module):

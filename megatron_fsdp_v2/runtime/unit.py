@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp_v2._compiler import reject_compiled_autograd, uncompiled
+from megatron_fsdp_v2._compiler import uncompiled
 from megatron_fsdp_v2.dtensor.sharded_rows import plain_attributes, raw_grad
 from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp_v2.layout.weight_use import WeightUse
@@ -148,7 +148,7 @@ class Unit:
         for group in self.groups:
             if group.is_held:
                 continue
-            for _, module, attribute, param in list(group.parameters.replaced()):
+            for _, module, attribute, param in group.parameters.replaced():
                 found = find_sharded(param)
                 if found is None or found[0].is_held:
                     continue
@@ -274,7 +274,7 @@ class Unit:
 
     def is_replaced(self) -> bool:
         """Return whether user code assigned other parameters while weights were gathered."""
-        return any(g.parameters.is_replaced() for g in self.held_groups)
+        return any([g.parameters.replaced() for g in self.held_groups])
 
     def sync(self) -> None:
         """Apply changes that user code made to parameters."""
@@ -325,7 +325,7 @@ class Unit:
             for index, grad in enumerate(grads):
                 if grad is not None:
                     if not group.grads.is_arriving:
-                        reductions.make_room(self.context.state)
+                        self._begin_gradients(group)
                     group.grads.collect(index, group.unsharded_params[index])
 
     def restore_inputs(self) -> None:
@@ -412,7 +412,8 @@ class Unit:
 
     def forget_forward(self) -> None:
         """Put replaced tensors back, at the end of a forward."""
-        self.restore_inputs()
+        self.running.replaced.restore()
+        self.running = ForwardTensors()
         self.state.end_forward()
 
     def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -441,7 +442,8 @@ class Unit:
     def wrap_outputs(self, output: Any) -> Any:
         """Return forward outputs in the dtype of the policy, with hooks for the backward."""
         running = self.running
-        output = self.cast_outputs(output)
+        if self.policy.output_dtype is not None:
+            output = self.cast_outputs(output)
         if torch.is_grad_enabled():
             forward, since = running.forward, running.since
             if forward is None:
@@ -461,9 +463,8 @@ class Unit:
         """Gather weights, when the first gradient reaches an output of a forward.
 
         Raises:
-            RuntimeError: The backward is compiled; see also `events.first_gradient`.
+            RuntimeError: See `events.first_gradient`.
         """
-        reject_compiled_autograd(self.name)
         if self.state.is_gathered:
             for group in self.held_groups:
                 if not group.has_copy:
@@ -502,8 +503,12 @@ class Unit:
             check_is_gathered(self, [group])
             events.expect_gradient(self.state)
         if not group.grads.is_arriving:
-            reductions.make_room(root)
+            self._begin_gradients(group)
         group.grads.collect(index, param)
+
+    def _begin_gradients(self, group: ParameterGroup) -> None:
+        reductions.make_room(self.state.root)
+        group.grads.begin()
 
 
 def class_names(modules: Sequence[nn.Module]) -> str:

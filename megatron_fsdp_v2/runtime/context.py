@@ -22,7 +22,8 @@ from megatron_fsdp_v2.params.group import ParameterGroup, write_stale_weights
 from megatron_fsdp_v2.runtime.machine import events, reductions
 from megatron_fsdp_v2.runtime.machine.state import ProcessState, RootState, UnitState
 from megatron_fsdp_v2.runtime.options import RuntimeOptions
-from megatron_fsdp_v2.runtime.unit_checks import UnitView, check_capture, check_units
+from megatron_fsdp_v2.runtime.unit_checks import check_capture, check_units
+from megatron_fsdp_v2.runtime.unit_groups import UnitGroups
 
 type _Found = list[tuple[GroupGrads, list[torch.Tensor | None]]]
 
@@ -35,7 +36,7 @@ def live[T](refs: Iterable[Callable[[], T | None]]) -> list[T]:
     return [each for ref in refs if (each := ref()) is not None]
 
 
-class Context[UnitT: UnitView]:
+class Context[UnitT: UnitGroups]:
     """What the units under one root share. `UnitT` is `Unit`, whose file imports this one.
 
     Attributes:
@@ -309,7 +310,7 @@ def _end_missing(groups: Iterable[GroupGrads]) -> None:
             grads.end_missing(list(itertools.islice(flags_left, len(grads.contributed))))
 
 
-def _end_backward[UnitT: UnitView](context: Context[UnitT]) -> None:
+def _end_backward[UnitT: UnitGroups](context: Context[UnitT]) -> None:
     reductions.end(context.state)
 
 

@@ -14,7 +14,7 @@ import torch
 from megatron_fsdp_v2.dtensor.row_shards import CollectGradient
 from megatron_fsdp_v2.params.group import ParameterGroup, find_sharded
 from megatron_fsdp_v2.runtime.machine import events
-from megatron_fsdp_v2.runtime.unit_checks import UnitView
+from megatron_fsdp_v2.runtime.unit_groups import UnitGroups
 
 
 class DirectUse:
@@ -26,7 +26,7 @@ class DirectUse:
         index: Index of the parameter in the group.
     """
 
-    def __init__(self, unit: UnitView, group: ParameterGroup, index: int) -> None:
+    def __init__(self, unit: UnitGroups, group: ParameterGroup, index: int) -> None:
         self._unit, self._group, self._index = unit, group, index
         self._passed, self._number, self._is_counted = events.begin_direct_use(unit.state)
 
@@ -44,7 +44,7 @@ class DirectUse:
 
 
 def begin_direct_use(
-    unit_ref: Callable[[], UnitView | None], param: torch.Tensor
+    unit_ref: Callable[[], UnitGroups | None], param: torch.Tensor
 ) -> CollectGradient | None:
     """Begin a direct use of a tensor, unless it is not a parameter of the unit.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +29,7 @@ from megatron_fsdp_v2.params.autograd import (
     watch_inputs,
     watch_outputs,
 )
-from megatron_fsdp_v2.params.gradients import GroupGrads
-from megatron_fsdp_v2.params.group import ParameterGroup, find_sharded
+from megatron_fsdp_v2.params.group import ParameterGroup
 from megatron_fsdp_v2.runtime.context import Context, live
 from megatron_fsdp_v2.runtime.direct_use import begin_direct_use
 from megatron_fsdp_v2.runtime.machine import events, reductions
@@ -43,15 +42,13 @@ from megatron_fsdp_v2.runtime.unit_checks import (
     compare_gather,
     compare_unit,
 )
-
-# The unit of each group, which reduces its gradients.
-_OWNERS: weakref.WeakKeyDictionary[ParameterGroup, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
+from megatron_fsdp_v2.runtime.unit_groups import UnitGroups, owner_of
 
 
 def unit_owning(group: ParameterGroup) -> Unit | None:
     """Return the unit that owns a group; None before the unit is made and after its deletion."""
-    ref = _OWNERS.get(group)
-    return None if ref is None else ref()
+    unit = owner_of(group)
+    return unit if isinstance(unit, Unit) else None
 
 
 @dataclass(slots=True)
@@ -73,22 +70,14 @@ class ForwardTensors:
     is_called_again: bool = False
 
 
-class Unit:
+class Unit(UnitGroups):
     """Sharded parameters of one module or several: gathered, used, resharded and reduced together.
 
     Attributes:
-        state: State in the machine.
         context: Shared by the units under its root.
-        class_name: Class names of its modules before sharding.
         modules: Weak references to its modules.
-        groups: Its own parameter groups, which it gathers and reduces.
-        tied_groups: Groups of other units that have a parameter tied to one of its own; gathered by
-            this unit too, reduced by their owner.
-        held_groups: The groups it gathers: `groups` and `tied_groups`.
         policy: Dtypes of inputs and outputs.
-        root_options: Root options passed to this unit; all others come from the root.
         running: Tensors of its forward under way, or of the next one.
-        unset: Names of tensors without values when the unit was made, and functions that find them.
     """
 
     def __init__(
@@ -103,65 +92,20 @@ class Unit:
         root_options: Mapping[str, Any],
     ) -> None:
         self.context = context
-        self.class_name = class_names(modules)
         self.modules = [weakref.ref(module) for module in modules]
-        self.groups = list(groups)
-        self.tied_groups = list(tied_groups)
         self.policy = policy
-        self.root_options = dict(root_options)
         self.running = ForwardTensors()
-        self.unset: Sequence[tuple[str, Callable[[], torch.Tensor | None]]] = ()
-        self.state = UnitState(
+        state = UnitState(
             weakref.proxy(self),
-            [group.grads for group in self.groups],
+            [group.grads for group in groups],
             Settings(reshard_after_forward),
             context.state,
             [id(module) for module in modules],
-            has_outer=any(len(group.axes) > 1 for group in self.groups),
+            has_outer=any(len(group.axes) > 1 for group in groups),
         )
-        self._hold()
+        super().__init__(state, class_names(modules), groups, tied_groups, root_options)
         for group in self.groups:
-            _OWNERS[group] = weakref.ref(self)
             self._watch_gradients(group)
-
-    def __del__(self) -> None:
-        # A unit whose constructor raised has no state.
-        if "state" in vars(self):
-            self.state.forget()
-
-    def _hold(self) -> None:
-        """Set what depends on the groups that the unit gathers."""
-        state = self.state
-        self.held_groups = groups = [*self.groups, *self.tied_groups]
-        owners = [unit for unit in map(unit_owning, self.tied_groups) if unit is not None]
-        state.reduced_with = [state, *(owner.state for owner in owners)]
-        state.nbytes = sum(group.gathered_nbytes for group in groups)
-        state.single_payload = all(group.single_payload for group in groups)
-        state.is_collective = any(group.gathers_for_use for group in groups)
-
-    def join_tied(self) -> None:
-        """Gather other units' parameters too that the program tied to the unit's own.
-
-        Raises:
-            ValueError: A parameter was tied to one that is sharded otherwise.
-        """
-        for group in self.groups:
-            if group.is_held:
-                continue
-            for _, module, attribute, param in group.parameters.replaced():
-                found = find_sharded(param)
-                if found is None or found[0].is_held:
-                    continue
-                other, index = found
-                place, label = f"{attribute} of {type(module).__name__}", other.parameters.label
-                other.check_tie(
-                    f"{place} was tied to {label(index)}", group.spec, type(group.format)
-                )
-                group.parameters.leave_site(module, attribute)
-                other.parameters.add_site(index, module, attribute)
-                if other not in self.held_groups:
-                    self.tied_groups.append(other)
-                    self._hold()
 
     def _watch_gradients(self, group: ParameterGroup) -> None:
         """Register hooks that collect the gradients of gathered parameters."""
@@ -182,33 +126,14 @@ class Unit:
     # -- properties ---------------------------------------------------------------------------
 
     @property
-    def name(self) -> str:
-        """Name and class of the module, for error messages."""
-        return f"{self.fqn or 'the root'} ({self.class_name})"
-
-    @property
-    def fqn(self) -> str:
-        """Names of all its modules under the root, separated by commas; empty for the root."""
-        return self.state.fqn
-
-    @property
     def settings(self) -> Settings:
         """Options that a user sets between passes."""
         return self.state.settings
 
     @property
-    def is_root(self) -> bool:
-        """Whether its module is the outermost one."""
-        return self.state.is_root
-
-    @property
     def is_unsharded(self) -> bool:
         """Whether gathered weights are installed, or a gather is under way."""
         return self.state.is_gathered
-
-    def grads(self) -> list[GroupGrads]:
-        """Return the gradients of its groups."""
-        return [group.grads for group in self.groups]
 
     # -- commands -----------------------------------------------------------------------------
 
@@ -261,25 +186,6 @@ class Unit:
                 "parameter between steps (under torch.no_grad(), after reshard()), compute with "
                 "weight.clone(), or make a value that forwards change a buffer"
             )
-
-    def is_outdated(self) -> bool:
-        """Return whether gathered weights are stale or changed, or some were (un)frozen."""
-        version = self.context.state.weight_version
-        return any(
-            g.is_stale(version)
-            or g.parameters.has_changed_requires_grad()
-            or g.parameters.find_written()
-            for g in self.held_groups
-        )
-
-    def is_replaced(self) -> bool:
-        """Return whether user code assigned other parameters while weights were gathered."""
-        return any([g.parameters.replaced() for g in self.held_groups])
-
-    def sync(self) -> None:
-        """Apply changes that user code made to parameters."""
-        for group in self.held_groups:
-            group.parameters.sync()
 
     def check_pass(self) -> None:
         """Raise if no pass may begin with the unit.

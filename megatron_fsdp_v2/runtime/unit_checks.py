@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -16,28 +15,13 @@ from megatron_fsdp_v2.dtensor.sharded_rows import plain_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.params.group import ParameterGroup, groups_of, one_per_mesh
-from megatron_fsdp_v2.runtime.machine.commands import UnitCommands
-from megatron_fsdp_v2.runtime.machine.state import Phase, RootState, UnitState
-from megatron_fsdp_v2.runtime.materialize import UnsetTensor, check_has_values
+from megatron_fsdp_v2.runtime.machine.state import Phase, RootState
+from megatron_fsdp_v2.runtime.materialize import check_has_values
 from megatron_fsdp_v2.runtime.options import RuntimeOptions
+from megatron_fsdp_v2.runtime.unit_groups import UnitGroups
 
 
-class UnitView(UnitCommands, Protocol):
-    """A unit as its checks and its context see it: attributes of `Unit`, which uses both."""
-
-    state: UnitState
-    class_name: str
-    groups: list[ParameterGroup]
-    tied_groups: list[ParameterGroup]
-    held_groups: list[ParameterGroup]
-    root_options: dict[str, Any]
-    unset: Sequence[UnsetTensor]
-
-    def join_tied(self) -> None:
-        """See `Unit.join_tied`."""
-
-
-def check_capture(units: Sequence[UnitView], options: RuntimeOptions, state: RootState) -> None:
+def check_capture(units: Sequence[UnitGroups], options: RuntimeOptions, state: RootState) -> None:
     """Check that a pass or step can be captured in a CUDA graph.
 
     Args:
@@ -157,7 +141,7 @@ def _is_owned_there(param: torch.Tensor, module: nn.Module, attribute: str) -> b
     )
 
 
-def check_units(units: Sequence[UnitView], *, compares_ranks: bool) -> None:
+def check_units(units: Sequence[UnitGroups], *, compares_ranks: bool) -> None:
     """Check at the first use that all ranks sharded the model identically. Collective.
 
     Args:
@@ -199,7 +183,7 @@ NOTABLE_NBYTES = 64 << 20
 """Gathered bytes of a root above which `check_units` may warn of its size."""
 
 
-def _warn_of_large_root(units: Sequence[UnitView]) -> None:
+def _warn_of_large_root(units: Sequence[UnitGroups]) -> None:
     """Warn if a root owns more bytes of parameters than its largest unit.
 
     The root's parameters stay gathered, and their gradients unsharded, while any unit inside
@@ -234,7 +218,7 @@ def _nbytes(group: ParameterGroup, numel: int) -> int:
     return numel // gathered.packing * gathered.tensor.element_size()
 
 
-def _record(unit: UnitView, groups: Sequence[ParameterGroup]) -> UnitRecord:
+def _record(unit: UnitGroups, groups: Sequence[ParameterGroup]) -> UnitRecord:
     """Describe a unit's groups on one mesh."""
     options = [unit.class_name]
     copies = [0] * len(groups[0].axes)
@@ -253,7 +237,7 @@ def _record(unit: UnitView, groups: Sequence[ParameterGroup]) -> UnitRecord:
 
 
 def compare_unit(
-    units: Iterable[UnitView], unit: UnitView, action: str, *, along_all: bool = False
+    units: Iterable[UnitGroups], unit: UnitGroups, action: str, *, along_all: bool = False
 ) -> None:
     """Check that every rank is about to issue the same collectives of a unit. Collective.
 
@@ -280,7 +264,7 @@ def compare_unit(
 
 
 def compare_gather(
-    units: Iterable[UnitView], unit: UnitView, groups: Iterable[ParameterGroup]
+    units: Iterable[UnitGroups], unit: UnitGroups, groups: Iterable[ParameterGroup]
 ) -> None:
     """Check that every rank is about to gather, and perhaps to refresh, a unit. Collective.
 
@@ -299,7 +283,7 @@ def compare_gather(
     compare_unit(units, unit, "gather", along_all=refreshes)
 
 
-def check_is_between_steps(unit: UnitView, method: str) -> None:
+def check_is_between_steps(unit: UnitGroups, method: str) -> None:
     """Check that a unit has no unreduced gradients.
 
     Args:
@@ -315,7 +299,7 @@ def check_is_between_steps(unit: UnitView, method: str) -> None:
         )
 
 
-def check_is_gathered(unit: UnitView, groups: Sequence[ParameterGroup]) -> None:
+def check_is_gathered(unit: UnitGroups, groups: Sequence[ParameterGroup]) -> None:
     """Check that weights were gathered for the part of the backward that just ran.
 
     Raises:
@@ -334,7 +318,7 @@ def check_is_gathered(unit: UnitView, groups: Sequence[ParameterGroup]) -> None:
 
 
 def check_outputs(
-    unit: UnitView, tensors: Iterable[torch.Tensor], units: Callable[[], Sequence[UnitView]]
+    unit: UnitGroups, tensors: Iterable[torch.Tensor], units: Callable[[], Sequence[UnitGroups]]
 ) -> None:
     """Check that a forward returns no view of weights that are freed at its end.
 
@@ -367,7 +351,7 @@ def check_outputs(
                 )
 
 
-def _is_held_around(group: ParameterGroup, unit: UnitView, units: Sequence[UnitView]) -> bool:
+def _is_held_around(group: ParameterGroup, unit: UnitGroups, units: Sequence[UnitGroups]) -> bool:
     """Return whether an enclosing unit that is running holds the same weights."""
     return any(
         group in other.held_groups

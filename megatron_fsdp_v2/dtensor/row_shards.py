@@ -30,14 +30,15 @@ class GroupInfo:
             parameter from which a loss was computed directly.
         begin_direct_use: Called when autograd records an operation on a parameter of the group
             itself; returns None for another tensor.
-        num_draws: How many times random numbers were written into its tensors.
+        is_drawn: Whether random numbers were written into its tensors, and ranks have not compared
+            them since.
     """
 
     name: str = ""
     owner: Callable[[], object | None] = lambda: None
     before_grad_accumulation: Callable[[], None] = lambda: None
     begin_direct_use: Callable[[torch.Tensor], CollectGradient | None] = lambda param: None
-    num_draws: int = 0
+    is_drawn: bool = False
 
 
 @dataclass(frozen=True, slots=True)

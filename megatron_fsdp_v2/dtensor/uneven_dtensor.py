@@ -543,7 +543,7 @@ def _draw(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     is_init = inspect.isfunction(func)
     target = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
     if isinstance(target, UnevenDTensor) and func.__name__.endswith("_"):
-        target.row_shards.info.num_draws += 1
+        target.row_shards.info.is_drawn = True
     given = [*args, *kwargs.values()]
     if (
         not isinstance(target, UnevenDTensor)

@@ -57,7 +57,6 @@ class Context[UnitT: UnitGroups]:
         self.observer = Observer()
         self.state = RootState(PROCESS, weakref.proxy(self), options.control, self.observer.phase)
         self.device: torch.device | None = None
-        self._num_draws = 0
         self._units: list[weakref.ref[UnitT]] = []
         # The end-of-backward callback; the engine drops it together with a failed graph task.
         self._end: weakref.ref[object] | None = None
@@ -142,12 +141,10 @@ class Context[UnitT: UnitGroups]:
 
         Ranks compare these weights again.
         """
-        groups = self.groups()
-        num_draws = sum([group.info.num_draws for group in groups])
-        if num_draws == self._num_draws:
-            return False
-        self._num_draws = num_draws
-        return any(group.has_replicas for group in groups)
+        drawn = [group for group in self.groups() if group.info.is_drawn]
+        for group in drawn:
+            group.info.is_drawn = False
+        return any([group.has_replicas for group in drawn])
 
     def check_hooks(self) -> None:
         """Raise if a user registered a hook that parameters do not call."""

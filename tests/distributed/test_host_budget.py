@@ -79,20 +79,20 @@ def _per_unit(wrap: Any) -> dict[str, float]:
 # Per unit of four parameters, without the work of the module itself. A change that needs more
 # states the reason here; a change that needs less lowers the number.
 # Every unit checks whether its pass is captured in a CUDA graph (2 calls) and how users end
-# backwards (3), compares versions (1), and calls the observer at every phase and buffer (14 to 18).
+# backwards (2), compares versions (1), and asks the observer at every phase (10 to 12).
 # Reductions are in the order of all roots (7 below ZeRO-3), and a unit that runs twice is known (6
 # at ZeRO-3). The memory of a failed gather is freed (6 at ZeRO-3). Gathered parameters change
 # their class when their memory is freed and taken (4 at ZeRO-3), and are checked for changes in
 # place (2). Main gradients are allocated for each reduction: one allocation, and two operations
-# for every parameter. No special case skips a wait for finished work (5), the order of gradient
-# writes (4), or a look ahead that finds no unit (8 below ZeRO-3). A forward notes whether it may
+# for every parameter. No special case skips a wait for finished work (1), the order of gradient
+# writes (4), or a look ahead that finds no unit (4 below ZeRO-3). A forward notes whether it may
 # be recomputed, and the arguments that it may write into (5). Every collective passes through one
 # function that reports it (1 to 3), and every group tells whether this rank had its gradient (2).
 # Buffers and gradients ask for their stream where a communicator has none, too (6 to 13).
 BUDGETS = {
-    "no_shard": {"calls": 325, "operations": 18, "nodes": 1},
-    "optim_grads": {"calls": 361, "operations": 25, "nodes": 1},
-    "optim_grads_params": {"calls": 400, "operations": 23, "nodes": 1},
+    "no_shard": {"calls": 258, "operations": 18, "nodes": 1},
+    "optim_grads": {"calls": 292, "operations": 25, "nodes": 1},
+    "optim_grads_params": {"calls": 308, "operations": 23, "nodes": 1},
 }
 
 

@@ -25,6 +25,13 @@ TEXTS = {
 }
 """Pages outside of docs/, and their names in the site."""
 
+FIRST = (
+    *("fully_shard", "group_modules", "FSDPModule", "register_fsdp_forward_method"),
+    *("MixedPrecisionPolicy", "RuntimeOptions", "UnitOptions", "DataParallelMeshDims"),
+    "ShardPlacementResult",
+)
+"""Names of `megatron_fsdp_v2` on its page of the API, in this order: what users call."""
+
 PACKAGES = {
     "megatron_fsdp_v2": "Sharding",
     "megatron_fsdp_v2.checkpoint": "Checkpoints",
@@ -39,13 +46,28 @@ PACKAGES = {
 _LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)")
 
 
+def on_config(config: Any) -> Any:
+    """Name the version on every page."""
+    text = (ROOT / "megatron_fsdp_v2/__init__.py").read_text()
+    found = re.search(r'__version__ = "(.*)"', text)
+    assert found is not None
+    config.site_name = f"{config.site_name} {found[1]}"
+    return config
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Add the texts of the root, the pages of the API and the files that pages link to."""
     for text, page in TEXTS.items():
         files.append(File.generated(config, page, content=(ROOT / text).read_text()))
     for package, title in PACKAGES.items():
+        names = (
+            f", members: [{', '.join(FIRST)}], group_by_category: false"
+            if title == "Sharding"
+            else ""
+        )
         content = (
-            f"# {title}: `{package}`\n\n::: {package}\n    options: {{show_root_heading: false}}\n"
+            f"# {title}: `{package}`\n\n::: {package}\n"
+            f"    options: {{show_root_heading: false{names}}}\n"
         )
         files.append(File.generated(config, f"api/{package}.md", content=content))
     for name in _linked_files():

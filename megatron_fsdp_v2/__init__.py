@@ -9,6 +9,8 @@ from megatron_fsdp_v2.runtime.fsdp2 import FSDPModule, register_fsdp_forward_met
 from megatron_fsdp_v2.runtime.meshes import DataParallelMeshDims, ShardPlacementResult
 from megatron_fsdp_v2.runtime.options import RuntimeOptions, UnitOptions
 
+__version__ = "0.1.0"
+
 __all__ = [
     "DataParallelBuffer",
     "DataParallelMeshDims",
@@ -19,6 +21,7 @@ __all__ = [
     "ShardPlacementResult",
     "TracePoolAllocator",
     "UnitOptions",
+    "__version__",
     "fully_shard",
     "group_modules",
     "register_fsdp_forward_method",

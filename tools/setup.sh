@@ -112,7 +112,7 @@ create_environment() {
 # Prints the number of unpacked packages every 15 seconds, while it grows.
 count_unpacked() {
     local folder before now
-    folder="$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    folder="$(packages_folder)"
     before="$(find "$folder" -maxdepth 1 -name '*.dist-info' | wc -l)"
     # A sleep that outlives this script must not hold its output open.
     while sleep 15 >/dev/null 2>&1; do
@@ -158,6 +158,14 @@ install_project() {
         tail -n 20 "$LOG" >&2
         die "pip could not install the project: the lines above are the end of $LOG."
     fi
+    # An editable installation of packages in two folders is an import hook, which type checkers and
+    # editors do not run; they read paths.
+    printf '%s\n' "$PWD" "$PWD/adapters" >"$(packages_folder)/megatron_fsdp_v2_source.pth"
+}
+
+# Prints the folder that pip installs packages into.
+packages_folder() {
+    "$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 }
 
 # Compiles nothing and installs no dependencies: those of the pure wheel are compiled packages.

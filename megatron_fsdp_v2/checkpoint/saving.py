@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -80,6 +80,42 @@ _UNCHANGED = "nothing there has changed: "
 _BACKGROUND = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 """Saves run one after the other, on all ranks in the order of the calls: saves of the same ranks
 share a process group. A process waits for its saves before it exits."""
+
+
+@overload
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    extra: Any = None,
+    async_save: Literal[False] = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> None: ...
+
+
+@overload
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    extra: Any = None,
+    async_save: Literal[True],
+    process_group: dist.ProcessGroup | None = None,
+) -> Future[None]: ...
+
+
+@overload
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    extra: Any = None,
+    async_save: bool,
+    process_group: dist.ProcessGroup | None = None,
+) -> Future[None] | None: ...
 
 
 def save(

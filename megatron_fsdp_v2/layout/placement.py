@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 
 class Placement(enum.Enum):
@@ -40,9 +41,15 @@ class AxisPlacements:
     unreduced_grad: Placement
 
 
+type ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+"""Name of a strategy along the inner (or only) axis."""
+
+type OuterShardingStrategy = Literal["no_shard", "optim"]
+"""Name of a strategy along the outer axis."""
+
 _R, _S, _P = Placement.REPLICATE, Placement.SHARD, Placement.PARTIAL
 
-STRATEGIES: dict[str, AxisPlacements] = {
+STRATEGIES: dict[ShardingStrategy, AxisPlacements] = {
     "no_shard": AxisPlacements(_R, _R, _P),
     "optim": AxisPlacements(_R, _S, _P),
     "optim_grads": AxisPlacements(_R, _S, _S),
@@ -50,15 +57,19 @@ STRATEGIES: dict[str, AxisPlacements] = {
 }
 """Inner (or only) axis: DDP, ZeRO-1, ZeRO-2 and ZeRO-3."""
 
-OUTER_NAMES = {"no_shard": "HSDP", "optim": "HFSDP"}
+OUTER_NAMES: dict[OuterShardingStrategy, str] = {"no_shard": "HSDP", "optim": "HFSDP"}
 """Common name of a 2-D mesh with each outer strategy."""
 
-OUTER_STRATEGIES = {strategy: STRATEGIES[strategy] for strategy in OUTER_NAMES}
+OUTER_STRATEGIES: dict[OuterShardingStrategy, AxisPlacements] = {
+    strategy: STRATEGIES[strategy] for strategy in OUTER_NAMES
+}
 """Outer axis of a 2-D mesh. Its gradient is always reduced once a step."""
 
 
 def resolve_placements(
-    sharding_strategy: str, outer_dp_sharding_strategy: str, axis_sizes: Sequence[int]
+    sharding_strategy: ShardingStrategy,
+    outer_dp_sharding_strategy: OuterShardingStrategy,
+    axis_sizes: Sequence[int],
 ) -> tuple[AxisPlacements, ...]:
     """Convert strategy names into placements per mesh axis, outermost axis first.
 

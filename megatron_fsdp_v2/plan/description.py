@@ -14,7 +14,11 @@ import torch
 from torch import nn
 
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes, MixedPrecisionPolicy
-from megatron_fsdp_v2.layout.placement import OUTER_NAMES
+from megatron_fsdp_v2.layout.placement import (
+    OUTER_NAMES,
+    OuterShardingStrategy,
+    ShardingStrategy,
+)
 from megatron_fsdp_v2.layout.weight_use import WeightUse
 from megatron_fsdp_v2.params.formats import DenseFormat, WeightFormat, format_of
 from megatron_fsdp_v2.runtime.options import RuntimeOptions
@@ -264,10 +268,10 @@ class Strategy:
         others: Sharding strategies of meshes with their own, as pairs of mesh and strategy.
     """
 
-    inner: str = "optim_grads_params"
-    outer: str = "no_shard"
+    inner: ShardingStrategy = "optim_grads_params"
+    outer: OuterShardingStrategy = "no_shard"
     outer_size: int | None = None
-    others: tuple[tuple[str, str], ...] = ()
+    others: tuple[tuple[str, ShardingStrategy], ...] = ()
 
     @property
     def name(self) -> str:
@@ -276,7 +280,7 @@ class Strategy:
             return self.inner
         return f"{self.inner}, {OUTER_NAMES[self.outer]} x{self.outer_size}"
 
-    def inner_of(self, mesh: str) -> str:
+    def inner_of(self, mesh: str) -> ShardingStrategy:
         """Sharding strategy along the inner axis of a mesh."""
         return dict(self.others).get(mesh, self.inner)
 

@@ -10,7 +10,12 @@ from dataclasses import dataclass, replace
 
 from megatron_fsdp_v2._text import readable_size
 from megatron_fsdp_v2.diagnostics.memory_ledger import Role
-from megatron_fsdp_v2.layout.placement import OUTER_STRATEGIES, STRATEGIES, resolve_placements
+from megatron_fsdp_v2.layout.placement import (
+    OUTER_STRATEGIES,
+    STRATEGIES,
+    ShardingStrategy,
+    resolve_placements,
+)
 from megatron_fsdp_v2.layout.weight_use import WeightUse
 from megatron_fsdp_v2.plan.description import (
     MeshDescription,
@@ -155,7 +160,7 @@ class Plan:
 def strategies(
     training: TrainingDescription,
     outer_sizes: Sequence[int] = (),
-    others: tuple[tuple[str, str], ...] = (),
+    others: tuple[tuple[str, ShardingStrategy], ...] = (),
 ) -> Iterator[Strategy]:
     """Every strategy that the meshes allow.
 

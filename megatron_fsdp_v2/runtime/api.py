@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import Any, Concatenate, Literal, Protocol, cast, overload
 
 import torch
 from torch import nn
@@ -19,7 +19,12 @@ from megatron_fsdp_v2.comm.groups import check_gather_group
 from megatron_fsdp_v2.comm.rank_checks import reporting_errors
 from megatron_fsdp_v2.layout.buffer_layout import Granularity
 from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
-from megatron_fsdp_v2.layout.placement import Placement, resolve_placements
+from megatron_fsdp_v2.layout.placement import (
+    OuterShardingStrategy,
+    Placement,
+    ShardingStrategy,
+    resolve_placements,
+)
 from megatron_fsdp_v2.params.buffer import GroupSpec, Offload, ShardGrid
 from megatron_fsdp_v2.params.formats import format_of
 from megatron_fsdp_v2.params.parameters import OwnedParameter
@@ -33,7 +38,8 @@ from megatron_fsdp_v2.runtime.construct import (
     used_parameters,
     with_number_prefixes,
 )
-from megatron_fsdp_v2.runtime.meshes import DataMesh
+from megatron_fsdp_v2.runtime.fsdp2 import FSDPModule
+from megatron_fsdp_v2.runtime.meshes import DataMesh, MeshDims, PlacementFunction
 from megatron_fsdp_v2.runtime.module import named_units
 from megatron_fsdp_v2.runtime.options import (
     RuntimeOptions,
@@ -88,26 +94,45 @@ def group_modules(
     return groups
 
 
-def fully_shard[ModuleT: nn.Module | Sequence[nn.Module]](
-    module: ModuleT,
+class _Sharding[**OptionsP](Protocol):
+    """Type of `fully_shard`: as with FSDP2, the result has the methods of `FSDPModule`."""
+
+    @overload
+    def __call__(
+        self, module: nn.Module, *args: OptionsP.args, **kwargs: OptionsP.kwargs
+    ) -> FSDPModule: ...
+
+    @overload
+    def __call__(
+        self, module: Sequence[nn.Module], *args: OptionsP.args, **kwargs: OptionsP.kwargs
+    ) -> Sequence[FSDPModule]: ...
+
+
+def _typed[**OptionsP](function: Callable[Concatenate[Any, OptionsP], Any]) -> _Sharding[OptionsP]:
+    return cast("_Sharding[OptionsP]", function)
+
+
+@_typed
+def fully_shard(
+    module: nn.Module | Sequence[nn.Module],
     *,
     mesh: DeviceMesh | None = None,
-    sharding_strategy: str = "optim_grads_params",
-    outer_dp_sharding_strategy: str = "no_shard",
+    sharding_strategy: ShardingStrategy = "optim_grads_params",
+    outer_dp_sharding_strategy: OuterShardingStrategy = "no_shard",
     mp_policy: MixedPrecisionPolicy | TheirPolicy | None = None,
     reshard_after_forward: bool | int | None = True,
     ignored_params: AbstractSet[nn.Parameter] | None = None,
     shard_granularity: str = "row",
     gradient_scaling_factor: float | None = None,
-    on_missing_grad: str = "none",
+    on_missing_grad: Literal["none", "zero", "error"] = "none",
     enable_unshard_prefetch: bool | None = None,
     enable_async_reduce_grad: bool | None = None,
     enable_trace_pool: bool | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    shard_placement_fn: PlacementFunction | None = None,
     offload_policy: OffloadPolicy | None = None,
-    dp_mesh_dims: object = None,
+    dp_mesh_dims: MeshDims | None = None,
     options: RuntimeOptions | UnitOptions | None = None,
-) -> ModuleT:
+) -> Any:
     """Shard the parameters a module owns over a data-parallel mesh, in place.
 
     Call it bottom-up: on each module to gather separately, then on the root. A unit owns the

@@ -5,14 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from megatron_fsdp_v2.params.parameters import OwnedParameter
 
@@ -30,8 +30,23 @@ class _DataParallelMeshDims:
     replicate: str | tuple[str, ...] | None = None
 
 
-DataParallelMeshDims: Any = getattr(fsdp, "DataParallelMeshDims", _DataParallelMeshDims)
-"""Torch's class, or one with the same fields before torch 2.15."""
+if TYPE_CHECKING:
+    DataParallelMeshDims = _DataParallelMeshDims
+else:
+    DataParallelMeshDims = getattr(fsdp, "DataParallelMeshDims", _DataParallelMeshDims)
+    """Torch's class, or one with the same fields before torch 2.15."""
+
+
+class MeshDims(Protocol):
+    """What `fully_shard` reads of a `DataParallelMeshDims`, of torch or of this package."""
+
+    @property
+    def shard(self) -> str | tuple[str, ...] | None:
+        """Axes that shard parameters."""
+
+    @property
+    def replicate(self) -> str | tuple[str, ...] | None:
+        """Axes that replicate parameters."""
 
 
 class ShardPlacementResult(NamedTuple):
@@ -42,8 +57,24 @@ class ShardPlacementResult(NamedTuple):
         mesh_info: The data-parallel mesh, or torch's `FSDPMeshInfo` of it.
     """
 
-    placement: Shard | Replicate | None
+    placement: Placement | None
     mesh_info: object
+
+
+class _PlacementAndMesh(Protocol):
+    """A `ShardPlacementResult`, of torch or of this package."""
+
+    @property
+    def placement(self) -> Placement | None:
+        """`Shard`, `Replicate` or None."""
+
+    @property
+    def mesh_info(self) -> object:
+        """The data-parallel mesh, or torch's `FSDPMeshInfo` of it."""
+
+
+type PlacementFunction = Callable[[nn.Parameter], Placement | _PlacementAndMesh | None]
+"""Returns the placement of a parameter, and perhaps its mesh."""
 
 
 class DataMesh(NamedTuple):
@@ -63,7 +94,7 @@ class DataMesh(NamedTuple):
     is_part: bool = False
 
     @classmethod
-    def of(cls, mesh: object, dims: Any) -> DataMesh:
+    def of(cls, mesh: object, dims: MeshDims | None) -> DataMesh:
         """Return the data-parallel axes of a mesh.
 
         Flattens several axes into one, which is collective over the mesh the first time.
@@ -102,7 +133,7 @@ class DataMesh(NamedTuple):
 
     @classmethod
     def of_parameter(
-        cls, parameter: OwnedParameter, placement_fn: Callable[[nn.Parameter], Any], unit: DataMesh
+        cls, parameter: OwnedParameter, placement_fn: PlacementFunction, unit: DataMesh
     ) -> DataMesh:
         """Return the mesh that `shard_placement_fn` gives a parameter.
 
@@ -114,9 +145,10 @@ class DataMesh(NamedTuple):
         Raises:
             ValueError: The result is no placement that parameters can have.
         """
-        placement, where = placement_fn(parameter.param), unit
-        if hasattr(placement, "mesh_info"):
-            placement, where = placement.placement, _of_info(parameter.name, placement.mesh_info)
+        found, where = placement_fn(parameter.param), unit
+        placement: Any = found
+        if found is not None and not isinstance(found, Placement) and hasattr(found, "mesh_info"):
+            placement, where = found.placement, _of_info(parameter.name, found.mesh_info)
         if where.mesh.device_type != unit.mesh.device_type:
             raise ValueError(
                 f"shard_placement_fn gives parameter {parameter.name} a mesh of device type "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, cast, override
+from typing import TYPE_CHECKING, Any, NoReturn, cast, override
 
 import torch
 from torch import nn
@@ -21,8 +21,14 @@ from megatron_fsdp_v2.runtime.machine import events, reductions, weights
 from megatron_fsdp_v2.runtime.unit import Unit, unit_owning
 from megatron_fsdp_v2.runtime.unit_checks import check_is_between_steps
 
+if TYPE_CHECKING:
+    # The result of `fully_shard` has the methods of a module too.
+    _Module = nn.Module
+else:
+    _Module = object
 
-class ShardedModule:
+
+class ShardedModule(_Module):
     """Methods of a sharded module.
 
     Methods of PyTorch's FSDP2 have the same names and meaning here.
@@ -86,6 +92,7 @@ class ShardedModule:
 
     # -- gradients --------------------------------------------------------------------------------
 
+    @override
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, as `torch.nn.Module.zero_grad` does.
 
@@ -95,7 +102,7 @@ class ShardedModule:
         Args:
             set_to_none: Whether to set gradients to None instead of zero.
         """
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        super().zero_grad(set_to_none)
         gathered = [unit for unit in unit_of(self).context.units() if unit.is_unsharded]
         if not gathered:
             return
@@ -165,12 +172,13 @@ class ShardedModule:
 
     # -- conversions and copies -------------------------------------------------------------------
 
+    @override
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         unit: Unit = self._fsdp_unit
         weights.free(unit.state)
         _check_conversion(unit, fn)
         # The unit's next gather detects changed parameters.
-        return super()._apply(fn, recurse)  # type: ignore[misc]
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         """Reject deep copies.

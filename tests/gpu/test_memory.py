@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp_v2.diagnostics import memory_tracker
+from megatron_fsdp_v2.layout.placement import ShardingStrategy
 from megatron_fsdp_v2.plan import (
     MeshDescription,
     Strategy,
@@ -62,7 +63,9 @@ def measured(device: str, strategy: str, width: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_memory_of_a_step_is_within_its_layout_and_plan(machine: Machine, strategy: str) -> None:
+def test_memory_of_a_step_is_within_its_layout_and_plan(
+    machine: Machine, strategy: ShardingStrategy
+) -> None:
     width = 1024 if machine.on_cuda else 64
     with torch.device("meta"):
         units, _ = describe_module(deep(width=width))

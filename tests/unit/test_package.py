@@ -12,6 +12,7 @@ import pytest
 
 from tests.docs.blocks import ROOT, blocks_in, is_program
 from tests.processes import ran
+from tests.unit.test_types import checked
 
 pytestmark = pytest.mark.functional
 
@@ -74,6 +75,22 @@ def test_the_wheel_has_every_module_and_nothing_else(wheel: Path) -> None:
     assert not {name for name in others if not name.endswith("README.md")}
     metadata = {Path(name).name for name in names if ".dist-info/" in name}
     assert {"METADATA", "LICENSE", "NOTICE", "entry_points.txt"} <= metadata
+
+
+def test_a_program_is_type_checked_against_an_installed_wheel(wheel: Path, tmp_path: Path) -> None:
+    # An environment of its own: mypy reads the packages of the interpreter, and not PYTHONPATH.
+    done = ran(sys.executable, "-m", "venv", "--without-pip", "venv", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    zipfile.ZipFile(wheel).extractall(packages)
+    others = [path for path in sys.path if path.endswith("site-packages")]
+    links = tmp_path / "others"
+    links.mkdir()
+    for path in (each for other in others for each in Path(other).iterdir()):
+        if not path.name.startswith(("megatron_", "__editable__")):
+            (links / path.name).symlink_to(path)
+    (packages / "others.pth").write_text(str(links))
+    assert checked(tmp_path, str(tmp_path / "venv/bin/python")).startswith("Success")
 
 
 def test_an_installed_wheel_trains_saves_resumes_and_plans(wheel: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_fsdp_v2 import RuntimeOptions
-from megatron_fsdp_v2.layout.placement import STRATEGIES
+from megatron_fsdp_v2.layout.placement import STRATEGIES, ShardingStrategy
 from megatron_fsdp_v2.runtime.options import check_at_least_one
 from megatron_fsdp_v2_mcore.flags.table import OWN_FLAGS
 
@@ -39,7 +39,7 @@ class Options:
         ValueError: A strategy is unknown, or `unit_bytes` is less than 1.
     """
 
-    expert_strategy: str | None = None
+    expert_strategy: ShardingStrategy | None = None
     broadcasts_parameters: bool = False
     logs_parameter_norms: bool = False
     unit_bytes: int | None = None

@@ -22,6 +22,7 @@ from torch import nn
 from megatron_fsdp_v2 import group_modules
 from megatron_fsdp_v2.dtensor.sharded_rows import local_of, rows_like
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
+from megatron_fsdp_v2.layout.placement import ShardingStrategy
 from megatron_fsdp_v2_mcore.model.meshes import Meshes
 from megatron_fsdp_v2_mcore.model.tensor_shards import is_expert
 
@@ -45,7 +46,7 @@ class PlannedUnit:
 
     modules: Sequence[nn.Module]
     meshes: Meshes
-    strategy: str
+    strategy: ShardingStrategy
     embedding: nn.Module | None = None
 
     @property
@@ -59,8 +60,8 @@ def plan_units(
     unit_classes: tuple[type, ...],
     dense: Meshes,
     expert: Meshes | None,
-    strategy: str,
-    expert_strategy: str,
+    strategy: ShardingStrategy,
+    expert_strategy: ShardingStrategy,
     max_bytes: int,
     *,
     runs_whole: bool = True,

@@ -151,28 +151,26 @@ def draw(settings: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw step times relative to the baseline's, with a tick at each limit."""
     from matplotlib.figure import Figure
 
-    names = list(dict.fromkeys(name for found in settings for name in found["engines"]))
-    columns = min(3, len(settings))
+    columns = min(2, len(settings))
     rows = -(-len(settings) // columns)
-    figure = Figure(
-        figsize=(4 * columns + 1.5, 0.24 * len(names) * rows + 0.8), layout="constrained"
-    )
-    grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
+    most = max(len(found["engines"]) for found in settings)
+    figure = Figure(figsize=(6 * columns, (0.24 * most + 0.5) * rows + 0.5), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False)
     for number, axes in enumerate(grid.flat):
         if number >= len(settings):
             axes.set_axis_off()
             continue
         engines = settings[number]["engines"]
         base = engines.get(BASELINE, next(iter(engines.values())))["step_s"]
-        for row, name in enumerate(names):
-            if name in engines:
-                color = "tab:blue" if name.startswith("ours") else "tab:gray"
-                axes.barh(row, engines[name]["step_s"] / base, color=color)
-                axes.plot([engines[name]["limit_s"] / base] * 2, [row - 0.4, row + 0.4], "k-")
+        # Each setting has its own rows: engines differ between settings.
+        for row, (name, engine) in enumerate(engines.items()):
+            color = "tab:blue" if name.startswith("ours") else "tab:gray"
+            axes.barh(row, engine["step_s"] / base, color=color)
+            axes.plot([engine["limit_s"] / base] * 2, [row - 0.4, row + 0.4], "k-")
         axes.axvline(1.0, color="gray", linestyle=":")
         axes.set_title(settings[number]["name"], fontsize=8)
-    grid[0, 0].set_yticks(range(len(names)), names, fontsize=7)
-    grid[0, 0].invert_yaxis()
+        axes.set_yticks(range(len(engines)), list(engines), fontsize=7)
+        axes.invert_yaxis()
     figure.supxlabel(f"step over {BASELINE}'s; black: the limit", fontsize=8)
     figure.savefig(path, dpi=110)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -16,14 +16,8 @@ from megatron_fsdp_v2.memory.trace_pool import PoolReport, TracePoolAllocator
 __all__ = ["pool_picture"]
 
 WIDTH, HEIGHT = 1000, 360
-LEFT, TOP, GAP = 130, 40, 70
-COLORS = {
-    "model_weight": "#4c78a8",
-    "main_grad": "#f58518",
-    "grad_comm": "#e45756",
-    "partial_grad": "#72b7b2",
-}
-OTHER_COLOR = "#9d9da1"
+LEFT, TOP, GAP = 130, 40, 90
+COLORS = ("#4c78a8", "#f58518", "#e45756", "#72b7b2", "#54a24b", "#b279a2", "#9d9da1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +33,7 @@ def pool_picture(module: nn.Module, path: str | Path) -> None:
     """Draw the plans of a model's traced pool as an SVG.
 
     The picture has one panel for every traced pattern and kind of buffer. The horizontal axis is
-    time, one step per allocation or free of a buffer; the vertical axis is the address. A rectangle
+    time, in allocations and frees of buffers; the vertical axis is the address, in MiB. A rectangle
     is one lifetime of a buffer, with the buffer's name as a tooltip. The dashed line is the lower
     bound of the pool's size.
 
@@ -57,38 +51,50 @@ def pool_picture(module: nn.Module, path: str | Path) -> None:
             f"{type(module).__name__} has no trace pool; shard it with enable_trace_pool=True"
         )
     panels = [
-        (report, program.name, program.trace)
+        (report, f"{number}. {program.name}", program.trace)
         for report in allocator.reports()
         if report.plan is not None
-        for program in report.programs
+        for number, program in enumerate(report.programs, start=1)
     ]
     if not panels:
         raise RuntimeError("the trace pool has no plan yet; run a few steps first")
+    kinds = sorted({_kind(name) for report, _, _ in panels for name in report.names})
+    colors = {kind: COLORS[min(n, len(COLORS) - 1)] for n, kind in enumerate(kinds)}
     height = TOP + len(panels) * (HEIGHT + GAP)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + 20}" height="{height}" '
         'font-family="sans-serif" font-size="13">',
         '<rect width="100%" height="100%" fill="white"/>',
-        *_legend(),
+        *_legend(colors),
     ]
     for number, (report, name, trace) in enumerate(panels):
-        lines += _panel(report, name, trace, TOP + number * (HEIGHT + GAP) + 20)
+        lines += _panel(report, name, trace, TOP + number * (HEIGHT + GAP) + 20, colors)
     Path(path).write_text("\n".join([*lines, "</svg>"]) + "\n")
 
 
-def _legend() -> Iterator[str]:
-    for number, (kind, color) in enumerate(COLORS.items()):
+def _kind(label: str) -> str:
+    """Return what a buffer holds, the last part of its name."""
+    return label.rpartition("/")[2]
+
+
+def _legend(colors: Mapping[str, str]) -> Iterator[str]:
+    for number, (kind, color) in enumerate(colors.items()):
         x = LEFT + 140 * number
         yield f'<rect x="{x}" y="10" width="14" height="14" fill="{color}"/>'
         yield f'<text x="{x + 20}" y="22">{kind}</text>'
 
 
-def _panel(report: PoolReport, name: str, trace: Trace, top: float) -> Iterator[str]:
+def _panel(
+    report: PoolReport, name: str, trace: Trace, top: float, colors: Mapping[str, str]
+) -> Iterator[str]:
     plan = report.plan
     assert plan is not None
     scale = HEIGHT / max(plan.nbytes, 1)
     step = WIDTH / max(len(trace.events) + 1, 1)
-    title = f"{report.kind}, {name}: {plan.nbytes:,} bytes ({plan.excess:+.1%})"
+    title = (
+        f"{name}, {report.kind}: {plan.nbytes / 2**20:,.2f} MiB, {plan.excess:.1%} above the lower "
+        f"bound; {len(trace.events)} allocations and frees"
+    )
     yield f'<text x="{LEFT}" y="{top - 6:.1f}">{escape(title)}</text>'
     yield (
         f'<rect x="{LEFT}" y="{top:.1f}" width="{WIDTH}" height="{HEIGHT}" fill="none" '
@@ -99,7 +105,7 @@ def _panel(report: PoolReport, name: str, trace: Trace, top: float) -> Iterator[
         if offset is None:
             continue
         label = report.names[life.key]
-        color = COLORS.get(label.rsplit("/", 1)[-1], OTHER_COLOR)
+        color = colors[_kind(label)]
         height = plan.sizes[life.key] * scale
         y = top + HEIGHT - offset * scale - height
         yield (
@@ -114,6 +120,25 @@ def _panel(report: PoolReport, name: str, trace: Trace, top: float) -> Iterator[
         'stroke-dasharray="6 4"/>'
     )
     yield f'<text x="4" y="{y + 12:.1f}">lower bound</text>'
+    for part in range(5):
+        y = top + HEIGHT * (1 - part / 4)
+        yield (
+            f'<text x="{LEFT - 8}" y="{y + (0 if part else -2):.1f}" text-anchor="end" '
+            f'font-size="11">{plan.nbytes * part / 4 / 2**20:.2f}</text>'
+        )
+        moment = round(len(trace.events) * part / 4)
+        yield (
+            f'<text x="{LEFT + moment * step:.1f}" y="{top + HEIGHT + 16}" text-anchor="middle" '
+            f'font-size="11">{moment}</text>'
+        )
+    yield (
+        f'<text x="{LEFT + WIDTH / 2}" y="{top + HEIGHT + 34}" text-anchor="middle">time, in '
+        "allocations and frees of buffers</text>"
+    )
+    yield (
+        f'<text transform="translate(60 {top + HEIGHT / 2}) rotate(-90)" text-anchor="middle">'
+        "address, MiB</text>"
+    )
 
 
 def _lives(trace: Trace) -> Iterator[_Life]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 import html
 import importlib
 from collections.abc import Sequence
@@ -56,7 +57,23 @@ def library(name: str) -> Any:
 
 def _colors(timelines: Sequence[StepTimeline]) -> dict[str, str]:
     units = dict.fromkeys(unit for timeline in timelines for unit in timeline.by_unit())
-    return {unit: _COLORS[index % len(_COLORS)] for index, unit in enumerate(units)}
+    return {unit: _color(index, len(units)) for index, unit in enumerate(units)}
+
+
+def _color(index: int, number: int) -> str:
+    """Return a color that differs from those of other units, most from those of its neighbors."""
+    if number <= len(_COLORS):
+        return _COLORS[index]
+    # Steps of the golden ratio spread hues evenly for any number; red is left to what is exposed.
+    hue = 0.05 + 0.9 * (index * 0.618034 % 1)
+    parts = colorsys.hls_to_rgb(hue, (0.35, 0.5, 0.68)[index % 3], 0.65)
+    return "#" + "".join(f"{round(255 * part):02x}" for part in parts)
+
+
+def _tracks(timelines: Sequence[StepTimeline]) -> list[str]:
+    """Return the tracks that have a span, in their order."""
+    found = {span.track for timeline in timelines for span in timeline.spans}
+    return [track for track in TRACKS if track in found]
 
 
 def _heights(timelines: Sequence[StepTimeline]) -> list[float]:
@@ -81,7 +98,7 @@ def _draw_page(timelines: Sequence[StepTimeline], path: Path) -> None:
         vertical_spacing=0.06,
         subplot_titles=captions,
     )
-    colors, shown = _colors(timelines), set[str]()
+    colors, tracks, shown = _colors(timelines), _tracks(timelines), set[str]()
     for number, timeline in enumerate(timelines):
         row = len(heights) * number + 1
         for unit, spans in timeline.by_unit().items():
@@ -109,7 +126,7 @@ def _draw_page(timelines: Sequence[StepTimeline], path: Path) -> None:
             )
             shown.add(unit)
         figure.update_yaxes(
-            categoryorder="array", categoryarray=list(TRACKS), autorange="reversed", row=row, col=1
+            categoryorder="array", categoryarray=tracks, autorange="reversed", row=row, col=1
         )
         if len(heights) == 1:
             continue
@@ -143,10 +160,10 @@ def _draw_picture(timelines: Sequence[StepTimeline], path: Path) -> None:
     heights = _heights(timelines) * len(timelines)
     axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     num_rows = len(heights) // len(timelines)
-    colors = _colors(timelines)
+    colors, tracks = _colors(timelines), _tracks(timelines)
     for number, timeline in enumerate(timelines):
         upper = axes[num_rows * number]
-        for height, track in enumerate(TRACKS):
+        for height, track in enumerate(tracks):
             spans = [span for span in timeline.spans if span.track == track]
             upper.broken_barh(
                 [(1e3 * span.start, 1e3 * (span.end - span.start)) for span in spans],
@@ -155,7 +172,7 @@ def _draw_picture(timelines: Sequence[StepTimeline], path: Path) -> None:
                     _EXPOSED_COLOR if track == EXPOSED else colors[span.unit] for span in spans
                 ],
             )
-        upper.set_yticks(range(len(TRACKS)), TRACKS)
+        upper.set_yticks(range(len(tracks)), tracks)
         upper.invert_yaxis()
         upper.set_title(_caption(timeline), fontsize="medium", loc="left")
         if num_rows == 1:

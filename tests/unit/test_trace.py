@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ from torch import nn
 
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.diagnostics import profile_ranges
+from megatron_fsdp_v2_trace.drawing import draw
 from megatron_fsdp_v2_trace.timeline import (
     COMPUTE,
     EXPOSED,
     GATHER,
     OTHER,
     REDUCE,
+    StepTimeline,
+    TimeSpan,
     busy_seconds,
     merged,
     read,
@@ -141,6 +145,16 @@ def test_the_command_prints_a_table_and_draws(
     assert (tmp_path / "a.png").stat().st_size > 5000
     page = (tmp_path / "a.html").read_text()
     assert "ncclDevKernel_AllGather_RING" in page and "aten::linear" in page
+
+
+def test_a_page_tells_33_units_apart_and_has_no_empty_row(tmp_path: Path) -> None:
+    spans = [TimeSpan(COMPUTE, f"layers.{n}", "kernel", n, n + 1) for n in range(33)]
+    draw([StepTimeline("step", spans, ())], tmp_path / "step.html")
+    page = (tmp_path / "step.html").read_text()
+    # Every unit has one trace, whose spans have one color.
+    colors = re.findall(r'"marker":\{"color":\["(#[0-9a-f]{6})"\]', page)
+    assert len(colors) == len(set(colors)) == 33
+    assert f'"categoryarray":["{COMPUTE}"]' in page
 
 
 @pytest.mark.parametrize(

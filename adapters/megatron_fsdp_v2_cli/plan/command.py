@@ -79,7 +79,7 @@ class _PlanCommand:
         """Print the plan."""
         report = _report(args)
         if args.plot is not None:
-            draw(report, args.plot)
+            draw(report, args.plot, args.model or "a model of Megatron's")
         if args.timeline is not None:
             write_timeline(report, args.timeline)
         if args.json not in (None, "-"):

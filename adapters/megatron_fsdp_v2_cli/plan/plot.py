@@ -12,12 +12,13 @@ from megatron_fsdp_v2_cli.plan.report import ROLES, PlanReport
 _GIB = 1024**3
 
 
-def draw(report: PlanReport, path: Path) -> None:
+def draw(report: PlanReport, path: Path, model: str) -> None:
     """Plot a report.
 
     Args:
         report: The report.
         path: File to write, of a format that matplotlib writes.
+        model: Name of the model, for the title.
 
     Raises:
         ValueError: matplotlib is not installed, or the file has no suffix of a picture.
@@ -31,9 +32,10 @@ def draw(report: PlanReport, path: Path) -> None:
         raise ValueError(f"--plot {path} has no suffix; name a picture, such as {path.name}.png")
     has_times = report.machine is not None
     num_plans = len(report.plans)
-    figure = figure_module.Figure(figsize=(10, 1.5 + 0.4 * num_plans), dpi=120)
+    figure = figure_module.Figure(figsize=(12, 1.9 + 0.4 * num_plans), dpi=120)
     figure.set_layout_engine("constrained")
     axes = figure.subplots(1, 2 if has_times else 1, sharey=True, squeeze=False)[0]
+    figure.suptitle(_title(report, model), fontsize="medium")
     _draw_memory(axes[0], report)
     if has_times:
         _draw_times(axes[1], report)
@@ -41,6 +43,19 @@ def draw(report: PlanReport, path: Path) -> None:
         figure.savefig(path)
     except ValueError as error:
         raise ValueError(f"--plot {path}: {error}") from None
+
+
+def _title(report: PlanReport, model: str) -> str:
+    """Return what was planned: the model, its ranks, the machine."""
+    training, machine = report.training, report.machine
+    parts = [model, f"{training.numel:,} parameters in {len(training.units)} units"]
+    parts += [text for text in (training.label, f"{report.num_ranks} ranks") if text]
+    return ", ".join(parts + ([] if machine is None else [f"machine {machine.name}"]))
+
+
+def _legend(axes: Any) -> None:
+    """Put the legend above the bars, which it would cover."""
+    axes.legend(fontsize="x-small", loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
 
 
 def _draw_memory(axes: Any, report: PlanReport) -> None:
@@ -53,7 +68,7 @@ def _draw_memory(axes: Any, report: PlanReport) -> None:
             axes.set_xscale("symlog", linthresh=memory)
     axes.set_xlabel("GiB a rank at the peak")
     axes.invert_yaxis()
-    axes.legend(fontsize="x-small")
+    _legend(axes)
 
 
 def _draw_times(axes: Any, report: PlanReport) -> None:
@@ -69,7 +84,7 @@ def _draw_times(axes: Any, report: PlanReport) -> None:
         },
     )
     axes.set_xlabel("seconds a step, estimated")
-    axes.legend(fontsize="x-small")
+    _legend(axes)
 
 
 def _stack(axes: Any, report: PlanReport, parts: Mapping[str, Sequence[float]]) -> float:

@@ -8,7 +8,7 @@ allocation. Buffers outside the traced patterns use their own memory and are par
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import override
 
@@ -374,20 +374,24 @@ class TracePoolAllocator(Allocator):
 
     @override
     def join(self, buffer: TemporaryBuffer) -> None:
-        """See `Allocator.join`. A buffer of another trace pool stays there; see `merge`.
-
-        Raises:
-            RuntimeError: The buffer is live.
-        """
+        """See `Allocator.join`. A buffer of another trace pool stays there; see `merge`."""
         if isinstance(buffer.arena, TracedArena):
             return
-        if buffer.is_live:
-            raise RuntimeError(
-                f"{buffer.name} is in use, or watched, where its unit is to join a root with a "
-                "trace pool; call reshard() on its module, or give it enable_trace_pool=True"
-            )
         tensor, is_weight = buffer.tensor, buffer.use is BufferUse.GATHERED
         self._arena(ArenaKind(tensor.dtype, tensor.device, is_weight)).add(buffer)
+
+    def check_joins(self, buffers: Iterable[TemporaryBuffer]) -> None:
+        """Check that buffers may join, or their pool be merged.
+
+        Raises:
+            RuntimeError: A buffer is live.
+        """
+        for buffer in buffers:
+            if buffer.is_live:
+                raise RuntimeError(
+                    f"{buffer.name} is in use, or watched, where its unit is to join a root with a "
+                    "trace pool; call reshard() on its module, or give it enable_trace_pool=True"
+                )
 
     def _arena(self, kind: ArenaKind) -> TracedArena:
         if kind not in self._arenas:
@@ -435,25 +439,12 @@ class TracePoolAllocator(Allocator):
             arena.close(name, no_pending_backward=no_pending_backward)
 
     def merge(self, other: TracePoolAllocator) -> None:
-        """Take over all buffers of another allocator.
-
-        Raises:
-            RuntimeError: A buffer is live. Nothing is changed.
-        """
-        for arena in other._arenas.values():
-            for buffer in arena.buffers():
-                if buffer.is_live:
-                    raise RuntimeError(f"{buffer.name} is gathered; call reshard() on its module")
+        """Take over all buffers of another allocator, none of which is live."""
         for kind, arena in other._arenas.items():
             arena.reset()
             for buffer in arena.buffers():
                 self._arena(kind).add(buffer)
         other._arenas = {}
-
-    def state(self) -> Iterator[object]:
-        """Yield every object that `merge` changes in the merged allocator, except its buffers."""
-        yield self
-        yield from self._arenas.values()
 
     @property
     def num_allocations(self) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -256,10 +256,6 @@ class ParameterGroup:
         for kind, memory in self.temporaries().items():
             memory.name = f"{name}/{kind}"
             allocator.join(memory)
-
-    def state(self) -> Iterator[object]:
-        """Yield every object that `join` changes, except the memory of buffers."""
-        yield from (self, self._context, self.info)
 
     def replace_communicator(self, communicator: Communicator) -> Communicator:
         """Replace the communicator, and return the previous one."""

@@ -9,7 +9,6 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -201,7 +200,7 @@ class GroupParameters:
 
     # -- registration -------------------------------------------------------------------------
 
-    def replace_originals(self, owned: Sequence[OwnedParameter], undo: ExitStack) -> None:
+    def replace_originals(self, owned: Sequence[OwnedParameter]) -> None:
         """Register the sharded parameters in place of the originals, and mark those stale.
 
         This is the first change of existing objects. Users' hook tables move to the sharded
@@ -209,7 +208,6 @@ class GroupParameters:
 
         Args:
             owned: The original parameters.
-            undo: Restores the original parameters. The caller restores modules.
         """
         for index, parameter in enumerate(owned):
             for original in (parameter.param, parameter.meta_original):
@@ -217,7 +215,6 @@ class GroupParameters:
                     continue
                 with plain_attributes():
                     hooks: Any = original._post_accumulate_grad_hooks
-                    undo.callback(_unmark_stale, original, hooks)
                     if hooks:
                         self.sharded[index]._post_accumulate_grad_hooks = hooks
                     original._post_accumulate_grad_hooks = None  # type: ignore[assignment]
@@ -563,13 +560,6 @@ class _StaleParameters(WeakIdKeyDictionary):
 
 
 _STALE = _StaleParameters()
-
-
-def _unmark_stale(param: torch.Tensor, hooks: Any) -> None:
-    """Restore the hooks of a parameter that was marked stale, and remove the mark."""
-    with plain_attributes():
-        param._post_accumulate_grad_hooks = hooks
-    _STALE.pop(param, None)  # type: ignore[no-untyped-call]
 
 
 def _refuse_gradient(name: str, param: torch.Tensor) -> None:

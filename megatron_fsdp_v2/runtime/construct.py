@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
@@ -41,10 +39,10 @@ from megatron_fsdp_v2.params.parameters import (
     tensor_hook_rejection,
 )
 from megatron_fsdp_v2.runtime.context import Context
-from megatron_fsdp_v2.runtime.fsdp2 import swap_class
+from megatron_fsdp_v2.runtime.fsdp2 import sharded_class, swap_class
 from megatron_fsdp_v2.runtime.hooks import install_hooks, install_state_dict_hooks
 from megatron_fsdp_v2.runtime.materialize import materialize
-from megatron_fsdp_v2.runtime.module import ShardedModule, unit_of
+from megatron_fsdp_v2.runtime.module import ShardedModule, named_units, unit_of
 from megatron_fsdp_v2.runtime.optimizer_steps import OPTIMIZER_WATCH
 from megatron_fsdp_v2.runtime.options import RuntimeOptions, UnitOptions
 from megatron_fsdp_v2.runtime.unit import Unit, class_names, unit_owning
@@ -345,6 +343,8 @@ def _format_type(parameter: OwnedParameter) -> type[WeightFormat]:
 def make_unit(plan: UnitPlan) -> None:
     """Build the unit, then install it on its modules. An error leaves everything unchanged.
 
+    Whatever may fail comes before the installation: checks, initializations, allocations.
+
     Raises:
         ValueError: A parameter cannot be sharded as planned.
         RuntimeError: Memory is exhausted, or a tied parameter is gathered.
@@ -359,7 +359,9 @@ def make_unit(plan: UnitPlan) -> None:
     own = list(own_modules(with_number_prefixes(modules)))
     holders = _compare_ranks(plan, own) if plan.compared_axes else {}
     with ExitStack() as undo:
-        _keep(undo, (part for _, part in own))
+        for _, part in own:
+            for table in (part._parameters, part._buffers):
+                undo.callback(_put_back, table, dict(table))
         _move_buffers(own, plan.device, undo)
         unset_names, unset = materialize(
             owned, modules, own, plan.device, axes, holders, given.param_init_fn, undo
@@ -386,25 +388,49 @@ def make_unit(plan: UnitPlan) -> None:
                 if name in unset_names:
                     unset.append((name, functools.partial(group.main_weight.view, index)))
         unit.unset = unset
-        # Until here, only tensors on the meta device have changed.
-        _keep(undo, (group.parameters for group in tied_groups))
-        for group, members in made:
-            group.parameters.replace_originals(members, undo)
-        for parameter, group, index in plan.tied:
-            for below, attribute in parameter.sites:
-                group.parameters.add_site(index, below, attribute)
-        for part in dict.fromkeys(part for _, part in own):
-            install_state_dict_hooks(part)
-            note_ignored(part)
-            if isinstance(part, nn.RNNBase):
-                part.flatten_parameters = _leave_in_place  # type: ignore[method-assign]
         for part in modules:
-            swap_class(part)
-            part._fsdp_unit = unit  # type: ignore[assignment]
-            install_hooks(part)
-        _join(modules, context, undo)
-        OPTIMIZER_WATCH.add(context)
+            sharded_class(part)  # a class may reject subclasses
+        inside = [other for part in modules for _, other in named_units(part)]
+        if isinstance(allocator, TracePoolAllocator):
+            allocator.check_joins(
+                memory
+                for other in inside
+                for group in other.groups
+                for memory in group.temporaries().values()
+            )
         undo.pop_all()
+    _install(plan, unit, made, [part for _, part in own])
+
+
+def _put_back(table: dict[str, Any], content: dict[str, Any]) -> None:
+    table.clear()
+    table.update(content)
+
+
+def _install(
+    plan: UnitPlan,
+    unit: Unit,
+    made: Sequence[tuple[ParameterGroup, Sequence[OwnedParameter]]],
+    own: Sequence[nn.Module],
+) -> None:
+    """Install a unit on its modules, and make it the root of the units inside."""
+    for group, members in made:
+        group.parameters.replace_originals(members)
+    for parameter, group, index in plan.tied:
+        for below, attribute in parameter.sites:
+            group.parameters.add_site(index, below, attribute)
+    for part in dict.fromkeys(own):
+        install_state_dict_hooks(part)
+        note_ignored(part)
+        if isinstance(part, nn.RNNBase):
+            # Past `__setattr__`, which a class may define.
+            vars(part)["flatten_parameters"] = _leave_in_place
+    for part in plan.modules:
+        swap_class(part)
+        vars(part)["_fsdp_unit"] = unit
+        install_hooks(part)
+    _join(plan.modules, unit.context)
+    OPTIMIZER_WATCH.add(unit.context)
 
 
 def _compare_ranks(plan: UnitPlan, own: Sequence[tuple[str, nn.Module]]) -> dict[str, torch.Tensor]:
@@ -559,7 +585,7 @@ def _make_groups(
     return made
 
 
-def _join(roots: Sequence[nn.Module], context: Context[Unit], undo: ExitStack) -> None:
+def _join(roots: Sequence[nn.Module], context: Context[Unit]) -> None:
     """Make a new root: set the context and the names of all units below it."""
     names: dict[Unit, list[str]] = {}
     for prefix, root in with_number_prefixes(roots):
@@ -567,21 +593,10 @@ def _join(roots: Sequence[nn.Module], context: Context[Unit], undo: ExitStack) -
             if isinstance(module, ShardedModule):
                 names.setdefault(unit_of(module), []).append(name)
     units = list(names)
-    everyone = [group for unit in units for group in unit.groups]
-    _keep(undo, units)
-    for state in (unit.state for unit in units):
-        undo.callback(setattr, state, "root", state.root)
-        undo.callback(setattr, state, "is_root", state.is_root)
-    _keep(undo, (part for group in everyone for part in group.state()))
-    for memory in (one for group in everyone for one in group.temporaries().values()):
-        # Its backing storage is not restored: the next use selects it again.
-        before = {k: v for k, v in vars(memory).items() if k in ("name", "arena", "key")}
-        undo.callback(vars(memory).update, before)
     pool = context.allocator
     if isinstance(pool, TracePoolAllocator):
         for other in dict.fromkeys(unit.context.allocator for unit in units):
             if isinstance(other, TracePoolAllocator) and other is not pool:
-                _keep(undo, other.state())
                 pool.merge(other)
     for unit in units:
         unit.context = context
@@ -590,30 +605,3 @@ def _join(roots: Sequence[nn.Module], context: Context[Unit], undo: ExitStack) -
             name = f"{unit.fqn or unit.class_name}/{number}"
             group.join(name, context.communicator, pool, context.observer)
     context.set_units(units)
-
-
-# -- rollback ---------------------------------------------------------------------------------
-
-
-def _keep(undo: ExitStack, targets: Iterable[object]) -> None:
-    """Register a rollback of objects: their classes, attributes and the content of containers."""
-    for target in targets:
-        containers = [
-            (value, copy.copy(value))
-            for value in vars(target).values()
-            if type(value) in (dict, OrderedDict, set, list)
-        ]
-        undo.callback(_put_back, target, type(target), dict(vars(target)), containers)
-
-
-def _put_back(
-    target: object, cls: type, attributes: dict[str, Any], containers: Iterable[tuple[Any, Any]]
-) -> None:
-    # The result of torch.compile() forwards attributes that are set on it to its module.
-    object.__setattr__(target, "__class__", cls)
-    state = vars(target)
-    state.clear()
-    state.update(attributes)
-    for container, content in containers:
-        container.clear()
-        (container.extend if isinstance(container, list) else container.update)(content)

@@ -336,8 +336,18 @@ def _root_between_passes(module: object, method: str) -> Unit:
     return unit
 
 
+def sharded_class(module: nn.Module) -> type:
+    """Return the class that a module gets when it is sharded.
+
+    Raises:
+        TypeError: Its class cannot have such a subclass.
+    """
+    cls: type = type(module)
+    return _subclass(cls, is_compiled=hasattr(module, "_orig_mod"))
+
+
 @functools.cache
-def _sharded_class(of: type, *, is_compiled: bool) -> type:
+def _subclass(of: type, *, is_compiled: bool) -> type:
     """Return a subclass of `FSDPModule` and of a module's class."""
     # Libraries look classes up by their full names.
     names: dict[str, Any] = {"__module__": of.__module__, "__qualname__": of.__qualname__}
@@ -350,8 +360,8 @@ def _sharded_class(of: type, *, is_compiled: bool) -> type:
 
 def swap_class(module: nn.Module) -> None:
     """Change a module's class to its sharded class."""
-    cls: type = type(module)
-    module.__class__ = _sharded_class(cls, is_compiled=hasattr(module, "_orig_mod"))
+    # The result of torch.compile() forwards attributes that are set on it to its module.
+    object.__setattr__(module, "__class__", sharded_class(module))
     # Torch's `fully_shard` rejects a module with a state, which prevents sharding twice. Torch's
     # `replicate` skips modules registered under this name; otherwise it would broadcast and reduce
     # shards as whole parameters.

@@ -77,9 +77,10 @@ def test_a_live_buffer_cannot_be_merged() -> None:
     root, unit = TracePoolAllocator(), TracePoolAllocator()
     buffer = _buffer(unit, "weights")
     buffer.acquire()
-    with pytest.raises(RuntimeError, match=r"weights is gathered; call reshard\(\)"):
-        root.merge(unit)
+    with pytest.raises(RuntimeError, match=r"weights is in use, or watched"):
+        root.check_joins([buffer])
     buffer.release()
+    root.check_joins([buffer])
     root.merge(unit)
     root.merge(unit)
     late = _buffer(root, "late")

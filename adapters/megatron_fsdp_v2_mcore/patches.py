@@ -235,9 +235,15 @@ PATCHES: tuple[Patch, ...] = (
     _selected(
         "megatron.training.training:save_checkpoint",
         "a save over an earlier checkpoint removes files that do not belong to the new one; a save "
-        "that fails names rank, path and cause, as with --async-save",
+        "that fails names rank, path and cause, as with --async-save, and ends no training",
         wrap="megatron_fsdp_v2_mcore.checkpoint.saving:with_checked_saves",
         parameters=("iteration", "model", "optimizer"),
+    ),
+    _selected(
+        "megatron.training.training:maybe_finalize_async_save",
+        "a training that ends after a failed save, without another one, ends with its error",
+        wrap="megatron_fsdp_v2_mcore.checkpoint.failed_saves:raising_at_the_end",
+        parameters=("blocking", "terminate"),
     ),
     _selected(
         "megatron.training.training:check_param_hashes_across_dp_replicas",

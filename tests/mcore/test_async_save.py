@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import threading
+import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -113,27 +116,104 @@ def test_a_blocking_save_replaces_a_checkpoint_of_another_kind(
     assert len(trained(megatron, 2, f.fsdp("optim_grads", last)).losses) == 1
 
 
-@pytest.mark.parametrize("is_async", [True, False], ids=["async", "blocking"])
+def _said(text: io.StringIO) -> Any:
+    """Return a context in which reports of failed saves go to a text."""
+    enter_rehearsal()
+    from megatron_fsdp_v2_mcore.checkpoint import failed_saves
+
+    return mock.patch.object(failed_saves, "sys", types.SimpleNamespace(stderr=text))
+
+
+def _train_with_failures(
+    folder: Path, fails: Callable[[int], bool], is_async: bool, iterations: int, *more: str
+) -> Any:
+    """Train, where the last rank cannot write some of the checkpoints, counted from 1."""
+    writer_class: Any = saving.Writer if is_async else FileSystemWriter
+    write, saves = writer_class.write_data, []
+    words = _flags(folder, iterations, *more)
+
+    def write_or_fail(writer: Any, *args: Any) -> Any:
+        saves.append(writer)
+        if fails(len(saves)) and rank() == 1:
+            raise OSError("no space left on device")
+        return write(writer, *args)
+
+    with mock.patch.object(writer_class, "write_data", write_or_fail):
+        return train([word for word in words if is_async or word != "--async-save"])
+
+
+MODES = pytest.mark.parametrize("is_async", [True, False], ids=["async", "blocking"])
+
+
+@MODES
+@on_megatron(2)
+def test_a_failed_save_is_reported_on_all_ranks_and_training_goes_on(
+    tmp_path: Path, is_async: bool
+) -> None:
+    said = io.StringIO()
+    with _said(said):
+        run = _train_with_failures(tmp_path, lambda number: number == 2, is_async, 8)
+    assert len(run.losses) == 8
+    assert f"rank {rank()}: saving to {tmp_path}/iter_0000004 failed" in said.getvalue()
+    assert "on rank 1, OSError: no space left on device" in said.getvalue()
+    assert "training continues without this checkpoint" in said.getvalue()
+    assert _tracked(tmp_path) == 8
+    for iteration in (2, 6, 8):
+        assert verify(tmp_path / f"iter_000000{iteration}").is_good
+    assert not (tmp_path / "iter_0000004" / ".metadata").exists()
+
+
+@pytest.mark.parametrize("place", ["iter_0000004", TRACKER])
+@on_megatron(2)
+def test_a_folder_or_file_that_one_rank_cannot_make_fails_a_save_on_all(
+    tmp_path: Path, place: str
+) -> None:
+    """The first rank finds a file in place of the folder, or a folder in place of the tracker."""
+    said, path = io.StringIO(), tmp_path / place
+
+    def put_in_the_way(number: int) -> bool:
+        if rank() == 0 and place == TRACKER:
+            if number == 2:
+                path.unlink()
+                path.mkdir()
+            elif path.is_dir():
+                path.rmdir()
+        return False
+
+    if rank() == 0 and place != TRACKER:
+        path.write_text("in the way")
+    with _said(said):
+        run = _train_with_failures(tmp_path, put_in_the_way, False, 6)
+    assert len(run.losses) == 6
+    assert f"saving to {tmp_path}/iter_0000004 failed" in said.getvalue()
+    assert "on rank 0, " in said.getvalue()
+    assert _tracked(tmp_path) == 6
+
+
+@MODES
+@on_megatron(2)
+def test_a_training_whose_last_save_fails_ends_with_its_error(
+    tmp_path: Path, is_async: bool
+) -> None:
+    with pytest.raises(CheckpointError, match="iter_0000004 failed"):
+        _train_with_failures(tmp_path, lambda number: number == 2, is_async, 4)
+    # The training ends before its last iteration, so that no other save follows.
+    with pytest.raises(CheckpointError, match="iter_0000003 failed"):
+        _train_with_failures(
+            tmp_path / "early", lambda number: number > 1, is_async, 8, "--exit-interval 3"
+        )
+
+
+@MODES
 @on_megatron(2)
 def test_failed_save_on_one_rank_raises_its_error_on_all_ranks(
     tmp_path: Path, is_async: bool
 ) -> None:
-    """The last rank cannot write the second checkpoint."""
-    writer_class: Any = saving.Writer if is_async else FileSystemWriter
-    write, saves = writer_class.write_data, []
-    flags = [flag for flag in _flags(tmp_path, 9) if is_async or flag != "--async-save"]
-
-    def write_once(writer: Any, *args: Any) -> Any:
-        saves.append(writer)
-        if len(saves) == 2 and rank() == 1:
-            raise OSError("no space left on device")
-        return write(writer, *args)
-
-    with (
-        mock.patch.object(writer_class, "write_data", write_once),
-        pytest.raises(CheckpointError) as raised,
-    ):
-        train(flags)
+    """The last rank cannot write the second checkpoint, and a failed save ends the training."""
+    with pytest.raises(CheckpointError) as raised:
+        _train_with_failures(
+            tmp_path, lambda number: number == 2, is_async, 9, "--fsdp-exit-on-failed-save"
+        )
     message = str(raised.value)
     assert message.startswith(f"saving to {tmp_path}/iter_0000004 failed")
     assert message.endswith("on rank 1, OSError: no space left on device")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any, override
 
 from megatron.core.dist_checkpointing.strategies.async_utils import (
@@ -18,7 +19,9 @@ from megatron.core.dist_checkpointing.strategies.async_utils import (
     AsyncRequest,
 )
 
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.saving import save_nested
+from megatron_fsdp_v2_mcore.checkpoint.failed_saves import note_success, report_or_raise
 
 _EXECUTOR = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megatron-async-save")
 """Runs requests in the order in which they are scheduled, as Megatron's worker does."""
@@ -82,7 +85,10 @@ class AsyncWriter:
             CheckpointError: A rank failed. Raised on all ranks.
         """
         assert self.save is not None
-        self.save.result()
+        try:
+            self.save.result()
+        except CheckpointError as error:
+            raise SaveError(self.path, error) from error
 
     def get_save_function_and_args(self) -> tuple[Callable[[], None], None, list[Any]]:
         """Return the function that Megatron schedules, its preload function and its arguments."""
@@ -152,3 +158,39 @@ class SavesQueue(AsyncCallsQueue):
     @override
     def _get_async_caller(self) -> ThreadCaller:
         return ThreadCaller()
+
+    @override
+    def maybe_finalize_async_calls(
+        self, blocking: bool = False, no_dist: bool = False
+    ) -> list[int]:
+        """Finalize the saves that are done; see `failed_saves.report_or_raise` for one that failed.
+
+        Raises:
+            CheckpointError: A save has failed. Raised on all ranks.
+        """
+        finalized: list[int] = []
+        while self.async_calls:
+            pending = len(self.async_calls)
+            try:
+                finalized += super().maybe_finalize_async_calls(blocking, no_dist)
+                if len(self.async_calls) < pending:
+                    note_success()
+                break
+            except SaveError as error:
+                # Without its callbacks, which name the checkpoint as the latest one.
+                self.async_calls.popleft()
+                report_or_raise(Path(error.path), error)
+        return finalized
+
+
+class SaveError(CheckpointError):
+    """A save failed on all ranks.
+
+    Args:
+        path: Folder of the save.
+        error: What went wrong.
+    """
+
+    def __init__(self, path: str, error: CheckpointError) -> None:
+        super().__init__(str(error))
+        self.path = path

@@ -34,6 +34,7 @@ class Options:
             parameter differ between tensor-parallel ranks or pipeline stages.
         trusts_checkpoint: Whether a load unpickles objects that are not plain data, which runs code
             that the checkpoint names.
+        exits_on_failed_save: Whether a failed save ends the training, instead of being reported.
 
     Raises:
         ValueError: A strategy is unknown, or `unit_bytes` is less than 1.
@@ -48,6 +49,7 @@ class Options:
     uses_gather_groups: bool = False
     saves_differing_replicas: bool = False
     trusts_checkpoint: bool = False
+    exits_on_failed_save: bool = False
 
     def __post_init__(self) -> None:
         if self.expert_strategy not in (None, *STRATEGIES):

@@ -263,5 +263,12 @@ OWN_FLAGS: tuple[Flag, ...] = (
         "code. Without the flag such a checkpoint is an error.",
         option="trusts_checkpoint",
     ),
+    Flag(
+        "fsdp_exit_on_failed_save",
+        "End the training if a checkpoint cannot be saved. By default the failure is reported on "
+        "every rank, training continues, and the next save is tried at the next interval; a "
+        "training whose last save fails ends with an error.",
+        option="exits_on_failed_save",
+    ),
 )
 """Flags of this package."""

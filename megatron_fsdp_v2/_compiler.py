@@ -74,11 +74,11 @@ def break_graph(what: str) -> None:
         )
 
 
-def reject_compiled_autograd(name: str) -> None:
+def reject_compiled_autograd(name: Callable[[], str]) -> None:
     """Raise if a backward runs in compiled autograd, which collects hooks before it runs them.
 
     Args:
-        name: Name of the unit whose backward begins.
+        name: Returns the name of the root whose backward begins.
 
     Raises:
         RuntimeError: The backward runs in compiled autograd.
@@ -86,7 +86,7 @@ def reject_compiled_autograd(name: str) -> None:
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     if module is not None and module.in_compiled_autograd_region:
         raise RuntimeError(
-            f"the backward of {name} runs in compiled autograd, which collects the hooks of a "
+            f"the backward of {name()} runs in compiled autograd, which collects the hooks of a "
             "backward before it runs them, so that weights are not gathered when they are needed; "
             "turn torch._dynamo.config.compiled_autograd off: compiled modules have compiled "
             "backwards without it"

@@ -27,6 +27,10 @@ COMMANDS = {
         "inspect, verify, export or convert a checkpoint",
         "megatron_fsdp_v2_cli.ckpt.command",
     ),
+    "hang": (
+        "which rank of a training that hangs differs from the others, and at which unit",
+        "megatron_fsdp_v2_cli.hang.command",
+    ),
     "patches": (
         "list where Megatron is patched, why, and whether each patch fits",
         "megatron_fsdp_v2_mcore.patches_command",

@@ -27,6 +27,7 @@ from megatron_fsdp_v2.comm.interface import (
     Work,
     store_scaled,
 )
+from megatron_fsdp_v2.comm.record import RECORD
 from megatron_fsdp_v2.comm.streams import (
     CommStreams,
     NcclCollectives,
@@ -87,6 +88,8 @@ class CpuCommunicator(Communicator):
         if collective.axis.size == 1:
             collective.run_on_one_rank()
             return DONE
+        nbytes = max(collective.output.nbytes, collective.input.nbytes)
+        RECORD.add(collective.name, collective.kind, nbytes, collective.axis.group)
         if collective.before is not None:
             collective.before()
         try:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp_v2._text import listed_ranks
+from megatron_fsdp_v2.comm.record import RECORD
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,7 @@ class Collective(NamedTuple):
         """Return the error to raise for an error of the process group."""
         kind = self.kind.value.replace("_", "-")
         what = f"{kind} of {self.name}" if self.name else kind
+        RECORD.failed(f"{what} failed: {error}")
         failed = collective_error(what, self.axis.group, error)
         return RuntimeError(
             f"{failed}. If ranks ran different units, or units in another order (gloo then aborts "

@@ -25,6 +25,7 @@ from megatron_fsdp_v2.comm.interface import (
     Communicator,
     Work,
 )
+from megatron_fsdp_v2.comm.record import RECORD
 
 
 class Stream(Protocol):
@@ -179,6 +180,8 @@ class StreamCommunicator(Communicator):
                 return DONE
             # The handle may be waited for, and memory freed, on another stream.
             return _EventWork(self, side.record_event(), ())
+        nbytes = max(collective.output.nbytes, collective.input.nbytes)
+        RECORD.add(collective.name, collective.kind, nbytes, collective.axis.group)
         with self._on_stream(collective.comm_stream, async_op):
             if collective.before is not None:
                 collective.before()

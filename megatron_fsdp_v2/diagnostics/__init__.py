@@ -1,6 +1,7 @@
-"""Inspect a sharded model: norms, memory, NaNs, overlapping shards, profiler ranges."""
+"""Inspect a sharded model: norms, memory, NaNs, overlapping shards, profiler ranges, hangs."""
 
 from megatron_fsdp_v2.diagnostics.finite import Nonfinite, check_finite, find_nonfinite
+from megatron_fsdp_v2.diagnostics.hangs import watch_collectives
 from megatron_fsdp_v2.diagnostics.memory import TrackedMemory, memory_tracker
 from megatron_fsdp_v2.diagnostics.memory_ledger import Account, Moment, Role
 from megatron_fsdp_v2.diagnostics.norms import ParameterNorm, parameter_norms
@@ -24,4 +25,5 @@ __all__ = [
     "memory_tracker",
     "parameter_norms",
     "profile_ranges",
+    "watch_collectives",
 ]

@@ -256,10 +256,10 @@ class BufferContext:
         memory = empty_in_host_memory((numel,), dtype, pin_memory=is_pinned, is_meta=is_meta)
         return memory if is_overwritten else memory.zero_()
 
-    def issue(
+    def observed(
         self, collective: Collective, number: int, *, is_temporary: bool, async_op: bool
     ) -> Work:
-        """Start a collective, and report it to the observer.
+        """Start a collective over several ranks, and report it to the observer.
 
         Args:
             collective: The collective.
@@ -267,8 +267,6 @@ class BufferContext:
             is_temporary: Whether the result is in a temporary buffer.
             async_op: Whether to return before it is done.
         """
-        if collective.axis.size == 1 or not self.observer.subscribers:
-            return self.comm.issue(collective, async_op=async_op)
         full, kind = collective.full, collective.kind.value
         event = CollectiveIssued(
             self.info.name, kind, number, full.numel(), full.itemsize, is_temporary, async_op
@@ -281,7 +279,10 @@ class BufferContext:
         for number, axis in reversed(list(enumerate(self.spec.grid.axes))):
             kind, stream = CollectiveKind.ALL_REDUCE, CommStream.REDUCE
             collective = Collective(kind, tensor, tensor, axis, stream, name=self.info.name)
-            self.issue(collective, number, is_temporary=False, async_op=False)
+            if self.observer.subscribers and axis.size > 1:
+                self.observed(collective, number, is_temporary=False, async_op=False)
+            else:
+                self.comm.issue(collective, async_op=False)
 
 
 class _Transfer(NamedTuple):
@@ -494,7 +495,12 @@ class DataParallelBuffer:
             )
             is_async = async_op and (is_queued or is_last)
             is_temporary = out.memory is not None
-            work = context.issue(collective, number, is_temporary=is_temporary, async_op=is_async)
+            if context.observer.subscribers and axis.size > 1:
+                work = context.observed(
+                    collective, number, is_temporary=is_temporary, async_op=is_async
+                )
+            else:
+                work = context.comm.issue(collective, async_op=is_async)
             source, before = target, None
         return work
 

@@ -15,6 +15,7 @@ import torch
 from megatron_fsdp_v2._compiler import reject_compiled_autograd, uncompiled
 from megatron_fsdp_v2.comm.backends import is_capturing
 from megatron_fsdp_v2.comm.interface import Communicator
+from megatron_fsdp_v2.comm.record import RECORD
 from megatron_fsdp_v2.memory.allocator import Allocator
 from megatron_fsdp_v2.memory.observer import Observer
 from megatron_fsdp_v2.params.gradients import GroupGrads
@@ -181,6 +182,7 @@ class Context[UnitT: UnitGroups]:
 
     def begin_allocations(self, name: str, *, no_pending_backward: bool) -> None:
         """Begin a pass of the allocator."""
+        RECORD.begin(name)
         self.allocator.begin_pass(name, no_pending_backward=no_pending_backward)
 
     def end_allocations(self, name: str, *, no_pending_backward: bool) -> None:
@@ -217,7 +219,8 @@ class Context[UnitT: UnitGroups]:
 
     def queue_end(self) -> None:
         """Let the engine report the end of its run, or that it failed."""
-        reject_compiled_autograd(self.units()[0].name)
+        reject_compiled_autograd(lambda: self.units()[0].name)
+        RECORD.begin("backward")
         # Only the engine holds the callback, and frees it when the backward ends or fails. The
         # callback keeps the context of a model that was deleted after its forward.
         end = functools.partial(uncompiled(_end_backward), self)

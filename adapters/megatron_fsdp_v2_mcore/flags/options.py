@@ -35,6 +35,7 @@ class Options:
         trusts_checkpoint: Whether a load unpickles objects that are not plain data, which runs code
             that the checkpoint names.
         exits_on_failed_save: Whether a failed save ends the training, instead of being reported.
+        hang_reports: Folder of the reports of `watch_collectives`; None for none.
 
     Raises:
         ValueError: A strategy is unknown, or `unit_bytes` is less than 1.
@@ -50,6 +51,7 @@ class Options:
     saves_differing_replicas: bool = False
     trusts_checkpoint: bool = False
     exits_on_failed_save: bool = False
+    hang_reports: str | None = None
 
     def __post_init__(self) -> None:
         if self.expert_strategy not in (None, *STRATEGIES):

@@ -270,5 +270,13 @@ OWN_FLAGS: tuple[Flag, ...] = (
         "training whose last save fails ends with an error.",
         option="exits_on_failed_save",
     ),
+    Flag(
+        "fsdp_hang_reports",
+        "Folder into which every rank writes its latest collectives by unit, and where it is, when "
+        "a collective fails, when none was issued for five minutes, and on SIGUSR1. "
+        "megatron-fsdp-v2 hang FOLDER says which rank differs.",
+        value=str,
+        option="hang_reports",
+    ),
 )
 """Flags of this package."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from torch import nn
 
 from megatron_fsdp_v2 import FSDPModule, UnitOptions, fully_shard
 from megatron_fsdp_v2._text import listed
+from megatron_fsdp_v2.diagnostics import watch_collectives
 from megatron_fsdp_v2.diagnostics.finite import not_finite
 from megatron_fsdp_v2.runtime.registered_pool import register_pool
 from megatron_fsdp_v2_mcore.flags.arguments import reject_model_options
@@ -47,6 +49,12 @@ from megatron_fsdp_v2_mcore.model.units import (
     shared_by_stages,
     synchronize_embeddings,
 )
+
+
+@functools.cache
+def _watch_collectives(folder: str) -> None:
+    """Watch the collectives of this process, whose model may have several chunks, once."""
+    watch_collectives(folder)
 
 
 class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
@@ -145,6 +153,8 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
         if config.init_model_with_meta_device:
             synchronize_embeddings(module, groups)
         self._scheduled = ScheduledUnits(module, scheduled_modules(module))
+        if self.options.hang_reports is not None:
+            _watch_collectives(self.options.hang_reports)
         self.param_and_grad_buffer = _ParamAndGradBuffer()
         has_pool = self.options.runtime.enable_trace_pool
         if ddp_config.nccl_ub and has_pool and not register_pool(module):

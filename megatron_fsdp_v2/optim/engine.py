@@ -145,7 +145,7 @@ class GridWork:
         self.layouts = [member.layout for member in members]
         self.axes, self._device = members[0].axes, members[0].device
         self.grid = self.layouts[0].grid
-        self._names = [member.name for member in members]
+        self._members = members
         # Distinct functions, whose indices are the kinds of matrices.
         self._functions: list[MatrixFunction] = []
         matrices: list[Matrix] = []
@@ -192,7 +192,7 @@ class GridWork:
                 f"{layout.fingerprint}",
                 nothing,
             )
-            for index, name, layout in zip(self.params, self._names, self.layouts, strict=True)
+            for index, name, layout, *_ in self._members
         ]
         # The hash also covers costs, kinds and the bucket size, which determine the owners.
         plan = hashlib.sha256(repr(self.ownership).encode()).hexdigest()[:16]

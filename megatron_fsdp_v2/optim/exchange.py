@@ -23,7 +23,7 @@ from megatron_fsdp_v2.comm.interface import (
     Communicator,
 )
 from megatron_fsdp_v2.optim.matrix_layout import Grid, MatrixLayout, Rectangle
-from megatron_fsdp_v2.optim.ownership import Matrix, Ownership
+from megatron_fsdp_v2.optim.ownership import Ownership
 
 type Key = tuple[int, Rectangle]
 """A rectangle of a matrix, by the matrix's index in the ownership."""
@@ -97,52 +97,46 @@ def plan_buckets(
     return [planner.bucket(bucket) for bucket in range(ownership.num_buckets)]
 
 
+@dataclass
 class _Planner:
-    def __init__(
-        self,
-        layouts: Sequence[MatrixLayout],
-        ownership: Ownership,
-        grid: Grid,
-        coordinate: tuple[int, ...],
-    ) -> None:
-        self._layouts = layouts
-        self._ownership = ownership
-        self._grid = grid
-        self._here = coordinate
-        self._owners = [grid.coordinate(rank) for rank in ownership.owners]
+    layouts: Sequence[MatrixLayout]
+    ownership: Ownership
+    grid: Grid
+    here: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        self._owners = [self.grid.coordinate(rank) for rank in self.ownership.owners]
 
     def bucket(self, bucket: int) -> BucketPlan:
-        members = self._ownership.members(bucket)
-        sharded, copy = self._grid.sharded_axes, self._grid.copy_axes
+        members = self.ownership.members(bucket)
+        sharded, copy = self.grid.sharded_axes, self.grid.copy_axes
         gathers = [self._gather(members, axis, sharded[:i]) for i, axis in enumerate(sharded)]
         copies = [self._copy(members, axis, copy[i + 1 :]) for i, axis in enumerate(copy)]
         owned = [
-            (index, tuple(self._held(index, self._here, sharded)))
+            (index, tuple(self._held(index, self.here, sharded)))
             for index in members
-            if self._owners[index] == self._here
+            if self._owners[index] == self.here
         ]
-        held = [(index, rect) for index in members for rect in self._rects(index, self._here)]
+        held = [(index, rect) for index in members for rect in self._rects(index, self.here)]
         return BucketPlan(tuple(gathers), tuple(copies), tuple(owned), tuple(held))
 
-    def _matrix(self, index: int) -> Matrix:
-        return self._ownership.matrices[index]
-
     def _rects(self, index: int, coordinate: Sequence[int]) -> list[Rectangle]:
-        matrix = self._matrix(index)
-        return self._layouts[matrix.param].rectangles_at(matrix.number, coordinate)
+        matrix = self.ownership.matrices[index]
+        pieces = self.layouts[matrix.param].pieces_at(matrix.number, coordinate)
+        return [rect for rect, _ in pieces]
 
     def _held(
         self, index: int, coordinate: Sequence[int], gathered: Sequence[int]
     ) -> Iterator[Rectangle]:
         """Yield the rectangles that a rank holds after all-to-alls along the gathered axes."""
-        for steps in itertools.product(*(range(self._grid.sizes[axis]) for axis in gathered)):
+        for steps in itertools.product(*(range(self.grid.sizes[axis]) for axis in gathered)):
             there = list(coordinate)
             for axis, step in zip(gathered, steps, strict=True):
                 there[axis] = step
             yield from self._rects(index, there)
 
     def _at_owner(self, index: int, axes: Iterable[int]) -> bool:
-        return all(self._here[axis] == self._owners[index][axis] for axis in axes)
+        return all(self.here[axis] == self._owners[index][axis] for axis in axes)
 
     def _gather(self, members: Sequence[int], axis: int, before: Sequence[int]) -> Hop:
         """Return the all-to-all that sends matrices to their owners' coordinates along an axis."""
@@ -150,8 +144,8 @@ class _Planner:
         moved = [
             index
             for index in members
-            if not self._matrix(index).ranks_holding_whole
-            and self._at_owner(index, (*before, *self._grid.copy_axes))
+            if not self.ownership.matrices[index].ranks_holding_whole
+            and self._at_owner(index, (*before, *self.grid.copy_axes))
         ]
         return self._hop(moved, axis, before)
 
@@ -163,17 +157,17 @@ class _Planner:
 
     def _hop(self, moved: Sequence[int], axis: int, before: Sequence[int]) -> Hop:
         """Return the all-to-all along an axis that sends all held rectangles to owners."""
-        mine, size = self._here[axis], self._grid.sizes[axis]
+        mine, size = self.here[axis], self.grid.sizes[axis]
         sends: list[list[Key]] = [[] for _ in range(size)]
         receives: list[list[Key]] = [[] for _ in range(size)]
         for index in moved:
             owner = self._owners[index][axis]
             if owner != mine:
-                sends[owner] += [(index, rect) for rect in self._held(index, self._here, before)]
+                sends[owner] += [(index, rect) for rect in self._held(index, self.here, before)]
                 continue
             for step in range(size):
                 if step != mine:
-                    there = [step if a == axis else c for a, c in enumerate(self._here)]
+                    there = [step if a == axis else c for a, c in enumerate(self.here)]
                     rects = self._held(index, there, before)
                     receives[step] += [(index, rect) for rect in rects]
         return Hop(axis, tuple(map(tuple, sends)), tuple(map(tuple, receives)), bool(moved))

@@ -90,13 +90,8 @@ class FlatOptimizer(Optimizer):
         Raises:
             ValueError: The group has `differentiable=True`.
         """
+        _check_in_place(self.flat_of, [{**self.defaults, **param_group}])
         super().add_param_group(param_group)
-        if self.param_groups[-1].get("differentiable"):
-            self.param_groups.pop()
-            raise ValueError(
-                f"{type(self).__name__} steps flat tensors in place, which is not differentiable: "
-                f"leave differentiable=True out, or use {self.flat_of.__name__}"
-            )
 
     @override
     def __reduce__(self) -> Any:
@@ -535,15 +530,19 @@ def step_flat(optimizer: Optimizer, *, elementwise: bool = False) -> FlatOptimiz
             f"step() of this {type(optimizer).__name__} was wrapped or replaced, for example by a "
             "learning-rate scheduler; call step_flat first"
         )
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ValueError(
-            f"this {type(optimizer).__name__} is differentiable, and flat tensors are stepped in "
-            "place; leave differentiable=True out"
-        )
+    _check_in_place(type(optimizer), optimizer.param_groups)
     optimizer.__class__ = flat
     found = cast("FlatOptimizer", optimizer)
     found._patch_step_function()
     return found
+
+
+def _check_in_place(kind: type[Optimizer], groups: _Groups) -> None:
+    if any(group.get("differentiable") for group in groups):
+        raise ValueError(
+            f"flat tensors of {kind.__name__} are stepped in place, which is not differentiable: "
+            f"leave differentiable=True out, or use {kind.__name__} itself"
+        )
 
 
 def _spans_gaps(kind: type[Optimizer], group: Mapping[str, Any]) -> bool:

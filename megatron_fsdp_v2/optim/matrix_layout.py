@@ -23,6 +23,15 @@ class Rectangle(NamedTuple):
     cols: int
 
 
+def _unravel(number: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the index of an element of an array, by its number in row-major order."""
+    index: tuple[int, ...] = ()
+    for size in reversed(sizes):
+        number, step = divmod(number, size)
+        index = step, *index
+    return index
+
+
 @dataclass(frozen=True, slots=True)
 class Grid:
     """Grid of ranks that share the work on some matrices.
@@ -52,11 +61,7 @@ class Grid:
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
         """Return the coordinate of a rank; the last axis varies fastest."""
-        steps = []
-        for size in reversed(self.sizes):
-            rank, step = divmod(rank, size)
-            steps.append(step)
-        return tuple(reversed(steps))
+        return _unravel(rank, self.sizes)
 
     def rank(self, coordinate: Sequence[int]) -> int:
         """Return the rank at a coordinate."""
@@ -114,14 +119,10 @@ class MatrixLayout:
         """Tensor-parallel split of the whole; None if parts are not joined."""
         return None if self.tensor_axis is None else self.row_shards.tensor
 
-    def rectangles_at(self, number: int, coordinate: Sequence[int]) -> list[Rectangle]:
-        """Return the rectangles of a matrix that the rank at a coordinate holds."""
-        return [rect for rect, _ in self.pieces_at(number, coordinate)]
-
     def pieces_at(
         self, number: int, coordinate: Sequence[int]
     ) -> Iterator[tuple[Rectangle, tuple[Any, ...]]]:
-        """Yield the rectangles of `rectangles_at`, each with its index in that rank's local tensor.
+        """Yield the rectangles of a matrix on a rank, each with its index in its local tensor.
 
         Args:
             number: Index of the matrix in its stack, or of the block.
@@ -189,11 +190,7 @@ class MatrixLayout:
 
     def _index_of(self, number: int) -> tuple[int, ...]:
         """Return the index of a matrix in the leading dimensions of its stack."""
-        index = []
-        for size in reversed(self.shape[:-2]):
-            number, step = divmod(number, size)
-            index.append(step)
-        return tuple(reversed(index))
+        return _unravel(number, self.shape[:-2])
 
     def _part_of(self, row: int, tensor: TensorShard) -> tuple[int, int]:
         """Return the tensor-parallel part that contains a row of a stack, and its index there."""

@@ -359,6 +359,8 @@ def test_unknown_optimizers_need_an_assertion() -> None:
         ValueError, lambda: flat_optimizer(optim.Adam)(model.parameters(), differentiable=True)
     )
     assert "leave differentiable=True out" in text
+    optimizer = optim.SGD(model.parameters(), lr=0.1, differentiable=True)
+    assert text.replace("Adam", "SGD") == error_message(ValueError, lambda: step_flat(optimizer))
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     optim.lr_scheduler.StepLR(optimizer, 1)
     assert "call step_flat first" in error_message(RuntimeError, lambda: step_flat(optimizer))

@@ -6,35 +6,20 @@ number of bytes to allocate, or nest one object in itself so often that its text
 
 from __future__ import annotations
 
+import io
+import pickle
 import pickletools
-from collections.abc import Callable, Mapping
 from typing import Any
 
-_LINE, _TWO_LINES, _LENGTH_1, _LENGTH_4, _LENGTH_8, _PUT, _LONG_PUT, _EXTENSION, _STOP = range(
-    -9, 0
-)
-"""Kinds of opcodes that are not followed by a fixed number of bytes, or that are checked."""
-
-_BY_ARGUMENT = {
-    pickletools.UP_TO_NEWLINE: _LINE,
-    pickletools.TAKEN_FROM_ARGUMENT1: _LENGTH_1,
-    pickletools.TAKEN_FROM_ARGUMENT4: _LENGTH_4,
-    pickletools.TAKEN_FROM_ARGUMENT4U: _LENGTH_4,
-    pickletools.TAKEN_FROM_ARGUMENT8U: _LENGTH_8,
+_OPCODES = {opcode.code.encode("latin-1"): opcode for opcode in pickletools.opcodes}
+_INDEXED = ("PUT", "LONG_BINPUT")
+_EXTENSIONS = ("EXT1", "EXT2", "EXT4")
+_NUM_SKIPPED = {
+    code: opcode.arg.n if opcode.arg is not None else 0
+    for code, opcode in _OPCODES.items()
+    if (opcode.arg is None or opcode.arg.n >= 0) and opcode.name not in (*_INDEXED, *_EXTENSIONS)
 }
-_BY_NAME = {
-    **{"GLOBAL": _TWO_LINES, "INST": _TWO_LINES, "PUT": _PUT, "LONG_BINPUT": _LONG_PUT},
-    **{"EXT1": _EXTENSION, "EXT2": _EXTENSION, "EXT4": _EXTENSION, "STOP": _STOP},
-}
-
-
-def _kind(opcode: pickletools.OpcodeInfo) -> int:
-    length = opcode.arg.n if opcode.arg is not None else 0
-    return _BY_NAME.get(opcode.name, _BY_ARGUMENT.get(length, length))
-
-
-_KINDS = {ord(opcode.code): _kind(opcode) for opcode in pickletools.opcodes}
-"""By opcode: its kind, or the number of bytes that follow."""
+"""Bytes that follow an opcode, for those that need no check: `pickletools.genops` decodes all."""
 
 
 def check_opcodes(content: bytes) -> None:
@@ -44,39 +29,21 @@ def check_opcodes(content: bytes) -> None:
         ValueError: The index of a memo or the length of a string is larger than the pickle, it
             refers to objects that a process has registered with copyreg, or it has no end.
     """
-    position, end = 0, len(content)
-    while position < end:
-        kind = _KINDS.get(content[position])
-        position += 1
-        if kind is None:
-            raise ValueError("it has an unknown opcode")
-        if kind >= 0:
-            position += kind
-        elif kind == _LENGTH_1:
-            position += 1 + content[position] if position < end else 1
-        elif kind in (_LENGTH_4, _LENGTH_8):
-            size = 4 if kind == _LENGTH_4 else 8
-            length = int.from_bytes(content[position : position + size], "little")
-            position += size + length
-        elif kind == _LONG_PUT:
-            _check_index(int.from_bytes(content[position : position + 4], "little"), end)
-            position += 4
-        elif kind in (_LINE, _TWO_LINES, _PUT):
-            start = position
-            for _ in range(2 if kind == _TWO_LINES else 1):
-                position = content.find(b"\n", position) + 1 or end
-            if kind == _PUT:
-                _check_index(int(content[start:position]), end)
-        elif kind == _EXTENSION:
+    stream = io.BytesIO(content)
+    while (code := stream.read(1)) != pickle.STOP:
+        if code in _NUM_SKIPPED:
+            stream.seek(_NUM_SKIPPED[code], io.SEEK_CUR)
+            continue
+        if code not in _OPCODES:
+            raise ValueError("it has an unknown opcode" if code else "it has no end")
+        opcode = _OPCODES[code]
+        if opcode.name in _EXTENSIONS:
             raise ValueError("it refers to objects that a process has registered with copyreg")
-        else:
-            return
-    raise ValueError("it has no end")
-
-
-def _check_index(index: int, most: int) -> None:
-    if not 0 <= index <= most:
-        raise ValueError(f"it has the index {index} and {most} bytes")
+        assert opcode.arg is not None
+        # Raises a ValueError if fewer bytes are left than the argument says.
+        argument = opcode.arg.reader(stream)
+        if opcode.name in _INDEXED and not 0 <= argument <= len(content):
+            raise ValueError(f"it has the index {argument} and {len(content)} bytes")
 
 
 def check_call(name: str, arguments: tuple[Any, ...]) -> None:
@@ -90,32 +57,22 @@ def check_call(name: str, arguments: tuple[Any, ...]) -> None:
         ValueError: It does, and no library's pickles do so.
     """
     module, _, function = name.rpartition(".")
-    if module.startswith("torch") and function.endswith(("Tensor", "Storage")):
-        is_allowed = False
-    else:
-        is_allowed = _ALLOWED.get((module.partition(".")[0], function), _always)(arguments)
+    match module.partition(".")[0], function:
+        case (("builtins" | "__builtin__"), ("bytes" | "bytearray")):
+            is_allowed = not any(isinstance(argument, int) for argument in arguments)
+        case "_codecs", "encode":
+            # Other codecs than the one that pickles name make a string longer.
+            is_allowed = arguments[1:] in (("latin1",), ("latin-1",))
+        case "numpy", "ndarray":
+            is_allowed = not arguments
+        case "numpy", "_reconstruct":
+            is_allowed = arguments[1:2] == ((0,),)
+        case _:
+            is_maker = function.endswith(("Tensor", "Storage"))
+            is_allowed = not (module.startswith("torch") and is_maker)
     if not is_allowed:
         raise ValueError(f"it calls {name[:_MOST_CHARACTERS]} with a size")
 
-
-def _always(arguments: tuple[Any, ...]) -> bool:
-    del arguments
-    return True
-
-
-def _has_no_number(arguments: tuple[Any, ...]) -> bool:
-    return not any(isinstance(argument, int) for argument in arguments)
-
-
-_ALLOWED: Mapping[tuple[str, str], Callable[[tuple[Any, ...]], bool]] = {
-    **{(module, "bytes"): _has_no_number for module in ("builtins", "__builtin__")},
-    **{(module, "bytearray"): _has_no_number for module in ("builtins", "__builtin__")},
-    # Other codecs than the one that pickles name make a string longer.
-    ("_codecs", "encode"): lambda arguments: arguments[1:] in (("latin1",), ("latin-1",)),
-    ("numpy", "ndarray"): lambda arguments: not arguments,
-    ("numpy", "_reconstruct"): lambda arguments: arguments[1:2] == ((0,),),
-}
-"""Whether a call with these arguments is allowed, by package and function."""
 
 _MOST_CHARACTERS = 100
 

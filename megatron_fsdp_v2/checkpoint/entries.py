@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -71,14 +71,21 @@ def tied_entries(model: nn.Module) -> dict[str, str]:
         ValueError: As `model_entries`.
     """
     entries = model_entries(model)
-    first: dict[torch.Tensor, str] = {}
-    found: dict[str, str] = {}
-    for named in (model.named_parameters, model.named_buffers):
-        for name, tensor in named(remove_duplicate=False):
-            key = MODEL + _plain_name(model, name)
-            if key in entries and first.setdefault(tensor, key) != key:
-                found[key] = first[tensor]
-    return found
+    named = (model.named_parameters, model.named_buffers)
+    found = (pair for each in named for pair in each(remove_duplicate=False))
+    places = ((MODEL + _plain_name(model, name), tensor) for name, tensor in found)
+    return other_names((key, tensor) for key, tensor in places if key in entries)
+
+
+def other_names(places: Iterable[tuple[str, Hashable]]) -> dict[str, str]:
+    """Map names to the first name of the same place; first names are left out.
+
+    Args:
+        places: Names, each with its place: what tied tensors have in common.
+    """
+    first: dict[Hashable, str] = {}
+    kept = {name: first.setdefault(place, name) for name, place in places}
+    return {name: other for name, other in kept.items() if other != name}
 
 
 def is_extra_state(key: str) -> bool:

@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from megatron_fsdp_v2._progress import Advance, unwatched
 from megatron_fsdp_v2._text import listed
-from megatron_fsdp_v2.checkpoint.entries import MODEL
+from megatron_fsdp_v2.checkpoint.entries import MODEL, other_names
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, naming_full_disk
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder, ReadRequest
 from megatron_fsdp_v2.checkpoint.manifest import INCOMPLETE, MANIFEST, METADATA
@@ -168,16 +168,15 @@ def _tied(
 ) -> dict[str, str]:
     """Map the names of tensors that share the stored chunks of another one to its name."""
     order = {key: i for i, key in enumerate(folder.entries)}
-    first: dict[Any, str] = {}
-    tied: dict[str, str] = {}
+
+    def place(tensor: PlainTensor) -> Hashable:
+        pieces = found[tensor.name] if tensor.nbytes else ()
+        stored = tuple((frozenset(folder.entries[p.key].chunks), p.leading) for p in pieces)
+        return tensor.shape, tensor.dtype, stored or tensor.name
+
     # The first name of a tensor is that of the first entry.
-    for tensor in sorted(tensors, key=lambda t: order[found[t.name][0].key]):
-        pieces = found[tensor.name]
-        places = tuple((frozenset(folder.entries[p.key].chunks), p.leading) for p in pieces)
-        kept = first.setdefault((tensor.shape, tensor.dtype, places), tensor.name)
-        if kept != tensor.name and tensor.nbytes:
-            tied[tensor.name] = kept
-    return tied
+    by_entry = sorted(tensors, key=lambda t: order[found[t.name][0].key])
+    return other_names((tensor.name, place(tensor)) for tensor in by_entry)
 
 
 def _is_nested(folder: CheckpointFolder) -> bool:

@@ -18,6 +18,7 @@ import torch
 
 from megatron_fsdp_v2._progress import Advance
 from megatron_fsdp_v2._text import shown
+from megatron_fsdp_v2.checkpoint.entries import other_names
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotFoundError
 from megatron_fsdp_v2.checkpoint.foreign import load_object
 from megatron_fsdp_v2.checkpoint.manifest import check_file_name, check_name, read_json
@@ -320,8 +321,6 @@ def open_pt(path: Path) -> TensorSource:
         raise CheckpointError(
             f"{path} holds a {type(loaded).__name__}; save the model's state dict alone"
         )
-    first: dict[tuple[Any, ...], str] = {}
-    tied: dict[str, str] = {}
     for name, value in loaded.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise CheckpointError(
@@ -337,9 +336,9 @@ def open_pt(path: Path) -> TensorSource:
             raise CheckpointError(
                 f"{path} holds {name}, which repeats its elements; save it as contiguous()"
             )
-        place = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
-        kept = first.setdefault(place, name)
-        if kept != name and value.numel():
-            tied[name] = kept
+    # Empty tensors have no place.
+    tied = other_names(
+        (name, (t.data_ptr() or name, t.dtype, t.shape, t.stride())) for name, t in loaded.items()
+    )
     tensors = [PlainTensor(name, tuple(t.shape), t.dtype) for name, t in loaded.items()]
     return TensorSource(tensors, lambda tensor: loaded[tensor.name].detach().clone(), tied)

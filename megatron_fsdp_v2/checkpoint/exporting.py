@@ -364,7 +364,8 @@ def find_kind(path: str | Path) -> tuple[CheckpointKind, Path]:
         # The name of a single file also selects the index of several files.
         if path.name.endswith((SAFETENSORS, SAFETENSORS + INDEX)):
             return CheckpointKind.SAFETENSORS, path
-        return (CheckpointKind.PT if path.suffix in PT_SUFFIXES else CheckpointKind.FOLDER), path
+        is_pt = path.suffix in PT_SUFFIXES and path.is_file()
+        return (CheckpointKind.PT if is_pt else CheckpointKind.FOLDER), path
     is_folder = (path / METADATA).exists() or (path / MANIFEST).exists()
     if is_folder or path.name.endswith(INCOMPLETE):
         return CheckpointKind.FOLDER, path

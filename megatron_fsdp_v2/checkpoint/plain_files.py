@@ -312,10 +312,8 @@ def open_pt(path: Path) -> TensorSource:
     The file is memory-mapped: pages are read on access and can be evicted.
 
     Raises:
-        CheckpointError: There is none, or it holds something other than plain tensors by name.
+        CheckpointError: It cannot be read, or holds something other than plain tensors by name.
     """
-    if not path.is_file():
-        raise NotFoundError(f"{path} does not exist")
     loaded = load_object(path, str(path))
     if not isinstance(loaded, dict):
         raise CheckpointError(

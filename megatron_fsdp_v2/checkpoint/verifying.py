@@ -83,8 +83,6 @@ def _verify_safetensors(path: Path, report: Report) -> None:
 
 
 def _verify_pt(path: Path, report: Report) -> None:
-    if not path.is_file():
-        raise NotFoundError(f"{path} does not exist")
     # Whatever was saved, not a model alone.
     load_object(path, str(path))
     report.num_files, report.nbytes = 1, path.stat().st_size

@@ -31,7 +31,6 @@ from megatron_fsdp_v2.checkpoint.plain_files import (
     INDEX,
     PT_SUFFIXES,
     SAFETENSORS,
-    PlainTensor,
     TensorSource,
     converted,
     index_of,
@@ -90,18 +89,18 @@ def _open_folder(path: Path, prefix: str | None) -> TensorSource:
     if found is None:
         found = _by_prefix(folder, prefix)
     # Metadata lists tensors in the order of the ranks.
-    tensors = [_described(folder, name, found[name]) for name in sorted(found, key=natural_order)]
+    tensors = {n: _described(folder, n, found[n]) for n in sorted(found, key=natural_order)}
     used = {piece.key for pieces in found.values() for piece in pieces}
     return TensorSource(
         tensors,
-        lambda tensor: _read(folder, tensor.shape, found[tensor.name]),
+        lambda name: _read(folder, tensors[name].shape, found[name]),
         _tied(folder, tensors, found),
         [key for key in folder.entries if key not in used],
     )
 
 
-def _described(folder: CheckpointFolder, name: str, pieces: Sequence[Piece]) -> PlainTensor:
-    """Describe a tensor of the model.
+def _described(folder: CheckpointFolder, name: str, pieces: Sequence[Piece]) -> torch.Tensor:
+    """Return a tensor of the model on the meta device.
 
     Raises:
         CheckpointError: Its pieces have different dtypes or columns.
@@ -114,9 +113,7 @@ def _described(folder: CheckpointFolder, name: str, pieces: Sequence[Piece]) -> 
             f"{dtypes}"
         )
     shape = shapes[0] if len(shapes) == 1 else (sum(s[0] for s in shapes), *shapes[0][1:])
-    (dtype,) = {*dtypes}
-    assert dtype is not None
-    return PlainTensor(name, shape, dtype)
+    return torch.empty(shape, dtype=dtypes[0], device="meta")
 
 
 def _read(folder: CheckpointFolder, shape: Sequence[int], pieces: Sequence[Piece]) -> torch.Tensor:
@@ -164,19 +161,19 @@ def _by_prefix(folder: CheckpointFolder, prefix: str | None) -> Pieces:
 
 
 def _tied(
-    folder: CheckpointFolder, tensors: Sequence[PlainTensor], found: Pieces
+    folder: CheckpointFolder, tensors: Mapping[str, torch.Tensor], found: Pieces
 ) -> dict[str, str]:
     """Map the names of tensors that share the stored chunks of another one to its name."""
     order = {key: i for i, key in enumerate(folder.entries)}
 
-    def place(tensor: PlainTensor) -> Hashable:
-        pieces = found[tensor.name] if tensor.nbytes else ()
+    def place(name: str) -> Hashable:
+        pieces = found[name] if tensors[name].nbytes else ()
         stored = tuple((frozenset(folder.entries[p.key].chunks), p.leading) for p in pieces)
-        return tensor.shape, tensor.dtype, stored or tensor.name
+        return tensors[name].shape, tensors[name].dtype, stored or name
 
     # The first name of a tensor is that of the first entry.
-    by_entry = sorted(tensors, key=lambda t: order[found[t.name][0].key])
-    return other_names((tensor.name, place(tensor)) for tensor in by_entry)
+    by_entry = sorted(tensors, key=lambda name: order[found[name][0].key])
+    return other_names((name, place(name)) for name in by_entry)
 
 
 def _is_nested(folder: CheckpointFolder) -> bool:
@@ -291,7 +288,7 @@ def convert(
             files = write_pt(opened, target)
         else:
             files = _write_folder(opened, target)
-    nbytes = sum(tensor.nbytes for tensor in opened.tensors if tensor.name not in opened.tied)
+    nbytes = sum(t.nbytes for name, t in opened.tensors.items() if name not in opened.tied)
     return Exported(tuple(files), len(opened.tensors), nbytes, tuple(opened.left_out))
 
 
@@ -321,12 +318,12 @@ def open_source(path: str | Path, *, prefix: str | None = None) -> TensorSource:
 def _write_folder(source: TensorSource, target: Path) -> list[Path]:
     """Write a folder of torch's distributed checkpoint with one chunk for each tensor."""
     entries: dict[str, Blocks] = {}
-    for tensor in source.tensors:
-        if tensor.name not in source.tied:
-            blocks = entries[MODEL + tensor.name] = Blocks(tensor.shape, tensor.dtype)
-            blocks.add((0,) * len(tensor.shape), tensor.shape, partial(source.read, tensor))
+    for name, tensor in source.tensors.items():
+        if name not in source.tied:
+            blocks = entries[MODEL + name] = Blocks(tensor.shape, tensor.dtype)
+            blocks.add((0,) * tensor.dim(), tensor.shape, partial(source.read, name))
     tied = {MODEL + name: MODEL + kept for name, kept in source.tied.items()}
-    paths = {MODEL + t.name: (MODEL.removesuffix("."), t.name) for t in source.tensors}
+    paths = {MODEL + name: (MODEL.removesuffix("."), name) for name in source.tensors}
     with created([target]) as (unfinished,):
         write_folder(unfinished, entries, tied=tied, paths=paths)
     return [target]

@@ -42,31 +42,12 @@ _FORMAT = "format"
 
 
 @dataclass(frozen=True, slots=True)
-class PlainTensor:
-    """Name, shape and dtype of a tensor.
-
-    Attributes:
-        name: Its plain name.
-        shape: Its shape.
-        dtype: Its dtype.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its elements."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
 class TensorSource:
     """A checkpoint that tensors of a model can be read from.
 
     Attributes:
-        tensors: Tensors of the model, in the order in which to read them.
+        tensors: Tensors of the model by name, on the meta device, in the order in which to read
+            them.
         read: Reads a tensor by its name, on the CPU.
         tied: Other names of tied tensors, each with the name under which to write the tensor.
         left_out: Names of entries that are not tensors of the model.
@@ -74,8 +55,8 @@ class TensorSource:
         notes: Differences between an index and its files, a sentence each.
     """
 
-    tensors: Sequence[PlainTensor]
-    read: Callable[[PlainTensor], torch.Tensor]
+    tensors: Mapping[str, torch.Tensor]
+    read: Callable[[str], torch.Tensor]
     tied: Mapping[str, str]
     left_out: Sequence[str] = ()
     files: Sequence[Path] = ()
@@ -93,29 +74,29 @@ def converted(source: TensorSource, dtype: torch.dtype | None, advance: Advance)
         dtype: Dtype of floating-point tensors; None keeps the stored dtypes.
         advance: Called with the bytes that were read so far, and with all stored bytes.
     """
-    total, done = sum(tensor.nbytes for tensor in source.tensors), 0
+    total, done = sum(tensor.nbytes for tensor in source.tensors.values()), 0
+    tensors = {
+        name: t.to(dtype) if dtype is not None and t.is_floating_point() else t
+        for name, t in source.tensors.items()
+    }
 
-    def read(tensor: PlainTensor) -> torch.Tensor:
+    def read(name: str) -> torch.Tensor:
         nonlocal done
-        data = source.read(tensor)
+        data = source.read(name)
         done += data.nbytes
         advance(done, total)
-        if data.dtype == tensor.dtype:
+        if data.dtype == tensors[name].dtype:
             return own_storage(data)
-        after = data.to(tensor.dtype)
+        after = data.to(tensors[name].dtype)
         # Unlike isfinite(), aminmax() allocates nothing.
         is_finite = not after.numel() or all(map(math.isfinite, torch.aminmax(after)))
         if not is_finite and bool((after.isinf() & data.double().isfinite()).any()):
             raise CheckpointError(
-                f"{tensor.name} has elements that are too large for {after.dtype}; choose "
+                f"{name} has elements that are too large for {after.dtype}; choose "
                 "bfloat16 or float32"
             )
         return own_storage(after)
 
-    tensors = [
-        replace(t, dtype=dtype) if dtype is not None and t.dtype.is_floating_point else t
-        for t in source.tensors
-    ]
     return replace(source, tensors=tensors, read=read)
 
 
@@ -150,21 +131,21 @@ def write_safetensors(source: TensorSource, file: Path, max_shard_bytes: int) ->
     """
     library = _library(f"writing {file}")
     tied = {name: kept for name, kept in source.tied.items() if name != _FORMAT}
-    shards: list[list[PlainTensor]] = [[]]
+    shards: list[dict[str, torch.Tensor]] = [{}]
     total = in_last = 0
-    for tensor in source.tensors:
-        if tensor.name in tied:
+    for name, tensor in source.tensors.items():
+        if name in tied:
             continue
         try:
             library.torch.save({"empty": torch.empty(0, dtype=tensor.dtype)})
         except (KeyError, ValueError, library.SafetensorError) as error:
             raise CheckpointError(
-                f"{tensor.name} is of {tensor.dtype}, which {SAFETENSORS} cannot hold"
+                f"{name} is of {tensor.dtype}, which {SAFETENSORS} cannot hold"
             ) from error
         if shards[-1] and in_last + tensor.nbytes > max_shard_bytes:
-            shards.append([])
+            shards.append({})
             in_last = 0
-        shards[-1].append(tensor)
+        shards[-1][name] = tensor
         in_last += tensor.nbytes
         total += tensor.nbytes
     paths = [file]
@@ -174,12 +155,11 @@ def write_safetensors(source: TensorSource, file: Path, max_shard_bytes: int) ->
         paths = [*(file.with_name(name + SAFETENSORS) for name in names), index_of(file)]
     with created(paths) as unfinished:
         for path, shard in zip(unfinished, shards, strict=False):
-            here = {tensor.name for tensor in shard}
-            others = {name: kept for name, kept in tied.items() if kept in here}
+            others = {name: kept for name, kept in tied.items() if kept in shard}
             try:
                 # Nothing refers to the tensors while those of the next file are read.
                 library.torch.save_file(
-                    {tensor.name: source.read(tensor) for tensor in shard},
+                    {name: source.read(name) for name in shard},
                     path,
                     {_FORMAT: "pt", **others},
                 )
@@ -187,7 +167,7 @@ def write_safetensors(source: TensorSource, file: Path, max_shard_bytes: int) ->
                 raise CheckpointError(f"{path} cannot be written: {error}") from error
         if len(shards) > 1:
             placed = zip(paths, shards, strict=False)
-            weight_map = {tensor.name: path.name for path, shard in placed for tensor in shard}
+            weight_map = {name: path.name for path, shard in placed for name in shard}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             unfinished[-1].write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     return paths
@@ -204,7 +184,7 @@ def open_safetensors(path: Path) -> TensorSource:
     """
     files, notes = [], []
     places: dict[str, tuple[Any, str]] = {}
-    found: dict[str, PlainTensor] = {}
+    found: dict[str, torch.Tensor] = {}
     described: dict[str, str] = {}
     for file, expected in _files(path):
         files.append(file)
@@ -221,14 +201,14 @@ def open_safetensors(path: Path) -> TensorSource:
     # Other entries of a header name no tensor, or name a tensor of the file.
     tied = {n: kept for n, kept in described.items() if kept in found and n not in found}
     for name, kept in tied.items():
-        found[name], places[name] = replace(found[kept], name=name), places[kept]
+        found[name], places[name] = found[kept], places[kept]
 
-    def read(tensor: PlainTensor) -> torch.Tensor:
-        opened, name = places[tensor.name]
-        data: torch.Tensor = opened.get_tensor(name)
+    def read(name: str) -> torch.Tensor:
+        opened, kept = places[name]
+        data: torch.Tensor = opened.get_tensor(kept)
         return data
 
-    return TensorSource(list(found.values()), read, tied, files=files, notes=notes)
+    return TensorSource(found, read, tied, files=files, notes=notes)
 
 
 def _library(what: str) -> Any:
@@ -237,16 +217,15 @@ def _library(what: str) -> Any:
     return safetensors
 
 
-def _opened(file: Path) -> tuple[Any, dict[str, PlainTensor]]:
+def _opened(file: Path) -> tuple[Any, dict[str, torch.Tensor]]:
     """Open a file, and list the tensors in it by name."""
     library = _library(f"reading {file}")
     try:
         opened = library.safe_open(file, "pt")
-        there: dict[str, PlainTensor] = {}
+        there: dict[str, torch.Tensor] = {}
         for name in opened.keys():  # noqa: SIM118
             # The file is mapped into memory: no element is read.
-            stored = opened.get_tensor(check_name(name))
-            there[name] = PlainTensor(name, tuple(stored.shape), stored.dtype)
+            there[name] = opened.get_tensor(check_name(name)).to("meta")
         return opened, there
     except (library.SafetensorError, ValueError) as error:
         raise CheckpointError(
@@ -298,11 +277,10 @@ def write_pt(source: TensorSource, file: Path) -> list[Path]:
         CheckpointError: A tensor cannot be read.
     """
     tied, model = source.tied, dict[str, torch.Tensor]()
-    for tensor in sorted(source.tensors, key=lambda tensor: tensor.name in tied):
-        kept = tied.get(tensor.name)
-        model[tensor.name] = source.read(tensor) if kept is None else model[kept]
+    for name in sorted(source.tensors, key=tied.__contains__):
+        model[name] = model[tied[name]] if name in tied else source.read(name)
     with created([file]) as (unfinished,), unfinished.open("wb") as out:
-        torch.save({tensor.name: model[tensor.name] for tensor in source.tensors}, out)
+        torch.save({name: model[name] for name in source.tensors}, out)
     return [file]
 
 
@@ -338,5 +316,6 @@ def open_pt(path: Path) -> TensorSource:
     tied = other_names(
         (name, (t.data_ptr() or name, t.dtype, t.shape, t.stride())) for name, t in loaded.items()
     )
-    tensors = [PlainTensor(name, tuple(t.shape), t.dtype) for name, t in loaded.items()]
-    return TensorSource(tensors, lambda tensor: loaded[tensor.name].detach().clone(), tied)
+    # Quantized tensors cannot be moved to the meta device.
+    tensors = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in loaded.items()}
+    return TensorSource(tensors, lambda name: loaded[name].detach().clone(), tied)

@@ -16,9 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron_fsdp_v2.checkpoint import plain_files, replacing, writing
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
-from megatron_fsdp_v2.checkpoint.exporting import convert, export
+from megatron_fsdp_v2.checkpoint.exporting import CheckpointKind, convert, export
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
-from megatron_fsdp_v2.checkpoint.plain_files import PlainTensor
 from megatron_fsdp_v2.checkpoint.writing import Blocks
 from tests.cases import longer
 from tests.processes import ROOT, ran
@@ -248,7 +247,7 @@ def test_conversions_between_all_kinds_are_bitwise_identical(
         ({"a": torch.ones(1), "step": 3}, "holds 'step', which is a int, not a tensor"),
         ({"model": {"a": torch.ones(1)}}, "holds 'model', which is a dict, not a tensor"),
         ([torch.ones(1)], "holds a list"),
-        (PlainTensor("a", (), torch.float32), "cannot be loaded as plain data"),
+        (CheckpointKind.PT, "cannot be loaded as plain data"),
     ],
 )
 def test_pt_file_with_other_content_is_rejected(

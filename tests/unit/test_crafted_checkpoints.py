@@ -595,7 +595,7 @@ def written(folder: Path, kind: str) -> Path:
 
 def values_of(path: Path) -> dict[str, torch.Tensor]:
     source = open_source(path)
-    return {tensor.name: source.read(tensor) for tensor in source.tensors}
+    return {name: source.read(name) for name in source.tensors}
 
 
 @pytest.fixture

@@ -6,10 +6,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_fsdp_v2.checkpoint.exporting import CheckpointKind, find_kind, open_source
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.manifest import FORMAT_VERSION
-from megatron_fsdp_v2.checkpoint.plain_files import PlainTensor
 
 
 def inspect(path: str | Path) -> dict[str, Any]:
@@ -32,19 +33,19 @@ def inspect(path: str | Path) -> dict[str, Any]:
     first: dict[object, str] = {}
     manifest: dict[str, Any] | None = None
     if kind is CheckpointKind.FOLDER:
-        folder, found = CheckpointFolder(path), []
+        folder, found = CheckpointFolder(path), {}
         for key, entry in folder.entries.items():
             if entry.dtype is not None:
                 same = first.setdefault(frozenset(entry.chunks) or key, key)
-                tensor = PlainTensor(key, entry.shape, entry.dtype)
-                found.append((tensor, len(entry.chunks), None if same == key else same))
+                tensor = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+                found[key] = tensor, len(entry.chunks), None if same == key else same
             else:
                 objects[key] = {"nbytes": sum(chunk.length for chunk in entry.chunks)}
         if (saved := folder.manifest) is not None:
             manifest = {"version": FORMAT_VERSION, "world_size": saved.world_size}
             manifest |= {"torch": saved.torch, "files": len(folder.lengths)}
     else:
-        found = [(tensor, 1, None) for tensor in open_source(path).tensors]
+        found = {name: (tensor, 1, None) for name, tensor in open_source(path).tensors.items()}
     numbered = re.search(r"(?:iter|step)_0*(\d+)$", Path(path).resolve().name)
     return {
         "path": str(path),
@@ -52,16 +53,16 @@ def inspect(path: str | Path) -> dict[str, Any]:
         "iteration": int(numbered[1]) if numbered else None,
         "manifest": manifest,
         "tensors": {
-            tensor.name: {
+            name: {
                 "shape": list(tensor.shape),
                 "dtype": str(tensor.dtype).removeprefix("torch."),
                 "nbytes": tensor.nbytes,
                 "chunks": chunks,
                 **({} if same_as is None else {"same_as": same_as}),
             }
-            for tensor, chunks, same_as in found
+            for name, (tensor, chunks, same_as) in found.items()
         },
         "objects": objects,
         "num_tensors": len(found),
-        "nbytes": sum(tensor.nbytes for tensor, _, _ in found),
+        "nbytes": sum(tensor.nbytes for tensor, _, _ in found.values()),
     }

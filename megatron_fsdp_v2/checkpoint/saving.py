@@ -64,7 +64,7 @@ from megatron_fsdp_v2.checkpoint.replacing import (
     temporary_name,
 )
 from megatron_fsdp_v2.checkpoint.writing import Planner, Writer, own_storage, pickled, write_folder
-from megatron_fsdp_v2.comm.backends import host_block, wait_for_device
+from megatron_fsdp_v2.comm.backends import wait_for_device
 from megatron_fsdp_v2.comm.interface import is_connection_error
 from megatron_fsdp_v2.dtensor.sharded_rows import local_of, rows_like, rows_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import ReplicatedDTensor, UnevenDTensor
@@ -463,11 +463,8 @@ def _stage(
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor to host memory, pinned for CUDA; complete after `wait_for_device`."""
-    tensor = tensor.detach()
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-        return tensor.to("cpu", copy=True)
-    memory = host_block(tensor.nbytes, tensor.device).view(tensor.dtype)
-    return memory.view(tensor.shape).copy_(tensor, non_blocking=True)
+    # Torch allocates pinned memory for a copy that does not block the host.
+    return tensor.detach().to("cpu", non_blocking=True, copy=True)
 
 
 def pack(name: str, value: Any) -> bytes:

@@ -278,16 +278,6 @@ def _nccl(group: dist.ProcessGroup, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
-def host_block(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return flat host memory for copies from a device; pinned for CUDA.
-
-    Args:
-        nbytes: Size in bytes.
-        device: Source of the copies.
-    """
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-
-
 def wait_for_device(device: torch.device) -> None:
     """Make the host wait for a device's current stream."""
     if device.type == "cuda":

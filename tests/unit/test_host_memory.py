@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.checkpoint import saving
@@ -23,7 +24,6 @@ from megatron_fsdp_v2.memory.host_memory import (
     register_host_memory,
     storages_in_host_memory,
 )
-from tests.distributed.wrapping import Dispatched
 
 
 def test_async_save_queues_all_copies_and_waits_once_before_writing(
@@ -36,11 +36,16 @@ def test_async_save_queues_all_copies_and_waits_once_before_writing(
     optimizer.step()
     events: list[str] = []
 
-    def look(func: Any, args: Any, _: Any) -> None:
-        if func is torch.ops.aten.copy_.default:
-            events.append("queued" if (*args, False)[2] else "blocking")
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.ops.aten._to_copy.default:
+                # Torch pins the memory of such a copy from CUDA.
+                events.append("queued" if kwargs.get("non_blocking") else "blocking")
+            return func(*args, **(kwargs or {}))
 
-    with Dispatched(look):
+    with Copies():
         monkeypatch.setattr(saving, "wait_for_device", lambda _: events.append("wait"))
         write = saving._Job.write
         monkeypatch.setattr(saving._Job, "write", lambda job: (events.append("write"), write(job)))

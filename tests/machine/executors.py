@@ -11,13 +11,28 @@ from typing import Any
 from megatron_fsdp_v2.layout.weight_use import WeightUse
 from megatron_fsdp_v2.runtime.machine import events, reductions
 from megatron_fsdp_v2.runtime.machine.orders import PrefetchLimit
-from megatron_fsdp_v2.runtime.machine.state import Control, Forward, RootState, Settings, UnitState
+from megatron_fsdp_v2.runtime.machine.state import (
+    NUM_COMPARED,
+    Control,
+    Forward,
+    RootState,
+    Settings,
+    UnitState,
+)
 
 ABSENT, ARRIVING, REDUCING, ACCUMULATED = "absent", "arriving", "reducing", "accumulated"
 
 
 class Broken(AssertionError):
     """A property that must always hold does not."""
+
+
+class Illegal(RuntimeError):
+    """What the executors of a training raise if a program is not legal."""
+
+
+class Failure(RuntimeError):
+    """An exception that a command raises, as a failed collective does."""
 
 
 def require(holds: object, what: str) -> None:
@@ -63,13 +78,31 @@ class Setup:
             ones, in forwards and backwards.
         replaces: Whether other parameters may be assigned once to a unit that is gathered between
             two passes.
+        prefetch_nbytes: Bytes gathered ahead, each unit having one; None is no limit.
+        payloads: Whether weights are gathered for forwards and backwards separately (ZeRO-3).
+        waits: Whether the host waits for each reduction.
+        compares: How often ranks compare their collectives.
+        fails: Whether one wait for gathered weights may raise.
+        idles: Whether `make_idle` may be called between passes.
+        captures: Whether steps may be captured in CUDA graphs and replayed.
+        draws: Whether random numbers may be written into replicated weights once.
+        formats: Whether the format of weights communicates when they are written.
+        hookless: Units with inputs of which no hook marks the end of their backward.
+        other_inputs: Units where a gradient reaches only an input that is not the first one.
+        manual: Whether `finalize_backward` ends backwards.
+        unsynced_by: Setting by which the first backward is left unsynchronized.
+        deletes: Units that may be deleted between two passes; with a root, all its units.
+        schedules: Whether a schedule runs the units below the root part by part.
+        illegal: Whether the last event may be one that no program may make.
+        max_runs: Uses of a pass that predict the next one.
+        nests: Whether forwards with gradients, and their backwards, may run inside a backward.
     """
 
     zero: int = 3
     parents: tuple[int, ...] = (-1, 0, 0)
     axes: int = 1
     queues: bool = False
-    prefetch: int = 1
+    prefetch: int | None = 1
     max_live: int = 2
     frozen: frozenset[int] = frozenset()
     tied: tuple[tuple[int, int], ...] = ()
@@ -94,6 +127,32 @@ class Setup:
     steps_early: bool = False
     chosen: tuple[tuple[int, int], ...] = ()
     replaces: bool = False
+    prefetch_nbytes: int | None = None
+    payloads: bool = False
+    waits: bool = False
+    compares: str = "once"
+    fails: bool = False
+    idles: bool = False
+    captures: bool = False
+    draws: bool = False
+    formats: bool = False
+    hookless: frozenset[int] = frozenset()
+    other_inputs: frozenset[int] = frozenset()
+    manual: bool = False
+    unsynced_by: str = "requires_gradient_sync"
+    deletes: frozenset[int] = frozenset()
+    schedules: bool = False
+    illegal: bool = False
+    max_runs: int = 1 << 14
+    nests: bool = False
+
+    @property
+    def num_ahead(self) -> int:
+        """Most units gathered ahead: the next one, and others that the limit has room for."""
+        units = len(self.parents) if self.prefetch is None else self.prefetch
+        if self.prefetch_nbytes is None:
+            return units
+        return min(units, max(1, self.prefetch_nbytes))
 
 
 def no_report(owner: str, phase: str) -> AbstractContextManager[Any]:
@@ -117,7 +176,8 @@ class Group:
         self.has_gradient = self.is_owed = False
         self.references = 0
         # Version of the gathered weights, and of model weights that are kept.
-        self.version = self.model_version = -1
+        self.version = self.model_version = self.refreshed_at = self.written_at = -1
+        self.live = WeightUse(0)
         # Gradients of this backward: arrived, and not reduced yet.
         self.arrived = 0
         self.times_reduced = 0
@@ -132,38 +192,63 @@ class Group:
 
     # -- weights
 
-    def gather(self, *, refreshes: bool) -> None:
+    @property
+    def weight_version(self) -> int:
+        """Version of main weights as far as the machine knows."""
+        return self.world.root_of(self.number).weight_version
+
+    @property
+    def is_stale(self) -> bool:
+        return self.refreshed_at != self.weight_version
+
+    def lacks(self, uses: WeightUse) -> bool:
+        return bool(uses & ~self.live)
+
+    def gather(self, uses: WeightUse, *, refreshes: bool) -> None:
         if not self.references:
-            world = self.world
-            if world.setup.zero == 3:
-                world.communicate("gather", self.number)
-                if refreshes:
-                    self.model_version = world.version
-                self.version = self.model_version
-            elif world.setup.zero == 0:
-                self.version = world.version
-            else:
-                if refreshes and self.model_version != world.version:
-                    self.refresh()
-                self.version = self.model_version
+            is_whole = self.world.setup.zero in (0, 3)
+            if refreshes and (is_whole or self.is_stale):
+                self.refresh()
+            self.version = self.model_version
         self.references += 1
+        self.add(uses)
+
+    def add(self, uses: WeightUse) -> None:
+        """Gather what lacks for these uses."""
+        if not self.world.setup.payloads:
+            uses = WeightUse.BOTH
+        if self.world.setup.zero == 3:
+            lacking = uses & ~self.live
+            if WeightUse.FORWARD in lacking:
+                self.world.communicate("gather", self.number)
+            elif lacking:
+                self.world.communicate("gather for backward", self.number)
+        self.live |= uses
 
     def refresh(self) -> None:
-        self.world.communicate("refresh", self.number)
-        self.model_version = self.world.version
+        if self.world.setup.formats:
+            require(
+                self.written_at == self.weight_version,
+                f"group {self.number} is refreshed before its format wrote it",
+            )
+        if self.world.setup.zero in (1, 2):
+            self.world.communicate("refresh", self.number)
+        self.model_version, self.refreshed_at = self.world.version, self.weight_version
 
     def free(self) -> None:
         require(self.references > 0, f"group {self.number} is freed twice")
         self.references -= 1
         if not self.references:
-            self.version = -1
+            self.version, self.live = -1, WeightUse(0)
 
     # -- gradients
 
     def arrive(self) -> None:
         """Receive a gradient of autograd, as `Unit.collect` does."""
         if not self.is_arriving:
-            reductions.make_room(self.world.root_of(self.number))
+            root = self.world.root_of(self.number)
+            reductions.make_room(root)
+            require(not root.is_draining, "a wait for room is told as one for all reductions")
             self._begin()
         self.has_gradient = True
         self.arrived += 1
@@ -180,17 +265,26 @@ class Group:
                 # The root's own gradients arrive while other units have theirs; so do a tied
                 # parameter's.
                 extra = len(self.world.roots) + len(self.world.setup.tied)
+                # Backwards whose end no hook reports end late.
+                extra += len(self.world.setup.hookless)
+                # Units wait for the turn of one that a gradient missed.
+                extra += len(self.world.units) if self.world.setup.skips else 0
                 require(live <= allowed + extra, f"{live} full gradients at a time")
 
     def reduce(self, *, async_op: bool) -> None:
-        del async_op
+        world, owner = self.world, self.world.units[self.number]
+        require(async_op != world.setup.waits, "the host waits for a reduction, or should")
+        root = owner.state.root.do
+        require(root.is_compared == owner.has_compared, f"{owner.name} compares its reduction")
+        owner.has_compared = False
         self._begin()
         self.full = REDUCING
         self.has_gradient, self.arrived = False, 0
         self.times_reduced += 1
         if self.reduces_partial:
             self.partial = ACCUMULATED
-        self.is_owed = False if not self.reduces_partial else self.is_owed
+        # `param.grad` has what an earlier backward left, once the last reduction is issued.
+        self.is_owed &= self.reduces_partial
         self.world.commands.append(("reduce", self.number))
         self.world.communicate("reduce", self.number)
 
@@ -199,7 +293,7 @@ class Group:
             self.full = ABSENT
 
     def reduce_outer(self, *, async_op: bool) -> None:
-        del async_op
+        require(async_op != self.world.setup.waits, "the host waits for a reduction, or should")
         if self.has_partial:
             self.partial = REDUCING
             self.is_owed = False
@@ -226,7 +320,8 @@ class Unit:
         self.world, self.number = world, number
         self.groups = list(groups)
         self.name = f"unit {number}"
-        self.is_ready = self.has_assigned = False
+        self.is_ready = self.has_assigned = self.has_compared = self.has_collected = False
+        self.was_ahead = self.has_old_values = False
         setup = world.setup
         self.state = UnitState(
             self,
@@ -237,38 +332,75 @@ class Unit:
             has_outer=setup.axes == 2,
             is_collective=setup.zero == 3,
             modules=(0, 1) if number in setup.several else (0,),
+            single_payload=not setup.payloads,
         )
         self.state.settings.reshard_after_forward = number not in setup.stays
         self.state.settings.reshard_after_backward = not setup.keeps
 
+    @property
+    def root(self) -> Root:
+        """The executor of its root."""
+        return self.state.root.do  # type: ignore[return-value]
+
     def check_pass(self) -> None:
-        """No transform runs."""
+        self.root.checked.append("pass")
 
     def check_owned(self) -> None:
-        """Nothing is registered."""
+        self.root.checked.append("owned")
 
     def check_is_gathered(self) -> None:
-        require(self.is_ready, f"{self.name} ran its backward without weights")
+        if self.world.setup.zero == 3 and not self.is_ready:
+            raise Illegal(f"{self.name} ran its backward without weights")
 
     def collect_assigned(self) -> None:
-        """Nothing is assigned."""
+        self.has_collected = True
 
     def restore_inputs(self) -> None:
-        """There are none."""
+        """End a forward that did not end, in a repair."""
+        self.root.is_after_backward = True
 
     def compare_reduction(self, *, along_all: bool) -> None:
-        del along_all
+        setup = self.world.setup
+        syncs = self.world.syncs or self.world.is_synchronizing
+        expected = setup.axes == 2 and setup.zero == 3 and syncs
+        require(along_all == expected, f"{self.name} is compared along all axes, or should be")
+        self.has_compared = True
+        self.world.communicate("compare", self.number)
 
     def gather(self, uses: WeightUse, *, adds: bool, async_op: bool) -> None:
-        del uses, async_op
-        require(not adds, f"{self.name} is gathered twice")
-        has_compared = self.state.root.do.has_compared  # type: ignore[attr-defined]
-        require(has_compared, f"{self.name} is gathered before ranks compared their units")
-        self.world.commands.append(("gather", self.number))
+        del async_op
+        world, root = self.world, self.root
+        require(not self.state.is_gone, f"{self.name} is gathered after its deletion")
+        require(root.has_compared, f"{self.name} is gathered before ranks compared their units")
+        require(
+            self.state.root.compares_collectives == root.is_compared,
+            f"{self.name} is gathered with a comparison, or without",
+        )
+        if adds:
+            require(world.setup.payloads, f"{self.name} is gathered twice")
+            groups = [group for group in self.groups if group.lacks(uses)]
+            if groups:
+                # Whether a backward recomputes is known from the last one only.
+                is_known = world.setup.checkpointed == "no"
+                require(
+                    not (self.was_ahead and is_known),
+                    f"{self.name} was gathered ahead for another use than came",
+                )
+                for group in groups:
+                    group.add(uses)
+            return
+        if self.state.root.compares_collectives and self.state.is_collective:
+            world.communicate("compare", self.number)
+        world.commands.append(("gather", self.number))
+        world.num_gathers[self.number] += 1
+        self.has_old_values = False
         for group in self.groups:
-            group.gather(refreshes=self.state.root.refreshes)
+            group.gather(uses, refreshes=self.state.root.refreshes)
 
     def wait(self) -> None:
+        if self.world.fails_next:
+            self.world.fails_next, self.world.failed = False, self.number
+            raise Failure
         self.is_ready = True
 
     def free(self, *, after_error: bool) -> None:
@@ -281,15 +413,16 @@ class Unit:
             group.free()
 
     def is_outdated(self) -> bool:
-        return any(group.version != self.world.version for group in self.groups)
+        return self.has_old_values or any(group.is_stale for group in self.groups)
 
     def is_replaced(self) -> bool:
         return self.has_assigned
 
     def sync(self) -> None:
-        self.has_assigned = False
+        self.has_assigned, self.has_old_values = False, True
 
     def end_backward(self, forward: Forward) -> None:
+        self.world.computing.pop(self.number, None)
         events.last_gradient(forward, has_grad=False)
 
 
@@ -299,78 +432,149 @@ class Root:
     def __init__(self, world: Any, number: int) -> None:
         self.world, self.number = world, number
         setup = world.setup
-        control = Control(PrefetchLimit(setup.prefetch), max_live=setup.max_live)
+        limit = PrefetchLimit(setup.prefetch, setup.prefetch_nbytes)
+        control = Control(limit, not setup.waits, setup.max_live, setup.compares)
         self.state = RootState(world.process, self, control, no_report)
         self.has_queued = self.has_compared = False
+        # What was checked since the last pass began.
+        self.checked: list[str] = []
+        self.num_passes = {True: 0, False: 0}
+        # Whether a pass is one of the first; whether a backward ended or was repaired since the
+        # last pass with gradients.
+        self.is_early, self.is_after_backward = False, True
+        self.has_forgotten = self.has_begun_stream = False
+        # Between the beginning and the end of a pass of the allocator.
+        self.is_allocating = False
+        self.is_refreshing = self.has_waited_for_host = False
+        self.has_drawn = self.has_begun_capture = self.is_captured = self.has_graph = False
+        self.has_ended_backward = self.has_ended_reductions = False
+        # Units whose hooks ran at the end of a backward.
+        self.hooked: list[int] = []
 
     @property
     def engine_run(self) -> int:
         return self.world.engine_run
 
-    is_capturing = False
+    @property
+    def is_capturing(self) -> bool:
+        return self.world.is_capturing
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether ranks have to compare collectives."""
+        setup = self.world.setup
+        if setup.compares == "once":
+            return self.is_early and setup.zero == 3 and not self.is_captured
+        return setup.compares == "always"
 
     def check_captured_pass(self, what: str) -> None:
-        del what
+        if self.is_capturing != self.state.is_captured:
+            raise Illegal(f"{what} is captured, and not the whole pass")
 
     def begin_capture(self) -> None:
-        """Nothing is captured."""
+        require(self.world.is_capturing, "a pass that is not captured begins a capture")
+        self.has_begun_capture = self.has_graph = True
 
     def write_stale(self) -> None:
-        """No format communicates."""
+        for group in self._groups():
+            if group.written_at != group.weight_version:
+                self.world.communicate("write", group.number)
+                group.written_at = group.weight_version
 
     def has_new_values(self) -> bool:
-        return False
+        has_drawn, self.has_drawn = self.has_drawn, False
+        return has_drawn
 
     def check_hooks(self) -> None:
-        """There are none."""
+        self.checked.append("hooks")
 
     def check_units(self) -> None:
         self.has_compared = True
         self.world.communicate("check", self.number)
 
     def forget_casts(self) -> None:
-        """Nothing is cast."""
+        self.has_forgotten = True
 
     def begin_stream(self) -> None:
-        """There are no streams."""
+        self.has_begun_stream = True
 
     def begin_allocations(self, name: str, *, no_pending_backward: bool) -> None:
-        """There is no pool."""
+        world, has_grad = self.world, name.startswith("forward")
+        expected = ["pass", *["owned"] * (name == "forward"), *["hooks"] * has_grad]
+        require(self.checked == expected, f"a pass checked {self.checked}, not {expected}")
+        self.checked = []
+        self._check_pending(no_pending_backward)
+        require(
+            self.has_begun_stream == (has_grad or no_pending_backward),
+            "a pass begins the stream, or should",
+        )
+        self.has_begun_stream = False
+        self.num_passes[has_grad] += 1
+        self.is_early = self.num_passes[has_grad] <= (NUM_COMPARED[True] if has_grad else 1)
+        if has_grad:
+            self.check_casts()
+            self.is_early &= not self.has_ended_backward
+        require(self.has_begun_capture == world.is_capturing, "a capture began, or should have")
+        self.is_captured, self.has_begun_capture = self.has_begun_capture, False
+        self.is_allocating = True
+        world.may_hide = False
 
-    end_allocations = begin_allocations
+    def check_casts(self) -> None:
+        """Check that the first pass of a loss uses no earlier casts."""
+        require(self.has_forgotten == self.is_after_backward, "casts are forgotten, or should be")
+        self.has_forgotten = self.is_after_backward = False
+
+    def end_allocations(self, name: str, *, no_pending_backward: bool) -> None:
+        self._check_pending(no_pending_backward)
+        if name:
+            self.is_early, self.has_ended_backward = False, True
+            self.is_after_backward = True
+        self.is_allocating = False
+
+    def _check_pending(self, no_pending_backward: bool) -> None:
+        world, number = self.world, self.number
+        # A use of a sharded parameter itself holds no temporary memory.
+        pending = [graph.unit for graph in world.graphs if graph.forward is not None]
+        is_pending = any(world.root_of(unit) is self.state for unit in pending)
+        require(
+            not (no_pending_backward and is_pending),
+            f"memory of a pending backward of root {number} is given away",
+        )
 
     def _groups(self) -> list[Group]:
         return [unit.do.groups[0] for unit in self.state.units]  # type: ignore[attr-defined]
 
     def has_stale(self) -> bool:
-        return any(group.model_version != self.world.version for group in self._groups())
+        return any(group.is_stale for group in self._groups())
 
     def refresh_all(self, *, async_op: bool) -> None:
-        del async_op
+        require(async_op == (self.state.gathers.limit.units != 0), "refreshes are waited for")
         if self.world.setup.zero == 0:
             return
         for group in self._groups():
-            if not group.references and group.model_version != self.world.version:
+            if not group.references and group.is_stale:
                 group.refresh()
+        self.is_refreshing = True
 
     def wait_for_refreshes(self) -> None:
-        """They are done."""
+        self.is_refreshing = False
 
     def wait_for_host_memory(self) -> None:
-        """There is none."""
+        self.has_waited_for_host = True
 
     def queue_end(self) -> None:
         require(self.world.engine_run != -1, "a backward begins outside of the engine")
         self.has_queued = True
 
     def end_reductions(self) -> None:
+        self.has_ended_reductions = True
         for group in self._groups():
             require(group.full != REDUCING, f"group {group.number} is reduced and not waited for")
         if any(group.times_reduced for group in self._groups()):
             self.world.communicate("flags", self.number)
 
     def run_hooks(self, units: Sequence[UnitState]) -> None:
-        del units
+        self.hooked += [unit.do.number for unit in units]  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
     def repairing(self) -> Iterator[None]:

@@ -8,11 +8,13 @@ raise `Broken` if it does not.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_fsdp_v2.runtime.machine import events, reductions, weights
+from megatron_fsdp_v2.layout.weight_use import WeightUse
+from megatron_fsdp_v2.runtime.machine import events, reductions
 from megatron_fsdp_v2.runtime.machine.orders import ExecutionOrder
 from megatron_fsdp_v2.runtime.machine.state import (
     Engine,
@@ -22,7 +24,28 @@ from megatron_fsdp_v2.runtime.machine.state import (
     RootState,
     UnitState,
 )
-from tests.machine.executors import ABSENT, Group, Root, Setup, Unit, require
+from tests.machine.between import Between
+from tests.machine.executors import Failure, Group, Root, Setup, Unit, require
+from tests.machine.schedules import Batch, Schedules
+
+
+@dataclass
+class Order:
+    """Uses of units in a pass, each predicted if the pass repeats the last one so far."""
+
+    expected: list[int] = field(default_factory=list)
+    used: list[int] = field(default_factory=list)
+
+    def following(self) -> list[int]:
+        """Return the uses that are expected of the next pass."""
+        return self.used or self.expected
+
+    def use(self, unit: Unit, *, was_gathered: bool) -> None:
+        """Check that a use that begins, and that repeats the last pass, was gathered ahead."""
+        self.used.append(unit.number)
+        is_known = self.expected[: len(self.used)] == self.used and len(self.used) > 1
+        if is_known and unit.world.predicts():
+            require(was_gathered, f"{unit.name} is not gathered ahead of its use")
 
 
 @dataclass
@@ -45,7 +68,7 @@ class Node:
         return self.forward.passed
 
 
-class World:
+class World(Between, Schedules):
     """One rank; see the module."""
 
     def __init__(self, setup: Setup) -> None:
@@ -83,6 +106,29 @@ class World:
         self.evaluated = self.has_trained = False
         # Whether the latest forward is one that other ranks need not run.
         self.is_ahead = False
+        # Whether the backward under way, or the latest one, synchronizes gradients.
+        self.syncs = True
+        self.is_synchronizing = False  # in a call of a user
+        self.has_unsynced = False  # since the last step
+        self.is_capturing = self.has_captured = self.has_replayed = False
+        self.has_drawn = self.fails_next = self.has_failed = self.has_idled = False
+        self.failed = -1  # unit
+        self.is_quiet = False
+        self.running: list[Node] = []  # graphs of the backward under way
+        self.orders: dict[int, Order] = {}  # of the passes that begin with a unit
+        self.is_over = False  # after an illegal event
+        self.deleted: set[int] = set()
+        self.entering: list[int] = []  # units whose forward begins
+        # Gathers and uses since the latest backward ended, and the program since then.
+        self.num_gathers: Counter[int] = Counter()
+        self.num_used: Counter[int] = Counter()
+        self.since, self.latest_step = 0, [""]
+        self.before_backward: tuple[Counter[int], Counter[int]] = Counter(), Counter()
+        self.is_exact = False  # whether forwards predict all uses of the backward under way
+        # Whether an optimizer that does not report its steps may step next.
+        self.may_hide = False
+        self.batches: list[Batch] = []
+        self.num_batches = 0
         self._make(setup)
 
     def _make(self, setup: Setup) -> None:
@@ -111,9 +157,10 @@ class World:
                 self.units[second].state for first, second in setup.chosen if first == unit.number
             ]
             unit.state.settings.forward_prefetch = unit.state.settings.backward_prefetch = chosen
+        ExecutionOrder.MAX_RUNS = setup.max_runs
         for root in self.roots:
             mine = [unit.state for unit in self.units if unit.state.root is root.state]
-            root.state.ranks_may_differ = setup.zero < 3
+            root.state.ranks_may_differ, root.state.has_formats = setup.zero < 3, setup.formats
             events.adopt(root.state, mine)
 
     def root_of(self, number: int) -> RootState:
@@ -129,16 +176,21 @@ class World:
     def actions(self) -> list[tuple[Any, ...]]:
         """Return the events that may happen next."""
         setup = self.setup
+        if self.is_over:
+            return []
+        if self.batches:
+            return self.schedule_actions()
         found: list[tuple[Any, ...]] = []
         if self.open:
             node = self.open[-1]
             for unit, parent in enumerate(setup.parents):
-                if parent == node.unit:
+                if parent == node.unit and unit not in self.deleted:
                     times = sum(child.unit == unit and child.use is None for child in node.children)
                     if unit in self.pending or times < setup.max_calls:
                         kinds = [False] if setup.checkpointed == "no" else [False, True]
                         found += [("call", unit, kind) for kind in kinds]
             found.append(("return",))
+            found += self.replacements()
             if setup.trains_inside and len(self.open) == 1 and not self.has_trained:
                 found.append(("train",))
         elif self.engine_run != -1:
@@ -150,7 +202,8 @@ class World:
             is_stale = any(graph.version != self.version for graph in self.graphs)
             if self.num_forwards < setup.max_forwards * len(self.roots) and not is_stale:
                 first = self.units if setup.alone else self.roots
-                found += [("forward", each.number) for each in first]
+                alive = [each.number for each in first if each.number not in self.deleted]
+                found += [("forward", number) for number in alive]
             if self.graphs and setup.drops:
                 found.append(("drop",))
             if self.kept and not self.graphs:
@@ -158,17 +211,17 @@ class World:
             if not self.graphs and not self.kept:
                 found += [("freeze", unit) for unit in setup.freezes - self.frozen_once]
             if setup.evaluates and not self.evaluated and not is_stale:
-                found += [("evaluate", root.number) for root in self.roots]
+                found += [
+                    ("evaluate", root.number)
+                    for root in self.roots
+                    if root.number not in self.deleted
+                ]
             if self.graphs:
                 found.append(("backward", 0))
                 if setup.skips:
                     nodes = sum(len(graph.children) for graph in self.graphs)
                     found += [("backward", mask) for mask in range(1, 1 << min(nodes, 3))]
-            may_step = self.num_steps < setup.max_steps and self.num_forwards > 0
-            if may_step and (setup.steps_early or not self.graphs):
-                found.append(("step",))
-            if setup.replaces and not (self.has_replaced or self.graphs or self.kept):
-                found += [("replace", u.number) for u in self.units if u.state.is_gathered]
+            found += self.actions_between()
         if self.num_uses < 1 and self.engine_run == -1:
             found += [("use", unit, kept) for unit in setup.direct for kept in (True, False)]
         if self.num_loads < 1:
@@ -176,13 +229,24 @@ class World:
         is_running = any(root.has_queued for root in self.roots)
         if setup.interrupts and not self.has_interrupted and (self.open or is_running):
             found.append(("interrupt", False))
-            if not self.open:
-                found.append(("interrupt", True))
+            found.append(("interrupt", True))
+        if setup.fails and not self.has_failed and (self.open or is_running):
+            found += [("fail", False), ("fail", True)]
+        if setup.illegal:
+            found += self.illegal_actions()
         return found
 
     def apply(self, action: tuple[Any, ...]) -> None:
         """Let an event happen, and check what must hold after it."""
-        getattr(self, f"_{action[0]}")(*action[1:])
+        try:
+            getattr(self, f"_{action[0]}")(*action[1:])
+        except Failure:
+            for number in () if self.is_quiet else reversed(self.entering):
+                events.fail_forward(self.units[number].state)
+            self.entering = []
+            failed = self.units[self.failed]
+            require(not failed.state.is_gathered, f"{failed.name} is gathered after a failed wait")
+            self._interrupt(is_late=self.is_quiet, is_shared=True)
         self._check()
 
     # -- forwards
@@ -191,7 +255,22 @@ class World:
         self, number: int, *, has_grad: bool, is_packed: bool = False, module: int = 0
     ) -> Forward | None:
         unit = self.units[number].state
+        self.units[number].was_ahead = unit in unit.root.gathers.prefetched
+        current = self._current_units(unit)
+        was_gathered = unit.is_gathered
+        self.entering.append(number)
         begins = events.enter_module(unit, module, has_grad=has_grad, is_packed=is_packed)
+        self.entering.pop()
+        for kept in current:
+            require(kept.is_gathered, f"{kept.do.name} is freed, and its weights were current")
+        self.num_used[number] += 1
+        require(unit.root.gathers.num_uses > 0, "uses of units are not counted")
+        if begins and self.engine_run == -1:
+            if unit.is_root or (current_pass := unit.root.pass_unit) is unit:
+                self.orders[number] = Order(self.orders.get(number, Order()).following())
+            require(unit.is_root or current_pass is not None, "a forward is taken for a nested one")
+            first = number if unit.is_root else current_pass.do.number
+            self.orders[first].use(unit.do, was_gathered=was_gathered)
         require(self.units[number].is_ready, f"unit {number} computes without weights")
         if begins and not (unit.is_recomputing or unit.root.nested is not None):
             self._check_ahead(number, unit.root.gathers.forward, unit.settings.forward_prefetch)
@@ -213,17 +292,25 @@ class World:
         self, number: int, order: ExecutionOrder[UnitState], chosen: Sequence[UnitState]
     ) -> None:
         """Check that the units that follow an expected use are gathered, or the chosen ones."""
-        unit, limit = self.units[number].state, self.root_of(number).gathers.limit
+        unit, num_ahead = self.units[number].state, self.setup.num_ahead
+        if self.root_of(number).nested is not None:
+            return
         is_expected = order.following > 0 and order.expected[order.following - 1] is unit
-        following = limit.fitting(order.expected[order.following :]) if is_expected else []
-        for expected in chosen if chosen and limit.units != 0 else following:
+        following = [u for u in order.expected[order.following :] if not u.is_gone]
+        following = following[:num_ahead] if is_expected else []
+        for expected in chosen if chosen and num_ahead else following:
+            if expected.is_gone:
+                continue
             require(expected.is_gathered, f"{expected.do.name} is not gathered ahead")
 
-    def _compute(self, number: int, version: int) -> None:
+    def _compute(self, number: int, version: int, uses: WeightUse = WeightUse.FORWARD) -> None:
         """Check the weights that a unit computes with."""
         unit = self.units[number]
+        lacking = any(group.lacks(uses) for group in unit.groups)
+        require(not lacking, f"{unit.name} computes without weights of its direction")
         require(unit.is_ready, f"{unit.name} computes without weights")
-        require(not unit.has_assigned, f"{unit.name} computes without what was assigned")
+        is_old = unit.has_assigned or unit.has_old_values
+        require(not is_old, f"{unit.name} computes without what was assigned")
         for group in unit.groups:
             require(
                 group.version == version,
@@ -285,6 +372,7 @@ class World:
         self._leave(node.unit, node.forward, has_grad=node.forward is not None)
         if not self.open:
             self._check_freed(node.unit)
+            require(not self.root_of(node.unit).do.is_refreshing, "a refresh is not waited for")
         if not self.open and not self.has_trained:
             self.graphs.append(node)
         self.has_trained &= bool(self.open)
@@ -314,9 +402,24 @@ class World:
         self.program.append(f"evaluate {number}{at}")
         if self.engine_run != -1:
             self._interleave(self.root_of(number))
+            self.is_exact = False
         self._run(number, has_grad=False)
         if self.engine_run == -1:
             self._check_freed(number)
+            root = self.root_of(number).do
+            require(root.has_waited_for_host, "an evaluation does not wait for the host's memory")
+            require(not root.is_allocating, "an evaluation does not end for the allocator")
+            require(not root.is_refreshing, "a refresh is not waited for")
+            root.has_waited_for_host = False
+
+    def _current_units(self, first: UnitState) -> list[UnitState]:
+        """Return the gathered units that a pass need not free if it begins with a unit."""
+        root = first.root
+        is_first = first.is_root or root.pass_unit is None
+        if self.engine_run != -1 or root.needs_repair or root.do.has_graph or not is_first:
+            return []
+        units = [unit for unit in root.units if unit.is_gathered]
+        return [u for u in units if not (u.do.is_outdated() or u.do.is_replaced())]
 
     def _check_freed(self, number: int) -> None:
         """Check that the end of a pass freed what it gathered, ahead of its use too."""
@@ -337,11 +440,27 @@ class World:
         self.computing[number] = version if before is None else before
         self._compute(number, self.computing[number])
         for unit, parent in enumerate(self.setup.parents):
-            if parent == number:
+            if parent == number and unit not in self.deleted:
                 self._run(unit, has_grad=has_grad)
         if before is None:
             del self.computing[number]
         self._leave(number, forward, has_grad=has_grad, computes_on=before is not None)
+
+    def predicts_backward(self) -> bool:
+        """Return whether a backward reverses the uses of its forward one by one."""
+        return not (self.setup.direct or self.setup.chosen or self.setup.several)
+
+    def begin_order(self) -> None:
+        """Begin a schedule, predicted by the last one."""
+        self.orders[-1] = Order(self.orders.get(-1, Order()).following())
+
+    def predicts(self) -> bool:
+        """Return whether uses that repeat earlier ones have to be gathered ahead."""
+        setup = self.setup
+        is_changed = (
+            setup.several or setup.chosen or setup.loads or setup.deletes or setup.max_runs < 99
+        )
+        return setup.zero == 3 and setup.num_ahead > 0 and not is_changed
 
     # -- backwards
 
@@ -369,10 +488,15 @@ class World:
 
     def _begin_engine(self, graphs: list[Node], mask: int) -> None:
         self.runs += 1
+        self.running = graphs
         self.engine_run = self.runs
         is_first, self.num_backwards = not self.num_backwards, self.num_backwards + 1
-        for unit in self.units:
-            unit.state.settings.requires_gradient_sync = not (self.setup.accumulates and is_first)
+        self.set_synchronization(is_last=not (self.setup.accumulates and is_first))
+        for root in self.roots:
+            root.hooked = []
+        self.before_backward = self.num_gathers.copy(), self.num_used.copy()
+        self.is_exact = not (mask or self.setup.loads or self.open or self.setup.alone)
+        self.is_exact &= len(graphs) == 1 and self.predicts_backward()
         numbered = 0
         passes: dict[int, set[int]] = {}
         with_root: set[int] = set()
@@ -461,7 +585,10 @@ class World:
         for child in reversed(node.children):
             self._plan(child, is_inside=node.is_checkpointed)
         self.queue.append(("gradient", node))
-        self.queue.append(("last", node))
+        if node.unit in self.setup.other_inputs:
+            self.queue.append(("defer", node))
+        elif node.unit not in self.setup.hookless:
+            self.queue.append(("last", node))
 
     def _engine(self) -> None:
         """Let the engine run the next node, or end."""
@@ -486,14 +613,24 @@ class World:
             if node.passed is not unit.state.root.passed and unit.state.root.is_running:
                 self._interleave(unit.state.root)
             is_begun = unit.state.phase is Phase.BACKWARD
+            is_begun &= unit.state.backward_number == node.forward.number
+            is_first = not unit.state.root.is_running
+            is_known = self.is_exact and not is_first and self.setup.checkpointed == "no"
+            if is_known and self.predicts():
+                require(unit.state.is_gathered, f"{unit.name} is not gathered ahead")
+            unit.was_ahead = unit.state in unit.state.root.gathers.prefetched
+            node.forward.has_end_hook = node.unit not in self.setup.hookless
             events.first_gradient(node.forward, has_grad=False)
             if not is_begun:
+                self.num_used[node.unit] += 1
                 order = unit.state.root.gathers.backward
                 self._check_ahead(node.unit, order, unit.state.settings.backward_prefetch)
             self.computing[node.unit] = self._needed(node)
-            self._compute(node.unit, self._needed(node))
+            self._compute(node.unit, self._needed(node), WeightUse.BACKWARD)
+        elif kind == "defer":
+            reductions.defer(node.forward)
         elif kind == "gradient":
-            self._compute(node.unit, self._needed(node))
+            self._compute(node.unit, self._needed(node), WeightUse.BACKWARD)
             for group in unit.groups:
                 if group.is_trained:
                     if not unit.state.root.is_running:
@@ -518,7 +655,11 @@ class World:
             is_last: Whether the last saved tensor is one of this forward.
         """
         is_packed = self.setup.checkpointed in ("packed", "stopping")
+        root = self.units[node.unit].root
+        root.has_forgotten = False
         forward = self._enter(node.unit, has_grad=True, is_packed=is_packed)
+        require(root.has_forgotten != is_packed, "a reentrant recomputation uses earlier casts")
+        root.has_forgotten = False
         self.computing[node.unit] = self._needed(node)
         self._compute(node.unit, self._needed(node))
         for child in node.children:
@@ -542,134 +683,3 @@ class World:
         for reached in self.reached_roots:
             require(reached.engine is Engine.RESTING, "a backward is over and did not end")
         self._rest()
-
-    def _rest(self) -> None:
-        """Check what must hold when a backward is over."""
-        # A root that an exception left is repaired in its next pass.
-        over = [root.state for root in self.roots if self.open or not root.state.needs_repair]
-        for group in self.groups:
-            if self.root_of(group.number) not in over:
-                group.times_reduced = 0
-                continue
-            what = f"when the backward is over, group {group.number}"
-            syncs = self.units[group.number].state.syncs_gradients
-            if syncs or not group.accumulates_unreduced:
-                require(not group.arrived, f"{what} has a gradient that was not reduced")
-                require(group.full == ABSENT, f"{what} has a full gradient")
-            if syncs:
-                require(group.partial == ABSENT, f"{what} has a partial gradient")
-                require(not group.is_owed, f"{what} owes a gradient")
-            expected = self.expected.get(group.number, 0)
-            if not syncs and group.accumulates_unreduced:
-                expected = 0
-            root = self.root_of(group.number)
-            most = expected + (root in self.interleaved and expected > 0)
-            # A unit that waits at the end of a pass is reduced with its forwards of the next one.
-            least = min(expected, 1) if self.setup.zero == 3 else expected
-            require(
-                least <= group.times_reduced <= most,
-                f"{what} was reduced {group.times_reduced} times instead of {expected}",
-            )
-            group.times_reduced = 0
-        self.expected, self.interleaved = {}, []
-        for state in over:
-            require(not state.inner and not state.outer, "a reduction is in flight")
-            require(not state.deferred and not state.recomputed, "something is deferred")
-            for unit in state.units:
-                is_open = any(self.units[node.unit].state is unit for node in self.open)
-                rests = unit.phase is (Phase.FORWARD if is_open else Phase.IDLE)
-                require(rests, f"{unit.do.name} is {unit.phase} after a backward")
-                is_reached = state in self.reached_roots
-                is_kept = self.setup.keeps or not unit.is_gathered or not is_reached
-                require(is_kept, f"{unit.do.name} stays gathered after a backward")
-            require(state not in self.process.under_way, "a backward is under way")
-        # The pass of a forward that raised waits until the root's next pass begins.
-        idle = [
-            root.state.current.turn for root in self.roots if root.state not in self.reached_roots
-        ]
-        waiting = [turn for turn in self.process.numbers.unreduced if turn not in idle]
-        require(not waiting or self.has_interrupted, "a pass waits for its reduction")
-
-    # -- steps and exceptions
-
-    def _step(self) -> None:
-        self.program.append("step")
-        self.num_steps += 1
-        self.version += 1
-        self.kept = []
-        for root in self.roots:
-            events.weights_changed(root.state)
-        self.num_forwards = self.num_backwards = 0
-        self.evaluated = False
-
-    def _freeze(self, number: int) -> None:
-        """Freeze a unit, or unfreeze it."""
-        self.program.append(f"freeze {number}")
-        self.frozen_once.add(number)
-        group = self.groups[number]
-        group.is_trained = not group.is_trained
-
-    def _replace(self, number: int) -> None:
-        """Assign other parameters to a unit whose weights are gathered."""
-        self.program.append(f"replace {number}")
-        self.has_replaced = self.units[number].has_assigned = True
-
-    def _load(self, number: int) -> None:
-        """Reshard a unit, as a load of its values does."""
-        self.num_loads += 1
-        self.program.append(f"load {number}")
-        weights.free(self.units[number].state)
-
-    def _interrupt(self, is_late: bool) -> None:
-        """Raise an exception, in a forward or in the engine.
-
-        Args:
-            is_late: Whether the engine drops its callback after the caller went on.
-        """
-        self.has_interrupted = True
-        reached = self.reached_roots  # one per forward
-        knows_all = len(set(reached)) == len(reached) and all(r.is_running for r in reached)
-        if self.setup.zero == 3 or self.open or not knows_all:
-            # All ranks raise: otherwise those that go on would wait for this one, which does not
-            # know which other forwards the backward would have reached.
-            at = f"{self.queue[0][0]} {self.queue[0][1].unit}" if self.queue else "the end"
-            ends = sum(self.setup.parents[node.unit] < 0 for _, node in self.queue)
-            at = f"{at}, with {ends} nodes of roots left" if ends else at
-            self.program.append(f"interrupt before {at}")
-        self.computing.clear()
-        while self.open:
-            node = self.open.pop()
-            events.fail_forward(self.units[node.unit].state)
-        if self.engine_run != -1:
-            self.queue = []
-            self.engine_run = -1
-            for root in self.roots:
-                if root.has_queued:
-                    root.has_queued = False
-                    if not is_late:
-                        events.engine_dropped(root.state)
-            self.graphs = []
-            if self.setup.zero < 3 and len(self.roots) > 1:
-                # As documented: ranks may be at different places of the roots' reductions.
-                for root in self.roots:
-                    if root.state.needs_repair:
-                        reductions.repair(root.state)
-        self.pending, self.kept = {}, []
-        self.expected = {}
-
-    def _check(self) -> None:
-        """Check what must hold after every event."""
-        for number in self.computing:
-            require(self.units[number].is_ready, f"unit {number} lost its weights")
-        if self.setup.zero == 3:
-            for root in self.roots:
-                units = root.state.units
-                ahead = root.state.gathers.prefetched
-                require(len(ahead) <= self.setup.prefetch, f"{len(ahead)} units gathered ahead")
-                gathered = sum(unit.is_gathered and not unit.is_root for unit in units)
-                running = len([n for n in self.computing if self.root_of(n) is root.state])
-                recomputed = len(root.state.recomputed) if self.setup.checkpointed != "no" else 0
-                kept = recomputed + len(self.setup.stays)
-                most = max(running, 1) + self.setup.prefetch + kept + len(self.setup.chosen)
-                most = len(units) if self.setup.keeps else most
-                require(gathered <= most, f"{gathered} units are gathered at a time")

@@ -1,0 +1,157 @@
+"""Worlds that are explored: kinds of programs, each in all cases of levels, axes and prefetches."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from tests.machine.executors import Setup
+
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "units in any order": {},
+    "units called again": {"max_calls": 2},
+    "unit inside a unit": {"parents": (-1, 0, 1)},
+    "tied units": {"tied": ((2, 1),)},
+    "frozen unit": {"frozen": frozenset([1])},
+    "units that stay gathered after a backward": {"keeps": True, "evaluates": True},
+    "unit that stays gathered": {"stays": frozenset([1])},
+    "unit that stays gathered between others": {
+        "stays": frozenset([2]),
+        "prefetch": 2,
+        "parents": (-1, 0, 0, 0),
+    },
+    "non-reentrant checkpoints": {"checkpointed": "packed"},
+    "reentrant checkpoints": {"checkpointed": "reentrant"},
+    "gradients that miss units": {"skips": True},
+    "two forwards before a backward": {"max_forwards": 2, "max_steps": 1},
+    "two backwards before a step": {"max_forwards": 2, "max_steps": 1, "accumulates": True},
+    "two roots": {"parents": (-1, -1, 0, 1)},
+    "a training step inside a forward": {"trains_inside": True, "max_calls": 2, "max_steps": 3},
+    "evaluations anywhere": {"evaluates": True},
+    "an exception anywhere": {"interrupts": True},
+    "an exception between two backwards": {
+        "interrupts": True,
+        "max_forwards": 2,
+        "max_steps": 1,
+        "accumulates": True,
+    },
+    "an exception in two roots": {"parents": (-1, -1, 0, 1), "interrupts": True, "max_steps": 1},
+    "recomputed units inside a unit": {
+        "parents": (-1, 0, 1, 1),
+        "checkpointed": "packed",
+        "max_steps": 1,
+    },
+    "recomputations that stop early": {"parents": (-1, 0, 1), "checkpointed": "stopping"},
+    "unit of two modules": {"several": frozenset([1])},
+    "units outside the root's forward": {"alone": True, "max_forwards": 2, "max_steps": 1},
+    "uses of parameters themselves": {"direct": frozenset([1])},
+    "an exception and a use of a parameter itself": {
+        "direct": frozenset([1]),
+        "interrupts": True,
+        "max_steps": 1,
+    },
+    "a unit frozen between two backwards": {
+        "freezes": frozenset([1]),
+        "max_forwards": 2,
+        "accumulates": True,
+    },
+    "a unit unfrozen between two backwards": {
+        "frozen": frozenset([1]),
+        "freezes": frozenset([1]),
+        "max_forwards": 2,
+        "accumulates": True,
+    },
+    "loads anywhere": {"loads": frozenset([1, 2]), "max_calls": 2},
+    "two backwards through one graph": {"repeats": True},
+    "a backward that is repeated after an exception": {
+        "repeats": True,
+        "interrupts": True,
+        "max_steps": 1,
+    },
+    "recomputations without a backward": {
+        "checkpointed": "packed",
+        "skips": True,
+        "max_steps": 1,
+        "parents": (-1, 0, 0, 0),
+    },
+    "graphs that are freed": {"drops": True, "max_forwards": 2},
+    "a step between a forward and its backward": {"steps_early": True, "evaluates": True},
+    "units that others gather ahead": {"chosen": ((0, 2), (1, 2)), "evaluates": True},
+    "parameters that are replaced": {"replaces": True, "keeps": True, "evaluates": True},
+    "weights of forwards and backwards apart": {"payloads": True, "max_calls": 2},
+    "weights of recomputations and backwards apart": {
+        "payloads": True,
+        "checkpointed": "packed",
+        "stays": frozenset([1]),
+        "evaluates": True,
+    },
+    "a bound in bytes": {"prefetch": None, "prefetch_nbytes": 2, "parents": (-1, 0, 0, 0)},
+    "two bounds": {"prefetch": 2, "prefetch_nbytes": 1, "parents": (-1, 0, 0, 0)},
+    "reductions that the host waits for": {"waits": True, "max_calls": 2},
+    "collectives that ranks always compare": {"compares": "always", "evaluates": True},
+    "a wait that fails": {"fails": True},
+    "a wait that fails in units inside units": {
+        "fails": True,
+        "parents": (-1, 0, 1),
+        "evaluates": True,
+        "checkpointed": "packed",
+    },
+    "units made idle": {"idles": True, "interrupts": True, "keeps": True},
+    "captured steps": {"captures": True, "keeps": True, "illegal": True},
+    "captured steps without units that stay": {"captures": True, "max_steps": 3},
+    "random weights": {"draws": True},
+    "formats that communicate": {"formats": True, "draws": True, "accumulates": True},
+    "ends that no hook reports": {"hookless": frozenset([1, 2]), "parents": (-1, 0, 1, 0)},
+    "gradients of other inputs": {"other_inputs": frozenset([1, 2]), "max_calls": 2},
+    "backwards that are finalized": {"manual": True, "max_forwards": 2, "keeps": True},
+    "reductions that users call": {
+        "accumulates": True,
+        "max_forwards": 2,
+        "freezes": frozenset([1]),
+    },
+    "the second axis at the last backward": {
+        "accumulates": True,
+        "max_forwards": 2,
+        "unsynced_by": "requires_all_reduce",
+    },
+    "a last backward": {"accumulates": True, "max_forwards": 2, "unsynced_by": "is_last_backward"},
+    "units that are deleted": {"deletes": frozenset([1]), "evaluates": True, "max_steps": 3},
+    "roots that are deleted": {
+        "deletes": frozenset([0, 1]),
+        "parents": (-1, -1, 0, 1),
+        "interrupts": True,
+    },
+    "schedules": {"schedules": True, "max_forwards": 3, "illegal": True},
+    "schedules and exceptions": {"schedules": True, "max_forwards": 2, "interrupts": True},
+    "schedules that accumulate": {
+        "schedules": True,
+        "max_forwards": 2,
+        "accumulates": True,
+        "stays": frozenset([1]),
+    },
+    "more uses than are remembered": {"max_runs": 3, "max_calls": 3},
+    "what is rejected": {"illegal": True, "parents": (-1, 0, 1)},
+    "two roots and evaluations": {"parents": (-1, -1, 0, 1), "evaluates": True},
+    "several forwards of two roots": {
+        "parents": (-1, -1, 0, 1),
+        "alone": True,
+        "max_forwards": 2,
+        "max_steps": 1,
+    },
+    "many recomputed units inside a unit": {
+        "parents": (-1, 0, 1, 1, 1),
+        "checkpointed": "packed",
+        "skips": True,
+        "max_steps": 1,
+    },
+}
+AXES: tuple[dict[str, Any], ...] = ({"axes": 1}, {"axes": 2}, {"axes": 2, "queues": True})
+CASES = [
+    {"zero": zero, "prefetch": prefetch, **axes}
+    for zero, axes, prefetch in itertools.product((3, 2, 1, 0), AXES, (0, 1, 2))
+]
+
+
+def setup_of(case: dict[str, Any], program: str) -> Setup:
+    """Return a world of a kind of programs; what the kind says holds in every case."""
+    return Setup(**{**case, **PROGRAMS[program]})

@@ -12,7 +12,6 @@ A change that 40 states per setup do not detect is not proven to be harmless: th
 roots and ranks need long sequences, most of which `test_history.py` has. As read and not proven,
 these change nothing that a training would notice:
 
-* `reductions.keep_recomputed`: a recomputed unit was removed from the list when it was prepared.
 * `orders.Pass.is_reduced` before a backward begins, which sets it.
 * `state.RootState` before `set_units` or the first pass, which set `ranks_may_differ`,
   `has_formats`, `is_captured` and `is_early`; a repair of a root that needs none.

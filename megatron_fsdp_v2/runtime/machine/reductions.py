@@ -122,9 +122,8 @@ def prepare_recomputation(unit: UnitState) -> None:
 
 def keep_recomputed(unit: UnitState) -> None:
     """Leave a recomputed unit gathered for its backward."""
-    recomputed = unit.root.recomputed
-    recomputed.pop(unit, None)
-    recomputed[unit] = None
+    # The newest: `prepare_recomputation` removed an earlier one of the unit.
+    unit.root.recomputed[unit] = None
 
 
 # -- turns -----------------------------------------------------------------------------------------

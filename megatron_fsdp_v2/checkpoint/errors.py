@@ -36,7 +36,7 @@ class CheckpointError(ValueError):
 
 
 class NotFoundError(CheckpointError):
-    """There is nothing at a path, or a folder of checkpoints."""
+    """There is nothing at a path, a folder of checkpoints, or no checkpoint at all."""
 
 
 class NotPlainError(CheckpointError):

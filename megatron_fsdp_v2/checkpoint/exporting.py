@@ -279,6 +279,9 @@ def convert(
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be at least 1")
     check_absent(target)
     check_absent(index_of(target))
+    for parent in target.absolute().parents:
+        if parent.exists() and not parent.is_dir():
+            raise ValueError(f"{target} cannot be written: {parent} is not a folder")
     opened = converted(open_source(source, prefix=prefix), dtype, advance)
     with naming_full_disk(target):
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -29,6 +29,7 @@ from megatron_fsdp_v2._text import listed, shortened
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotFoundError, ReplacedError
 from megatron_fsdp_v2.checkpoint.foreign import load_object, read_entries
 from megatron_fsdp_v2.checkpoint.manifest import (
+    DATA_SUFFIX,
     INCOMPLETE,
     MANIFEST,
     METADATA,
@@ -312,8 +313,8 @@ def _check_complete(folder: Path) -> None:
     """Check that a folder is a checkpoint.
 
     Raises:
-        NotFoundError: There is nothing, or a folder of checkpoints.
-        CheckpointError: The save was cut short, or it is something else.
+        NotFoundError: There is nothing, a folder of checkpoints, or something else.
+        CheckpointError: The save was cut short.
     """
     if folder.name.endswith(INCOMPLETE):
         raise CheckpointError(
@@ -332,10 +333,11 @@ def _check_complete(folder: Path) -> None:
         )
     names = sorted(p.name for p in folder.iterdir())
     only = f", only {listed(names, _SHOWN)}" if names else ""
-    raise (CheckpointError if names else NotFoundError)(
-        f"{folder} is not a folder of torch's distributed checkpoint, or its save was cut short: "
-        f"it has no {METADATA}{only}"
-    )
+    if any(name == MANIFEST or name.endswith(DATA_SUFFIX) for name in names):
+        raise CheckpointError(
+            f"{folder} is damaged, or its save was cut short: it has no {METADATA}{only}"
+        )
+    raise NotFoundError(f"{folder} is not a checkpoint: it has no {METADATA}{only}")
 
 
 def _close(directory: int, files: dict[str, BufferedReader]) -> None:

@@ -26,6 +26,8 @@ METADATA = ".metadata"
 MANIFEST = "manifest.json"
 FORMAT = "megatron_fsdp_v2.checkpoint"
 FORMAT_VERSION = 1
+DATA_SUFFIX = ".distcp"
+"""Suffix of torch's files with tensors and objects."""
 INCOMPLETE = ".incomplete"
 """Suffix of a folder's name until its save is complete."""
 

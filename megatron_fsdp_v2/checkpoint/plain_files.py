@@ -9,6 +9,8 @@ import contextlib
 import importlib
 import json
 import math
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -154,7 +156,7 @@ def write_safetensors(source: TensorSource, file: Path, max_shard_bytes: int) ->
         # Without an index the files are no model, so that it comes last.
         paths = [*(file.with_name(name + SAFETENSORS) for name in names), index_of(file)]
     with created(paths) as unfinished:
-        for path, shard in zip(unfinished, shards, strict=False):
+        for path, final, shard in zip(unfinished, paths, shards, strict=False):
             others = {name: kept for name, kept in tied.items() if kept in shard}
             try:
                 # Nothing refers to the tensors while those of the next file are read.
@@ -164,7 +166,11 @@ def write_safetensors(source: TensorSource, file: Path, max_shard_bytes: int) ->
                     {_FORMAT: "pt", **others},
                 )
             except library.SafetensorError as error:
-                raise CheckpointError(f"{path} cannot be written: {error}") from error
+                # Errors of this library, in Rust, have the number and a temporary name in the text.
+                if number := re.search(r"os error (\d+)", str(error)):
+                    code = int(number[1])
+                    raise OSError(code, os.strerror(code), str(final)) from error
+                raise CheckpointError(f"{final} cannot be written: {error}") from error
         if len(shards) > 1:
             placed = zip(paths, shards, strict=False)
             weight_map = {name: path.name for path, shard in placed for name in shard}

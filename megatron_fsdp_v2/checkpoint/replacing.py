@@ -106,6 +106,7 @@ def created(paths: Sequence[Path]) -> Iterator[list[Path]]:
 
     Raises:
         ValueError: One of them already exists.
+        OSError: One of them cannot be written; names it, not its temporary path.
     """
     for path in paths:
         check_absent(path)
@@ -120,9 +121,13 @@ def created(paths: Sequence[Path]) -> Iterator[list[Path]]:
             check_absent(path)
             written.rename(path)
             placed.append(path)
-    except BaseException:
+    except BaseException as error:
         for path in placed:
             path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            for written, path in zip(unfinished, paths, strict=True):
+                if str(error.filename).startswith(str(written)):
+                    raise OSError(error.errno, error.strerror, str(path)) from error
         raise
     finally:
         for written in unfinished:

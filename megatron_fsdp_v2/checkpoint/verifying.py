@@ -54,7 +54,7 @@ def verify(path: str | Path, *, advance: Advance = unwatched) -> Report:
         What was found; a checkpoint that cannot even be opened has one problem.
 
     Raises:
-        NotFoundError: There is nothing at the path, or a folder of checkpoints.
+        NotFoundError: There is nothing at the path, a folder of checkpoints, or no checkpoint.
     """
     report = Report(Path(path))
     try:

@@ -6,6 +6,7 @@ import bisect
 import gzip
 import json
 import math
+import zlib
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -79,10 +80,8 @@ def read(path: str | Path) -> StepTimeline:
         ValueError: It is no such trace, or has nothing to show.
     """
     path = Path(path)
+    events = _events(path)
     try:
-        raw = path.read_bytes()
-        content = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
-        events = content["traceEvents"] if isinstance(content, dict) else content
         timed = [event for event in events if event.get("ph") == "X" and "dur" in event]
         timed.sort(key=lambda event: event["ts"])
         spans = list(_spans(timed))
@@ -91,15 +90,45 @@ def read(path: str | Path) -> StepTimeline:
         moved = [s._replace(start=s.start - first, end=s.end - first) for s in spans]
         memory = [(at - first, nbytes) for at, nbytes in _memory(events)]
         if not all(math.isfinite(time) for span in moved for time in (span.start, span.end)):
-            raise ValueError("a time is not finite")
-    except UnicodeDecodeError:
-        # The message of this error has the whole content.
-        raise ValueError(f"{path} is no trace of torch's profiler: it is not text") from None
-    except (ValueError, KeyError, TypeError, AttributeError, EOFError, RecursionError) as error:
-        raise ValueError(f"{path} is no trace of torch's profiler: {error!r:.200}") from error
+            raise ValueError(f"{path} {_OTHER}: a time is not finite")
+    except KeyError as error:
+        raise ValueError(f"{path} {_OTHER}: an event has no {error}") from error
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{path} {_OTHER}: an event has a value of another type") from error
     if not moved:
         raise ValueError(f"{path} has neither operators nor kernels; profile at least one step")
     return StepTimeline(path.name, moved, memory)
+
+
+_OTHER = "is no trace of torch's profiler"
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    """Return the events of a trace's file.
+
+    Raises:
+        ValueError: The file has no events.
+    """
+    raw = path.read_bytes()
+    if not raw.strip():
+        raise ValueError(f"{path} {_OTHER}: it is empty")
+    try:
+        if path.suffix == ".gz":
+            raw = gzip.decompress(raw)
+        content = json.loads(raw)
+    except (OSError, EOFError, zlib.error):
+        raise ValueError(f"{path} {_OTHER}: gzip cannot decompress it") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} {_OTHER}: it is not JSON ({error})") from None
+    except UnicodeDecodeError:
+        # The message of this error has the whole content.
+        raise ValueError(f"{path} {_OTHER}: it is not text") from None
+    except RecursionError:
+        raise ValueError(f"{path} {_OTHER}: it is nested too deeply") from None
+    events = content.get("traceEvents") if isinstance(content, dict) else content
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        raise ValueError(f"{path} {_OTHER}: it has no list of events (traceEvents)")
+    return events
 
 
 def busy_seconds(spans: Iterable[TimeSpan], track: str) -> float:

@@ -160,12 +160,24 @@ def test_a_page_tells_33_units_apart_and_has_no_empty_row(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is no trace"),
+        ("", "it is empty"),
+        ("{", "it is not JSON (Expecting property name"),
+        ("text", "it is not JSON (Expecting value: line 1"),
         ('{"traceEvents": []}', "neither operators nor kernels"),
-        ('{"traceEvents": [{"ph": "X", "dur": 1, "ts": "now"}]}', "is no trace"),
-        ("[1, 2]", "is no trace"),
-        ("[" * 100_000, "RecursionError"),
-        ('{"traceEvents": [{"ph": "X", "cat": "kernel", "dur": 1, "ts": 1e999}]}', "is no trace"),
+        ('{"events": []}', "it has no list of events (traceEvents)"),
+        ("7", "it has no list of events (traceEvents)"),
+        ("[1, 2]", "it has no list of events (traceEvents)"),
+        ('{"traceEvents": [{"ph": "X", "dur": 1, "ts": "now"}]}', "an event has no 'name'"),
+        ('{"traceEvents": [{"ph": "X", "cat": "kernel", "dur": 1}]}', "an event has no 'ts'"),
+        (
+            '{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "a", "dur": 1, "ts": "now"}]}',
+            "an event has a value of another type",
+        ),
+        ("[" * 100_000, "it is nested too deeply"),
+        (
+            '{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "a", "dur": 1, "ts": 1e999}]}',
+            "a time is not finite",
+        ),
         ("\udcff" * 100, "it is not text"),
     ],
 )
@@ -175,8 +187,12 @@ def test_other_files_are_errors(
     (tmp_path / "run.json").write_text(content, errors="surrogateescape")
     status, _, err = called(capsys, "trace", tmp_path / "run.json")
     assert status == 2 and message in err and err.count("\n") == 1
+    assert "Error" not in err
     status, _, err = called(capsys, "trace", tmp_path / "absent.json")
     assert status == 2 and "absent.json" in err
+    (tmp_path / "run.json.gz").write_text(content, errors="surrogateescape")
+    status, _, err = called(capsys, "trace", tmp_path / "run.json.gz")
+    assert status == 2 and ("gzip cannot decompress it" in err or not content)
     write(tmp_path / "run.json", ON_CPU)
     status, _, err = called(capsys, "trace", tmp_path / "run.json", "--out", tmp_path / "a.txt")
     assert status == 2 and "a.txt" in err

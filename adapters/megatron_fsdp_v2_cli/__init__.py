@@ -1,22 +1,23 @@
 """Command line `megatron-fsdp-v2`.
 
-This file does not import torch, which takes seconds: the module of a command is imported if the
-command line names the command. The core reads no command lines: its commands are in this package.
+A command line is parsed before torch is imported, which takes seconds: the module of a command is
+imported if the command line names the command, has its arguments alone, and imports what does the
+work when the command runs. The core reads no command lines: its commands are in this package.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import logging
 import os
-import re
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import NoReturn, Protocol, override
+from typing import Protocol
+
+from megatron_fsdp_v2_cli.parser import Parser
 
 __all__ = ["COMMANDS", "Command", "build_parser", "main"]
 
@@ -48,7 +49,10 @@ COMMANDS = {
         "megatron_fsdp_v2_trace.command",
     ),
 }
-"""Commands: one line of help, and the module whose attribute `command` is the `Command`."""
+"""Commands: one line of help, and the module whose attribute `command` is the `Command`.
+
+These modules import neither torch nor Megatron.
+"""
 
 _ENDED_BY_PIPE = 141
 """Exit status of a program that SIGPIPE ends, as shells report it."""
@@ -62,34 +66,13 @@ class Command(Protocol):
         """Add the command's arguments to its parser."""
 
     def run(self, args: argparse.Namespace) -> int:
-        """Run the command and return the exit status.
+        """Import what does the work, run the command and return the exit status.
 
         Raises:
+            ImportError: A package is missing; `main` names it.
             ValueError: The input is invalid; `main` prints the message.
             OSError: A file cannot be read or written; likewise.
         """
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors suggest what may have been meant."""
-
-    @override
-    def error(self, message: str) -> NoReturn:
-        if found := re.search(r"invalid choice: '([^']*)'|unrecognized arguments: (\S+)", message):
-            wrong = (found[1] or found[2]).partition("=")[0]
-            if close := difflib.get_close_matches(wrong, list(_words_of(self)), n=1):
-                message += f"; did you mean {close[0]}?"
-        super().error(message)
-
-
-def _words_of(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Yield the options and choices of a parser, and those of its subparsers."""
-    for action in parser._actions:
-        yield from action.option_strings
-        yield from map(str, action.choices or ())
-        if isinstance(action, argparse._SubParsersAction):
-            for below in action.choices.values():
-                yield from _words_of(below)
 
 
 def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
@@ -105,7 +88,7 @@ def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
     Raises:
         ImportError: The command needs a package that cannot be imported.
     """
-    parser = _Parser(prog=PROGRAM, description="Tools for training with per-module fully_shard().")
+    parser = Parser(prog=PROGRAM, description="Tools for training with per-module fully_shard().")
     parser.add_argument("--version", action="version", version=_installed_version())
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     named = next((word for word in words if not word.startswith("-")), "")
@@ -158,13 +141,23 @@ def main(words: Sequence[str] | None = None) -> int:
             f"this package with its extra, {PROGRAM}[megatron]\n"
         )
         return 2
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        sys.stderr.write(f"{_described(error)}\n")
+        return 2
+    except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 2
     except RecursionError as error:
         sys.stderr.write(f"{PROGRAM} {' '.join(given)}: a file is nested too deeply ({error})\n")
         return 2
     return status
+
+
+def _described(error: OSError) -> str:
+    """Describe an error of a file without its number, such as "run.json: is a directory"."""
+    if error.filename is None or not error.strerror:
+        return error.strerror or str(error)
+    return f"{error.filename}: {error.strerror[:1].lower()}{error.strerror[1:]}"
 
 
 def _run(words: Sequence[str]) -> int:

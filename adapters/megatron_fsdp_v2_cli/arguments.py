@@ -1,13 +1,35 @@
-"""Types of arguments on command lines: counts, sizes, dtypes."""
+"""Types of arguments on command lines: counts, sizes, dtypes.
+
+A command line is parsed before torch is imported, which takes seconds. Sizes and dtypes are only
+checked here and stay text; `conversions` turns them into values when the command runs.
+"""
 
 from __future__ import annotations
 
 import argparse
+import re
 
-import torch
+DTYPE_NAMES = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp64": "float64",
+}
+"""Floating-point dtypes: short name, and torch's."""
 
-from megatron_fsdp_v2._text import parse_size
-from megatron_fsdp_v2.layout.mixed_precision import DTYPES
+_SIZE = re.compile(r"\d+(?:\.\d+)?\s*([kmgt]i?)?b", re.IGNORECASE | re.ASCII)
+
+
+class Size(str):
+    """Text of a size, such as `76GiB`."""
+
+    __slots__ = ()
+
+
+class Dtype(str):
+    """Name of a dtype, as torch calls it."""
+
+    __slots__ = ()
 
 
 def count(text: str) -> int:
@@ -17,20 +39,19 @@ def count(text: str) -> int:
     return int(text)
 
 
-def size(text: str) -> int:
-    """Parse a size with its unit into bytes, such as `76GiB`, `5gb` or `500 MiB`."""
+def size(text: str) -> Size:
+    """Check a size with its unit, such as `76GiB`, `5gb` or `500 MiB`."""
     # Without a unit `--memory 76` would be 76 bytes.
     if not text.lower().endswith("b"):
         raise argparse.ArgumentTypeError(f"{text!r} has no unit; write a size such as 76GiB")
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    if not _SIZE.fullmatch(text) or not re.search("[1-9]", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size, such as 5GB or 500MiB")
+    return Size(text)
 
 
-def dtype(text: str) -> torch.dtype:
-    """Parse a floating-point dtype by its short name or torch's: `bf16`, `bfloat16`."""
-    known = DTYPES | {str(one).removeprefix("torch."): one for one in DTYPES.values()}
+def dtype(text: str) -> Dtype:
+    """Check the short name or torch's of a floating-point dtype: `bf16`, `bfloat16`."""
+    known = DTYPE_NAMES | {name: name for name in DTYPE_NAMES.values()}
     if text not in known:
         raise argparse.ArgumentTypeError(f"{text!r} is no dtype; known are {', '.join(known)}")
-    return known[text]
+    return Dtype(known[text])

@@ -8,11 +8,12 @@ Importing the package changes nothing. `install()` applies the patches to Megatr
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_fsdp_v2_mcore.flags.errors import FlagError
-from megatron_fsdp_v2_mcore.flags.options import Options
-from megatron_fsdp_v2_mcore.patches import enable, install, uninstall
+if TYPE_CHECKING:
+    from megatron_fsdp_v2_mcore.flags.errors import FlagError
+    from megatron_fsdp_v2_mcore.flags.options import Options
+    from megatron_fsdp_v2_mcore.patches import enable, install, uninstall
 
 __all__ = [
     "FSDPMuonChainedOptimizer",
@@ -26,14 +27,20 @@ __all__ = [
 ]
 
 _LAZY = {
+    "FlagError": "megatron_fsdp_v2_mcore.flags.errors",
     "FSDPMuonChainedOptimizer": "megatron_fsdp_v2_mcore.optim.optimizer",
     "FSDPZeROTensorParallelMuon": "megatron_fsdp_v2_mcore.optim.muon",
     "FullyShardedDataParallel": "megatron_fsdp_v2_mcore.model.wrapper",
+    "Options": "megatron_fsdp_v2_mcore.flags.options",
+    "enable": "megatron_fsdp_v2_mcore.patches",
+    "install": "megatron_fsdp_v2_mcore.patches",
+    "uninstall": "megatron_fsdp_v2_mcore.patches",
 }
 
 
 def __getattr__(name: str) -> Any:
-    # These classes derive from Megatron's classes. Importing the package must not import Megatron.
+    # Importing the package imports neither Megatron, from whose classes some of these derive, nor
+    # torch: modules of the command line are in it.
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_fsdp_v2_trace.drawing import draw
+from megatron_fsdp_v2_trace.files import check_writable
 from megatron_fsdp_v2_trace.timeline import (
     COMPUTE,
     EXPOSED,
@@ -44,9 +45,11 @@ class _TraceCommand:
 
     def run(self, args: argparse.Namespace) -> int:
         """Print a table of every run, and draw them."""
-        timelines = [read(path) for path in args.runs]
         first = Path(args.runs[0])
         outs = args.out or [first.with_suffix(".html"), first.with_suffix(".png")]
+        timelines = [read(path) for path in args.runs]
+        for out in outs:
+            check_writable(out)
         for timeline in timelines:
             sys.stdout.writelines(f"{line}\n" for line in lines(timeline))
         for out in outs:

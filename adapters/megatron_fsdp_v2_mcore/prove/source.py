@@ -72,8 +72,11 @@ def read_script(path: Path) -> Source:
         path: A bash script that starts `torchrun` or `python`, also under `srun` and others.
 
     Raises:
-        ValueError: The script starts no training, or this machine does not allow tracing.
+        ValueError: The script is not a file, or starts no training, or this machine does not allow
+            tracing.
     """
+    if not path.is_file():
+        raise ValueError(f"{path} {'is not a file' if path.exists() else 'does not exist'}")
     commands, said = _dry_run(["bash", str(path)], os.environ)
     shells = commands
     for _ in range(_MOST_NESTED):

@@ -5,12 +5,10 @@ The export runs in one process without a process group or model, and copies one 
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import math
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ import torch
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
-from megatron_fsdp_v2._text import readable_size
 from megatron_fsdp_v2.checkpoint.errors import naming_full_disk
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.writing import Blocks, pickled, write_folder
@@ -300,37 +297,3 @@ def _module_place(place: Place) -> Place:
 
 def _has_same_identifiers(group: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(group.get(key) == other.get(key) for key in param_group_identifier_keys)
-
-
-class _TorchDistConverter:
-    """`megatron-fsdp-v2 ckpt convert --to torch_dist`; see `Converter`."""
-
-    def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Add the options of this format."""
-        parser.description = (
-            "Export a checkpoint of a sharded run for Megatron's own optimizer: source is the "
-            "folder that the run passed to --save; target is the folder to pass to --load, with "
-            "--ckpt-format torch_dist."
-        )
-        parser.add_argument("--iteration", type=int, help="default: the latest")
-        parser.add_argument(
-            "--expert-model-parallel-size",
-            type=int,
-            help="size in the run that will load it; default: size in the run that saved it",
-        )
-
-    def run(self, source: Path, target: Path, args: argparse.Namespace) -> int:
-        """Export, and print a summary."""
-        result = export(source, target, args.iteration, args.expert_model_parallel_size)
-        sys.stdout.write(
-            f"{result.path}: {result.num_tensors} tensors, {readable_size(result.num_bytes)}\n"
-        )
-        if result.omitted_optimizer is not None:
-            sys.stdout.write(
-                f"the state of --optimizer {result.omitted_optimizer} is not exported: load it "
-                "with --no-load-optim or --finetune\n"
-            )
-        return 0
-
-
-to_torch_dist = _TorchDistConverter()

@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +96,22 @@ def test_inspect_selects_sorts_and_adds_up(folder: Path, output_of: OutputOf) ->
         "model.embedding.table.weight (2, 3) bfloat16 12 B",
         "total 1 tensors 12 B",
     ]
+
+
+def test_json_is_selected_sorted_and_added_up(folder: Path, output_of: OutputOf) -> None:
+    def found(*words: str) -> dict[str, Any]:
+        return dict(json.loads(output_of("inspect", folder, "--json", *words)))
+
+    some = found("--filter", "*.embedding.*")
+    assert [*some["tensors"]] == ["model.embedding.table.weight"]
+    assert (some["objects"], some["num_tensors"], some["nbytes"]) == ({}, 1, 12)
+    sizes = [tensor["nbytes"] for tensor in found("--sizes")["tensors"].values()]
+    assert sizes == [4096, 4096, 4096, 12, 8]
+    grouped = found("--depth", "1", "--sizes")
+    assert grouped["groups"]["model"] == {"num_tensors": 4, "num_objects": 0, "nbytes": 12300}
+    assert grouped["groups"]["extra"]["num_objects"] == 1
+    assert next(iter(grouped["groups"])) == "model"
+    assert "tensors" not in grouped
 
 
 def test_inspect_writes_json(folder: Path, output_of: OutputOf) -> None:

@@ -15,7 +15,7 @@ from megatron_fsdp_v2.checkpoint.exporting import MAX_SHARD_BYTES, Exported, con
 from megatron_fsdp_v2.checkpoint.plain_files import SAFETENSORS
 from megatron_fsdp_v2.checkpoint.verifying import verify
 from megatron_fsdp_v2_cli.ckpt.inspecting import inspect
-from megatron_fsdp_v2_cli.ckpt.listing import listing, summary
+from megatron_fsdp_v2_cli.ckpt.listing import listing, selected, summary
 from megatron_fsdp_v2_cli.conversions import converted
 from megatron_fsdp_v2_cli.progress import progress
 
@@ -25,7 +25,8 @@ _SHOWN = 8
 def _inspect(args: argparse.Namespace) -> int:
     contents = inspect(args.path)
     if args.json:
-        sys.stdout.write(json.dumps(contents, indent=2) + "\n")
+        found = selected(contents, args.depth, pattern=args.filter, largest_first=args.sizes)
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
         return 0
     lines = listing(contents, args.depth, pattern=args.filter, largest_first=args.sizes)
     sys.stdout.writelines(f"{line}\n" for line in (*summary(contents), "", *lines))

@@ -19,7 +19,7 @@ def inspect(path: str | Path) -> dict[str, Any]:
     See `find_kind` for what a folder may hold.
 
     Returns:
-        What `ckpt inspect --json` prints: `path` and `kind`; `iteration`, from the name of the
+        What `ckpt inspect` selects from: `path` and `kind`; `iteration`, from the name of the
         folder, or None; `tensors`, by the names they are stored as, each with its shape, dtype,
         bytes, number of chunks, and another name of the same chunks (`same_as`) if it is tied;
         `objects`, the other entries, each with its bytes in the file; the number and the bytes of

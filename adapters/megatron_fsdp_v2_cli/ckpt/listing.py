@@ -64,25 +64,77 @@ def listing(
         pattern: Names to show, with `*` and `?` as in file names.
         largest_first: Whether to sort by size instead of by name.
     """
-    leaves = {
-        name: leaf
-        for name, leaf in (contents["tensors"] | contents["objects"]).items()
-        if fnmatch.fnmatchcase(name, pattern)
-    }
-    tensors = contents["tensors"].keys() & leaves.keys()
-    groups: dict[str, list[str]] = {}
-    for name in sorted(leaves, key=natural_order):
-        groups.setdefault(".".join(name.split(".")[:depth]), []).append(name)
-    sizes = {group: sum(leaves[n]["nbytes"] for n in names) for group, names in groups.items()}
+    leaves, tensors = _matching(contents, pattern), contents["tensors"]
     rows = []
-    for group in sorted(groups, key=sizes.__getitem__, reverse=True) if largest_first else groups:
-        names, size = groups[group], readable_size(sizes[group])
+    for group, names in _groups(leaves, depth, largest_first=largest_first).items():
+        size = readable_size(sum(leaves[name]["nbytes"] for name in names))
         if names[0] != group:
-            rows.append((group, f"{len(tensors & set(names))} tensors", "", size))
+            count = sum(name in tensors for name in names)
+            rows.append((group, f"{count} tensors", "", size))
         elif group in tensors:
             rows.append((group, str(tuple(leaves[group]["shape"])), leaves[group]["dtype"], size))
         else:
             rows.append((group, "", "object", size))
-    total = sum(leaves[name]["nbytes"] for name in tensors)
-    rows.append(("total", f"{len(tensors)} tensors", "", readable_size(total)))
+    found = [leaves[name]["nbytes"] for name in leaves if name in tensors]
+    rows.append(("total", f"{len(found)} tensors", "", readable_size(sum(found))))
     yield from aligned(rows, left=(0, 1, 2))
+
+
+def selected(
+    contents: Mapping[str, Any],
+    depth: int | None = None,
+    *,
+    pattern: str = "*",
+    largest_first: bool = False,
+) -> dict[str, Any]:
+    """Return what `listing` shows as data for JSON.
+
+    Args:
+        contents: The result of `inspect`.
+        depth: As in `listing`. Unless None, `groups` replaces `tensors` and `objects`: for the
+            first parts of names, the number of tensors and of objects, and their bytes.
+        pattern: As in `listing`; `num_tensors` and `nbytes` count these tensors alone.
+        largest_first: As in `listing`.
+    """
+    leaves, tensors = _matching(contents, pattern), contents["tensors"]
+    found: dict[str, Any] = {
+        name: value for name, value in contents.items() if name not in ("tensors", "objects")
+    }
+    nbytes = [leaf["nbytes"] for name, leaf in leaves.items() if name in tensors]
+    found |= {"num_tensors": len(nbytes), "nbytes": sum(nbytes)}
+    groups = _groups(leaves, depth, largest_first=largest_first)
+    if depth is None:
+        found["tensors"] = {name: leaves[name] for name in groups if name in tensors}
+        found["objects"] = {name: leaves[name] for name in groups if name not in tensors}
+        return found
+    found["groups"] = {
+        group: {
+            "num_tensors": sum(name in tensors for name in names),
+            "num_objects": sum(name not in tensors for name in names),
+            "nbytes": sum(leaves[name]["nbytes"] for name in names),
+        }
+        for group, names in groups.items()
+    }
+    return found
+
+
+def _matching(contents: Mapping[str, Any], pattern: str) -> dict[str, Any]:
+    """Return the tensors and objects whose names match a pattern, by name."""
+    return {
+        name: leaf
+        for name, leaf in (contents["tensors"] | contents["objects"]).items()
+        if fnmatch.fnmatchcase(name, pattern)
+    }
+
+
+def _groups(
+    leaves: Mapping[str, Any], depth: int | None, *, largest_first: bool
+) -> dict[str, list[str]]:
+    """Return the names of entries by the first parts of their names, in the order to show."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted(leaves, key=natural_order):
+        groups.setdefault(".".join(name.split(".")[:depth]), []).append(name)
+    if not largest_first:
+        return groups
+    sizes = {group: sum(leaves[n]["nbytes"] for n in names) for group, names in groups.items()}
+    return {group: groups[group] for group in sorted(groups, key=sizes.__getitem__, reverse=True)}

@@ -131,6 +131,20 @@ def test_run_without_a_script_prints_its_usage(
         run_script()
 
 
+def test_typos_and_a_start_without_torchrun_print_one_sentence() -> None:
+    said = {
+        "--num-layerz 2": "unrecognized arguments: --num-layerz 2; did you mean --num-layers?",
+        "--optimizer adm": "argument --optimizer: invalid choice: 'adm' (choose from ",
+        "--lr-decay-style cosin": "did you mean cosine?",
+        "": "pretrain_gpt is started by torchrun, on one rank too: torchrun --nproc-per-node 1 ",
+    }
+    lines = [words(MODEL_FLAGS, fsdp(), f"--cpu-rehearsal {typo}") for typo in said]
+    for run, message in zip(run_each(PRETRAIN, lines), said.values(), strict=True):
+        assert run.code == 2, run.output[-3000:]
+        assert message in run.output
+        assert run.output.count("\n") == 1, run.output
+
+
 def test_start_without_gpu_and_rehearsal_prints_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

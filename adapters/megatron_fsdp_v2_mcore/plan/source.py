@@ -19,7 +19,12 @@ from megatron_cpu_rehearsal import FLAG, VERBOSE_FLAG, rehearse
 from megatron_cpu_rehearsal.flags import CPU_FLAGS, GPU_FLAGS, IMPL_FLAG, LOCAL
 from megatron_fsdp_v2.plan.sources import FlagsError, SourceResult
 from megatron_fsdp_v2_mcore.flags.arguments import API_FLAG, check_arguments, is_enabled
-from megatron_fsdp_v2_mcore.flags.errors import FlagError, flag_of, rejections_as_flag_errors
+from megatron_fsdp_v2_mcore.flags.errors import (
+    FlagError,
+    flag_of,
+    parser_errors_as_flag_errors,
+    rejections_as_flag_errors,
+)
 from megatron_fsdp_v2_mcore.flags.precision import (
     DTYPE_OPTIONS,
     apply_main_grads_dtype,
@@ -40,7 +45,6 @@ def describe(flags: Sequence[str], num_ranks: int) -> SourceResult:
     Raises:
         FlagsError: Megatron or this package rejects the flags.
         RuntimeError: This process has a process group.
-        SystemExit: Megatron does not know a flag. It prints a message; the code is 2.
     """
     if dist.is_initialized():
         raise RuntimeError("a plan needs a process that has no process group; start another one")
@@ -61,7 +65,6 @@ def describe_in_rehearsal(argv: Sequence[str], flags: Sequence[str]) -> SourceRe
 
     Raises:
         FlagsError: Megatron or this package rejects the flags.
-        SystemExit: Megatron does not know a flag. It prints a message; the code is 2.
     """
     from megatron.core import num_microbatches_calculator
     from megatron.training import global_vars
@@ -170,13 +173,12 @@ def parse_flags(argv: Sequence[str], user_flags: Sequence[str]) -> tuple[Any, An
 
     Raises:
         FlagsError: Megatron or this package rejects the flags.
-        SystemExit: Megatron does not know a flag. It prints a message; the code is 2.
     """
     from megatron.training import arguments
 
     original_argv = sys.argv
     try:
-        with rejections_as_errors():
+        with rejections_as_errors(), parser_errors_as_flag_errors():
             sys.argv = ["plan", *(word for word in user_flags if word not in (FLAG, VERBOSE_FLAG))]
             user_args = arguments.parse_args()
             if not (is_enabled(user_args) and user_args.use_megatron_fsdp):

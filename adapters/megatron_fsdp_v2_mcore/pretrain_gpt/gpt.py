@@ -6,12 +6,14 @@ Copyright (c) NVIDIA CORPORATION; see NOTICE.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
@@ -35,7 +37,12 @@ from megatron.training.models.gpt import GPTModelBuilder
 from megatron.training.models.hybrid import HybridModelBuilder
 from megatron.training.utils import is_first_or_last_pipeline_stage
 
-from megatron_fsdp_v2_mcore.flags.errors import FlagError, flag_of, rejections_as_flag_errors
+from megatron_fsdp_v2_mcore.flags.errors import (
+    FlagError,
+    flag_of,
+    parser_errors_as_flag_errors,
+    rejections_as_flag_errors,
+)
 from megatron_fsdp_v2_mcore.pretrain_gpt.data import check_data, dataset_config
 
 # A loss that grows by more than this factor in an iteration is treated as a hardware fault.
@@ -253,6 +260,19 @@ def _check_experts(args: Any) -> None:
         )
 
 
+def _check_started() -> None:
+    """Check that a launcher has told this process where the others are.
+
+    Raises:
+        FlagError: There is no address, of torchrun or of another launcher.
+    """
+    if not dist.is_initialized() and "MASTER_ADDR" not in os.environ:
+        raise FlagError(
+            "pretrain_gpt is started by torchrun, on one rank too: "
+            "torchrun --nproc-per-node 1 -m megatron_fsdp_v2_mcore.pretrain_gpt <flags>"
+        )
+
+
 def train() -> None:
     """Parse Megatron's flags and train.
 
@@ -262,12 +282,14 @@ def train() -> None:
     # Checked before Megatron's validation, which may raise another error first, and after it.
     check_data(sys.argv)
     with rejections_as_flag_errors("Megatron rejects these flags"):
-        args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+        with parser_errors_as_flag_errors():
+            args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
         check_data([flag_of(name) for name, value in vars(args).items() if value])
         _check_experts(args)
         # Megatron builds this configuration again with the model. Building it here checks it early.
         core_transformer_config_from_args(args)
         configuration = pretrain_cfg_container_from_args(args)
+    _check_started()
     pretrain(
         configuration,
         build_datasets,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stdout
 
 from megatron_fsdp_v2.plan.sources import FlagsError
 from megatron_fsdp_v2_mcore.plan.source import parse_flags
@@ -32,21 +32,17 @@ def reason_of(check: Callable[[], object], num_ranks: int) -> str:
     """Return the reason why a check rejects flags, on the first rank of a job; empty if it passes.
 
     Args:
-        check: Raises `FlagsError`, or lets Megatron's parser exit.
+        check: Raises `FlagsError`.
         num_ranks: Number of ranks of the job.
     """
     from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 
     first_rank = {"WORLD_SIZE": str(num_ranks), "RANK": "0", "LOCAL_RANK": "0"}
-    said = io.StringIO()
     try:
-        with environment(first_rank), redirect_stderr(said), redirect_stdout(io.StringIO()):
+        with environment(first_rank), redirect_stdout(io.StringIO()):
             check()
     except FlagsError as error:
         return str(error)
-    except SystemExit:
-        # The message follows the name of the program.
-        return said.getvalue().strip().splitlines()[-1].partition("error: ")[2]
     finally:
         destroy_num_microbatches_calculator()
     return ""

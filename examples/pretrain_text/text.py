@@ -47,11 +47,12 @@ class Corpus:
         return sum(map(len, self.documents))
 
 
-def collect(text: str | None) -> Corpus:
+def collect(text: str | None, *, called: str = "TEXT=") -> Corpus:
     """Collects the documents to train on.
 
     Args:
         text: A file or a folder of text; None for the sources of Python's standard library.
+        called: What the user wrote before it, for messages: "TEXT=" with make, or "--text ".
 
     Returns:
         The documents.
@@ -61,19 +62,20 @@ def collect(text: str | None) -> Corpus:
     """
     if text is None:
         return collect_stdlib()
+    name = called.strip(" =")
     if not text.strip():
         raise TextError(
-            "TEXT is empty, but it has to name a file or a folder of text: "
-            "name one, or leave TEXT out to train on the sources of Python's standard library."
+            f"{name} is empty, but it has to name a file or a folder of text: "
+            f"name one, or leave {name} out to train on the sources of Python's standard library."
         )
     path = Path(text).expanduser()
     if not path.exists():
         raise TextError(
-            f"TEXT={text} does not exist: name a file or a folder of text, "
-            "or leave TEXT out to train on the sources of Python's standard library."
+            f"{called}{text} does not exist: name a file or a folder of text, "
+            f"or leave {name} out to train on the sources of Python's standard library."
         )
     paths = [path] if path.is_file() else _files_below(path)
-    return _gather(f"TEXT={text}", paths, USER_MAX_NBYTES)
+    return _gather(f"{called}{text}", paths, USER_MAX_NBYTES)
 
 
 def collect_stdlib() -> Corpus:

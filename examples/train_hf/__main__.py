@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from transformers.utils import logging
 
 from examples.train_hf.loop import train
-from examples.train_hf.setup import SMALL_MODELS
+from examples.train_hf.setup import COMPUTE_DTYPES, SMALL_MODELS
 from megatron_fsdp_v2.layout.placement import STRATEGIES
 
 
@@ -33,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--text", help="file or folder of text; None: the Python library")
     add("--optimizer", choices=("adamw", "muon"), default="adamw", help="muon: layers' matrices")
     add("--lr", type=float, help="peak learning rate; None: 0.001, or 0.02 of Muon's matrices")
-    add("--dtype", choices=("bf16", "fp32"), default="bf16", help="of compute; weights are fp32")
+    add("--dtype", choices=COMPUTE_DTYPES, default="bf16", help="of compute; weights are fp32")
     add("--steps", type=int, default=100, help="optimizer steps, those before --resume included")
     add("--batch-size", type=int, default=12, help="sequences of a step, over all ranks")
     add("--micro-batch-size", type=int, help="sequences of a backward on a rank; None: all of them")
@@ -68,11 +69,16 @@ def process_group() -> Iterator[None]:
 def main(words: Sequence[str] | None = None) -> int:
     """Trains; returns the exit code."""
     settings = build_parser().parse_args(words)
+    # Bars and warnings of every rank would hide the line of an error.
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     with process_group():
         try:
             train(settings)
         except (ValueError, OSError) as error:
-            sys.stderr.write(f"train_hf: rank {dist.get_rank()}: {error}\n")
+            # Messages of libraries may have several lines.
+            message = " ".join(str(error).split())
+            sys.stderr.write(f"train_hf: rank {dist.get_rank()}: {message}\n")
             return 2
     return 0
 

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import math
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,21 @@ import matplotlib
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from tqdm import tqdm
 
-from examples.train_hf.setup import Text, build_model, build_optimizer, load_text, parallelize
+from examples.train_hf.setup import (
+    COMPUTE_DTYPES,
+    Text,
+    build_model,
+    build_optimizer,
+    load_text,
+    num_positions,
+    parallelize,
+    say,
+)
 from megatron_fsdp_v2 import checkpoint
+from megatron_fsdp_v2.checkpoint import CheckpointError
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -43,37 +55,95 @@ def train(settings: argparse.Namespace) -> list[dict[str, Any]]:
     trained = parallelize(model, settings, device)
     optimizer = build_optimizer(model, settings)
     rates = [group["lr"] for group in optimizer.param_groups]
-    start, records = 0, []
+    scaler = GradScaler(device.type, enabled=settings.dtype == "fp16")
+    start, records = 0, list[dict[str, Any]]()
     if settings.resume is not None:
-        extra = checkpoint.load(settings.resume, model, optimizer)
-        start, records = extra["step"], extra["records"]
-        if start >= settings.steps:
-            raise ValueError(f"--resume {settings.resume} is of step {start}: give more --steps")
+        start, records = _resume(settings, model, optimizer, scaler)
     bar = tqdm(range(start, settings.steps), initial=start, total=settings.steps, disable=rank > 0)
-    for step in bar:
-        factor = _rate(step, settings.steps)
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * factor
-        # For dropout: other masks on every rank and in every step, the same ones after a resume.
-        torch.manual_seed(settings.seed + 1 + step * num_ranks + rank)
-        batch = text.batch(step, settings.batch_size)[rank::num_ranks].to(device)
-        loss, norm = _step(trained, optimizer, batch, settings)
-        records.append({"step": step + 1, "loss": loss, "grad_norm": norm})
-        bar.set_postfix(loss=f"{loss:.4f}")
-        is_last = step + 1 == settings.steps
-        if is_last or (step + 1) % settings.eval_every == 0:
-            held_out = text.held_out[rank::num_ranks].to(device)
-            records[-1]["eval_loss"] = _evaluate(trained, held_out, settings)
-            records[-1]["sample"] = _sample(model, text, settings)
-        if is_last or (settings.save_every and (step + 1) % settings.save_every == 0):
-            saved = settings.out / "checkpoints" / f"step_{step + 1:06d}"
-            # On every rank: each one writes the rows that it has.
-            checkpoint.save(saved, model, optimizer, extra={"step": step + 1, "records": records})
-            if rank == 0:
-                _report(settings, records)
-            if is_last and settings.export is not None:
-                _export(saved, settings.export, model, text)
+    saved = settings.out
+    with _log(settings.out, records) as log:
+        for step in bar:
+            factor = _rate(step, settings.steps)
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
+            # For dropout: other masks on every rank and in every step, the same after a resume.
+            torch.manual_seed(settings.seed + 1 + step * num_ranks + rank)
+            batch = text.batch(step, settings.batch_size)[rank::num_ranks].to(device)
+            record = {"step": step + 1, **_step(trained, optimizer, scaler, batch, settings)}
+            if scaler.is_enabled():
+                before = records[-1]["skipped_steps"] if records else 0
+                record["skipped_steps"] = before + (record["grad_norm"] is None)
+            records.append(record)
+            bar.set_postfix(loss=f"{record['loss']:.4f}")
+            is_last = step + 1 == settings.steps
+            if is_last or (step + 1) % settings.eval_every == 0:
+                held_out = text.held_out[rank::num_ranks].to(device)
+                record["eval_loss"] = _evaluate(trained, held_out, settings)
+                record["sample"] = _sample(model, text, settings)
+                say(f"step {step + 1}: eval_loss {record['eval_loss']:.4f}")
+                say(f"step {step + 1}: sample {record['sample']!r}")
+            log(record)
+            if is_last or (settings.save_every and (step + 1) % settings.save_every == 0):
+                saved = settings.out / "checkpoints" / f"step_{step + 1:06d}"
+                extra = {"step": step + 1, "records": records, "scaler": scaler.state_dict()}
+                # On every rank: each one writes the rows that it has.
+                checkpoint.save(saved, model, optimizer, extra=extra)
+                if rank == 0:
+                    _draw(settings, records)
+    if settings.export is not None:
+        _export(saved, settings.export, model, text)
+        say(f"exported: {settings.export}")
+    say(f"checkpoint: {saved}")
     return records
+
+
+def _resume(
+    settings: argparse.Namespace,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: GradScaler,
+) -> tuple[int, list[dict[str, Any]]]:
+    """Loads a checkpoint; returns the number of its steps, and their records.
+
+    Raises:
+        ValueError: It cannot be loaded, or is of the last step.
+    """
+    try:
+        extra = checkpoint.load(settings.resume, model, optimizer)
+    except CheckpointError as error:
+        raise ValueError(f"--resume {settings.resume}: {error}") from error
+    if extra["step"] >= settings.steps:
+        raise ValueError(
+            f"--resume {settings.resume} is of step {extra['step']}: give more --steps"
+        )
+    if scaler.is_enabled() and extra.get("scaler"):
+        scaler.load_state_dict(extra["scaler"])
+    for record in extra["records"] if scaler.is_enabled() else ():
+        record.setdefault("skipped_steps", 0)
+    return extra["step"], extra["records"]
+
+
+@contextlib.contextmanager
+def _log(
+    out: Path, records: Sequence[dict[str, Any]]
+) -> Iterator[Callable[[dict[str, Any]], object]]:
+    """Opens `log.jsonl` on the first rank, with the records of the steps before a resume.
+
+    Yields:
+        A function to call with the record of every step, which is in the file when it returns.
+    """
+    if dist.get_rank() > 0:
+        yield lambda record: None
+        return
+    with (out / "log.jsonl").open("w") as file:
+
+        def write(record: dict[str, Any]) -> None:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+
+        for record in records:
+            write(record)
+        yield write
 
 
 def _check(settings: argparse.Namespace, num_ranks: int) -> None:
@@ -81,6 +151,8 @@ def _check(settings: argparse.Namespace, num_ranks: int) -> None:
     for name in ("steps", "batch_size", "seq_length", "eval_every", "save_every"):
         if (value := getattr(settings, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+    if settings.seq_length < 2:
+        raise ValueError("--seq-length must be at least 2: a token predicts the next one")
     if settings.lr is not None and not 0 < settings.lr < math.inf:
         raise ValueError(f"--lr {settings.lr} must be a positive number")
     if settings.micro_batch_size is None:
@@ -90,7 +162,7 @@ def _check(settings: argparse.Namespace, num_ranks: int) -> None:
     ):
         raise ValueError(
             f"--batch-size {settings.batch_size} must be a multiple of the {num_ranks} ranks times "
-            f"the micro-batch size {settings.micro_batch_size}"
+            f"--micro-batch-size {settings.micro_batch_size}"
         )
     for name in ("mesh", "sharding_strategy"):
         if getattr(settings, name) is not None and settings.parallel_strategy == "ddp":
@@ -102,13 +174,25 @@ def _check(settings: argparse.Namespace, num_ranks: int) -> None:
     if settings.export is not None and settings.export.exists():
         raise ValueError(f"--export {settings.export} exists already; name another folder")
     # Found out at the first checkpoint, this would cost the steps before it.
-    settings.out.mkdir(parents=True, exist_ok=True)
+    try:
+        settings.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {settings.out} cannot be a folder: {error.strerror}") from error
 
 
 def _step(
-    trained: Any, optimizer: torch.optim.Optimizer, rows: torch.Tensor, settings: argparse.Namespace
-) -> tuple[float, float]:
-    """Makes one step on this rank's rows; returns the loss of all ranks and the gradient norm."""
+    trained: Any,
+    optimizer: torch.optim.Optimizer,
+    scaler: GradScaler,
+    rows: torch.Tensor,
+    settings: argparse.Namespace,
+) -> dict[str, Any]:
+    """Makes one step on this rank's rows.
+
+    Returns:
+        The loss of all ranks and the gradient norm; in fp16 also the loss scale. The norm is None
+        if gradients overflowed: the step is skipped on all ranks, and the next scale is smaller.
+    """
     trained.train()
     optimizer.zero_grad()
     parts = rows.split(settings.micro_batch_size)
@@ -117,11 +201,18 @@ def _step(
         # Only the last backward reduces gradients over ranks.
         with contextlib.nullcontext() if part is parts[-1] else trained.no_sync():
             loss = _loss(trained, part, settings) / len(parts)
-            loss.backward()
+            scaler.scale(loss).backward()
         losses.append(loss.detach())
-    norm = nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
-    optimizer.step()
-    return _mean(torch.stack(losses).sum()), float(norm)
+    scaler.unscale_(optimizer)
+    norm = float(nn.utils.clip_grad_norm_(trained.parameters(), 1.0))
+    scaler.step(optimizer)
+    found = {"loss": _mean(torch.stack(losses).sum()), "grad_norm": norm}
+    if not scaler.is_enabled():
+        return found
+    scale = scaler.get_scale()
+    scaler.update()
+    is_skipped = scaler.get_scale() < scale
+    return {**found, "grad_norm": None if is_skipped else norm, "loss_scale": scale}
 
 
 def _loss(trained: nn.Module, rows: torch.Tensor, settings: argparse.Namespace) -> torch.Tensor:
@@ -131,9 +222,10 @@ def _loss(trained: nn.Module, rows: torch.Tensor, settings: argparse.Namespace) 
 
 
 def _precision(settings: argparse.Namespace, device: torch.device) -> torch.autocast:
-    """Autocast for DDP, whose parameters are fp32; sharded weights are gathered in bf16."""
-    is_used = settings.parallel_strategy == "ddp" and settings.dtype == "bf16"
-    return torch.autocast(device.type, torch.bfloat16, enabled=is_used)
+    """Autocast for DDP, whose parameters are fp32; sharded weights are gathered in 16 bits."""
+    is_used = settings.parallel_strategy == "ddp" and settings.dtype != "fp32"
+    dtype = COMPUTE_DTYPES[settings.dtype] if is_used else None
+    return torch.autocast(device.type, dtype, enabled=is_used)
 
 
 @torch.no_grad()
@@ -148,7 +240,9 @@ def _sample(model: Any, text: Text, settings: argparse.Namespace) -> str:
     """Continues the prompt. Every rank generates the same tokens."""
     model.eval()
     prompt = text.tokenizer(PROMPT, return_tensors="pt").to(model.device)
-    numbers = {"max_new_tokens": SAMPLE_TOKENS, "min_new_tokens": SAMPLE_TOKENS}
+    positions = num_positions(model.config) or SAMPLE_TOKENS + prompt["input_ids"].shape[1]
+    count = max(1, min(SAMPLE_TOKENS, positions - prompt["input_ids"].shape[1]))
+    numbers = {"max_new_tokens": count, "min_new_tokens": count}
     with _precision(settings, model.device):
         tokens = model.generate(**prompt, **numbers, do_sample=False, use_cache=True)
     return str(text.tokenizer.decode(tokens[0]))
@@ -169,9 +263,7 @@ def _rate(step: int, steps: int) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up))
 
 
-def _report(settings: argparse.Namespace, records: list[dict[str, Any]]) -> None:
-    lines = [json.dumps(record) + "\n" for record in records]
-    (settings.out / "log.jsonl").write_text("".join(lines))
+def _draw(settings: argparse.Namespace, records: Sequence[dict[str, Any]]) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for name, style in (("loss", "-"), ("eval_loss", "o")):
         known = [record for record in records if name in record]

@@ -25,6 +25,7 @@ TOOLS = _TOOLS.split()
 # Answers the calls of the script to an interpreter, and logs the installations.
 FAKE_PYTHON = """#!/bin/bash
 case "$*" in
+    *sysconfig*) mkdir -p "${{0%/*}}/packages"; echo "${{0%/*}}/packages" ;;
     *print*) echo "{version}" ;;
     *sys.exit*) exit {too_old} ;;
     "-m venv "*) mkdir -p "${{@: -1}}/bin"; cp "{itself}" "${{@: -1}}/bin/python" ;;

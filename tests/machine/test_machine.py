@@ -103,3 +103,22 @@ def test_further_gradients_of_an_outer_unit_do_not_end_the_backward_of_an_inner_
     assert world.units[1].state.phase is Phase.BACKWARD
     while world.engine_run != -1:
         world.apply(("engine",))
+
+
+# Its inputs need no gradient, so no hook marks the end of the backward of its later forward.
+def test_further_gradients_of_an_earlier_forward_do_not_end_the_backward_of_an_inner_unit() -> None:
+    world = World(Setup(zero=2, parents=(-1, 0, 1), max_calls=2))
+    twice = [("call", 1, False), ("call", 2, False), ("return",), ("return",)] * 2
+    for action in (("forward", 0), *twice, ("return",)):
+        world.apply(action)
+    earlier, later = (child.forward for child in world.graphs[0].children)
+    inner = world.graphs[0].children[0].children[0].forward
+    assert earlier is not None
+    assert later is not None
+    assert inner is not None
+    inner.has_end_hook = False
+    world.engine_run = 1
+    for forward in (later, earlier, inner):
+        events.first_gradient(forward, has_grad=False)
+    events.first_gradient(earlier, has_grad=False)
+    assert world.units[2].state.phase is Phase.BACKWARD

@@ -385,6 +385,9 @@ def first_gradient(forward: Forward, *, has_grad: bool) -> None:
             # An earlier forward of a unit whose end no hook reported, such as of the root. Other
             # ranks may reach units of that forward, which this rank did not run.
             join(unit, forward.passed, forward.ends)
+        if not forward.is_nested:
+            # The engine runs the most recently created nodes first, so the later forward's is over.
+            unit.backward_number = min(unit.backward_number, forward.number)
         return
     if has_grad and unit.is_collective:
         raise RuntimeError(

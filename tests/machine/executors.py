@@ -95,7 +95,6 @@ class Setup:
         schedules: Whether a schedule runs the units below the root part by part.
         illegal: Whether the last event may be one that no program may make.
         max_runs: Uses of a pass that predict the next one.
-        nests: Whether forwards with gradients, and their backwards, may run inside a backward.
     """
 
     zero: int = 3
@@ -144,7 +143,6 @@ class Setup:
     schedules: bool = False
     illegal: bool = False
     max_runs: int = 1 << 14
-    nests: bool = False
 
     @property
     def num_ahead(self) -> int:

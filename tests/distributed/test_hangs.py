@@ -66,6 +66,8 @@ def test_the_command_names_the_rank_and_the_unit(
     assert (status, errors) == (0, "")
     verdict = said.splitlines()[0]
     assert expected in verdict, said
+    if how == "skips":
+        assert verdict in " ".join((ROOT / "docs/cluster.md").read_text().split())
     if how in ("loads", "is slow"):
         assert "next_batch" in said
 

@@ -484,6 +484,7 @@ class GroupParameters:
                     f"{name} changed from {own.dtype} to {other.dtype}; keep its dtype"
                 )
             own.data = other
+            own.requires_grad_(other.requires_grad)
             self._mark_stale(other, index, "before the parameter was sharded again")
             return
         if other.row_shards != self.row_shards[index]:

@@ -159,6 +159,10 @@ def _before_load(module: Any, *args: Any) -> None:
     for unit in _holders(groups):
         unit.sync()
         weights.free(unit.state)
+    for group in groups:
+        if not group.is_held:
+            # Before its first use, no unit holds it.
+            group.parameters.sync()
 
 
 def _after_load(module: Any, incompatible_keys: Any) -> None:

@@ -301,6 +301,23 @@ def test_replaced_parameters_keep_their_values_and_continue_to_train(
     assert _losses(model) == expected
 
 
+@on_ranks(2, copied=[torch.clone, whole], was_used=[False, True])
+def test_replaced_parameters_stay_frozen_and_in_use_after_a_load(
+    copied: Callable[[Any], Any], was_used: bool
+) -> None:
+    model = wrap(nn.Linear(5, 3), [])
+    if was_used:
+        model(torch.ones(2, 5))
+    for name, param in [*model._parameters.items()]:
+        setattr(model, name, nn.Parameter(copied(param.detach()), requires_grad=False))
+    replaced = [*model.parameters()]
+    model.load_state_dict({}, strict=False)
+    # An optimizer may hold them.
+    assert all(p is q for p, q in zip(model.parameters(), replaced, strict=True))
+    model(torch.ones(2, 5))
+    assert not any(param.requires_grad for param in model.parameters())
+
+
 # -- averaged weights that are swapped in for an evaluation -------------------------------------
 
 

@@ -59,8 +59,12 @@ def not_compiled[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     )
 
 
-def break_graph(what: str) -> None:
+def break_graph(what: str, instead: str = "Use it between graphs, as optimizers do") -> None:
     """Break the compiler's graph, if it is tracing, where it inspects a sharded tensor.
+
+    Args:
+        what: Description of the tensor.
+        instead: Advice, if graph breaks are not allowed.
 
     Raises:
         torch._dynamo.exc.Unsupported: The compiler is tracing. The compiler breaks the graph, or
@@ -70,7 +74,7 @@ def break_graph(what: str) -> None:
     if dynamo is not None and torch._guards.TracingContext.try_get() is not None:
         raise dynamo.exc.Unsupported(
             f"{what} is not traced: this rank holds some of its rows, which a compiled graph would "
-            "treat as an even shard of a DTensor. Use it between graphs, as optimizers do"
+            f"treat as an even shard of a DTensor. {instead}"
         )
 
 

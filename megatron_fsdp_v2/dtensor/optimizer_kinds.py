@@ -61,8 +61,14 @@ class RejectedError(RuntimeError):
 
 def rejected(optimizer: Optimizer, why: str) -> RuntimeError:
     """Return the error that an optimizer cannot step sharded parameters, with alternatives."""
+    return RejectedError(". ".join(rejection(optimizer, why)))
+
+
+def rejection(optimizer: Optimizer, why: str) -> tuple[str, str]:
+    """Return the text that an optimizer cannot step sharded parameters, and alternatives."""
     kind = type(optimizer)
-    return RejectedError(
-        f"{kind.__module__}.{kind.__name__} cannot step sharded parameters: {why}. Elementwise "
-        "optimizers such as torch.optim.AdamW can, and those that docs/optimizers.md lists"
+    return (
+        f"{kind.__module__}.{kind.__name__} cannot step sharded parameters: {why}",
+        "Elementwise optimizers such as torch.optim.AdamW can, and those that "
+        "docs/optimizers.md lists",
     )

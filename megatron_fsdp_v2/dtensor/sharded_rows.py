@@ -34,7 +34,7 @@ from megatron_fsdp_v2._compiler import break_graph
 from megatron_fsdp_v2.comm.calls import all_gather_single
 from megatron_fsdp_v2.comm.interface import naming_failures
 from megatron_fsdp_v2.dtensor.linear import is_tracked, linear, local_part
-from megatron_fsdp_v2.dtensor.optimizer_kinds import rejected, running_optimizer
+from megatron_fsdp_v2.dtensor.optimizer_kinds import rejected, rejection, running_optimizer
 from megatron_fsdp_v2.dtensor.row_shards import Chunk, RowShards
 
 # -- fast attributes -------------------------------------------------------------------------------
@@ -251,7 +251,11 @@ class ShardedRows(FastAttributes):
     @override
     def __tensor_flatten__(self) -> Any:
         """Reject tracing: torch.compile would rebuild a DTensor with even rows."""
-        break_graph(f"a sharded tensor of shape {tuple(self.shape)}")
+        what = f"a sharded tensor of shape {tuple(self.shape)}"
+        if (optimizer := running_optimizer()) is not None:
+            why = f"its step is compiled whole (fullgraph=True), and {what}"
+            break_graph(*rejection(optimizer, why))
+        break_graph(what)
         return super().__tensor_flatten__()  # type: ignore[no-untyped-call]
 
     @override

@@ -302,6 +302,41 @@ def test_sharded_parameters_keep_their_rows_in_compiled_functions() -> None:
     assert "a sharded tensor of shape (15, 7) is not traced" in message
 
 
+class _Compiled(torch.optim.Optimizer):
+    """SGD whose step of each parameter is compiled, as in the optimizers of torchao."""
+
+    def __init__(self, params: Any, *, fullgraph: bool) -> None:
+        super().__init__(params, {})
+        self.fullgraph = fullgraph
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        def update(param: torch.Tensor, grad: torch.Tensor) -> None:
+            param.copy_(param.float() - 0.1 * grad.float())
+
+        compiled = torch.compile(update, backend="eager", fullgraph=self.fullgraph, dynamic=False)
+        for group in self.param_groups:
+            for param in group["params"]:
+                compiled(param.detach(), param.grad)
+
+
+@on_ranks(2)
+def test_optimizer_whose_step_is_compiled_whole_is_rejected_by_name() -> None:
+    torch._dynamo.reset()
+    model, plain = wrap(nn.Linear(5, 3), []), nn.Linear(5, 3)
+    plain.load_state_dict({n: p.full_tensor() for n, p in model.state_dict().items()})
+    for each in (model, plain):
+        each(torch.ones(2, 5)).square().mean().backward()
+    whole = _Compiled(model.parameters(), fullgraph=True)
+    message = error_message(torch._dynamo.exc.Unsupported, whole.step)
+    _Compiled(model.parameters(), fullgraph=False).step()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    weight = model.weight.full_tensor()
+    assert "test_compile._Compiled cannot step sharded parameters: its step is compiled" in message
+    assert "a sharded tensor of shape (3, 5) is not traced" in message
+    torch.testing.assert_close(weight, plain.weight)
+
+
 class Doubling(models.Block):
     """A block with a second forward method."""
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from megatron_fsdp_v2.dtensor.sharded_rows import ShardedRows, rows_like
+from megatron_fsdp_v2_for import transformers_trainer
 from megatron_fsdp_v2_for.adapter import Adapter
 from megatron_fsdp_v2_patching import Patch
 
@@ -72,6 +73,7 @@ PATCHES = dict.fromkeys(
             )
             for module in ("core_model_loading", "modeling_utils")
         ),
+        *transformers_trainer.PATCHES,
     ),
 )
 """Patches by version of transformers."""

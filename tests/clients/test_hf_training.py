@@ -163,7 +163,7 @@ class InOrder(transformers.Trainer):
         return SequentialSampler(self.train_dataset)
 
 
-def _data(name: str) -> list[dict[str, torch.Tensor]]:
+def data_of(name: str) -> list[dict[str, torch.Tensor]]:
     batches = [MODELS[name].batch(seed) for seed in range(4 * STEPS)]
     return [{key: value[row] for key, value in b.items()} for b in batches for row in range(2)]
 
@@ -198,7 +198,7 @@ def trainer_losses(name: str, model: Any, folder: Path) -> list[float]:
         **trainer_arguments(folder), optim_args="momentum=0.9", lr_scheduler_type="linear"
     )
     forget_accelerators()
-    return logged_losses(InOrder(model=model, args=arguments, train_dataset=_data(name)))
+    return logged_losses(InOrder(model=model, args=arguments, train_dataset=data_of(name)))
 
 
 def difference_with_trainer(name: str, strategy: str, folder: Path) -> float:

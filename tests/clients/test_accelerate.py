@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -26,8 +26,8 @@ from tests.clients.differences import (
     results_of,
     train_plain,
 )
+from tests.processes import ran
 from tests.ranks import RankPools
-from tests.sharding import arguments
 
 COMPARED = "losses, norms, parameters of 4 steps of 2 micro-batches"
 BATCH = 2
@@ -71,32 +71,30 @@ def accelerator_with(files: str = "sharded", **options: Any) -> Any:
     from accelerate.state import PartialState
 
     forget_accelerators()
+    defaults = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap"}
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        state_dict_type=f"{files.upper()}_STATE_DICT",
-        **options,
+        **{**defaults, **options}, state_dict_type=f"{files.upper()}_STATE_DICT"
     )
     PartialState(cpu=True).distributed_type = DistributedType.FSDP
     accelerator = Accelerator(
         cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=MICRO_BATCHES
     )
     accelerator.state.fsdp_plugin = plugin
-    assert accelerator.is_fsdp2
     return accelerator
 
 
 def prepared(accelerator: Any, strategy: str, *, tied: bool = False) -> tuple[Any, ...]:
-    """Prepare a model, optimizer, loader and schedule with `fully_shard` of this package."""
+    """Prepare a model, optimizer, loader and schedule with this package, as a user does."""
+    import megatron_fsdp_v2_for.accelerate as adapter
+
     model = llama(tied=tied)
     optimizer, schedule = optimizer_of(model)
     loader = DataLoader(texts(), batch_size=BATCH)  # type: ignore[arg-type]
-    options: dict[str, Any] = {"sharding_strategy": STRATEGIES[strategy]}
-    if accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
-        options["param_init_fn"] = lambda m: m.to_empty(device=accelerator.device, recurse=False)
-    ours = functools.partial(fully_shard, **arguments(**options))
-    with mock.patch("torch.distributed.fsdp.fully_shard", ours):
+    adapter.install(sharding_strategy=STRATEGIES.get(strategy, strategy))
+    try:
         found: tuple[Any, ...] = accelerator.prepare(model, optimizer, loader, schedule)
+    finally:
+        adapter.uninstall()
     return found
 
 
@@ -130,9 +128,10 @@ def accelerated(
         accelerator.load_state(folder)
     more_losses, more_norms = epoch(accelerator, *parts)
     model = parts[0]
-    # Two layers, and the units that accelerate adds: embeddings, and the norm with the head.
+    # Two layers, and the units that accelerate adds: embeddings, and the norm with the head. The
+    # policy by size adds the MLP of each layer.
     units = [unit for _, unit in named_units(model) if unit.groups]
-    assert len(units) == (3 if tied else 4)
+    assert len(units) == (6 if "min_num_params" in options else 3 if tied else 4)
     assert {unit.groups[0].spec.mesh.size() for unit in units} == {dist.get_world_size()}
     parameters = full_parameters(model)
     saved = accelerator.get_state_dict(model)
@@ -172,6 +171,7 @@ def difference(strategy: str, folder: str | None = None, **options: Any) -> floa
 
 
 _EFFICIENT = {"cpu_ram_efficient_loading": True}
+_BY_SIZE = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 1000}
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "tied embeddings": {"tied": True},
@@ -179,6 +179,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "weights kept after the forward": {"reshard_after_forward": False},
     "cpu_ram_efficient_loading": _EFFICIENT,
     "cpu_ram_efficient_loading of tied embeddings": {"tied": True, **_EFFICIENT},
+    "units by size": _BY_SIZE,
+    "units by size, activation_checkpointing": {**_BY_SIZE, "activation_checkpointing": True},
     "continued from sharded files": {"files": "sharded"},
     "continued from full files": {"files": "full"},
 }
@@ -232,3 +234,82 @@ def error_for_sharded_parameters() -> str:
 def test_accelerate_rejects_optimizers_of_sharded_parameters(clients: RankPools) -> None:
     for message in clients(2).run(error_for_sharded_parameters):
         assert "couldn't be switched to its sharded version" in message
+
+
+CONFIGURATION = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_reshard_after_forward: true
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_version: 2
+mixed_precision: 'no'
+num_machines: 1
+num_processes: 2
+"""
+
+
+def difference_of_launched(results: str) -> float:
+    """Return the difference between what the script saved and the unsharded training."""
+    return difference_of(torch.load(results), plain())
+
+
+@pytest.mark.parametrize("strategy", ["ZeRO-2", "ZeRO-3"])
+def test_launched_script_with_one_call_trains_like_unsharded(
+    measure: Measure, tmp_path: Path, strategy: str
+) -> None:
+    configuration, results = tmp_path / "configuration.yaml", tmp_path / "results.pt"
+    configuration.write_text(CONFIGURATION)
+    launch = ("-m", "accelerate.commands.launch", "--config_file", configuration)
+    script = ("-m", "tests.clients.accelerated", STRATEGIES[strategy], results)
+    # torchrun selects the port.
+    done = ran(sys.executable, *launch, "--main_process_port", "0", *script, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    measure("accelerate", COMPARED, 2, difference_of_launched, str(results))
+
+
+def errors_of_configurations() -> dict[str, str]:
+    """Return the errors of requests that accelerate, or this package, cannot shard."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    import megatron_fsdp_v2_for.accelerate as adapter
+
+    found = {}
+    with pytest.raises(ValueError, match="accelerate sets mesh of fully_shard") as caught:
+        adapter.install(mesh=None)
+    found["given twice"] = str(caught.value)
+    with pytest.raises(ValueError, match="sharding_strategy") as caught:
+        prepared(accelerator_with(), "a typo")
+    found["strategy"] = str(caught.value)
+    adapter.install()
+    try:
+        model = llama()
+        accelerator = accelerator_with()
+        accelerator.state.fsdp_plugin.fsdp_version = 1
+        with pytest.raises(RuntimeError) as raised:
+            accelerator.prepare(model, optimizer_of(model)[0])
+        found["version"] = str(raised.value)
+        forget_accelerators()
+        accelerator = Accelerator(
+            cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)
+        )
+        with pytest.raises(RuntimeError) as raised:
+            accelerator.prepare(model, optimizer_of(model)[0])
+        found["device"] = str(raised.value)
+    finally:
+        adapter.uninstall()
+        forget_accelerators()
+    Accelerator(cpu=True).prepare(model)
+    return found
+
+
+def test_configuration_that_does_not_shard_is_rejected_by_name(clients: RankPools) -> None:
+    for found in clients(2).run(errors_of_configurations):
+        assert "do not pass it to install()" in found["given twice"]
+        assert "'a typo'" in found["strategy"]
+        assert "fsdp_version is 1; set fsdp_version: 2" in found["version"]
+        assert (
+            "MULTI_CPU on the device type cpu; accelerate shards on accelerators only"
+            in (found["device"])
+        )

@@ -259,7 +259,7 @@ class Group:
             live = sum(group.full != ABSENT for group in self.world.groups)
             allowed = self.world.setup.max_live * len(self.world.roots)
             # Accumulated micro-batches keep the full gradients of all units.
-            if not self.accumulates_unreduced:
+            if self.world.counts and not self.accumulates_unreduced:
                 # The root's own gradients arrive while other units have theirs; so do a tied
                 # parameter's.
                 extra = len(self.world.roots) + len(self.world.setup.tied)
@@ -535,7 +535,7 @@ class Root:
         pending = [graph.unit for graph in world.graphs if graph.forward is not None]
         is_pending = any(world.root_of(unit) is self.state for unit in pending)
         require(
-            not (no_pending_backward and is_pending),
+            not (world.counts and no_pending_backward and is_pending),
             f"memory of a pending backward of root {number} is given away",
         )
 

@@ -71,6 +71,8 @@ class Node:
 class World(Between, Schedules):
     """One rank; see the module."""
 
+    counts = True  # Whether numbers of full gradients and pending backwards are checked.
+
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.process = ProcessState()

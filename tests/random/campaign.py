@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.machine import transitions
 from tests.random.cases import Case, from_json, to_json
 from tests.random.generate import generate
 from tests.random.program import Outcome, run_case
@@ -33,6 +34,17 @@ FEW = 300
 Runs = Callable[[Case, str], Outcome]
 
 
+def run_watched(case: Case, folder: str) -> Outcome:
+    """Run a case on this rank; the outcome is `unexplored` if the machine was where no world is."""
+    met: set[transitions.Row] = set()
+    with transitions.recording(met):
+        outcome = run_case(case, folder)
+    unknown = met - transitions.known()
+    if unknown and outcome.kind == "same":
+        return Outcome("unexplored", -1, transitions.shown(unknown))
+    return outcome
+
+
 def outcome_of(
     case: Case, pools: RankPools, timeout_s: float = TIMEOUT_S, run: Runs = run_case
 ) -> Outcome:
@@ -43,10 +55,10 @@ def outcome_of(
             found: list[Outcome] = pool.run(run, case, folder, timeout_s=timeout_s)
         except RankFailure as failure:
             return Outcome("hang", -1, str(failure))
-    for kind in ("raised", "rejected", "invalid", "different"):
+    for kind in ("raised", "rejected", "invalid", "different", "unexplored"):
         for outcome in found:
             if outcome.kind == kind:
-                if kind != "different":
+                if kind not in ("different", "unexplored"):
                     # Collectives may be incomplete.
                     pool.close()
                 return outcome
@@ -60,6 +72,8 @@ def _print(text: str) -> None:
 
 def kind_of_failure(outcome: Outcome) -> str:
     """Return the kind of a failure; a smaller case must fail in the same way."""
+    if outcome.kind == "unexplored":
+        return f"unexplored {outcome.text.splitlines()[0]}"
     if outcome.kind != "raised":
         return outcome.kind
     last = outcome.text.strip().splitlines()[-1]
@@ -80,17 +94,17 @@ def shrunk(case: Case, pools: RankPools, run: Runs = run_case) -> Case:
     return shrink(case, fails, most_tries=40 if first.kind == "hang" else 200)
 
 
-def report(case: Case, pools: RankPools, folder: Path) -> Path:
+def report(case: Case, pools: RankPools, folder: Path, run: Runs = run_case) -> Path:
     """Shrink a failing case and write it to a file."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"case_{case.seed}.json"
-    path.write_text(to_json(shrunk(case, pools)))
+    path.write_text(to_json(shrunk(case, pools, run)))
     return path
 
 
-def replay(path: Path, pools: RankPools) -> int:
+def replay(path: Path, pools: RankPools, run: Runs = run_case) -> int:
     """Run a case from a file; return status 1 if it still fails."""
-    outcome = outcome_of(from_json(path.read_text()), pools)
+    outcome = outcome_of(from_json(path.read_text()), pools, run=run)
     _print(f"{outcome.kind} at event {outcome.event}\n{outcome.text}")
     return int(outcome.kind != "same")
 
@@ -126,11 +140,11 @@ def main() -> int:
     options = parser.parse_args()
     with rank_pools() as pools:
         if options.replay is not None:
-            return replay(options.replay, pools)
-        return _campaign(options.cases, options.seed, options.out, pools)
+            return replay(options.replay, pools, run_watched)
+        return _campaign(options.cases, options.seed, options.out, pools, run_watched)
 
 
-def _campaign(num_cases: int, first_seed: int, folder: Path, pools: RankPools) -> int:
+def _campaign(num_cases: int, first_seed: int, folder: Path, pools: RankPools, run: Runs) -> int:
     began = said = time.monotonic()
     drawn: set[str] = set()
     covered: collections.Counter[str] = collections.Counter()
@@ -138,7 +152,7 @@ def _campaign(num_cases: int, first_seed: int, folder: Path, pools: RankPools) -
     num_failures = 0
     for number in range(num_cases):
         case = generate(first_seed + number)
-        outcome = outcome_of(case, pools)
+        outcome = outcome_of(case, pools, run=run)
         kinds[outcome.kind] += 1
         drawn |= features_of(case)
         covered.update(features_of(case) if outcome.kind == "same" else ())
@@ -157,7 +171,7 @@ def _campaign(num_cases: int, first_seed: int, folder: Path, pools: RankPools) -
         _print(f"seed {case.seed}: {outcome.kind} at event {outcome.event}: {last}")
         # A case that the plain model cannot run is a bug of the generator.
         if num_failures <= MOST_FAILURES and outcome.kind != "invalid":
-            _print(f"  made smaller: {report(case, pools, folder)}")
+            _print(f"  made smaller: {report(case, pools, folder, run)}")
     _print(f"{num_cases} cases in {time.monotonic() - began:.0f} s: {dict(kinds)}")
     for feature, count in sorted(covered.items()):
         _print(f"  {count:5d}  {feature}")

@@ -16,7 +16,7 @@ import torch
 
 from megatron_fsdp_v2 import fully_shard
 from tests.random import by_hand, sharded
-from tests.random.campaign import outcome_of, replay, report, shrunk
+from tests.random.campaign import outcome_of, replay, report, run_watched, shrunk
 from tests.random.cases import STRATEGIES, ZERO_3, Case, Event, Node, Options, from_json, to_json
 from tests.random.generate import VARIANTS, generate
 from tests.random.precision import POLICIES
@@ -30,7 +30,7 @@ QUICK = range(8)
 
 @pytest.mark.parametrize("seed", QUICK)
 def test_random_case_matches_the_plain_loop(pools: RankPools, seed: int) -> None:
-    outcome = outcome_of(generate(seed), pools)
+    outcome = outcome_of(generate(seed), pools, run=run_watched)
     assert outcome.kind == "same", outcome.text
 
 

@@ -18,6 +18,7 @@ from tests.distributed.test_tensor_parallel import mesh_with_tp
 from tests.distributed.wrapping import (
     STRATEGIES,
     error_message,
+    of_all_ranks,
     on_mesh,
     record_collectives,
     whole,
@@ -170,3 +171,32 @@ def test_gradient_of_a_tensor_parallel_weight_as_a_whole(dim: int | None) -> Non
     loss(layer.weight.full_tensor(), dp).backward()
     expected = sum(torch.autograd.grad(loss(full.weight, r), full.weight)[0] for r in range(2)) / 2
     assert _is_close(layer.weight.grad.full_tensor(), expected)
+
+
+class Branches(nn.Module):
+    """Runs a layer on one rank only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 5, bias=False), nn.Linear(3, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) if dist.get_rank() else self.second(x)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+@on_ranks(2)
+def test_a_unit_frozen_while_one_rank_has_it_gathered_is_frozen_on_all(strategy: str) -> None:
+    torch.manual_seed(0)
+    model: Any = Branches()
+    for layer in (model.first, model.second, model):
+        fully_shard(layer, sharding_strategy=strategy, reshard_after_forward=False)
+    frozen, weight = model.first.weight, model.second.weight
+    model(_own()).sum()  # without a backward, one of the layers stays gathered
+    model.first.requires_grad_(False)
+    recorded = record_collectives(model)
+    F.linear(_own(), weight.full_tensor()).square().mean().backward()
+    first, second = of_all_ranks(len(recorded.sent))
+    assert first == second
+    assert weight.grad is not None
+    assert frozen.grad is None

@@ -473,6 +473,10 @@ def begin_direct_use(unit: UnitState) -> tuple[Pass[UnitState], int, bool]:
     root = unit.root
     if is_in_backward(root) and root.nested is None:
         return root.passed, root.position, False
+    if root.pass_unit is None and root.nested is None and not root.is_scheduled:
+        # It may begin a pass. A rank where a unit is gathered froze its gathered parameters, and
+        # the others the sharded ones, which tell whether the unit is reduced.
+        _free_outdated(root)
     if root.current.is_over:
         _begin_root_pass(root)
     passed = root.current

@@ -54,8 +54,8 @@ def _reports(how: str, folder: Path) -> Path:
     ("how", "expected"),
     [
         ("skips", "rank 1 issued the all-gather of layers.1"),
-        ("dies", "rank 1 wrote no file, and has ended"),
-        ("loads", "rank 1 has not issued the all-gather of layers.0"),
+        longer("dies", "rank 1 wrote no file, and has ended"),
+        longer("loads", "rank 1 has not issued the all-gather of layers.0"),
         longer("is slow", "rank 1 has not issued the all-gather of layers.0"),
     ],
 )

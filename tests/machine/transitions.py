@@ -83,7 +83,8 @@ def rows(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Row,
     unit = None if isinstance(subject, RootState) else subject
     if isinstance(subject, Forward):
         unit = subject.unit
-        words.append(_of_forward(subject))
+        # Whether the backward makes a graph decides an error alone.
+        words = [name, _of_forward(subject)]
     elif name in ("enter_module", "leave_module") and args[1] in subject.pending_modules:
         words.append("pending")
     few, passes = _of_root(subject if unit is None else unit.root, unit)

@@ -71,7 +71,8 @@ class _Watch:
     """A thread that writes the file. Python's own handlers run in the main thread, which waits."""
 
     def __init__(self, folder: Path, stalled_after_s: float, on: signal.Signals | None) -> None:
-        self._path = folder / f"rank_{dist.get_rank()}.json"
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._path = folder / f"rank_{self._rank}.json"
         self._stalled_after_s = stalled_after_s
         self._main = threading.main_thread().ident
         self._lock = threading.Lock()
@@ -110,8 +111,8 @@ class _Watch:
         while frame is not None and frame.f_code.co_filename in _OWN_FILES:
             frame = frame.f_back
         data: dict[str, Any] = {
-            "rank": dist.get_rank() if dist.is_initialized() else -1,
-            "world_size": dist.get_world_size() if dist.is_initialized() else -1,
+            "rank": self._rank,
+            "world_size": self._world_size,
             "reason": reason,
             "at": time.time(),
             "stack": [

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_fsdp_v2_cli.hang.text import listed
-
 _OWN_FRAMES = 3
 
 
@@ -100,12 +98,12 @@ def _verdict(reports: Sequence[RankReport]) -> str:
         for group in dict.fromkeys(name for report in reports for name in report.entries)
         if (verdict := _of_group(group, by_rank)) is not None
     ]
-    gone = f"{listed(absent)} wrote no file, and has ended" if absent else ""
-    if len(absent) > 1:
-        gone = f"{listed(absent)} wrote no file, and have ended"
+    gone = ""
+    if absent:
+        gone = f"{listed(absent)} wrote no file, and {'has' if len(absent) == 1 else 'have'} ended"
     if found:
         _, sentence = min(found)
-        return f"{sentence} {gone}.".replace(" .", "") if gone else sentence
+        return f"{sentence} {gone}." if gone else sentence
     if gone:
         return f"{gone}: the first error in the logs of {listed(absent)} is the cause."
     return (
@@ -114,33 +112,47 @@ def _verdict(reports: Sequence[RankReport]) -> str:
     )
 
 
+type _Entries = Mapping[int, Mapping[int, Mapping[str, Any]]]
+"""Collectives of one process group, by rank and number."""
+
+
 def _of_group(group: str, by_rank: Mapping[int, RankReport]) -> tuple[float, str] | None:
     """Return when and how ranks of a process group first differ; None if they do not."""
     members = next(r.ranks[group] for r in by_rank.values() if group in r.ranks)
     entries = {rank: by_rank[rank].entries.get(group, {}) for rank in members if rank in by_rank}
-    last = {rank: max(numbered, default=0) for rank, numbered in entries.items()}
+    return _other_collectives(group, entries) or _fewer_collectives(group, entries, by_rank)
+
+
+def _other_collectives(group: str, entries: _Entries) -> tuple[float, str] | None:
+    """Return when and how ranks first issued different collectives at one number."""
     for number in sorted({number for numbered in entries.values() for number in numbered}):
         there = {rank: numbered[number] for rank, numbered in entries.items() if number in numbered}
         kinds = {rank: (e["kind"], e["name"], e["nbytes"]) for rank, e in there.items()}
-        if len(set(kinds.values())) < 2:
-            continue
         usual, times = Counter(kinds.values()).most_common(1)[0]
         others = [rank for rank, kind in kinds.items() if kind != usual]
+        if not others:
+            continue
         same = [rank for rank in kinds if rank not in others]
-        when = min(float(entry["at"]) for entry in there.values())
-        how = (
+        verdict = f"{listed(others)} ran other units than the others."
+        if times * 2 == len(kinds):
+            verdict = "Ranks run different units."
+        return min(float(entry["at"]) for entry in there.values()), (
             f"{listed(others)} issued {_described(there[others[0]])}, where {listed(same)} issued "
-            f"{_described(there[same[0]])}"
+            f"{_described(there[same[0]])} (number {number} of process group {group}). {verdict}"
         )
-        tie = " Ranks run different units" if times * 2 == len(kinds) else f" {listed(others)} ran"
-        rest = "." if tie.endswith("units") else " other units than the others."
-        return when, f"{how} (number {number} of process group {group}).{tie}{rest}"
+    return None
+
+
+def _fewer_collectives(
+    group: str, entries: _Entries, by_rank: Mapping[int, RankReport]
+) -> tuple[float, str] | None:
+    """Return when and how a rank stayed behind the others."""
+    last = {rank: max(numbered, default=0) for rank, numbered in entries.items()}
     most = max(last.values())
-    behind = [rank for rank, number in last.items() if number < most]
-    if not behind:
+    ahead = [rank for rank, number in last.items() if number == most]
+    if len(ahead) == len(last):
         return None
-    ahead = [rank for rank in last if rank not in behind]
-    first = min(behind, key=lambda rank: last[rank])
+    first = min(last, key=last.__getitem__)
     waited = entries[ahead[0]].get(last[first] + 1)
     when = 0.0 if waited is None else float(waited["at"])
     what = "a later collective" if waited is None else _described(waited)
@@ -158,3 +170,10 @@ def _described(entry: Mapping[str, Any]) -> str:
     what = str(entry["kind"]).replace("_", "-")
     place = f", pass {number}" + (f" ({kind})" if kind else "")
     return f"the {what} of {unit or 'the root'} ({entry['nbytes']:,} bytes{place})"
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Return `rank 3`, or `ranks 0, 1 and 5`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -69,13 +69,20 @@ def naming_full_disk(path: Path) -> Iterator[None]:
     except Exception as error:
         cause: BaseException | None = error
         while cause is not None:
-            # Errors of safetensors, a library in Rust, have the number in their text only.
-            said = re.search(r"os error (\d+)", str(cause))
-            number = cause.errno if isinstance(cause, OSError) else said and int(said[1])
+            number = os_error_number(cause)
             if number in _FULL:
                 raise OSError(number, _FULL[number], str(path)) from error
             cause = cause.__cause__ or cause.__context__
         raise
+
+
+def os_error_number(error: BaseException) -> int | None:
+    """Return the number of an error of the operating system; None for another error."""
+    if isinstance(error, OSError):
+        return error.errno
+    # Errors of safetensors, a library in Rust, have the number in their text only.
+    said = re.search(r"os error (\d+)", str(error))
+    return None if said is None else int(said[1])
 
 
 def all_ranks_or_raise[T](

@@ -10,7 +10,6 @@ import importlib
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 from megatron_fsdp_v2._progress import Advance
 from megatron_fsdp_v2._text import shown
 from megatron_fsdp_v2.checkpoint.entries import other_names
-from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotFoundError
+from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotFoundError, os_error_number
 from megatron_fsdp_v2.checkpoint.foreign import load_object
 from megatron_fsdp_v2.checkpoint.manifest import check_file_name, check_name, read_json
 from megatron_fsdp_v2.checkpoint.replacing import created
@@ -166,10 +165,9 @@ def write_safetensors(source: TensorSource, file: Path, max_shard_bytes: int) ->
                     {_FORMAT: "pt", **others},
                 )
             except library.SafetensorError as error:
-                # Errors of this library, in Rust, have the number and a temporary name in the text.
-                if number := re.search(r"os error (\d+)", str(error)):
-                    code = int(number[1])
-                    raise OSError(code, os.strerror(code), str(final)) from error
+                # The text of the error has a temporary name.
+                if (number := os_error_number(error)) is not None:
+                    raise OSError(number, os.strerror(number), str(final)) from error
                 raise CheckpointError(f"{final} cannot be written: {error}") from error
         if len(shards) > 1:
             placed = zip(paths, shards, strict=False)

@@ -390,12 +390,12 @@ def make_unit(plan: UnitPlan) -> None:
         unit.unset = unset
         for part in modules:
             sharded_class(part)  # a class may reject subclasses
-        inside = [other for part in modules for _, other in named_units(part)]
         if isinstance(allocator, TracePoolAllocator):
             allocator.check_joins(
                 memory
-                for other in inside
-                for group in other.groups
+                for part in modules
+                for _, inside in named_units(part)
+                for group in inside.groups
                 for memory in group.temporaries().values()
             )
         undo.pop_all()

@@ -26,18 +26,18 @@ def with_checked_saves(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
-        globals_args = training_globals().get_args()
-        folder = iteration_folder(str(globals_args.save), iteration)
+        settings = training_globals().get_args()
+        folder = iteration_folder(str(settings.save), iteration)
         try:
             result = _save(folder, lambda: original(iteration, *args, **kwargs))
         except CheckpointError as error:
-            if not globals_args.async_save and not dist.get_rank():
+            if not settings.async_save and not dist.get_rank():
                 # What was written takes room that the next save may need.
                 with contextlib.suppress(OSError):
                     remove_own(folder)
             report_or_raise(folder, error)
             return None
-        if not globals_args.async_save:
+        if not settings.async_save:
             note_success()
         return result
 

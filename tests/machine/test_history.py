@@ -204,6 +204,12 @@ FAULTS = [
         ),
     ),
     Fault(
+        "after an evaluation in a backward, the next backward gathered units of the last step",
+        Setup(zero=3, evaluates=True, prefetch=2, max_steps=3),
+        (f"{BOTH}, backward 0, engine, evaluate 0, *, step, forward 0, return, backward 0, *",),
+        ("events", "        root.nested.gathers.backward.ran = []\n", ""),
+    ),
+    Fault(
         "a unit gathered ahead, dropped by a load and gathered ahead again was dropped in use",
         Setup(zero=3, prefetch=2, parents=(-1, 0, 0, 0), loads=frozenset([3]), max_steps=3),
         (

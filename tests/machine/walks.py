@@ -278,7 +278,7 @@ class Walk(World):
     def _compute(self, number: int, version: int, uses: WeightUse = WeightUse.FORWARD) -> None:
         require(self.units[number].is_ready, f"{self.units[number].name} computes without weights")
 
-    def _skip(self, *args: Any) -> None:
+    def _skip(self, *args: Any, **kwargs: Any) -> None:
         """Walks count no gathers and no reductions."""
 
     _check_ahead = _check_freed = _check = _skip

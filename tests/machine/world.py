@@ -260,6 +260,7 @@ class World(Between, Schedules):
         self.units[number].was_ahead = unit in unit.root.gathers.prefetched
         current = self._current_units(unit)
         was_gathered = unit.is_gathered
+        before = unit.root.gathers.forward, unit.root.gathers.forward.following
         self.entering.append(number)
         begins = events.enter_module(unit, module, has_grad=has_grad, is_packed=is_packed)
         self.entering.pop()
@@ -275,7 +276,10 @@ class World(Between, Schedules):
             self.orders[first].use(unit.do, was_gathered=was_gathered)
         require(self.units[number].is_ready, f"unit {number} computes without weights")
         if begins and not (unit.is_recomputing or unit.root.nested is not None):
-            self._check_ahead(number, unit.root.gathers.forward, unit.settings.forward_prefetch)
+            order = unit.root.gathers.forward
+            may_follow = (order, order.following) != before or unit.root.pass_unit is unit
+            chosen = unit.settings.forward_prefetch
+            self._check_ahead(number, order, chosen, may_follow=may_follow)
         require(begins or number in self.pending, f"unit {number} goes on without a beginning")
         return events.begin_graph(unit) if has_grad and begins else None
 
@@ -291,13 +295,22 @@ class World(Between, Schedules):
         unit.end_forward()
 
     def _check_ahead(
-        self, number: int, order: ExecutionOrder[UnitState], chosen: Sequence[UnitState]
+        self,
+        number: int,
+        order: ExecutionOrder[UnitState],
+        chosen: Sequence[UnitState],
+        *,
+        may_follow: bool = True,
     ) -> None:
-        """Check that the units that follow an expected use are gathered, or the chosen ones."""
+        """Check that the units that follow an expected use are gathered, or the chosen ones.
+
+        Unless the place in the order is not that of this use (`may_follow`).
+        """
         unit, num_ahead = self.units[number].state, self.setup.num_ahead
         if self.root_of(number).nested is not None:
             return
-        is_expected = order.following > 0 and order.expected[order.following - 1] is unit
+        last = order.expected[order.following - 1 : order.following]
+        is_expected = may_follow and last == [unit]
         following = [u for u in order.expected[order.following :] if not u.is_gone]
         following = following[:num_ahead] if is_expected else []
         for expected in chosen if chosen and num_ahead else following:
@@ -462,7 +475,7 @@ class World(Between, Schedules):
         is_changed = (
             setup.several or setup.chosen or setup.loads or setup.deletes or setup.max_runs < 99
         )
-        return setup.zero == 3 and setup.num_ahead > 0 and not is_changed
+        return setup.zero == 3 and setup.num_ahead > 0 and not (is_changed or self.has_trained)
 
     # -- backwards
 

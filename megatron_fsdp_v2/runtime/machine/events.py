@@ -147,6 +147,8 @@ def _begin_nested_pass(unit: UnitState, *, has_grad: bool) -> None:
     root.pass_has_grad = has_grad
     if root.current.is_over:
         root.current = root.new_pass()
+        # Backwards of later forwards are a separate pass, and do not reverse those until now.
+        root.nested.gathers.backward.ran = []
     if has_grad:
         root.current.expect_backward()
 

@@ -284,6 +284,12 @@ def wait_for_device(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+def wait_for_all_streams(device: torch.device) -> None:
+    """Make the host wait for all streams of a device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def is_capturing(device: torch.device) -> bool:
     """Return whether operations on a device are captured in a CUDA graph now."""
     # An uninitialized CUDA is not capturing, and the query would load the driver.

@@ -22,6 +22,7 @@ from megatron_fsdp_v2.params.gradients import GroupGrads
 from megatron_fsdp_v2.params.group import ParameterGroup, write_stale_weights
 from megatron_fsdp_v2.runtime.machine import events, reductions
 from megatron_fsdp_v2.runtime.machine.state import ProcessState, RootState, UnitState
+from megatron_fsdp_v2.runtime.offloading import Offloaded
 from megatron_fsdp_v2.runtime.options import RuntimeOptions
 from megatron_fsdp_v2.runtime.unit_checks import check_capture, check_units
 from megatron_fsdp_v2.runtime.unit_groups import UnitGroups
@@ -47,6 +48,7 @@ class Context[UnitT: UnitGroups]:
         observer: Receives events of the units.
         state: State in the machine.
         device: Device of the units' buffers.
+        offloaded: Their memory while it is in host memory; None otherwise.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Context[UnitT: UnitGroups]:
         self.observer = Observer()
         self.state = RootState(PROCESS, weakref.proxy(self), options.control, self.observer.phase)
         self.device: torch.device | None = None
+        self.offloaded: Offloaded | None = None
         self._units: list[weakref.ref[UnitT]] = []
         # The end-of-backward callback; the engine drops it together with a failed graph task.
         self._end: weakref.ref[object] | None = None
@@ -104,6 +107,14 @@ class Context[UnitT: UnitGroups]:
         for unit in self.units():
             # A root that is made around these units later inherits the values.
             unit.root_options.update(changes)
+
+    def check_is_loaded(self) -> None:
+        """Raise if the memory of the units is in host memory."""
+        if self.offloaded is not None:
+            raise RuntimeError(
+                f"{self.units()[0].name} was moved to host memory by offload(); call reload() on "
+                "it first"
+            )
 
     # -- commands: checks and captures ----------------------------------------------------------
 
@@ -220,6 +231,7 @@ class Context[UnitT: UnitGroups]:
     def queue_end(self) -> None:
         """Let the engine report the end of its run, or that it failed."""
         reject_compiled_autograd(lambda: self.units()[0].name)
+        self.check_is_loaded()
         RECORD.begin("backward")
         # Only the engine holds the callback, and frees it when the backward ends or fails. The
         # callback keeps the context of a model that was deleted after its forward.

@@ -7,17 +7,21 @@ for programs written for torch's FSDP2.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, cast, override
 
 import torch
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from megatron_fsdp_v2.layout.weight_use import WeightUse
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.params.group import groups_of
 from megatron_fsdp_v2.runtime.machine import events, reductions, weights
+from megatron_fsdp_v2.runtime.offloading import Offloaded, memory_of
 from megatron_fsdp_v2.runtime.unit import Unit, unit_owning
 from megatron_fsdp_v2.runtime.unit_checks import check_is_between_steps
 
@@ -47,6 +51,7 @@ class ShardedModule(_Module):
             async_op: Return a handle instead of waiting; its `wait()` installs the parameters.
         """
         unit = unit_of(self)
+        unit.context.check_is_loaded()
         events.graph_replayed(unit.state.root)
         weights.gather(unit.state, WeightUse.BOTH, async_op=async_op)
         if async_op:
@@ -89,6 +94,103 @@ class ShardedModule(_Module):
                 "enable_trace_pool=True on its root"
             )
         return allocator
+
+    def named_full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield whole parameters by name, gathered unit by unit. Collective.
+
+        For copies into another engine, such as one that generates text: at most two units are
+        gathered at a time, while one is read and the next one is gathered. Iterate on all ranks, to
+        the end, between two steps.
+
+        Yields:
+            Name and value of a parameter, as modules compute with it: with mixed precision, in the
+            lower one. A tied parameter is yielded once. The tensor is valid until the next one is
+            requested.
+
+        Raises:
+            RuntimeError: A backward is under way, or the model is in host memory.
+        """
+        module = cast("nn.Module", self)
+        make_idle(module)
+        names = {param: name for name, param in module.named_parameters()}
+        found = units_of(self)
+        try:
+            for unit, following in itertools.zip_longest(found, found[1:]):
+                weights.gather(unit.state, WeightUse.BOTH, async_op=True)
+                if following is not None:
+                    weights.gather(following.state, WeightUse.BOTH, async_op=True)
+                weights.wait(unit.state)
+                for group in unit.groups:
+                    for sharded, whole in zip(
+                        group.sharded_params, group.unsharded_params, strict=True
+                    ):
+                        if sharded in names:
+                            yield names.pop(sharded), whole.detach()
+                weights.free(unit.state)
+        finally:
+            for unit in found:
+                weights.free(unit.state)
+        for param, name in names.items():
+            # Of a unit outside the module, or of none.
+            whole = param.full_tensor() if isinstance(param, DTensor) else param
+            yield name, whole.detach()
+
+    # -- host memory ------------------------------------------------------------------------------
+
+    def offload(self, *optimizers: Optimizer, pin_memory: bool = True) -> int:
+        """Move the memory of the model to host memory until `reload`, between two steps.
+
+        Moves main weights, model weights and gradients of the root and all its units, and frees the
+        block of a trace pool. Parameters stay the same objects; reading or training them raises an
+        error until `reload`. Other tensors are left: buffers of modules, and parameters without a
+        unit. Call `torch.cuda.empty_cache()` if another process needs the memory. Does nothing if
+        the model is in host memory.
+
+        Args:
+            optimizers: Optimizers whose states are moved too.
+            pin_memory: Whether the host memory is pinned, which makes copies from a GPU faster.
+
+        Returns:
+            Bytes in host memory.
+
+        Raises:
+            RuntimeError: The module is not the root, a backward is under way, gradients are not
+                synchronized yet, or a step was captured in a CUDA graph, which has its addresses.
+        """
+        unit = unit_of(self)
+        context = unit.context
+        if context.offloaded is not None:
+            return context.offloaded.nbytes
+        if not unit.state.is_root:
+            raise RuntimeError(f"{unit.name} is not the root; call offload on the root")
+        make_idle(cast("nn.Module", self))
+        for each in context.units():
+            check_is_between_steps(each, "offload")
+            each.sync()
+        if context.state.has_graph:
+            raise RuntimeError(
+                f"a step of {unit.name} was captured in a CUDA graph, which keeps the addresses of "
+                "its memory; offload() a model without captures"
+            )
+        if context.device is None:
+            return 0
+        context.offloaded = Offloaded(
+            memory_of(context.groups(), optimizers), context.device, pin_memory=pin_memory
+        )
+        if isinstance(context.allocator, TracePoolAllocator):
+            context.allocator.release()
+        return context.offloaded.nbytes
+
+    def reload(self) -> None:
+        """Move everything that `offload` moved back to the device, bit by bit as it was.
+
+        Raises:
+            torch.OutOfMemoryError: The device has not enough memory. Nothing has changed.
+        """
+        context = unit_of(self).context
+        if context.offloaded is not None:
+            context.offloaded.reload()
+            context.offloaded = None
 
     # -- gradients --------------------------------------------------------------------------------
 
@@ -287,7 +389,9 @@ def make_idle(root: nn.Module) -> None:
     """
     owners = (unit_owning(group) for module in root.modules() for group in groups_of(module))
     units = [*units_of(root), *filter(None, owners)]
-    contexts = {unit.context for unit in units}
+    contexts = dict.fromkeys(unit.context for unit in units)
+    for context in contexts:
+        context.check_is_loaded()
     if any(events.is_in_backward(context.state) for context in contexts):
         raise RuntimeError("a backward is under way; do this between two steps")
     for context in contexts:

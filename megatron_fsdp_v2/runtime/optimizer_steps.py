@@ -96,6 +96,7 @@ class OptimizerWatch:
         if contexts and not is_known(type(optimizer)) and len(args) < 2 and not kwargs:
             watched.generators = _generator_states()
         for context in contexts:
+            context.check_is_loaded()
             if context.is_capturing:
                 events.begin_capture(context.state)
             for group in context.groups():

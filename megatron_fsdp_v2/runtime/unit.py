@@ -194,6 +194,7 @@ class Unit(UnitGroups):
         root would gather the unit, and not reduce it.
         """
         context = self.context
+        context.check_is_loaded()
         for each in context.units():
             if each.context is not context and each.state.is_collective:
                 root = each.context.units()[0]

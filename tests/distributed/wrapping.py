@@ -82,7 +82,8 @@ def error_message(kind: type[Exception], call: Callable[[], Any]) -> str:
 def check_error_messages(kind: type[Exception], calls: Mapping[str, Callable[[], Any]]) -> None:
     """Check that every call raises an error whose message contains its key."""
     for text, call in calls.items():
-        assert text in error_message(kind, call), text
+        message = error_message(kind, call)
+        assert text in message, (text, message)
 
 
 def batch(rank: int, step: int = 0, rows: int = 4, dtype: torch.dtype = torch.float32) -> Any:

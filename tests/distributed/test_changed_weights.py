@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_fsdp_v2.runtime.module import unit_of
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     STRATEGIES,
@@ -18,7 +19,9 @@ from tests.distributed.wrapping import (
     own_loss,
     pair,
     plain_loss,
+    wrap,
 )
+from tests.reference.models import Skipping
 
 
 def _load(model: nn.Module, params: Sequence[nn.Parameter]) -> None:
@@ -83,3 +86,26 @@ def test_backward_uses_the_weights_of_its_forward_or_raises_as_unsharded(
         errors.append(gradient_error(model, before))
     assert not wrong, wrong
     assert max(errors) < 1e-6, errors
+
+
+@on_ranks(2)
+def test_a_parameter_assigned_to_a_unit_gathered_ahead_is_kept_if_the_unit_does_not_run() -> None:
+    model = wrap(Skipping())
+    skipped = model.blocks[1]
+    own_loss(model).backward()  # records the order of units
+
+    def assign(*_: Any) -> None:
+        assert unit_of(skipped).is_unsharded
+        skipped.up.weight = nn.Parameter(torch.full_like(skipped.up.weight, 3.0))
+        model.skip = 1
+
+    handle = model.blocks[0].register_forward_hook(assign)
+    with torch.no_grad():
+        own_loss(model)
+    handle.remove()
+    model.skip = None
+    assert not unit_of(skipped).is_unsharded
+    whole = skipped.up.weight.full_tensor()
+    assert whole.eq(3.0).all()
+    own_loss(model).backward()
+    assert skipped.up.weight.grad is not None

@@ -196,7 +196,9 @@ class Between:
             at = f"{at}, with {ends} nodes of roots left" if ends else at
             self.program.append(f"interrupt before {at}")
         self.computing.clear()
-        if self.setup.repeats and self.engine_run != -1 and not self.open:
+        # Not before the engine dropped the callback of the backward that failed: a backward that
+        # begins then cannot be told from one inside it.
+        if self.setup.repeats and self.engine_run != -1 and not (self.open or is_late):
             retried = self.running
         while self.open:
             node = self.open.pop()
@@ -289,9 +291,10 @@ class Between:
             used = self.num_used[number] - self.before_backward[1][number]
             if self.setup.zero == 3 and self.is_exact:
                 require(times <= used, f"unit {number} is gathered {times} times for {used} uses")
-        # A step that repeats the last one gathers each unit once for each of its uses.
+        # A step that repeats the last one gathers each unit once for each of its uses. Units that
+        # users choose, and those of which a module does not run, may be gathered in vain.
         step = self.program[self.since :]
-        is_plain = all(each.startswith(PLAIN) for each in step)
+        is_plain = self.predicts_backward() and all(each.startswith(PLAIN) for each in step)
         self.may_hide = self.syncs and len(set(self.reached_roots)) == len(self.roots)
         if self.setup.zero == 3 and step == self.latest_step and is_plain:
             for number, times in self.num_gathers.items():

@@ -231,6 +231,12 @@ FAULTS = [
         ),
     ),
     Fault(
+        "a unit gathered ahead in vain lost parameters that were assigned to it",
+        Setup(zero=3, replaces=True, keeps=True, max_steps=3),
+        (f"{BOTH}, backward 0, *, step, forward 0, replace 1, return, backward 0, *",),
+        ("weights", "    free_if_replaced(unit)\n    free(unit)\n", "    free(unit)\n"),
+    ),
+    Fault(
         "a load between a forward and its backward left the gathered weights installed",
         Setup(zero=3, loads=frozenset([1]), stays=frozenset([1])),
         (f"{BOTH}, load 1, backward 0, *",),

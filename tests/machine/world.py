@@ -396,7 +396,7 @@ class World(Between, Schedules):
         """Use a parameter itself, or only look at it."""
         self.num_uses += 1
         # Ranks may differ in what they do with the result of a use in a forward that they finish.
-        differ = not self.setup.drops
+        differ = not (self.setup.drops or self.root_of(number).needs_repair)
         self.program.append(f"use {number}" if differ else f"use {number} {is_kept}")
         unit = self.units[number].state
         use = events.begin_direct_use(unit)
@@ -627,7 +627,7 @@ class World(Between, Schedules):
         elif kind == "first":
             if node.passed is not unit.state.root.passed and unit.state.root.is_running:
                 self._interleave(unit.state.root)
-            is_begun = unit.state.phase is Phase.BACKWARD
+            is_begun = unit.state.phase is Phase.BACKWARD and unit.state.root.is_running
             is_begun &= unit.state.backward_number == node.forward.number
             is_first = not unit.state.root.is_running
             is_known = self.is_exact and not is_first and self.setup.checkpointed == "no"

@@ -84,7 +84,7 @@ def before_use(unit: UnitState) -> None:
     prefetched = gathers.prefetched
     if prefetched and unit.nbytes and (not unit.is_gathered or unit in prefetched):
         while prefetched and (dropped := prefetched.popleft()) is not unit:
-            free(dropped)
+            _drop(dropped)
     if gathers.requested:
         gathers.requested = [other for other in gathers.requested if other is not unit]
 
@@ -147,11 +147,17 @@ def _prefetch(unit: UnitState) -> None:
     gather(unit, uses, async_op=True)
 
 
+def _drop(unit: UnitState) -> None:
+    """Free weights that were gathered in vain; user code may have assigned parameters since."""
+    free_if_replaced(unit)
+    free(unit)
+
+
 def drop_prefetched(root: RootState) -> None:
     """Drop all prefetched units at the end of a pass."""
     gathers = root.gathers
     if gathers.prefetched or gathers.requested:
         for unit in (*gathers.prefetched, *gathers.requested):
-            free(unit)
+            _drop(unit)
         gathers.prefetched.clear()
         gathers.requested.clear()

@@ -201,9 +201,12 @@ class Context[UnitT: UnitGroups]:
         self.allocator.end_pass(name, no_pending_backward=no_pending_backward)
 
     def has_stale(self) -> bool:
-        """Return whether main weights changed since they were refreshed."""
-        version = self.state.weight_version
-        return any(group.is_stale(version) for group in self.groups())
+        """Return whether weights are due to be refreshed by a collective.
+
+        A refresh without one happens at a unit's use, so ranks that run different units differ.
+        """
+        version, groups = self.state.weight_version, self.groups()
+        return any(not g.is_refreshed_locally and g.is_stale(version) for g in groups)
 
     def write_stale(self) -> None:
         """Write the stale weights of formats that communicate. Collective."""

@@ -345,6 +345,38 @@ def test_collectives_inside_a_backward_pair_if_a_rank_skips_a_unit(
     assert max(errors) < 1e-6, errors
 
 
+@on_ranks(2, strategy=["no_shard", "optim", "optim_grads"])
+def test_an_evaluation_in_a_backward_pairs_if_ranks_refreshed_other_units(strategy: str) -> None:
+    """Units that a rank skipped since the last step are stale there only."""
+    pairs = [pair(lambda: Partial(2), sharding_strategy=strategy) for _ in range(2)]
+    for step in range(2):
+        for rank in range(2):
+            for a, b in (
+                zip(*pairs, strict=True)
+                if rank == dist.get_rank()
+                else [tuple(plain for plain, _ in pairs)]
+            ):
+                a.runs = b.runs = (0, 1) if rank else (0,)
+
+                def evaluate(grad: torch.Tensor, a: Any = a) -> None:
+                    with torch.no_grad():
+                        a(batch(3))
+
+                first = a(batch(rank))
+                handle = b.blocks[0].register_forward_hook(
+                    lambda _m, _a, output, hook=evaluate: output.register_hook(hook) and None
+                )
+                loss = (first + b(batch(rank))).square().mean()
+                handle.remove()
+                (loss / 2 if a is pairs[0][0] else loss).backward()
+        errors = [gradient_error(mine, theirs) for theirs, mine in pairs]
+        assert max(errors) < 1e-6, (step, errors)
+        for model in (each for models in pairs for each in models):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 class Repeated(Stack):
     """A stack whose middle block runs again; a gradient does not reach the forward `detached`."""
 

@@ -191,10 +191,7 @@ class Between:
         if is_shared or self.setup.zero == 3 or self.open or not knows_all:
             # All ranks raise: otherwise those that go on would wait for this one, which does not
             # know which other forwards the backward would have reached.
-            at = f"{self.queue[0][0]} {self.queue[0][1].unit}" if self.queue else "the end"
-            ends = sum(self.setup.parents[node.unit] < 0 for _, node in self.queue)
-            at = f"{at}, with {ends} nodes of roots left" if ends else at
-            self.program.append(f"interrupt before {at}")
+            self.program.append(f"interrupt{self.place()}")
         self.computing.clear()
         # Not before the engine dropped the callback of the backward that failed: a backward that
         # begins then cannot be told from one inside it.
@@ -221,6 +218,12 @@ class Between:
         self.pending, self.kept, self.batches = {}, retried, []
         self.may_hide = self.fails_next = False
         self.expected = {}
+
+    def place(self: Any) -> str:
+        """Return what the engine runs next, equally on ranks that run different units."""
+        ends = sum(self.setup.parents[node.unit] < 0 for _, node in self.queue)
+        at = f"{self.queue[0][0]} {self.queue[0][1].unit}" if self.queue else "the end"
+        return f" before {at}" + f", with {ends} nodes of roots left" * (ends > 0)
 
     # -- what must hold
 

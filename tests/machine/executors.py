@@ -543,7 +543,8 @@ class Root:
         return [unit.do.groups[0] for unit in self.state.units]  # type: ignore[attr-defined]
 
     def has_stale(self) -> bool:
-        return any(group.is_stale for group in self._groups())
+        is_local = self.world.setup.zero == 0 and not self.world.setup.formats
+        return not is_local and any(group.is_stale for group in self._groups())
 
     def refresh_all(self, *, async_op: bool) -> None:
         require(async_op == (self.state.gathers.limit.units != 0), "refreshes are waited for")

@@ -28,6 +28,7 @@ CALL_3 = "call 3 0, return"
 ALL = f"{CALL_1}, {CALL_2}, {CALL_3}"
 ONE = f"forward 0, {CALL_1}, return"
 BOTH = f"forward 0, {CALL_1}, {CALL_2}, return"
+DEEP = f"forward 0, {CALL_2}, {CALL_3}, return"
 TWO_ROOTS = (-1, -1, 0, 0, 1)
 
 
@@ -191,6 +192,15 @@ FAULTS = [
         "a recomputation stayed gathered beside all those that had no backward",
         Setup(checkpointed="packed", skips=True, max_calls=2, parents=(-1, 0, 0, 0)),
         ("forward 0, call 1 1, return, call 2 1, return, call 3 1, return, return, backward 7, *",),
+    ),
+    Fault(
+        "a rank that skipped a unit reduced other roots before an evaluation in their backward",
+        Setup(zero=0, parents=TWO_ROOTS, evaluates=True, max_steps=3),
+        tuple(
+            f"{DEEP}, backward 0, *, step, {first}, forward 1, call 4 0, return, return, "
+            "backward 0, engine, engine, engine, engine, evaluate 0, *"
+            for first in (DEEP, "forward 0, return")
+        ),
     ),
     # -- gathers ahead
     Fault(

@@ -413,8 +413,7 @@ class World(Between, Schedules):
         """Run the root and each of its units once, without gradients."""
         self.evaluated = True
         # All ranks run such a forward at the same point.
-        at = f" before {self.queue[0][0]} {self.queue[0][1].unit}" if self.queue else ""
-        self.program.append(f"evaluate {number}{at}")
+        self.program.append(f"evaluate {number}{self.place() if self.queue else ''}")
         if self.engine_run != -1:
             self._interleave(self.root_of(number))
             self.is_exact = False
@@ -660,7 +659,7 @@ class World(Between, Schedules):
         """Let other roots reduce their units, before this one communicates or changes its pass."""
         if self.setup.zero < 3:
             others = (other.state for other in self.roots if other.state is not root)
-            self.interleaved = [other for other in others if other.is_running]
+            self.interleaved += [other for other in others if other.is_running]
 
     def _recompute(self, node: Node, *, is_last: bool = True) -> None:
         """Repeat a forward, and those inside it.

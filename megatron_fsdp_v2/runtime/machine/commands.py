@@ -164,7 +164,7 @@ class RootCommands(Protocol):
         """End a pass of the allocator."""
 
     def has_stale(self) -> bool:
-        """Return whether main weights changed since they were refreshed."""
+        """Return whether weights are due to be refreshed by a collective."""
 
     def write_stale(self) -> None:
         """Write the stale weights of formats that communicate. Collective."""

@@ -42,10 +42,15 @@ class UnitRecord:
 
 def checksum(tensor: torch.Tensor) -> int:
     """Return a sum over the bits of a tensor as integers, independent of summation order."""
+    return int(bits_of(tensor).sum(dtype=torch.int64))
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of a plain tensor's elements as integers, sharing memory."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return int(tensor.detach().view(integers[tensor.element_size()]).sum(dtype=torch.int64))
+    return tensor.detach().view(integers[tensor.element_size()])
 
 
 type Entry = tuple[str, object]
@@ -86,7 +91,7 @@ def compare_sharding(
         raise RuntimeError(_first_difference(entries, axes))
     if bool((flat[:, 1] == flat[0, 1]).all()):
         return {}
-    found = _gather_objects((unset, names), axes)
+    found = gather_objects((unset, names), axes)
     partly = dict.fromkeys(name for here, _ in found for name in here)
     for name in partly:
         lacking = [rank for rank, (_, there) in enumerate(found) if name not in there]
@@ -182,7 +187,7 @@ def _gather(mine: torch.Tensor, axes: Sequence[Axis], what: str) -> torch.Tensor
     return piece.view(*(axis.size for axis in axes), mine.numel())
 
 
-def _gather_objects(value: Any, axes: Sequence[Axis]) -> list[Any]:
+def gather_objects(value: Any, axes: Sequence[Axis]) -> list[Any]:
     """Return the values of all ranks of a mesh. Collective."""
     values = [value]
     for axis in reversed(axes):
@@ -206,7 +211,7 @@ def _first_difference(
         axes: Axes of the mesh.
         along: Index of the axis along which ranks must agree; None for all axes.
     """
-    lists = _gather_objects(list(entries), axes)
+    lists = gather_objects(list(entries), axes)
     for rank, other in enumerate(lists):
         first = 0
         if along is not None:

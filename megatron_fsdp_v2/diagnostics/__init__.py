@@ -1,5 +1,6 @@
-"""Inspect a sharded model: norms, memory, NaNs, overlapping shards, profiler ranges, hangs."""
+"""Inspect a sharded model: norms, memory, NaNs, overlapping shards, hangs, corruption."""
 
+from megatron_fsdp_v2.diagnostics.corruption import Auditor, Corruption, audit, compare_gradients
 from megatron_fsdp_v2.diagnostics.finite import Nonfinite, check_finite, find_nonfinite
 from megatron_fsdp_v2.diagnostics.hangs import watch_collectives
 from megatron_fsdp_v2.diagnostics.memory import TrackedMemory, memory_tracker
@@ -11,6 +12,8 @@ from megatron_fsdp_v2.diagnostics.summary import GroupRow, GroupSummary, group_s
 
 __all__ = [
     "Account",
+    "Auditor",
+    "Corruption",
     "GroupRow",
     "GroupSummary",
     "Moment",
@@ -18,8 +21,10 @@ __all__ = [
     "ParameterNorm",
     "Role",
     "TrackedMemory",
+    "audit",
     "check_finite",
     "check_no_overlap",
+    "compare_gradients",
     "find_nonfinite",
     "group_summary",
     "memory_tracker",

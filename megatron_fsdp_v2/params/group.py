@@ -445,6 +445,10 @@ class ParameterGroup:
         """
         return self._refreshed_at != (weight_version, self.parameters.versions())
 
+    def has_counted_writes(self) -> bool:
+        """Return whether version counters show that main weights changed since the last refresh."""
+        return self._refreshed_at is None or self._refreshed_at[1] != self.parameters.versions()
+
     def refresh(self, weight_version: int, *, async_op: bool) -> None:
         """Refresh the model weights from main weights. Collective unless `is_refreshed_locally`.
 

@@ -446,6 +446,65 @@ def test_experts_and_stages_are_compared_among_their_replicas(megatron: RankPool
     trained(megatron, 4, STEPS, f.fsdp(), f.ALLTOALL, f.EP2, f.PP2, iterations=4)
 
 
+def _audited(flags: Sequence[str]) -> Training:
+    """Train; `extras` has the number of audits."""
+    enter_rehearsal()
+    from megatron_fsdp_v2.diagnostics import corruption as of_core
+    from megatron_fsdp_v2_mcore.optim import optimizer
+
+    calls = mock.Mock(side_effect=of_core.audit)
+    with mock.patch.object(of_core, "audit", calls), mock.patch.object(optimizer, "audit", calls):
+        return dataclasses.replace(train(flags), extras=calls.call_count)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (2, f.fsdp()),
+        longer(2, f.fsdp(f.ZERO1, "--bf16")),
+        longer(2, f.fsdp(f.NO_SHARD, "--bf16")),
+        longer(2, f.fsdp(f.ZERO2, f.MUON, f.MODERN)),
+        longer(4, f.fsdp(f.ZERO3, f.ALLTOALL, f.EP2, f.PP2)),
+        longer(4, f.fsdp(f.ZERO3, f.VPP2, "--bf16")),
+        longer(4, f.fsdp(f.ZERO3, f.HFSDP)),
+        longer(2, f.fsdp(f.ZERO3, "--optimizer-cpu-offload")),
+    ],
+)
+def test_audits_find_nothing_and_change_nothing(
+    megatron: RankPools, ranks: int, flags: list[str]
+) -> None:
+    common = "--train-iters 5 --global-batch-size 8"
+    expected = trained(megatron, ranks, common, flags, iterations=5)
+    audited = trained(megatron, ranks, common, flags, "--fsdp-audit 2", by=_audited)
+    assert_equal(audited, expected)
+    assert set(audited.extras) == {3}  # Before steps 1, 2 and 4.
+
+
+def _with_a_flip(flags: Sequence[str]) -> Training:
+    """Flip a bit of a main weight of rank 1 after the third step, and train on."""
+    from megatron_fsdp_v2.diagnostics.corruption import Auditor
+
+    after_step = Auditor.after_step
+
+    def flipping(auditor: Auditor) -> None:
+        after_step(auditor)
+        if auditor._num_steps == 3 and rank() == 1:
+            _, unit = next(u for u in auditor._units if u[0].endswith("decoder.layers.0"))
+            unit.groups[0].main_weight.tensor.data.view(torch.int32)[7] ^= 1 << 20
+
+    with mock.patch.object(Auditor, "after_step", flipping):
+        return train(flags)
+
+
+def test_an_audit_names_the_rank_and_the_parameter_of_a_flipped_bit(megatron: RankPools) -> None:
+    with pytest.raises(RankFailure) as raised:
+        trained(megatron, 2, SIX, f.fsdp(), "--fsdp-audit 2", by=_with_a_flip)
+    text = str(raised.value)
+    assert "corrupted memory: rank 1: main weight of" in text
+    assert "decoder.layers.0" in text
+    assert "changed since the last step, and nothing wrote it" in text
+
+
 # -- a long run -----------------------------------------------------------------------------------
 
 LONG, WARM_UP = 400, 100

@@ -36,6 +36,7 @@ class Options:
             that the checkpoint names.
         exits_on_failed_save: Whether a failed save ends the training, instead of being reported.
         hang_reports: Folder of the reports of `watch_collectives`; None for none.
+        audit: Number of steps between audits, which look for corrupted memory; None for none.
 
     Raises:
         ValueError: A strategy is unknown, or `unit_bytes` is less than 1.
@@ -52,6 +53,7 @@ class Options:
     trusts_checkpoint: bool = False
     exits_on_failed_save: bool = False
     hang_reports: str | None = None
+    audit: int | None = None
 
     def __post_init__(self) -> None:
         if self.expert_strategy not in (None, *STRATEGIES):

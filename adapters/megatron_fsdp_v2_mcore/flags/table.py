@@ -278,5 +278,14 @@ OWN_FLAGS: tuple[Flag, ...] = (
         value=str,
         option="hang_reports",
     ),
+    Flag(
+        "fsdp_audit",
+        "Compare model weights with main weights, replicas with each other, and gathered weights "
+        "with those of their owners, before the first step and every N steps; and main weights and "
+        "optimizer states with their checksums after the step before. What differs ends the "
+        "training with an error that names ranks and parameters.",
+        value=at_least_one,
+        option="audit",
+    ),
 )
 """Flags of this package."""

@@ -21,6 +21,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
+from megatron_fsdp_v2.diagnostics.corruption import Auditor, audit, corrupted
 from megatron_fsdp_v2.dtensor.optimizer_state import (
     hide_empty_gradients,
     restore_gradients,
@@ -250,6 +251,7 @@ class ShardedChain(ChainedOptimizer):
         replicas = owner.model_chunks, owner.model_chunks[0].embedding_group
         if is_first:
             check_before_step(*replicas)
+            self._begin_audits()
         params = (p for each in self.chained_optimizers for p in each.get_parameters())
         # Megatron clips gradients with the multi-tensor kernels of Transformer Engine.
         hidden = hide_empty_gradients(params)
@@ -260,6 +262,23 @@ class ShardedChain(ChainedOptimizer):
         if is_first:
             note_after_step(*replicas)
         return result
+
+    def _begin_audits(self) -> None:
+        """Audit what was built or loaded, and from then on every few steps, as `--fsdp-audit` says.
+
+        Raises:
+            RuntimeError: Something differs.
+        """
+        chunks: list[Any] = self.chained_optimizers[0].model_chunks
+        every = chunks[0].options.audit
+        used = [each for each in self.chained_optimizers if not each.is_stub_optimizer]
+        if every is None or not used:
+            return
+        optimizers = [each.optimizer for each in used]
+        model = chunks[0] if len(chunks) == 1 else torch.nn.ModuleList(chunks)
+        if found := audit(model, *optimizers, before_step=True):
+            raise RuntimeError(corrupted(found))
+        Auditor(model, *optimizers, every=every)
 
     @override
     def count_zeros(self) -> float:

@@ -103,6 +103,9 @@ class FakeUnit:
         if async_op:
             self.log.append(f"+{self.name}")
 
+    def is_replaced(self) -> bool:
+        return False
+
     def free(self, *, after_error: bool) -> None:
         del after_error
         self.log.append(f"-{self.name}")

@@ -22,6 +22,23 @@ def finds_no_empty_gradients(kind: type[Optimizer]) -> bool:
     return any(base.__module__.partition(".")[0] in _FUSED for base in kind.__mro__)
 
 
+_OF_LOCAL_ROWS = ("torchao.optim.adam",)
+"""Modules whose steps run on local rows.
+
+A step there compiles the update of each parameter whole, in which a graph would treat this rank's
+rows as an even chunk, and quantizes state in blocks of the rows that it is given. It computes every
+element from that element, its gradient and its state.
+"""
+
+
+def steps_local_rows(kind: type[Optimizer]) -> bool:
+    """Return whether an optimizer's step is given this rank's rows as plain tensors.
+
+    A subclass that overrides `step` may not be elementwise.
+    """
+    return getattr(kind.step, "__module__", "") in _OF_LOCAL_ROWS
+
+
 def is_known(kind: type[Optimizer]) -> bool:
     """Return whether a class belongs to a package whose optimizers can step sharded parameters.
 

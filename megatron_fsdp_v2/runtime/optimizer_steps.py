@@ -16,10 +16,12 @@ from torch.optim.optimizer import (
 )
 
 from megatron_fsdp_v2._compiler import uncompiled
+from megatron_fsdp_v2.dtensor.local_step import LocalStep
 from megatron_fsdp_v2.dtensor.optimizer_kinds import (
     finds_no_empty_gradients,
     is_known,
     rejected,
+    steps_local_rows,
 )
 from megatron_fsdp_v2.dtensor.optimizer_state import (
     hide_empty_gradients,
@@ -49,6 +51,7 @@ class _OptimizerFacts:
         generators: During the step of an unknown optimizer: states of the random number generators
             before it.
         hidden: Empty gradients that the optimizer does not find during its step.
+        local_step: During the step of an optimizer that steps local rows: that step.
     """
 
     cache_key: tuple[int, int, frozenset[int]] | None = None
@@ -57,6 +60,7 @@ class _OptimizerFacts:
     unchanged: Sequence[tuple[Context[Unit], ParameterGroup]] | None = None
     generators: Sequence[torch.Tensor] | None = None
     hidden: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    local_step: LocalStep | None = None
 
 
 class OptimizerWatch:
@@ -91,9 +95,9 @@ class OptimizerWatch:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         watched = self._facts_of(optimizer)
         contexts = live(watched.contexts)
-        watched.unchanged = watched.generators = None
+        watched.unchanged = watched.generators = watched.local_step = None
         # Not with a closure, which may draw random numbers, for example for dropout.
-        if contexts and not is_known(type(optimizer)) and len(args) < 2 and not kwargs:
+        if contexts and not _may_draw(optimizer) and len(args) < 2 and not kwargs:
             watched.generators = _generator_states()
         for context in contexts:
             context.check_is_loaded()
@@ -112,6 +116,9 @@ class OptimizerWatch:
             ]
         if contexts and finds_no_empty_gradients(type(optimizer)):
             return self._hide_empty_gradients(optimizer, args, kwargs)
+        if contexts and steps_local_rows(type(optimizer)):
+            watched.local_step = LocalStep(optimizer)
+            return watched.local_step.arguments(args, kwargs)
         return None
 
     def _hide_empty_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -171,6 +178,9 @@ class OptimizerWatch:
         watched = self._watched.get(optimizer, _OptimizerFacts())
         hidden, watched.hidden = watched.hidden, ()
         restore_gradients(hidden)
+        local_step, watched.local_step = watched.local_step, None
+        if local_step is not None:
+            local_step.publish()
         before, watched.generators = watched.generators, None
         if before is not None and not all(map(torch.equal, before, _generator_states())):
             raise rejected(
@@ -186,6 +196,19 @@ class OptimizerWatch:
             return
         for context in live(watched.contexts):
             events.weights_changed(context.state)
+
+
+def _may_draw(optimizer: Optimizer) -> bool:
+    """Return whether the step of an optimizer may draw random numbers.
+
+    A step of local rows draws them for these rows. Several ranks that hold the same rows would
+    draw different numbers.
+    """
+    if not steps_local_rows(type(optimizer)):
+        return is_known(type(optimizer))
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    sharded = (param for param in params if isinstance(param, UnevenDTensor))
+    return all(param.row_shards.is_held_once(param.device_mesh) for param in sharded)
 
 
 def _generator_states() -> list[torch.Tensor]:

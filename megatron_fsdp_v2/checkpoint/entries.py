@@ -16,8 +16,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron_fsdp_v2.dtensor.optimizer_state import wrap_foreign_state
+from megatron_fsdp_v2.dtensor.sharded_rows import plain_of
 from megatron_fsdp_v2.optim.flat import FlatOptimizer
 
 MODEL = "model."
@@ -108,7 +110,8 @@ def state_entries(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> di
     """State of an optimizer by parameter, sharing memory with it.
 
     Raises:
-        ValueError: The optimizer steps a parameter that the model does not have.
+        ValueError: The optimizer steps a parameter that the model does not have, or its state is
+            quantized.
     """
     entries: dict[str, Any] = {}
     for group in optimizer.param_groups:
@@ -116,7 +119,15 @@ def state_entries(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> di
             of_param = optimizer.state.get(param, {})
             wrap_foreign_state(param, of_param)
             for state, value in of_param.items():
-                entries[f"{OPTIMIZER_STATE}{_name(names, param)}.{state}"] = value
+                entries[key := f"{OPTIMIZER_STATE}{_name(names, param)}.{state}"] = value
+                local = plain_of(value)
+                if is_traceable_wrapper_subclass(local):
+                    raise ValueError(
+                        f"{key} is a {type(local).__name__}, quantized in blocks of this rank's "
+                        "rows, which other ranks cannot load; save optimizer.state_dict() with "
+                        "torch.distributed.checkpoint, and load it with the same sharding on as "
+                        "many ranks"
+                    )
     return entries
 
 

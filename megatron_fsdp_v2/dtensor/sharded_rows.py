@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron_fsdp_v2._compiler import break_graph
 from megatron_fsdp_v2.comm.calls import all_gather_single
@@ -334,7 +335,7 @@ class ShardedRows(FastAttributes):
 
         def gather(rows: DTensor) -> torch.Tensor:
             # A gradient that autograd has summed is a plain DTensor.
-            return whole_of(rows_like(rows._local_tensor.detach(), self))
+            return whole_of(rows_like(_plain_rows(rows._local_tensor, self.dtype), self))
 
         whole: torch.Tensor = linear(self, gather, _gradient_for(self, to_rows), collect)
         return whole if sharded_axes(self) else whole.clone()
@@ -375,7 +376,9 @@ class ShardedRows(FastAttributes):
         """Return a block, which torch's distributed checkpoint reads and writes."""
         for chunk in self.chunks():
             if index.offset is None or tuple(index.offset) == chunk.offsets:
-                return self._local_tensor[chunk.local]
+                # Quantized state of torchao has no rule for an index of all rows.
+                is_all = self._local_tensor.shape == chunk.sizes
+                return self._local_tensor if is_all else self._local_tensor[chunk.local]
         if not self.numel():
             return self._local_tensor.new_empty(self.shape)
         raise ValueError(f"this rank holds no block of {index.fqn} that starts at {index.offset}")
@@ -524,6 +527,13 @@ def shard_like(target: ShardedRows, source: Any) -> Any:
     for chunk in target.chunks():
         local[chunk.local] = full[chunk.block].to(local.device)
     return rows_like(local, target)
+
+
+def _plain_rows(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return detached local rows; dequantized, because other ranks' rows may not be quantized."""
+    if is_traceable_wrapper_subclass(local):
+        return local.dequantize().to(dtype)
+    return local.detach()
 
 
 def whole_of(tensor: ShardedRows) -> torch.Tensor:

@@ -1,0 +1,3 @@
+"""Imports of the rank processes of the tests of torchao before they are forked."""
+
+import torchao.optim  # noqa: F401

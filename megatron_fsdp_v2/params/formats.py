@@ -172,9 +172,12 @@ _REGISTERED: list[type[WeightFormat]] = []
 
 
 def register_format(format_type: type[WeightFormat]) -> None:
-    """Register a weight format: `fully_shard` then accepts the parameters that the format takes."""
+    """Register a weight format: `fully_shard` then accepts the parameters that the format takes.
+
+    It has priority over the formats registered before it.
+    """
     if format_type not in _REGISTERED:
-        _REGISTERED.append(format_type)
+        _REGISTERED.insert(0, format_type)
 
 
 def format_of(param: torch.Tensor) -> type[WeightFormat] | None:

@@ -59,6 +59,7 @@ class OwnedParameter:
         has_equal_shares: Whether every rank must hold the same amount of it.
         is_separate: Whether it gets flat buffers of its own.
         values: Initial values of its main weight; None: the format provides them.
+        format_type: Format of its group, if its class alone does not determine the format.
     """
 
     name: str
@@ -72,6 +73,7 @@ class OwnedParameter:
     has_equal_shares: bool = False
     is_separate: bool = False
     values: torch.Tensor | None = None
+    format_type: type[WeightFormat] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

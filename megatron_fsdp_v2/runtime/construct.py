@@ -31,6 +31,11 @@ from megatron_fsdp_v2.layout.split import flat_buffers, is_balanced
 from megatron_fsdp_v2.memory.allocator import Allocator, set_data
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.params.buffer import GroupSpec
+from megatron_fsdp_v2.params.extensions import (
+    AllGatherExtensionFormat,
+    extension_problem,
+    probe,
+)
 from megatron_fsdp_v2.params.formats import DenseFormat, WeightFormat, format_of
 from megatron_fsdp_v2.params.group import ParameterGroup, find_sharded
 from megatron_fsdp_v2.params.parameters import (
@@ -195,12 +200,17 @@ def _check_parameter(name: str, param: nn.Parameter, device: torch.device) -> No
         )
     local = plain_of(param)
     known = format_of(param)
+    if known is None and hasattr(local, "fsdp_pre_all_gather"):
+        raise ValueError(
+            f"parameter {name} is a {type(local).__name__}, which no registered weight format "
+            f"supports, and its fsdp_pre_all_gather cannot be called: {extension_problem(param)}. "
+            "Make it a plain tensor, or exclude it with ignored_params"
+        )
     if known is None or (known is DenseFormat and not _has_memory(local)):
         raise ValueError(
-            f"parameter {name} is a {type(local).__name__}, which is made of other tensors or "
-            "defines fsdp_pre_all_gather, and no registered weight format supports it. Make it a "
-            "plain tensor and set its compute dtype with mp_policy, or exclude it with "
-            "ignored_params"
+            f"parameter {name} is a {type(local).__name__}, which is made of other tensors, and no "
+            "registered weight format supports it. Make it a plain tensor and set its compute "
+            "dtype with mp_policy, or exclude it with ignored_params"
         )
     if param.dim() == 0:
         raise ValueError(
@@ -334,6 +344,8 @@ class UnitPlan:
 
 def _format_type(parameter: OwnedParameter) -> type[WeightFormat]:
     """Return the format of the group that a parameter belongs to."""
+    if parameter.format_type is not None:
+        return parameter.format_type
     param = parameter.param
     format_type = DenseFormat if isinstance(param, UnevenDTensor) else format_of(param)
     assert format_type is not None
@@ -370,6 +382,12 @@ def make_unit(plan: UnitPlan) -> None:
             # An initialization may set the tensor-parallel attributes of its parameters.
             if parameter.meta_original is not None and parameter.dtensor is None:
                 _describe_tensor_shard(parameter, plan.spec, given.tensor_shards)
+        for parameter in owned:
+            if _format_type(parameter) is AllGatherExtensionFormat:
+                spec, (module, _) = plan.spec_of(parameter), parameter.sites[0]
+                parameter.format_type = probe(
+                    parameter.name, parameter.param, spec, module, plan.device
+                )
         allocator = TracePoolAllocator() if plan.options.enable_trace_pool else Allocator()
         context: Context[Unit] = Context(communicator_for(plan.device), allocator, plan.options)
         made = _make_groups(plan, context)

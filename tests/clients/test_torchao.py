@@ -1,4 +1,4 @@
-"""torchao's low-bit optimizers step sharded parameters as they step whole ones and FSDP2's."""
+"""torchao's low-bit optimizers and float8 weights train as with FSDP2, or with whole tensors."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ from torch import nn
 from torch.distributed.checkpoint import load, save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard as fsdp2
+from torchao.float8 import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale_for_fsdp,
+)
+from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
 from megatron_fsdp_v2 import checkpoint, fully_shard
 from tests.cases import quick_if
@@ -176,6 +182,58 @@ def rounded_stochastically(strategy: str) -> str:
         return error_message(RuntimeError, optimizer.step)
 
 
+def _in_float8(dtype: torch.dtype, rows: tuple[int, ...]) -> Any:
+    """Return a model whose linear layers compute in float8, and gather float8 weights.
+
+    With biases: gloo cannot gather float8 for FSDP2, which gathers a unit of several dtypes as
+    bytes.
+    """
+    torch.manual_seed(0)
+    model = Net(bias=True, rows=rows).to(dtype)
+    config = Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True)
+    return convert_to_float8_training(model, config=config)
+
+
+def _trained_in_float8(model: Any, dtype: torch.dtype, *, precomputes: bool) -> list[torch.Tensor]:
+    """Return losses, the gradients of every step, and parameters."""
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for step in range(3):
+        found.append(_backward(model, step, dtype))
+        found += [param.grad.full_tensor() for param in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        if precomputes:
+            precompute_float8_dynamic_scale_for_fsdp(model)
+    wholes = [param.full_tensor().detach() for param in model.parameters()]
+    # FSDP2 shards torchao's tensors, and a DTensor here has the plain numbers of one.
+    return [*found, *(getattr(whole, "_tensor", whole) for whole in wholes)]
+
+
+def float8_equals_fsdp2(strategy: str, dtype: torch.dtype, precomputes: bool) -> bool:
+    model, other = _shard(_in_float8(dtype, (32, 64)), strategy), _in_float8(dtype, (32, 64))
+    assert all(type(param.to_local()) is torch.Tensor for param in model.parameters())
+    for module in (*other.layers, other):
+        fsdp2(module, mesh=mesh_of(dist.get_world_size()))
+    trainings = [
+        _trained_in_float8(each, dtype, precomputes=precomputes) for each in (model, other)
+    ]
+    return all(map(torch.equal, *trainings))
+
+
+def float8_on_uneven_shards(strategy: str) -> float:
+    """Return the difference from `no_shard`, where each rank has the whole of every weight."""
+    rows = (80, 1, 48)
+    models = [_shard(_in_float8(torch.float32, rows), each) for each in (strategy, "no_shard")]
+    trainings = [_trained_in_float8(each, torch.float32, precomputes=False) for each in models]
+    return max(float((a - b).abs().max()) for a, b in zip(*trainings, strict=True))
+
+
+def rejected_nf4() -> str:
+    layer = nn.Linear(64, 256, bias=False)
+    layer.weight = nn.Parameter(to_nf4(layer.weight.detach()), requires_grad=False)
+    return error_message(ValueError, lambda: fully_shard(layer, mesh=mesh_of(2)))
+
+
 @pytest.mark.parametrize(
     ("name", "number", "strategy"),
     [
@@ -213,3 +271,29 @@ def test_stochastic_rounding_needs_rows_that_one_rank_holds(
     draws = "AdamW8bit cannot step sharded parameters: its step draws random numbers"
     for message in clients(2).run(rounded_stochastically, strategy):
         assert draws in message if strategy == "no_shard" else message == "no error"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dtype", "precomputes"),
+    [
+        quick_if(strategy == "optim_grads_params", strategy, dtype, precomputes)
+        for strategy in STRATEGIES
+        for dtype in (torch.float32, torch.bfloat16)
+        for precomputes in (False, True)
+    ],
+)
+def test_float8_training_equals_that_of_fsdp2(
+    clients: RankPools, strategy: str, dtype: torch.dtype, precomputes: bool
+) -> None:
+    assert all(clients(2).run(float8_equals_fsdp2, strategy, dtype, precomputes))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_float8_training_on_uneven_shards(clients: RankPools, strategy: str) -> None:
+    assert max(clients(3).run(float8_on_uneven_shards, strategy)) <= 1e-6
+
+
+def test_nf4_is_rejected_by_name(clients: RankPools) -> None:
+    for message in clients(2).run(rejected_nf4):
+        assert "parameter weight is a NF4Tensor, which no registered weight format" in message
+        assert "it consists of other tensors than one of its own shape and dtype" in message

@@ -339,9 +339,8 @@ VALUE: dict[str, Callable[[], Any]] = {
     "parameter weight is a TwoTensor, which is made of other tensors": lambda: _holding(
         "weight", TwoTensor(torch.ones(2, 2), torch.zeros(2, 2))
     ),
-    "parameter bias is a Parameter, which is made of other tensors or defines": (
-        _parameter_with_fsdp2_hook
-    ),
+    "parameter bias is a Parameter, which no registered weight format supports, and its "
+    "fsdp_pre_all_gather cannot be called: its class does not": _parameter_with_fsdp2_hook,
     "parameter weight is tied to weight of Linear/0, which was sharded with another mesh": (
         _tied_but_different
     ),

@@ -49,8 +49,10 @@ REASONS = {
         r"ValueError: the parameters of unit .* cannot become", "`model.to(dtype)` after sharding"
     ),
     "extensions": _REJECTED(
-        r"ValueError: parameter .* which is made of other tensors or defines fsdp_pre_all_gather",
-        "all-gather extensions (`fsdp_pre_all_gather`), and parameters made of other tensors",
+        r"ValueError: parameter .* its fsdp_pre_all_gather cannot be called"
+        r"|ValueError: parameter .* which is made of other tensors",
+        "parameters made of several tensors, also with all-gather extensions "
+        "(`fsdp_pre_all_gather`)",
     ),
     "not-here": _REJECTED(
         r"RuntimeError: \w+ was sharded by megatron_fsdp_v2, which has no",

@@ -59,7 +59,8 @@ class ScaledFloat8(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
+        # FSDP2 makes a parameter by `as_strided`, of the shape that the weight has.
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.as_strided.default):
             return ScaledFloat8(args[0].payload, args[0].scale)
         args, kwargs = tree_map_only(ScaledFloat8, ScaledFloat8.numbers, (args, kwargs or {}))
         return func(*args, **kwargs)

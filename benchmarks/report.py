@@ -15,6 +15,7 @@ from benchmarks import upstream
 from benchmarks.engines import BASELINE
 from benchmarks.memory import COLUMNS
 from benchmarks.noise import cpus
+from megatron_fsdp_v2._picture import picture_style
 from tools.page_parts import with_part
 
 __all__ = ["PAGE", "Table", "draw", "hardware", "machine", "markdown", "put_between_marks"]
@@ -149,6 +150,11 @@ def show(tables: Sequence[Table]) -> None:
 
 def draw(settings: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw step times relative to the baseline's, with a tick at each limit."""
+    with picture_style():
+        _draw(settings, path)
+
+
+def _draw(settings: Sequence[dict[str, Any]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     columns = min(2, len(settings))
@@ -166,12 +172,12 @@ def draw(settings: Sequence[dict[str, Any]], path: Path) -> None:
         for row, (name, engine) in enumerate(engines.items()):
             color = "tab:blue" if name.startswith("ours") else "tab:gray"
             axes.barh(row, engine["step_s"] / base, color=color)
-            axes.plot([engine["limit_s"] / base] * 2, [row - 0.4, row + 0.4], "k-")
+            axes.plot([engine["limit_s"] / base] * 2, [row - 0.4, row + 0.4], color="tab:red")
         axes.axvline(1.0, color="gray", linestyle=":")
         axes.set_title(settings[number]["name"], fontsize=8)
         axes.set_yticks(range(len(engines)), list(engines), fontsize=7)
         axes.invert_yaxis()
-    figure.supxlabel(f"step over {BASELINE}'s; black: the limit", fontsize=8)
+    figure.supxlabel(f"step over {BASELINE}'s; red: the limit", fontsize=8)
     figure.savefig(path, dpi=110)
 
 

@@ -18,11 +18,12 @@ from matplotlib.patches import Rectangle
 from torch import nn
 
 from examples.plan_models import Decoder, Shape
+from megatron_fsdp_v2._picture import picture_style
 from megatron_fsdp_v2.layout.buffer_layout import BufferLayout
 from megatron_fsdp_v2.layout.placement import STRATEGIES, Placement
 from megatron_fsdp_v2_cli import main as command
 
-BLUE, ORANGE, GREEN, GRAY, PALE = "#4c78a8", "#f58518", "#54a24b", "#9d9da1", "#e6e6ea"
+BLUE, ORANGE, GREEN, GRAY, PALE = "#4c78a8", "#f58518", "#54a24b", "#9d9da1", "#80808040"
 RANK_COLORS = (BLUE, ORANGE, GREEN, "#b279a2")
 
 
@@ -159,9 +160,10 @@ def main() -> None:
     out: Path = parser.parse_args().out
     mpl.use("Agg")
     mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "concepts", "font.size": 9})
-    life_of_a_unit(out / "life_of_a_unit.svg")
-    buffers_by_strategy(out / "buffers_by_strategy.svg")
-    checkpoint(out / "checkpoint_rows.svg")
+    with picture_style():
+        life_of_a_unit(out / "life_of_a_unit.svg")
+        buffers_by_strategy(out / "buffers_by_strategy.svg")
+        checkpoint(out / "checkpoint_rows.svg")
     overlap(out / "overlap.png")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 
+from megatron_fsdp_v2._picture import picture_style
 from megatron_fsdp_v2.dtensor.row_shards import RowShards
 from megatron_fsdp_v2.layout.buffer_layout import BufferLayout
 from megatron_fsdp_v2.optim.exchange import plan_buckets
@@ -92,7 +93,8 @@ def main() -> None:
             f"{ranks:6}{balance:20.3f}{sum(sent) / ranks / shard:12.2f} (mean)"
             f"{max(sent) / shard:8.2f} (most)\n"
         )
-    draw(plan(args.layers, args.ranks)[1], args.layers, args.out)
+    with picture_style():
+        draw(plan(args.layers, args.ranks)[1], args.layers, args.out)
     sys.stdout.write(f"written: {args.out}\n")
 
 

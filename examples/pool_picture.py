@@ -9,6 +9,7 @@ from xml.sax.saxutils import escape
 
 from torch import nn
 
+from megatron_fsdp_v2._picture import INK
 from megatron_fsdp_v2.diagnostics.walk import units_below
 from megatron_fsdp_v2.memory.address_plan import Trace, keys_of
 from megatron_fsdp_v2.memory.trace_pool import PoolReport, TracePoolAllocator
@@ -63,8 +64,9 @@ def pool_picture(module: nn.Module, path: str | Path) -> None:
     height = TOP + len(panels) * (HEIGHT + GAP)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + 20}" height="{height}" '
-        'font-family="sans-serif" font-size="13">',
-        '<rect width="100%" height="100%" fill="white"/>',
+        'font-family="sans-serif" font-size="13" '
+        # Readable on a light and on a dark page, without a ground.
+        f'fill="{INK}">',
         *_legend(colors),
     ]
     for number, (report, name, trace) in enumerate(panels):
@@ -98,7 +100,7 @@ def _panel(
     yield f'<text x="{LEFT}" y="{top - 6:.1f}">{escape(title)}</text>'
     yield (
         f'<rect x="{LEFT}" y="{top:.1f}" width="{WIDTH}" height="{HEIGHT}" fill="none" '
-        'stroke="#888"/>'
+        f'stroke="{INK}"/>'
     )
     for life in _lives(trace):
         offset = plan.offsets[life.key]
@@ -116,7 +118,7 @@ def _panel(
         )
     y = top + HEIGHT - plan.lower_bound * scale
     yield (
-        f'<line x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{y:.2f}" y2="{y:.2f}" stroke="black" '
+        f'<line x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{y:.2f}" y2="{y:.2f}" stroke="{INK}" '
         'stroke-dasharray="6 4"/>'
     )
     yield f'<text x="4" y="{y + 12:.1f}">lower bound</text>'

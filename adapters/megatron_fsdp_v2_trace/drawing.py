@@ -17,6 +17,14 @@ _COLORS = (
     *("#44bb99", "#99ddff", "#bbcc33", "#eedd88"),
 )
 _EXPOSED_COLOR = "#ee3333"
+_INK = "#808080"
+_STYLE = {
+    "savefig.transparent": True,
+    "legend.facecolor": "none",
+    **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "axes.titlecolor"), _INK),
+    **dict.fromkeys(("legend.edgecolor", "text.color", "xtick.color", "ytick.color"), _INK),
+}
+"""Options of matplotlib for pictures that are readable on light and on dark pages."""
 _MOST_IN_LEGEND = 48
 _PAGE = """<!doctype html>
 <meta charset="utf-8">
@@ -154,6 +162,11 @@ def _draw_page(timelines: Sequence[StepTimeline], path: Path) -> None:
 
 
 def _draw_picture(timelines: Sequence[StepTimeline], path: Path) -> None:
+    with library("matplotlib").rc_context(_STYLE):
+        _draw_figure(timelines, path)
+
+
+def _draw_figure(timelines: Sequence[StepTimeline], path: Path) -> None:
     module, patches = library("matplotlib.figure"), library("matplotlib.patches")
     figure = module.Figure(figsize=(12, 4.5 * len(timelines)), dpi=120)
     figure.set_layout_engine("constrained")
@@ -182,7 +195,7 @@ def _draw_picture(timelines: Sequence[StepTimeline], path: Path) -> None:
             [1e3 * time for time, _ in timeline.memory],
             [nbytes / _MIB for _, nbytes in timeline.memory],
             where="post",
-            color="#555555",
+            color=_INK,
         )
         lower.set_ylabel("live MiB")
         lower.set_ylim(bottom=0)

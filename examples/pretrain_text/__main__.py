@@ -21,6 +21,7 @@ from examples.pretrain_text.settings import (
 )
 from examples.pretrain_text.text import TextError, collect
 from examples.pretrain_text.training_log import compare_resumed
+from megatron_fsdp_v2._picture import picture_style
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -126,7 +127,8 @@ def train(console: Console, settings: Settings, dataset: datasets.Dataset) -> Re
     )
     proof = compare_resumed(first.losses, resumed.losses, expected)
     picture = settings.out / "loss.png"
-    draw(settings, first.losses, resumed.losses, picture)
+    with picture_style():
+        draw(settings, first.losses, resumed.losses, picture)
     return Results(settings, first, resumed, proof, picture)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_fsdp_v2._picture import picture_style
 from megatron_fsdp_v2._text import readable_size, table
 from megatron_fsdp_v2.diagnostics.memory_ledger import Ledger, Moment, Role
 from megatron_fsdp_v2.diagnostics.memory_watch import MemoryWatch
@@ -121,9 +122,10 @@ class TrackedMemory:
             figure_type: Any = importlib.import_module("matplotlib.figure").Figure
         except ImportError as error:
             raise RuntimeError("a plot needs matplotlib; install it, or print report()") from error
-        figure = figure_type(figsize=(10, 5), layout="constrained")
-        _draw(figure, self.intervals)
-        figure.savefig(path, dpi=120)
+        with picture_style():
+            figure = figure_type(figsize=(10, 5), layout="constrained")
+            _draw(figure, self.intervals)
+            figure.savefig(path, dpi=120)
 
 
 def _place(moment: Moment) -> str:

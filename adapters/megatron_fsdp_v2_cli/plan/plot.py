@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_fsdp_v2._picture import INK, picture_style
 from megatron_fsdp_v2_cli.plan.report import ROLES, PlanReport
 
 _GIB = 1024**3
@@ -30,9 +31,14 @@ def draw(report: PlanReport, path: Path, model: str) -> None:
     if not path.suffix:
         # matplotlib would write another file, with the suffix .png.
         raise ValueError(f"--plot {path} has no suffix; name a picture, such as {path.name}.png")
+    with picture_style():
+        _draw_figure(figure_module.Figure, report, path, model)
+
+
+def _draw_figure(figure_type: Any, report: PlanReport, path: Path, model: str) -> None:
     has_times = report.machine is not None
     num_plans = len(report.plans)
-    figure = figure_module.Figure(figsize=(12, 1.9 + 0.4 * num_plans), dpi=120)
+    figure = figure_type(figsize=(12, 1.9 + 0.4 * num_plans), dpi=120)
     figure.set_layout_engine("constrained")
     axes = figure.subplots(1, 2 if has_times else 1, sharey=True, squeeze=False)[0]
     figure.suptitle(_title(report, model), fontsize="medium")
@@ -63,7 +69,7 @@ def _draw_memory(axes: Any, report: PlanReport) -> None:
     most = _stack(axes, report, sizes)
     if report.memory_nbytes is not None:
         memory = report.memory_nbytes / _GIB
-        axes.axvline(memory, color="black", linestyle="--", label="memory")
+        axes.axvline(memory, color=INK, linestyle="--", label="memory")
         if most > 8 * memory:
             axes.set_xscale("symlog", linthresh=memory)
     axes.set_xlabel("GiB a rank at the peak")

@@ -278,7 +278,7 @@ def collective_error(what: str, group: dist.ProcessGroup | None, error: Exceptio
         group: Process group of the collective; None for all ranks.
         error: Error of the process group.
     """
-    ranks, timeout = _members(group)
+    ranks, timeout = members_of(group)
     own = dist.get_rank() if dist.is_initialized() else 0
     lines = str(error).strip().splitlines() or [type(error).__name__]
     others = [rank for rank in ranks if rank != own]
@@ -323,7 +323,7 @@ def naming_failures(what: str, group: dist.ProcessGroup | None = None) -> Iterat
         raise collective_error(what, group, error) from error
 
 
-def _members(group: dist.ProcessGroup | None) -> tuple[list[int], timedelta | None]:
+def members_of(group: dist.ProcessGroup | None) -> tuple[list[int], timedelta | None]:
     """Return the global ranks of a group and its timeout; empty and None if it has failed."""
     ranks: list[int] = []
     timeout = None

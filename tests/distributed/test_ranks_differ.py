@@ -587,7 +587,7 @@ def test_failure_message_explains_the_backend_error_before_quoting_it(
     monkeypatch: pytest.MonkeyPatch, others: list[int], raised: str, explanation: str
 ) -> None:
     members = ([0, *others], timedelta(seconds=5))
-    monkeypatch.setattr(interface, "_members", lambda group: members)
+    monkeypatch.setattr(interface, "members_of", lambda group: members)
     error = interface.collective_error("gather", None, RuntimeError(f"{raised}\nand a trace"))
     assert str(error).startswith(f"gather failed on rank 0{explanation}")
     assert raised in str(error)

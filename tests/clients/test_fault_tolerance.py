@@ -1,0 +1,237 @@
+"""Replica groups under torchft: after every fault, losses equal those of unsharded training."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_fsdp_v2 import fully_shard
+from tests.cases import longer
+from tests.clients.conftest import Record
+from tests.clients.differences import full_copy
+from tests.clients.replica_groups import (
+    HANG,
+    HEALING,
+    LOST_TRANSFER,
+    STAGES,
+    Case,
+    Fault,
+    compare,
+    lighthouse,
+    run,
+)
+from tests.distributed.wrapping import mesh_of
+from tests.processes import ROOT
+from tests.ranks import RankPools
+
+COMPARED = "losses and norms of every step"
+
+
+def check(case: Case, faults: list[Fault], folder: Path, record: Record, at_most: float) -> None:
+    """Train through faults, and compare with the reference."""
+    result = compare(case, run(case, faults, folder, timeout_s=120 + 20 * len(faults)))
+    # A fault costs the step in which it happens, or none. A group that did not receive a peer's
+    # state, or was killed then, costs the others one more.
+    assert result.num_aborted <= case.groups * len(faults)
+    assert result.num_healed >= len({fault.group for fault in faults})
+    assert result.num_compared > 20 * len(faults)
+    record("torchft", f"{COMPARED}, {len(faults)} faults", result.error, at_most)
+
+
+def alternating(groups: int, stages: tuple[str, ...]) -> list[Fault]:
+    """A fault at each stage: of both ranks of all groups, which come back soon, or later."""
+    return [
+        Fault((index + 1) % groups, index // groups % 2, stage, away_s=2.0 * (index % 3 > 0))
+        for index, stage in enumerate(stages)
+    ]
+
+
+def test_group_killed_in_a_backward_comes_back(tmp_path: Path, record: Record) -> None:
+    check(Case(), [Fault(1, 0, "backward")], tmp_path, record, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("case", "faults", "at_most"),
+    [
+        longer(Case(), alternating(2, STAGES), 1e-12, id="ZeRO-3, 2 groups"),
+        longer(Case("optim", 3), alternating(3, STAGES), 1e-12, id="ZeRO-1, 3 groups"),
+        longer(
+            Case("no_shard"),
+            [
+                Fault(1, 0, "backward", away_s=0.0),
+                Fault(1, 1, HEALING),
+                Fault(0, 1, "forward", away_s=0.0),
+                Fault(0, 0, HEALING),
+                Fault(1, 1, HANG),
+                Fault(1, 0, HANG),
+            ],
+            1e-12,
+            id="ZeRO-0, killed while healing, and hanging",
+        ),
+        longer(
+            Case(),
+            [Fault(1, 0, "backward", away_s=0.0), Fault(1, 1, LOST_TRANSFER)],
+            1e-12,
+            id="ZeRO-3, a rank without a peer's state",
+        ),
+        longer(
+            Case("optim_grads", optimizer="muon"),
+            alternating(2, ("in an all-reduce", "backward", "in the optimizer step")),
+            1e-12,
+            id="ZeRO-2, Muon",
+        ),
+        longer(
+            Case("optim_grads", 3, dtype=torch.bfloat16, total=None),
+            alternating(3, ("in an all-reduce", "forward", "after should_commit")),
+            # The reference is in fp32: only digests of groups show equal numbers.
+            0.05,
+            id="ZeRO-2, bf16, 2 micro-batches per group",
+        ),
+        longer(
+            Case("optim", optimizer="sgd", dtype=torch.float32, total=None),
+            alternating(2, ("after an all-reduce", "before should_commit")),
+            1e-6,
+            id="ZeRO-1, fp32, 2 micro-batches per group",
+        ),
+        longer(
+            Case(is_async=True),
+            alternating(2, ("backward", "in the optimizer step", "in an all-reduce")),
+            1e-12,
+            id="ZeRO-3, asynchronous quorum",
+        ),
+        longer(
+            Case("no_shard", 3, total=None, is_async=True),
+            alternating(3, ("before an all-reduce", "forward", "after should_commit")),
+            1e-12,
+            id="ZeRO-0, 3 groups, asynchronous quorum",
+        ),
+    ],
+)
+def test_losses_equal_the_reference_through_faults(
+    case: Case, faults: list[Fault], at_most: float, tmp_path: Path, record: Record
+) -> None:
+    check(case, faults, tmp_path, record, at_most)
+
+
+def test_comparison_finds_a_loss_of_another_step(tmp_path: Path) -> None:
+    """The comparison itself, without processes: it must not accept anything."""
+    line = {"step": 0, "groups": 1, "takes_part": True, "is_committed": True, "group": 0, "rank": 0}
+    line |= {"start": 0, "losses": {}, "norm": math.inf, "digest": 1}
+    assert compare(Case(), [line]).error == math.inf
+    with pytest.raises(AssertionError, match="state after"):
+        compare(Case(), [line, line | {"group": 1, "digest": 2}])
+    with pytest.raises(AssertionError, match="a step is missing"):
+        compare(Case(), [line | {"step": 1}])
+
+
+def train_with(code: str) -> float:
+    """Run code of the page in a group of its own; return the error of the trained parameters."""
+    import torchft
+
+    model = nn.Module()
+    model.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model.forward = model.layers.forward
+    plain = copy.deepcopy(model.layers)
+
+    def loss_of(module: nn.Module, step: int, micro_batch: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(2 * step + micro_batch)
+        return module(torch.randn(3, 4, generator=generator)).square().mean()
+
+    given: dict[str, Any] = {"model": model, "mesh": mesh_of(1), "fully_shard": fully_shard}
+    given |= {"group": 0, "num_steps": 3, "MICRO_BATCHES": 2, "loss_of": loss_of}
+    given |= {"torch": torch, "timedelta": timedelta, "contextlib": contextlib}
+    gloo = mock.patch.object(torchft, "ProcessGroupNCCL", torchft.ProcessGroupGloo)
+    with lighthouse() as address, gloo:
+        with mock.patch.dict(os.environ, TORCHFT_LIGHTHOUSE=address):
+            exec(code, given)
+        given["manager"].shutdown()
+    optimizer = torch.optim.AdamW(plain.parameters())
+    for step in range(3):
+        for micro_batch in range(2):
+            (loss_of(plain, step, micro_batch) / 2).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return max(float((full_copy(ours) - theirs).abs().max()) for ours, theirs in pairs)
+
+
+def test_code_of_the_page_trains(clients: RankPools) -> None:
+    page = (ROOT / "docs" / "fault_tolerance.md").read_text()
+    code = page.partition("```python\n")[2].partition("```")[0]
+    (error,) = clients(1).run(train_with, code)
+    assert error < 1e-6
+
+
+def _wait_for(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+
+
+def _workers(launcher: subprocess.Popen[bytes]) -> list[int]:
+    found = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    return [int(pid) for pid in found]
+
+
+@pytest.mark.functional
+def test_example_goes_on_after_a_kill(tmp_path: Path) -> None:
+    # torchrun and torchft's transport of states use the name of this machine.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import socket\nsocket.gethostname = socket.getfqdn = lambda *_: '127.0.0.1'\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(ROOT), str(ROOT / "adapters")])
+    environment = os.environ | {"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
+    environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--max-restarts", "9"]
+    torchrun += ["--local-addr", "127.0.0.1", "--monitor-interval", "0.5"]
+    with lighthouse() as address, contextlib.ExitStack() as stack:
+        environment["TORCHFT_LIGHTHOUSE"] = address
+        logs = [tmp_path / f"group{group}.log" for group in range(2)]
+        launchers = []
+        for group, log in enumerate(logs):
+            command = [*torchrun, "examples/fault_tolerant.py", "--group", str(group)]
+            command += ["--steps", "100000"]
+            file = stack.enter_context(log.open("wb"))
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
+            launchers.append(stack.enter_context(process))
+            # torchrun ends its workers.
+            stack.callback(process.terminate)
+
+        def steps(group: int) -> list[tuple[int, int]]:
+            """Steps of a group, each with its number of groups."""
+            found = re.findall(r"step (\d+) of (\d)", logs[group].read_text())
+            return [(int(step), int(groups)) for step, groups in found]
+
+        _wait_for(lambda: any(groups == 2 for _, groups in steps(1)), "no step of both groups")
+        killed_in = steps(1)[-1][0]
+        os.kill(_workers(launchers[1])[0], signal.SIGKILL)
+
+        def is_back() -> bool:
+            return sum(step > killed_in + 1 and groups == 2 for step, groups in steps(1)) >= 3
+
+        try:
+            _wait_for(is_back, "group 1 is not back")
+        except AssertionError:
+            raise AssertionError("\n".join(log.read_text()[-4000:] for log in logs)) from None
+        # The group that is left commits every step once.
+        first, *later = [step for step, _ in steps(0)]
+        assert later == [*range(first + 1, first + 1 + len(later))]

@@ -160,8 +160,11 @@ def _before_load(module: Any, *args: Any) -> None:
         unit.sync()
         weights.free(unit.state)
     for group in groups:
-        if not group.is_held:
-            # Before its first use, no unit holds it.
+        # Before its first use, no unit holds it. What this load assigned to an outer module, whose
+        # own load is under way, gives its values after it.
+        others = (other for _, other, _ in group.parameters.sites() if other is not module)
+        is_loading = any(group in vars(other).get("_fsdp_loading", ()) for other in others)
+        if not (group.is_held or is_loading):
             group.parameters.sync()
 
 

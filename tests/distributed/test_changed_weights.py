@@ -109,3 +109,17 @@ def test_a_parameter_assigned_to_a_unit_gathered_ahead_is_kept_if_the_unit_does_
     assert whole.eq(3.0).all()
     own_loss(model).backward()
     assert skipped.up.weight.grad is not None
+
+
+@on_ranks(2, was_used=[False, True])
+def test_a_load_that_assigns_keeps_the_parameters_of_nested_modules(was_used: bool) -> None:
+    """A module and one below it, in one unit: the first is assigned before the second loads."""
+    model = wrap(nn.MultiheadAttention(6, 2), [])
+    if was_used:
+        model(*[torch.ones(2, 3, 6)] * 3)
+        model.reshard()
+    before = dict(model.named_parameters())
+    model.load_state_dict(model.state_dict(), assign=True)
+    assert all(param is before[name] for name, param in model.named_parameters())
+    sum(param.square().sum().full_tensor() for param in before.values()).backward()
+    assert all(param.grad is not None for param in before.values())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from typing import Any, override
 from unittest import mock
 
@@ -11,11 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint as recompute
 
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.comm import backends
 from megatron_fsdp_v2.comm.interface import Collective, Work
+from megatron_fsdp_v2.runtime.context import PROCESS
 from megatron_fsdp_v2.runtime.module import unit_of
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
@@ -392,3 +396,45 @@ def test_a_reduction_that_is_not_issued_leaves_its_gradients() -> None:
     model.reset_iter_state()
     for param, value in ((model.a, 0.0), (model.b, 1.0)):
         assert param.grad is not None and param.grad.to_local().eq(value).all()
+
+
+# -- a new training after one that died -----------------------------------------------------------
+
+
+@on_ranks(2, strategy=STRATEGIES)
+def test_a_training_that_died_in_any_collective_leaves_nothing_to_the_next(strategy: str) -> None:
+    """As after a restart within a process: another model, on process groups of its own."""
+    issue, count, dies_at = backends.CpuCommunicator.issue, 0, -1
+
+    def counted(self: Any, collective: Collective, *, async_op: bool) -> Work:
+        nonlocal count
+        count += 1
+        if count == dies_at:
+            raise RuntimeError("a rank is gone")
+        return issue(self, collective, async_op=async_op)
+
+    def trained(mesh: Any) -> Any:
+        torch.manual_seed(0)
+        model = wrap(Stack(), mesh=mesh, sharding_strategy=strategy, enable_trace_pool=True)
+        contexts.append(weakref.ref(unit_of(model).context))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        for step in range(3):
+            own_loss(model, step).backward()
+            step_all(optimizer)
+        return [param.full_tensor().detach() for param in model.parameters()]
+
+    contexts: list[Any] = []
+    with mock.patch.object(backends.CpuCommunicator, "issue", counted):
+        expected = trained(mesh_of(2))
+        last = count
+        others = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")
+        for dies_at in range(last // 2, last, 3):
+            count = 0
+            with pytest.raises(RuntimeError, match="a rank is gone"):
+                trained(mesh_of(2))
+            count = -(10**6)
+            again = trained(others)
+            assert all(map(torch.equal, again, expected)), dies_at
+    gc.collect()
+    assert not PROCESS.under_way
+    assert not any(context() for context in contexts)

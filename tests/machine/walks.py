@@ -68,6 +68,7 @@ class Walk(World):
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
         self.is_single = chance.random() < 0.2
+        self.packs = random.Random(0)
         # Which gradients of the backward under way arrive, and whether it makes a graph.
         self.arrives, self.makes_graph = True, False
         super().__init__(drawn(chance))
@@ -157,6 +158,8 @@ class Walk(World):
     ) -> Forward | None:
         if self.engine_run != -1 and is_packed and self.chance.random() < 0.1:
             has_grad = False  # A reentrant checkpoint in one that is not.
+        if self.engine_run == -1 and self.packs.random() < 0.05:
+            is_packed = True  # Hooks pack saved tensors, such as those that offload them.
         return super()._enter(number, has_grad=has_grad, is_packed=is_packed, module=module)
 
     @override

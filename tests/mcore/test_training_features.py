@@ -505,6 +505,40 @@ def test_an_audit_names_the_rank_and_the_parameter_of_a_flipped_bit(megatron: Ra
     assert "changed since the last step, and nothing wrote it" in text
 
 
+# -- memory that others need between steps --------------------------------------------------------
+
+
+def _out_of_the_way(flags: Sequence[str]) -> Training:
+    """Train, with all memory in host memory after every step; `extras` has its bytes."""
+    enter_rehearsal()
+    from megatron_fsdp_v2_mcore.optim.optimizer import ShardedChain
+
+    step, moved = ShardedChain.step, []
+
+    def stepping(chain: Any) -> Any:
+        result = step(chain)
+        optimizers = [each.optimizer for each in chain.chained_optimizers]
+        for chunk in chain.chained_optimizers[0].model_chunks:
+            moved.append(chunk.module.offload(*optimizers))
+            chunk.module.reload()
+        return result
+
+    with mock.patch.object(ShardedChain, "step", stepping):
+        return dataclasses.replace(train(flags), extras=min(moved))
+
+
+@pytest.mark.parametrize(
+    "flags", [f.fsdp(), longer(f.fsdp(f.ZERO1, "--bf16")), longer(f.fsdp(f.ZERO2, f.MUON))]
+)
+def test_a_training_that_goes_out_of_the_way_between_steps_is_equal(
+    megatron: RankPools, flags: list[str]
+) -> None:
+    expected = trained(megatron, 2, SIX, flags)
+    moved = trained(megatron, 2, SIX, flags, by=_out_of_the_way)
+    assert_equal(moved, expected)
+    assert min(moved.extras) > 4 * 2 * 2**16  # Two states of a half of each layer's weights.
+
+
 # -- a long run -----------------------------------------------------------------------------------
 
 LONG, WARM_UP = 400, 100

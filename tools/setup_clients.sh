@@ -5,6 +5,8 @@
 #   VENV          path of the base environment (default .venv); the layer is $VENV-clients
 #   REQUIREMENTS  list of the libraries with all that they need (default tests/clients/requirements.txt)
 #
+# A file newer_glibc.txt in the folder of this list has libraries whose wheels need a newer system.
+#
 # A stamp in the layer records the inputs of the installation. A call with unchanged inputs installs
 # nothing.
 set -euo pipefail
@@ -13,6 +15,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 readonly VENV="${VENV:-.venv}"
 readonly CLIENTS="$VENV-clients"
 readonly REQUIREMENTS="${REQUIREMENTS:-tests/clients/requirements.txt}"
+readonly NEWER="$(dirname "$REQUIREMENTS")/newer_glibc.txt"
 readonly STAMP="$CLIENTS/.setup-stamp"
 readonly LOG="$CLIENTS/setup.log"
 
@@ -30,7 +33,7 @@ packages_of() {
 
 # Prints a checksum of the layer's inputs: requirements, this script, the path of the base's packages.
 fingerprint() {
-    { packages_of "$VENV/bin/python" && cat tools/setup_clients.sh "$REQUIREMENTS"; } | cksum
+    { packages_of "$VENV/bin/python" && cat tools/setup_clients.sh "$REQUIREMENTS" && if [ -f "$NEWER" ]; then cat "$NEWER"; fi; } | cksum
 }
 
 # Adds the base's packages to the import path of the layer, after its own packages. With a plain path
@@ -49,8 +52,18 @@ create_layer() {
 # is complete; it may have other versions of the base's packages, which the layer then has too.
 install_clients() {
     say "installing the libraries of $REQUIREMENTS"
+    install --requirement "$REQUIREMENTS"
+    if [ -f "$NEWER" ]; then
+        # pip installs wheels for another system only into a folder.
+        install --requirement "$NEWER" --target "$(packages_of "$CLIENTS/bin/python")" --only-binary :all: \
+            --platform "manylinux_2_39_$(uname -m)"
+    fi
+}
+
+# Installs into the layer; the arguments are those of pip.
+install() {
     if ! "$VENV/bin/python" -m pip --python "$CLIENTS/bin/python" install --disable-pip-version-check --no-input \
-        --progress-bar off --no-deps --requirement "$REQUIREMENTS" >"$LOG" 2>&1; then
+        --progress-bar off --no-deps "$@" >"$LOG" 2>&1; then
         tail -n 20 "$LOG" >&2
         die "pip could not install the libraries: the lines above are the end of $LOG."
     fi

@@ -41,10 +41,11 @@ class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def stub(packages: Sequence[str], modules: Sequence[str] = ()) -> None:
-    """Stub packages that are not installed, in this process and those forked from it.
+    """Stub packages in this process and those forked from it.
 
     Args:
-        packages: Packages with all of their submodules.
-        modules: Modules without their other submodules.
+        packages: Packages with all of their submodules, unless they are installed.
+        modules: Modules without their other submodules, also if they are installed.
     """
-    sys.meta_path.append(_StubFinder(packages, modules))
+    sys.meta_path.append(_StubFinder(packages, ()))
+    sys.meta_path.insert(0, _StubFinder((), modules))

@@ -42,7 +42,8 @@ TORCH_SAMPLE = $(addprefix tests/distributed/test_, checkpoint.py collectives.py
 
 # Tests with other libraries that also run with the newest torch: all of them at the end of a larger
 # change (test-all), otherwise a few of each library and of each adapter.
-NEWEST_CLIENTS = tests/clients --ignore tests/clients/test_optimizers.py \
+NEWEST_CLIENTS = tests/clients --ignore tests/clients/test_local_checkpoints.py \
+  --ignore tests/clients/test_optimizers.py \
   --ignore tests/clients/test_torchao.py \
   --ignore tests/clients/test_torchtitan.py
 NEWEST_CLIENTS_SAMPLE = tests/clients/newest $(addprefix tests/clients/test_, \

@@ -260,6 +260,13 @@ def with_checks(original: Callable[..., None], options: Mapping[str, Any]) -> Ca
                     "CheckpointConfig.async_save = True cannot be used with sharded parameters: "
                     "processes of NVIDIA's resiliency extension write into the final folder"
                 )
+            for name in ("non_persistent_ckpt_type", "non_persistent_save_interval"):
+                if (value := getattr(self.checkpoint, name)) is not None:
+                    raise ValueError(
+                        f"CheckpointConfig.{name} = {value!r} cannot be used with sharded "
+                        "parameters: Megatron-Bridge makes non-persistent checkpoints of its own "
+                        "sharded tensors; leave it out"
+                    )
             model = getattr(self.model, "transformer", self.model)
             for name in ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"):
                 if getattr(model, name, None) is not None:

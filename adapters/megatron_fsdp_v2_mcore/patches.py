@@ -240,6 +240,16 @@ PATCHES: tuple[Patch, ...] = (
         parameters=("iteration", "model", "optimizer"),
     ),
     _selected(
+        "megatron.core.dist_checkpointing.tensor_aware_state_dict:"
+        "MCoreTensorAwareStateDict.from_state_dict",
+        "--non-persistent-ckpt-type local: Megatron makes local checkpoints of its own sharded "
+        "tensors, which fsdp_dtensor state dicts do not have; for other state dicts the original "
+        "method runs",
+        wrap="megatron_fsdp_v2_mcore.checkpoint.local:with_sharded_states",
+        name="local-checkpoints",
+        parameters=("sharded_state_dict",),
+    ),
+    _selected(
         "megatron.training.training:maybe_finalize_async_save",
         "a training that ends after a failed save, without another one, ends with its error",
         wrap="megatron_fsdp_v2_mcore.checkpoint.failed_saves:raising_at_the_end",

@@ -377,7 +377,11 @@ def undo_and_reject(folder: str, torch_dist: str) -> None:
     try:
         assert len(before) == len(targets)
         assert not any(ours is theirs for ours, theirs in zip(current(), before, strict=True))
-        for name, value in (("async_save", True), ("non_persistent_ckpt_type", "local")):
+        for name, value in (
+            ("async_save", True),
+            ("non_persistent_ckpt_type", "local"),
+            ("non_persistent_save_interval", 2),
+        ):
             config = bridge.recipe(Run(folder, save=folder))
             setattr(config.checkpoint, name, value)
             with pytest.raises(ValueError, match=rf"CheckpointConfig\.{name} = {value!r}"):

@@ -42,7 +42,7 @@ def _current() -> dict[str, Any]:
 def test_install_without_selection_patches_few_functions() -> None:
     before = _current()
     install()
-    changed = {name for name, value in _current().items() if value is not before[name]}
+    changed = {name for name, value in _current().items() if value != before[name]}
     validation = {"validation", "validation-of-files"}
     assert changed == {"arguments", *validation, "load", "layer-patterns", "dataset-helpers"}
 
@@ -161,3 +161,11 @@ def test_command_fails_for_a_mismatched_patch(
     assert rows["arguments"] == "fits"
     assert command.run(argparse.Namespace(json=False)) == 1
     assert "patch 'validation' does not fit" in capsys.readouterr().out
+
+
+def test_local_states_of_other_state_dicts_are_those_of_megatron() -> None:
+    from megatron_fsdp_v2_mcore.checkpoint.local import with_sharded_states
+
+    wrapped = with_sharded_states(lambda state_dict, algo: (state_dict, algo))
+    state_dict = {"model": {}}
+    assert wrapped(state_dict, algo="atomic") == (state_dict, "atomic")

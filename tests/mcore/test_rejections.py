@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from types import SimpleNamespace
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,6 +106,41 @@ def test_incompatible_flags_are_named(parser: argparse.ArgumentParser) -> None:
     for flags, said in _table(SELECTED):
         with pytest.raises(FlagError, match=said):
             check_arguments(parsed(parser, *fsdp(), *flags.split()))
+
+
+KEPT = "--save kept --load kept --non-persistent-ckpt-type local"
+LOCAL_CHECKPOINTS = rf"""
+--non-persistent-save-interval 2 : --non-persistent-save-interval needs --non-persistent-ckpt-type local
+--replication : --replication needs --non-persistent-ckpt-type local
+{KEPT} : --non-persistent-ckpt-type local needs --non-persistent-local-ckpt-dir
+--save kept --non-persistent-ckpt-type local --non-persistent-local-ckpt-dir d : local needs --save and --load
+{KEPT} --non-persistent-local-ckpt-dir d --ckpt-step 2 : --ckpt-step cannot be used with --non-persistent-ckpt-type local
+{KEPT} --non-persistent-local-ckpt-dir d --finetune : --finetune cannot be used with --non-persistent-ckpt-type local
+{KEPT} --non-persistent-local-ckpt-dir d --override-ckpt-iteration 2 : --override-ckpt-iteration cannot be used with
+{KEPT} --non-persistent-local-ckpt-dir d --replication : --replication needs --replication-jump
+{KEPT} --non-persistent-local-ckpt-dir d --replication --replication-jump 3 : 4 ranks cannot be divided by --replication-jump 3 x --replication-factor 2
+{KEPT} --non-persistent-local-ckpt-dir d --replication --replication-jump 0 : cannot be divided by --replication-jump 0
+{KEPT} --non-persistent-local-ckpt-dir d --replication --replication-jump 2 --replication-factor 1 : must be at least 2
+{KEPT} --non-persistent-local-ckpt-dir d --replication --replication-jump 2 --optimizer-cpu-offload : --replication cannot be used with --optimizer-cpu-offload
+"""  # noqa: E501 - a row is a line
+
+
+def test_flags_of_local_checkpoints_are_checked(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = f"{KEPT} --non-persistent-local-ckpt-dir d --non-persistent-save-interval 2"
+    flags = words(fsdp(), f"{local} --replication --replication-jump 2")
+    monkeypatch.setitem(sys.modules, "nvidia_resiliency_ext", None)
+    said = "needs NVIDIA's resiliency extension; install nvidia-resiliency-ext"
+    with pytest.raises(FlagError, match=said):
+        check_arguments(parsed(parser, *flags))
+    extension = ModuleType("nvidia_resiliency_ext")
+    extension.__spec__ = ModuleSpec("nvidia_resiliency_ext", None)
+    monkeypatch.setitem(sys.modules, "nvidia_resiliency_ext", extension)
+    check_arguments(parsed(parser, *flags))
+    for rejected, said in _table(LOCAL_CHECKPOINTS):
+        with pytest.raises(FlagError, match=said):
+            check_arguments(parsed(parser, *fsdp(), *rejected.split()))
 
 
 def test_compatible_flags_pass(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,8 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from megatron_fsdp_v2.checkpoint.errors import NotFoundError, all_ranks_or_raise, everyones
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
 from megatron_fsdp_v2.checkpoint.loading import requests_for
-from megatron_fsdp_v2_mcore.checkpoint.state_dict import CHUNKS, load_by_global_names
+from megatron_fsdp_v2_mcore.checkpoint.local import find_local, load_local
+from megatron_fsdp_v2_mcore.checkpoint.state_dict import CHUNKS, load_by_global_names, set_value
 from megatron_fsdp_v2_mcore.checkpoint.torch_dist.folder import run_arguments
 from megatron_fsdp_v2_mcore.checkpoint.torch_dist.loading import load_torch_dist
 from megatron_fsdp_v2_mcore.flags.arguments import selects_this_package
@@ -54,22 +55,36 @@ def without_unpickling(original: Callable[..., Any]) -> Callable[..., Any]:
         args: Any,
         rank0: bool = False,
         sharded_state_dict: dict[str, Any] | None = None,
+        checkpointing_context: dict[str, Any] | None = None,
         *rest: Any,
         **kwargs: Any,
     ) -> Any:
         if not selects_this_package(args, sys.argv):
-            return original(load_dir, args, rank0, sharded_state_dict, *rest, **kwargs)
+            return original(
+                load_dir, args, rank0, sharded_state_dict, checkpointing_context, *rest, **kwargs
+            )
         if sharded_state_dict is not None and CHUNKS not in sharded_state_dict:
             raise RuntimeError(
                 f"load_checkpoint reads {load_dir} into shards, and got chunks without them; build "
                 "them with get_model(..., wrap_with_ddp=True)"
             )
         found = _find(load_dir, args)
+        megatron = importlib.import_module("megatron.training.checkpointing")
+        with flag_errors():
+            persistent = None if found is None else found[1]
+            local = find_local(checkpointing_context, persistent, says=rank0)
+            if local is not None:
+                assert checkpointing_context is not None
+                megatron.set_loaded_iteration(local)
+                loaded, name = load_local(checkpointing_context, args, sharded_state_dict)
+                # Before it requests values, Megatron must know the format of this run.
+                kinds = megatron.CheckpointType
+                return loaded, name, False, kinds.FSDP_DTENSOR if rank0 else kinds.LOCAL
         if found is None:
+            _report_missing(load_dir, args)
             return None, "", False, None
         path, iteration = found
         reject_gpt_layers(path, kwargs.get("gpt_compat_layer_maps"))
-        megatron = importlib.import_module("megatron.training.checkpointing")
         megatron.set_loaded_iteration(iteration)
         if not rank0:
             megatron.print_rank_0(f" loading checkpoint from {load_dir} at iteration {iteration}")
@@ -107,13 +122,15 @@ def _find(load_dir: Any, args: Any) -> tuple[Path, int] | None:
     found = all_ranks_or_raise(f"load {load_dir}", find)
     # A file system may show an older file of the latest iteration to some ranks.
     all_found = [other for other in everyones(found) if other is not None]
-    if all_found:
-        return max(all_found, key=lambda other: other[1])
+    return max(all_found, key=lambda other: other[1], default=None)
+
+
+def _report_missing(load_dir: Any, args: Any) -> None:
+    """Report that there is no checkpoint, and end the program if the run requires one."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         sys.stdout.write(f"WARNING: {load_dir} has no checkpoint (no {TRACKER})\n")
     if args.exit_on_missing_checkpoint:
         sys.exit()
-    return None
 
 
 def _of_the_run(folder: CheckpointFolder) -> dict[str, Any]:
@@ -134,23 +151,10 @@ def _fill(folder: CheckpointFolder, request: dict[str, Any]) -> dict[str, Any]:
     def fill() -> None:
         folder.fill([r for key, tensor in tensors.items() for r in requests_for(key, tensor)])
         for key in present.keys() - tensors.keys():
-            _set(request, paths[key], folder.object(key))
+            set_value(request, paths[key], folder.object(key))
 
     all_ranks_or_raise(f"load {folder.path}", fill)
     return request
-
-
-def _set(nested: Any, path: tuple[str | int, ...], value: Any) -> None:
-    """Replace a value of nested dictionaries and lists; a path has keys as text."""
-    for key in path[:-1]:
-        nested = nested[_key(nested, key)]
-    nested[_key(nested, path[-1])] = value
-
-
-def _key(nested: Any, name: str | int) -> Any:
-    if name in nested or not isinstance(nested, Mapping):
-        return name
-    return next(key for key in nested if str(key) == name)
 
 
 class EntryReader:

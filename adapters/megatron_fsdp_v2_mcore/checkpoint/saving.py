@@ -22,10 +22,13 @@ from megatron_fsdp_v2_mcore.flags.options import training_globals
 def with_checked_saves(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap Megatron's `save_checkpoint` to replace an earlier checkpoint of the same iteration.
 
-    A save that fails on any rank fails on all of them; see `failed_saves.report_or_raise`.
+    A save that fails on any rank fails on all of them; see `failed_saves.report_or_raise`. Local
+    checkpoints are not in the folder of `--save`.
     """
 
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("non_persistent_ckpt"):
+            return original(iteration, *args, **kwargs)
         settings = training_globals().get_args()
         folder = iteration_folder(str(settings.save), iteration)
         try:

@@ -9,7 +9,7 @@ After loading, values are returned to Megatron under its local names.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -123,6 +123,25 @@ def load_by_global_names(
     return (_to_local_names(translation, request, loaded, args), *rest)
 
 
+def fill_by_global_names(
+    state_dict: dict[str, Any], args: Any, fill: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Fill a state dict of sharded chunks from values by global names. Collective.
+
+    Args:
+        state_dict: The request of Megatron's `load_checkpoint`, with the chunks.
+        args: Megatron's arguments.
+        fill: Fills the tensors of a request by global names, and replaces its other values.
+
+    Returns:
+        The loaded state dict under Megatron's local names.
+    """
+    translation = Translation(state_dict.pop(CHUNKS), state_dict)
+    request = translation.for_loading()
+    fill(request)
+    return _to_local_names(translation, request, request, args)
+
+
 class Translation:
     """A state dict of Megatron and the global names of its entries."""
 
@@ -153,6 +172,13 @@ class Translation:
         scales = fp8_state.tensors_to_save(self.chunks, _writes_replicated)
         return self._entries(
             scales, lambda name: not (name.is_copy or name.is_unused), self._writes_state
+        )
+
+    def for_local_saving(self) -> dict[str, Any]:
+        """Return the entries that this rank will load itself, replicated values included."""
+        scales = fp8_state.tensors_to_save(self.chunks, lambda param: True)
+        return self._entries(
+            scales, lambda name: not name.is_unused, lambda name, _: not name.is_unused
         )
 
     def for_loading(self) -> dict[str, Any]:
@@ -305,3 +331,16 @@ def _writes_replicated(param: nn.Parameter) -> bool:
         return False
     # Only the first tensor-parallel rank writes, for sharded and replicated parameters.
     return param.owns_replica and not any(coordinate[len(param.row_shards.strides) :])
+
+
+def set_value(nested: Any, path: tuple[str | int, ...], value: Any) -> None:
+    """Replace a value of nested dictionaries and lists; a path has keys as text."""
+    for key in path[:-1]:
+        nested = nested[_key(nested, key)]
+    nested[_key(nested, path[-1])] = value
+
+
+def _key(nested: Any, name: str | int) -> Any:
+    if name in nested or not isinstance(nested, Mapping):
+        return name
+    return next(key for key in nested if str(key) == name)

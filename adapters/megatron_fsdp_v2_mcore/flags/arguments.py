@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import check_checkpoint_folder
 from megatron_fsdp_v2_mcore.flags.errors import FlagError, flag_of
+from megatron_fsdp_v2_mcore.flags.local_checkpoints import check_local_checkpoints
 from megatron_fsdp_v2_mcore.flags.precision import (
     apply_main_grads_dtype,
     check_has_fused_adam,
@@ -107,6 +108,7 @@ def check_arguments(args: Any) -> None:
     _check_parallel_sizes(args)
     _check_overlapping_experts(args)
     _check_repeated_layers(args)
+    check_local_checkpoints(args)
     if args.load is not None:
         may_be_empty = args.load == args.save
         check_checkpoint_folder(args.load, may_be_empty=may_be_empty, iteration=args.ckpt_step)

@@ -64,7 +64,6 @@ _LATE_GRADS = (
     "are reduced"
 )
 _QUANTIZED = "it may quantize weights in formats without a weight format; use --fp8-recipe"
-_READ_BACK = "Megatron cannot read such a checkpoint back in the fsdp_dtensor format"
 _GTP = "weights are sharded over data-parallel ranks already; leave it out"
 _GROUPED = "experts stacked in Transformer Engine's GroupedTensor cannot be sharded by rows"
 
@@ -134,8 +133,12 @@ REJECTED: tuple[Flag, ...] = (
     Flag("te_precision_config_file", _QUANTIZED, rejects=_is_given),
     Flag("moe_single_grouped_weight", _GROUPED),
     Flag("moe_single_grouped_bias", _GROUPED),
-    Flag("non_persistent_ckpt_type", _READ_BACK, rejects=_is_given),
-    Flag("non_persistent_save_interval", _READ_BACK, rejects=_is_given),
+    Flag(
+        "non_persistent_ckpt_type",
+        "Megatron cannot read a non-persistent checkpoint of all ranks back in the fsdp_dtensor "
+        "format; use local",
+        rejects=lambda value: value not in (None, "local"),
+    ),
     Flag(
         "pretrained_checkpoint",
         "Megatron reads an fsdp_dtensor checkpoint from --load; use --load with --finetune",

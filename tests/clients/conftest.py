@@ -9,8 +9,11 @@ from importlib.metadata import version
 import pytest
 
 from tests.clients.table import text
+from tests.mcore.te_pools import megatron_te
 from tests.pages import print_at_the_end
 from tests.ranks import RankPools, rank_pools
+
+__all__ = ["megatron_te"]
 
 # The libraries read these variables when they are imported, here or on a rank.
 os.environ.update(

@@ -47,8 +47,8 @@ def _files(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("world_size", "strategy", "model", "how"),
     [
-        (2, f.ZERO3, "--bf16", ""),
         (2, f.ZERO3, "--bf16", REPLICATION),
+        longer(2, f.ZERO3, "--bf16", ""),
         longer(2, f.ZERO1, "--fp16 --initial-loss-scale 1024", f"--async-save {REPLICATION}"),
         # No step before the restart: the loss scale is too large.
         longer(2, f.ZERO3, "--fp16", ""),
@@ -92,14 +92,30 @@ def test_resumed_training_is_bitwise_that_of_one_run(
     assert (local / str(last) / f"iter_0000006_{last}_local.pt").exists()
 
 
-def _sizes(folder: str) -> tuple[int, int]:
-    """Return bytes of this rank's tensors in its file, and of their storages."""
+@pytest.mark.functional
+def test_scales_of_delayed_scaling_resume_bitwise(megatron_te: RankPools, tmp_path: Path) -> None:
+    recipe = "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 4"
+    model = f.words(f.TRANSFORMER_ENGINE, recipe, "--fp8-amax-compute-algo max --bf16")
+    flags = _flags(tmp_path, model)
+    trained(megatron_te, 2, flags, by=_stopped)
+    whole = _whole(megatron_te, 2, f.ZERO3, model)
+    assert trained(megatron_te, 2, flags).losses == whole.losses[4:]
+
+
+def _sizes(folder: str) -> tuple[int, int, int]:
+    """Return bytes of the tensors in this rank's file, of their storages, and of weights."""
     path = Path(folder, str(rank()), f"iter_0000004_{rank()}_local.pt")
-    tensors = torch.load(path, weights_only=False).tensors
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(t.nbytes for t in tensors), sum(storages.values())
+    state = torch.load(path, weights_only=False)
+    weights = [t for n, t in state.values_by_name().items() if n.startswith("model.")]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in state.tensors}
+    return (
+        sum(tensor.nbytes for tensor in state.tensors),
+        sum(storage.nbytes() for storage in storages.values()),
+        sum(tensor.nbytes for tensor in weights),
+    )
 
 
+@pytest.mark.functional
 def test_a_file_has_the_rows_of_one_rank_and_nothing_else(
     megatron: RankPools, tmp_path: Path
 ) -> None:
@@ -110,11 +126,13 @@ def test_a_file_has_the_rows_of_one_rank_and_nothing_else(
         megatron(2).run(_sizes, str(tmp_path / strategy / "local"))
         for strategy in (f.ZERO3, f.NO_SHARD)
     )
-    assert all(storages == tensors for tensors, storages in sharded)
-    # Step counters and states of random number generators are the same on both ranks.
-    assert 1 <= sum(tensors for tensors, _ in sharded) / whole[0][0] < 1.02
+    assert all(storages == tensors for tensors, storages, _ in sharded)
+    assert sum(weights for *_, weights in sharded) == whole[0][2] == whole[1][2]
+    # Beside weights and two moments: states of random number generators, and counters.
+    assert all(0 < tensors - 3 * weights < 2**15 for tensors, _, weights in sharded)
 
 
+@pytest.mark.functional
 def test_newer_persistent_checkpoint_is_loaded(megatron: RankPools, tmp_path: Path) -> None:
     flags = _flags(tmp_path, save_interval=4)
     trained(megatron, 2, flags, by=_stopped)
@@ -122,6 +140,7 @@ def test_newer_persistent_checkpoint_is_loaded(megatron: RankPools, tmp_path: Pa
     assert trained(megatron, 2, flags).losses == _whole(megatron, 2, f.ZERO3).losses[4:]
 
 
+@pytest.mark.functional
 def test_persistent_checkpoint_is_loaded_if_a_local_one_is_lost(
     megatron: RankPools, tmp_path: Path
 ) -> None:
@@ -131,6 +150,7 @@ def test_persistent_checkpoint_is_loaded_if_a_local_one_is_lost(
     assert trained(megatron, 2, flags).losses == _whole(megatron, 2, f.ZERO3).losses[3:]
 
 
+@pytest.mark.functional
 def test_local_checkpoint_of_another_run_is_rejected(megatron: RankPools, tmp_path: Path) -> None:
     trained(megatron, 2, _flags(tmp_path), by=_stopped)
     local = str(tmp_path / "local")

@@ -92,6 +92,10 @@ def find_local(context: dict[str, Any] | None, persistent: int | None, *, says: 
     manager = (context or {}).get(_MANAGER)
     if manager is None:
         return None
+    # A process that ended during a save leaves an incomplete file, which the extension would refuse
+    # to write again when the training reaches that iteration.
+    for incomplete in manager.local_ckpt_dir.glob("iter_*_local.dirty.pt"):
+        incomplete.unlink()
     found = manager.find_latest()
     reason = ""
     if found >= 0 and persistent is not None and found < persistent:

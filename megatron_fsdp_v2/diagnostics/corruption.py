@@ -11,10 +11,11 @@ changes.
 from __future__ import annotations
 
 import math
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast, override
+from typing import Any, NamedTuple, cast, override
 
 import torch
 import torch.distributed as dist
@@ -110,7 +111,7 @@ class Auditor:
 
     After a step, it notes the checksums of main weights and optimizer states; before the next one,
     it compares them, and calls `audit`. Values that were written in between, as version counters
-    tell, are left out.
+    tell, or replaced, as by a load, are left out.
 
     Args:
         module: A sharded module, or one that contains some.
@@ -129,7 +130,7 @@ class Auditor:
         self._units = units_below(module)
         self._module, self._optimizers, self._every = module, optimizers, every
         self._num_steps = 0
-        self._noted: dict[tuple[str, str], tuple[int, tuple[int, ...]]] = {}
+        self._noted: dict[tuple[str, str], _Noted] = {}
         first, last = optimizers[0], optimizers[-1]
         self._handles = [
             first.register_step_pre_hook(lambda *_: self.before_step()),
@@ -155,8 +156,8 @@ class Auditor:
         what = "changed since the last step, and nothing wrote it"
         changed = [
             Corruption((rank,), kind, name, what)
-            for (name, kind), (before, versions) in noted.items()
-            if now.get((name, kind), (before, ()))[1] == versions and now[name, kind][0] != before
+            for (name, kind), before in noted.items()
+            if before.differs_at_rest(now.get((name, kind)))
         ]
         found = _of_all_ranks(self._units, changed)
         others = audit(self._module, *self._optimizers, before_step=True)
@@ -169,27 +170,46 @@ class Auditor:
         if (self._num_steps + 1) % self._every == 0:
             self._noted = self._at_rest()
 
-    def _at_rest(self) -> dict[tuple[str, str], tuple[int, tuple[int, ...]]]:
-        """Return the checksum and version counters of all values that only a step may write."""
+    def _at_rest(self) -> dict[tuple[str, str], _Noted]:
+        """Return the checksums of all values that only a step may write."""
         found: dict[tuple[str, str], torch.Tensor] = {}
+        about: dict[tuple[str, str], tuple[torch.Tensor, tuple[int, ...]]] = {}
         for prefix, unit in self._units:
             for group in unit.groups:
+                main, versions = group.main_weight, group.parameters.versions()
                 for index, name in enumerate(group.names):
-                    found[joined(prefix, name), "main weight"] = group.main_weight.view(index)
+                    full = joined(prefix, name)
+                    found[full, "main weight"] = main.view(index)
+                    about[full, "main weight"] = main.tensor, versions
                     states = _states_of(group.sharded_params[index], self._optimizers)
                     for kind, state in states:
-                        found[joined(prefix, name), kind] = state
-        versions = {
-            joined(prefix, name): group.parameters.versions()
-            for prefix, unit in self._units
-            for group in unit.groups
-            for name in group.names
-        }
+                        found[full, kind] = state
+                        about[full, kind] = state, (state._version,)
         sums = _sums(list(found.values())).tolist()
         return {
-            key: (total, versions[key[0]] if key[1] == "main weight" else (found[key]._version,))
-            for key, total in zip(found, sums, strict=True)
+            key: _Noted(total, versions, weakref.ref(holder))
+            for (key, (holder, versions)), total in zip(about.items(), sums, strict=True)
         }
+
+
+class _Noted(NamedTuple):
+    """A value at one moment.
+
+    Attributes:
+        total: Its checksum.
+        versions: Version counters, which advance when it is written.
+        holder: The tensor that has its memory; it dies when the value is replaced.
+    """
+
+    total: int
+    versions: tuple[int, ...]
+    holder: weakref.ref[torch.Tensor]
+
+    def differs_at_rest(self, now: _Noted | None) -> bool:
+        """Return whether the value differs later, although nothing wrote or replaced it."""
+        if now is None or self.versions != now.versions:
+            return False
+        return self.holder() is now.holder() is not None and self.total != now.total
 
 
 def corrupted(found: Sequence[Corruption]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.comm.backends import CpuCommunicator
 from megatron_fsdp_v2.comm.interface import Collective, CollectiveKind
 from megatron_fsdp_v2.diagnostics import Auditor, audit, compare_gradients
@@ -248,3 +250,23 @@ def test_an_auditor_reads_memory_only_when_an_audit_is_due() -> None:
     _next_backward(model, optimizer)
     with pytest.raises(RuntimeError, match="changed since the last step, and nothing wrote it"):
         optimizer.step()
+
+
+@on_ranks(2)
+def test_a_load_between_two_steps_is_no_corruption(tmp_path: Path) -> None:
+    model, optimizer = _trained()
+    checkpoint.save(tmp_path / "k", model, optimizer)
+    auditor = Auditor(model, optimizer, every=1)
+    for step in range(3):
+        _next_backward(model, optimizer)
+        optimizer.step()
+        if step:
+            checkpoint.load(tmp_path / "k", model, optimizer)
+    # Nor one that makes new tensors, whose counters are where those of the old ones were.
+    for make, then in (
+        (torch.ones_like, auditor.after_step),
+        (torch.zeros_like, auditor.before_step),
+    ):
+        for state in optimizer.state.values():
+            state["exp_avg"] = make(state["exp_avg"])
+        then()

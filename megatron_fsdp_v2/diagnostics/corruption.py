@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from megatron_fsdp_v2._text import listed
+from megatron_fsdp_v2._text import listed, listed_ranks
 from megatron_fsdp_v2.comm.interface import SUMS, Axis, Collective, Communicator, Work
 from megatron_fsdp_v2.comm.rank_checks import bits_of, checksum, gather_objects
 from megatron_fsdp_v2.diagnostics.walk import joined, units_below
@@ -30,7 +30,6 @@ from megatron_fsdp_v2.dtensor.sharded_rows import plain_of
 from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.layout.weight_use import WeightUse
 from megatron_fsdp_v2.params.buffer import Span, place_in
-from megatron_fsdp_v2.params.formats import GroupWrite
 from megatron_fsdp_v2.params.group import (
     ParameterGroup,
     Payload,
@@ -47,14 +46,14 @@ _NAMED_AT_MOST = 10
 
 @dataclass(frozen=True, slots=True, order=True)
 class Corruption:
-    """A value that is not what it has to be.
+    """A corrupted value.
 
     Attributes:
-        ranks: Global ranks that hold it. If two copies differ, either may be wrong.
+        ranks: Global ranks that hold the value. If two copies differ, either may be wrong.
         kind: `main weight`, `model weight`, `gathered weight`, `gradient`, or `optimizer state` and
             the name of the state.
         name: The parameter's name.
-        evidence: What it was compared with.
+        evidence: Clause that names the comparison that failed.
     """
 
     ranks: tuple[int, ...]
@@ -64,8 +63,7 @@ class Corruption:
 
     @override
     def __str__(self) -> str:
-        where = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
-        return f"{where}: {self.kind} of {self.name} {self.evidence}"
+        return f"{listed_ranks(self.ranks)}: {self.kind} of {self.name} {self.evidence}"
 
 
 type _Checksums = dict[tuple[str, str], int]
@@ -107,11 +105,11 @@ def audit(module: nn.Module, *optimizers: Optimizer, before_step: bool = False) 
 
 
 class Auditor:
-    """Audits a model every few steps of its optimizers, and what no copy exists of.
+    """Calls `audit` every few optimizer steps, and checks values that exist only once.
 
-    After a step, it notes the checksums of main weights and optimizer states; before the next one,
-    it compares them, and calls `audit`. Values that were written in between, as version counters
-    tell, or replaced, as by a load, are left out.
+    The step before an audit is followed by checksums of main weights and optimizer states. The
+    audit compares these checksums with those of the values then. It leaves out values that were
+    written in between, according to version counters, or replaced, for example by a load.
 
     Args:
         module: A sharded module, or one that contains some.
@@ -295,14 +293,14 @@ def _compare_model_weights(group: ParameterGroup, prefix: str) -> Iterator[Corru
     """Compare this rank's part of model weights with its main weights, written again."""
     if group.source is not WeightSource.MODEL or group.format.communicates:
         return
-    kept = group.to_write()
-    again = GroupWrite(kept.format, kept.main, [torch.empty_like(p) for p in kept.payloads])
-    group.format.write([again], group.sharded_axes)
-    for payload, mine, expected in zip(group.payloads, kept.payloads, again.payloads, strict=True):
+    kept, span = group.to_write().payloads, group.main_weight.span
+    again = [torch.empty_like(each) for each in kept]
+    group.write_weights(again)
+    for payload, mine, expected in zip(group.payloads, kept, again, strict=True):
         if torch.equal(bits_of(mine), bits_of(expected)):
             continue
         for index, name in enumerate(group.names):
-            rows = [_part(group, flat, index, kept.main.span, payload) for flat in (mine, expected)]
+            rows = [_part(group, flat, index, span, payload) for flat in (mine, expected)]
             if not torch.equal(*map(bits_of, rows)):
                 what = "is not its main weight in the dtype of computation"
                 yield Corruption((dist.get_rank(),), "model weight", joined(prefix, name), what)
@@ -321,8 +319,9 @@ def _compare_replicas(
                 for index, name in enumerate(group.names):
                     full = joined(prefix, name)
                     if placements.model_weight is Placement.REPLICATE and is_current:
-                        for payload in group.payloads:
-                            held[full, "model weight"] = payload.model.view(index)
+                        for number, payload in enumerate(group.payloads):
+                            kind = f"model weight (payload {number})" if number else "model weight"
+                            held[full, kind] = payload.model.view(index)
                     if placements.main_weight is Placement.REPLICATE and group.spec.reduces:
                         held[full, "main weight"] = group.main_weight.view(index)
                         param = group.sharded_params[index]
@@ -408,8 +407,7 @@ def _sent(group: ParameterGroup) -> Iterator[tuple[Span, torch.Tensor]]:
     for payload in group.payloads:
         if group.source is WeightSource.CAST:
             own = torch.empty_like(group.main_weight.tensor, dtype=payload.gathered.tensor.dtype)
-            write = GroupWrite(group.format, group.main_weight, [own])
-            group.format.write([write], group.sharded_axes)
+            group.write_weights([own])
             yield group.main_weight.span, own
         else:
             yield payload.model.span, payload.model.tensor

@@ -268,7 +268,7 @@ class ParameterGroup:
         self.change_spec(grid=dataclasses.replace(self.spec.grid, axes=axes))
 
     def change_spec(self, **changes: Any) -> None:
-        """Change properties that are read anew for every gather or reduction."""
+        """Change properties of the group, from its next gather or reduction on."""
         self._context.spec = dataclasses.replace(self.spec, **changes)
         self._context.transfers.clear()
 
@@ -363,15 +363,20 @@ class ParameterGroup:
             if self.source is WeightSource.CAST:
                 gathered.take()
                 source = gathered.part(self.main_weight.placements)
-                write = functools.partial(self._cast_main_weight, source.tensor)
+                write = functools.partial(self.write_weights, [source.tensor])
             work = source.redistribute(gathered, async_op=async_op, before=write)
             if self._gathering is None:
                 self._gathering = []
             self._gathering.append(work)
 
-    def _cast_main_weight(self, piece: torch.Tensor) -> None:
-        """Write the main weight into this rank's piece of the gathered weight."""
-        part = GroupWrite(self.format, self.main_weight, [piece])
+    def write_weights(self, payloads: Sequence[torch.Tensor]) -> None:
+        """Write payloads from main weights. Collective if the format communicates.
+
+        Args:
+            payloads: One flat tensor per payload of the format, for the slices that this rank holds
+                of main weights.
+        """
+        part = GroupWrite(self.format, self.main_weight, payloads)
         self.format.write([part], self.sharded_axes)
 
     def wait_for_unshard(self) -> None:
@@ -603,7 +608,7 @@ def write_stale_weights(groups: Iterable[ParameterGroup], weight_version: int) -
 
 
 def _before_grad_accumulation(owner: Callable[[], ParameterGroup | None]) -> None:
-    """Order autograd's accumulation into `grad` of a sharded parameter after reductions."""
+    """Make autograd's accumulation into `grad` of a sharded parameter wait for reductions."""
     group = owner()
     if group is not None:
         group.grads.before_grad_accumulation()

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import GetSetDescriptorType
 from typing import Any, Self, cast, override
@@ -466,6 +466,16 @@ Implemented in C, since each step reads it several times per parameter.
 def plain_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local tensor of any DTensor, which data parallelism shards; or a plain tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors whose memory a tensor uses, such as those of a quantized tensor."""
+    local: Any = plain_of(tensor)
+    if not is_traceable_wrapper_subclass(local):
+        yield local
+        return
+    for name in local.__tensor_flatten__()[0]:
+        yield from plain_parts(getattr(local, name))
 
 
 def sharded_grad(param: torch.Tensor) -> torch.Tensor | None:

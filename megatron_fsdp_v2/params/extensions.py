@@ -17,7 +17,7 @@ import functools
 import inspect
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, override
 
@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_fsdp_v2.comm.interface import Axis
+from megatron_fsdp_v2.dtensor.sharded_rows import plain_parts
 from megatron_fsdp_v2.layout.mixed_precision import GroupDtypes
 from megatron_fsdp_v2.layout.placement import AxisPlacements, Placement
 from megatron_fsdp_v2.layout.weight_use import WeightUse
@@ -239,7 +240,7 @@ class AllGatherExtensionFormat(WeightFormat):
         found = []
         for view in self._views[index]:
             memory = view.untyped_storage()._cdata
-            same = [each for each in _parts_of(bound) if each.untyped_storage()._cdata == memory]
+            same = [each for each in plain_parts(bound) if each.untyped_storage()._cdata == memory]
             if len(same) > 1:
                 raise ValueError(
                     f"fsdp_post_all_gather of {self._extensions[index].label} returns a tensor "
@@ -284,15 +285,6 @@ class AllGatherExtensionFormat(WeightFormat):
 def _end_of(view: torch.Tensor) -> int:
     """Return the bytes of a storage up to the end of a contiguous view of it."""
     return int((view.storage_offset() + view.numel()) * view.element_size())
-
-
-def _parts_of(tensor: Any) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors that a tensor consists of."""
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield from _parts_of(getattr(tensor, name))
 
 
 def probe(

@@ -9,15 +9,14 @@ a kernel would read memory that is not there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn, override
+from typing import NoReturn, override
 
 import torch
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp_v2.comm.backends import wait_for_all_streams
-from megatron_fsdp_v2.dtensor.sharded_rows import plain_of
+from megatron_fsdp_v2.dtensor.sharded_rows import plain_parts
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.memory.allocator import view_of
 from megatron_fsdp_v2.memory.host_memory import empty_in_host_memory, is_in_host_memory
@@ -59,7 +58,7 @@ class Offloaded:
         for tensor in tensors:
             if type(tensor) is UnevenDTensor:
                 self._sharded.append(tensor)
-            for plain in _plain_parts(tensor):
+            for plain in plain_parts(tensor):
                 if plain.device == device and not is_in_host_memory(plain):
                     storage = plain.untyped_storage()
                     storages[storage._cdata] = storage
@@ -119,18 +118,6 @@ def _tensors_of(group: ParameterGroup) -> Iterator[torch.Tensor]:
         yield param
         if param.grad is not None:
             yield param.grad
-
-
-def _plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors that hold the memory of a tensor, such as of a quantized one."""
-    tensor = plain_of(tensor)
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    names, _ = tensor.__tensor_flatten__()
-    for name in names:
-        part: Any = getattr(tensor, name)
-        yield from _plain_parts(part)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

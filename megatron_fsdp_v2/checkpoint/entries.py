@@ -131,6 +131,20 @@ def state_entries(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> di
     return entries
 
 
+def states_by_parameter(keys: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return the keys of optimizer state, by parameter and name of the state.
+
+    Args:
+        keys: Keys of entries, also of others.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for key in keys:
+        if key.startswith(OPTIMIZER_STATE):
+            name, _, state = key.removeprefix(OPTIMIZER_STATE).rpartition(".")
+            found.setdefault(name, {})[state] = key
+    return found
+
+
 def groups_entry(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[dict[str, Any]]:
     """Options of an optimizer's groups, with the names of their parameters.
 

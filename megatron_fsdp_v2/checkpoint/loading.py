@@ -40,6 +40,7 @@ from megatron_fsdp_v2.checkpoint.entries import (
     kind_entry,
     model_entries,
     parameter_names,
+    states_by_parameter,
     tied_entries,
 )
 from megatron_fsdp_v2.checkpoint.errors import (
@@ -236,7 +237,7 @@ def _new_states(
     wanted: list[ReadRequest],
 ) -> dict[Any, dict[str, Any]]:
     """Allocate state for every parameter that has some in the checkpoint."""
-    names, saved = parameter_names(model), _saved_states(folder)
+    names, saved = parameter_names(model), states_by_parameter(folder.entries)
     fixed = getattr(optimizer, "name_to_dtype_map", {})
     found: dict[Any, dict[str, Any]] = {}
     for group, loaded in zip(optimizer.param_groups, options, strict=True):
@@ -389,7 +390,7 @@ def _compare_optimizer(
     own = groups_entry(optimizer, names)
     # Torch can save options under names of parameters, which tells of no groups.
     saved, has_groups = _saved_groups(folder)
-    here, there, states = _group_of(own), _group_of(saved), _saved_states(folder)
+    here, there, states = _group_of(own), _group_of(saved), states_by_parameter(folder.entries)
     others = states.keys() - here.keys()
     found.unexpected += sorted(key for name in others for key in states[name].values())
     if not saved:
@@ -443,16 +444,6 @@ def _saved_options(own: _Groups, saved: _Groups) -> list[dict[str, Any]]:
 
 
 _ABSENT = object()
-
-
-def _saved_states(folder: CheckpointFolder) -> dict[str, dict[str, str]]:
-    """Return the keys of optimizer state, by parameter and name of the state."""
-    found: dict[str, dict[str, str]] = {}
-    for key in folder.entries:
-        if key.startswith(OPTIMIZER_STATE):
-            name, _, state = key.removeprefix(OPTIMIZER_STATE).rpartition(".")
-            found.setdefault(name, {})[state] = key
-    return found
 
 
 def _saved_groups(folder: CheckpointFolder) -> tuple[list[dict[str, Any]], bool]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -22,12 +22,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron_fsdp_v2._text import listed, listed_ranks
 from megatron_fsdp_v2.checkpoint.entries import (
-    OPTIMIZER_STATE,
+    OPTIMIZER_GROUPS,
     extra_state_names,
     groups_entry,
     model_entries,
     parameter_names,
     state_entries,
+    states_by_parameter,
     tied_entries,
 )
 from megatron_fsdp_v2.comm.backends import wait_for_device
@@ -90,9 +91,6 @@ class Snapshot:
         """Return a tensor of the snapshot, sharing its memory."""
         place = self.places[name]
         return self.memory.narrow(0, place.start, place.nbytes).view(place.dtype).view(place.shape)
-
-
-_GROUPS = "optimizer.param_groups"
 
 
 def snapshot(
@@ -175,7 +173,7 @@ def restore(snapshot: Snapshot, model: nn.Module, optimizer: Optimizer | None = 
     make_idle(model)
     own = dict(_values(model, None))
     if optimizer is not None:
-        own[_GROUPS] = groups_entry(optimizer, parameter_names(model))
+        own[OPTIMIZER_GROUPS] = groups_entry(optimizer, parameter_names(model))
     _check(snapshot, own)
     extra_states = extra_state_names(model)
     with torch.no_grad():
@@ -197,13 +195,9 @@ def restore(snapshot: Snapshot, model: nn.Module, optimizer: Optimizer | None = 
 
 def _restore_optimizer(snapshot: Snapshot, model: nn.Module, optimizer: Optimizer) -> None:
     names = parameter_names(model)
-    found: dict[str, dict[str, Any]] = {}
-    for name in (*snapshot.places, *snapshot.objects):
-        if name.startswith(OPTIMIZER_STATE):
-            of_param, _, state = name.removeprefix(OPTIMIZER_STATE).rpartition(".")
-            found.setdefault(of_param, {})[state] = name
+    found = states_by_parameter((*snapshot.places, *snapshot.objects))
     states: dict[Any, dict[str, Any]] = {}
-    saved = snapshot.objects[_GROUPS]
+    saved = snapshot.objects[OPTIMIZER_GROUPS]
     for group, options in zip(optimizer.param_groups, saved, strict=True):
         group.update({key: value for key, value in options.items() if key != "params"})
         for param in group["params"]:
@@ -227,15 +221,11 @@ def _state(snapshot: Snapshot, name: str, param: Any) -> Any:
 
 def _check(snapshot: Snapshot, own: dict[str, Any]) -> None:
     """Raise unless a snapshot has the model's tensors and the optimizer's groups."""
-    groups, saved = own.pop(_GROUPS, None), snapshot.objects.get(_GROUPS)
+    groups, saved = own.pop(OPTIMIZER_GROUPS, None), snapshot.objects.get(OPTIMIZER_GROUPS)
     if (groups is None) != (saved is None):
         which = ("has", "none was given") if groups is None else ("has not", "one was given")
         raise ValueError(f"the snapshot {which[0]} the state of an optimizer, and {which[1]}")
-    if (
-        groups is not None
-        and saved
-        and [g["params"] for g in groups] != [g["params"] for g in saved]
-    ):
+    if [g["params"] for g in groups or ()] != [g["params"] for g in saved or ()]:
         raise ValueError("the snapshot is of an optimizer with other parameter groups")
     names = {n for n in (*snapshot.places, *snapshot.objects) if not n.startswith("optimizer.")}
     if other := sorted(names ^ own.keys()):
@@ -262,7 +252,7 @@ def _values(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str
     if optimizer is not None:
         names = parameter_names(model)
         yield from state_entries(optimizer, names).items()
-        yield _GROUPS, groups_entry(optimizer, names)
+        yield OPTIMIZER_GROUPS, groups_entry(optimizer, names)
 
 
 # -- copies on neighbors ---------------------------------------------------------------------------
@@ -359,42 +349,33 @@ def _exchanged(
     sends: list[tuple[Snapshot, int]], sources: list[int], group: dist.ProcessGroup | None
 ) -> list[Snapshot]:
     """Send snapshots to ranks of a group, and receive those of others."""
+    targets = [to for _, to in sends]
+
+    def exchange(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+        works = [
+            dist.isend(t, group=group, group_dst=r) for t, r in zip(sent, targets, strict=True)
+        ]
+        works += [
+            dist.irecv(t, group=group, group_src=r) for t, r in zip(received, sources, strict=True)
+        ]
+        for work in works:
+            if work is not None:
+                work.wait()
+
     contents = []
     for each, _ in sends:
         content = pickle.dumps((each.step, each.places, each.objects, each.extra))
         contents.append(torch.frombuffer(bytearray(content), dtype=torch.uint8))
     sizes = [torch.tensor([len(c), s.nbytes]) for c, (s, _) in zip(contents, sends, strict=True)]
     announced = [torch.empty(2, dtype=torch.int64) for _ in sources]
-    _run(
-        group,
-        zip(sizes, (to for _, to in sends), strict=True),
-        zip(announced, sources, strict=True),
-    )
+    exchange(sizes, announced)
     abouts, memories = (
         [torch.empty(int(each[which]), dtype=torch.uint8) for each in announced] for which in (0, 1)
     )
-    _run(
-        group,
-        zip(contents, (to for _, to in sends), strict=True),
-        zip(abouts, sources, strict=True),
-    )
-    memory_of = ((each.memory, to) for each, to in sends)
-    _run(group, memory_of, zip(memories, sources, strict=True))
+    exchange(contents, abouts)
+    exchange([each.memory for each, _ in sends], memories)
     found = []
     for about, memory in zip(abouts, memories, strict=True):
         step, places, objects, extra = pickle.loads(about.numpy().tobytes())
         found.append(Snapshot(step, memory, places, objects, extra))
     return found
-
-
-def _run(
-    group: dist.ProcessGroup | None,
-    sends: Iterator[tuple[torch.Tensor, int]],
-    receives: Iterator[tuple[torch.Tensor, int]],
-) -> None:
-    """Run sends and receives between ranks of a group together."""
-    works = [dist.isend(tensor, group=group, group_dst=to) for tensor, to in sends]
-    works += [dist.irecv(tensor, group=group, group_src=source) for tensor, source in receives]
-    for work in works:
-        if work is not None:
-            work.wait()

@@ -314,6 +314,18 @@ def own_loss(model: nn.Module, step: int = 0) -> torch.Tensor:
     return loss_of(model, dist.get_rank(), step)
 
 
+def train_losses(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
+    """Train a sharded model on this rank's data; return the losses. Gradients are kept."""
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = own_loss(model, step)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 def backward_both(plain: nn.Module, sharded: nn.Module, step: int = 0) -> None:
     """Run backwards of a plain model on all ranks' data and of a sharded model on this rank's."""
     size = dist.get_world_size()

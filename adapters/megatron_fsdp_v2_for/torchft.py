@@ -46,7 +46,7 @@ class _Rows(NamedTuple):
     local: torch.Tensor
 
 
-class _Whole(NamedTuple):
+class _Replicated(NamedTuple):
     """A tensor in an optimizer's state that is equal on all ranks of a replica group."""
 
     local: torch.Tensor
@@ -114,7 +114,7 @@ def _packed(state_dict: dict[str, Any]) -> dict[str, Any]:
     def pack(value: Any) -> Any:
         if isinstance(value, ShardedRows):
             return _Rows(rows_of(value))
-        return _Whole(plain_of(value)) if isinstance(value, DTensor) else value
+        return _Replicated(plain_of(value)) if isinstance(value, DTensor) else value
 
     return {
         **state_dict,
@@ -133,7 +133,7 @@ def _unpacked(packed: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     def unpack(value: Any, param: Any) -> Any:
         if isinstance(value, _Rows):
             return rows_like(value.local.to(param.device), param)
-        if isinstance(value, _Whole):
+        if isinstance(value, _Replicated):
             return replicated(value.local.to(param.device), param.device_mesh)
         return value
 

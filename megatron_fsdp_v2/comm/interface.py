@@ -116,7 +116,7 @@ class Collective(NamedTuple):
         store_scaled(self.output, total, self.scale, self.accumulate)
 
     def failure(self, error: Exception) -> RuntimeError:
-        """Return the error to raise for an error of the process group."""
+        """Return the exception to raise if the process group raised an error."""
         kind = self.kind.value.replace("_", "-")
         what = f"{kind} of {self.name}" if self.name else kind
         RECORD.failed(f"{what} failed: {error}")

@@ -256,7 +256,7 @@ class GroupParameters:
     def swap(
         self, module: nn.Module, old: Sequence[nn.Parameter], new: Sequence[nn.Parameter]
     ) -> bool:
-        """Register new parameters on one module where old ones are registered.
+        """Replace registered parameters of one module by other parameters.
 
         Returns:
             Whether there were any.

@@ -441,7 +441,7 @@ def _install(
         install_state_dict_hooks(part)
         note_ignored(part)
         if isinstance(part, nn.RNNBase):
-            # Past `__setattr__`, which a class may define.
+            # This assignment bypasses `__setattr__`, which a class may override.
             vars(part)["flatten_parameters"] = _leave_in_place
     for part in plan.modules:
         swap_class(part)

@@ -166,8 +166,9 @@ def _fill(request: dict[str, Any], state: Any) -> None:
 
     @torch.no_grad()
     def fill() -> None:
-        place = importlib.import_module("megatron_fsdp_v2_mcore.checkpoint.local_state").Place.of
-        differing = [n for n, value in wanted.items() if state.places.get(n) != place(value)]
+        local_state = importlib.import_module("megatron_fsdp_v2_mcore.checkpoint.local_state")
+        part_of = local_state.LocalPart.of
+        differing = [n for n, value in wanted.items() if state.places.get(n) != part_of(value)]
         if differing:
             raise CheckpointError(
                 f"the local checkpoint has other rows, or none, of {listed(differing, 4)}; load it "

@@ -17,7 +17,7 @@ from megatron_fsdp_v2.comm.backends import wait_for_device
 from megatron_fsdp_v2.dtensor.sharded_rows import ShardedRows, plain_of
 
 
-class Place(NamedTuple):
+class LocalPart(NamedTuple):
     """What a rank holds of a tensor.
 
     Attributes:
@@ -33,8 +33,8 @@ class Place(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Place:
-        """Return the place of a tensor, sharded or not."""
+    def of(cls, tensor: torch.Tensor) -> LocalPart:
+        """Describe the part of a tensor, sharded or not."""
         rows = tensor.local_rows if isinstance(tensor, ShardedRows) else None
         return cls(tuple(tensor.shape), rows, tuple(plain_of(tensor).shape), tensor.dtype)
 
@@ -56,7 +56,7 @@ class LocalState(TensorAwareStateDict):
         local = {name: plain_of(value).detach() for name, value in found.items()}
         on_device = {name for name, tensor in local.items() if tensor.device.type != "cpu"}
         sent = on_device or local.keys()
-        self.places = {name: Place.of(value) for name, value in found.items()}
+        self.places = {name: LocalPart.of(value) for name, value in found.items()}
         self.objects = copy.deepcopy(
             {name: local.get(name, value) for name, value in values.items() if name not in sent}
         )

@@ -89,7 +89,7 @@ def _prepare(folder: Path) -> str:
         return ""
     try:
         if not args.async_save:
-            # Without permission to remove them, writing fails too, on all ranks.
+            # If this rank may not remove the files, the save fails on all ranks.
             with contextlib.suppress(OSError):
                 (folder / CONFIG).unlink(missing_ok=True)
                 remove_own(folder)

@@ -334,7 +334,7 @@ def _writes_replicated(param: nn.Parameter) -> bool:
 
 
 def set_value(nested: Any, path: tuple[str | int, ...], value: Any) -> None:
-    """Replace a value of nested dictionaries and lists; a path has keys as text."""
+    """Replace one value in nested dictionaries and lists. Keys in the path are strings."""
     for key in path[:-1]:
         nested = nested[_key(nested, key)]
     nested[_key(nested, path[-1])] = value

@@ -11,7 +11,7 @@ import atexit
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, override
 
@@ -288,6 +288,29 @@ def wait_for_all_streams(device: torch.device) -> None:
     """Make the host wait for all streams of a device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def abort_process_groups(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
+    """Abort process groups: their collectives under way end with an error. No communication.
+
+    Only NCCL can abort. Collectives of gloo end by themselves: with an error if a rank is lost, at
+    the latest after the timeout of the process group.
+
+    Args:
+        groups: Process groups; those that were destroyed are left out.
+        device: Device that they communicate on.
+    """
+    known = [group for group in groups if group in dist.distributed_c10d._world.pg_map]
+    backends: list[Any] = [group._get_backend(device) for group in known]
+    # NCCL aborts several communicators in one call: separate calls may wait for each other
+    # (pytorch issue 119797).
+    grouped = backends[0] if backends and hasattr(backends[0], "_group_start") else None
+    if grouped is not None:
+        grouped._group_start()
+    for group in known:
+        group.abort()
+    if grouped is not None:
+        grouped._group_end()
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, override
 
 import torch
 import torch.distributed as dist
@@ -233,6 +233,27 @@ class Communicator:
 
 
 _ANYWHERE: AbstractContextManager[Any] = nullcontext()
+
+
+class AbortedCommunicator(Communicator):
+    """Raises an error in place of every collective.
+
+    Args:
+        reason: Message of the error.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    @override
+    def issue(self, collective: Collective, *, async_op: bool) -> Work:
+        """See `Communicator.issue`."""
+        raise RuntimeError(self.reason)
+
+    @override
+    def run(self, function: Callable[[], object], stream: Any, *, async_op: bool) -> Work:
+        """See `Communicator.run`."""
+        raise RuntimeError(self.reason)
 
 
 def store_scaled(into: torch.Tensor, value: torch.Tensor, scale: float, accumulate: bool) -> None:

@@ -180,6 +180,17 @@ class ShardedRows(FastAttributes):
         result.row_shards = row_shards
         return cast("Self", result)
 
+    def move(self, local: torch.Tensor, like: ShardedRows) -> None:
+        """Describe other local rows from now on, sharded like another tensor of this shape.
+
+        Args:
+            local: This rank's rows.
+            like: The other tensor.
+        """
+        self._local_tensor, self.row_shards = local, like.row_shards
+        placements, meta = like._spec.placements, self._spec.tensor_meta
+        self._spec = DTensorSpec(like.device_mesh, placements, tensor_meta=meta)
+
     @property
     def local_rows(self) -> tuple[int, int]:
         """Row range of this rank."""

@@ -20,6 +20,8 @@ from megatron_fsdp_v2.dtensor.sharded_rows import plain_attributes, rows_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.optim.engine import MatrixEngine, MatrixFunction
 
+type _Facts = tuple[list[object], list[MatrixFunction]]
+
 
 class MatrixStep(torch.optim.Optimizer):
     """An optimizer that applies a function of whole matrices to its momenta.
@@ -39,9 +41,9 @@ class MatrixStep(torch.optim.Optimizer):
     joins_tensor_parallel: bool = True
     spreads_replicated: bool = True
 
-    # The engine, with its parameters and functions. Process groups can be neither copied nor
-    # pickled: a copy of the optimizer makes a new engine.
-    _engine: tuple[tuple[list[nn.Parameter], list[MatrixFunction]], MatrixEngine] | None = None
+    # The engine, with its parameters, their row ranges and functions. Process groups can be neither
+    # copied nor pickled: a copy of the optimizer makes a new engine.
+    _engine: tuple[_Facts, MatrixEngine] | None = None
 
     def step_matrices(self, groups: Sequence[dict[str, Any]]) -> None:
         """Step the parameters of these groups. Collective over the meshes of the parameters.
@@ -151,11 +153,13 @@ class MatrixStep(torch.optim.Optimizer):
     ) -> MatrixEngine:
         pairs = [(g, param) for g, ps in zip(groups, trained, strict=True) for param in ps]
         params = [param for _, param in pairs]
+        # New row ranges mean other process groups.
+        facts = [*params, *(getattr(param, "row_shards", None) for param in params)]
         functions = [self.matrix_function(group, param) for group, param in pairs]
         # Between two steps, parameters may be frozen or unused and options changed.
         if self._engine is not None:
             (known, known_functions), engine = self._engine
-            is_same = len(known) == len(params) and all(map(operator.is_, known, params))
+            is_same = len(known) == len(facts) and all(map(operator.is_, known, facts))
             if is_same and known_functions == functions:
                 return engine
         engine = MatrixEngine(
@@ -164,7 +168,7 @@ class MatrixStep(torch.optim.Optimizer):
             joins_tensor_parallel=self.joins_tensor_parallel,
             spreads_replicated=self.spreads_replicated,
         )
-        self._engine = (params, functions), engine
+        self._engine = (facts, functions), engine
         return engine
 
 

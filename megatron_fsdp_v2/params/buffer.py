@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp_v2.comm.interface import (
@@ -77,23 +76,16 @@ class ShardGrid:
     parts: tuple[int, ...]
 
     @classmethod
-    def of(
-        cls,
-        mesh: DeviceMesh,
-        placements: Sequence[AxisPlacements],
-        gather_group: dist.ProcessGroup | None,
-    ) -> ShardGrid:
+    def of(cls, mesh: DeviceMesh, placements: Sequence[AxisPlacements]) -> ShardGrid:
         """Return the grid for main weights, the most finely sharded tensors, as this rank sees it.
 
         Args:
             mesh: The data-parallel mesh.
             placements: Placements per mesh axis, outermost first.
-            gather_group: Process group of gathers along the innermost axis; None for the axis's.
         """
-        groups = [*[None] * (mesh.ndim - 1), gather_group]
         axes = tuple(
-            Axis(mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis), group)
-            for axis, group in enumerate(groups)
+            Axis(mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis))
+            for axis in range(mesh.ndim)
         )
         parts = tuple(
             axis.size if placement.main_weight is Placement.SHARD else 1

@@ -269,6 +269,11 @@ class GroupGrads:
                 if buffer.comm_copy is not None:
                     yield buffer.comm_copy
 
+    @property
+    def hook(self) -> tuple[Callable[[torch.Tensor], object] | None, Any]:
+        """The function that receives reduced gradients, and its stream; see `set_hook`."""
+        return self._hook, self._hook_stream
+
     def set_hook(self, hook: Callable[[torch.Tensor], object] | None, stream: Any) -> None:
         """Set a function that receives reduced gradients before they reach the main gradient.
 
@@ -468,6 +473,11 @@ class GroupGrads:
             self.partial.comm_copy.drop()
         if self._staging is not None:
             self._staging.drop()
+
+    @property
+    def under_way(self) -> tuple[Work, Work]:
+        """Reductions to wait for, along the inner axis and along the outer one."""
+        return self._inner_work, self._last_work
 
     def wait(self) -> None:
         """Wait for all reductions."""

@@ -7,6 +7,7 @@ import enum
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -439,6 +440,24 @@ class ParameterGroup:
             self.parameters.mark_freed()
             for payload in self.payloads:
                 payload.gathered.drop()
+
+    def abandon(self) -> None:
+        """Drop gathers and reductions under way, and gradients. Waits for them, ignoring errors.
+
+        The process groups were aborted or have failed. The values of main weights are kept.
+        """
+        works = (*(self._gathering or ()), self._refreshing, *self.grads.under_way)
+        for work in works:
+            with suppress(RuntimeError):
+                work.wait()
+        self._gathering, self._refreshing, self._reference_count = None, DONE, 0
+        self.parameters.install(self.sharded_params)
+        self.grads.abandon()
+        for param in self.sharded_params:
+            param.grad = None
+        if self.gathers_for_use and self.format.prepares:
+            self.format.forget()
+        self._drop_gathered()
 
     # -- model weights ------------------------------------------------------------------------
 

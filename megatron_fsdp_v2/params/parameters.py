@@ -223,6 +223,17 @@ class GroupParameters:
                 self._mark_stale(original, index, "before fully_shard")
         self.install(self.sharded)
 
+    def take_over(self, sharded: Sequence[nn.Parameter]) -> None:
+        """Use existing sharded parameters, which optimizers refer to, in place of the new ones.
+
+        Args:
+            sharded: Sharded parameters of the same shapes, from another group.
+        """
+        for index, (param, made) in enumerate(zip(sharded, self.sharded, strict=True)):
+            cast("UnevenDTensor", param).move(self.views[index], cast("UnevenDTensor", made))
+            self.sharded[index] = param
+        self.install(self.sharded)
+
     def add_site(self, index: int, module: nn.Module, attribute: str) -> None:
         """Register a parameter on one more module.
 

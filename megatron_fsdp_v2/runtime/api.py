@@ -243,6 +243,7 @@ def fully_shard(
     check_gather_group(of_unit.gather_group, data.mesh)
     policy = MixedPrecisionPolicy.of(mp_policy)
     granularity = Granularity.parse(shard_granularity)
+    reduces_once = of_unit.reduces_once
 
     @functools.cache
     def spec_on(there: DataMesh) -> GroupSpec:
@@ -251,7 +252,7 @@ def fully_shard(
             strategies = ("no_shard", "no_shard")
         sizes = [mesh.size(axis) for axis in range(mesh.ndim)]
         placements = resolve_placements(*strategies, sizes)
-        if of_unit.reduces_once:
+        if reduces_once:
             inner = dataclasses.replace(placements[-1], unreduced_grad=Placement.PARTIAL)
             placements = (*placements[:-1], inner)
         if policy.reduce_scatter_with_fp32_accumulation and strategies[0] == "no_shard":
@@ -268,9 +269,7 @@ def fully_shard(
             scale=1.0 / mesh.size() if gradient_scaling_factor is None else gradient_scaling_factor,
             on_missing_grad=on_missing_grad,
             mesh=mesh,
-            grid=ShardGrid.of(
-                mesh, placements, of_unit.gather_group if mesh == data.mesh else None
-            ),
+            grid=ShardGrid.of(mesh, placements),
             offload=offload,
         )
 
@@ -310,6 +309,7 @@ def fully_shard(
         options=merged,
         policy=policy,
         spec=spec,
+        spec_on=spec_on.__wrapped__,
         reshard_after_forward=reshards,
         device=device,
         owned=owned,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -47,10 +47,11 @@ from megatron_fsdp_v2.runtime.context import Context
 from megatron_fsdp_v2.runtime.fsdp2 import sharded_class, swap_class
 from megatron_fsdp_v2.runtime.hooks import install_hooks, install_state_dict_hooks
 from megatron_fsdp_v2.runtime.materialize import materialize
+from megatron_fsdp_v2.runtime.meshes import DataMesh
 from megatron_fsdp_v2.runtime.module import ShardedModule, named_units, unit_of
 from megatron_fsdp_v2.runtime.optimizer_steps import OPTIMIZER_WATCH
 from megatron_fsdp_v2.runtime.options import RuntimeOptions, UnitOptions
-from megatron_fsdp_v2.runtime.unit import Unit, class_names, unit_owning
+from megatron_fsdp_v2.runtime.unit import Sharding, Unit, class_names, unit_owning
 from megatron_fsdp_v2.runtime.unit_checks import note_ignored
 
 type TiedParameter = tuple[OwnedParameter, ParameterGroup, int]
@@ -307,6 +308,7 @@ class UnitPlan:
         options: Options of the root, merged from all units.
         policy: Dtypes of weights, gradients, inputs and outputs.
         spec: Properties of the unit's groups, unless a parameter has others; see `spec_of`.
+        spec_on: Returns the properties of the unit's groups on any mesh.
         reshard_after_forward: Whether to reshard between forward and backward.
         device: Device of the buffers.
         owned: Parameters that the unit owns.
@@ -321,6 +323,7 @@ class UnitPlan:
     options: RuntimeOptions
     policy: MixedPrecisionPolicy
     spec: GroupSpec
+    spec_on: Callable[[DataMesh], GroupSpec]
     reshard_after_forward: bool
     device: torch.device
     owned: Sequence[OwnedParameter]
@@ -398,6 +401,7 @@ def make_unit(plan: UnitPlan) -> None:
             groups,
             tied_groups,
             plan.policy,
+            Sharding(plan.spec, plan.spec_on),
             reshard_after_forward=plan.reshard_after_forward,
             root_options=plan.root_options,
         )
@@ -599,6 +603,9 @@ def _make_groups(
             context.communicator,
             context.allocator,
         )
+        gather_group = plan.unit_options.gather_group
+        if gather_group is not None and spec.mesh == plan.spec.mesh:
+            group.set_gather_group(gather_group)
         made.append((group, members))
     return made
 
@@ -619,7 +626,4 @@ def _join(roots: Sequence[nn.Module], context: Context[Unit]) -> None:
     for unit in units:
         unit.context = context
         unit.state.fqn = "" if unit is units[0] else ", ".join(names[unit])
-        for number, group in enumerate(unit.groups):
-            name = f"{unit.fqn or unit.class_name}/{number}"
-            group.join(name, context.communicator, pool, context.observer)
     context.set_units(units)

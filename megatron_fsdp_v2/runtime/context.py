@@ -14,7 +14,7 @@ import torch
 
 from megatron_fsdp_v2._compiler import reject_compiled_autograd, uncompiled
 from megatron_fsdp_v2.comm.backends import is_capturing
-from megatron_fsdp_v2.comm.interface import Communicator
+from megatron_fsdp_v2.comm.interface import AbortedCommunicator, Communicator
 from megatron_fsdp_v2.comm.record import RECORD
 from megatron_fsdp_v2.memory.allocator import Allocator
 from megatron_fsdp_v2.memory.observer import Observer
@@ -52,12 +52,16 @@ class Context[UnitT: UnitGroups]:
     """
 
     def __init__(
-        self, communicator: Communicator, allocator: Allocator, options: RuntimeOptions
+        self,
+        communicator: Communicator,
+        allocator: Allocator,
+        options: RuntimeOptions,
+        observer: Observer | None = None,
     ) -> None:
         self.communicator = communicator
         self.allocator = allocator
         self.options = options
-        self.observer = Observer()
+        self.observer = Observer() if observer is None else observer
         self.state = RootState(PROCESS, weakref.proxy(self), options.control, self.observer.phase)
         self.device: torch.device | None = None
         self.offloaded: Offloaded | None = None
@@ -66,14 +70,19 @@ class Context[UnitT: UnitGroups]:
         self._end: weakref.ref[object] | None = None
 
     def set_units(self, units: Sequence[UnitT]) -> None:
-        """Register the units, parents before children as `modules()` lists them.
+        """Register the units, which share what the context has from now on.
 
         Units hold the context; the context holds units weakly.
 
         Args:
-            units: All units under the root, the root's own first.
+            units: All units under the root with their names, the root's own first, parents before
+                children as `modules()` lists them.
         """
         self._units = [weakref.ref(unit) for unit in units]
+        for unit in units:
+            for number, group in enumerate(unit.groups):
+                name = f"{unit.fqn or unit.class_name}/{number}"
+                group.join(name, self.communicator, self.allocator, self.observer)
         groups = self.groups()
         self.device = next((group.device for group in groups), None)
         state = self.state
@@ -107,6 +116,12 @@ class Context[UnitT: UnitGroups]:
         for unit in self.units():
             # A root that is made around these units later inherits the values.
             unit.root_options.update(changes)
+
+    def check_is_ready(self) -> None:
+        """Raise if the units were aborted, or their memory is in host memory."""
+        if isinstance(self.communicator, AbortedCommunicator):
+            raise RuntimeError(self.communicator.reason)
+        self.check_is_loaded()
 
     def check_is_loaded(self) -> None:
         """Raise if the memory of the units is in host memory."""
@@ -234,7 +249,7 @@ class Context[UnitT: UnitGroups]:
     def queue_end(self) -> None:
         """Let the engine report the end of its run, or that it failed."""
         reject_compiled_autograd(lambda: self.units()[0].name)
-        self.check_is_loaded()
+        self.check_is_ready()
         RECORD.begin("backward")
         # Only the engine holds the callback, and frees it when the backward ends or fails. The
         # callback keeps the context of a model that was deleted after its forward.

@@ -88,7 +88,7 @@ def materialize(
             buffers.append((label, functools.partial(_buffer_of, weakref.ref(module), attribute)))
             if buffer.is_meta:
                 empty = module._buffers[attribute] = torch.empty_like(buffer, device=device)
-                made.add(id(_mark_unset(empty)))
+                made.add(id(mark_unset(empty)))
                 if label not in holders:
                     waiting.add(id(module))
             else:
@@ -196,7 +196,7 @@ def _materialize_parameter(parameter: OwnedParameter, device: torch.device) -> N
     old = parameter.param
     made = nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
     with torch.no_grad():
-        _mark_unset(plain_of(made))
+        mark_unset(plain_of(made))
     for key, value in vars(old).items():
         setattr(made, key, value)
     parameter.param, parameter.meta_original = made, old
@@ -294,7 +294,7 @@ def _share(tensor: torch.Tensor, group: dist.ProcessGroup, source: int = 0) -> N
 # -- tensors without values -------------------------------------------------------------------
 
 
-def _mark_unset(tensor: torch.Tensor) -> torch.Tensor:
+def mark_unset(tensor: torch.Tensor) -> torch.Tensor:
     """Fill a tensor with the marker. Booleans, unsigned and complex dtypes have no marker.
 
     The smallest value of booleans and unsigned dtypes (False, 0) is a common value of buffers.
@@ -351,7 +351,7 @@ def check_has_values(
     names = [label for (label, _), is_missing in zip(unset, found, strict=True) if is_missing]
     if names:
         raise RuntimeError(
-            f"{', '.join(names)} of unit {name} had no values on the meta device and got none "
-            "since: load a state dict, define reset_parameters() on the module that has it, or "
-            "give fully_shard UnitOptions(param_init_fn=...)"
+            f"{', '.join(names)} of unit {name} had no values on the meta device, or after "
+            "rebuild(), and got none since: load a state dict, define reset_parameters() on the "
+            "module that has it, or give fully_shard UnitOptions(param_init_fn=...)"
         )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast, override
 import torch
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -22,6 +23,7 @@ from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.params.group import groups_of
 from megatron_fsdp_v2.runtime.machine import events, reductions, weights
 from megatron_fsdp_v2.runtime.offloading import Offloaded, memory_of
+from megatron_fsdp_v2.runtime.rebuilding import abort, rebuild
 from megatron_fsdp_v2.runtime.unit import Unit, unit_owning
 from megatron_fsdp_v2.runtime.unit_checks import check_is_between_steps
 
@@ -51,7 +53,7 @@ class ShardedModule(_Module):
             async_op: Return a handle instead of waiting; its `wait()` installs the parameters.
         """
         unit = unit_of(self)
-        unit.context.check_is_loaded()
+        unit.context.check_is_ready()
         events.graph_replayed(unit.state.root)
         weights.gather(unit.state, WeightUse.BOTH, async_op=async_op)
         if async_op:
@@ -161,8 +163,7 @@ class ShardedModule(_Module):
         context = unit.context
         if context.offloaded is not None:
             return context.offloaded.nbytes
-        if not unit.state.is_root:
-            raise RuntimeError(f"{unit.name} is not the root; call offload on the root")
+        self._root_context("offload")
         make_idle(cast("nn.Module", self))
         for each in context.units():
             check_is_between_steps(each, "offload")
@@ -191,6 +192,58 @@ class ShardedModule(_Module):
         if context.offloaded is not None:
             context.offloaded.reload()
             context.offloaded = None
+
+    # -- restarts ---------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Drop everything under way after a failed collective, until `rebuild`. No communication.
+
+        Aborts the process groups that the model communicates in, drops gradients, and frees
+        gathered weights, gradient buffers and the block of a trace pool. Parameters keep their
+        values. Until `rebuild`, using the model raises an error. Does nothing if it was aborted.
+
+        Gloo cannot abort: on a CPU, collectives under way end with an error when a rank is lost, at
+        the latest after the timeout of the process group, and this method waits for that.
+
+        Raises:
+            RuntimeError: The module is not the root.
+        """
+        abort(self._root_context("abort"))
+
+    def rebuild(self, mesh: DeviceMesh | None = None, *optimizers: Optimizer) -> bool:
+        """Put the model on other process groups, without building it again. Collective.
+
+        For a model that was aborted after a failure, or between two steps. Modules, parameters,
+        hooks and settings stay the same objects; strategies and options are those of `fully_shard`.
+        Gradients become None. An error on this rank leaves the model unchanged.
+
+        If every rank holds the same rows as before, such as all ranks of a mesh of the same sizes,
+        or the replicas that are left of HSDP, and all are in the same step, parameters and states
+        of optimizers keep their values. Otherwise they have none: load a checkpoint before the next
+        forward. A rank that joins calls it on a model that is sharded over this rank alone.
+
+        Args:
+            mesh: The data-parallel mesh, whose process groups were made since. Default: one axis
+                over all ranks.
+            optimizers: Optimizers whose states are moved, too.
+
+        Returns:
+            Whether values were kept, on all ranks.
+
+        Raises:
+            ValueError: Parameters are sharded over several meshes or have a tensor-parallel split,
+                their weights are gathered by a method of their own, or the strategies do not fit
+                the mesh.
+            RuntimeError: The module is not the root, is in host memory, or a step of it was
+                captured in a CUDA graph; or a rank is lost.
+        """
+        return rebuild(self._root_context("rebuild"), mesh, optimizers)
+
+    def _root_context(self, method: str) -> Any:
+        unit = unit_of(self)
+        if not unit.state.is_root:
+            raise RuntimeError(f"{unit.name} is not the root; call {method} on the root")
+        return unit.context
 
     # -- gradients --------------------------------------------------------------------------------
 
@@ -391,7 +444,7 @@ def make_idle(root: nn.Module) -> None:
     units = [*units_of(root), *filter(None, owners)]
     contexts = dict.fromkeys(unit.context for unit in units)
     for context in contexts:
-        context.check_is_loaded()
+        context.check_is_ready()
     if any(events.is_in_backward(context.state) for context in contexts):
         raise RuntimeError("a backward is under way; do this between two steps")
     for context in contexts:

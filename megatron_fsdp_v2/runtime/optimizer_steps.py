@@ -100,7 +100,7 @@ class OptimizerWatch:
         if contexts and not _may_draw(optimizer) and len(args) < 2 and not kwargs:
             watched.generators = _generator_states()
         for context in contexts:
-            context.check_is_loaded()
+            context.check_is_ready()
             if context.is_capturing:
                 events.begin_capture(context.state)
             for group in context.groups():

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,11 +29,13 @@ from megatron_fsdp_v2.params.autograd import (
     watch_inputs,
     watch_outputs,
 )
+from megatron_fsdp_v2.params.buffer import GroupSpec
 from megatron_fsdp_v2.params.group import ParameterGroup
 from megatron_fsdp_v2.runtime.context import Context, live
 from megatron_fsdp_v2.runtime.direct_use import begin_direct_use
 from megatron_fsdp_v2.runtime.machine import events, reductions
 from megatron_fsdp_v2.runtime.machine.state import Engine, Forward, Settings, UnitState
+from megatron_fsdp_v2.runtime.meshes import DataMesh
 from megatron_fsdp_v2.runtime.unit_checks import (
     check_is_gathered,
     check_outputs,
@@ -70,6 +72,18 @@ class ForwardTensors:
     is_called_again: bool = False
 
 
+class Sharding(NamedTuple):
+    """Properties of a unit's groups, unless a parameter has others.
+
+    Attributes:
+        spec: The properties on the unit's mesh.
+        on: Returns the properties on any mesh.
+    """
+
+    spec: GroupSpec
+    on: Callable[[DataMesh], GroupSpec]
+
+
 class Unit(UnitGroups):
     """Sharded parameters of one module or several: gathered, used, resharded and reduced together.
 
@@ -77,6 +91,7 @@ class Unit(UnitGroups):
         context: Shared by the units under its root.
         modules: Weak references to its modules.
         policy: Dtypes of inputs and outputs.
+        sharding: Properties of its groups, on its mesh and on any mesh.
         running: Tensors of its forward under way, or of the next one.
     """
 
@@ -87,6 +102,7 @@ class Unit(UnitGroups):
         groups: Sequence[ParameterGroup],
         tied_groups: Sequence[ParameterGroup],
         policy: MixedPrecisionPolicy,
+        sharding: Sharding,
         *,
         reshard_after_forward: bool,
         root_options: Mapping[str, Any],
@@ -94,20 +110,20 @@ class Unit(UnitGroups):
         self.context = context
         self.modules = [weakref.ref(module) for module in modules]
         self.policy = policy
+        self.sharding = sharding
         self.running = ForwardTensors()
         state = UnitState(
             weakref.proxy(self),
-            [group.grads for group in groups],
+            [],
             Settings(reshard_after_forward),
             context.state,
             [id(module) for module in modules],
-            has_outer=any(len(group.axes) > 1 for group in groups),
         )
         super().__init__(state, class_names(modules), groups, tied_groups, root_options)
         for group in self.groups:
-            self._watch_gradients(group)
+            self.watch_gradients(group)
 
-    def _watch_gradients(self, group: ParameterGroup) -> None:
+    def watch_gradients(self, group: ParameterGroup) -> None:
         """Register hooks that collect the gradients of gathered parameters."""
         # Weak: the cycle parameter -> hook -> unit -> parameter would outlive the model.
         collect = uncompiled(_collect)
@@ -187,6 +203,11 @@ class Unit(UnitGroups):
                 "weight.clone(), or make a value that forwards change a buffer"
             )
 
+    def abandon(self) -> None:
+        """Drop collectives under way and gradients, and free everything temporary."""
+        for group in self.held_groups:
+            group.abandon()
+
     def check_pass(self) -> None:
         """Raise if no pass may begin with the unit.
 
@@ -194,7 +215,7 @@ class Unit(UnitGroups):
         root would gather the unit, and not reduce it.
         """
         context = self.context
-        context.check_is_loaded()
+        context.check_is_ready()
         for each in context.units():
             if each.context is not context and each.state.is_collective:
                 root = each.context.units()[0]

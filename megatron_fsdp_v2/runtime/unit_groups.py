@@ -37,21 +37,27 @@ class UnitGroups:
     ) -> None:
         self.state = state
         self.class_name = class_name
-        self.groups = list(groups)
-        self.tied_groups = list(tied_groups)
         self.root_options = dict(root_options)
         self.unset: Sequence[tuple[str, Callable[[], torch.Tensor | None]]] = ()
-        self._hold()
-        for group in self.groups:
-            _OWNERS[group] = weakref.ref(self)
+        self.own(groups)
+        self.hold(tied_groups)
 
     def __del__(self) -> None:
         # A unit whose constructor raised has no state.
         if "state" in vars(self):
             self.state.forget()
 
-    def _hold(self) -> None:
-        """Set what depends on the groups that the unit gathers."""
+    def own(self, groups: Sequence[ParameterGroup]) -> None:
+        """Set the unit's own groups; `hold` follows."""
+        self.groups = list(groups)
+        self.state.groups = [group.grads for group in groups]
+        self.state.has_outer = any(len(group.axes) > 1 for group in groups)
+        for group in groups:
+            _OWNERS[group] = weakref.ref(self)
+
+    def hold(self, tied_groups: Sequence[ParameterGroup]) -> None:
+        """Set the groups of other units that the unit gathers too."""
+        self.tied_groups = list(tied_groups)
         state = self.state
         self.held_groups = groups = [*self.groups, *self.tied_groups]
         owners = [unit for unit in map(owner_of, self.tied_groups) if unit is not None]
@@ -119,8 +125,7 @@ class UnitGroups:
                 group.parameters.leave_site(module, attribute)
                 other.parameters.add_site(index, module, attribute)
                 if other not in self.held_groups:
-                    self.tied_groups.append(other)
-                    self._hold()
+                    self.hold([*self.tied_groups, other])
 
 
 # The unit of each group, which reduces its gradients.

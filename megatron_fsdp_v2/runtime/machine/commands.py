@@ -100,6 +100,9 @@ class UnitCommands(Protocol):
             after_error: Whether another error was raised, so that none is raised here.
         """
 
+    def abandon(self) -> None:
+        """Drop collectives under way and gradients, and free everything temporary."""
+
     def sync(self) -> None:
         """Apply changes that user code made to parameters."""
 

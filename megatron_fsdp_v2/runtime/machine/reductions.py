@@ -504,11 +504,26 @@ def repair(root: RootState) -> None:
         each.forward_failed = False
         each.is_after_backward = True
         for unit in each.units:
-            unit.phase = Phase.IDLE
-            unit.num_pending_backwards = unit.num_users = 0
-            unit.end_forward()
-            unit.do.restore_inputs()
+            _make_idle(unit)
             free(unit, after_error=True)
+
+
+def abandon(root: RootState) -> None:
+    """Drop whatever is under way, without communication. The root is not used again."""
+    if root in root.process.under_way:
+        root.process.under_way.remove(root)
+    root.engine = Engine.RESTING
+    for unit in root.units:
+        _make_idle(unit)
+        unit.is_gathered = False
+        unit.do.abandon()
+
+
+def _make_idle(unit: UnitState) -> None:
+    unit.phase = Phase.IDLE
+    unit.num_pending_backwards = unit.num_users = 0
+    unit.end_forward()
+    unit.do.restore_inputs()
 
 
 def _reduce_late(root: RootState) -> object:

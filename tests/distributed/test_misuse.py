@@ -391,7 +391,7 @@ RUNTIME: dict[str, Callable[[], Any]] = {
     "which belongs to another root; call fully_shard on a module that": _shared_with_another_root,
     "which is gathered; call reshard() on its module first": _tied_to_a_gathered_unit,
     "has gradients that are not synchronized yet": _opts_out_between_backwards,
-    "weight of unit the root (_Bare) had no values on the meta device, or after rebuild(), and got none since": (
+    "(_Bare) had no values on the meta device, or after rebuild(), and got none since": (
         lambda: fully_shard(_Bare())(torch.ones(1, 2))
     ),
     "no gradient arrived for unused": _without_a_gradient,

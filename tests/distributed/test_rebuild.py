@@ -38,6 +38,7 @@ from tests.distributed.wrapping import (
     train_losses,
     wrap,
 )
+from tests.pages import section
 from tests.ranks import RankFailure, RankPool, free_port
 from tests.reference.models import INPUT, Stack
 from tests.reference.scaled_float8 import ScaledFloat8Format, quantize_linears
@@ -366,6 +367,20 @@ def test_ranks_in_different_steps_keep_no_values() -> None:
         train_losses(model, optimizer, range(1))
 
 
+@on_ranks(2, strategy=STRATEGIES)
+def test_a_graph_from_before_raises(strategy: str) -> None:
+    model, optimizer = _made(_mesh(2), strategy)
+    expected = train_losses(model, optimizer, range(2))
+    model, optimizer = _made(_mesh(2), strategy)
+    old = model(batch(0)).sum(), next(model.blocks[0].parameters()).sum()
+    model.abort()
+    assert model.rebuild(_mesh(2), optimizer)
+    for loss in old:
+        with pytest.raises(RuntimeError, match=r"from before abort\(\) or rebuild\(\)"):
+            loss.backward()
+    assert train_losses(model, optimizer, range(2)) == expected
+
+
 # -- a rank that is killed -------------------------------------------------------------------------
 
 
@@ -373,23 +388,27 @@ def _train_and_lose_a_rank(folder: Path, port: int) -> None:
     """Three ranks train, the last one is killed in a backward, and the others go on."""
     rank = dist.get_rank()
     model, optimizer = _made(_mesh(3), STRATEGIES[3])
-    losses = train_losses(model, optimizer, range(2))
-    checkpoint.save(folder / "saved", model, optimizer)
+    train_losses(model, optimizer, range(2))
+    checkpoint.save(folder / "saved", model, optimizer, extra={"step": 2})
     if rank == 2:
         model.blocks[1].up.register_full_backward_hook(
             lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         )
-    with pytest.raises(RuntimeError, match="lost"):
-        train_losses(model, optimizer, range(2, 3))
-    model.abort()
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    assert not model.rebuild(None, optimizer)
-    checkpoint.load(folder / "saved", model, optimizer)
-    losses += train_losses(model, optimizer, range(2, 5))
+    code = section("docs/fault_tolerance.md", "Restart within the processes")
+    address = {"init_method": f"tcp://127.0.0.1:{port}", "rank": rank, "world_size": 2}
+    names = {
+        "train_step": lambda m, o, step: train_losses(m, o, range(step, step + 1)),
+        "ranks_that_are_left": lambda: address,
+        **{"path": folder / "saved", "step": 2, "taken": None, "model": model},
+        **{"optimizer": optimizer, "torch": torch, "checkpoint": checkpoint},
+        **{"init_device_mesh": init_device_mesh, "restore": restore},
+    }
+    exec(code.partition("```python\n")[2].partition("```")[0], names)
+    assert (dist.get_world_size(), names["step"]) == (2, 2)
+    losses = train_losses(model, optimizer, range(2, 5))
     other, other_optimizer = _made(init_device_mesh("cpu", (2,)), STRATEGIES[3])
     checkpoint.load(folder / "saved", other, other_optimizer)
-    assert losses[2:] == train_losses(other, other_optimizer, range(2, 5))
+    assert losses == train_losses(other, other_optimizer, range(2, 5))
     (folder / f"{rank}.txt").write_text("went on")
 
 

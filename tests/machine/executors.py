@@ -401,6 +401,11 @@ class Unit:
             raise Failure
         self.is_ready = True
 
+    def abandon(self) -> None:
+        for group in self.groups:
+            group.references, group.live, group.version = 0, WeightUse(0), -1
+            group.abandon()
+
     def free(self, *, after_error: bool) -> None:
         del after_error
         require(self.number not in self.world.computing, f"{self.name} is freed while it computes")

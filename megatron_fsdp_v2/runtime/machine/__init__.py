@@ -17,6 +17,7 @@ events; units, contexts and groups hold tensors and execute the commands.
 | `begin_schedule`, `begin_use`, `release`, `reduce`, `end_scheduled` | a schedule | as above |
 | `weights_changed`, `graph_replayed`, `begin_capture` | steps of optimizers, users | nothing |
 | `synchronize`, `make_idle`, `repair`, `gather`, `free` | methods that users call | as named |
+| `abandon` | `abort()` and `rebuild()` | nothing that communicates; a new root follows |
 
 `commands.py` lists the commands, and the facts about tensors that decide between them. `state.py`
 has the state; `orders.py` the orders of uses and reductions, `weights.py` gathers, `reductions.py`

@@ -8,6 +8,7 @@ from megatron_fsdp_v2.layout.weight_use import WeightUse
 from megatron_fsdp_v2.runtime.machine.commands import GroupCommands
 from megatron_fsdp_v2.runtime.machine.orders import ExecutionOrder, Gathers, Pass, PrefetchLimit
 from megatron_fsdp_v2.runtime.machine.reductions import (
+    check_is_known,
     defer,
     end_forward,
     end_pass,
@@ -378,6 +379,7 @@ def first_gradient(forward: Forward, *, has_grad: bool) -> None:
     """
     unit = forward.unit
     root = unit.root
+    check_is_known(unit, forward.number)
     is_begun = unit.phase is Phase.BACKWARD and unit.backward_number == forward.number
     if not is_begun or root.engine is not Engine.RUNNING:
         # A further gradient of its outputs may be one of an inner unit's, whose backward goes on.
@@ -501,6 +503,7 @@ def direct_gradient(
         number: The number of the use.
     """
     root = unit.root
+    check_is_known(unit, number)
     if not root.is_scheduled:
         finish_deferred(root, number)
         join(unit, passed, number)

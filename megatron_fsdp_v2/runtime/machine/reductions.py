@@ -515,13 +515,23 @@ def abandon(root: RootState) -> None:
     root.engine = Engine.RESTING
     for unit in root.units:
         _make_idle(unit)
-        unit.is_gathered = False
+        unit.is_gathered, unit.first_number = False, root.process.numbers.next()
         unit.do.abandon()
+
+
+def check_is_known(unit: UnitState, number: int) -> None:
+    """Raise if a gradient is one of a forward from before the unit was abandoned."""
+    if number < unit.first_number:
+        raise RuntimeError(
+            f"a gradient reached a forward of {unit.do.name} from before abort() or rebuild(), "
+            "whose weights are gone; run the forward again"
+        )
 
 
 def _make_idle(unit: UnitState) -> None:
     unit.phase = Phase.IDLE
     unit.num_pending_backwards = unit.num_users = 0
+    unit.is_recomputed = unit.was_recomputed = False
     unit.end_forward()
     unit.do.restore_inputs()
 

@@ -145,6 +145,7 @@ class UnitState(UnitFacts):
         is_gathered_around: Whether weights were gathered for a backward when its forward began.
         pending_modules: With several modules, those that have not run in the forward under way.
         passed: The pass that its latest forward was part of.
+        first_number: Number that its forwards have at least, since the unit was abandoned.
     """
 
     do: UnitCommands
@@ -171,6 +172,7 @@ class UnitState(UnitFacts):
     is_gathered_around: bool = False
     pending_modules: set[int] = field(default_factory=set)
     passed: Pass[UnitState] | None = None
+    first_number: int = 0
 
     @property
     def expects_backward(self) -> bool:

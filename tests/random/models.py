@@ -363,6 +363,7 @@ class Pair(nn.Module):
         known = self.first.known
         shared = {node.id: known[node.id] for node in case.shared_nodes if node.id in known}
         self.second = Tree(case, shared)
+        self.dtype = getattr(torch, case.dtype)
 
     @property
     def known(self) -> dict[int, nn.Module]:
@@ -374,7 +375,9 @@ class Pair(nn.Module):
         call_of_second = replace(call, chosen=call.chosen_second)
 
         def other(seen: torch.Tensor) -> Any:
-            return self.second(seen[:, :1].expand(-1, INPUT), replace(call_of_second, fail=-1))
+            # A forward under autocast computes in another dtype; its backward has no autocast.
+            x = seen[:, :1].expand(-1, INPUT).to(self.dtype)
+            return self.second(x, replace(call_of_second, fail=-1))
 
         return self.first(x, replace(call, other=other)), self.second(x, call_of_second)
 

@@ -80,6 +80,16 @@ def test_norms_that_overflow_in_both_loops_are_equal(pools: RankPools) -> None:
     assert outcome_of(case, pools) == Outcome("same")
 
 
+def test_a_backward_under_autocast_may_run_another_root(pools: RankPools) -> None:
+    """The output of the autocast forward was once an input of the root without autocast."""
+    echo = Node(2, "echo", how="hook other", children=(Node(3, "linear", unit=True),))
+    program = (Event("forward"), Event("backward"))
+    case = Case(3, dtype="float32", autocast="uncached", tree=Node(1, "seq", children=(echo,)))
+    case = replace(case, roots=2, options=Options(strategy="optim", mesh=(2,)), program=program)
+
+    assert outcome_of(case, pools) == Outcome("same")
+
+
 def _steps_by_hand() -> tuple[Event, ...]:
     """Return a program with every event by hand, in every variant that fits a small model."""
     begin = (Event("zero", flag=True), Event("forward"), Event("backward"))

@@ -13,6 +13,7 @@ ONE_IN   ?= 1
 TIME     ?=
 CASES    ?= 1000
 SEED     ?= 0
+STEPS    ?= 3000
 DEVICE   ?= cuda
 GPUS     ?=
 GPU_OUT  ?= out/gpu
@@ -62,7 +63,7 @@ TEXT_OPTION = --text "$(TEXT)"
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain test test-all test-random test-functional test-upstream test-matrices test-trainings test-share test-clients test-fsdp2 test-megatron-fsdp test-torch lint golden test-gpu bench docs
+.PHONY: help setup pretrain test test-all test-random test-functional test-upstream test-matrices test-trainings test-share test-clients soak test-fsdp2 test-megatron-fsdp test-torch lint golden test-gpu bench docs
 
 help: ## list the targets and their variables
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -80,7 +81,8 @@ help: ## list the targets and their variables
 	  '  ONE_IN=n       longer tests, test-torch: run one of every n tests, selected by the commit (1)' \
 	  '  TIME=minutes   test-all: start no test after this time; the next call continues (no limit)' \
 	  '  CASES=n        test-random: number of cases (1000)' \
-	  '  SEED=n         test-random: seed of the first case (0)' \
+	  '  SEED=n         test-random, soak: seed of the first case, or of the kills (0)' \
+  '  STEPS=n        soak: steps, with one kill of every 200 (3000)' \
 	  '  DEVICE=name    test-gpu: cuda, or cpu to rehearse the checks (cuda)' \
 	  '  GPUS=n         test-gpu: number of ranks (all GPUs; 2 on a CPU)' \
 	  '  GPU_OUT=path   test-gpu: folder of the report (out/gpu)' \
@@ -144,6 +146,9 @@ test-share: setup ## a sample of the four suites above: one of every ONE_IN test
 test-clients: setup-clients ## programs of other libraries (transformers, peft, Lightning, ...), sharded
 	@$(CLIENTS_PY) -m pytest --tables --one-in "$(ONE_IN)" tests/clients --ignore tests/clients/newest
 	@$(NEWEST_CLIENTS_PY) -m pytest --tables --one-in "$(ONE_IN)" $(NEWEST_CLIENTS_SAMPLE)
+
+soak: setup-clients ## replica groups of torchft whose ranks are killed at random times, about 20 minutes
+	@$(CLIENTS_PY) -m tests.clients.soak --steps "$(STEPS)" --seed "$(SEED)"
 
 test-fsdp2: setup ## PyTorch's own tests of FSDP2, from PYTORCH, run with this package
 	@test -d "$(PYTORCH)/test/distributed" || { echo "PYTORCH=path/to/checkout must name a checkout of PyTorch with its tests" >&2; exit 2; }

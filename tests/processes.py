@@ -32,6 +32,11 @@ def resident_nbytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def num_open_files() -> int:
+    """Return the number of open file descriptors of this process."""
+    return len(os.listdir("/proc/self/fd"))
+
+
 def num_live_tensors() -> int:
     """Return the number of live tensors: the smallest of ten readings over more than a second.
 

@@ -28,6 +28,7 @@ from megatron_fsdp_v2.dtensor.sharded_rows import rows_of
 from megatron_fsdp_v2.optim import Muon
 from megatron_fsdp_v2_for import torchft as fault_tolerance
 from tests.distributed.wrapping import wrap
+from tests.processes import num_open_files, resident_nbytes
 from tests.ranks import forked_from, free_port
 from tests.reference.models import INPUT, OUTPUT, Stack
 
@@ -301,6 +302,7 @@ def train(case: Case, fatal: _Fatal, log: Path, **options: Any) -> None:
                 line |= {"norm": float(norm), "digest": digest_of(optimizer)}
             optimizer.zero_grad()
             fatal.note_step(is_calm=line["is_committed"] and groups == case.groups)
+            line |= {"resident": resident_nbytes(), "files": num_open_files()}
             # A killed process may leave half a line.
             out.write(json.dumps(line) + "\n")
             out.flush()
@@ -319,11 +321,11 @@ def digest_of(optimizer: torch.optim.Optimizer) -> int:
 # -- all groups ------------------------------------------------------------------------------------
 
 
-class _Group:
+class Group:
     """The processes of one replica group, which are started again as a launcher does it."""
 
-    def __init__(self, number: int, start: Callable[[int, int], list[Any]]) -> None:
-        self.number, self._start = number, start
+    def __init__(self, number: int, folder: Path, start: Callable[[int, int], list[Any]]) -> None:
+        self.number, self._folder, self._start = number, folder, start
         self.num_starts = 0
         self.processes: list[Any] = []
         self.start_at = time.monotonic()
@@ -348,6 +350,11 @@ class _Group:
         self.processes[rank].join(2.0)
         return self.processes[rank].exitcode  # type: ignore[no-any-return]
 
+    def last_lines(self, number: int) -> list[dict[str, Any]]:
+        """The last steps of rank 0, as started last; of a group that is away, none."""
+        log = self._folder / f"{self.number}-0-{self.num_starts - 1}"
+        return [*_lines(log, number)] if self.processes else []
+
 
 @contextlib.contextmanager
 def lighthouse() -> Iterator[str]:
@@ -366,6 +373,42 @@ def lighthouse() -> Iterator[str]:
         server.shutdown()
 
 
+@contextlib.contextmanager
+def launched(
+    case: Case, folder: Path, fault_of: Callable[[int], tuple[Fault, int] | None]
+) -> Iterator[list[Group]]:
+    """Run a lighthouse and launch the replica groups; end all processes at the end.
+
+    Args:
+        case: The training.
+        folder: Folder of the logs.
+        fault_of: Returns the next fault of a group and its index in the list of faults, or None.
+
+    Yields:
+        The groups, which `Group.start_in_time` starts.
+    """
+    context = multiprocessing.get_context("forkserver")
+    note_fired(folder, 0)
+
+    def start(group: int, number: int) -> list[Any]:
+        port, processes, due = free_port(), [], fault_of(group)
+        for rank in range(RANKS):
+            log = folder / f"{group}-{rank}-{number}"
+            fault = due if due is not None and due[0].rank == rank else (None, 0)
+            args = (case, group, rank, port, address, log, *fault)
+            processes.append(context.Process(target=replica, args=args, daemon=True))
+            processes[-1].start()
+        return processes
+
+    with forked_from(PRELOADED), lighthouse() as address:
+        groups = [Group(number, folder, start) for number in range(case.groups)]
+        try:
+            yield groups
+        finally:
+            for group in groups:
+                group.end(0.0)
+
+
 def run(
     case: Case, faults: Sequence[Fault], folder: Path, *, timeout_s: float
 ) -> list[dict[str, Any]]:
@@ -379,40 +422,25 @@ def run(
         AssertionError: A group ended without a fault, or did not come back in time.
     """
     num_fired = 0
-    note_fired(folder, num_fired)
-    context = multiprocessing.get_context("forkserver")
 
-    def start(group: int, number: int) -> list[Any]:
-        waiting = [i for i in range(num_fired, len(faults)) if faults[i].group == group]
-        port, processes = free_port(), []
-        for rank in range(RANKS):
-            log = folder / f"{group}-{rank}-{number}"
-            own = [index for index in waiting[:1] if faults[index].rank == rank]
-            fault = (faults[own[0]], own[0]) if own else (None, 0)
-            args = (case, group, rank, port, address, log, *fault)
-            processes.append(context.Process(target=replica, args=args, daemon=True))
-            processes[-1].start()
-        return processes
+    def fault_of(group: int) -> tuple[Fault, int] | None:
+        waiting = ((faults[i], i) for i in range(num_fired, len(faults)))
+        return next((found for found in waiting if found[0].group == group), None)
 
     deadline = time.monotonic() + timeout_s
-    with forked_from(PRELOADED), lighthouse() as address:
-        groups = [_Group(number, start) for number in range(case.groups)]
-        try:
-            while not (num_fired == len(faults) and _all_train(folder, groups)):
-                assert time.monotonic() < deadline, f"{num_fired} faults\n{_errors(folder)}"
-                time.sleep(0.05)
-                for group in groups:
-                    group.start_in_time()
-                    fault = faults[num_fired] if num_fired < len(faults) else None
-                    if fault is None or fault.group != group.number:
-                        assert not group.has_died(), f"{group.number} ended\n{_errors(folder)}"
-                    elif _has_happened(fault, group):
-                        num_fired += 1
-                        note_fired(folder, num_fired)
-                        group.end(fault.away_s)
-        finally:
+    with launched(case, folder, fault_of) as groups:
+        while not (num_fired == len(faults) and all_train(groups)):
+            assert time.monotonic() < deadline, f"{num_fired} faults\n{errors_in(folder)}"
+            time.sleep(0.05)
             for group in groups:
-                group.end(0.0)
+                group.start_in_time()
+                fault = faults[num_fired] if num_fired < len(faults) else None
+                if fault is None or fault.group != group.number:
+                    assert not group.has_died(), f"{group.number} ended\n{errors_in(folder)}"
+                elif _has_happened(fault, group):
+                    num_fired += 1
+                    note_fired(folder, num_fired)
+                    group.end(fault.away_s)
     return list(lines_of(folder))
 
 
@@ -422,7 +450,7 @@ def note_fired(folder: Path, num_fired: int) -> None:
     (folder / "fired.new").rename(folder / "fired")
 
 
-def _has_happened(fault: Fault, group: _Group) -> bool:
+def _has_happened(fault: Fault, group: Group) -> bool:
     """Whether a fault has ended a group."""
     if not group.has_died():
         return False
@@ -434,26 +462,26 @@ def _has_happened(fault: Fault, group: _Group) -> bool:
     return True
 
 
-def _all_train(folder: Path, groups: Sequence[_Group]) -> bool:
+def all_train(groups: Sequence[Group]) -> bool:
     """Whether each group, as started last, has committed three steps together with all others."""
     for group in groups:
-        log = folder / f"{group.number}-0-{group.num_starts - 1}"
-        lines = [*_lines(log)][-3:]
+        lines = group.last_lines(3)
         is_full = (line["groups"] == len(groups) and line["is_committed"] for line in lines)
-        if not group.processes or len(lines) < 3 or not all(is_full):
+        if len(lines) < 3 or not all(is_full):
             return False
     return True
 
 
-def _errors(folder: Path) -> str:
+def errors_in(folder: Path) -> str:
     found = (f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(folder.glob("*.err")))
     return "\n".join(found)
 
 
-def _lines(log: Path) -> Iterator[dict[str, Any]]:
+def _lines(log: Path, most: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a log, or at most so many of the last ones."""
     text = log.read_text() if log.exists() else ""
     # A killed process may leave a part of a line.
-    for line in text.splitlines()[: text.count("\n")]:
+    for line in text.splitlines()[: text.count("\n")][-most:]:
         yield json.loads(line)
 
 

@@ -36,6 +36,7 @@ from tests.clients.replica_groups import (
     lighthouse,
     run,
 )
+from tests.clients.soak import AT_MOST, Soaked, soak
 from tests.distributed.wrapping import mesh_of
 from tests.processes import ROOT
 from tests.ranks import RankPools
@@ -138,6 +139,40 @@ def test_comparison_finds_a_loss_of_another_step(tmp_path: Path) -> None:
         compare(Case(), [line, line | {"group": 1, "digest": 2}])
     with pytest.raises(AssertionError, match="a step is missing"):
         compare(Case(), [line | {"step": 1}])
+
+
+def test_kills_at_random_times_change_no_number(tmp_path: Path, record: Record) -> None:
+    """`make soak` is the long version, which also checks that memory does not grow."""
+    soaked = soak(tmp_path, steps=60, kills=2, kill_every_s=5.0)
+    result = soaked.compared()
+    assert result.num_steps >= 60
+    assert (soaked.num_kills >= 2, soaked.num_ended) == (True, 0)
+    assert result.num_healed > 0
+    record("torchft", f"{COMPARED}, {soaked.num_kills} kills", result.error, AT_MOST)
+
+
+@pytest.mark.parametrize(
+    ("per_step", "files_per_step", "error"),
+    [
+        (0, 0.0, ""),
+        (500, 0.0, ""),
+        (4096, 0.0, "memory grows: group 0, rank 0, start 1: 2000 steps, 102"),
+        (0, 0.01, "open files grow"),
+    ],
+)
+def test_a_process_that_grows_is_found(per_step: int, files_per_step: float, error: str) -> None:
+    place = {"group": 0, "rank": 0, "start": 1}
+    lines = [
+        place
+        | {"groups": 2 if n == 99 else 3, "files": int(n * files_per_step)}
+        | {"resident": 100 * 2**20 + n * per_step + n % 7}
+        for n in range(2100)
+    ]
+    (survivor,) = Soaked(lines, 0, 0, 0.0).survivors()
+    expectation = pytest.raises(AssertionError, match=error) if error else contextlib.nullcontext()
+    with expectation:
+        survivor.check()
+    assert not Soaked(lines[:1000], 0, 0, 0.0).survivors()
 
 
 def train_with(code: str) -> float:

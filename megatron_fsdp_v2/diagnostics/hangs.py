@@ -1,4 +1,4 @@
-"""Files that say which collective every rank has reached, when a training hangs."""
+"""Files that say which collective every rank has reached, and where it is if it hangs."""
 
 from __future__ import annotations
 
@@ -28,17 +28,19 @@ def watch_collectives(
     stalled_after_s: float = 300.0,
     on_signal: signal.Signals | None = signal.SIGUSR1,
 ) -> Callable[[], None]:
-    """Write what this rank has communicated when a collective fails, stalls, or on a signal.
+    """Write what this rank communicates, and where it is when a collective fails or stalls.
 
-    Every rank writes `rank_<rank>.json`, in place of an earlier one: its latest collectives by
-    unit, and where its main thread is. `megatron-fsdp-v2 hang FOLDER` compares the files of all
-    ranks and says which rank differs, and at which unit. Call it on every rank, in the main thread,
-    after the process group is initialized.
+    Every rank keeps its latest collectives by unit in `rank_<rank>.ring`, which remains however its
+    process ends. When a collective fails or stalls, and on a signal, it writes `rank_<rank>.json`,
+    where its main thread is and why the file is written, and a copy of the first file,
+    `rank_<rank>.reported`. `megatron-fsdp-v2 hang FOLDER` compares the files of all ranks and says
+    which rank differs, and at which unit. Files of an earlier run are moved to `FOLDER/previous`.
+    Call it on every rank, in the main thread, after the process group is initialized.
 
     Args:
         folder: Folder of the files, which all ranks can write. It is created.
-        stalled_after_s: Seconds without a new collective after which a file is written.
-        on_signal: Signal upon which a file is written, also while the main thread waits in a
+        stalled_after_s: Seconds without a new collective after which the second file is written.
+        on_signal: Signal upon which it is written, also while the main thread waits in a
             collective. None: no signal.
 
     Returns:
@@ -47,7 +49,7 @@ def watch_collectives(
     Raises:
         ValueError: `stalled_after_s` is not above 0, or the signal has a handler already, or is to
             be handled although another thread than the main one calls.
-        OSError: The folder cannot be created.
+        OSError: The folder or a file in it cannot be written.
     """
     if stalled_after_s <= 0:
         raise ValueError(f"stalled_after_s must be above 0, got {stalled_after_s}")
@@ -71,8 +73,14 @@ class _Watch:
     """A thread that writes the file. Python's own handlers run in the main thread, which waits."""
 
     def __init__(self, folder: Path, stalled_after_s: float, on: signal.Signals | None) -> None:
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._path = folder / f"rank_{self._rank}.json"
+        rank = dist.get_rank()
+        self._path = folder / f"rank_{rank}.json"
+        self._ring, self._reported = map(self._path.with_suffix, (".ring", ".reported"))
+        for path in (self._path, self._ring, self._reported):
+            if path.exists():
+                (folder / "previous").mkdir(exist_ok=True)
+                path.replace(folder / "previous" / path.name)
+        RECORD.open(self._ring, rank, dist.get_world_size())
         self._stalled_after_s = stalled_after_s
         self._main = threading.main_thread().ident
         self._lock = threading.Lock()
@@ -98,11 +106,10 @@ class _Watch:
             numbers = os.read(self._reader, 64) if ready else b""
             if self._signal is not None and self._signal.value in numbers:
                 self._write(f"signal {self._signal.name}")
-            entries = RECORD.entries
-            latest = entries[-1] if entries else None
-            if latest is None or latest is reported:
+            latest = RECORD.latest_at
+            if latest is None or latest == reported:
                 continue
-            if time.time() - latest.at > self._stalled_after_s:
+            if time.time() - latest > self._stalled_after_s:
                 reported = latest
                 self._write(f"no collective for {self._stalled_after_s:g} s")
 
@@ -111,21 +118,23 @@ class _Watch:
         while frame is not None and frame.f_code.co_filename in _OWN_FILES:
             frame = frame.f_back
         data: dict[str, Any] = {
-            "rank": self._rank,
-            "world_size": self._world_size,
             "reason": reason,
             "at": time.time(),
             "stack": [
                 f"{part.filename}:{part.lineno} {part.name}"
                 for part in (traceback.extract_stack(frame) if frame is not None else ())
             ],
-            **RECORD.as_data(),
         }
         # A disk that is full must not replace the error of the collective.
         with self._lock, contextlib.suppress(OSError):
             partial = self._path.with_suffix(".partial")
-            partial.write_text(json.dumps(data))
-            partial.replace(self._path)
+            # The collectives up to now, since the training may go on.
+            for path, content in (
+                (self._reported, self._ring.read_bytes()),
+                (self._path, json.dumps(data).encode()),
+            ):
+                partial.write_bytes(content)
+                partial.replace(path)
 
     def end(self) -> None:
         """End the watch. Idempotent."""
@@ -133,6 +142,7 @@ class _Watch:
             return
         self._is_over = True
         RECORD.on_failure.remove(self._write)
+        RECORD.close()
         if self._signal is not None:
             signal.set_wakeup_fd(self._previous_fd)
             signal.signal(self._signal, self._previous)

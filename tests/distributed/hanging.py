@@ -1,12 +1,8 @@
-"""A training of which one rank misbehaves in its third step; `test_hangs.py` runs it.
-
-python hanging.py HOW FOLDER
-"""
+"""A training of which one rank misbehaves in its third step; `test_hangs.py` runs it."""
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -22,18 +18,19 @@ FAULTY, STEP = 1, 2
 
 
 class Model(nn.Module):
-    """Layers of one size: gloo ends a process whose collective has another size."""
+    """Layers of one size, or of several: gloo ends a process that communicates another size."""
 
-    def __init__(self) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
+        widths = (8, 16, 24, 32) if how == "skips a larger layer" else (8, 8, 8, 8)
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) for _ in range(4)
+            nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4)) for width in widths
         )
 
     def forward(self, x: torch.Tensor, how: str) -> torch.Tensor:
         """Run the layers in order."""
         layers = list(self.layers)
-        if how == "skips":
+        if how in ("skips", "skips a larger layer"):
             del layers[2]
         for layer in layers:
             x = layer(x)
@@ -47,9 +44,11 @@ def next_batch(how: str) -> torch.Tensor:
     return torch.ones(2, 4)
 
 
-def main(how: str, folder: Path) -> None:
-    """Train five steps."""
-    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def main(rank: int, num_ranks: int, how: str, folder: Path) -> None:
+    """Train five steps on one rank."""
+    torch.set_num_threads(1)
+    # gloo prints where it ends the process.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     store = dist.FileStore(str(folder / "store"), num_ranks)
     # Ranks start at different times; the timeout is that of collectives.
     store.add("started", 1)
@@ -60,7 +59,7 @@ def main(how: str, folder: Path) -> None:
     )
     watch_collectives(folder / "reports", stalled_after_s=2)
     torch.manual_seed(0)
-    model = Model()
+    model = Model(how)
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -70,7 +69,3 @@ def main(how: str, folder: Path) -> None:
             os._exit(3)
         model(next_batch(fault), fault).sum().backward()
         model.zero_grad()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))

@@ -6,7 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_fsdp_v2_cli.hang.report import lines, read
+from megatron_fsdp_v2_cli.hang.files import read
+from megatron_fsdp_v2_cli.hang.report import lines
 
 
 class _HangCommand:
@@ -19,13 +20,19 @@ class _HangCommand:
             nargs="+",
             type=Path,
             metavar="FILE",
-            help="files rank_<rank>.json of watch_collectives or --fsdp-hang-reports, or their "
+            help="files rank_<rank>.ring of watch_collectives or --fsdp-hang-reports, or their "
             "folder",
+        )
+        parser.add_argument(
+            "--all",
+            action="store_true",
+            help="print every place at which ranks are and the numbers of all ranks, however many "
+            "there are",
         )
 
     def run(self, args: argparse.Namespace) -> int:
-        """Print which rank differs, and what every rank did last."""
-        sys.stdout.writelines(f"{line}\n" for line in lines(read(args.files)))
+        """Print which rank differs, and what ranks did last."""
+        sys.stdout.writelines(f"{line}\n" for line in lines(read(args.files), whole=args.all))
         return 0
 
 

@@ -1,179 +1,178 @@
 """Which rank of a training that hangs differs from the others, and at which unit.
 
 Ranks of a process group issue the same collectives in the same order. So the cause of a hang is a
-rank that issued another one at some number, one that has issued fewer, or one that wrote no file.
+rank that issued another one at some number, one that has issued fewer, or one that has no file.
 """
 
 from __future__ import annotations
 
-import json
-from collections import Counter
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+
+from megatron_fsdp_v2_cli.hang.files import Call, Calls, RankReport
 
 _OWN_FRAMES = 3
+_MOST_PLACES = 12
+"""Places that are printed."""
+_MOST_RANGES = 8
+"""Ranges of ranks that are printed of each."""
 
 
-@dataclass(frozen=True)
-class RankReport:
-    """The file of one rank; see `megatron_fsdp_v2.diagnostics.watch_collectives`.
+def lines(reports: Sequence[RankReport], *, whole: bool = False) -> Iterator[str]:
+    """Yield what is wrong, in a sentence, and what ranks did last, by place.
 
-    Attributes:
-        rank: Global rank.
-        world_size: Number of ranks of the job.
-        reason: Why it was written.
-        stack: Where the main thread was, the innermost call last.
-        ranks: Global ranks of every process group, by its name.
-        entries: Collectives of every process group, by number.
+    Args:
+        reports: Those of all ranks, in the order of ranks.
+        whole: Whether all places and ranks are printed, however many there are.
     """
-
-    rank: int
-    world_size: int
-    reason: str
-    stack: Sequence[str]
-    ranks: Mapping[str, Sequence[int]]
-    entries: Mapping[str, Mapping[int, Mapping[str, Any]]]
-
-
-def read(paths: Sequence[Path]) -> list[RankReport]:
-    """Read the files, or all files of folders.
-
-    Raises:
-        ValueError: There is no file, a file is no report, or two are of one rank.
-        OSError: A file cannot be read.
-    """
-    files = [
-        file
-        for path in paths
-        for file in (sorted(path.glob("rank_*.json")) if path.is_dir() else [path])
-    ]
-    if not files:
-        raise ValueError(
-            f"{', '.join(map(str, paths))} has no file rank_<rank>.json; call "
-            "megatron_fsdp_v2.diagnostics.watch_collectives on every rank, or train Megatron with "
-            "--fsdp-hang-reports FOLDER"
-        )
-    reports = [_report(file) for file in files]
-    if len({report.rank for report in reports}) < len(reports):
-        raise ValueError("two of the files are of the same rank; give those of one run")
-    return sorted(reports, key=lambda report: report.rank)
-
-
-def _report(path: Path) -> RankReport:
-    try:
-        data = json.loads(path.read_text())
-        entries: dict[str, dict[int, Mapping[str, Any]]] = {}
-        for entry in data["entries"]:
-            entries.setdefault(entry["group"], {})[entry["number"]] = entry
-        return RankReport(
-            data["rank"], data["world_size"], data["reason"], data["stack"], data["ranks"], entries
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no report of a rank: {error!r}") from None
-
-
-def lines(reports: Sequence[RankReport]) -> Iterator[str]:
-    """Yield what is wrong, in a sentence, and what every rank did last."""
-    yield _verdict(reports)
+    most_ranges = len(reports) if whole else _MOST_RANGES
+    yield _verdict(reports, most_ranges)
     yield ""
+    places: dict[tuple[str, ...], list[RankReport]] = {}
     for report in reports:
-        latest = max(
-            (entry for numbered in report.entries.values() for entry in numbered.values()),
-            key=lambda entry: float(entry["at"]),
-            default=None,
-        )
-        did = "issued no collective" if latest is None else f"issued last: {_described(latest)}"
-        yield f"rank {report.rank} ({report.reason}) {did}"
-        for frame in report.stack[-_OWN_FRAMES:]:
+        did = "issued no collective"
+        if report.calls.latest is not None:
+            did = f"issued last: {_described(report.calls.latest)}"
+        places.setdefault((did, *report.stack[-_OWN_FRAMES:]), []).append(report)
+    # The cause is more likely where few ranks are.
+    order = sorted(places.items(), key=lambda item: len(item[1]))
+    shown = order if whole else order[:_MOST_PLACES]
+    for (did, *frames), there in shown:
+        yield f"{listed([report.rank for report in there], most_ranges)} {did}"
+        if reason := there[0].reason:
+            yield f"    rank {there[0].rank} reported: {reason}"
+        for frame in frames:
             yield f"    {frame}"
+    left = order[len(shown) :]
+    if left:
+        num_ranks = sum(len(there) for _, there in left)
+        yield f"and {len(left):,} more places of {num_ranks:,} ranks; --all prints them"
 
 
-def _verdict(reports: Sequence[RankReport]) -> str:
+def _verdict(reports: Sequence[RankReport], most_ranges: int) -> str:
     by_rank = {report.rank: report for report in reports}
     absent = sorted(set(range(reports[0].world_size)) - by_rank.keys())
+    silent = [report.rank for report in reports if report.reason is None]
     found = [
         verdict
-        for group in dict.fromkeys(name for report in reports for name in report.entries)
-        if (verdict := _of_group(group, by_rank)) is not None
+        for group in dict.fromkeys(name for report in reports for name in report.calls.of_groups)
+        if (verdict := _of_group(group, by_rank, most_ranges)) is not None
     ]
-    gone = ""
+    sentences = [
+        min(found)[1]
+        if found
+        else "No rank differs: all have issued the same collectives. The last one is slow, or all "
+        "ranks wait for something else; the stacks below say where they are."
+    ]
+    if silent and len(silent) < len(reports):
+        ended = listed(silent, most_ranges)
+        sentences.append(
+            f"Others wrote a report and {ended} did not: if {ended} ended, the first error in the "
+            f"log is the cause."
+        )
     if absent:
-        gone = f"{listed(absent)} wrote no file, and {'has' if len(absent) == 1 else 'have'} ended"
-    if found:
-        _, sentence = min(found)
-        return f"{sentence} {gone}." if gone else sentence
-    if gone:
-        return f"{gone}: the first error in the logs of {listed(absent)} is the cause."
-    return (
-        "No rank differs: all have issued the same collectives. The last one is slow, or all ranks "
-        "wait for something else; the stacks below say where they are."
+        has = "has" if len(absent) == 1 else "have"
+        sentences.append(f"{listed(absent, most_ranges)} {has} no file.")
+    return " ".join(sentences)
+
+
+type _Members = Mapping[Calls, Sequence[int]]
+"""Ranks of a process group, ascending, by what they issued."""
+
+
+def _of_group(
+    group: str, by_rank: Mapping[int, RankReport], most_ranges: int
+) -> tuple[float, str] | None:
+    """Return when and how ranks of a process group first differ; None if they do not."""
+    known = (report.calls.ranks for report in by_rank.values())
+    members: dict[Calls, list[int]] = {}
+    for rank in sorted(next(ranks[group] for ranks in known if group in ranks)):
+        if rank in by_rank:
+            members.setdefault(by_rank[rank].calls, []).append(rank)
+    return _other_collectives(group, members, by_rank, most_ranges) or _fewer_collectives(
+        group, members, by_rank, most_ranges
     )
 
 
-type _Entries = Mapping[int, Mapping[int, Mapping[str, Any]]]
-"""Collectives of one process group, by rank and number."""
-
-
-def _of_group(group: str, by_rank: Mapping[int, RankReport]) -> tuple[float, str] | None:
-    """Return when and how ranks of a process group first differ; None if they do not."""
-    members = next(r.ranks[group] for r in by_rank.values() if group in r.ranks)
-    entries = {rank: by_rank[rank].entries.get(group, {}) for rank in members if rank in by_rank}
-    return _other_collectives(group, entries) or _fewer_collectives(group, entries, by_rank)
-
-
-def _other_collectives(group: str, entries: _Entries) -> tuple[float, str] | None:
+def _other_collectives(
+    group: str, members: _Members, by_rank: Mapping[int, RankReport], most_ranges: int
+) -> tuple[float, str] | None:
     """Return when and how ranks first issued different collectives at one number."""
-    for number in sorted({number for numbered in entries.values() for number in numbered}):
-        there = {rank: numbered[number] for rank, numbered in entries.items() if number in numbered}
-        kinds = {rank: (e["kind"], e["name"], e["nbytes"]) for rank, e in there.items()}
-        usual, times = Counter(kinds.values()).most_common(1)[0]
-        others = [rank for rank, kind in kinds.items() if kind != usual]
-        if not others:
+    issued = {calls: calls.of_groups.get(group, {}) for calls in members}
+    for number in sorted(set[int]().union(*issued.values())):
+        there = {
+            calls: numbered[number] for calls, numbered in issued.items() if number in numbered
+        }
+        ranks_of: dict[tuple[str, str, int], list[int]] = {}
+        for calls, call in there.items():
+            ranks_of.setdefault((call.kind, call.name, call.nbytes), []).extend(members[calls])
+        if len(ranks_of) == 1:
             continue
-        same = [rank for rank in kinds if rank not in others]
-        verdict = f"{listed(others)} ran other units than the others."
-        if times * 2 == len(kinds):
+        same = max(ranks_of.values(), key=len)
+        others = sorted(rank for ranks in ranks_of.values() if ranks is not same for rank in ranks)
+        verdict = f"{listed(others, most_ranges)} ran other units than the others."
+        if len(same) == len(others):
             verdict = "Ranks run different units."
-        return min(float(entry["at"]) for entry in there.values()), (
-            f"{listed(others)} issued {_described(there[others[0]])}, where {listed(same)} issued "
-            f"{_described(there[same[0]])} (number {number} of process group {group}). {verdict}"
+        first, usual = (there[by_rank[ranks[0]].calls] for ranks in (others, same))
+        when = min(
+            by_rank[rank].times[c.place] for calls, c in there.items() for rank in members[calls]
+        )
+        return when, (
+            f"{listed(others, most_ranges)} issued {_described(first)}, where "
+            f"{listed(sorted(same), most_ranges)} issued {_described(usual)} (number {number} of "
+            f"process group {group}). {verdict}"
         )
     return None
 
 
 def _fewer_collectives(
-    group: str, entries: _Entries, by_rank: Mapping[int, RankReport]
+    group: str, members: _Members, by_rank: Mapping[int, RankReport], most_ranges: int
 ) -> tuple[float, str] | None:
     """Return when and how a rank stayed behind the others."""
-    last = {rank: max(numbered, default=0) for rank, numbered in entries.items()}
-    most = max(last.values())
-    ahead = [rank for rank, number in last.items() if number == most]
-    if len(ahead) == len(last):
+    last = {calls: max(calls.of_groups.get(group, {}), default=0) for calls in members}
+    most, least = max(last.values()), min(last.values())
+    if most == least:
         return None
-    first = min(last, key=last.__getitem__)
-    waited = entries[ahead[0]].get(last[first] + 1)
-    when = 0.0 if waited is None else float(waited["at"])
+    ahead = sorted(rank for calls in members if last[calls] == most for rank in members[calls])
+    behind = sorted(rank for calls in members if last[calls] == least for rank in members[calls])
+    report = by_rank[ahead[0]]
+    waited = report.calls.of_groups[group].get(least + 1)
+    when = 0.0 if waited is None else report.times[waited.place]
     what = "a later collective" if waited is None else _described(waited)
-    where = next(reversed(by_rank[first].stack), "unknown")
+    where = next(reversed(by_rank[behind[0]].stack), "")
     return when, (
-        f"{listed([first])} has not issued {what}, in which {listed(ahead)} "
-        f"{'waits' if len(ahead) == 1 else 'wait'} (number {last[first] + 1} of process group "
-        f"{group}). It is at {where}."
+        f"{listed(behind, most_ranges)} {'has' if len(behind) == 1 else 'have'} not issued {what}, "
+        f"in which {listed(ahead, most_ranges)} {'waits' if len(ahead) == 1 else 'wait'} (number "
+        f"{least + 1} of process group {group})."
+        + (f" {listed(behind[:1], 1)} is at {where}." if where else "")
     )
 
 
-def _described(entry: Mapping[str, Any]) -> str:
-    number, kind = entry["passed"]
-    unit = str(entry["name"]).rpartition("/")[0] or entry["name"]
-    what = str(entry["kind"]).replace("_", "-")
+def _described(call: Call) -> str:
+    number, kind = call.passed
+    unit = call.name.rpartition("/")[0] or call.name
+    what = call.kind.replace("_", "-")
     place = f", pass {number}" + (f" ({kind})" if kind else "")
-    return f"the {what} of {unit or 'the root'} ({entry['nbytes']:,} bytes{place})"
+    return f"the {what} of {unit or 'the root'} ({call.nbytes:,} bytes{place})"
 
 
-def listed(ranks: Sequence[int]) -> str:
-    """Return `rank 3`, or `ranks 0, 1 and 5`."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+def listed(ranks: Sequence[int], most: int) -> str:
+    """Return `rank 3`, or `ranks 0-2, 5 and 7`.
+
+    Args:
+        ranks: Ascending.
+        most: Number of ranks or ranges to list; the number of other ranks stands behind them.
+    """
+    found: list[str] = []
+    num_listed = 0
+    for _, numbered in itertools.groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
+        run = [rank for _, rank in numbered]
+        parts = [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(rank) for rank in run]
+        if len(found) + len(parts) > most:
+            break
+        found += parts
+        num_listed += len(run)
+    if num_listed < len(ranks):
+        found.append(f"{len(ranks) - num_listed:,} others")
+    first, last = ", ".join(found[:-1]), found[-1]
+    return f"rank{'s' if len(ranks) > 1 else ''} {f'{first} and {last}' if first else last}"

@@ -275,7 +275,7 @@ OWN_FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         "fsdp_hang_reports",
-        "Folder into which every rank writes its latest collectives by unit, and where it is, when "
+        "Folder into which every rank writes its latest collectives by unit; and where it is, when "
         "a collective fails, when none was issued for five minutes, and on SIGUSR1. "
         "megatron-fsdp-v2 hang FOLDER says which rank differs.",
         value=str,

@@ -198,11 +198,14 @@ def _spans(events: Sequence[Mapping[str, Any]]) -> Iterator[TimeSpan]:
     for event in events:
         if event.get("cat") == "cpu_op" and event["name"].startswith("c10d::"):
             calls[_kind(event["name"])].append(event["ts"])
+    gathered = _phases(events, ("unshard",))
     for event in collectives:
         kind = _kind(event["name"])
         # A worker thread runs collectives in the order in which the host issued them.
         at = calls[kind].popleft() if calls[kind] else event["ts"]
-        yield _span(event, kind, issued.at(at))
+        # With gloo, a large gather is a broadcast of every rank.
+        is_gather = event["name"].endswith(":broadcast") and gathered.at(at) != NO_UNIT
+        yield _span(event, GATHER if is_gather else kind, issued.at(at))
     ends: dict[Any, float] = defaultdict(float)
     for event in events:
         if event.get("cat") != "cpu_op" or event["name"].startswith("c10d::"):

@@ -21,6 +21,7 @@ from megatron_fsdp_v2_trace.timeline import (
     COMPUTE,
     EXPOSED,
     GATHER,
+    NO_UNIT,
     OTHER,
     REDUCE,
     StepTimeline,
@@ -199,28 +200,35 @@ def test_other_files_are_errors(
     assert status == 2 and "a.txt" in err
 
 
-def profiled(path: str) -> None:
-    """Profile two steps of a sharded model on every rank; the first rank writes its trace."""
+def profiled(path: str, width: int) -> None:
+    """Profile a step of a sharded model on every rank; the first rank writes its trace."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(2)))
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(2)))
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
     profile_ranges(model)
     with torch.profiler.profile(profile_memory=True) as profile:
-        model(torch.randn(8, 64)).square().mean().backward()
+        model(torch.randn(8, width)).square().mean().backward()
+        sent = torch.ones(4)
+        torch.distributed.broadcast(sent, src=0)
     if torch.distributed.get_rank() == 0:
         profile.export_chrome_trace(path)
 
 
+# gloo gathers a unit of 512 KiB by broadcasts.
+@pytest.mark.parametrize("width", [64, 384])
 def test_a_profiled_step_has_computation_and_gathers_of_every_unit(
-    pools: RankPools, tmp_path: Path
+    pools: RankPools, tmp_path: Path, width: int
 ) -> None:
-    pools(2).run(profiled, str(tmp_path / "run.json"))
+    pools(2).run(profiled, str(tmp_path / "run.json"), width)
     timeline = read(tmp_path / "run.json")
     spans = timeline.by_unit()
     for unit in ("0", "1"):
         for track in (COMPUTE, GATHER, REDUCE):
             assert busy_seconds(spans[unit], track) > 0, (unit, track)
+        assert not busy_seconds(spans[unit], OTHER)
+    # A broadcast of the program.
+    assert [span.unit for span in timeline.spans if span.track == OTHER] == [NO_UNIT]
     assert timeline.memory
     assert busy_seconds(timeline.spans, EXPOSED) <= timeline.end

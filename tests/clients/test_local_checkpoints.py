@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ import torch
 
 from tests.cases import longer
 from tests.mcore import flags as f
-from tests.mcore.session import Training, rank, train
-from tests.mcore.trained import trained
+from tests.mcore.session import Training, failed_saves_reported_to, rank, train
+from tests.mcore.trained import TIMEOUT_S, trained
 from tests.ranks import RankFailure, RankPools
 
 MODEL = "--swiglu --hidden-dropout 0.1 --train-iters 6"
@@ -172,6 +173,67 @@ def test_local_checkpoint_of_another_run_is_rejected(megatron: RankPools, tmp_pa
     said = f"{local} has local checkpoints of rank 0, and none that is complete for the 2 ranks"
     with pytest.raises(RankFailure, match=f"FlagError: {said} of this run; use the number"):
         trained(megatron, 2, _flags(tmp_path))
+
+
+def _reported(flags: list[str]) -> tuple[Training, str]:
+    """Train on this rank; return its measurements and its reports."""
+    said = io.StringIO()
+    with failed_saves_reported_to(said):
+        done = train([*f.MODEL_FLAGS, *flags])
+    return done, said.getvalue()
+
+
+@pytest.mark.parametrize("how", ["", longer("--async-save")])
+def test_a_save_that_fails_on_one_rank_is_reported_on_all_and_tried_again(
+    megatron: RankPools, tmp_path: Path, how: str
+) -> None:
+    place = tmp_path / "local" / "1"
+    # A folder in the place of the file of iteration 2.
+    (place / "iter_0000002_1_local.pt").mkdir(parents=True)
+    results = megatron(2).run(_reported, _flags(tmp_path, how), timeout_s=TIMEOUT_S)
+    for number, (_, said) in enumerate(results):
+        assert (
+            f"rank {number}: saving iteration 2 to {tmp_path / 'local'} failed, and earlier" in said
+        )
+        assert "local checkpoints remain: on rank 1, IsADirectoryError" in said
+        assert "training continues without this checkpoint until the next save" in said
+        assert "iteration 4" not in said
+    assert results[0][0].losses == _whole(megatron, 2, f.ZERO3).losses
+    assert _files(tmp_path / "local")[0] == "0/iter_0000006_0_local.pt"
+    assert (place / "iter_0000006_1_local.pt").is_file()
+
+
+@pytest.mark.functional
+@pytest.mark.parametrize("how", ["", REPLICATION, f"--async-save {REPLICATION}"])
+def test_a_folder_that_one_rank_cannot_write_ends_no_training(
+    megatron: RankPools, tmp_path: Path, how: str
+) -> None:
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "1").write_text("a file, not a folder")
+    results = megatron(2).run(_reported, _flags(tmp_path, how), timeout_s=TIMEOUT_S)
+    assert results[0][0].losses == _whole(megatron, 2, f.ZERO3).losses
+    said = [said for _, said in results]
+    if how:
+        # Rank 0 has copies of the rows of rank 1.
+        assert "iteration 4 in" not in said[0]
+        assert (
+            f"a file of iteration 4 in {tmp_path / 'local' / '1'} could not be written" in said[1]
+        )
+        assert _files(tmp_path / "local" / "0") == [f"iter_0000006_{n}_local.pt" for n in range(2)]
+    else:
+        assert all(
+            "saving iteration 4" in text and "on rank 1, FileExists" in text for text in said
+        )
+        assert not _files(tmp_path / "local")
+
+
+@pytest.mark.functional
+def test_a_failed_local_save_ends_the_training_if_asked_to(
+    megatron: RankPools, tmp_path: Path
+) -> None:
+    (tmp_path / "local" / "1" / "iter_0000002_1_local.pt").mkdir(parents=True)
+    with pytest.raises(RankFailure, match=r"saving iteration 2 to .* on rank 1, IsADirectoryError"):
+        trained(megatron, 2, _flags(tmp_path, "--fsdp-exit-on-failed-save"))
 
 
 # -- the state, without ranks ----------------------------------------------------------------------

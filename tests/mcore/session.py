@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import multiprocessing
 import os
 import re
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -230,6 +233,14 @@ def _silent() -> Any:
         contextlib.redirect_stderr(sink),
     ):
         yield
+
+
+def failed_saves_reported_to(text: io.StringIO) -> Any:
+    """Return a context in which reports of failed saves go to a text."""
+    enter_rehearsal()
+    from megatron_fsdp_v2_mcore.checkpoint import failed_saves
+
+    return mock.patch.object(failed_saves, "sys", types.SimpleNamespace(stderr=text))
 
 
 def rank() -> int:

@@ -6,7 +6,6 @@ import io
 import os
 import signal
 import threading
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,13 @@ from megatron_fsdp_v2.checkpoint import CheckpointError, saving
 from megatron_fsdp_v2.checkpoint.verifying import verify
 from tests.cases import longer
 from tests.mcore import flags as f
-from tests.mcore.session import enter_rehearsal, merge_ranks, rank, train
+from tests.mcore.session import (
+    enter_rehearsal,
+    failed_saves_reported_to,
+    merge_ranks,
+    rank,
+    train,
+)
 from tests.mcore.trained import on_megatron, run_of_ranks, trained
 from tests.ranks import RankFailure, RankPool, RankPools
 
@@ -116,14 +121,6 @@ def test_a_blocking_save_replaces_a_checkpoint_of_another_kind(
     assert len(trained(megatron, 2, f.fsdp("optim_grads", last)).losses) == 1
 
 
-def _said(text: io.StringIO) -> Any:
-    """Return a context in which reports of failed saves go to a text."""
-    enter_rehearsal()
-    from megatron_fsdp_v2_mcore.checkpoint import failed_saves
-
-    return mock.patch.object(failed_saves, "sys", types.SimpleNamespace(stderr=text))
-
-
 def _train_with_failures(
     folder: Path, fails: Callable[[int], bool], is_async: bool, iterations: int, *more: str
 ) -> Any:
@@ -151,7 +148,7 @@ def test_a_failed_save_is_reported_on_all_ranks_and_training_goes_on(
     tmp_path: Path, is_async: bool
 ) -> None:
     said = io.StringIO()
-    with _said(said):
+    with failed_saves_reported_to(said):
         run = _train_with_failures(tmp_path, lambda number: number == 2, is_async, 8)
     assert len(run.losses) == 8
     assert f"rank {rank()}: saving to {tmp_path}/iter_0000004 failed" in said.getvalue()
@@ -182,7 +179,7 @@ def test_a_folder_or_file_that_one_rank_cannot_make_fails_a_save_on_all(
 
     if rank() == 0 and place != TRACKER:
         path.write_text("in the way")
-    with _said(said):
+    with failed_saves_reported_to(said):
         run = _train_with_failures(tmp_path, put_in_the_way, False, 6)
     assert len(run.losses) == 6
     assert f"saving to {tmp_path}/iter_0000004 failed" in said.getvalue()

@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import (
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError
 from megatron_fsdp_v2.checkpoint.saving import save_nested
 from megatron_fsdp_v2_mcore.checkpoint.failed_saves import note_success, report_or_raise
+from megatron_fsdp_v2_mcore.checkpoint.local import LocalSaveError
 
 _EXECUTOR = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megatron-async-save")
 """Runs requests in the order in which they are scheduled, as Megatron's worker does."""
@@ -180,6 +181,9 @@ class SavesQueue(AsyncCallsQueue):
                 # Without its callbacks, which name the checkpoint as the latest one.
                 self.async_calls.popleft()
                 report_or_raise(Path(error.path), error)
+            except LocalSaveError as error:
+                # Raised by a callback, when the call has left the queue.
+                report_or_raise(None, error)
         return finalized
 
 

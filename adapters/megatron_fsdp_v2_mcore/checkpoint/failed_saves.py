@@ -22,11 +22,12 @@ _failed: list[CheckpointError] = []
 """The error of the latest save, if it failed."""
 
 
-def report_or_raise(folder: Path, error: CheckpointError) -> None:
+def report_or_raise(folder: Path | None, error: CheckpointError) -> None:
     """Report the failed save of an iteration, which failed on all ranks, and let training go on.
 
     Args:
-        folder: Folder of the iteration.
+        folder: Folder of the iteration; None for a local checkpoint, after which Megatron saves to
+            `--save` where the training ends.
         error: What went wrong.
 
     Raises:
@@ -36,15 +37,22 @@ def report_or_raise(folder: Path, error: CheckpointError) -> None:
     args = training_globals().get_args()
     if (
         active_options().exits_on_failed_save
-        or folder == iteration_folder(args.save, args.train_iters)
+        or (folder is not None and folder == iteration_folder(args.save, args.train_iters))
         or _names_an_ended_process(error)
     ):
         raise error
-    _failed[:] = [error]
-    sys.stderr.write(
-        f"rank {dist.get_rank()}: {error}\nrank {dist.get_rank()}: training continues without this "
-        "checkpoint until the next save; --fsdp-exit-on-failed-save ends it instead\n"
+    if folder is not None:
+        _failed[:] = [error]
+    report(str(error))
+    report(
+        "training continues without this checkpoint until the next save; "
+        "--fsdp-exit-on-failed-save ends it instead"
     )
+
+
+def report(text: str) -> None:
+    """Write a line to the log of this rank."""
+    sys.stderr.write(f"rank {dist.get_rank()}: {text}\n")
 
 
 def note_success() -> None:

@@ -75,6 +75,27 @@ def with_sharded_states(original: Callable[..., Any]) -> Any:
     return staticmethod(from_state_dict)
 
 
+class LocalSaveError(CheckpointError):
+    """A local save failed on all ranks, since it failed on some."""
+
+
+def find_manager(context: dict[str, Any] | None) -> Any:
+    """Return the manager of local checkpoints, in which a failure of one rank is one of all ranks.
+
+    Args:
+        context: Megatron's checkpointing context. The extension's manager in it is replaced.
+    """
+    manager = (context or {}).get(_MANAGER)
+    if context is None or manager is None:
+        return None
+    # Imported here because other checkpoints do not need the extension.
+    kind = importlib.import_module("megatron_fsdp_v2_mcore.checkpoint.local_manager").CheckedManager
+    if not isinstance(manager, kind):
+        manager = kind(manager.root_local_ckpt_dir, manager.session_id, manager.repl_strategy)
+        context[_MANAGER] = manager
+    return manager
+
+
 def find_local(context: dict[str, Any] | None, persistent: int | None, *, says: bool) -> int | None:
     """Find the newest local checkpoint that all ranks have, of the ranks of this run. Collective.
 
@@ -89,7 +110,7 @@ def find_local(context: dict[str, Any] | None, persistent: int | None, *, says: 
     Raises:
         CheckpointError: The only checkpoints are local ones of other ranks.
     """
-    manager = (context or {}).get(_MANAGER)
+    manager = find_manager(context)
     if manager is None:
         return None
     # A process that ended during a save leaves an incomplete file, which the extension would refuse

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from megatron_fsdp_v2.checkpoint.lost_ranks import lost_ranks, next_save
 from megatron_fsdp_v2.checkpoint.replacing import remove_own
 from megatron_fsdp_v2.checkpoint.saving import failure_reason
 from megatron_fsdp_v2_mcore.checkpoint.failed_saves import note_success, report_or_raise
+from megatron_fsdp_v2_mcore.checkpoint.local import LocalSaveError, find_manager
 from megatron_fsdp_v2_mcore.flags.checkpoint_check import CONFIG, iteration_folder
 from megatron_fsdp_v2_mcore.flags.options import training_globals
 
@@ -25,10 +27,17 @@ def with_checked_saves(original: Callable[..., Any]) -> Callable[..., Any]:
     A save that fails on any rank fails on all of them; see `failed_saves.report_or_raise`. Local
     checkpoints are not in the folder of `--save`.
     """
+    parameters = inspect.signature(original)
 
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("non_persistent_ckpt"):
-            return original(iteration, *args, **kwargs)
+            given = parameters.bind(iteration, *args, **kwargs).arguments
+            find_manager(given.get("checkpointing_context"))
+            try:
+                return original(iteration, *args, **kwargs)
+            except LocalSaveError as error:
+                report_or_raise(None, error)
+                return None
         settings = training_globals().get_args()
         folder = iteration_folder(str(settings.save), iteration)
         try:

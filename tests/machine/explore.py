@@ -160,6 +160,71 @@ def explore(
     return result
 
 
+def sample(setup: Setup, num: int) -> Explored:
+    """Run sequences of events that are drawn at random, each up to its end.
+
+    Where few of many sequences run, these differ more than those of `explore`, and take less time.
+    Where ranks may differ, a second rank runs the program of each one in its own way.
+
+    Args:
+        setup: What the world consists of.
+        num: Number of sequences.
+    """
+    result = Explored()
+    chance = random.Random(0)
+    for index in range(num):
+        wanted: list[str] | None = None
+        for _ in range(2 if setup.zero < 3 or setup.direct else 1):
+            path: list[tuple[Any, ...]] = []
+            try:
+                wanted = _draw(setup, chance, path, result, wanted, by_kind=bool(index % 2))
+            except (Broken, RuntimeError) as error:
+                result.broken = (f"{type(error).__name__}: {error}", path)
+                return result
+            result.states += len(path)
+    return result
+
+
+def _draw(
+    setup: Setup,
+    chance: random.Random,
+    path: list[tuple[Any, ...]],
+    result: Explored,
+    wanted: list[str] | None,
+    *,
+    by_kind: bool,
+) -> list[str]:
+    """Run a sequence of events, and return its program.
+
+    Args:
+        setup: What the world consists of.
+        chance: Draws the events.
+        path: Receives the events.
+        result: Receives the collectives.
+        wanted: The program, if it is given.
+        by_kind: Whether kinds of events, not events, are equally likely.
+    """
+    world = World(setup)
+    while True:
+        actions = world.actions()
+        chance.shuffle(actions)
+        if by_kind:
+            ranks = {kind: chance.random() for kind in sorted({action[0] for action in actions})}
+            actions.sort(key=lambda action: ranks[action[0]])
+        for action in actions:
+            path.append(action)
+            world.apply(action)
+            if wanted is None or wanted[: len(world.program)] == world.program:
+                break
+            path.pop()
+            world = World(setup)
+            for earlier in path:
+                world.apply(earlier)
+        else:
+            return world.program
+        _compare(world, result)
+
+
 def _compare(world: World, result: Explored) -> None:
     """Compare collectives of ranks that run the same program, where all of them have arrived."""
     if world.open or world.engine_run != -1 or world.is_ahead:

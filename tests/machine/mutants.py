@@ -1,6 +1,6 @@
 """Changes of the machine, one at a time, that the exploration must detect.
 
-    python -m tests.machine.mutants [--only FILE] [--states N]
+    python -m tests.machine.mutants [--only FILE] [--num N]
 
 Every comparison is negated, every `and` and `or` exchanged, every condition negated, every call
 that is a statement deleted, and every assignment of True or False reversed. Each change is explored
@@ -57,7 +57,7 @@ _LONGER = (
     ("a unit unfrozen between two backwards", 10),
 )
 """Programs in which ranks may differ most, and their cases: explored longer, and last."""
-LIMIT = 30
+LIMIT = 60
 """Seconds of computing in one setup after which a change counts as detected: it never ends."""
 
 _OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -152,13 +152,13 @@ def _setups() -> list[Any]:
     return found + [setups.setup_of(setups.CASES[case], each) for each, case in _LONGER]
 
 
-def _explored(name: str, source: str, states: int, order: Sequence[int]) -> tuple[int, str]:
+def _explored(name: str, source: str, num: int, order: Sequence[int]) -> tuple[int, str]:
     """Explore a change in this process.
 
     Args:
         name: File of the machine.
         source: Its changed source.
-        states: States per setup.
+        num: Sequences of events per setup.
         order: Indices of setups, in the order in which they are tried.
 
     Returns:
@@ -173,19 +173,17 @@ def _explored(name: str, source: str, states: int, order: Sequence[int]) -> tupl
     try:
         setattr(sys.modules[parent], last, importlib.import_module(PACKAGE))
         setups = _setups()
-        explore = importlib.import_module("tests.machine.explore").explore
+        sample = importlib.import_module("tests.machine.explore").sample
         for index in order:
             signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT)
-            is_longer = index >= len(setups) - len(_LONGER)
-            most = states * (100 if is_longer else 1)
-            if (broken := explore(setups[index], most).broken) is not None:
+            if (broken := sample(setups[index], num).broken) is not None:
                 return index, broken[0]
     except Exception as error:  # loud in a training, too
         return index, f"{type(error).__name__}: {error}"
     return -1, ""
 
 
-def detect(name: str, source: str, states: int, order: Sequence[int]) -> tuple[int, str] | None:
+def detect(name: str, source: str, num: int, order: Sequence[int]) -> tuple[int, str] | None:
     """Explore a change in a process of its own; see `_explored`. None if no rule detects it."""
     reader, writer = os.pipe()
     sys.stdout.flush()
@@ -193,7 +191,7 @@ def detect(name: str, source: str, states: int, order: Sequence[int]) -> tuple[i
     if not child:
         os.close(2)
         try:
-            index, how = _explored(name, source, states, order)
+            index, how = _explored(name, source, num, order)
             os.write(writer, f"{index} {how}"[:4000].encode())
         finally:
             os._exit(0)
@@ -210,35 +208,42 @@ def detect(name: str, source: str, states: int, order: Sequence[int]) -> tuple[i
 def main() -> None:
     """Explore all changes and print those that no rule detects."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=FILES, help="a file of the machine (all)")
+    parser.add_argument("--only", choices=FILES, nargs="*", help="files of the machine (all)")
     parser.add_argument("--lines", type=int, nargs="*", help="lines of the file (all)")
-    parser.add_argument("--states", type=int, default=40, help="states per setup (40)")
+    parser.add_argument("--num", type=int, default=4, help="first sequences of a setup (4)")
+    parser.add_argument("--stages", type=int, default=3, help="how many stages run (3)")
     parser.add_argument("--verbose", action="store_true", help="also print what detects the others")
     args = parser.parse_args()
     folder = pathlib.Path(machine.__file__).parent
-    order = list(range(len(_setups())))
-    longer = len(order) - len(_LONGER)
+    num_setups = len(_setups())
+    short, longer = range(num_setups - len(_LONGER)), range(num_setups - len(_LONGER), num_setups)
+    stages = [(short, args.num), (short, 6 * args.num), (longer, 40 * args.num)][: args.stages]
     successes: Counter[int] = Counter()
-    for name in [args.only] if args.only else FILES:
+    for name in args.only or FILES:
         source = (folder / f"{name}.py").read_text()
         lines = source.splitlines()
-        total = left = 0
-        for line, kind, changed in mutants(source):
-            if args.lines and line not in args.lines:
-                continue
-            total += 1
-            # Most changes are detected by a few setups.
-            order.sort(key=lambda index: (index >= longer, -successes[index]))
-            found = detect(name, changed, args.states, order)
-            if found is None:
-                left += 1
-                sys.stdout.write(f"{name}.py:{line}: {kind}: {lines[line - 1].strip()}\n")
-            elif found[0] >= 0:
-                successes[found[0]] += 1
-            if args.verbose and found is not None:
-                sys.stdout.write(f"  ({name}.py:{line}: {kind}: {found})\n")
-        share = 100 * (total - left) / total
-        sys.stdout.write(f"{name}.py: {total - left} of {total} detected ({share:.0f} %)\n")
+        found = [each for each in mutants(source) if not args.lines or each[0] in args.lines]
+        left = found
+        for stage, (indices, num) in enumerate(stages):
+            undetected = []
+            for line, kind, changed in left:
+                # Most changes are detected by a few setups.
+                order = sorted(indices, key=lambda index: -successes[index])
+                detected = detect(name, changed, num, order)
+                what = f"{name}.py:{line}: {kind}: {lines[line - 1].strip()}"
+                if detected is None:
+                    undetected.append((line, kind, changed))
+                    if stage == len(stages) - 1 or args.verbose:
+                        sys.stdout.write(f"{what} (stage {stage + 1})\n")
+                elif detected[0] >= 0:
+                    successes[detected[0]] += 1
+                if args.verbose and detected is not None:
+                    sys.stdout.write(f"  ({what}: {detected})\n")
+                sys.stdout.flush()
+            left = undetected
+        num_detected = len(found) - len(left)
+        share = 100 * num_detected / len(found)
+        sys.stdout.write(f"{name}.py: {num_detected} of {len(found)} detected ({share:.0f} %)\n")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_fsdp_v2.runtime.machine import events, reductions, weights
 from megatron_fsdp_v2.runtime.machine.state import Engine, Phase, RootState
-from tests.machine.executors import ABSENT, Illegal, Root, require
+from tests.machine.executors import ABSENT, REDUCING, Illegal, Root, require
 
 PLAIN = ("forward", "call", "return", "backward 0", "step")
 """Beginnings of events in a program whose second run is predicted exactly by the first one."""
@@ -40,7 +40,9 @@ class Between:
                 found.append(("replay",))
         if is_clean:
             found += [("delete", unit) for unit in setup.deletes - self.deleted]
-        if setup.schedules and is_clean and self.num_forwards < setup.max_forwards:
+        if any(root.state.is_scheduled for root in self.roots):
+            found.append(("abandon",))
+        elif setup.schedules and is_clean and self.num_forwards < setup.max_forwards:
             found.append(("begin",))
         return found
 
@@ -191,7 +193,9 @@ class Between:
         if is_shared or self.setup.zero == 3 or self.open or not knows_all:
             # All ranks raise: otherwise those that go on would wait for this one, which does not
             # know which other forwards the backward would have reached.
-            self.program.append(f"interrupt{self.place()}")
+            # What follows without a repair depends on how the forward before it ended.
+            how = f" {is_late}" if self.setup.direct or is_shared else ""
+            self.program.append(f"interrupt{self.place()}{how}")
         self.computing.clear()
         # Not before the engine dropped the callback of the backward that failed: a backward that
         # begins then cannot be told from one inside it.
@@ -215,6 +219,8 @@ class Between:
                 for root in self.roots:
                     if root.state.needs_repair:
                         reductions.repair(root.state)
+        if is_late and self.setup.checkpointed != "no":
+            self.graphs = []  # A recomputation of a unit that is left in its forward raises.
         self.pending, self.kept, self.batches = {}, retried, []
         self.may_hide = self.fails_next = False
         self.expected = {}
@@ -298,6 +304,9 @@ class Between:
         # users choose, and those of which a module does not run, may be gathered in vain.
         step = self.program[self.since :]
         is_plain = self.predicts_backward() and all(each.startswith(PLAIN) for each in step)
+        # Each forward is predicted by the one before it.
+        forwards = " ".join(step).replace("backward", "forward").split("forward")[:-1]
+        is_plain &= len({calls.partition(" ")[2].strip() for calls in forwards[1:]}) <= 1
         self.may_hide = self.syncs and len(set(self.reached_roots)) == len(self.roots)
         if self.setup.zero == 3 and step == self.latest_step and is_plain:
             for number, times in self.num_gathers.items():
@@ -320,28 +329,44 @@ class Between:
             is_listed = state in self.process.under_way
             require(is_listed or not state.is_running, "a backward is under way, and is not listed")
             require(not (self.setup.waits and state.is_reducing), "the host did not wait")
+            self._check_root(root)
             is_at_rest = state.engine is Engine.RESTING and not state.is_scheduled
             is_failed = state.needs_repair and not self.open
             require(is_failed or not (is_at_rest and state.is_reducing), "a reduction is in flight")
             if self.setup.zero == 3:
                 self._check_gathered(state)
 
+    def _check_root(self: Any, root: Root) -> None:
+        """Check what a root tells the rest of the package."""
+        state = root.state
+        groups = [self.groups[unit.do.number] for unit in state.units]
+        in_flight = any(REDUCING in (group.full, group.partial) for group in groups)
+        require(state.is_reducing or not in_flight, "no reduction in flight is told")
+        for unit in state.units if not self.has_interrupted else ():
+            is_part = bool(self.batches) and self.setup.parents[unit.do.number] >= 0
+            require(unit.is_scheduled == is_part, f"hooks of {unit.do.name} are told wrongly")
+
     def _check_gathered(self: Any, root: RootState) -> None:
         """Check that each gathered unit has a reason to be."""
         setup, gathers = self.setup, root.gathers
         ahead = gathers.prefetched
-        require(len(ahead) <= setup.num_ahead, f"{len(ahead)} units gathered ahead")
+        # A micro-batch that begins where none was expected uses units that are gathered already.
+        most = setup.num_ahead * (2 if root.is_scheduled else 1)
+        require(len(ahead) <= most, f"{len(ahead)} units gathered ahead")
         if root.forward_failed or root.engine is Engine.FAILED:
             return  # the next pass repairs
         if root.needs_repair and not (self.open or root.is_running or root.is_scheduled):
             return
+        computing = {self.units[number].state for number in self.computing}
+        if any(unit.phase is Phase.FORWARD and unit not in computing for unit in root.units):
+            return  # a forward that ended without hooks; the next pass repairs
         chosen = gathers.requested
         if not setup.loads:
             for unit in (*ahead, *chosen, *root.recomputed):
                 require(unit.is_gathered, f"{unit.do.name} is noted as gathered, and is not")
+        self._check_recomputed(root, computing)
         if setup.keeps:
             return
-        computing = {self.units[number].state for number in self.computing}
         outer = root.nested.gathers if root.nested is not None else gathers
         reasons = computing.union(ahead, chosen, root.recomputed, outer.prefetched, outer.requested)
         for unit in root.units:
@@ -353,9 +378,27 @@ class Between:
         running = len([n for n in self.computing if self.root_of(n) is root])
         recomputed = len(root.recomputed) if setup.checkpointed != "no" else 0
         kept = recomputed + len(setup.stays) + sum(unit.num_users > 0 for unit in root.units)
-        most = max(running, 1) + setup.num_ahead + kept + len(setup.chosen)
+        most = max(running, 1) + max(setup.num_ahead, len(ahead)) + kept + len(setup.chosen)
         gathered = sum(unit.is_gathered and not unit.is_root for unit in root.units)
         require(gathered <= most, f"{gathered} units are gathered at a time")
+
+    def _check_recomputed(self: Any, root: RootState, computing: set[Any]) -> None:
+        """Check that recomputed units wait for their backward within the limit."""
+        waiting = [unit for unit in root.recomputed if unit not in computing]
+        if not waiting:
+            return
+        newest = waiting[-1]
+        around = {newest, *newest.ancestors}
+        # Otherwise the backward of the newest one follows.
+        is_busy = any(
+            unit.phase is Phase.BACKWARD and unit.is_gathered and unit not in around
+            for unit in root.units
+        )
+        num_ahead = len(waiting) - (not is_busy)
+        most = max(self.setup.num_ahead, is_busy)
+        # The unit around a region is in its backward first, then the last one inside it.
+        most += any(newest in unit.ancestors for unit in waiting)
+        require(num_ahead <= most, f"{num_ahead} recomputed units are gathered ahead")
 
     # -- what is not legal
 

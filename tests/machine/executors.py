@@ -93,6 +93,8 @@ class Setup:
         unsynced_by: Setting by which the first backward is left unsynchronized.
         deletes: Units that may be deleted between two passes; with a root, all its units.
         schedules: Whether a schedule runs the units below the root part by part.
+        misses: Units with parameters that may get no gradient on this rank.
+        catches: Whether a unit may raise whose caller goes on.
         illegal: Whether the last event may be one that no program may make.
         max_runs: Uses of a pass that predict the next one.
     """
@@ -141,6 +143,8 @@ class Setup:
     unsynced_by: str = "requires_gradient_sync"
     deletes: frozenset[int] = frozenset()
     schedules: bool = False
+    misses: frozenset[int] = frozenset()
+    catches: bool = False
     illegal: bool = False
     max_runs: int = 1 << 14
 
@@ -266,7 +270,8 @@ class Group:
                 # Backwards whose end no hook reports end late.
                 extra += len(self.world.setup.hookless)
                 # Units wait for the turn of one that a gradient missed.
-                extra += len(self.world.units) if self.world.setup.skips else 0
+                misses = self.world.setup.skips or self.world.setup.catches
+                extra += len(self.world.units) if misses else 0
                 require(live <= allowed + extra, f"{live} full gradients at a time")
 
     def reduce(self, *, async_op: bool) -> None:
@@ -396,7 +401,7 @@ class Unit:
             group.gather(uses, refreshes=self.state.root.refreshes)
 
     def wait(self) -> None:
-        if self.world.fails_next:
+        if self.world.fails_next and not self.is_ready:
             self.world.fails_next, self.world.failed = False, self.number
             raise Failure
         self.is_ready = True
@@ -542,6 +547,11 @@ class Root:
         require(
             not (world.counts and no_pending_backward and is_pending),
             f"memory of a pending backward of root {number} is given away",
+        )
+        # A backward that never runs is not known to the machine.
+        require(
+            no_pending_backward or is_pending or world.may_lose_graphs,
+            f"memory of root {number} is kept for a backward that does not follow",
         )
 
     def _groups(self) -> list[Group]:

@@ -174,7 +174,7 @@ def sample(setup: Setup, num: int) -> Explored:
     chance = random.Random(0)
     for index in range(num):
         wanted: list[str] | None = None
-        for _ in range(2 if setup.zero < 3 or setup.direct else 1):
+        for _ in range(2 if setup.zero < 3 or setup.direct or setup.misses else 1):
             path: list[tuple[Any, ...]] = []
             try:
                 wanted = _draw(setup, chance, path, result, wanted, by_kind=bool(index % 2))

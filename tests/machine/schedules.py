@@ -59,21 +59,29 @@ class Schedules:
         self.program.append("begin")
         root = self.roots[0].state
         if not self.batches:
-            self.is_ahead = False
+            self.is_ahead, self.roots[0].hooked = False, []
             self.begin_order()
         self.num_forwards += 1
         events.begin_schedule(root.units[0])
         self.batches.append(Batch(self.num_forwards))
         self._use_part(self.units[0])
 
+    def _abandon(self: Any) -> None:
+        """Discard the micro-batches that an exception ended."""
+        self.program.append("abandon")
+        root = self.roots[0].state
+        reductions.repair(root)
+        require(not (root.needs_repair or root.is_scheduled), "a schedule is not abandoned")
+
     def _use_part(self: Any, unit: Any) -> None:
         unit.was_ahead = unit.state in unit.state.root.gathers.prefetched
-        was_gathered = unit.state.is_gathered
+        was_gathered, order = unit.state.is_gathered, unit.state.root.gathers.schedule
+        before = order.following
         events.begin_use(unit.state)
         self.num_used[unit.number] += 1
         require(unit.is_ready, f"{unit.name} computes without weights")
         self.orders[-1].use(unit, was_gathered=was_gathered)
-        self._check_ahead(unit.number, unit.state.root.gathers.schedule, ())
+        self._check_ahead(unit.number, order, (), may_follow=order.following != before)
 
     def _part(self: Any, place: int) -> tuple[Any, bool]:
         """Return a part that a micro-batch uses, and whether in its backward."""

@@ -84,6 +84,7 @@ FAULTS = [
         (
             "events",
             "    if unit.phase is Phase.FORWARD:\n        unit.move(Phase.IDLE)\n"
+            "        if not is_kept:\n            weights.free(unit, after_error=True)\n"
             "    if unit.root.is_pass_of(unit):",
             "    if unit.root.is_pass_of(unit) and unit.is_root:",
         ),
@@ -94,8 +95,8 @@ FAULTS = [
         (f"forward 0, {CALL_1}, train, {CALL_1}, return",),
         (
             "reductions",
-            "unit.has_begun and not (unit.is_recomputing or unit.pending_modules)",
-            "False",
+            "Phase.FORWARD if unit.has_begun",
+            "Phase.FORWARD if False",
         ),
     ),
     Fault(
@@ -148,7 +149,7 @@ FAULTS = [
         ),
         (
             "events",
-            "        finish_others(root)\n    if not (root",
+            "        reductions.finish_others(root)\n    if not (root",
             "        pass\n    if not (root",
         ),
     ),
@@ -156,7 +157,7 @@ FAULTS = [
         "a second backward through one graph reduced units again that had their turn",
         Setup(zero=2, repeats=True),
         (f"{BOTH}, backward 0, *, again, *", f"{ONE}, backward 0, *, again, *"),
-        ("orders", "self._next, self.is_reduced = 0, self._order is None", "pass"),
+        ("orders", "        self._next = 0\n        self._left", "        self._left"),
     ),
     # -- recomputations
     Fault(
@@ -209,7 +210,7 @@ FAULTS = [
         (f"{BOTH}, backward 0, *, step, {ONE}, backward 0, *, step, {BOTH}, backward 0, *",),
         (
             "events",
-            "            drop_prefetched(root)\n            if root.r",
+            "            weights.drop_prefetched(root)\n            if root.r",
             "            if root.r",
         ),
     ),
@@ -412,7 +413,7 @@ FAULTS = [
         "dropped its callback late",
         Setup(interrupts=True, max_forwards=2),
         (f"{ONE}, backward 0, engine, interrupt 1, {ONE}, backward 0, *",),
-        ("events", "if root.engine is Engine.RUNNING and root.do.engine_run == -1:", "if False:"),
+        ("events", "if root.do.engine_run == -1:", "if False:"),
     ),
     Fault(
         "a rank whose backward failed did not reduce the units that other ranks reduced",
@@ -524,6 +525,74 @@ FAULTS = [
         Setup(zero=2, direct=frozenset([1]), interrupts=True),
         (f"{ONE}, backward 0, engine, interrupt 1, use 1 1, backward 0, *",),
         ("events", "is_in_backward(root) and root.nested is None", "root.belongs_to_backward"),
+    ),
+    Fault(
+        "a forward that ran a backward and a step, and no unit after them, left the refresh that "
+        "other ranks did in it to its next pass",
+        Setup(zero=2, trains_inside=True, max_calls=2, max_steps=3),
+        (f"forward 0, {CALL_1}, train, return", f"forward 0, {CALL_1}, train, {CALL_2}, return"),
+        ("events", "root.current.is_over and not is_nested", "False"),
+    ),
+    Fault(
+        "gradients were synchronized after a backward that had failed on one rank alone, without "
+        "the reductions of the others",
+        Setup(zero=2, accumulates=True, interrupts=True, max_forwards=2),
+        (
+            f"{BOTH}, backward 0, engine, interrupt 0, synchronize",
+            f"{BOTH}, backward 0, *, synchronize",
+        ),
+        ("reductions", "if root.needs_repair:", "if False:"),
+    ),
+    Fault(
+        "a rank whose synchronized backward alone failed reduced units again when users "
+        "synchronized gradients, and the others did not",
+        Setup(zero=1, accumulates=True, interrupts=True, max_forwards=2),
+        (
+            f"{BOTH}, backward 0, *, {BOTH}, backward 0, engine, interrupt 0, synchronize",
+            f"{BOTH}, backward 0, *, {BOTH}, backward 0, *, synchronize",
+        ),
+        ("reductions", "each.has_unreduced = not each.synced", "pass"),
+    ),
+    Fault(
+        "after two forwards of a root and one backward, memory was kept for another backward",
+        Setup(max_forwards=2),
+        (f"{BOTH}, {BOTH}, backward 0, *, step, forward 0",),
+        (
+            "events",
+            "            unit.num_pending_backwards = max(0, unit.num_pending_backwards - 1)\n"
+            "            reductions.join",
+            "            reductions.join",
+        ),
+    ),
+    Fault(
+        "a unit of which a backward inside the forward ran before its second module was in its "
+        "forward for ever",
+        Setup(trains_inside=True, several=frozenset([1]), max_calls=2, max_steps=3),
+        ("forward 0, call 1 0, train, return, forward 0, train, call 1 0",),
+        (
+            "reductions",
+            "            unit.end_forward()\n        # A forward may",
+            "            unit.pending_modules.clear()\n        # A forward may",
+        ),
+    ),
+    Fault(
+        "a unit that raised, and whose caller went on, stayed gathered",
+        Setup(catches=True),
+        ("forward 0, call 1 0, catch, return",),
+        ("events", "weights.free(unit, after_error=True)", "pass"),
+    ),
+    Fault(
+        "a unit whose backward follows its forward at once in a schedule was gathered twice",
+        Setup(schedules=True, max_forwards=2),
+        (
+            "begin, start 0, stop 0, start 0, stop 0, start 0, stop 0, start 0, stop 0, finish 0, "
+            "step, begin, start 0, stop 0, start 0, stop 0, start 0",
+        ),
+        (
+            "events",
+            "weights.free_after_use(unit, unit.root.gathers.schedule)",
+            "weights.free(unit)",
+        ),
     ),
 ]
 

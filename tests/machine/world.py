@@ -9,7 +9,6 @@ raise `Broken` if it does not.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +21,10 @@ from megatron_fsdp_v2.runtime.machine.state import (
     Phase,
     ProcessState,
     RootState,
-    UnitState,
 )
 from tests.machine.between import Between
 from tests.machine.executors import Failure, Group, Root, Setup, Unit, require
+from tests.machine.rules import Rules
 from tests.machine.schedules import Batch, Schedules
 
 
@@ -68,7 +67,7 @@ class Node:
         return self.forward.passed
 
 
-class World(Between, Schedules):
+class World(Between, Rules, Schedules):
     """One rank; see the module."""
 
     counts = True  # Whether numbers of full gradients and pending backwards are checked.
@@ -96,6 +95,7 @@ class World(Between, Schedules):
         self.frozen_once: set[int] = set()
         self.num_uses = self.num_loads = 0
         self.has_replaced = False
+        self.recomputed_last = -1  # until its backward
         self.looked_at: list[Node] = []  # uses of parameters without a backward
         self.reached_roots: list[RootState] = []  # by the backward under way
         # Roots that may reduce all units once more, since another root communicated in between.
@@ -164,6 +164,8 @@ class World(Between, Schedules):
             mine = [unit.state for unit in self.units if unit.state.root is root.state]
             root.state.ranks_may_differ, root.state.has_formats = setup.zero < 3, setup.formats
             events.adopt(root.state, mine)
+            is_new = not (root.state.needs_repair or root.state.has_unreduced)
+            require(is_new, "a root that never ran has something to finish")
 
     def root_of(self, number: int) -> RootState:
         """Return the root of a unit."""
@@ -193,15 +195,23 @@ class World(Between, Schedules):
                         found += [("call", unit, kind) for kind in kinds]
             found.append(("return",))
             found += self.replacements()
+            if setup.catches and len(self.open) > 1:
+                found.append(("catch",))
             if setup.trains_inside and len(self.open) == 1 and not self.has_trained:
                 found.append(("train",))
         elif self.engine_run != -1:
             found.append(("engine",))
+            if self.queue and self.queue[0][0] == "gradient":
+                found += [("miss",)] if self.queue[0][1].unit in setup.misses else []
             if setup.evaluates and not self.evaluated and self.queue:
-                found += [("evaluate", root.number) for root in self.roots]
+                is_stale = self._is_stale(self.running)
+                found += [
+                    ("evaluate", root.number)
+                    for root in self.roots
+                    if root.state.is_running or not is_stale
+                ]
         else:
-            # Below ZeRO-3, a forward would overwrite the weights that a backward waits for.
-            is_stale = any(graph.version != self.version for graph in self.graphs)
+            is_stale = self._is_stale(self.graphs)
             if self.num_forwards < setup.max_forwards * len(self.roots) and not is_stale:
                 first = self.units if setup.alone else self.roots
                 alive = [each.number for each in first if each.number not in self.deleted]
@@ -231,12 +241,18 @@ class World(Between, Schedules):
         is_running = any(root.has_queued for root in self.roots)
         if setup.interrupts and not self.has_interrupted and (self.open or is_running):
             found.append(("interrupt", False))
-            found.append(("interrupt", True))
+            # A unit that runs next would be taken for one inside the forward of its root.
+            if not (setup.alone and self.open):
+                found.append(("interrupt", True))
         if setup.fails and not self.has_failed and (self.open or is_running):
             found += [("fail", False), ("fail", True)]
         if setup.illegal:
             found += self.illegal_actions()
         return found
+
+    def _is_stale(self, graphs: list[Node]) -> bool:
+        """Return whether a pass overwrites weights that a backward waits for, below ZeRO-3."""
+        return any(graph.version != self.version for graph in graphs)
 
     def apply(self, action: tuple[Any, ...]) -> None:
         """Let an event happen, and check what must hold after it."""
@@ -259,16 +275,19 @@ class World(Between, Schedules):
         unit = self.units[number].state
         self.units[number].was_ahead = unit in unit.root.gathers.prefetched
         current = self._current_units(unit)
-        was_gathered = unit.is_gathered
+        was_gathered, num_gathers = unit.is_gathered, self.num_gathers[number]
         before = unit.root.gathers.forward, unit.root.gathers.forward.following
         self.entering.append(number)
         begins = events.enter_module(unit, module, has_grad=has_grad, is_packed=is_packed)
         self.entering.pop()
         for kept in current:
             require(kept.is_gathered, f"{kept.do.name} is freed, and its weights were current")
+        if was_gathered and unit.is_recomputing:
+            is_again = self.num_gathers[number] > num_gathers
+            require(not is_again, f"{unit.do.name} is gathered twice for its recomputation")
         self.num_used[number] += 1
         require(unit.root.gathers.num_uses > 0, "uses of units are not counted")
-        if begins and self.engine_run == -1:
+        if begins and not unit.root.is_running:
             if unit.is_root or (current_pass := unit.root.pass_unit) is unit:
                 self.orders[number] = Order(self.orders.get(number, Order()).following())
             require(unit.is_root or current_pass is not None, "a forward is taken for a nested one")
@@ -293,30 +312,6 @@ class World(Between, Schedules):
         if forward is not None:
             events.end_graph(forward)
         unit.end_forward()
-
-    def _check_ahead(
-        self,
-        number: int,
-        order: ExecutionOrder[UnitState],
-        chosen: Sequence[UnitState],
-        *,
-        may_follow: bool = True,
-    ) -> None:
-        """Check that the units that follow an expected use are gathered, or the chosen ones.
-
-        Unless the place in the order is not that of this use (`may_follow`).
-        """
-        unit, num_ahead = self.units[number].state, self.setup.num_ahead
-        if self.root_of(number).nested is not None:
-            return
-        last = order.expected[order.following - 1 : order.following]
-        is_expected = may_follow and last == [unit]
-        following = [u for u in order.expected[order.following :] if not u.is_gone]
-        following = following[:num_ahead] if is_expected else []
-        for expected in chosen if chosen and num_ahead else following:
-            if expected.is_gone:
-                continue
-            require(expected.is_gathered, f"{expected.do.name} is not gathered ahead")
 
     def _compute(self, number: int, version: int, uses: WeightUse = WeightUse.FORWARD) -> None:
         """Check the weights that a unit computes with."""
@@ -387,10 +382,23 @@ class World(Between, Schedules):
         self._leave(node.unit, node.forward, has_grad=node.forward is not None)
         if not self.open:
             self._check_freed(node.unit)
+            # Its backward follows at once.
+            root = self.units[node.unit].state
+            is_kept = root.is_gathered or not root.is_root or self.has_trained
+            require(is_kept, f"{root.do.name} is freed before its backward")
             require(not self.root_of(node.unit).do.is_refreshing, "a refresh is not waited for")
         if not self.open and not self.has_trained:
             self.graphs.append(node)
         self.has_trained &= bool(self.open)
+
+    def _catch(self) -> None:
+        """Let the innermost unit raise; its caller goes on."""
+        if self.setup.zero == 3:
+            self.program.append("catch")
+        node = self.open.pop()
+        self.open[-1].children.remove(node)
+        self.computing.pop(node.unit)
+        events.fail_forward(self.units[node.unit].state)
 
     def _use(self, number: int, is_kept: bool) -> None:
         """Use a parameter itself, or only look at it."""
@@ -426,22 +434,6 @@ class World(Between, Schedules):
             require(not root.is_refreshing, "a refresh is not waited for")
             root.has_waited_for_host = False
 
-    def _current_units(self, first: UnitState) -> list[UnitState]:
-        """Return the gathered units that a pass need not free if it begins with a unit."""
-        root = first.root
-        is_first = first.is_root or root.pass_unit is None
-        if self.engine_run != -1 or root.needs_repair or root.do.has_graph or not is_first:
-            return []
-        units = [unit for unit in root.units if unit.is_gathered]
-        return [u for u in units if not (u.do.is_outdated() or u.do.is_replaced())]
-
-    def _check_freed(self, number: int) -> None:
-        """Check that the end of a pass freed what it gathered, ahead of its use too."""
-        for unit in self.units:
-            is_kept = self.setup.keeps or unit.state.is_root or unit.number in self.setup.stays
-            if unit.state.root is self.root_of(number) and not is_kept:
-                require(not unit.state.is_gathered, f"{unit.name} is gathered after a pass")
-
     def _run(self, number: int, *, has_grad: bool) -> None:
         # A unit whose backward is under way keeps computing with its weights afterwards.
         before = self.computing.get(number)
@@ -460,21 +452,9 @@ class World(Between, Schedules):
             del self.computing[number]
         self._leave(number, forward, has_grad=has_grad, computes_on=before is not None)
 
-    def predicts_backward(self) -> bool:
-        """Return whether a backward reverses the uses of its forward one by one."""
-        return not (self.setup.direct or self.setup.chosen or self.setup.several)
-
     def begin_order(self) -> None:
         """Begin a schedule, predicted by the last one."""
         self.orders[-1] = Order(self.orders.get(-1, Order()).following())
-
-    def predicts(self) -> bool:
-        """Return whether uses that repeat earlier ones have to be gathered ahead."""
-        setup = self.setup
-        is_changed = (
-            setup.several or setup.chosen or setup.loads or setup.deletes or setup.max_runs < 99
-        )
-        return setup.zero == 3 and setup.num_ahead > 0 and not (is_changed or self.has_trained)
 
     # -- backwards
 
@@ -511,6 +491,7 @@ class World(Between, Schedules):
         self.before_backward = self.num_gathers.copy(), self.num_used.copy()
         self.is_exact = not (mask or self.setup.loads or self.open or self.setup.alone)
         self.is_exact &= len(graphs) == 1 and self.predicts_backward()
+        self.is_exact &= not any(root.state.needs_repair for root in self.roots)
         numbered = 0
         passes: dict[int, set[int]] = {}
         with_root: set[int] = set()
@@ -560,7 +541,7 @@ class World(Between, Schedules):
         node = self.open[-1]
         self.program.append("train")
         self._begin_engine([node], 0)
-        self.has_trained = True
+        self.has_trained, self.pending = True, {}
         while self.engine_run != -1:
             self._engine()
         node.children = []
@@ -632,9 +613,13 @@ class World(Between, Schedules):
             is_known = self.is_exact and not is_first and self.setup.checkpointed == "no"
             if is_known and self.predicts():
                 require(unit.state.is_gathered, f"{unit.name} is not gathered ahead")
+            if node.unit == self.recomputed_last and not self.setup.loads:
+                require(unit.state.is_gathered, f"{unit.name} is freed after its recomputation")
+            self.recomputed_last = -1
             unit.was_ahead = unit.state in unit.state.root.gathers.prefetched
             node.forward.has_end_hook = node.unit not in self.setup.hookless
             events.first_gradient(node.forward, has_grad=False)
+            self._check_left(unit.state.root)
             if not is_begun:
                 self.num_used[node.unit] += 1
                 order = unit.state.root.gathers.backward
@@ -654,6 +639,10 @@ class World(Between, Schedules):
         else:
             self.computing.pop(node.unit, None)
             events.last_gradient(node.forward, has_grad=False)
+
+    def _miss(self) -> None:
+        """Let the engine run on where no parameter of a unit gets a gradient on this rank."""
+        self.queue.pop(0)
 
     def _interleave(self, root: RootState) -> None:
         """Let other roots reduce their units, before this one communicates or changes its pass."""
@@ -685,6 +674,7 @@ class World(Between, Schedules):
             self._leave(node.unit, forward, has_grad=True)
         if node.forward is None:
             node.forward = forward
+        self.recomputed_last = node.unit
 
     def _end(self) -> None:
         self.computing.clear()

@@ -5,22 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_fsdp_v2.layout.weight_use import WeightUse
+from megatron_fsdp_v2.runtime.machine import reductions, weights
 from megatron_fsdp_v2.runtime.machine.commands import GroupCommands
 from megatron_fsdp_v2.runtime.machine.orders import ExecutionOrder, Gathers, Pass, PrefetchLimit
-from megatron_fsdp_v2.runtime.machine.reductions import (
-    check_is_known,
-    defer,
-    end_forward,
-    end_pass,
-    end_use,
-    finish_deferred,
-    finish_others,
-    join,
-    keep_recomputed,
-    make_room,
-    prepare_recomputation,
-    repair,
-)
 from megatron_fsdp_v2.runtime.machine.state import (
     Engine,
     Forward,
@@ -28,17 +15,6 @@ from megatron_fsdp_v2.runtime.machine.state import (
     Phase,
     RootState,
     UnitState,
-)
-from megatron_fsdp_v2.runtime.machine.weights import (
-    before_use,
-    check_units,
-    drop_prefetched,
-    free,
-    free_after_use,
-    free_if_outdated,
-    free_if_replaced,
-    gather_for,
-    look_ahead,
 )
 
 # -- passes ----------------------------------------------------------------------------------------
@@ -69,24 +45,23 @@ def begin_pass(unit: UnitState, *, has_grad: bool) -> None:
     for each in root.units:
         # Before `free` registers the sharded parameters in place of assigned ones.
         if each.is_gathered:
-            free_if_replaced(each)
+            weights.free_if_replaced(each)
     if root.needs_repair:
-        repair(root)
-    if has_grad and unit.is_root:
-        unit.do.check_owned()
-    _free_outdated(root)
+        reductions.repair(root)
     if has_grad:
+        if unit.is_root:
+            unit.do.check_owned()
         do.check_hooks()
         if root.is_after_backward:
             do.forget_casts()
+    _free_outdated(root)
     _begin_pass(unit, has_grad=has_grad)
     _refresh(root)
 
 
 def _free_outdated(root: RootState) -> None:
     for unit in root.units:
-        if unit.is_gathered:
-            free_if_outdated(unit)
+        weights.free_if_outdated(unit)
 
 
 def _continue_pass(root: RootState, *, has_grad: bool) -> None:
@@ -142,7 +117,7 @@ def _begin_nested_pass(unit: UnitState, *, has_grad: bool) -> None:
     are part of the backward's allocation trace.
     """
     root = unit.root
-    finish_others(root)
+    reductions.finish_others(root)
     root.nested = Nested(unit, root.gathers, root.pass_has_grad)
     root.gathers = Gathers(PrefetchLimit(units=0))
     root.pass_has_grad = has_grad
@@ -158,11 +133,11 @@ def _refresh(root: RootState) -> None:
     """Refresh what is refreshed when a pass begins, not at a unit's use. Collective."""
     do = root.do
     if do.engine_run != -1 and (not (root.ranks_may_differ and root.is_checked) or do.has_stale()):
-        finish_others(root)
+        reductions.finish_others(root)
     if not (root.ranks_may_differ or root.has_formats):
         return
     if not root.is_checked:
-        check_units(root)
+        weights.check_units(root)
     if root.has_formats:
         do.write_stale()
     if root.ranks_may_differ:
@@ -195,9 +170,8 @@ def begin_forward(unit: UnitState, *, has_grad: bool, is_packed: bool) -> None:
     """
     with unit.root.report(unit.fqn, "pre_forward"):
         root = unit.root
-        if unit.has_begun:
-            # The last forward did not end, such as after KeyboardInterrupt, which runs no hooks.
-            unit.end_forward()
+        # The last forward may not have ended: KeyboardInterrupt runs no hooks.
+        unit.end_forward()
         inside = is_in_backward(root)
         again = inside and recomputes(unit)
         unit.has_begun, unit.is_recomputing = True, again
@@ -216,20 +190,20 @@ def begin_forward(unit: UnitState, *, has_grad: bool, is_packed: bool) -> None:
         note_if_recomputable(unit, has_grad=has_grad, is_packed=is_packed)
         if unit.phase is not Phase.BACKWARD:
             unit.move(Phase.FORWARD)
-        before_use(unit)
+        weights.before_use(unit)
         if again:
             unit.is_recomputed = unit.was_recomputed = True
             if not is_packed:
                 # A reentrant one, whose graph replaces that of the forward.
                 root.do.forget_casts()
-            prepare_recomputation(unit)
+            reductions.prepare_recomputation(unit)
         elif unit.is_gathered and not unit.is_gathered_around:
-            free_if_replaced(unit)
-        gather_for(unit, WeightUse.FORWARD)
+            weights.free_if_replaced(unit)
+        weights.gather_for(unit, WeightUse.FORWARD)
         if not again:
             gathers = root.gathers
             gathers.forward.note(unit)
-            look_ahead(unit, gathers.forward, unit.settings.forward_prefetch)
+            weights.look_ahead(unit, gathers.forward, unit.settings.forward_prefetch)
             if root.pass_has_grad or has_grad:
                 root.current.begin_forward(unit.reduced_with)
 
@@ -279,12 +253,15 @@ def end_unit_forward(unit: UnitState, *, has_grad: bool) -> None:
         ends_pass = root.is_pass_of(unit)
         if ends_pass:
             # Prefetched weights would be stale if an optimizer stepped next.
-            drop_prefetched(root)
+            weights.drop_prefetched(root)
             if root.ranks_may_differ:
+                if root.current.is_over and not is_nested:
+                    # Another rank may run units after a training step inside this forward.
+                    _continue_pass(root, has_grad=has_grad)
                 # The pass may have skipped units whose weights are being refreshed. A capture has
                 # to wait for its own refreshes, and cannot wait for earlier ones.
                 root.do.wait_for_refreshes()
-            end_forward(root)
+            reductions.end_forward(root)
         # A unit to be recomputed runs its first forward without grad, in a pass with grad. A
         # forward that ran its own backward expects no other.
         is_over = unit.passed is not None and unit.passed.is_over
@@ -293,15 +270,15 @@ def end_unit_forward(unit: UnitState, *, has_grad: bool) -> None:
             unit.num_pending_backwards += 1
             root.current.add_use(unit.reduced_with)
         if unit.reshards_after_forward(has_grad=has_grad) and not unit.is_gathered_around:
-            free_after_use(unit, root.gathers.forward)
+            weights.free_after_use(unit, root.gathers.forward)
         if ends_pass and not (has_grad or is_nested):
-            end_pass(root, "")
+            reductions.end_pass(root)
             root.do.wait_for_host_memory()
 
 
 def fail_forward(unit: UnitState) -> None:
     """Return a unit to IDLE after a forward that raised."""
-    was_recomputing = unit.is_recomputing
+    was_recomputing, is_kept = unit.is_recomputing, unit.is_gathered_around
     unit.end_forward()
     if was_recomputing:
         # A recomputation may stop early by an exception, once all saved tensors are recomputed.
@@ -309,15 +286,18 @@ def fail_forward(unit: UnitState) -> None:
         return
     if unit.phase is Phase.FORWARD:
         unit.move(Phase.IDLE)
+        if not is_kept:
+            weights.free(unit, after_error=True)
     if unit.root.is_pass_of(unit):
-        end_forward(unit.root, failed=True)
+        reductions.end_forward(unit.root, failed=True)
 
 
 def _end_recomputation(unit: UnitState) -> None:
     """Return to IDLE after a recomputation, and stay gathered for the backward."""
     if unit.phase is Phase.FORWARD:
         unit.move(Phase.IDLE)
-        keep_recomputed(unit)
+        # The newest: `prepare_recomputation` removed an earlier one of the unit.
+        unit.root.recomputed[unit] = None
 
 
 # -- forwards of units with several modules --------------------------------------------------------
@@ -379,16 +359,17 @@ def first_gradient(forward: Forward, *, has_grad: bool) -> None:
     """
     unit = forward.unit
     root = unit.root
-    check_is_known(unit, forward.number)
+    reductions.check_is_known(unit, forward.number)
     is_begun = unit.phase is Phase.BACKWARD and unit.backward_number == forward.number
     if not is_begun or root.engine is not Engine.RUNNING:
         # A further gradient of its outputs may be one of an inner unit's, whose backward goes on.
-        finish_deferred(root, forward.number)
+        reductions.finish_deferred(root, forward.number)
     if unit.phase is Phase.BACKWARD:
         if forward.passed is not root.passed and not forward.is_nested:
             # An earlier forward of a unit whose end no hook reported, such as of the root. Other
             # ranks may reach units of that forward, which this rank did not run.
-            join(unit, forward.passed, forward.ends)
+            unit.num_pending_backwards = max(0, unit.num_pending_backwards - 1)
+            reductions.join(unit, forward.passed, forward.ends)
         if not forward.is_nested:
             # The engine runs the most recently created nodes first, so the later forward's is over.
             unit.backward_number = min(unit.backward_number, forward.number)
@@ -399,20 +380,20 @@ def first_gradient(forward: Forward, *, has_grad: bool) -> None:
             "after it (ZeRO-3); use sharding_strategy='optim_grads' to differentiate twice"
         )
     with unit.root.report(unit.fqn, "pre_backward"):
-        join(unit, forward.passed, forward.ends)
+        reductions.join(unit, forward.passed, forward.ends)
         unit.move(Phase.BACKWARD)
         unit.backward_number = forward.number
         if not forward.has_end_hook:
-            defer(forward)
+            reductions.defer(forward)
         unit.is_recomputed, unit.was_recomputed = unit.was_recomputed, False
         root.pending.update(unit.reduced_with)
         root.unit = unit
         root.recomputed.pop(unit, None)
-        before_use(unit)
-        gather_for(unit, WeightUse.BACKWARD)
-        look_ahead(unit, root.gathers.backward, unit.settings.backward_prefetch)
+        weights.before_use(unit)
+        weights.gather_for(unit, WeightUse.BACKWARD)
+        weights.look_ahead(unit, root.gathers.backward, unit.settings.backward_prefetch)
         # Here too: fused kernels write gradients before a hook of theirs runs.
-        make_room(root)
+        reductions.make_room(root)
 
 
 def last_gradient(forward: Forward, *, has_grad: bool) -> None:
@@ -438,14 +419,14 @@ def last_gradient(forward: Forward, *, has_grad: bool) -> None:
             return
         if unit.settings.reshard_after_backward:
             # First: a reduction may allocate memory, and wait for earlier reductions.
-            free_after_use(unit, root.gathers.backward)
-        end_use(root, unit.reduced_with, forward.begins)
+            weights.free_after_use(unit, root.gathers.backward)
+        reductions.end_use(root, unit.reduced_with, forward.begins)
         unit.move(Phase.IDLE)
 
 
 def expect_gradient(unit: UnitState) -> None:
     """Begin a backward at a gradient that reached a weight before an output of its unit."""
-    join(unit, unit.root.current)
+    reductions.join(unit, unit.root.current)
 
 
 def is_in_backward(root: RootState) -> bool:
@@ -453,7 +434,7 @@ def is_in_backward(root: RootState) -> bool:
 
     The caller of a backward that failed may go on before the engine's thread drops the callback.
     """
-    if root.engine is Engine.RUNNING and root.do.engine_run == -1:
+    if root.do.engine_run == -1:
         engine_dropped(root)
     return root.engine is Engine.RUNNING
 
@@ -503,19 +484,19 @@ def direct_gradient(
         number: The number of the use.
     """
     root = unit.root
-    check_is_known(unit, number)
+    reductions.check_is_known(unit, number)
     if not root.is_scheduled:
-        finish_deferred(root, number)
-        join(unit, passed, number)
+        reductions.finish_deferred(root, number)
+        reductions.join(unit, passed, number)
         root.pending.add(unit)  # of a recomputation too
     if not group.is_arriving:
-        make_room(root)
+        reductions.make_room(root)
 
 
 def end_direct_use(unit: UnitState, number: int) -> None:
     """Reduce what is due after the gradient of a counted direct use was added. Collective."""
     if not unit.root.is_scheduled:
-        end_use(unit.root, [unit], number)
+        reductions.end_use(unit.root, [unit], number)
 
 
 # -- schedules -------------------------------------------------------------------------------------
@@ -530,7 +511,7 @@ def begin_schedule(unit: UnitState) -> None:
     root = unit.root
     if not root.is_scheduled:
         begin_pass(unit, has_grad=True)
-        end_forward(root)
+        reductions.end_forward(root)
         root.gathers.begin_schedule()
     root.num_scheduled += 1
 
@@ -538,12 +519,12 @@ def begin_schedule(unit: UnitState) -> None:
 def begin_use(unit: UnitState) -> None:
     """Gather weights for a use that a schedule reports. Collective."""
     unit.num_users += 1
-    before_use(unit)
-    gather_for(unit, WeightUse.BOTH)
+    weights.before_use(unit)
+    weights.gather_for(unit, WeightUse.BOTH)
     # Prefetches follow the order of uses in the last step, forwards and backwards alike.
     order = unit.root.gathers.schedule
     order.note(unit)
-    look_ahead(unit, order)
+    weights.look_ahead(unit, order)
 
 
 def release(unit: UnitState, *, reshard: bool) -> None:
@@ -562,7 +543,7 @@ def release(unit: UnitState, *, reshard: bool) -> None:
         )
     unit.num_users -= 1
     if reshard and not unit.num_users:
-        free(unit)
+        weights.free_after_use(unit, unit.root.gathers.schedule)
 
 
 # -- users -----------------------------------------------------------------------------------------
@@ -587,10 +568,10 @@ def weights_changed(root: RootState) -> None:
 def make_idle(root: RootState) -> None:
     """Free the weights of all units, also after an exception."""
     if root.needs_repair:
-        repair(root)
-    drop_prefetched(root)
+        reductions.repair(root)
+    weights.drop_prefetched(root)
     for unit in root.units:
-        free(unit)
+        weights.free(unit)
 
 
 def adopt(root: RootState, units: Sequence[UnitState]) -> None:

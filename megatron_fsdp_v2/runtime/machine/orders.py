@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -57,23 +58,25 @@ class PrefetchLimit:
 # -- order of uses ---------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
 class ExecutionOrder[UnitT: UnitFacts]:
     """Order in which units ran, as a prediction of the next pass.
 
     A misprediction costs an unnecessary gather and changes no result: it is the same on all ranks
     if they run the same units, and a mispredicted prefetch is dropped.
+
+    Attributes:
+        expected: Units in the predicted order.
+        ran: Units that ran in this pass.
+        following: Index of the first expected unit that has not run yet.
     """
 
-    __slots__ = ("expected", "following", "ran")
+    expected: list[UnitT] = field(default_factory=list)
+    ran: list[UnitT] = field(default_factory=list)
+    following: int = 0
 
-    MAX_RUNS = 1 << 14
+    MAX_RUNS: ClassVar[int] = 1 << 14
     """Maximum number of runs kept. A pass of units outside the root's forward may never end."""
-
-    def __init__(self) -> None:
-        self.expected: list[UnitT] = []
-        self.ran: list[UnitT] = []
-        # Index of the first expected unit that has not run yet.
-        self.following = 0
 
     def begin(self) -> None:
         """Start a new pass, predicted to repeat the last one."""
@@ -106,6 +109,7 @@ class ExecutionOrder[UnitT: UnitFacts]:
         return itertools.islice(self.expected, self.following, None)
 
 
+@dataclass(slots=True, eq=False)
 class Gathers[UnitT: UnitFacts]:
     """Expected order of uses, and the units gathered ahead.
 
@@ -120,20 +124,14 @@ class Gathers[UnitT: UnitFacts]:
         requested: Units gathered ahead because a user chose them.
     """
 
-    __slots__ = (
-        *("backward", "forward", "forwards", "limit", "num_uses", "prefetched", "requested"),
-        "schedule",
-    )
-
-    def __init__(self, limit: PrefetchLimit) -> None:
-        self.limit = limit
-        self.num_uses = 0
-        self.forwards: dict[UnitT, ExecutionOrder[UnitT]] = {}
-        self.forward: ExecutionOrder[UnitT] = ExecutionOrder()
-        self.backward: ExecutionOrder[UnitT] = ExecutionOrder()
-        self.schedule: ExecutionOrder[UnitT] = ExecutionOrder()
-        self.prefetched: deque[UnitT] = deque()
-        self.requested: list[UnitT] = []
+    limit: PrefetchLimit
+    num_uses: int = 0
+    forwards: dict[UnitT, ExecutionOrder[UnitT]] = field(default_factory=dict)
+    forward: ExecutionOrder[UnitT] = field(default_factory=ExecutionOrder)
+    backward: ExecutionOrder[UnitT] = field(default_factory=ExecutionOrder)
+    schedule: ExecutionOrder[UnitT] = field(default_factory=ExecutionOrder)
+    prefetched: deque[UnitT] = field(default_factory=deque)
+    requested: list[UnitT] = field(default_factory=list)
 
     def begin_forward(self, first: UnitT) -> None:
         """Begin a pass, predicted by the last pass that began with the same unit.
@@ -172,6 +170,7 @@ class Turn:
     last: int = -1
 
 
+@dataclass(slots=True, eq=False)
 class Numbers:
     """Counts the forwards of all roots, and lists the passes that are not reduced yet.
 
@@ -180,11 +179,8 @@ class Numbers:
         unreduced: Turns of passes whose units are reduced in order, and are not all reduced yet.
     """
 
-    __slots__ = ("next", "unreduced")
-
-    def __init__(self) -> None:
-        self.next = itertools.count().__next__
-        self.unreduced: list[Turn] = []
+    next: Callable[[], int] = field(default_factory=lambda: itertools.count().__next__)
+    unreduced: list[Turn] = field(default_factory=list)
 
 
 class Pass[UnitT: UnitFacts]:
@@ -222,7 +218,6 @@ class Pass[UnitT: UnitFacts]:
         has_root: Whether the root ran in this pass.
         is_over: Whether its backward has begun, so that later forwards are another pass.
         turn: When it is reduced, among all passes.
-        is_reduced: Whether all units had their turn in the latest backward.
     """
 
     def __init__(self, numbers: Numbers, order: Sequence[UnitT] | None = None) -> None:
@@ -232,7 +227,6 @@ class Pass[UnitT: UnitFacts]:
         self.has_root = False
         self.is_over = False
         self.turn = Turn()
-        self.is_reduced = True
         self._order = order
         # Index of the unit whose turn is next.
         self._next = 0
@@ -320,7 +314,7 @@ class Pass[UnitT: UnitFacts]:
     def begin_backward(self) -> None:
         """Begin a backward; the graph of a forward may have several."""
         self.is_over = True
-        self._next, self.is_reduced = 0, self._order is None
+        self._next = 0
         self._left = self._uses.copy()
         self._waiting = [unit for unit in self._begun if unit in self._repeated]
         if self._order is not None:
@@ -343,6 +337,11 @@ class Pass[UnitT: UnitFacts]:
                 found.append(waiting.pop())
         return found + [u for u in units if self._left[u] <= 0 and u not in repeated]
 
+    @property
+    def is_reduced(self) -> bool:
+        """Whether all units had their turn in the latest backward, or reduce in no fixed order."""
+        return self._order is None or self._next == len(self._order)
+
     def waits(self, position: int) -> bool:
         """Return whether a pass that is reduced before this pass may still receive gradients."""
         turns = self._numbers.unreduced
@@ -364,6 +363,5 @@ class Pass[UnitT: UnitFacts]:
                 break
             self._next += 1
         else:
-            self.is_reduced = True
             self._leave()
         return [unit for unit in self._order[start : self._next] if not unit.is_gone]

@@ -88,9 +88,7 @@ def finish_deferred(root: RootState, number: int) -> None:
 def _together(root: RootState) -> list[RootState]:
     """Return all roots in this run of the engine, in order of their turns."""
     found = [each for each in root.process.under_way if each.run == root.run]
-    if len(found) > 1:
-        found.sort(key=lambda each: each.passed.turn.last, reverse=True)
-    return found or [root]
+    return sorted(found, key=lambda each: -each.passed.turn.last) or [root]
 
 
 # -- recomputations --------------------------------------------------------------------------------
@@ -118,12 +116,6 @@ def prepare_recomputation(unit: UnitState) -> None:
         if other not in kept:
             del root.recomputed[other]
             free(other)
-
-
-def keep_recomputed(unit: UnitState) -> None:
-    """Leave a recomputed unit gathered for its backward."""
-    # The newest: `prepare_recomputation` removed an earlier one of the unit.
-    unit.root.recomputed[unit] = None
 
 
 # -- turns -----------------------------------------------------------------------------------------
@@ -173,14 +165,11 @@ def finish_others(root: RootState, position: int = UNKNOWN) -> None:
         root: The root that communicates next.
         position: Number of the forward that the engine has reached, if known.
     """
-    under_way = root.process.under_way
-    if not under_way or (len(under_way) == 1 and under_way[0] is root):
-        return
     run = root.do.engine_run
     reduces_in_turn = root.is_running and root.ranks_may_differ
     others = [
         other
-        for other in sorted(under_way, key=lambda other: -other.passed.turn.last)
+        for other in sorted(root.process.under_way, key=lambda other: -other.passed.turn.last)
         if other is not root and other.ranks_may_differ and other.is_running
         if not (reduces_in_turn and other.run == run)
     ]
@@ -341,7 +330,9 @@ def end(root: RootState) -> None:
     synced = [_reduce_remaining(each) for each in together]
     # Of all roots first: a unit that two roots share may be in flight for either.
     for each, units in zip(together, synced, strict=True):
-        _end_alone(each, synchronize=bool(units))
+        _end_reductions(each, units)
+        _forget(each)
+        end_pass(each, "backward", synchronize=bool(units))
     # Hooks run last: they may step weights, and may raise.
     for each, units in zip(together, synced, strict=True):
         each.do.run_hooks(units)
@@ -356,35 +347,33 @@ def _reduce_remaining(root: RootState) -> list[UnitState]:
     if root.ranks_may_differ:
         # All had their turn, also if a double backward reached some of them again since.
         root.pending.clear()
-    synced = []
     for unit in reversed(root.units):
         if unit.settings.reshard_after_backward:
             free(unit)
-        is_synced = unit.syncs_gradients
-        if unit in root.pending or any([g.has_partial or g.has_gradient for g in unit.groups]):
-            _reduce_rest(root, unit, synchronize=is_synced)
-        if is_synced:
-            synced.append(unit)
-        else:
-            _owe(root, unit)
         if unit.phase is Phase.BACKWARD:
             # Its inputs need no gradients, so no hook marked the end of its backward.
             unit.num_pending_backwards = max(0, unit.num_pending_backwards - 1)
+        if unit.is_recomputing or unit.pending_modules:
+            unit.end_forward()
         # A forward may run a backward, such as a whole training step, and go on.
-        goes_on = unit.has_begun and not (unit.is_recomputing or unit.pending_modules)
-        unit.phase = Phase.FORWARD if goes_on else Phase.IDLE
-        unit.pending_modules.clear()
+        unit.phase = Phase.FORWARD if unit.has_begun else Phase.IDLE
     drop_prefetched(root)
+    return _reduce_all(root)
+
+
+def _reduce_all(root: RootState) -> list[UnitState]:
+    """Reduce remaining gradients and wait for all reductions. Collective.
+
+    Returns:
+        The units whose gradients are synchronized; those of the others stay owed.
+    """
+    for unit in reversed(root.units):
+        if unit in root.pending or any([g.has_partial or g.has_gradient for g in unit.groups]):
+            _reduce_rest(root, unit, synchronize=unit.syncs_gradients)
+        if not unit.syncs_gradients:
+            _owe(root, unit)
     drain(root)
-    return synced
-
-
-def _end_alone(root: RootState, *, synchronize: bool) -> None:
-    _end_reductions(root, synchronize=synchronize)
-    # An optimizer without torch's step hooks may step now.
-    root.weight_version += synchronize
-    _forget(root)
-    end_pass(root, "synchronized backward" if synchronize else "backward")
+    return [unit for unit in reversed(root.units) if unit.syncs_gradients]
 
 
 def end_scheduled(root: RootState) -> None:
@@ -392,22 +381,12 @@ def end_scheduled(root: RootState) -> None:
 
     Units that other micro-batches use stay gathered.
     """
-    synced = []
-    for unit in reversed(root.units):
-        is_synced = unit.syncs_gradients
-        _reduce_rest(root, unit, synchronize=is_synced)
-        if is_synced:
-            synced.append(unit)
-        else:
-            _owe(root, unit)
-    drain(root)
-    synchronize = bool(synced)
-    _end_reductions(root, synchronize=synchronize)
+    synced = _reduce_all(root)
+    _end_reductions(root, synced)
     root.num_scheduled -= 1
     if not root.is_scheduled:
         drop_prefetched(root)
-        root.weight_version += synchronize
-        end_pass(root, "synchronized schedule" if synchronize else "schedule")
+        end_pass(root, "schedule", synchronize=bool(synced))
     root.do.run_hooks(synced)
 
 
@@ -418,6 +397,9 @@ def synchronize(root: RootState, units: Sequence[UnitState]) -> None:
         root: Root of the units.
         units: Some of the units, parents before children.
     """
+    if root.needs_repair:
+        # Another rank may have finished the backward that failed here.
+        repair(root)
     # If every backward reduces (ZeRO-2), no gradient is left: units that some rank skipped were
     # reduced in their turn.
     is_pending = root.ranks_may_differ and root.has_unreduced
@@ -427,28 +409,36 @@ def synchronize(root: RootState, units: Sequence[UnitState]) -> None:
             root.pending.add(unit)
         _reduce_rest(root, unit, synchronize=True)
     drain(root)
-    _end_reductions(root, synchronize=True)
-    # As after a synchronized backward: an optimizer may step next.
-    root.weight_version += 1
+    _end_reductions(root, units)
+    root.weight_version += 1  # as after a synchronized backward
     root.do.run_hooks(units[::-1])
 
 
-def _end_reductions(root: RootState, *, synchronize: bool) -> None:
-    """End reductions that were waited for, and drop gradients to which no rank contributed."""
-    root.do.end_reductions()
-    root.has_unreduced = not synchronize
-
-
-def end_pass(root: RootState, name: str) -> None:
-    """End a backward or an evaluation.
+def _end_reductions(root: RootState, synced: Sequence[UnitState]) -> None:
+    """End reductions that were waited for, and drop gradients to which no rank contributed.
 
     Args:
         root: The root.
-        name: Kind of the pass, for reports; empty for an evaluation.
+        synced: Units whose gradients are synchronized.
     """
-    if name:
+    root.do.end_reductions()
+    root.has_unreduced = not synced
+
+
+def end_pass(root: RootState, kind: str = "", *, synchronize: bool = False) -> None:
+    """End a backward, a schedule or an evaluation.
+
+    Args:
+        root: The root.
+        kind: Kind of the pass, for reports; empty for an evaluation.
+        synchronize: Whether gradients were synchronized.
+    """
+    if kind:
         root.is_early, root.num_to_compare[True] = False, 0
         root.is_after_backward = True
+        # An optimizer without torch's step hooks may step now.
+        root.weight_version += synchronize
+    name = f"synchronized {kind}" if synchronize else kind
     root.do.end_allocations(name, no_pending_backward=not root.has_pending_backward)
 
 
@@ -493,6 +483,7 @@ def repair(root: RootState) -> None:
             each.do.drop_gradients(before, is_shared=is_shared)
             if is_shared:
                 each.weight_version += bool(each.synced)
+                each.has_unreduced = not each.synced
             each.inner.clear()
             each.outer.clear()
     for each in together:

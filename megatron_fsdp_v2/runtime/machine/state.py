@@ -15,13 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_fsdp_v2.runtime.machine.commands import GroupCommands, RootCommands, UnitCommands
-from megatron_fsdp_v2.runtime.machine.orders import (
-    Gathers,
-    Numbers,
-    Pass,
-    PrefetchLimit,
-    UnitFacts,
-)
+from megatron_fsdp_v2.runtime.machine.orders import Gathers, Numbers, Pass, PrefetchLimit, UnitFacts
 
 UNKNOWN = sys.maxsize
 """Position of a backward before the first unit that it reaches."""
@@ -233,7 +227,14 @@ class UnitState(UnitFacts):
         """Forget the unit, whose modules were deleted."""
         self.is_gone, self.is_gathered = True, False
         self.groups = []
-        self.root.forget(self)
+        root = self.root
+        if self in root.units:
+            root.units.remove(self)
+        root.gathers.forwards.pop(self, None)
+        if root.pass_unit is self:
+            root.pass_unit = None
+        if not root.units and root in root.process.under_way:
+            root.process.under_way.remove(root)
 
 
 @dataclass(slots=True, eq=False)
@@ -265,6 +266,7 @@ class Forward:
 # -- roots -----------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
 class ProcessState:
     """State that all roots of a process share.
 
@@ -273,11 +275,8 @@ class ProcessState:
         under_way: Roots whose backward began and has neither ended nor been repaired.
     """
 
-    __slots__ = ("numbers", "under_way")
-
-    def __init__(self) -> None:
-        self.numbers = Numbers()
-        self.under_way: list[RootState] = []
+    numbers: Numbers = field(default_factory=Numbers)
+    under_way: list[RootState] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -358,6 +357,9 @@ class RootState:
         outer: Reductions along the outer axis in flight, the oldest one first.
     """
 
+    ranks_may_differ: bool
+    has_formats: bool
+
     def __init__(
         self, process: ProcessState, do: RootCommands, control: Control, report: Report
     ) -> None:
@@ -368,7 +370,6 @@ class RootState:
         self.units: list[UnitState] = []
         self.gathers: Gathers[UnitState] = Gathers(control.limit)
         self.current: Pass[UnitState] = Pass(process.numbers)
-        self.ranks_may_differ = self.has_formats = False
         self.weight_version = 0
         self.pass_has_grad = self.forward_failed = False
         self.is_checked = self.owns_all = False
@@ -394,16 +395,6 @@ class RootState:
     def new_pass(self) -> Pass[UnitState]:
         """Return a pass that no forward belongs to yet."""
         return Pass(self.process.numbers, self.units[::-1] if self.ranks_may_differ else None)
-
-    def forget(self, unit: UnitState) -> None:
-        """Forget a deleted unit."""
-        if unit in self.units:
-            self.units.remove(unit)
-        self.gathers.forwards.pop(unit, None)
-        if self.pass_unit is unit:
-            self.pass_unit = None
-        if not self.units and self in self.process.under_way:
-            self.process.under_way.remove(self)
 
     @property
     def is_running(self) -> bool:

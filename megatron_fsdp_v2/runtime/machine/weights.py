@@ -6,10 +6,7 @@ from collections.abc import Sequence
 
 from megatron_fsdp_v2.layout.weight_use import WeightUse
 from megatron_fsdp_v2.runtime.machine.orders import ExecutionOrder
-from megatron_fsdp_v2.runtime.machine.state import (
-    RootState,
-    UnitState,
-)
+from megatron_fsdp_v2.runtime.machine.state import RootState, UnitState
 
 
 def gather(unit: UnitState, uses: WeightUse, *, async_op: bool) -> None:
@@ -66,7 +63,7 @@ def free_if_replaced(unit: UnitState) -> None:
 
 def free_if_outdated(unit: UnitState) -> None:
     """Free gathered weights that are stale or changed, or of which some were (un)frozen."""
-    if unit.do.is_outdated():
+    if unit.is_gathered and unit.do.is_outdated():
         free(unit)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp_v2 import fully_shard
+from megatron_fsdp_v2.runtime.module import unit_of
 from tests.distributed.on_ranks import on_ranks
 from tests.reference.models import Formula
 
@@ -48,3 +49,11 @@ def test_outer_unit_that_runs_twice_may_return_what_an_inner_unit_computed(strat
     found = [(mine.grad.full_tensor(), full.grad) for mine, full in pairs]
     for mine, full in found:
         torch.testing.assert_close(mine, full)
+
+
+@on_ranks(2)
+def test_one_backward_through_two_forwards_leaves_none_pending() -> None:
+    model = fully_shard(nn.Linear(4, 4))
+    x = torch.randn(3, 4)
+    (model(x) + model(x)).sum().backward()
+    assert not unit_of(model).state.expects_backward

@@ -299,6 +299,39 @@ def test_functional_call_is_rejected_and_replaces_nothing(before_it: str) -> Non
     assert weight_error(model, plain) < EXACT
 
 
+@on_ranks(2, strategy=["optim", "optim_grads"])
+def test_reduce_grad_after_a_backward_that_failed_on_one_rank_meets_the_other(
+    strategy: str,
+) -> None:
+    plain, model, optimizers = _trained(strategy)
+    with model.no_sync():
+        own_loss(model, 7).backward()
+    if dist.get_rank() == 0:
+        _fail_in_backward(model)
+    else:
+        own_loss(model, 7).backward()
+    model.reduce_grad()
+    model.zero_grad()
+    train_both(plain, model, optimizers, range(2, 4))
+    assert weight_error(model, plain) < EXACT
+
+
+def _try_block(self: Any, x: torch.Tensor) -> Any:
+    with contextlib.suppress(PlannedFailure):
+        self.block(x)
+    return self.output(x)
+
+
+@on_ranks(2)
+def test_unit_that_raises_and_whose_caller_goes_on_is_resharded() -> None:
+    block = Formula(lambda self, x: fail(self.layer(x)), layer=nn.Linear(4, 4))
+    model = Formula(_try_block, block=block, output=nn.Linear(4, 4))
+    wrap(model, [block])
+    loss = model(torch.ones(2, 4)).sum()
+    assert not unit_of(block).is_unsharded
+    loss.backward()
+
+
 @on_ranks(2, is_async=[False, True], at_issue=[False, True])
 def test_next_forward_gathers_weights_after_a_failed_gather(is_async: bool, at_issue: bool) -> None:
     plain, model = pair(enable_unshard_prefetch=is_async)

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp_v2.runtime.module import named_units
+from megatron_fsdp_v2.memory.observer import Event, PhaseBegan
+from megatron_fsdp_v2.runtime.module import named_units, unit_of
 from megatron_fsdp_v2_mcore.model.scheduled_units import ScheduledUnits
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
@@ -24,6 +25,7 @@ from tests.distributed.wrapping import (
     pair,
     step_all,
     weight_error,
+    wrap,
 )
 from tests.reference.late_product import LateProduct
 from tests.reference.models import Stack
@@ -259,6 +261,31 @@ def test_units_are_gathered_for_the_parts_that_use_them() -> None:
     # The root, a layer in its forward, one in its backward and the experts of one; one prefetched.
     assert _train("optim_grads_params", **PLAIN) == 4
     assert _train("optim_grads_params") == 5
+
+
+@on_ranks(2)
+def test_part_whose_backward_follows_its_forward_is_gathered_once() -> None:
+    model = wrap(Stack())
+    parts, gathered = list(model.blocks), []
+    units = ScheduledUnits(model, parts)
+
+    def receive(event: Event) -> None:
+        if isinstance(event, PhaseBegan) and event.phase == "unshard":
+            gathered.append(event.owner)
+
+    unit_of(model).context.observer.subscribe(receive)
+    for _ in range(2):
+        gathered.clear()
+        units.begin()
+        for part in parts:
+            units.begin_forward(part)
+            units.end_forward(part)
+        for part in reversed(parts):
+            units.begin_backward(part)
+            units.end_backward(part)
+        units.end()
+    assert gathered.count("blocks.2") == 1
+    assert gathered.count("blocks.1") == 2
 
 
 @on_ranks(2, how=["abandon", "evaluate"], strategy=["optim", "optim_grads_params"])

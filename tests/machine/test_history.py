@@ -541,7 +541,7 @@ FAULTS = [
             f"{BOTH}, backward 0, engine, interrupt 0, synchronize",
             f"{BOTH}, backward 0, *, synchronize",
         ),
-        ("reductions", "if root.needs_repair:", "if False:"),
+        ("reductions", "if root.engine is not Engine.RESTING and", "if False and"),
     ),
     Fault(
         "a rank whose synchronized backward alone failed reduced units again when users "

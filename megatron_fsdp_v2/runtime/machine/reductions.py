@@ -397,7 +397,7 @@ def synchronize(root: RootState, units: Sequence[UnitState]) -> None:
         root: Root of the units.
         units: Some of the units, parents before children.
     """
-    if root.needs_repair:
+    if root.engine is not Engine.RESTING and root.do.engine_run == -1:
         # Another rank may have finished the backward that failed here.
         repair(root)
     # If every backward reduces (ZeRO-2), no gradient is left: units that some rank skipped were

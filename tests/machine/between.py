@@ -282,7 +282,9 @@ class Between:
             root.state.current.turn for root in self.roots if root.state not in self.reached_roots
         ]
         waiting = [turn for turn in self.process.numbers.unreduced if turn not in idle]
-        require(not waiting or self.has_interrupted, "a pass waits for its reduction")
+        # That of a forward inside a backward waits for the next one of the root.
+        may_wait = self.has_interrupted or self.setup.nests
+        require(not waiting or may_wait, "a pass waits for its reduction")
 
     def _check_end(self: Any, root: Root, numbers: list[int]) -> None:
         """Check what the end of a backward did beside reductions."""

@@ -93,6 +93,7 @@ class Setup:
         unsynced_by: Setting by which the first backward is left unsynchronized.
         deletes: Units that may be deleted between two passes; with a root, all its units.
         schedules: Whether a schedule runs the units below the root part by part.
+        nests: Whether a forward with gradients, whose graph is dropped, may run inside a backward.
         misses: Units with parameters that may get no gradient on this rank.
         catches: Whether a unit may raise whose caller goes on.
         illegal: Whether the last event may be one that no program may make.
@@ -143,6 +144,7 @@ class Setup:
     unsynced_by: str = "requires_gradient_sync"
     deletes: frozenset[int] = frozenset()
     schedules: bool = False
+    nests: bool = False
     misses: frozenset[int] = frozenset()
     catches: bool = False
     illegal: bool = False

@@ -210,14 +210,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=FILES, nargs="*", help="files of the machine (all)")
     parser.add_argument("--lines", type=int, nargs="*", help="lines of the file (all)")
-    parser.add_argument("--num", type=int, default=4, help="first sequences of a setup (4)")
+    parser.add_argument("--num", type=int, default=20, help="sequences of a setup (20)")
     parser.add_argument("--stages", type=int, default=3, help="how many stages run (3)")
     parser.add_argument("--verbose", action="store_true", help="also print what detects the others")
     args = parser.parse_args()
     folder = pathlib.Path(machine.__file__).parent
     num_setups = len(_setups())
     short, longer = range(num_setups - len(_LONGER)), range(num_setups - len(_LONGER), num_setups)
-    stages = [(short, args.num), (short, 6 * args.num), (longer, 40 * args.num)][: args.stages]
+    stages = [(short, 1), (short, args.num), (longer, 10 * args.num)][: args.stages]
     successes: Counter[int] = Counter()
     for name in args.only or FILES:
         source = (folder / f"{name}.py").read_text()

@@ -82,5 +82,12 @@ class Rules:
         """Whether a forward may be under way, or have had no backward and never get one."""
         setup = self.setup
         is_under_way = bool(self.open or self.queue or self.batches or self.engine_run != -1)
-        loses = setup.drops or setup.interrupts or setup.fails or setup.catches or setup.repeats
+        loses = (
+            setup.drops
+            or setup.nests
+            or setup.interrupts
+            or setup.fails
+            or setup.catches
+            or setup.repeats
+        )
         return not self.counts or loses or is_under_way or setup.alone or setup.trains_inside

@@ -100,6 +100,12 @@ PROGRAMS: dict[str, dict[str, Any]] = {
         "accumulates": True,
     },
     "loads anywhere": {"loads": frozenset([1, 2]), "max_calls": 2},
+    "forwards with gradients inside a backward": {"nests": True, "evaluates": True},
+    "forwards with gradients inside a backward of two roots": {
+        "nests": True,
+        "evaluates": True,
+        "parents": (-1, -1, 0, 1),
+    },
     "two backwards through one graph": {"repeats": True},
     "a backward that is repeated after an exception": {
         "repeats": True,

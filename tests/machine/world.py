@@ -210,6 +210,8 @@ class World(Between, Rules, Schedules):
                     for root in self.roots
                     if root.state.is_running or not is_stale
                 ]
+                if setup.nests:
+                    found += [("nest", root.number) for root in self.roots if root.state.is_running]
         else:
             is_stale = self._is_stale(self.graphs)
             if self.num_forwards < setup.max_forwards * len(self.roots) and not is_stale:
@@ -417,15 +419,20 @@ class World(Between, Rules, Schedules):
         else:
             self.graphs.append(node)
 
-    def _evaluate(self, number: int) -> None:
-        """Run the root and each of its units once, without gradients."""
+    def _nest(self, number: int) -> None:
+        """Run a root with gradients, inside its backward; the graph is dropped."""
+        self._evaluate(number, has_grad=True)
+
+    def _evaluate(self, number: int, *, has_grad: bool = False) -> None:
+        """Run the root and each of its units once."""
         self.evaluated = True
         # All ranks run such a forward at the same point.
-        self.program.append(f"evaluate {number}{self.place() if self.queue else ''}")
+        kind = "nest" if has_grad else "evaluate"
+        self.program.append(f"{kind} {number}{self.place() if self.queue else ''}")
         if self.engine_run != -1:
             self._interleave(self.root_of(number))
             self.is_exact = False
-        self._run(number, has_grad=False)
+        self._run(number, has_grad=has_grad)
         if self.engine_run == -1:
             self._check_freed(number)
             root = self.root_of(number).do

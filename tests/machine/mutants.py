@@ -1,21 +1,23 @@
 """Changes of the machine, one at a time, that the exploration must detect.
 
-    python -m tests.machine.mutants [--only FILE] [--num N]
+    python -m tests.machine.mutants [--only FILE ...] [--num N] [--stages N]
 
 Every comparison is negated, every `and` and `or` exchanged, every condition negated, every call
-that is a statement deleted, and every assignment of True or False reversed. Each change is explored
-in a process of its own, in the setups that detected most changes so far first, up to the first one
-that detects it; changes that nothing detects are printed. A change is detected by a rule of the
-exploration, by another exception of the machine, or because it never ends.
+that is a statement deleted, and every assignment of True or False reversed. Each change meets
+sequences of events drawn at random, in a process of its own, in the setups that detected most
+changes so far first, up to the first one that detects it; changes that nothing detects are printed.
+A change is detected by a rule of the exploration, by another exception of the machine, or because
+it never ends. All changes meet one sequence per setup; those that are left meet `--num`, and at
+last more of the programs in which ranks differ most.
 
-A change that 40 states per setup do not detect is not proven to be harmless: those of turns among
-roots and ranks need long sequences, most of which `test_history.py` has. As read and not proven,
-these change nothing that a training would notice:
+What is left is not proven to be harmless. As read and not proven, no world can detect changes of
 
-* `orders.Pass.is_reduced` before a backward begins, which sets it.
-* `state.RootState` before `set_units` or the first pass, which set `ranks_may_differ`,
-  `has_formats`, `is_captured` and `is_early`; a repair of a root that needs none.
-* `weights.free_if_outdated` frees nothing where nothing is gathered.
+* `reductions.join`: `finish_others`. All roots of a world have one ZeRO level and run in one call
+  of the engine, so that those under way reduce in turn.
+* `events._continue_pass`: the new pass, `has_root`, `expect_backward` and `forget_casts`. They are
+  for a backward through what a forward computes after a training step inside it.
+* `reductions._reduce_remaining`: `pending.clear()`. It is for a double backward that reaches units
+  after their turn.
 * Signs of `weight_version`: any other number makes weights stale.
 """
 

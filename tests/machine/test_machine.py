@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from megatron_fsdp_v2.runtime.machine import events
 from megatron_fsdp_v2.runtime.machine.state import Phase
 from tests.machine.executors import Setup
-from tests.machine.explore import explore, run
+from tests.machine.explore import explore, run, sample
 from tests.machine.programs import described
 from tests.machine.setups import CASES, PROGRAMS, setup_of
 from tests.machine.world import World
@@ -35,6 +37,25 @@ def test_no_sequence_of_events_breaks_a_rule(program: str) -> None:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_no_longer_sequence_of_events_breaks_a_rule(program: str) -> None:
     assert _explore(program, 2000) > 36 * 200
+
+
+def _sample(program: str, cases: list[dict[str, Any]], num: int) -> None:
+    """Run sequences of events of a kind of program that are drawn at random."""
+    for case in cases:
+        setup = setup_of(case, program)
+        if (broken := sample(setup, num).broken) is not None:
+            pytest.fail(f"{setup}: {broken[0]}\nafter {described(setup, broken[1])}")
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_no_sequence_drawn_at_random_breaks_a_rule(program: str) -> None:
+    _sample(program, CASES[4::9], 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_no_more_sequences_drawn_at_random_break_a_rule(program: str) -> None:
+    _sample(program, CASES, 20)
 
 
 def _gathers(setup: Setup, actions: str) -> list[int]:

@@ -564,8 +564,6 @@ class World(Between, Rules, Schedules):
 
     def _needed(self, node: Node) -> int:
         """Return the version of the weights that the backward of a forward computes with."""
-        if self.setup.zero == 0 and self.setup.parents[node.unit] >= 0:
-            return self.version
         if self.setup.zero == 3 and self.evaluated:
             # An evaluation in the backward refreshed the unit, which it shares with no graph.
             return self.groups[node.unit].version

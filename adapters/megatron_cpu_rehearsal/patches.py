@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,17 @@ import torch
 
 from megatron_cpu_rehearsal.devices import CpuDevices
 from megatron_fsdp_v2_patching import Patch
+
+
+def _without_checks_of_a_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    def inprocess_restart(*args: Any) -> Any:
+        rank = os.environ.pop("LOCAL_RANK")
+        try:
+            return original(*args)
+        finally:
+            os.environ["LOCAL_RANK"] = rank
+
+    return inprocess_restart
 
 
 def _skip_if_compiled(compile_helpers: Callable[[], None]) -> Callable[[], None]:
@@ -107,6 +119,11 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.training:pretrain",
         "combinations of flags that would fail inside a layer are rejected before a training",
         wrap="megatron_cpu_rehearsal.combinations:with_checked_flags",
+    ),
+    Patch(
+        "megatron.training.inprocess_restart:inprocess_restart",
+        "before a restart, NVIDIA's resiliency extension checks the GPU of LOCAL_RANK through NVML",
+        wrap="megatron_cpu_rehearsal.patches:_without_checks_of_a_gpu",
     ),
     Patch(
         "megatron.core.datasets.utils:compile_helpers",

@@ -7,6 +7,7 @@ reductions.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-_num_made: Counter[str] = Counter()
+# Per default process group: a rank that joins a restarted program has made none before.
+_NUM_MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 
 
 def new_local_group(
@@ -44,8 +46,9 @@ def new_local_group(
     default, store = core._world.pg_map[world]
     backend = default if backend is None else backend
     label = f"{purpose} of {'-'.join(map(str, ranks))}"
-    name = f"megatron_fsdp_v2: {label}, number {_num_made[label]}"
-    _num_made[label] += 1
+    num_made = _NUM_MADE.setdefault(world, Counter())
+    name = f"megatron_fsdp_v2: {label}, number {num_made[label]}"
+    num_made[label] += 1
     device, world.bound_device_id = world.bound_device_id, None
     try:
         group, _ = core._new_process_group_helper(

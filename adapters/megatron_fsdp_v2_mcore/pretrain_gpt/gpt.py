@@ -44,6 +44,7 @@ from megatron_fsdp_v2_mcore.flags.errors import (
     rejections_as_flag_errors,
 )
 from megatron_fsdp_v2_mcore.pretrain_gpt.data import check_data, dataset_config
+from megatron_fsdp_v2_mcore.pretrain_gpt.inprocess import FLAG, restart_within_processes
 
 # A loss that grows by more than this factor in an iteration is treated as a hardware fault.
 SPIKY_LOSS_FACTOR = 10.0
@@ -281,6 +282,15 @@ def train() -> None:
     """
     # Checked before Megatron's validation, which may raise another error first, and after it.
     check_data(sys.argv)
+    if FLAG in sys.argv:
+        _check_started()
+        restart_within_processes(_train)
+    else:
+        _train()
+
+
+def _train(store: Any = None, call_wrapper: Any = None) -> None:
+    """Parse Megatron's flags and train; see `restart_within_processes`."""
     with rejections_as_flag_errors("Megatron rejects these flags"):
         with parser_errors_as_flag_errors():
             args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
@@ -296,4 +306,6 @@ def train() -> None:
         ModelType.encoder_or_decoder,
         forward_step,
         model_provider=build_model,
+        store=store,
+        inprocess_call_wrapper=call_wrapper,
     )

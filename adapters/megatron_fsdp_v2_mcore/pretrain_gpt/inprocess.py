@@ -1,0 +1,70 @@
+"""`--inprocess-restart`: a training that is restarted within its processes after a fault.
+
+NVIDIA's resiliency extension calls the training function again on the ranks that are left. Megatron
+0.19 does not support that as it is: the arguments are parsed once, outside of the function, and
+destroyed before it is called again; and the process groups of all calls share one store.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from megatron.training import inprocess_restart
+from megatron.training.arguments import parse_args
+from megatron.training.training import set_startup_timestamps
+
+from megatron_fsdp_v2_mcore.flags.errors import FlagError
+
+FLAG = "--inprocess-restart"
+_MODULE = "nvidia_resiliency_ext.inprocess"
+_TIMEOUT = timedelta(seconds=300)
+
+
+def restart_within_processes(train: Callable[..., None]) -> None:
+    """Train, and train again after a fault, in the same processes.
+
+    Args:
+        train: The training. Called with a store and the extension's `CallWrapper`, for Megatron's
+            `pretrain`; parses the arguments itself.
+
+    Raises:
+        FlagError: The extension is not installed, or a flag is missing.
+    """
+    if importlib.util.find_spec(_MODULE.partition(".")[0]) is None:
+        raise FlagError(
+            f"{FLAG} needs NVIDIA's resiliency extension; install nvidia-resiliency-ext, or omit "
+            "the flag"
+        )
+    args = parse_args(ignore_unknown_args=True)
+    if args.save is None or args.load is None:
+        raise FlagError(
+            f"{FLAG} needs --save and --load of one folder: a training that is restarted goes on "
+            "from its last checkpoint"
+        )
+    wrapper = importlib.import_module(_MODULE).CallWrapper
+    port, rank = int(os.environ["MASTER_PORT"]) + 1, int(os.environ["RANK"])
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"],
+        port,
+        int(os.environ["WORLD_SIZE"]),
+        is_master=rank == 0,
+        timeout=_TIMEOUT,
+        wait_for_workers=True,
+    )
+
+    def call(call_wrapper: Any = None) -> None:
+        train(store, call_wrapper)
+
+    # Without times, `pretrain` sums times of earlier calls, which a rank that joins has none of.
+    now = time.time()
+    set_startup_timestamps(program_start=now, main_entry=now)
+    # The extension compares annotations with its class, and passes its wrapper where it finds it.
+    call.__annotations__ = {"call_wrapper": wrapper}
+    inprocess_restart.inprocess_restart(call, args)()

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,11 +21,12 @@ import torch.distributed as dist
 from megatron_fsdp_v2.checkpoint.verifying import verify
 from megatron_fsdp_v2_mcore.restarts import agree_on_prefix, store_of_this_start
 from tests.mcore import flags as f
-from tests.mcore.command_line import RUN, losses_in, torchrun
+from tests.mcore.command_line import PRETRAIN, RUN, losses_in, torchrun
 from tests.mcore.flags import MODEL_FLAGS, fsdp, loading, saving, words
 from tests.mcore.session import distance
 from tests.mcore.trained import trained
-from tests.ranks import RankPools
+from tests.processes import ROOT
+from tests.ranks import RankPools, free_port
 
 PATIENT = timedelta(seconds=20)
 
@@ -126,6 +134,67 @@ def test_job_with_a_killed_rank_resumes_from_its_newest_checkpoint(tmp_path: Pat
     assert seconds
     for number, loss in seconds:
         assert distance([loss], [(losses[number - 1] + losses[number]) / 2]) < 1e-6
+
+
+@pytest.mark.functional
+def test_job_goes_on_at_another_world_size_without_a_lost_node(
+    megatron: RankPools, tmp_path: Path
+) -> None:
+    """`--nnodes 1:2`: the agent and the rank of one node are killed."""
+    undisturbed = trained(megatron, 2, fsdp(), "--train-iters 16").losses
+    flags = words(MODEL_FLAGS, fsdp(), "--train-iters 16 --cpu-rehearsal")
+    flags += [*saving(tmp_path / "checkpoints", 4), *loading(tmp_path / "checkpoints")]
+    port = free_port()
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2"]
+    agent += ["--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"]
+    agent += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "adapters")])
+    environment = os.environ | {"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
+    logs = [tmp_path / f"node{node}.log" for node in range(2)]
+    nodes: list[subprocess.Popen[bytes]] = []
+
+    def printed() -> list[tuple[int, float]]:
+        return [pair for log in logs for pair in losses_in(log.read_text())]
+
+    def wait_for(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 240
+        while not condition():
+            assert time.monotonic() < deadline, [log.read_text()[-3000:] for log in logs]
+            time.sleep(0.2)
+
+    def is_listening() -> bool:
+        with contextlib.closing(socket.socket()) as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    with contextlib.ExitStack() as stack:
+        for log in logs:
+            file = stack.enter_context(log.open("wb"))
+            command = [*agent, "-m", PRETRAIN, *flags]
+            node = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+            nodes.append(stack.enter_context(node))
+            stack.callback(_kill_node, node)
+            wait_for(is_listening)  # the first agent has the store that the second one joins
+        wait_for(lambda: any(iteration == 6 for iteration, _ in printed()))
+        _kill_node(nodes[1])
+        before = dict(printed())
+        num_printed = len(losses_in(logs[0].read_text()))
+        wait_for(lambda: nodes[0].poll() is not None)
+    assert nodes[0].returncode == 0, logs[0].read_text()[-3000:]
+    (first, _), *_ = after = losses_in(logs[0].read_text())[num_printed:]
+    assert [iteration for iteration, _ in after] == list(range(first, 17))
+    assert first in (5, 9)
+    for iteration, loss in (*before.items(), *after):
+        # The second line of a start is the mean of both iterations.
+        if iteration not in (2, first + 1):
+            assert distance([loss], [undisturbed[iteration - 1]]) < 1e-6
+
+
+def _kill_node(agent: subprocess.Popen[bytes]) -> None:
+    """Kill an agent of torchrun and its workers, which have sessions of their own."""
+    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
+    with contextlib.suppress(FileNotFoundError):
+        for pid in (*map(int, children.read_text().split()), agent.pid):
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.functional

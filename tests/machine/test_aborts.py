@@ -81,9 +81,9 @@ def _left_over(world: World) -> list[str]:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_units_that_are_abandoned_are_as_new_ones(program: str) -> None:
     chance = random.Random(program)
-    for case in CASES[::5]:
+    for case in CASES[::7]:
         setup = setup_of(case, program)
-        for _ in range(10):
+        for _ in range(6):
             world, path = _walk(setup, chance, chance.randrange(60))
             if found := _left_over(world):
                 pytest.fail(f"{found} after {shown(path)}, in {described(setup, path)}")

@@ -157,7 +157,11 @@ FAULTS = [
         "a second backward through one graph reduced units again that had their turn",
         Setup(zero=2, repeats=True),
         (f"{BOTH}, backward 0, *, again, *", f"{ONE}, backward 0, *, again, *"),
-        ("orders", "        self._next = 0\n        self._left", "        self._left"),
+        (
+            "orders",
+            "self._next, self.is_reduced = 0, self._order is None",
+            "self.is_reduced = self._order is None",
+        ),
     ),
     # -- recomputations
     Fault(

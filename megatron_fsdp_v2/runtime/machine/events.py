@@ -61,7 +61,8 @@ def begin_pass(unit: UnitState, *, has_grad: bool) -> None:
 
 def _free_outdated(root: RootState) -> None:
     for unit in root.units:
-        weights.free_if_outdated(unit)
+        if unit.is_gathered:
+            weights.free_if_outdated(unit)
 
 
 def _continue_pass(root: RootState, *, has_grad: bool) -> None:
@@ -170,8 +171,9 @@ def begin_forward(unit: UnitState, *, has_grad: bool, is_packed: bool) -> None:
     """
     with unit.root.report(unit.fqn, "pre_forward"):
         root = unit.root
-        # The last forward may not have ended: KeyboardInterrupt runs no hooks.
-        unit.end_forward()
+        if unit.has_begun:
+            # The last forward did not end, such as after KeyboardInterrupt, which runs no hooks.
+            unit.end_forward()
         inside = is_in_backward(root)
         again = inside and recomputes(unit)
         unit.has_begun, unit.is_recomputing = True, again
@@ -359,7 +361,8 @@ def first_gradient(forward: Forward, *, has_grad: bool) -> None:
     """
     unit = forward.unit
     root = unit.root
-    reductions.check_is_known(unit, forward.number)
+    if forward.number < unit.first_number:
+        raise reductions.unknown(unit)
     is_begun = unit.phase is Phase.BACKWARD and unit.backward_number == forward.number
     if not is_begun or root.engine is not Engine.RUNNING:
         # A further gradient of its outputs may be one of an inner unit's, whose backward goes on.
@@ -484,7 +487,8 @@ def direct_gradient(
         number: The number of the use.
     """
     root = unit.root
-    reductions.check_is_known(unit, number)
+    if number < unit.first_number:
+        raise reductions.unknown(unit)
     if not root.is_scheduled:
         reductions.finish_deferred(root, number)
         reductions.join(unit, passed, number)

@@ -218,6 +218,8 @@ class Pass[UnitT: UnitFacts]:
         has_root: Whether the root ran in this pass.
         is_over: Whether its backward has begun, so that later forwards are another pass.
         turn: When it is reduced, among all passes.
+        is_reduced: Whether all units had their turn in the latest backward, or reduce in no fixed
+            order. An attribute, since it is read for every unit.
     """
 
     def __init__(self, numbers: Numbers, order: Sequence[UnitT] | None = None) -> None:
@@ -227,6 +229,7 @@ class Pass[UnitT: UnitFacts]:
         self.has_root = False
         self.is_over = False
         self.turn = Turn()
+        self.is_reduced = True
         self._order = order
         # Index of the unit whose turn is next.
         self._next = 0
@@ -314,7 +317,7 @@ class Pass[UnitT: UnitFacts]:
     def begin_backward(self) -> None:
         """Begin a backward; the graph of a forward may have several."""
         self.is_over = True
-        self._next = 0
+        self._next, self.is_reduced = 0, self._order is None
         self._left = self._uses.copy()
         self._waiting = [unit for unit in self._begun if unit in self._repeated]
         if self._order is not None:
@@ -337,11 +340,6 @@ class Pass[UnitT: UnitFacts]:
                 found.append(waiting.pop())
         return found + [u for u in units if self._left[u] <= 0 and u not in repeated]
 
-    @property
-    def is_reduced(self) -> bool:
-        """Whether all units had their turn in the latest backward, or reduce in no fixed order."""
-        return self._order is None or self._next == len(self._order)
-
     def waits(self, position: int) -> bool:
         """Return whether a pass that is reduced before this pass may still receive gradients."""
         turns = self._numbers.unreduced
@@ -363,5 +361,6 @@ class Pass[UnitT: UnitFacts]:
                 break
             self._next += 1
         else:
+            self.is_reduced = True
             self._leave()
         return [unit for unit in self._order[start : self._next] if not unit.is_gone]

@@ -88,7 +88,9 @@ def finish_deferred(root: RootState, number: int) -> None:
 def _together(root: RootState) -> list[RootState]:
     """Return all roots in this run of the engine, in order of their turns."""
     found = [each for each in root.process.under_way if each.run == root.run]
-    return sorted(found, key=lambda each: -each.passed.turn.last) or [root]
+    if len(found) > 1:
+        found.sort(key=lambda each: each.passed.turn.last, reverse=True)
+    return found or [root]
 
 
 # -- recomputations --------------------------------------------------------------------------------
@@ -367,13 +369,17 @@ def _reduce_all(root: RootState) -> list[UnitState]:
     Returns:
         The units whose gradients are synchronized; those of the others stay owed.
     """
+    synced = []
     for unit in reversed(root.units):
+        is_synced = unit.syncs_gradients
         if unit in root.pending or any([g.has_partial or g.has_gradient for g in unit.groups]):
-            _reduce_rest(root, unit, synchronize=unit.syncs_gradients)
-        if not unit.syncs_gradients:
+            _reduce_rest(root, unit, synchronize=is_synced)
+        if is_synced:
+            synced.append(unit)
+        else:
             _owe(root, unit)
     drain(root)
-    return [unit for unit in reversed(root.units) if unit.syncs_gradients]
+    return synced
 
 
 def end_scheduled(root: RootState) -> None:
@@ -510,13 +516,12 @@ def abandon(root: RootState) -> None:
         unit.do.abandon()
 
 
-def check_is_known(unit: UnitState, number: int) -> None:
-    """Raise if a gradient is one of a forward from before the unit was abandoned."""
-    if number < unit.first_number:
-        raise RuntimeError(
-            f"a gradient reached a forward of {unit.do.name} from before abort() or rebuild(), "
-            "whose weights are gone; run the forward again"
-        )
+def unknown(unit: UnitState) -> RuntimeError:
+    """Return the error for a gradient of a forward from before the unit was abandoned."""
+    return RuntimeError(
+        f"a gradient reached a forward of {unit.do.name} from before abort() or rebuild(), "
+        "whose weights are gone; run the forward again"
+    )
 
 
 def _make_idle(unit: UnitState) -> None:

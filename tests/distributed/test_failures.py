@@ -26,6 +26,7 @@ from tests.distributed.wrapping import (
     STRATEGIES,
     backward_both,
     batch,
+    dying_collectives,
     error_message,
     fp64_pair,
     gradient_error,
@@ -437,14 +438,6 @@ def test_a_reduction_that_is_not_issued_leaves_its_gradients() -> None:
 @on_ranks(2, strategy=STRATEGIES)
 def test_a_training_that_died_in_any_collective_leaves_nothing_to_the_next(strategy: str) -> None:
     """As after a restart within a process: another model, on process groups of its own."""
-    issue, count, dies_at = backends.CpuCommunicator.issue, 0, -1
-
-    def counted(self: Any, collective: Collective, *, async_op: bool) -> Work:
-        nonlocal count
-        count += 1
-        if count == dies_at:
-            raise RuntimeError("a rank is gone")
-        return issue(self, collective, async_op=async_op)
 
     def trained(mesh: Any) -> Any:
         torch.manual_seed(0)
@@ -457,17 +450,17 @@ def test_a_training_that_died_in_any_collective_leaves_nothing_to_the_next(strat
         return [param.full_tensor().detach() for param in model.parameters()]
 
     contexts: list[Any] = []
-    with mock.patch.object(backends.CpuCommunicator, "issue", counted):
+    with dying_collectives() as dying:
         expected = trained(mesh_of(2))
-        last = count
+        last = dying.count
         others = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")
-        for dies_at in range(last // 2, last, 3):
-            count = 0
+        for dying.dies_at in range(last // 2, last, 3):
+            dying.count = 0
             with pytest.raises(RuntimeError, match="a rank is gone"):
                 trained(mesh_of(2))
-            count = -(10**6)
+            dying.count = -(10**6)
             again = trained(others)
-            assert all(map(torch.equal, again, expected)), dies_at
+            assert all(map(torch.equal, again, expected)), dying.dies_at
     gc.collect()
     assert not PROCESS.under_way
     assert not any(context() for context in contexts)

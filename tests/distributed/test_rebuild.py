@@ -8,7 +8,6 @@ import signal
 import weakref
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,8 +19,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from megatron_fsdp_v2 import ShardPlacementResult, UnitOptions, checkpoint
 from megatron_fsdp_v2.checkpoint import restore, snapshot
-from megatron_fsdp_v2.comm import backends
-from megatron_fsdp_v2.comm.interface import Collective, Work
 from megatron_fsdp_v2.dtensor.row_shards import TensorShard
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.optim import flat_optimizer
@@ -35,6 +32,7 @@ from tests.distributed.wrapping import (
     STRATEGIES,
     batch,
     check_error_messages,
+    dying_collectives,
     train_losses,
     wrap,
 )
@@ -115,28 +113,19 @@ _DIED = [
 def test_training_goes_on_bit_by_bit_after_it_died_in_any_collective(
     strategy: str, kind: str
 ) -> None:
-    issue, count, dies_at = backends.CpuCommunicator.issue, 0, -1
-
-    def counted(self: Any, collective: Collective, *, async_op: bool) -> Work:
-        nonlocal count
-        count += 1
-        if count == dies_at:
-            raise RuntimeError("a rank is gone")
-        return issue(self, collective, async_op=async_op)
-
-    with mock.patch.object(backends.CpuCommunicator, "issue", counted):
+    with dying_collectives() as dying:
         model, optimizer = _made(_mesh(2), strategy, kind)
         expected = train_losses(model, optimizer, range(4))
-        state, last = _state(model, optimizer), count
-        for dies_at in range(last // 4, last, max(last // 5, 1)):
-            count, losses = 0, []
+        state, last = _state(model, optimizer), dying.count
+        for dying.dies_at in range(last // 4, last, max(last // 5, 1)):
+            dying.count, losses = 0, []
             model, optimizer = _made(_mesh(2), strategy, kind)
             params = list(model.parameters())
             with pytest.raises(RuntimeError, match="a rank is gone"):
                 for step in range(4):
                     taken = snapshot(model, optimizer)
                     losses += train_losses(model, optimizer, [step])
-            count = -(10**6)
+            dying.count = -(10**6)
             model.abort()
             model.abort()
             assert all(param.grad is None for param in params)
@@ -155,8 +144,8 @@ def test_training_goes_on_bit_by_bit_after_it_died_in_any_collective(
             gc.collect()
             assert old() is None and not PROCESS.under_way
             losses += train_losses(model, optimizer, range(len(losses), 4))
-            assert losses == expected, dies_at
-            assert _state(model, optimizer) == state, dies_at
+            assert losses == expected, dying.dies_at
+            assert _state(model, optimizer) == state, dying.dies_at
             assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
 
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp_v2 import FSDPModule, MixedPrecisionPolicy
 from megatron_fsdp_v2.comm.backends import CpuCommunicator
-from megatron_fsdp_v2.comm.interface import Collective
+from megatron_fsdp_v2.comm.interface import Collective, Work
 from megatron_fsdp_v2.runtime.module import unit_of
 from tests.reference.models import INPUT, Stack
 from tests.sharding import shard
@@ -177,6 +177,34 @@ class CollectiveRecorder:
     def dtypes(self, *, gathers: bool) -> set[torch.dtype]:
         """Dtypes of gathers, or of reductions."""
         return {sent.dtype for sent in self.sent if (sent.kind == "all_gather") is gathers}
+
+
+@dataclass
+class Dying:
+    """Collectives of this process, one of which fails.
+
+    Attributes:
+        count: Number of collectives since it was set to 0.
+        dies_at: Number of the one that fails.
+    """
+
+    count: int = 0
+    dies_at: int = -1
+
+
+@contextlib.contextmanager
+def dying_collectives() -> Iterator[Dying]:
+    """Count the collectives of all models, and let one fail with 'a rank is gone'."""
+    issue, dying = CpuCommunicator.issue, Dying()
+
+    def counted(self: Any, collective: Collective, *, async_op: bool) -> Work:
+        dying.count += 1
+        if dying.count == dying.dies_at:
+            raise RuntimeError("a rank is gone")
+        return issue(self, collective, async_op=async_op)
+
+    with mock.patch.object(CpuCommunicator, "issue", counted):
+        yield dying
 
 
 @contextlib.contextmanager

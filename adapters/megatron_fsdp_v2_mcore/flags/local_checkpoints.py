@@ -13,6 +13,19 @@ _OTHER_ITERATIONS = ("ckpt_step", "finetune", "override_ckpt_iteration")
 """Arguments with which a run does not continue after its newest checkpoint."""
 
 
+def check_resiliency_extension(flag: str) -> None:
+    """Check that NVIDIA's resiliency extension, which a flag needs, is installed.
+
+    Raises:
+        FlagError: The extension is not installed. The message names the flag.
+    """
+    if importlib.util.find_spec(_EXTENSION) is None:
+        raise FlagError(
+            f"{flag} needs NVIDIA's resiliency extension; install nvidia-resiliency-ext, or omit "
+            "the flag"
+        )
+
+
 def check_local_checkpoints(args: Any) -> None:
     """Check the flags of local checkpoints.
 
@@ -28,11 +41,7 @@ def check_local_checkpoints(args: Any) -> None:
             if getattr(args, name):
                 raise FlagError(f"{flag_of(name)} needs {_LOCAL}; add it, or leave both out")
         return
-    if importlib.util.find_spec(_EXTENSION) is None:
-        raise FlagError(
-            f"{_LOCAL} needs NVIDIA's resiliency extension; install nvidia-resiliency-ext, or omit "
-            "the flag"
-        )
+    check_resiliency_extension(_LOCAL)
     if args.non_persistent_local_ckpt_dir is None:
         raise FlagError(f"{_LOCAL} needs --non-persistent-local-ckpt-dir, a folder on every node")
     if args.save is None or args.load is None:

@@ -8,7 +8,6 @@ destroyed before it is called again; and the process groups of all calls share o
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from megatron.training.arguments import parse_args
 from megatron.training.training import set_startup_timestamps
 
 from megatron_fsdp_v2_mcore.flags.errors import FlagError
+from megatron_fsdp_v2_mcore.flags.local_checkpoints import check_resiliency_extension
 
 FLAG = "--inprocess-restart"
 _MODULE = "nvidia_resiliency_ext.inprocess"
@@ -37,11 +37,7 @@ def restart_within_processes(train: Callable[..., None]) -> None:
     Raises:
         FlagError: The extension is not installed, or a flag is missing.
     """
-    if importlib.util.find_spec(_MODULE.partition(".")[0]) is None:
-        raise FlagError(
-            f"{FLAG} needs NVIDIA's resiliency extension; install nvidia-resiliency-ext, or omit "
-            "the flag"
-        )
+    check_resiliency_extension(FLAG)
     args = parse_args(ignore_unknown_args=True)
     if args.save is None or args.load is None:
         raise FlagError(

@@ -54,7 +54,7 @@ class CollectiveRecord:
         self._known_groups: set[str] = set()
 
     def begin(self, kind: str) -> None:
-        """Note that a pass begins."""
+        """Record the beginning of a pass."""
         self.passed = self.passed[0] + 1, kind
 
     def add(self, name: str, kind: enum.Enum, nbytes: int, group: dist.ProcessGroup) -> None:

@@ -39,8 +39,8 @@ def watch_collectives(
 
     Args:
         folder: Folder of the files, which all ranks can write. It is created.
-        stalled_after_s: Seconds without a new collective after which the second file is written.
-        on_signal: Signal upon which it is written, also while the main thread waits in a
+        stalled_after_s: Seconds without a new collective after which the report is written.
+        on_signal: Signal upon which the report is written, also while the main thread waits in a
             collective. None: no signal.
 
     Returns:

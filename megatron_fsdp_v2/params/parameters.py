@@ -203,7 +203,7 @@ class GroupParameters:
     # -- registration -------------------------------------------------------------------------
 
     def replace_originals(self, owned: Sequence[OwnedParameter]) -> None:
-        """Register the sharded parameters in place of the originals, and mark those stale.
+        """Register the sharded parameters in place of the originals, and mark the originals stale.
 
         This is the first change of existing objects. Users' hook tables move to the sharded
         parameters, so that handles of registered hooks stay valid.

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from megatron_fsdp_v2.comm.backends import communicator_for
 from megatron_fsdp_v2.comm.interface import Axis
 from megatron_fsdp_v2.comm.rank_checks import Entry, compare_sharding, reporting_errors
 from megatron_fsdp_v2.dtensor.row_shards import TensorShard
@@ -28,7 +27,7 @@ from megatron_fsdp_v2.dtensor.tp_params import tensor_shard_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp_v2.layout.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp_v2.layout.split import flat_buffers, is_balanced
-from megatron_fsdp_v2.memory.allocator import Allocator, set_data
+from megatron_fsdp_v2.memory.allocator import set_data
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.params.buffer import GroupSpec
 from megatron_fsdp_v2.params.extensions import (
@@ -391,8 +390,8 @@ def make_unit(plan: UnitPlan) -> None:
                 parameter.format_type = probe(
                     parameter.name, parameter.param, spec, module, plan.device
                 )
-        allocator = TracePoolAllocator() if plan.options.enable_trace_pool else Allocator()
-        context: Context[Unit] = Context(communicator_for(plan.device), allocator, plan.options)
+        context: Context[Unit] = Context(plan.device, plan.options)
+        allocator = context.allocator
         made = _make_groups(plan, context)
         groups = [group for group, _ in made]
         unit = Unit(

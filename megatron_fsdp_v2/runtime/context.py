@@ -13,11 +13,12 @@ from typing import Any, cast
 import torch
 
 from megatron_fsdp_v2._compiler import reject_compiled_autograd, uncompiled
-from megatron_fsdp_v2.comm.backends import is_capturing
+from megatron_fsdp_v2.comm.backends import communicator_for, is_capturing
 from megatron_fsdp_v2.comm.interface import AbortedCommunicator, Communicator
 from megatron_fsdp_v2.comm.record import RECORD
 from megatron_fsdp_v2.memory.allocator import Allocator
 from megatron_fsdp_v2.memory.observer import Observer
+from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.params.gradients import GroupGrads
 from megatron_fsdp_v2.params.group import ParameterGroup, write_stale_weights
 from megatron_fsdp_v2.runtime.machine import events, reductions
@@ -52,14 +53,17 @@ class Context[UnitT: UnitGroups]:
     """
 
     def __init__(
-        self,
-        communicator: Communicator,
-        allocator: Allocator,
-        options: RuntimeOptions,
-        observer: Observer | None = None,
+        self, device: torch.device, options: RuntimeOptions, observer: Observer | None = None
     ) -> None:
-        self.communicator = communicator
-        self.allocator = allocator
+        """Make the communicator and the allocator that the options ask for.
+
+        Args:
+            device: Device of the communicator.
+            options: Options of the root.
+            observer: An observer that has subscribers; None for a new one.
+        """
+        self.communicator: Communicator = communicator_for(device)
+        self.allocator = TracePoolAllocator() if options.enable_trace_pool else Allocator()
         self.options = options
         self.observer = Observer() if observer is None else observer
         self.state = RootState(PROCESS, weakref.proxy(self), options.control, self.observer.phase)

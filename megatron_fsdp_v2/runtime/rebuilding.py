@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_map
 
 from megatron_fsdp_v2.comm.backends import (
     abort_process_groups,
-    communicator_for,
     wait_for_all_streams,
 )
 from megatron_fsdp_v2.comm.groups import group_of_same_ranks
@@ -35,7 +34,6 @@ from megatron_fsdp_v2.dtensor.sharded_rows import (
 )
 from megatron_fsdp_v2.dtensor.uneven_dtensor import replicated
 from megatron_fsdp_v2.layout.split import flat_buffers
-from megatron_fsdp_v2.memory.allocator import Allocator
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.params.buffer import GroupSpec
 from megatron_fsdp_v2.params.extensions import AllGatherExtensionFormat
@@ -82,10 +80,7 @@ def rebuild(
         unit.sync()
     specs = {group: _spec_on(unit, group, mesh) for unit in units for group in unit.groups}
     _check(context, specs)
-    allocator = TracePoolAllocator() if context.options.enable_trace_pool else Allocator()
-    new: Context[Unit] = Context(
-        communicator_for(before[0].device), allocator, context.options, context.observer
-    )
+    new: Context[Unit] = Context(before[0].device, context.options, context.observer)
     members = {group: list(_made(group, specs[group], new)) for group in before}
     made = {group: [each for each, _ in found] for group, found in members.items()}
     holds_same_rows = all(
@@ -96,8 +91,7 @@ def rebuild(
     )
     is_kept = _agree(mesh, before[0].device, context.state.weight_version, holds_same_rows)
     # Nothing was changed until here.
-    if not isinstance(context.communicator, AbortedCommunicator):
-        reductions.abandon(context.state)
+    reductions.abandon(context.state)
     gathers = None
     for group, found in members.items():
         for each, indices in found:

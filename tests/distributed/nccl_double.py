@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron_fsdp_v2.comm.streams import NcclCollectives, StreamCommunicator, new_comm_streams
 from megatron_fsdp_v2.optim import engine
 from megatron_fsdp_v2.plan.simulation.process_group import PythonGroup
-from megatron_fsdp_v2.runtime import construct
+from megatron_fsdp_v2.runtime import context
 from tests.distributed import wrapping
 from tests.stream_safety.recorder import StreamRecorder
 
@@ -247,7 +247,7 @@ def as_on_cuda() -> Iterator[StreamRecorder]:
         return StreamCommunicator(recorder, NcclCollectives(), shared)
 
     with (
-        mock.patch.object(construct, "communicator_for", communicator),
+        mock.patch.object(context, "communicator_for", communicator),
         mock.patch.object(engine, "communicator_for", communicator),
         mock.patch.object(wrapping, "mesh_of", mesh_of),
     ):

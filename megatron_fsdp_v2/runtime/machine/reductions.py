@@ -233,7 +233,8 @@ def _reduce(root: RootState, unit: UnitState, *, synchronize: bool) -> None:
                 reduction.groups.append(group)
             queued = [g for g in due if synchronize and is_async and g.queues_partial]
             if queued:
-                # Behind the inner ones, in a stream of their own; others when these are waited for.
+                # These are queued behind the inner ones, in another stream; all others follow when
+                # the inner ones are waited for.
                 _reduce_outer(root, queued, 2 * root.control.max_live)
         if not is_async:
             drain(root)

@@ -147,18 +147,20 @@ class Context[UnitT: UnitGroups]:
         """Whether operations queued now are captured in a CUDA graph."""
         return self.device is not None and is_capturing(self.device)
 
-    def check_captured_pass(self, what: str) -> None:
+    def check_captured_pass(self, unit: UnitT, phase: str) -> None:
         """Raise if a capture of a CUDA graph begins or ends within the pass.
 
         Args:
-            what: What runs now, for the error message.
+            unit: The unit that runs now.
+            phase: Whether it runs its `forward` or `backward`.
         """
         is_capturing = self.is_capturing
         if is_capturing != self.state.is_captured:
             here, there = ("in", "outside") if is_capturing else ("outside", "in")
             raise RuntimeError(
-                f"{what} runs {here} the capture of a CUDA graph, and the forward of "
-                f"{self.units()[0].name} began {there} it; capture forward and backward together"
+                f"the {phase} of {unit.name} runs {here} the capture of a CUDA graph, and the "
+                f"forward of {self.units()[0].name} began {there} it; capture forward and backward "
+                "together"
             )
 
     def begin_capture(self) -> None:

@@ -259,7 +259,7 @@ class FSDPModule(ShardedModule, fsdp.FSDPModule):
                 "finalize_backward should end"
             )
         units = unit.context.units()
-        due = [each for each in units if each.state.syncs_when_finalized]
+        due = [each for each in units if each.state.syncs_gradients(is_finalized=True)]
         if due:
             reductions.synchronize(unit.state.root, [each.state for each in due])
         for each in units:

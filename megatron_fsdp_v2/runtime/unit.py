@@ -225,7 +225,7 @@ class Unit(UnitGroups):
                     "Call fully_shard on one module that contains both, or use "
                     "sharding_strategy='optim_grads'"
                 )
-        check_transform(self.name)
+        check_transform(self)
 
     def check_owned(self) -> None:
         """Raise if a trained parameter below the unit was registered that no unit owns."""

@@ -59,13 +59,13 @@ def check_capture(units: Sequence[UnitGroups], options: RuntimeOptions, state: R
         )
 
 
-def check_transform(name: str) -> None:
+def check_transform(unit: UnitGroups) -> None:
     """Check that a pass begins outside of transforms of `torch.func` that differentiate.
 
     They cannot record writes to buffers outside of them: gathers and refreshes.
 
     Args:
-        name: Name of the unit that the pass begins with.
+        unit: The unit that the pass begins with.
 
     Raises:
         RuntimeError: The pass runs inside `torch.func.vjp`, `jvp`, `grad` or a similar function.
@@ -73,7 +73,7 @@ def check_transform(name: str) -> None:
     transform = torch._C._functorch.peek_interpreter_stack()
     if transform is not None and transform.key() != torch._C._functorch.TransformType.Vmap:
         raise RuntimeError(
-            f"{name} runs inside torch.func.{transform.key().name.lower()} or a function "
+            f"{unit.name} runs inside torch.func.{transform.key().name.lower()} or a function "
             "based on it (vjp, jacrev, jvp, ...), which cannot differentiate a sharded module; use "
             "torch.autograd.grad, or torch.autograd.forward_ad for forward-mode derivatives"
         )

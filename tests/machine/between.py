@@ -433,7 +433,7 @@ class Between:
             elif kind == "capture":
                 self.is_capturing = not self.is_capturing
                 child = self.units[self.setup.parents.index(node.unit)].state
-                events.begin_forward(child, has_grad=True, is_packed=False)
+                events.enter_module(child, 0, has_grad=True, is_packed=False)
             elif kind == "captured backward":
                 self.is_capturing = not self.is_capturing
                 events.first_gradient(node.forward, has_grad=False)

@@ -477,9 +477,9 @@ class Root:
             return self.is_early and setup.zero == 3 and not self.is_captured
         return setup.compares == "always"
 
-    def check_captured_pass(self, what: str) -> None:
+    def check_captured_pass(self, unit: Unit, phase: str) -> None:
         if self.is_capturing != self.state.is_captured:
-            raise Illegal(f"{what} is captured, and not the whole pass")
+            raise Illegal(f"the {phase} of {unit.name} is captured, and not the whole pass")
 
     def begin_capture(self) -> None:
         require(self.world.is_capturing, "a pass that is not captured begins a capture")

@@ -139,8 +139,13 @@ class RootCommands(Protocol):
     def is_capturing(self) -> bool:
         """Whether operations queued now are captured in a CUDA graph."""
 
-    def check_captured_pass(self, what: str) -> None:
-        """Raise if a capture of a CUDA graph begins or ends within the pass."""
+    def check_captured_pass(self, unit: Any, phase: str) -> None:
+        """Raise if a capture of a CUDA graph begins or ends within the pass.
+
+        Args:
+            unit: Executes the commands of the unit that runs now.
+            phase: Whether it runs its `forward` or `backward`.
+        """
 
     def begin_capture(self) -> None:
         """Check that a pass can be captured, and begin it."""

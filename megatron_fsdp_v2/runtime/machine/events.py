@@ -184,12 +184,11 @@ def begin_forward(unit: UnitState, *, has_grad: bool, is_packed: bool) -> None:
             begin_pass(unit, has_grad=has_grad)
         else:
             if root.do.is_capturing:
-                root.do.check_captured_pass(unit.do.name)
+                root.do.check_captured_pass(unit.do, "forward")
             if root.current.is_over:
                 _continue_pass(root, has_grad=has_grad)
         unit.has_begun, unit.passed = True, root.current  # a repair ends all forwards
         unit.is_gathered_around = inside and unit.is_gathered
-        note_if_recomputable(unit, has_grad=has_grad, is_packed=is_packed)
         if unit.phase is not Phase.BACKWARD:
             unit.move(Phase.FORWARD)
         weights.before_use(unit)
@@ -208,17 +207,6 @@ def begin_forward(unit: UnitState, *, has_grad: bool, is_packed: bool) -> None:
             weights.look_ahead(unit, gathers.forward, unit.settings.forward_prefetch)
             if root.pass_has_grad or has_grad:
                 root.current.begin_forward(unit.reduced_with)
-
-
-def note_if_recomputable(unit: UnitState, *, has_grad: bool, is_packed: bool) -> None:
-    """Record whether the backward of the pass may have to repeat a forward that begins now.
-
-    A forward to be repeated records no graph (reentrant checkpoints), or saves its tensors through
-    hooks (non-reentrant ones).
-    """
-    root = unit.root
-    if root.pass_has_grad and not unit.is_recomputing and (is_packed or not has_grad):
-        root.current.recomputable.add(unit)
 
 
 def begin_graph(unit: UnitState) -> Forward:
@@ -320,16 +308,20 @@ def enter_module(unit: UnitState, module: int, *, has_grad: bool, is_packed: boo
         Whether the unit's forward begins with the module.
     """
     several = len(unit.modules) > 1 and not recomputes(unit)
-    if several and unit.pending_modules:
-        if module in unit.pending_modules:
-            note_if_recomputable(unit, has_grad=has_grad, is_packed=is_packed)
-            return False
-        # The module ran already: a new forward begins, and the previous one skipped the others.
-        end_unit_forward(unit, has_grad=has_grad)
-    begin_forward(unit, has_grad=has_grad, is_packed=is_packed)
-    if several:
-        unit.pending_modules.update(unit.modules)
-    return True
+    begins = not several or module not in unit.pending_modules
+    if begins:
+        if several and unit.pending_modules:
+            # The module ran already: a new forward begins, and the previous one skipped the others.
+            end_unit_forward(unit, has_grad=has_grad)
+        begin_forward(unit, has_grad=has_grad, is_packed=is_packed)
+        if several:
+            unit.pending_modules.update(unit.modules)
+    root = unit.root
+    # The backward may have to repeat a forward that records no graph (reentrant checkpoints), or
+    # saves its tensors through hooks (non-reentrant ones).
+    if root.pass_has_grad and not unit.is_recomputing and (is_packed or not has_grad):
+        root.current.recomputable.add(unit)
+    return begins
 
 
 def leave_module(unit: UnitState, module: int, *, has_grad: bool) -> bool:

@@ -41,11 +41,11 @@ def join(unit: UnitState, passed: Pass[UnitState], position: int = UNKNOWN) -> N
     if root.engine is Engine.FAILED:
         repair(root)
     if root.engine is Engine.RESTING:
-        root.do.check_captured_pass(f"the backward of {unit.do.name}")
+        root.do.check_captured_pass(unit.do, "backward")
         root.do.queue_end()
         root.engine, root.run = Engine.RUNNING, root.do.engine_run
         if root.ranks_may_differ:
-            root.synced = [unit for unit in root.units if unit.syncs_gradients]
+            root.synced = [unit for unit in root.units if unit.syncs_gradients()]
         root.gathers.begin_backward()
     elif passed is root.passed:
         return
@@ -191,7 +191,7 @@ def reduce(root: RootState, units: Iterable[UnitState]) -> None:
     """Reduce units in turn, with or without a gradient on this rank. Collective."""
     for unit in units:
         root.pending.add(unit)
-        _reduce(root, unit, synchronize=unit.syncs_gradients)
+        _reduce(root, unit, synchronize=unit.syncs_gradients())
 
 
 def _reduce(root: RootState, unit: UnitState, *, synchronize: bool) -> None:
@@ -372,7 +372,7 @@ def _reduce_all(root: RootState) -> list[UnitState]:
     """
     synced = []
     for unit in reversed(root.units):
-        is_synced = unit.syncs_gradients
+        is_synced = unit.syncs_gradients()
         if unit in root.pending or any([g.has_partial or g.has_gradient for g in unit.groups]):
             _reduce_rest(root, unit, synchronize=is_synced)
         if is_synced:

@@ -181,20 +181,12 @@ class UnitState(UnitFacts):
         """
         return self.root.num_scheduled > 0 and not self.is_root
 
-    @property
-    def syncs_when_finalized(self) -> bool:
-        """Whether `finalize_backward` reduces gradients into `param.grad`."""
+    def syncs_gradients(self, *, is_finalized: bool = False) -> bool:
+        """Return whether a backward or `finalize_backward` reduces gradients into `param.grad`."""
         settings = self.settings
+        is_last = settings.is_last_backward and not settings.is_finalized_manually
         is_whole = settings.requires_all_reduce or not self.has_outer
-        return settings.requires_gradient_sync and is_whole
-
-    @property
-    def syncs_gradients(self) -> bool:
-        """Whether this backward reduces gradients into `param.grad`."""
-        settings = self.settings
-        if not settings.is_last_backward or settings.is_finalized_manually:
-            return False
-        return self.syncs_when_finalized
+        return (is_last or is_finalized) and settings.requires_gradient_sync and is_whole
 
     def reshards_after_forward(self, *, has_grad: bool) -> bool:
         """Return whether a forward that ends now reshards."""

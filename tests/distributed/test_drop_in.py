@@ -186,6 +186,63 @@ def test_a_training_step_may_be_the_forward_of_the_root(strategy: str) -> None:
     assert weight_error(model, plain) < EXACT
 
 
+def _train_between(model: Any, optimizer: Any, x: torch.Tensor, is_first: bool) -> torch.Tensor:
+    """Train a block, or a layer of the root before that block runs."""
+    loss = model.head(x).square().mean()
+    if is_first:
+        loss = loss + model.blocks[0](x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    y = loss if is_first else model.blocks[0](x).square().mean()
+    return y.detach()  # type: ignore[no-any-return]
+
+
+@on_ranks(2, strategy=STRATEGIES[1::2])
+def test_a_training_step_may_run_between_two_modules_of_a_unit(strategy: str) -> None:
+    plain, model = pair(
+        lambda: Formula(
+            _train_between,
+            blocks=nn.ModuleList(Block(INPUT) for _ in range(2)),
+            head=nn.Linear(INPUT, 1),
+        ).double(),
+        lambda m: [list(m.blocks)],
+        sharding_strategy=strategy,
+    )
+    optimizers = [optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, model)]
+    for step in range(4):
+        x = batch(0, step, dtype=torch.float64)
+        losses = [m(o, x, not step % 2) for m, o in zip((plain, model), optimizers, strict=True)]
+        assert torch.equal(*losses)
+    assert weight_error(model, plain) < EXACT
+
+
+def _train_then_run(model: Any, optimizer: Any, x: torch.Tensor, runs_on: bool) -> None:
+    loss = model.blocks[0](x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if runs_on:
+        model.blocks[1](x)
+
+
+@on_ranks(2, strategy=STRATEGIES[:-1])
+def test_after_a_training_step_in_a_forward_other_units_may_run_on_each_rank(strategy: str) -> None:
+    """All ranks gather the new weights in that forward, before the next collective of the user."""
+    plain, model = pair(
+        lambda: Formula(_train_then_run, blocks=nn.ModuleList(Block(INPUT) for _ in range(3))),
+        sharding_strategy=strategy,
+    )
+    optimizers = [optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, model)]
+    sent: list[str] = []
+    for step in range(3):
+        with Dispatched(lambda func, *_: sent.append(func.name())):
+            model(optimizers[1], batch(dist.get_rank(), step), dist.get_rank() == 0)
+    sent = [name for name in sent if name.startswith("c10d::")]
+    assert len(sent) > 3
+    assert of_all_ranks(sent) == [sent, sent]
+
+
 # -- forwards inside a backward ------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ from megatron_fsdp_v2.comm.backends import (
 )
 from megatron_fsdp_v2.comm.groups import group_of_same_ranks
 from megatron_fsdp_v2.comm.interface import AbortedCommunicator, collective_error
+from megatron_fsdp_v2.comm.rank_checks import checksum
 from megatron_fsdp_v2.dtensor.sharded_rows import (
     ShardedRows,
     local_of,
@@ -33,6 +34,7 @@ from megatron_fsdp_v2.dtensor.sharded_rows import (
     rows_of,
 )
 from megatron_fsdp_v2.dtensor.uneven_dtensor import replicated
+from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.layout.split import flat_buffers
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.params.buffer import GroupSpec
@@ -89,7 +91,8 @@ def rebuild(
         for each, indices in found
         for number, index in enumerate(indices)
     )
-    is_kept = _agree(mesh, before[0].device, context.state.weight_version, holds_same_rows)
+    copies = _checksums(specs, mesh.ndim)
+    is_kept = _agree(mesh, context.state.weight_version, copies, holds_same_rows=holds_same_rows)
     # Nothing was changed until here.
     reductions.abandon(context.state)
     gathers = None
@@ -200,22 +203,43 @@ def _made(
         yield made, indices
 
 
+def _checksums(specs: Mapping[ParameterGroup, GroupSpec], num_axes: int) -> list[int]:
+    """Return, for each axis of the new mesh, a checksum of the main weights replicated along it."""
+    sums = [0] * num_axes
+    for group, spec in specs.items():
+        for axis, placements in enumerate(spec.placements):
+            if spec.reduces and placements.main_weight is Placement.REPLICATE:
+                sums[axis] += sum(checksum(local_of(param)) for param in group.sharded_params)
+    return [total % (1 << 62) for total in sums]
+
+
 def _agree(
-    mesh: DeviceMesh, device: torch.device, weight_version: int, holds_same_rows: bool
+    mesh: DeviceMesh, weight_version: int, copies: Sequence[int], *, holds_same_rows: bool
 ) -> bool:
     """Return whether all ranks hold the rows of before, of the same step. Collective."""
-    # A rank may have finished a step in which another one failed, or may have joined since.
+    for axis, total in enumerate(copies):
+        # A rank that joins holds the rows of any mesh with one rank per shard, with other values.
+        smallest, negated_largest = _least(mesh, axis, [total, -total])
+        holds_same_rows &= smallest == -negated_largest
+    # A rank may have finished a step in which another one failed.
     table = [int(holds_same_rows), weight_version, -weight_version]
-    least = torch.tensor(table, device=device)
     for axis in range(mesh.ndim):
-        if mesh.size(axis) > 1:
-            group = mesh.get_group(axis)
-            try:
-                dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
-            except RuntimeError as error:
-                raise collective_error("rebuild", group, error) from error
-    all_hold, smallest, negated_largest = least.tolist()
-    return bool(all_hold and smallest == -negated_largest)
+        table = _least(mesh, axis, table)
+    all_hold, smallest, negated_largest = table
+    return bool(all_hold) and smallest == -negated_largest
+
+
+def _least(mesh: DeviceMesh, axis: int, values: list[int]) -> list[int]:
+    """Return the smallest values of the ranks along an axis. Collective."""
+    if mesh.size(axis) == 1:
+        return values
+    least = torch.tensor(values, device=mesh.device_type)
+    group = mesh.get_group(axis)
+    try:
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    except RuntimeError as error:
+        raise collective_error("rebuild", group, error) from error
+    return least.tolist()
 
 
 def _take_over(

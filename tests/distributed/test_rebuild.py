@@ -364,6 +364,24 @@ def test_ranks_in_different_steps_keep_no_values() -> None:
         train_losses(model, optimizer, range(1))
 
 
+@pytest.mark.parametrize(("shape", "strategy"), [((2,), "no_shard"), ((2, 1), STRATEGIES[3])])
+@on_ranks(2)
+def test_a_rank_that_joins_before_the_next_step_has_no_values(
+    shape: tuple[int, ...], strategy: str
+) -> None:
+    """It holds whole parameters, in the first step since the other rank was rebuilt."""
+    alone = [_mesh_of_ranks([rank]) for rank in range(2)][dist.get_rank()]
+    meshes = _mesh(*shape), _mesh(*shape)
+    model, optimizer = _made(meshes[0], strategy)
+    train_losses(model, optimizer, range(2))
+    model.abort()
+    if dist.get_rank() == 0:
+        assert model.rebuild(alone, optimizer)
+    else:
+        model, optimizer = _made(alone, strategy)
+    assert not model.rebuild(meshes[1], optimizer)
+
+
 @on_ranks(2, strategy=STRATEGIES)
 def test_a_graph_from_before_raises(strategy: str) -> None:
     model, optimizer = _made(_mesh(2), strategy)

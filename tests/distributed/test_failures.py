@@ -317,6 +317,33 @@ def test_reduce_grad_after_a_backward_that_failed_on_one_rank_meets_the_other(
     assert weight_error(model, plain) < EXACT
 
 
+def _interrupt(*args: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("use_reentrant", [None, True])
+@on_ranks(2, strategy=STRATEGIES[1::2])
+def test_an_earlier_loss_has_its_gradients_after_ctrl_c_in_a_forward(
+    strategy: str, use_reentrant: bool | None
+) -> None:
+    def build() -> Any:
+        recomputes = use_reentrant is not None
+        return (Checkpointed(use_reentrant=use_reentrant) if recomputes else Stack()).double()
+
+    plain, model = pair(build, sharding_strategy=strategy)
+    earlier = own_loss(model)
+    handle = model.blocks[1].register_forward_pre_hook(_interrupt)
+    with contextlib.suppress(KeyboardInterrupt):
+        own_loss(model, 1)
+    handle.remove()
+    earlier.backward()
+    for rank in range(2):
+        (loss_of(plain, rank) / 2).backward()
+    assert gradient_error(model, plain) < EXACT
+    train_both(plain, model, _adamw(plain, model), range(1, 3))
+    assert weight_error(model, plain) < EXACT
+
+
 def _try_block(self: Any, x: torch.Tensor) -> Any:
     with contextlib.suppress(PlannedFailure):
         self.block(x)

@@ -219,8 +219,6 @@ class Between:
                 for root in self.roots:
                     if root.state.needs_repair:
                         reductions.repair(root.state)
-        if is_late and self.setup.checkpointed != "no":
-            self.graphs = []  # A recomputation of a unit that is left in its forward raises.
         self.pending, self.kept, self.batches = {}, retried, []
         self.may_hide = self.fails_next = False
         self.expected = {}

@@ -67,6 +67,18 @@ PROGRAMS: dict[str, dict[str, Any]] = {
         "max_steps": 1,
         "accumulates": True,
     },
+    "an exception and recomputations": {
+        "checkpointed": "packed",
+        "interrupts": True,
+        "max_forwards": 2,
+        "max_steps": 1,
+    },
+    "an exception and reentrant recomputations": {
+        "checkpointed": "reentrant",
+        "interrupts": True,
+        "max_forwards": 2,
+        "max_steps": 1,
+    },
     "an exception in two roots": {"parents": (-1, -1, 0, 1), "interrupts": True, "max_steps": 1},
     "recomputed units inside a unit": {
         "parents": (-1, 0, 1, 1),

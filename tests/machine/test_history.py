@@ -580,6 +580,19 @@ FAULTS = [
         ),
     ),
     Fault(
+        "Ctrl-C in the forward of a recomputed unit made the backward of an earlier loss raise",
+        Setup(checkpointed="packed", interrupts=True, max_forwards=2),
+        (
+            "forward 0, call 1 1, return, return, forward 0, call 1 1, interrupt 1, backward 0, *, "
+            "step, forward 0, call 1 1, return, return, backward 0, *",
+        ),
+        (
+            "events",
+            "            if again and unit.phase is",
+            "            if unit.phase is None is",
+        ),
+    ),
+    Fault(
         "a unit that raised, and whose caller went on, stayed gathered",
         Setup(catches=True),
         ("forward 0, call 1 0, catch, return",),

@@ -171,11 +171,13 @@ def begin_forward(unit: UnitState, *, has_grad: bool, is_packed: bool) -> None:
     """
     with unit.root.report(unit.fqn, "pre_forward"):
         root = unit.root
+        inside = is_in_backward(root)
+        again = inside and recomputes(unit)
         if unit.has_begun:
             # The last forward did not end, such as after KeyboardInterrupt, which runs no hooks.
             unit.end_forward()
-        inside = is_in_backward(root)
-        again = inside and recomputes(unit)
+            if again and unit.phase is Phase.FORWARD:
+                unit.move(Phase.IDLE)
         unit.has_begun, unit.is_recomputing = True, again
         if inside:
             if not (again or root.nested is not None):

@@ -100,8 +100,18 @@ def test_a_spare_rank_takes_the_place_of_one_that_is_killed(tmp_path: Path) -> N
     assert all(loss == expected[iteration] for iteration, loss in after.items())
 
 
-def test_a_restart_without_checkpoints_is_rejected(tmp_path: Path) -> None:
-    flags = [*f.MODEL_FLAGS, *f.fsdp(f.ZERO3, "--train-iters 2", RESTARTS)]
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "--inprocess-restart needs --save and --load of one folder"),
+        (["--save", "new", "--load", "old"], "They are new and old"),
+        (["--save", "one", "--load", "one", "--finetune"], "cannot be combined with --finetune"),
+    ],
+)
+def test_a_restart_that_would_lose_progress_is_rejected(
+    tmp_path: Path, more: list[str], message: str
+) -> None:
+    flags = [*f.MODEL_FLAGS, *f.fsdp(f.ZERO3, "--train-iters 2", RESTARTS), *more]
     done = ran(*PROGRAM, *flags, cwd=tmp_path, env=_environment(free_port(), 0, 1))
     assert done.returncode == 2
-    assert "--inprocess-restart needs --save and --load of one folder" in done.stderr
+    assert message in done.stderr

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -39,10 +40,15 @@ def restart_within_processes(train: Callable[..., None]) -> None:
     """
     check_resiliency_extension(FLAG)
     args = parse_args(ignore_unknown_args=True)
-    if args.save is None or args.load is None:
+    if args.save is None or args.load is None or not _is_one_folder(args.save, args.load):
         raise FlagError(
             f"{FLAG} needs --save and --load of one folder: a training that is restarted goes on "
-            "from its last checkpoint"
+            f"from its last checkpoint. They are {args.save} and {args.load}"
+        )
+    if args.finetune:
+        raise FlagError(
+            f"{FLAG} cannot be combined with --finetune: a training that is restarted would begin "
+            "again at iteration 0. Train without it up to the first checkpoint, then load that one"
         )
     wrapper = importlib.import_module(_MODULE).CallWrapper
     port, rank = int(os.environ["MASTER_PORT"]) + 1, int(os.environ["RANK"])
@@ -64,3 +70,7 @@ def restart_within_processes(train: Callable[..., None]) -> None:
     # The extension compares annotations with its class, and passes its wrapper where it finds it.
     call.__annotations__ = {"call_wrapper": wrapper}
     inprocess_restart.inprocess_restart(call, args)()
+
+
+def _is_one_folder(save: str, load: str) -> bool:
+    return Path(save).resolve() == Path(load).resolve()

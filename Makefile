@@ -82,7 +82,7 @@ help: ## list the targets and their variables
 	  '  TIME=minutes   test-all: start no test after this time; the next call continues (no limit)' \
 	  '  CASES=n        test-random: number of cases (1000)' \
 	  '  SEED=n         test-random, soak: seed of the first case, or of the kills (0)' \
-  '  STEPS=n        soak: steps, with one kill of every 200 (3000)' \
+	  '  STEPS=n        soak: steps, with one kill of every 200 (3000)' \
 	  '  DEVICE=name    test-gpu: cuda, or cpu to rehearse the checks (cuda)' \
 	  '  GPUS=n         test-gpu: number of ranks (all GPUs; 2 on a CPU)' \
 	  '  GPU_OUT=path   test-gpu: folder of the report (out/gpu)' \

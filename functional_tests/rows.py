@@ -67,7 +67,7 @@ OVERLAPPING = (
 ROWS: tuple[Row, ...] = (
     # ------------------------------------------------------------------------------- 2 ranks
     Row("dense", 2, f"{NORMS} {f.UNTIED} {EVALUATION} --decoupled-lr 2e-3 --decoupled-min-lr 0",
-        strategies=STRATEGIES, iterations=6, quick=4),
+        strategies=STRATEGIES, iterations=6, quick=2),
     Row("dense, bf16", 2, "--bf16", strategies=(ZERO3, ZERO1)),
     Row("both overlap flags, accumulation", 2, f"{f.OVERLAP_GRADS} --global-batch-size 16",
         ours=f.OVERLAP_PARAMS, strategies=(ZERO3, ZERO2)),

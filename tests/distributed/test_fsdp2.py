@@ -41,6 +41,7 @@ from megatron_fsdp_v2 import (
 from megatron_fsdp_v2.diagnostics import parameter_norms
 from megatron_fsdp_v2.runtime.fsdp2 import REJECTED_METHODS
 from megatron_fsdp_v2.runtime.module import ShardedModule, unit_of
+from tests.cases import quick_only
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     BF16,
@@ -477,7 +478,7 @@ def test_all_reduce_hook_gets_and_changes_what_fsdp2s_does(shape: tuple[int, ...
 
 @on_ranks(
     4,
-    shape=[(4,), (2, 2)],
+    shape=quick_only([(4,), (2, 2)], (2, 2)),
     options=[
         {"mp_policy": BF16, "enable_trace_pool": True},
         {"offload_policy": fsdp.CPUOffloadPolicy(), "outer_dp_sharding_strategy": "optim"},

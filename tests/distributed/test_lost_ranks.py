@@ -13,6 +13,7 @@ from torch import nn
 
 from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.checkpoint import CheckpointError, saving
+from tests.cases import longer
 from tests.distributed.wrapping import error_message, wrap
 from tests.ranks import RankFailure, RankPool
 
@@ -55,7 +56,7 @@ def _errors_of_others(folder: Path, ranks: int, victim: int, *args: Any, **kwarg
 
 @pytest.mark.parametrize(
     ("moment", "is_async"),
-    [("write_data", False), ("write_data", True), ("model_entries", False)],
+    [("write_data", False), longer("write_data", True), longer("model_entries", False)],
     ids=["blocking", "async", "before writing"],
 )
 def test_all_other_ranks_name_the_rank_that_is_killed_in_a_save(

@@ -28,6 +28,7 @@ from megatron_fsdp_v2_for.megatron_fsdp import (
     fully_shard_model,
     fully_shard_optimizer,
 )
+from tests.cases import quick_only
 from tests.distributed import test_meshes, test_tensor_parallel
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
@@ -134,7 +135,9 @@ def test_program_trains_like_the_unsharded_loop(strategy: str, way: str) -> None
 HYBRID = [*((strategy, "no_shard") for strategy in STRATEGIES), (3, 1)]
 
 
-@on_ranks(4, strategies=HYBRID, way=(EVERY, IN_THE_STEP, "is_last_microbatch"))
+@on_ranks(
+    4, strategies=HYBRID, way=quick_only((EVERY, IN_THE_STEP, "is_last_microbatch"), IN_THE_STEP)
+)
 def test_hybrid_program_trains_like_the_unsharded_loop(strategies: Any, way: str) -> None:
     module = stack()
     model, optimizer = fully_shard(
@@ -371,9 +374,9 @@ def meshes_with_experts(shape: tuple[int, ...]) -> tuple[DeviceMesh, DeviceMesh]
 
 
 # On 8 ranks, a case takes seconds.
-WITH_EXPERTS: list[Any] = [((2, 2), 3, 0), ((2, 2, 2), 3, 1)]
+WITH_EXPERTS: list[Any] = [((2, 2), 3, 0)]
 WITH_EXPERTS += [
-    pytest.param(((2, 2, 2), *strategies), marks=pytest.mark.slow) for strategies in HYBRID[:-1]
+    pytest.param(((2, 2, 2), *strategies), marks=pytest.mark.slow) for strategies in HYBRID
 ]
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from megatron_fsdp_v2 import checkpoint
 from megatron_fsdp_v2.memory.host_memory import is_in_host_memory, storages_in_host_memory
 from megatron_fsdp_v2.runtime.module import unit_of
+from tests.cases import quick_only
 from tests.distributed.checkpoint_trainings import block_muon, digests
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
@@ -48,29 +49,36 @@ def _made(**options: Any) -> tuple[Any, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
-@on_ranks("name", name=["1", "3", "HFSDP 2x2"])
-def test_training_goes_on_after_reload_as_if_it_had_not_been_offloaded(name: str) -> None:
+POOL: dict[str, Any] = {"enable_trace_pool": True}
+
+
+@pytest.mark.parametrize(
+    "more", quick_only([POOL, {}, {"mp_policy": BF16}], POOL), ids=["pool", "plain", "bf16"]
+)
+@on_ranks("name", name=quick_only(["1", "3", "HFSDP 2x2"], "3"))
+def test_training_goes_on_after_reload_as_if_it_had_not_been_offloaded(
+    name: str, more: dict[str, Any]
+) -> None:
     for strategy in strategies_on(name):
-        for more in ({}, {"mp_policy": BF16}, {"enable_trace_pool": True}):
-            options = {**on_mesh(name), "sharding_strategy": strategy, **more}
-            model, optimizer = _made(**options)
-            expected = train_losses(model, optimizer, range(4))
-            digest = digests(model, optimizer)
-            model, optimizer = _made(**options)
-            losses = train_losses(model, optimizer, range(1))
-            model.offload()
+        options = {**on_mesh(name), "sharding_strategy": strategy, **more}
+        model, optimizer = _made(**options)
+        expected = train_losses(model, optimizer, range(4))
+        digest = digests(model, optimizer)
+        model, optimizer = _made(**options)
+        losses = train_losses(model, optimizer, range(1))
+        model.offload()
+        model.reload()
+        # Gradients move too, and no optimizer has to be given.
+        losses += train_losses(model, optimizer, range(1, 2))
+        for _ in range(2):
+            assert model.offload(optimizer) > 0
+        for _ in range(2):
             model.reload()
-            # Gradients move too, and no optimizer has to be given.
-            losses += train_losses(model, optimizer, range(1, 2))
-            for _ in range(2):
-                assert model.offload(optimizer) > 0
-            for _ in range(2):
-                model.reload()
-            with torch.no_grad():
-                own_loss(model, 7)
-            losses += train_losses(model, optimizer, range(2, 4))
-            assert losses == expected, options
-            assert digests(model, optimizer) == digest, options
+        with torch.no_grad():
+            own_loss(model, 7)
+        losses += train_losses(model, optimizer, range(2, 4))
+        assert losses == expected, options
+        assert digests(model, optimizer) == digest, options
 
 
 @on_ranks(2, strategy=STRATEGIES)

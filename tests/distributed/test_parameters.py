@@ -18,6 +18,7 @@ from torch.optim import AdamW
 
 from megatron_fsdp_v2 import MixedPrecisionPolicy, checkpoint
 from megatron_fsdp_v2.optim import flat_optimizer
+from tests.cases import quick_only
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     STRATEGIES,
@@ -383,7 +384,7 @@ SWAPS = {
 }
 
 
-@on_ranks("size", size=(1, 2), strategy=("no_shard", *STRATEGIES[2:]))
+@on_ranks("size", size=quick_only((1, 2), 2), strategy=("no_shard", *STRATEGIES[2:]))
 def test_averaged_weights_are_swapped_in_for_an_evaluation_and_out_again(
     size: int, strategy: str
 ) -> None:

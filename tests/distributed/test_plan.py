@@ -372,10 +372,9 @@ def in_order(events: Sequence[StepEvent]) -> list[StepEvent]:
 
 
 QUICK = (
-    *("no_shard", "optim, 3 micro-batches", "optim_grads, momentum"),
+    *("optim, 3 micro-batches", "optim_grads, momentum"),
     *("optim_grads_params, blocks", "nested, tied and frozen, muon", "recomputed"),
-    *("offloaded, HSDP", "HSDP, deep", "HFSDP", "two payloads, recomputed", "used twice"),
-    "owners run after sharing units",
+    *("offloaded, HSDP", "HFSDP", "two payloads, recomputed"),
 )
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megatron_fsdp_v2 import fully_shard
+from tests.cases import quick_only
 from tests.random import by_hand, sharded
 from tests.random.campaign import outcome_of, replay, report, run_watched, shrunk
 from tests.random.cases import STRATEGIES, ZERO_3, Case, Event, Node, Options, from_json, to_json
@@ -25,10 +26,8 @@ from tests.random.rules import broken_rule
 from tests.random.sharded import COMPILED
 from tests.ranks import RankPools
 
-QUICK = range(8)
 
-
-@pytest.mark.parametrize("seed", QUICK)
+@pytest.mark.parametrize("seed", quick_only(range(8), 0, 1, 2))
 def test_random_case_matches_the_plain_loop(pools: RankPools, seed: int) -> None:
     outcome = outcome_of(generate(seed), pools, run=run_watched)
     assert outcome.kind == "same", outcome.text
@@ -112,7 +111,7 @@ def _steps_by_hand() -> tuple[Event, ...]:
     return tuple(program)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", quick_only(STRATEGIES, STRATEGIES[1]))
 def test_changes_by_hand_match_the_plain_loop(pools: RankPools, strategy: str) -> None:
     layers = (Node(2, "linear", unit=True), Node(3, "normed", unit=True), Node(4, "spare"))
     options = Options(strategy=strategy, mesh=(2,), replaced=True)
@@ -133,7 +132,7 @@ STEPS = (
 )
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+@pytest.mark.parametrize("strategy", quick_only(STRATEGIES[1:], ZERO_3))
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy])
 def test_policies_match_a_plain_loop_with_casts(
     pools: RankPools, policy: str, strategy: str
@@ -165,7 +164,7 @@ def run_compiled(case: Case, folder: str) -> tuple[Outcome, int]:
     return run_case(case, folder), counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("compiled", [compiled for compiled in COMPILED if compiled])
+@pytest.mark.parametrize("compiled", quick_only(filter(None, COMPILED), "units"))
 def test_compiled_modules_match_the_plain_loop(
     pools: RankPools, tmp_path: Path, compiled: str
 ) -> None:

@@ -235,6 +235,7 @@ def test_files_that_cannot_be_used_are_one_sentence(
         assert raw not in err
 
 
+@pytest.mark.slow
 def test_prove_without_megatron_names_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "__init__.py").touch()

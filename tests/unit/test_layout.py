@@ -161,7 +161,7 @@ def test_views_are_aligned_and_padding_is_within_its_bound(
         assert 16 in {layout.alignment.line * itemsize for _, layout in buffers}
 
 
-@settings(max_examples=100)
+@settings(max_examples=30)
 @given(shapes=ANY_SHAPES, num_shards=ANY_RANKS)
 def test_parameters_packed_two_per_byte_start_at_byte_boundaries(
     shapes: list[Shape], num_shards: int

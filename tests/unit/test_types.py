@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.processes import ran
 
 PROGRAM = """
@@ -67,5 +69,6 @@ def checked(folder: Path, python: str = sys.executable) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_program_is_type_checked_against_the_installed_package(tmp_path: Path) -> None:
     assert checked(tmp_path).startswith("Success")

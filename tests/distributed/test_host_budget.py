@@ -90,9 +90,9 @@ def _per_unit(wrap: Any) -> dict[str, float]:
 # function that reports it (1 to 3), and every group tells whether this rank had its gradient (2).
 # Buffers and gradients ask for their stream where a communicator has none, too (6 to 13).
 BUDGETS = {
-    "no_shard": {"calls": 258, "operations": 18, "nodes": 1},
-    "optim_grads": {"calls": 292, "operations": 25, "nodes": 1},
-    "optim_grads_params": {"calls": 308, "operations": 23, "nodes": 1},
+    "no_shard": {"calls": 253, "operations": 18, "nodes": 1},
+    "optim_grads": {"calls": 286, "operations": 25, "nodes": 1},
+    "optim_grads_params": {"calls": 304, "operations": 23, "nodes": 1},
 }
 
 

@@ -131,12 +131,13 @@ class Walk(World):
         self._run(number, has_grad=bool(has_grad))
 
     def _raise(self, number: int, has_grad: int) -> None:
-        """Run a unit, and one inside it that raises."""
+        """Run a unit, and one inside it that raises, or let a check reject the call."""
         inside = [unit for unit, parent in enumerate(self.setup.parents) if parent == number]
         failing = [number, *inside[: self.chance.randrange(2)]]
-        for each in failing:
-            forward = self._enter(each, has_grad=bool(has_grad))
-        how = self.chance.choice(["in it", "after it", "without weights"])
+        how = self.chance.choice(["before it", "in it", "after it", "without weights"])
+        if how != "before it":
+            for each in failing:
+                forward = self._enter(each, has_grad=bool(has_grad))
         if how == "after it":
             events.end_unit_forward(self.units[failing[-1]].state, has_grad=bool(has_grad))
             if forward is not None:

@@ -351,7 +351,9 @@ class World(Between, Rules, Schedules):
         if begun := self.pending.get(number):
             # What ran since its first module is inside the forward, as its second module ends it.
             self._enter(number, has_grad=has_grad, module=1)
-            since = next(i for i, child in enumerate(node.children) if child is begun)
+            places = (i for i, child in enumerate(node.children) if child is begun)
+            # Another unit of two modules, whose second one ran in between, may hold it.
+            since = next(places, len(node.children))
             begun.children = node.children[since + 1 :]
             del node.children[since + 1 :]
             self.open.append(self.pending.pop(number))

@@ -109,7 +109,8 @@ class CollectiveRecord:
         self._known_groups.clear()
 
     def close(self) -> None:
-        """Write no further entries. The file remains."""
+        """Write no further entries. The file remains; collectives are numbered anew."""
+        self._numbers.clear()
         if self._file is not None:
             os.close(self._file)
             self._file = None

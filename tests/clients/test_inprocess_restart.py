@@ -17,6 +17,7 @@ import pytest
 from tests.mcore import flags as f
 from tests.processes import ROOT, ran
 from tests.ranks import free_port
+from tests.unit.commands import called
 
 PROGRAM = [sys.executable, "-m", "megatron_fsdp_v2_mcore.pretrain_gpt", "--cpu-rehearsal"]
 RESTARTS = (
@@ -79,14 +80,19 @@ def _wait_for(condition: Callable[[], bool], folder: Path) -> None:
 
 
 @pytest.mark.functional
-def test_a_spare_rank_takes_the_place_of_one_that_is_killed(tmp_path: Path) -> None:
+def test_a_spare_rank_takes_the_place_of_one_that_is_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The losses are those of a training that nobody disturbed."""
-    logs = tmp_path / "restarted"
-    with _started(logs, [*_flags(tmp_path / "kept"), *RESTARTS.split()], 3) as processes:
+    logs, reports = tmp_path / "restarted", tmp_path / "reports"
+    watches = ["--fsdp-hang-reports", str(reports)]
+    with _started(logs, [*_flags(tmp_path / "kept"), *RESTARTS.split(), *watches], 3) as processes:
         _wait_for(lambda: 5 in _losses(logs / "1.log"), logs)
         os.kill(processes[1].pid, signal.SIGKILL)
         _wait_for(lambda: 12 in _losses(logs / "2.log"), logs)
         _wait_for(lambda: all(processes[rank].poll() == 0 for rank in (0, 2)), logs)
+    # The rank that joined and the one that stayed have issued the same collectives.
+    assert called(capsys, "hang", reports)[1].startswith("No rank differs")
     undisturbed = tmp_path / "undisturbed"
     with _started(undisturbed, _flags(tmp_path / "other"), 2) as processes:
         _wait_for(lambda: all(process.poll() == 0 for process in processes), undisturbed)

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+import struct
 import time
 from pathlib import Path
 from unittest import mock
@@ -120,6 +121,21 @@ def test_ranks_that_agree_are_said_to_agree(
     for rank in range(4):
         _record(tmp_path, rank, "a/0", "b/0")
     assert called(capsys, "hang", tmp_path)[1].startswith("No rank differs")
+
+
+def test_a_new_watch_numbers_collectives_from_the_beginning(tmp_path: Path) -> None:
+    """As on a rank that joins a training which was restarted within its processes."""
+    record, group = CollectiveRecord(), mock.Mock(group_name="0")
+    with mock.patch("torch.distributed.get_process_group_ranks", lambda group: [0]):
+        for name in ("first", "second"):
+            record.open(tmp_path / f"{name}.ring", 0, 1)
+            record.add("a/0", CollectiveKind.ALL_GATHER, 8, group)
+            record.close()
+    numbers = [
+        struct.unpack_from("<I", (tmp_path / f"{name}.ring").read_bytes(), 1 << 12)[0]
+        for name in ("first", "second")
+    ]
+    assert numbers == [1, 1]
 
 
 def test_a_rank_in_another_branch_is_named_with_both_units(

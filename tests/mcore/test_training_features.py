@@ -26,6 +26,7 @@ from tests.mcore.session import Training, enter_rehearsal, rank, train
 from tests.mcore.trained import assert_close, assert_equal, on_megatron, run_of_ranks, trained
 from tests.processes import num_live_tensors, resident_nbytes
 from tests.ranks import RankFailure, RankPools
+from tests.unit.commands import called
 
 Scalars = dict[tuple[str, int], float]
 
@@ -41,6 +42,17 @@ def _scalars(pools: RankPools, world_size: int, folder: Path, *flags: f.Flags) -
     events = EventAccumulator(str(folder)).Reload()
     names = events.Tags()["scalars"]
     return {(name, e.step): e.value for name in names for e in events.Scalars(name)}
+
+
+# -- reports of hangs ------------------------------------------------------------------------------
+
+
+def test_collectives_are_kept_for_reports_of_hangs(
+    megatron: RankPools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        trained(megatron, 2, f.fsdp(), f"--train-iters 2 --fsdp-hang-reports {folder}")
+        assert called(capsys, "hang", folder)[1].startswith("No rank differs")
 
 
 # -- logging --------------------------------------------------------------------------------------

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, override
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import (
     FullyShardedDataParallel as MegatronFullyShardedDataParallel,
@@ -50,11 +51,22 @@ from megatron_fsdp_v2_mcore.model.units import (
     synchronize_embeddings,
 )
 
+_WATCH: dict[str, Any] = {}
+"""What is watched: the folder and the default process group; and the function that ends it."""
 
-@functools.cache
+
 def _watch_collectives(folder: str) -> None:
-    """Watch the collectives of this process, whose model may have several chunks, once."""
-    watch_collectives(folder)
+    """Watch the collectives of this process, whose model may have several chunks, once.
+
+    A training that is restarted within the process has other process groups, and perhaps another
+    rank. Ranks that join number their collectives from the beginning.
+    """
+    watched = folder, weakref.ref(dist.group.WORLD)
+    if _WATCH.get("watched") != watched:
+        if end := _WATCH.pop("end", None):
+            end()
+        _WATCH["end"] = watch_collectives(folder)
+        _WATCH["watched"] = watched
 
 
 class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
@@ -124,6 +136,9 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
             # The validation of a command line has already printed the notices.
             for notice in notices(ddp_config, self.options):
                 self._notify(notice)
+        if self.options.hang_reports is not None:
+            # Before the first collective.
+            _watch_collectives(self.options.hang_reports)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         device_type = _device_type(module)
         _check_tensor_groups(groups, config)
@@ -153,8 +168,6 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
         if config.init_model_with_meta_device:
             synchronize_embeddings(module, groups)
         self._scheduled = ScheduledUnits(module, scheduled_modules(module))
-        if self.options.hang_reports is not None:
-            _watch_collectives(self.options.hang_reports)
         self.param_and_grad_buffer = _ParamAndGradBuffer()
         has_pool = self.options.runtime.enable_trace_pool
         if ddp_config.nccl_ub and has_pool and not register_pool(module):

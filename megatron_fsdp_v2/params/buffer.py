@@ -173,6 +173,12 @@ class GroupSpec:
         return before, self.scale / before
 
     @property
+    def replicated_axes(self) -> list[int]:
+        """Indices of the axes whose ranks update the same rows of main weights equally."""
+        placements = enumerate(self.placements) if self.reduces else ()
+        return [axis for axis, each in placements if each.main_weight is Placement.REPLICATE]
+
+    @property
     def num_replicas(self) -> int:
         """Number of ranks that hold the same rows of main weights and gradients."""
         axes = zip(self.grid.axes, self.grid.strides, strict=True)

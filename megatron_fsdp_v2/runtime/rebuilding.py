@@ -34,7 +34,6 @@ from megatron_fsdp_v2.dtensor.sharded_rows import (
     rows_of,
 )
 from megatron_fsdp_v2.dtensor.uneven_dtensor import replicated
-from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.layout.split import flat_buffers
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.params.buffer import GroupSpec
@@ -207,9 +206,9 @@ def _checksums(specs: Mapping[ParameterGroup, GroupSpec], num_axes: int) -> list
     """Return, for each axis of the new mesh, a checksum of the main weights replicated along it."""
     sums = [0] * num_axes
     for group, spec in specs.items():
-        for axis, placements in enumerate(spec.placements):
-            if spec.reduces and placements.main_weight is Placement.REPLICATE:
-                sums[axis] += sum(checksum(local_of(param)) for param in group.sharded_params)
+        for axis in spec.replicated_axes:
+            # Not of whole buffers, whose padding differs between meshes.
+            sums[axis] += sum(checksum(local_of(param)) for param in group.sharded_params)
     return [total % (1 << 62) for total in sums]
 
 

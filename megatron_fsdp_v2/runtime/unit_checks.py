@@ -13,7 +13,6 @@ from megatron_fsdp_v2._text import readable_size
 from megatron_fsdp_v2.comm.rank_checks import UnitRecord, checksum, compare_steps, compare_units
 from megatron_fsdp_v2.dtensor.sharded_rows import plain_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import UnevenDTensor
-from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.params.group import ParameterGroup, groups_of, one_per_mesh
 from megatron_fsdp_v2.runtime.machine.state import Phase, RootState
 from megatron_fsdp_v2.runtime.materialize import check_has_values
@@ -227,11 +226,8 @@ def _record(unit: UnitGroups, groups: Sequence[ParameterGroup]) -> UnitRecord:
         options.append(type(group.format).__qualname__)
         if group.axes[-1].gather_group is not None:
             options.append("gathered in a group of its own")
-        if not group.spec.reduces:
-            continue
-        for axis, placements in enumerate(group.spec.placements):
-            replicated = placements.main_weight is Placement.REPLICATE
-            if replicated and group.axes[axis].size > 1:
+        for axis in group.spec.replicated_axes:
+            if group.axes[axis].size > 1:
                 copies[axis] += checksum(group.main_weight.tensor)
     return UnitRecord(unit.name, " ".join(options), tuple(copies))
 

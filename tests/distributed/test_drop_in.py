@@ -229,15 +229,13 @@ def _train_then_run(model: Any, optimizer: Any, x: torch.Tensor, runs_on: bool) 
 @on_ranks(2, strategy=STRATEGIES[:-1])
 def test_after_a_training_step_in_a_forward_other_units_may_run_on_each_rank(strategy: str) -> None:
     """All ranks gather the new weights in that forward, before the next collective of the user."""
-    plain, model = pair(
-        lambda: Formula(_train_then_run, blocks=nn.ModuleList(Block(INPUT) for _ in range(3))),
-        sharding_strategy=strategy,
-    )
-    optimizers = [optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, model)]
+    blocks = nn.ModuleList(Block(INPUT) for _ in range(3))
+    model = wrap(Formula(_train_then_run, blocks=blocks), sharding_strategy=strategy)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
     sent: list[str] = []
     for step in range(3):
         with Dispatched(lambda func, *_: sent.append(func.name())):
-            model(optimizers[1], batch(dist.get_rank(), step), dist.get_rank() == 0)
+            model(optimizer, batch(dist.get_rank(), step), dist.get_rank() == 0)
     sent = [name for name in sent if name.startswith("c10d::")]
     assert len(sent) > 3
     assert of_all_ranks(sent) == [sent, sent]

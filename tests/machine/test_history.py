@@ -588,8 +588,8 @@ FAULTS = [
         ),
         (
             "events",
-            "            if again and unit.phase is",
-            "            if unit.phase is None is",
+            "if again and unit.phase is Phase.FORWARD:",
+            "if False:",
         ),
     ),
     Fault(

@@ -35,7 +35,7 @@ groups when they first occur."""
 
 
 class CollectiveRecord:
-    """The latest collectives of this process.
+    """Records the latest collectives of this process.
 
     Attributes:
         passed: Number of the pass under way, and its kind.
@@ -109,7 +109,7 @@ class CollectiveRecord:
         self._known_groups.clear()
 
     def close(self) -> None:
-        """Write no further entries. The file remains; collectives are numbered anew."""
+        """Write no further entries, and number the next collectives from 1. Keeps the file."""
         self._numbers.clear()
         if self._file is not None:
             os.close(self._file)

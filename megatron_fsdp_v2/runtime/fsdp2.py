@@ -227,7 +227,7 @@ class FSDPModule(ShardedModule, fsdp.FSDPModule):
     # -- ends of backwards ------------------------------------------------------------------------
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Set whether backwards leave synchronization to `finalize_backward`.
+        """Set whether `finalize_backward`, not the end of a backward, synchronizes gradients.
 
         Takes precedence over `set_is_last_backward`. Call it on the root; it applies to all units.
 

@@ -217,7 +217,7 @@ def _agree(
 ) -> bool:
     """Return whether all ranks hold the rows of before, of the same step. Collective."""
     for axis, total in enumerate(copies):
-        # A rank that joins holds the rows of any mesh with one rank per shard, with other values.
+        # If nothing is sharded, a rank that joins holds the same rows, but other values.
         smallest, negated_largest = _least(mesh, axis, [total, -total])
         holds_same_rows &= smallest == -negated_largest
     # A rank may have finished a step in which another one failed.

@@ -79,7 +79,7 @@ def check_transform(unit: UnitGroups) -> None:
 
 
 def note_ignored(module: nn.Module) -> None:
-    """Note which parameters of a module no unit owns, for `check_owned`."""
+    """Record the parameters of a module that no unit owns, for `check_owned`."""
     names = [
         name
         for name, param in module._parameters.items()
@@ -262,7 +262,9 @@ def compare_unit(
 def compare_gather(
     units: Iterable[UnitGroups], unit: UnitGroups, groups: Iterable[ParameterGroup]
 ) -> None:
-    """Check that every rank is about to gather, and perhaps to refresh, a unit. Collective.
+    """Check that every rank is about to gather the same unit. Collective.
+
+    A refresh before the gather communicates along all axes, so ranks then compare along all axes.
 
     Args:
         units: All units of the root.

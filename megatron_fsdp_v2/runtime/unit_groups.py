@@ -100,7 +100,7 @@ class UnitGroups:
         return any([g.parameters.replaced() for g in self.held_groups])
 
     def sync(self) -> None:
-        """Apply changes that user code made to parameters."""
+        """Adopt the tensors that user code assigned to parameters and modules."""
         for group in self.held_groups:
             group.parameters.sync()
 

@@ -52,7 +52,8 @@ from megatron_fsdp_v2_mcore.model.units import (
 )
 
 _WATCH: dict[str, Any] = {}
-"""What is watched: the folder and the default process group; and the function that ends it."""
+"""The watch of this process: `watched`, its folder and default process group, and `end`, which
+ends the watch."""
 
 
 def _watch_collectives(folder: str) -> None:
@@ -137,7 +138,7 @@ class FullyShardedDataParallel(MegatronFullyShardedDataParallel):
             for notice in notices(ddp_config, self.options):
                 self._notify(notice)
         if self.options.hang_reports is not None:
-            # Before the first collective.
+            # Ranks number their collectives from the first one after this call.
             _watch_collectives(self.options.hang_reports)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         device_type = _device_type(module)

@@ -30,11 +30,11 @@ class GroupCommands(Protocol):
 
     @property
     def is_arriving(self) -> bool:
-        """Whether the full buffer has memory for gradients that arrive."""
+        """Whether the full gradient buffer has memory, so that gradients can be added to it."""
 
     @property
     def is_owed(self) -> bool:
-        """Whether an earlier backward left gradients to the next synchronized one."""
+        """Whether an earlier backward left its gradients to the next synchronized backward."""
 
     @property
     def is_trained(self) -> bool:
@@ -42,11 +42,11 @@ class GroupCommands(Protocol):
 
     @property
     def reduces_partial(self) -> bool:
-        """Whether a second reduction follows the one along the inner axis."""
+        """Whether a reduction along the outer axis follows the reduction along the inner axis."""
 
     @property
     def queues_partial(self) -> bool:
-        """Whether a second reduction may be queued before the first one is waited for."""
+        """Whether the outer reduction may be queued before the host waits for the inner one."""
 
     def reduce(self, *, async_op: bool) -> None:
         """Issue the reduction along the inner axis. Collective."""
@@ -61,7 +61,7 @@ class GroupCommands(Protocol):
         """Wait for the reduction along the outer axis, and free the partial gradient."""
 
     def owe(self) -> None:
-        """Record the trained parameters, whose gradients are synchronized later."""
+        """Record that a later backward synchronizes the gradients of the trained parameters."""
 
     @property
     def name(self) -> str:
@@ -104,7 +104,7 @@ class UnitCommands(Protocol):
         """Drop collectives under way and gradients, and free everything temporary."""
 
     def sync(self) -> None:
-        """Apply changes that user code made to parameters."""
+        """Adopt the tensors that user code assigned to parameters and modules."""
 
     def is_replaced(self) -> bool:
         """Return whether user code assigned other parameters while weights were gathered."""
@@ -184,7 +184,7 @@ class RootCommands(Protocol):
         """Wait for all refreshes."""
 
     def wait_for_host_memory(self) -> None:
-        """Make the host wait for copies from offloaded main weights."""
+        """Block the host until the copies from offloaded main weights are complete."""
 
     def queue_end(self) -> None:
         """Let the engine report the end of its run."""

@@ -106,7 +106,7 @@ def prepare_recomputation(unit: UnitState) -> None:
     # These units run next in the backward, the newest first.
     waiting = list(reversed(root.recomputed))
     current = root.unit
-    # The recomputed region belongs to a unit whose backward has begun and that is gathered.
+    # The recomputed region belongs to a gathered unit whose backward has begun.
     is_for_another = (
         current is not None
         and current is not unit
@@ -407,8 +407,8 @@ def synchronize(root: RootState, units: Sequence[UnitState]) -> None:
     if root.engine is not Engine.RESTING and root.do.engine_run == -1:
         # Another rank may have finished the backward that failed here.
         repair(root)
-    # If every backward reduces (ZeRO-2), no gradient is left: units that some rank skipped were
-    # reduced in their turn.
+    # With ZeRO-2, every backward reduces all units, also those that some rank skipped, so that no
+    # gradient is left.
     is_pending = root.ranks_may_differ and root.has_unreduced
     for unit in reversed(units):
         unit.do.collect_assigned()

@@ -4,8 +4,9 @@
 
 Every comparison is negated, every `and` and `or` exchanged, every condition negated, every call
 that is a statement deleted, and every assignment of True or False reversed. Each change meets
-sequences of events drawn at random, in a process of its own, in the setups that detected most
-changes so far first, up to the first one that detects it; changes that nothing detects are printed.
+sequences of events drawn at random, in a process of its own, in the setups that run its line, those
+that detected most changes so far first, up to the first one that detects it; changes that nothing
+detects are printed.
 A change is detected by a rule of the exploration, by another exception of the machine, or because
 it never ends. All changes meet one sequence per setup; those that are left meet `--num`, and at
 last more of the programs in which ranks differ most.
@@ -36,7 +37,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, override
 
 from megatron_fsdp_v2.runtime import machine
@@ -154,6 +155,33 @@ def _setups() -> list[Any]:
     return found + [setups.setup_of(setups.CASES[case], each) for each, case in _LONGER]
 
 
+def _reached(setups: Sequence[Any], num: int) -> list[set[tuple[str, int]]]:
+    """Return of each setup the files and lines of the machine that its sequences of events run."""
+    sample = importlib.import_module("tests.machine.explore").sample
+    monitoring = sys.monitoring
+    reached: set[tuple[str, int]] = set()
+
+    def run(code: CodeType, line: int) -> Any:
+        path = pathlib.Path(code.co_filename)
+        if path.parent == pathlib.Path(machine.__file__).parent:
+            reached.add((path.stem, line))
+        return monitoring.DISABLE
+
+    monitoring.use_tool_id(monitoring.COVERAGE_ID, "mutants")
+    monitoring.register_callback(monitoring.COVERAGE_ID, monitoring.events.LINE, run)
+    monitoring.set_events(monitoring.COVERAGE_ID, monitoring.events.LINE)
+    found = []
+    for setup in setups:
+        reached.clear()
+        monitoring.restart_events()
+        if (broken := sample(setup, num).broken) is not None:
+            raise RuntimeError(f"the machine itself breaks a rule: {broken}")
+        found.append(set(reached))
+    monitoring.set_events(monitoring.COVERAGE_ID, 0)
+    monitoring.free_tool_id(monitoring.COVERAGE_ID)
+    return found
+
+
 def _explored(name: str, source: str, num: int, order: Sequence[int]) -> tuple[int, str]:
     """Explore a change in this process.
 
@@ -217,8 +245,10 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true", help="also print what detects the others")
     args = parser.parse_args()
     folder = pathlib.Path(machine.__file__).parent
-    num_setups = len(_setups())
-    short, longer = range(num_setups - len(_LONGER)), range(num_setups - len(_LONGER), num_setups)
+    setups = _setups()
+    reached = _reached(setups, args.num)
+    num_short = len(setups) - len(_LONGER)
+    short, longer = range(num_short), range(num_short, len(setups))
     stages = [(short, 1), (short, args.num), (longer, 10 * args.num)][: args.stages]
     successes: Counter[int] = Counter()
     for name in args.only or FILES:
@@ -231,6 +261,9 @@ def main() -> None:
             for line, kind, changed in left:
                 # Most changes are detected by a few setups.
                 order = sorted(indices, key=lambda index: -successes[index])
+                running = [index for index in order if (name, line) in reached[index]]
+                # A line that runs when the machine is imported, or is part of another one.
+                order = running or order
                 detected = detect(name, changed, num, order)
                 what = f"{name}.py:{line}: {kind}: {lines[line - 1].strip()}"
                 if detected is None:

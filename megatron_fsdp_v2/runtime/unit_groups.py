@@ -95,9 +95,10 @@ class UnitGroups:
             for g in self.held_groups
         )
 
-    def is_replaced(self) -> bool:
-        """Return whether user code assigned other parameters while weights were gathered."""
-        return any([g.parameters.replaced() for g in self.held_groups])
+    def is_changed(self) -> bool:
+        """Return whether user code assigned or wrote parameters since weights were gathered."""
+        version = self.state.root.weight_version
+        return any([g.parameters.replaced() or g.is_stale(version) for g in self.held_groups])
 
     def sync(self) -> None:
         """Adopt the tensors that user code assigned to parameters and modules."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_v2.runtime.module import unit_of
@@ -16,12 +19,15 @@ from tests.distributed.wrapping import (
     backward_both,
     error_message,
     gradient_error,
+    loss_of,
     own_loss,
     pair,
     plain_loss,
+    train_both,
+    weight_error,
     wrap,
 )
-from tests.reference.models import Skipping
+from tests.reference.models import WIDTH, Skipping
 
 
 def _load(model: nn.Module, params: Sequence[nn.Parameter]) -> None:
@@ -109,6 +115,49 @@ def test_a_parameter_assigned_to_a_unit_gathered_ahead_is_kept_if_the_unit_does_
     assert whole.eq(3.0).all()
     own_loss(model).backward()
     assert skipped.up.weight.grad is not None
+
+
+# Such as a bound of weights. The last block is gathered ahead of its use.
+@on_ranks(2, strategy=STRATEGIES, kept=(False, True))
+def test_a_forward_may_write_weights_of_units_that_run_later(strategy: str, kept: bool) -> None:
+    plain, model = pair(sharding_strategy=strategy, reshard_after_forward=not kept)
+    for each in (plain, model):
+        each.blocks[-2].register_forward_hook(functools.partial(_bound, each.blocks[-1]))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1.0) for each in (plain, model)]
+    train_both(plain, model, optimizers, range(3))
+    assert weight_error(model, plain) < 1e-6
+    with torch.no_grad():
+        evaluated = own_loss(model), loss_of(plain, dist.get_rank())
+    assert torch.allclose(*evaluated)
+
+
+def _bound(module: nn.Module, *args: Any) -> None:
+    del args
+    with torch.no_grad():
+        for param in module.parameters():
+            param.clamp_(-0.1, 0.1)
+
+
+@on_ranks(2, strategy=STRATEGIES[1::2], change=sorted(CHANGES))
+def test_a_unit_gathered_ahead_before_ctrl_c_runs_with_new_weights(
+    strategy: str, change: str
+) -> None:
+    plain, model = pair(sharding_strategy=strategy)
+    outputs = []
+    for each in (plain, model):
+        params = list(each.parameters())
+        plain_loss(each).backward()
+        handle = each.blocks[0].register_forward_hook(_interrupt)
+        with contextlib.suppress(KeyboardInterrupt):
+            own_loss(each)
+        handle.remove()
+        CHANGES[change](each, params)
+        outputs.append(each.blocks[1](torch.ones(2, WIDTH)))
+    assert torch.allclose(*outputs)
+
+
+def _interrupt(*args: Any) -> None:
+    raise KeyboardInterrupt
 
 
 @on_ranks(2, was_used=[False, True])

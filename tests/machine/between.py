@@ -178,6 +178,12 @@ class Between:
         self.program.append(f"load {number}")
         weights.free(self.units[number].state)
 
+    def _write(self: Any, number: int) -> None:
+        """Write main weights of a unit, perhaps in a forward of another one."""
+        self.program.append(f"write {number}")
+        self.has_written = True
+        self.units[number].has_old_values = True
+
     def _interrupt(self: Any, is_late: bool, *, is_shared: bool = False) -> None:
         """Raise an exception, in a forward or in the engine.
 

@@ -71,6 +71,7 @@ class Setup:
         direct: Units with a parameter that may be used itself, or only looked at.
         freezes: Units that may be frozen or unfrozen once, between two micro-batches.
         loads: Units that a load may reshard, at any time.
+        writes: Units whose main weights may be written once; no graph needs the gathered ones.
         repeats: Whether a backward may run a second time through the same graphs.
         drops: Whether the graphs of forwards may be freed without a backward.
         steps_early: Whether an optimizer may step between a forward and its backward.
@@ -124,6 +125,7 @@ class Setup:
     direct: frozenset[int] = frozenset()
     freezes: frozenset[int] = frozenset()
     loads: frozenset[int] = frozenset()
+    writes: frozenset[int] = frozenset()
     repeats: bool = False
     drops: bool = False
     steps_early: bool = False
@@ -425,8 +427,8 @@ class Unit:
     def is_outdated(self) -> bool:
         return self.has_old_values or any(group.is_stale for group in self.groups)
 
-    def is_replaced(self) -> bool:
-        return self.has_assigned
+    def is_changed(self) -> bool:
+        return self.has_assigned or self.has_old_values or any(g.is_stale for g in self.groups)
 
     def sync(self) -> None:
         self.has_assigned, self.has_old_values = False, True

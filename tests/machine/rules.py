@@ -63,7 +63,7 @@ class Rules:
         if self.engine_run != -1 or root.needs_repair or root.do.has_graph or not is_first:
             return []
         units = [unit for unit in root.units if unit.is_gathered]
-        return [u for u in units if not (u.do.is_outdated() or u.do.is_replaced())]
+        return [u for u in units if not (u.do.is_outdated() or u.do.is_changed())]
 
     def predicts_backward(self: Any) -> bool:
         """Return whether a backward reverses the uses of its forward one by one."""

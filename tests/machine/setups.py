@@ -112,6 +112,12 @@ PROGRAMS: dict[str, dict[str, Any]] = {
         "accumulates": True,
     },
     "loads anywhere": {"loads": frozenset([1, 2]), "max_calls": 2},
+    "weights written in forwards": {
+        "writes": frozenset([1, 2]),
+        "parents": (-1, 0, 0, 0),
+        "evaluates": True,
+        "stays": frozenset([2]),
+    },
     "forwards with gradients inside a backward": {"nests": True, "evaluates": True},
     "forwards with gradients inside a backward of two roots": {
         "nests": True,

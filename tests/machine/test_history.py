@@ -249,7 +249,17 @@ FAULTS = [
         "a unit gathered ahead in vain lost parameters that were assigned to it",
         Setup(zero=3, replaces=True, keeps=True, max_steps=3),
         (f"{BOTH}, backward 0, *, step, forward 0, replace 1, return, backward 0, *",),
-        ("weights", "    free_if_replaced(unit)\n    free(unit)\n", "    free(unit)\n"),
+        ("weights", "    free_if_changed(unit)\n    free(unit)\n", "    free(unit)\n"),
+    ),
+    Fault(
+        "a unit gathered ahead ran with the weights from before a write in the forward",
+        Setup(writes=frozenset([1])),
+        (f"{BOTH}, backward 0, *, step, forward 0, write 1, {CALL_1}",),
+        (
+            "events",
+            "gathered_around:\n            weights.free_if_changed(unit)",
+            "gathered_around:\n            pass",
+        ),
     ),
     Fault(
         "a load between a forward and its backward left the gathered weights installed",
@@ -417,7 +427,7 @@ FAULTS = [
         "dropped its callback late",
         Setup(interrupts=True, max_forwards=2),
         (f"{ONE}, backward 0, engine, interrupt 1, {ONE}, backward 0, *",),
-        ("events", "if root.do.engine_run == -1:", "if False:"),
+        ("events", "is Engine.RUNNING and root.do.engine_run == -1:", "is None:"),
     ),
     Fault(
         "a rank whose backward failed did not reduce the units that other ranks reduced",

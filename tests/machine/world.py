@@ -94,7 +94,7 @@ class World(Between, Rules, Schedules):
         self.pending: dict[int, Node] = {}  # units whose second module has not run
         self.frozen_once: set[int] = set()
         self.num_uses = self.num_loads = 0
-        self.has_replaced = False
+        self.has_replaced = self.has_written = False
         self.recomputed_last = -1  # until its backward
         self.looked_at: list[Node] = []  # uses of parameters without a backward
         self.reached_roots: list[RootState] = []  # by the backward under way
@@ -240,6 +240,10 @@ class World(Between, Rules, Schedules):
             found += [("use", unit, kept) for unit in setup.direct for kept in (True, False)]
         if self.num_loads < 1:
             found += [("load", unit) for unit in setup.loads.difference(self.computing)]
+        if not self.has_written and self.engine_run == -1:
+            used = [self._units_in(node) for node in (*self.open, *self.graphs)]
+            ahead = {unit for unit in setup.writes if self.units[unit].state.is_gathered}
+            found += [("write", unit) for unit in ahead.difference(*used)]
         is_running = any(root.has_queued for root in self.roots)
         if setup.interrupts and not self.has_interrupted and (self.open or is_running):
             found.append(("interrupt", False))

@@ -103,7 +103,7 @@ class FakeUnit:
         if async_op:
             self.log.append(f"+{self.name}")
 
-    def is_replaced(self) -> bool:
+    def is_changed(self) -> bool:
         return False
 
     def free(self, *, after_error: bool) -> None:

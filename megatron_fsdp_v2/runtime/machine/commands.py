@@ -106,8 +106,8 @@ class UnitCommands(Protocol):
     def sync(self) -> None:
         """Adopt the tensors that user code assigned to parameters and modules."""
 
-    def is_replaced(self) -> bool:
-        """Return whether user code assigned other parameters while weights were gathered."""
+    def is_changed(self) -> bool:
+        """Return whether user code assigned or wrote parameters since weights were gathered."""
 
     def is_outdated(self) -> bool:
         """Return whether gathered weights differ from what a gather would install now."""

@@ -45,7 +45,7 @@ def begin_pass(unit: UnitState, *, has_grad: bool) -> None:
     for each in root.units:
         # Before `free` registers the sharded parameters in place of assigned ones.
         if each.is_gathered:
-            weights.free_if_replaced(each)
+            weights.free_if_changed(each)
     if root.needs_repair:
         reductions.repair(root)
     if has_grad:
@@ -201,7 +201,7 @@ def begin_forward(unit: UnitState, *, has_grad: bool, is_packed: bool) -> None:
                 root.do.forget_casts()
             reductions.prepare_recomputation(unit)
         elif unit.is_gathered and not unit.is_gathered_around:
-            weights.free_if_replaced(unit)
+            weights.free_if_changed(unit)
         weights.gather_for(unit, WeightUse.FORWARD)
         if not again:
             gathers = root.gathers
@@ -431,8 +431,8 @@ def is_in_backward(root: RootState) -> bool:
 
     The caller of a backward that failed may go on before the engine's thread drops the callback.
     """
-    if root.do.engine_run == -1:
-        engine_dropped(root)
+    if root.engine is Engine.RUNNING and root.do.engine_run == -1:
+        root.engine = Engine.FAILED
     return root.engine is Engine.RUNNING
 
 

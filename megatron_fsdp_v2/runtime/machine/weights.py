@@ -54,9 +54,12 @@ def free(unit: UnitState, *, after_error: bool = False) -> None:
         unit.do.free(after_error=after_error)
 
 
-def free_if_replaced(unit: UnitState) -> None:
-    """Sync parameters that were assigned while weights were gathered, and free the weights."""
-    if unit.do.is_replaced():
+def free_if_changed(unit: UnitState) -> None:
+    """Free gathered weights, with a sync, if parameters were assigned or written since.
+
+    A forward may change the weights of a unit that runs later, and that is gathered ahead.
+    """
+    if unit.do.is_changed():
         unit.do.sync()
         free(unit)
 
@@ -146,7 +149,7 @@ def _prefetch(unit: UnitState) -> None:
 
 def _drop(unit: UnitState) -> None:
     """Free weights that were gathered in vain; user code may have assigned parameters since."""
-    free_if_replaced(unit)
+    free_if_changed(unit)
     free(unit)
 
 

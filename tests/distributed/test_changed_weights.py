@@ -160,6 +160,36 @@ def _interrupt(*args: Any) -> None:
     raise KeyboardInterrupt
 
 
+# Otherwise the writes would be lost without a word.
+@on_ranks(2, in_backward=(False, True))
+def test_a_write_of_weights_that_an_exception_left_gathered_is_rejected(in_backward: bool) -> None:
+    plain, model = pair()
+    if in_backward:
+        _interrupt_backward(model)
+    else:
+        handle = model.blocks[0].register_forward_hook(_interrupt)
+        with contextlib.suppress(KeyboardInterrupt):
+            own_loss(model)
+        handle.remove()
+    _write(model, list(model.parameters()))
+    message = error_message(RuntimeError, lambda: own_loss(model))
+    assert "was changed in place while it was gathered" in message
+    model.load_state_dict(plain.state_dict())
+    model.zero_grad()
+    backward_both(plain, model)
+    assert gradient_error(model, plain) < 1e-6
+
+
+def _interrupt_backward(model: nn.Module) -> None:
+    def watch(*args: Any) -> None:
+        args[-1].register_hook(_interrupt)
+
+    handle = model.blocks[0].register_forward_hook(watch)
+    with contextlib.suppress(KeyboardInterrupt):
+        own_loss(model).backward()
+    handle.remove()
+
+
 @on_ranks(2, was_used=[False, True])
 def test_a_load_that_assigns_keeps_the_parameters_of_nested_modules(was_used: bool) -> None:
     """A module and one below it, in one unit: the first is assigned before the second loads."""

@@ -568,8 +568,7 @@ def make_idle(root: RootState) -> None:
     if root.needs_repair:
         reductions.repair(root)
     weights.drop_prefetched(root)
-    for unit in root.units:
-        weights.free(unit)
+    weights.free_all(root.units)
 
 
 def adopt(root: RootState, units: Sequence[UnitState]) -> None:

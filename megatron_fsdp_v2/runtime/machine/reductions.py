@@ -24,7 +24,7 @@ from megatron_fsdp_v2.runtime.machine.state import (
     RootState,
     UnitState,
 )
-from megatron_fsdp_v2.runtime.machine.weights import drop_prefetched, free
+from megatron_fsdp_v2.runtime.machine.weights import drop_prefetched, free, free_all
 
 # -- beginning -------------------------------------------------------------------------------------
 
@@ -503,7 +503,8 @@ def repair(root: RootState) -> None:
         each.is_after_backward = True
         for unit in each.units:
             _make_idle(unit)
-            free(unit, after_error=True)
+    # Last, since it raises if user code wrote gathered weights since the exception.
+    free_all([unit for each in together for unit in each.units])
 
 
 def abandon(root: RootState) -> None:

@@ -54,6 +54,22 @@ def free(unit: UnitState, *, after_error: bool = False) -> None:
         unit.do.free(after_error=after_error)
 
 
+def free_all(units: Sequence[UnitState]) -> None:
+    """Free the weights of several units.
+
+    Raises:
+        RuntimeError: Gathered weights were changed in place; all units are freed.
+    """
+    errors = []
+    for unit in units:
+        try:
+            free(unit)
+        except RuntimeError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
 def free_if_changed(unit: UnitState) -> None:
     """Free gathered weights, with a sync, if parameters were assigned or written since.
 

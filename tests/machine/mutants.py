@@ -5,8 +5,8 @@
 Every comparison is negated, every `and` and `or` exchanged, every condition negated, every call
 that is a statement deleted, and every assignment of True or False reversed. Each change meets
 sequences of events drawn at random, in a process of its own, in the setups that run its line, those
-that detected most changes so far first, up to the first one that detects it; changes that nothing
-detects are printed.
+that detected most changes so far first, up to the first one that detects it, and then those of
+`test_history.py` and `test_aborts.py`; changes that nothing detects are printed.
 A change is detected by a rule of the exploration, by another exception of the machine, or because
 it never ends. All changes meet one sequence per setup; those that are left meet `--num`, and at
 last more of the programs in which ranks differ most.
@@ -60,6 +60,8 @@ _LONGER = (
     ("a unit unfrozen between two backwards", 10),
 )
 """Programs in which ranks may differ most, and their cases: explored longer, and last."""
+_NAMED = -1
+"""In place of the index of a setup: the sequences of the history, and those that abandon units."""
 LIMIT = 60
 """Seconds of computing in one setup after which a change counts as detected: it never ends."""
 
@@ -192,14 +194,14 @@ def _explored(name: str, source: str, num: int, order: Sequence[int]) -> tuple[i
         order: Indices of setups, in the order in which they are tried.
 
     Returns:
-        Index of the setup that detected the change, or -1, and how it did.
+        Index of the setup that detected the change, or `_NAMED`, and how it did, if any.
     """
     for known in list(sys.modules):
         if known.startswith((PACKAGE, "tests.machine.")) and known != __name__:
             del sys.modules[known]
     sys.meta_path.insert(0, _Loader(f"{PACKAGE}.{name}", source))
     parent, _, last = PACKAGE.rpartition(".")
-    index = -1
+    index = _NAMED
     try:
         setattr(sys.modules[parent], last, importlib.import_module(PACKAGE))
         setups = _setups()
@@ -208,9 +210,21 @@ def _explored(name: str, source: str, num: int, order: Sequence[int]) -> tuple[i
             signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT)
             if (broken := sample(setups[index], num).broken) is not None:
                 return index, broken[0]
+        index = _NAMED
+        if num == 1 and (broken := _named()):
+            return index, broken
     except Exception as error:  # loud in a training, too
         return index, f"{type(error).__name__}: {error}"
-    return -1, ""
+    return _NAMED, ""
+
+
+def _named() -> str:
+    """Run the sequences of the history, and those that abandon units; return what fails."""
+    history = importlib.import_module("tests.machine.test_history")
+    for fault in history.FAULTS:
+        history.check(fault)
+    aborts = importlib.import_module("tests.machine.test_aborts")
+    return next(filter(None, map(aborts.abandoned, aborts.PROGRAMS)), "")
 
 
 def detect(name: str, source: str, num: int, order: Sequence[int]) -> tuple[int, str] | None:

@@ -661,14 +661,15 @@ def changed(name: str, old: str, new: str) -> Iterator[None]:
             function.__code__ = code
 
 
-def _check(fault: Fault) -> None:
+def check(fault: Fault) -> None:
+    """Run all ways of a fault, and compare their collectives."""
     logs = [run(fault.setup, way).log for way in fault.ways]
     assert all(log == logs[0] for log in logs)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
 def test_fault_of_the_history_does_not_occur(fault: Fault) -> None:
-    _check(fault)
+    check(fault)
 
 
 @pytest.mark.parametrize(
@@ -677,4 +678,4 @@ def test_fault_of_the_history_does_not_occur(fault: Fault) -> None:
 def test_sequence_detects_its_fault(fault: Fault) -> None:
     assert fault.change is not None
     with changed(*fault.change), pytest.raises((AssertionError, RuntimeError)):
-        _check(fault)
+        check(fault)

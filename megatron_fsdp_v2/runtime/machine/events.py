@@ -362,14 +362,13 @@ def first_gradient(forward: Forward, *, has_grad: bool) -> None:
         # A further gradient of its outputs may be one of an inner unit's, whose backward goes on.
         reductions.finish_deferred(root, forward.number)
     if unit.phase is Phase.BACKWARD:
-        if forward.passed is not root.passed and not forward.is_nested:
-            # An earlier forward of a unit whose end no hook reported, such as of the root. Other
-            # ranks may reach units of that forward, which this rank did not run.
+        if forward.number < unit.backward_number and not forward.is_nested:
+            # An earlier forward of a unit whose end no hook reported, such as of the root. The
+            # engine runs the most recently created nodes first, so the later forward's is over.
             unit.num_pending_backwards = max(0, unit.num_pending_backwards - 1)
+            unit.backward_number = forward.number
+            # Other ranks may reach units of that forward, which this rank did not run.
             reductions.join(unit, forward.passed, forward.ends)
-        if not forward.is_nested:
-            # The engine runs the most recently created nodes first, so the later forward's is over.
-            unit.backward_number = min(unit.backward_number, forward.number)
         return
     if has_grad and unit.is_collective:
         raise RuntimeError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -27,7 +27,9 @@ from tests.distributed.wrapping import (
     on_mesh,
     own_loss,
     pair,
+    step_all,
     train_own,
+    weight_error,
     wrap,
 )
 from tests.ranks import RankFailure, RankPool, RankPools
@@ -343,6 +345,35 @@ def test_collectives_inside_a_backward_pair_if_a_rank_skips_a_unit(
                 loss.backward(retain_graph=True)
     errors = [gradient_error(mine, theirs) for theirs, mine in pairs]
     assert max(errors) < 1e-6, errors
+
+
+def _step_inside(self: Any, optimizer: Any, runs: Iterable[int]) -> Any:
+    if optimizer is not None:
+        self.blocks[0](torch.ones(2, 7)).square().mean().backward()
+        step_all(optimizer)
+    x = torch.ones(2, 7, requires_grad=True)
+    for index in runs:
+        x = self.blocks[index](x)
+    return x.square().mean()
+
+
+# The rank that ran a unit after the step reduced all units once more, and waited for the other one.
+@on_ranks(2, strategy=["no_shard", "optim", "optim_grads"], runs=[((0,), ()), ((), (0, 1))])
+def test_backward_of_what_follows_a_step_in_a_forward_pairs_if_a_rank_skips_units(
+    strategy: str, runs: tuple[tuple[int, ...], tuple[int, ...]]
+) -> None:
+    plain, model = pair(
+        lambda: Formula(_step_inside, blocks=nn.ModuleList(nn.Linear(7, 7) for _ in range(2))),
+        sharding_strategy=strategy,
+    )
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for _ in range(3):
+        model(optimizers[1], runs[dist.get_rank()]).backward()
+        plain(optimizers[0], ())
+        for each in runs:
+            (plain(None, each) / 2).backward()
+        step_all(*optimizers)
+    assert weight_error(model, plain) < 1e-6
 
 
 @on_ranks(2, strategy=["no_shard", "optim", "optim_grads"])

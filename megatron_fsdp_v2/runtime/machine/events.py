@@ -223,7 +223,12 @@ def begin_graph(unit: UnitState) -> Forward:
 def end_graph(forward: Forward) -> None:
     """Note that the outputs of a forward exist."""
     if not forward.is_recomputed:
-        forward.ends = forward.unit.root.process.numbers.next()
+        root = forward.unit.root
+        forward.ends = root.process.numbers.next()
+        if forward.passed.is_over:
+            # A backward ran inside it, such as that of a training step. What it computed since then
+            # is part of another pass, on every rank.
+            forward.passed = root.current
 
 
 def end_unit_forward(unit: UnitState, *, has_grad: bool) -> None:
@@ -242,25 +247,25 @@ def end_unit_forward(unit: UnitState, *, has_grad: bool) -> None:
         is_nested, pass_has_grad = root.nested is not None, root.pass_has_grad
         if not is_nested or unit.phase is Phase.FORWARD:
             unit.move(Phase.IDLE)
+        if root.current.is_over and not is_nested:
+            # Another rank may run units after a training step inside this forward.
+            _continue_pass(root, has_grad=has_grad)
         ends_pass = root.is_pass_of(unit)
         if ends_pass:
             # Prefetched weights would be stale if an optimizer stepped next.
             weights.drop_prefetched(root)
             if root.ranks_may_differ:
-                if root.current.is_over and not is_nested:
-                    # Another rank may run units after a training step inside this forward.
-                    _continue_pass(root, has_grad=has_grad)
                 # The pass may have skipped units whose weights are being refreshed. A capture has
                 # to wait for its own refreshes, and cannot wait for earlier ones.
                 root.do.wait_for_refreshes()
             reductions.end_forward(root)
-        # A unit to be recomputed runs its first forward without grad, in a pass with grad. A
-        # forward that ran its own backward expects no other.
-        is_over = unit.passed is not None and unit.passed.is_over
-        if (has_grad or pass_has_grad) and not is_over:
-            root.gathers.backward.note(unit)
-            unit.num_pending_backwards += 1
+        # A unit to be recomputed runs its first forward without grad, in a pass with grad.
+        if has_grad or pass_has_grad:
             root.current.add_use(unit.reduced_with)
+            # A forward that ran its own backward expects no other.
+            if unit.passed is None or not unit.passed.is_over:
+                root.gathers.backward.note(unit)
+                unit.num_pending_backwards += 1
         if unit.reshards_after_forward(has_grad=has_grad) and not unit.is_gathered_around:
             weights.free_after_use(unit, root.gathers.forward)
         if ends_pass and not (has_grad or is_nested):

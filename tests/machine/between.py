@@ -165,7 +165,10 @@ class Between:
         self.program.append(f"freeze {number}")
         self.frozen_once.add(number)
         group = self.groups[number]
-        group.is_trained = not group.is_trained
+        if group.references:
+            group.has_changed = True
+        else:
+            group.is_trained = not group.is_trained
 
     def _replace(self: Any, number: int) -> None:
         """Assign other parameters to a unit whose weights are gathered."""
@@ -229,6 +232,43 @@ class Between:
         self.may_hide = self.fails_next = False
         self.expected = {}
 
+    def _train(self: Any) -> None:
+        """Run a backward and a step of the optimizer inside the forward of a root."""
+        node = self.open[-1]
+        self.program.append("train")
+        self._begin_engine([node], 0)
+        self.has_trained, self.pending = True, {}
+        while self.engine_run != -1:
+            self._engine()
+        node.children, node.has_own = [], False
+        self._step()
+        node.version = self.version
+
+    def _inner(self: Any) -> None:
+        """Run the backward of other roots inside the one under way, in a run of its own."""
+        self.program.append(f"inner{self.place()}")
+        running = [root for root in self.roots if root.has_queued]
+        graphs = [graph for graph in self.graphs if self.root_of(graph.unit).do not in running]
+        self.graphs = [graph for graph in self.graphs if graph not in graphs]
+        names = ("queue", "running", "engine_run", "reached_roots", "expected", "interleaved")
+        before = {
+            name: getattr(self, name) for name in (*names, "before_backward", "num_backwards")
+        }
+        computing = dict(self.computing)
+        self.queue, self.expected, self.interleaved = [], {}, []
+        for root in running:
+            root.has_queued = False
+        self._begin_engine(graphs, 0)
+        while self.engine_run != -1:
+            self._engine()
+        for name, value in before.items():
+            setattr(self, name, value)
+        self.computing.update(computing)
+        self.is_exact = False
+        for root in running:
+            root.has_queued = True
+            self.interleaved += [root.state] * (self.setup.zero < 3)
+
     def place(self: Any) -> str:
         """Return what the engine runs next, equally on ranks that run different units."""
         ends = sum(self.setup.parents[node.unit] < 0 for _, node in self.queue)
@@ -243,7 +283,8 @@ class Between:
         over = [root.state for root in self.roots if self.open or not root.state.needs_repair]
         for group in self.groups:
             if self.root_of(group.number) not in over:
-                group.times_reduced = 0
+                if not self.root_of(group.number).is_running:
+                    group.times_reduced = 0
                 continue
             what = f"when the backward is over, group {group.number}"
             if group.number in self.deleted:
@@ -286,8 +327,9 @@ class Between:
             root.state.current.turn for root in self.roots if root.state not in self.reached_roots
         ]
         waiting = [turn for turn in self.process.numbers.unreduced if turn not in idle]
-        # That of a forward inside a backward waits for the next one of the root.
-        may_wait = self.has_interrupted or self.setup.nests
+        # That of a forward inside a backward waits for the next one of the root; that of a backward
+        # around this one, for its end.
+        may_wait = self.has_interrupted or self.setup.nests or self.setup.inner
         require(not waiting or may_wait, "a pass waits for its reduction")
 
     def _check_end(self: Any, root: Root, numbers: list[int]) -> None:

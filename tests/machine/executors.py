@@ -69,6 +69,9 @@ class Setup:
         several: Units of two modules, which the caller of the unit runs one after the other.
         alone: Whether units may run outside the forward of their root.
         direct: Units with a parameter that may be used itself, or only looked at.
+        max_uses: How many such uses there may be.
+        unseen: Units with outputs that no hook sees; below ZeRO-3.
+        inner: Whether a backward may run that of another root inside it, as a hook may.
         freezes: Units that may be frozen or unfrozen once, between two micro-batches.
         loads: Units that a load may reshard, at any time.
         writes: Units whose main weights may be written once; no graph needs the gathered ones.
@@ -123,6 +126,9 @@ class Setup:
     several: frozenset[int] = frozenset()
     alone: bool = False
     direct: frozenset[int] = frozenset()
+    max_uses: int = 1
+    unseen: frozenset[int] = frozenset()
+    inner: bool = False
     freezes: frozenset[int] = frozenset()
     loads: frozenset[int] = frozenset()
     writes: frozenset[int] = frozenset()
@@ -178,6 +184,8 @@ class Group:
         self.reduces_partial = setup.axes == 2
         self.queues_partial = setup.queues and self.reduces_partial
         self.is_trained = number not in setup.frozen
+        # Whether a gathered parameter was frozen or unfrozen, which its sharded one is when freed.
+        self.has_changed = False
         self.full = self.partial = ABSENT
         self.has_gradient = self.is_owed = False
         self.references = 0
@@ -246,15 +254,19 @@ class Group:
         self.references -= 1
         if not self.references:
             self.version, self.live = -1, WeightUse(0)
+            self.is_trained ^= self.has_changed
+            self.has_changed = False
 
     # -- gradients
 
-    def arrive(self) -> None:
+    def arrive(self, *, makes_room: bool = True) -> None:
         """Receive a gradient of autograd, as `Unit.collect` does."""
         if not self.is_arriving:
             root = self.world.root_of(self.number)
-            reductions.make_room(root)
+            if makes_room:
+                reductions.make_room(root)
             require(not root.is_draining, "a wait for room is told as one for all reductions")
+            require(len(root.inner) < self.world.setup.max_live, "a gradient has no room")
             self._begin()
         self.has_gradient = True
         self.arrived += 1
@@ -274,7 +286,9 @@ class Group:
                 # Backwards whose end no hook reports end late.
                 extra += len(self.world.setup.hookless)
                 # Units wait for the turn of one that a gradient missed.
+                # So do uses of parameters themselves.
                 misses = self.world.setup.skips or self.world.setup.catches
+                extra += self.world.setup.max_uses - 1
                 extra += len(self.world.units) if misses else 0
                 require(live <= allowed + extra, f"{live} full gradients at a time")
 
@@ -425,7 +439,7 @@ class Unit:
             group.free()
 
     def is_outdated(self) -> bool:
-        return self.has_old_values or any(group.is_stale for group in self.groups)
+        return self.has_old_values or any(g.is_stale or g.has_changed for g in self.groups)
 
     def is_changed(self) -> bool:
         return self.has_assigned or self.has_old_values or any(g.is_stale for g in self.groups)
@@ -546,7 +560,8 @@ class Root:
     def _check_pending(self, no_pending_backward: bool) -> None:
         world, number = self.world, self.number
         # A use of a sharded parameter itself holds no temporary memory.
-        pending = [graph.unit for graph in world.graphs if graph.forward is not None]
+        # What follows a training step in a forward is not expected to have a backward.
+        pending = [g.unit for g in world.graphs if g.forward is not None and g.has_own]
         is_pending = any(world.root_of(unit) is self.state for unit in pending)
         require(
             not (world.counts and no_pending_backward and is_pending),

@@ -44,7 +44,7 @@ from megatron_fsdp_v2.runtime import machine
 
 FILES = ("events", "orders", "reductions", "state", "weights")
 PACKAGE = machine.__name__
-_CASES = (4, 2, 10, 25)
+_CASES = (4, 2, 6, 10, 25)
 """Indices of the cases in which every program is explored."""
 _LONGER = (
     ("two roots", 10),
@@ -245,8 +245,8 @@ def detect(name: str, source: str, num: int, order: Sequence[int]) -> tuple[int,
     os.waitpid(child, 0)
     if not answer:
         return -1, f"never ends (over {LIMIT} seconds in a setup)"
-    index, _, how = answer.partition(" ")
-    return (int(index), how) if how else None
+    number, _, how = answer.partition(" ")
+    return (int(number), how) if how else None
 
 
 def main() -> None:

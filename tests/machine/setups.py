@@ -95,6 +95,25 @@ PROGRAMS: dict[str, dict[str, Any]] = {
         "max_steps": 1,
     },
     "uses of parameters themselves": {"direct": frozenset([1])},
+    "many uses of parameters themselves": {
+        "direct": frozenset([0, 1, 2, 3]),
+        "max_uses": 3,
+        "parents": (-1, 0, 0, 0),
+        "max_live": 1,
+    },
+    "a unit frozen while it is gathered": {
+        "direct": frozenset([1]),
+        "freezes": frozenset([1]),
+        "keeps": True,
+        "max_forwards": 2,
+    },
+    "outputs that no hook sees": {"unseen": frozenset([1]), "max_calls": 2},
+    "a backward inside one of another root": {
+        "parents": (-1, -1, 0, 1),
+        "inner": True,
+        "max_forwards": 2,
+        "max_steps": 1,
+    },
     "an exception and a use of a parameter itself": {
         "direct": frozenset([1]),
         "interrupts": True,

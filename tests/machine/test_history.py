@@ -93,11 +93,7 @@ FAULTS = [
         "a backward and a step inside the forward of the root ended that forward",
         Setup(trains_inside=True, max_calls=2, max_steps=3),
         (f"forward 0, {CALL_1}, train, {CALL_1}, return",),
-        (
-            "reductions",
-            "Phase.FORWARD if unit.has_begun",
-            "Phase.FORWARD if False",
-        ),
+        ("reductions", "Phase.FORWARD if unit.has_begun", "Phase.FORWARD if False"),
     ),
     Fault(
         "units that ran after a step inside the forward of their root had the weights of before it",
@@ -181,8 +177,8 @@ FAULTS = [
         ("forward 0, call 1 1, return, call 2 1, return, return, backward 0, *",),
         (
             "events",
-            "if (has_grad or pass_has_grad) and not is_over:",
-            "if has_grad and not is_over:",
+            "if has_grad or pass_has_grad:\n            root.current",
+            "if has_grad:\n            root.current",
         ),
     ),
     Fault(
@@ -305,8 +301,8 @@ FAULTS = [
         (f"{BOTH}, backward 0, *",),
         (
             "events",
-            "root.current.add_use(unit.reduced_with)\n        if unit.resh",
-            "root.current.add_use([unit])\n        if unit.resh",
+            "root.current.add_use(unit.reduced_with)\n            # A forward",
+            "root.current.add_use([unit])\n            # A forward",
         ),
     ),
     Fault(
@@ -548,6 +544,26 @@ FAULTS = [
         ("events", "root.current.is_over and not is_nested", "False"),
     ),
     Fault(
+        "a backward through what followed a step in a forward reduced all units once more on the "
+        "ranks that ran a unit there",
+        Setup(zero=2, trains_inside=True, max_calls=2, max_steps=3),
+        (
+            f"forward 0, {CALL_1}, train, return, backward 0, *",
+            f"forward 0, {CALL_1}, train, {CALL_2}, return, backward 0, *",
+        ),
+        ("events", "            forward.passed = root.current\n", "            pass\n"),
+    ),
+    Fault(
+        "memory was kept for a backward after a use of a parameter itself between two forwards",
+        Setup(zero=2, direct=frozenset([1]), max_forwards=2),
+        (f"{BOTH}, use 1 1, {BOTH}, backward 0, *, step, forward 0",),
+        (
+            "events",
+            "if forward.number < unit.backward_number and not forward.is_nested:",
+            "if forward.passed is not root.passed and not forward.is_nested:",
+        ),
+    ),
+    Fault(
         "gradients were synchronized after a backward that had failed on one rank alone, without "
         "the reductions of the others",
         Setup(zero=2, accumulates=True, interrupts=True, max_forwards=2),
@@ -574,15 +590,15 @@ FAULTS = [
         (
             "events",
             "            unit.num_pending_backwards = max(0, unit.num_pending_backwards - 1)\n"
-            "            reductions.join",
-            "            reductions.join",
+            "            unit.backward",
+            "            unit.backward",
         ),
     ),
     Fault(
         "a unit of which a backward inside the forward ran before its second module was in its "
         "forward for ever",
         Setup(trains_inside=True, several=frozenset([1]), max_calls=2, max_steps=3),
-        ("forward 0, call 1 0, train, return, forward 0, train, call 1 0",),
+        ("forward 0, call 1 0, train, return, backward 0, *, forward 0, train, call 1 0",),
         (
             "reductions",
             "            unit.end_forward()\n        # A forward may",

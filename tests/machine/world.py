@@ -56,6 +56,7 @@ class Node:
     is_checkpointed: bool
     children: list[Node] = field(default_factory=list)
     version: int = -1
+    has_own: bool = True  # Whether its own weights are used.
     use: tuple[Any, int, bool] | None = None  # of a parameter itself, in place of a forward
 
     @property
@@ -197,10 +198,13 @@ class World(Between, Rules, Schedules):
             found += self.replacements()
             if setup.catches and len(self.open) > 1:
                 found.append(("catch",))
-            if setup.trains_inside and len(self.open) == 1 and not self.has_trained:
+            may_train = setup.trains_inside and not (self.graphs or self.has_trained)
+            if may_train and len(self.open) == 1:
                 found.append(("train",))
         elif self.engine_run != -1:
             found.append(("engine",))
+            if setup.inner and any(not self.root_of(g.unit).is_running for g in self.graphs):
+                found.append(("inner",))
             if self.queue and self.queue[0][0] == "gradient":
                 found += [("miss",)] if self.queue[0][1].unit in setup.misses else []
             if setup.evaluates and not self.evaluated and self.queue:
@@ -236,7 +240,7 @@ class World(Between, Rules, Schedules):
                     nodes = sum(len(graph.children) for graph in self.graphs)
                     found += [("backward", mask) for mask in range(1, 1 << min(nodes, 3))]
             found += self.actions_between()
-        if self.num_uses < 1 and self.engine_run == -1:
+        if self.num_uses < setup.max_uses and self.engine_run == -1:
             found += [("use", unit, kept) for unit in setup.direct for kept in (True, False)]
         if self.num_loads < 1:
             found += [("load", unit) for unit in setup.loads.difference(self.computing)]
@@ -395,7 +399,7 @@ class World(Between, Rules, Schedules):
             is_kept = root.is_gathered or not root.is_root or self.has_trained
             require(is_kept, f"{root.do.name} is freed before its backward")
             require(not self.root_of(node.unit).do.is_refreshing, "a refresh is not waited for")
-        if not self.open and not self.has_trained:
+        if not self.open:
             self.graphs.append(node)
         self.has_trained &= bool(self.open)
 
@@ -479,6 +483,8 @@ class World(Between, Rules, Schedules):
             # Ranks may differ in what their gradients reach.
             self.program.append("backward 0")
         graphs, self.graphs = self.graphs, []
+        if self.setup.inner and len(graphs) > 1:
+            self.graphs, graphs = graphs[:1], graphs[1:]
         self._begin_engine(graphs, mask)
         self.kept = graphs if self.setup.repeats else []
 
@@ -503,6 +509,7 @@ class World(Between, Rules, Schedules):
             root.hooked = []
         self.before_backward = self.num_gathers.copy(), self.num_used.copy()
         self.is_exact = not (mask or self.setup.loads or self.open or self.setup.alone)
+        self.is_exact &= not self.setup.inner and all(graph.has_own for graph in graphs)
         self.is_exact &= len(graphs) == 1 and self.predicts_backward()
         self.is_exact &= not any(root.state.needs_repair for root in self.roots)
         numbered = 0
@@ -532,8 +539,9 @@ class World(Between, Rules, Schedules):
                     elif child.forward is not None and child.is_checkpointed:
                         # Something else of its checkpoint has a gradient.
                         self.queue.append(("recompute", child))
-                # Inputs of a root need no gradients, so no hook marks the end of its backward.
-                self.queue.append(("gradient", graph))
+                if graph.has_own:
+                    # Inputs of a root need no gradients, so no hook marks the end of its backward.
+                    self.queue.append(("gradient", graph))
             if self.setup.zero < 3:
                 # Every unit takes its turn, since another rank may have used it.
                 root = self.root_of(graph.unit)
@@ -548,17 +556,6 @@ class World(Between, Rules, Schedules):
                     # A root is reduced at the end of the backward, after all its forwards.
                     at_end = self.setup.zero == 3 and self.setup.parents[number] < 0
                     self.expected[number] = 1 if at_end else times
-
-    def _train(self) -> None:
-        """Run a backward and a step of the optimizer inside the forward of a root."""
-        node = self.open[-1]
-        self.program.append("train")
-        self._begin_engine([node], 0)
-        self.has_trained, self.pending = True, {}
-        while self.engine_run != -1:
-            self._engine()
-        node.children = []
-        self._step()
 
     def _units_in(self, node: Node, *, has_forwards: bool = True) -> set[int]:
         """Return the units whose parameters a forward used, or were used themselves in it."""
@@ -587,7 +584,8 @@ class World(Between, Rules, Schedules):
             return
         if node.is_checkpointed and not is_inside:
             self.queue.append(("recompute", node))
-        self.queue.append(("first", node))
+        if self.setup.zero == 3 or node.unit not in self.setup.unseen:
+            self.queue.append(("first", node))
         for child in reversed(node.children):
             self._plan(child, is_inside=node.is_checkpointed)
         self.queue.append(("gradient", node))
@@ -612,7 +610,7 @@ class World(Between, Rules, Schedules):
                 self._interleave(unit.state.root)
             events.direct_gradient(unit.state, unit.groups[0], passed, position)
             if unit.groups[0].is_trained:
-                unit.groups[0].arrive()
+                unit.groups[0].arrive(makes_room=False)
             if is_counted:
                 events.end_direct_use(unit.state, position)
         elif kind == "first":
@@ -635,12 +633,14 @@ class World(Between, Rules, Schedules):
                 self.num_used[node.unit] += 1
                 order = unit.state.root.gathers.backward
                 self._check_ahead(node.unit, order, unit.state.settings.backward_prefetch)
-            self.computing[node.unit] = self._needed(node)
-            self._compute(node.unit, self._needed(node), WeightUse.BACKWARD)
+            if node.has_own:
+                self.computing[node.unit] = self._needed(node)
+                self._compute(node.unit, self._needed(node), WeightUse.BACKWARD)
         elif kind == "defer":
             reductions.defer(node.forward)
         elif kind == "gradient":
-            self._compute(node.unit, self._needed(node), WeightUse.BACKWARD)
+            if unit.state.phase is Phase.BACKWARD:  # Otherwise no hook saw its outputs.
+                self._compute(node.unit, self._needed(node), WeightUse.BACKWARD)
             for group in unit.groups:
                 if group.is_trained:
                     if not unit.state.root.is_running:

@@ -253,8 +253,7 @@ def with_checks(original: Callable[..., None], options: Mapping[str, Any]) -> Ca
     def validate(self: Any) -> None:
         original(self)
         if self.ddp.use_megatron_fsdp:
-            # Models of Hugging Face are pretrained checkpoints too.
-            reject(self.checkpoint, ignored=("pretrained_checkpoint",))
+            reject(self.checkpoint)
             if self.checkpoint.async_save:
                 raise ValueError(
                     "CheckpointConfig.async_save = True cannot be used with sharded parameters: "

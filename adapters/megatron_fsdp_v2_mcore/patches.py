@@ -27,6 +27,7 @@ from megatron_fsdp_v2_mcore.flags.arguments import (
     check_validated_arguments,
     is_enabled,
 )
+from megatron_fsdp_v2_mcore.flags.checkpoint_check import choose_checkpoint
 from megatron_fsdp_v2_mcore.flags.options import Options, is_active, set_active
 from megatron_fsdp_v2_mcore.flags.patterns import evaluate_pattern
 from megatron_fsdp_v2_mcore.flags.settings import notices
@@ -37,6 +38,8 @@ SUPPORTED = "0.19"
 
 def _with_our_checks(original: Callable[..., Any]) -> Callable[..., Any]:
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        if is_enabled(args):
+            choose_checkpoint(args)
         check_arguments(args)
         if not is_enabled(args):
             return original(args, *rest, **kwargs)

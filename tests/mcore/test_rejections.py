@@ -115,6 +115,7 @@ LOCAL_CHECKPOINTS = rf"""
 {KEPT} : --non-persistent-ckpt-type local needs --non-persistent-local-ckpt-dir
 --save kept --non-persistent-ckpt-type local --non-persistent-local-ckpt-dir d : local needs --save and --load
 {KEPT} --non-persistent-local-ckpt-dir d --ckpt-step 2 : --ckpt-step cannot be used with --non-persistent-ckpt-type local
+{KEPT} --non-persistent-local-ckpt-dir d --pretrained-checkpoint p : --pretrained-checkpoint cannot be used with --non-persistent-ckpt-type local
 {KEPT} --non-persistent-local-ckpt-dir d --finetune : --finetune cannot be used with --non-persistent-ckpt-type local
 {KEPT} --non-persistent-local-ckpt-dir d --override-ckpt-iteration 2 : --override-ckpt-iteration cannot be used with
 {KEPT} --non-persistent-local-ckpt-dir d --replication : --replication needs --replication-jump

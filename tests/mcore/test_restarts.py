@@ -212,3 +212,24 @@ def test_resume_without_optimizer_state_matches_megatrons_ddp(
     )
     assert len(theirs.losses) == (6 if flag == "--finetune" else 4)
     assert all(distance(run.losses, theirs.losses) < 1e-6 for run in ours)
+
+
+@pytest.mark.functional
+def test_pretrained_checkpoint_is_loaded_until_the_run_has_its_own_as_with_megatrons_ddp(
+    megatron: RankPools, tmp_path: Path
+) -> None:
+    losses = []
+    for name, kind in (("theirs", "--ckpt-format torch_dist"), ("ours", " ".join(fsdp(f.ZERO3)))):
+        pretrained, own = tmp_path / f"{name}_pretrained", tmp_path / f"{name}_own"
+        trained(megatron, 2, kind, f.saving(pretrained, 9), "--train-iters 2")
+        flags = f"--override-opt_param-scheduler --pretrained-checkpoint {pretrained} --load {own}"
+        losses += [
+            trained(megatron, 2, kind, flags, f.saving(own, 2), f"--train-iters {num}").losses
+            for num in (4, 6)
+        ]
+    started, resumed, our_start, our_resume = losses
+    # The first start trains as many iterations as a new run; the second one continues it.
+    assert len(started) == len(our_start) == 4
+    assert len(resumed) == len(our_resume) == 2
+    assert distance(our_start, started) < 1e-6
+    assert distance(our_resume, resumed) < 1e-6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron_fsdp_v2 import RuntimeOptions
 from megatron_fsdp_v2.runtime.api import SMALL_UNIT_BYTES
 from megatron_fsdp_v2_mcore import FlagError, Options
-from megatron_fsdp_v2_mcore.flags.checkpoint_check import check_checkpoint_folder
+from megatron_fsdp_v2_mcore.flags.checkpoint_check import check_checkpoint_folder, choose_checkpoint
 from megatron_fsdp_v2_mcore.flags.settings import ShardingSettings, notices, sharding_settings
 
 
@@ -163,6 +164,32 @@ def test_empty_folder_is_accepted_only_if_the_run_saves_to_it(tmp_path: Path) ->
         check_checkpoint_folder(tmp_path, may_be_empty=False)
     with pytest.raises(FlagError, match="does not exist"):
         check_checkpoint_folder(tmp_path / "nowhere", may_be_empty=False)
+
+
+def _chosen(**given: Any) -> argparse.Namespace:
+    defaults = {"load": None, "pretrained_checkpoint": None, "ckpt_step": None, "finetune": False}
+    args = argparse.Namespace(**{**defaults, **given})
+    choose_checkpoint(args)
+    return args
+
+
+def test_pretrained_checkpoint_is_chosen_if_the_folder_to_load_has_none(checkpoint: Path) -> None:
+    own = checkpoint / "own"
+    for load in (None, str(own)):
+        args = _chosen(load=load, pretrained_checkpoint=str(checkpoint))
+        assert (args.load, args.finetune) == (str(checkpoint), True)
+    own.mkdir()
+    (own / "latest_checkpointed_iteration.txt").write_text("4")
+    args = _chosen(load=str(own), pretrained_checkpoint=str(checkpoint))
+    assert (args.load, args.finetune) == (str(own), False)
+    assert _chosen(load="elsewhere").load == "elsewhere"
+
+
+def test_folder_without_a_pretrained_checkpoint_is_named(checkpoint: Path) -> None:
+    with pytest.raises(FlagError, match=r"--pretrained-checkpoint nowhere does not exist"):
+        _chosen(pretrained_checkpoint="nowhere")
+    with pytest.raises(FlagError, match=r"--pretrained-checkpoint .* has no checkpoint of iterat"):
+        _chosen(pretrained_checkpoint=str(checkpoint), ckpt_step=8)
 
 
 SHARD, METADATA = "__0_0.distcp", ".metadata"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from megatron_fsdp_v2.checkpoint.errors import CheckpointError, NotPlainError
 from megatron_fsdp_v2.checkpoint.folder import CheckpointFolder
@@ -25,16 +26,40 @@ RELEASE = "release"
 """Content of the tracker, and name of the folder, of a release: weights without an iteration."""
 
 
+def choose_checkpoint(args: Any) -> None:
+    """Load `--pretrained-checkpoint` with `--finetune`, if `--load` has no checkpoint.
+
+    Megatron does so too, but after it has chosen what to read of an `fsdp_dtensor` checkpoint.
+
+    Args:
+        args: Megatron's arguments before their validation; `load` and `finetune` may change.
+
+    Raises:
+        FlagError: Neither folder has a complete checkpoint.
+    """
+    pretrained = args.pretrained_checkpoint
+    if pretrained is None or (args.load is not None and (Path(args.load) / TRACKER).is_file()):
+        return
+    check_checkpoint_folder(
+        pretrained,
+        may_be_empty=False,
+        iteration=args.ckpt_step,
+        flag="--pretrained-checkpoint",
+    )
+    args.load, args.finetune = pretrained, True
+
+
 def check_checkpoint_folder(
-    folder: str | Path, *, may_be_empty: bool, iteration: int | None = None
+    folder: str | Path, *, may_be_empty: bool, iteration: int | None = None, flag: str = "--load"
 ) -> None:
     """Check that a folder contains a complete `fsdp_dtensor` checkpoint.
 
     Args:
-        folder: The argument of `--load`.
+        folder: The argument of the flag.
         may_be_empty: Whether a folder without checkpoints is accepted: `--load` and `--save` of the
             same folder resume only if it has a checkpoint.
         iteration: The iteration to load; the latest if None.
+        flag: The flag that names the folder.
 
     Raises:
         FlagError: The checkpoint does not exist or is incomplete. The message names the problem.
@@ -45,14 +70,14 @@ def check_checkpoint_folder(
             return
         state = "has no checkpoints" if root.is_dir() else "does not exist"
         raise FlagError(
-            f"--load {folder} {state} (no {TRACKER}); pass the folder that a run named with --save"
+            f"{flag} {folder} {state} (no {TRACKER}); pass the folder that a run named with --save"
         )
     found = find_checkpoint(root, iteration)
     if found is None or found[0].name == RELEASE:
         return
     path, iteration = found
     if not path.is_dir():
-        raise FlagError(f"--load {folder} has no checkpoint of iteration {iteration} ({path.name})")
+        raise FlagError(f"{flag} {folder} has no checkpoint of iteration {iteration} ({path.name})")
     with flag_errors():
         opened = CheckpointFolder(path)
         for name in opened.lengths:

@@ -9,7 +9,7 @@ from megatron_fsdp_v2_mcore.flags.errors import FlagError, flag_of
 
 _EXTENSION = "nvidia_resiliency_ext"
 _LOCAL = "--non-persistent-ckpt-type local"
-_OTHER_ITERATIONS = ("ckpt_step", "finetune", "override_ckpt_iteration")
+_OTHER_ITERATIONS = ("ckpt_step", "pretrained_checkpoint", "finetune", "override_ckpt_iteration")
 """Arguments with which a run does not continue after its newest checkpoint."""
 
 

@@ -140,11 +140,6 @@ REJECTED: tuple[Flag, ...] = (
         rejects=lambda value: value not in (None, "local"),
     ),
     Flag(
-        "pretrained_checkpoint",
-        "Megatron reads an fsdp_dtensor checkpoint from --load; use --load with --finetune",
-        rejects=_is_given,
-    ),
-    Flag(
         "verify_integrity", "Megatron hashes the files of torch_dist checkpoints only; leave it out"
     ),
     Flag(

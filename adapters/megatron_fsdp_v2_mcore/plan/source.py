@@ -186,11 +186,11 @@ def parse_flags(argv: Sequence[str], user_flags: Sequence[str]) -> tuple[Any, An
                     f"these flags train without this package; add --use-megatron-fsdp {API_FLAG}"
                 )
             # A plan does not depend on the checkpoint to load.
-            user_args.load = None
+            user_args.load = user_args.pretrained_checkpoint = None
             check_arguments(user_args)
             sys.argv = ["plan", *argv]
             args = arguments.parse_args()
-            args.load = None
+            args.load = args.pretrained_checkpoint = None
             arguments.validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
     finally:
         sys.argv = original_argv

@@ -48,7 +48,7 @@ def restart_within_processes(train: Callable[..., None]) -> None:
     if args.finetune:
         raise FlagError(
             f"{FLAG} cannot be combined with --finetune: a training that is restarted would begin "
-            "again at iteration 0. Train without it up to the first checkpoint, then load that one"
+            "again at iteration 0; use --pretrained-checkpoint instead"
         )
     wrapper = importlib.import_module(_MODULE).CallWrapper
     port, rank = int(os.environ["MASTER_PORT"]) + 1, int(os.environ["RANK"])

@@ -704,5 +704,10 @@ class GroupGrads:
         self._full_state = self._partial_state = GradState.ABSENT
         self._inner_work = self._last_work = DONE
         self._held = None
+        for param in self._parameters.gathered:
+            # An exception may have been raised before the gradient was collected.
+            param.grad = None
+            if isinstance(param, FusedGradient):
+                param.grad_added_to_main_grad = False
         for buffer in self.buffers():
             buffer.drop()

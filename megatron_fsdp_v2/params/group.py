@@ -446,15 +446,25 @@ class ParameterGroup:
 
         The process groups were aborted or have failed. The values of main weights are kept.
         """
-        works = (*(self._gathering or ()), self._refreshing, *self.grads.under_way)
-        for work in works:
+        for work in (self._refreshing, *self.grads.under_way):
             with suppress(RuntimeError):
                 work.wait()
-        self._gathering, self._refreshing, self._reference_count = None, DONE, 0
-        self.parameters.install(self.sharded_params)
+        self._refreshing = DONE
+        self.settle()
         self.grads.abandon()
         for param in self.sharded_params:
             param.grad = None
+
+    def settle(self) -> None:
+        """Free weights, whatever an exception in a gather or a free has left.
+
+        KeyboardInterrupt may be raised anywhere.
+        """
+        for work in self._gathering or ():
+            with suppress(RuntimeError):
+                work.wait()
+        self._gathering, self._reference_count = None, 0
+        self.parameters.remove_gathered()
         if self.gathers_for_use and self.format.prepares:
             self.format.forget()
         self._drop_gathered()

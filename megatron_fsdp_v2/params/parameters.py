@@ -279,6 +279,12 @@ class GroupParameters:
                 found = True
         return found
 
+    def remove_gathered(self) -> None:
+        """Register sharded parameters in place of gathered ones. What users assigned stays."""
+        for index, module, attribute in self.sites():
+            if module._parameters.get(attribute) is self.gathered[index]:
+                module._parameters[attribute] = self.sharded[index]
+
     def mark_live(self) -> None:
         """Allow operations on gathered parameters, which have memory now."""
         for param, cls in self._live:

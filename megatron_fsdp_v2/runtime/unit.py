@@ -203,6 +203,11 @@ class Unit(UnitGroups):
                 "weight.clone(), or make a value that forwards change a buffer"
             )
 
+    def settle(self) -> None:
+        """Free weights that an exception in a command has left gathered."""
+        for group in self.held_groups:
+            group.settle()
+
     def abandon(self) -> None:
         """Drop collectives under way and gradients, and free everything temporary."""
         for group in self.held_groups:

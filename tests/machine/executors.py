@@ -424,6 +424,10 @@ class Unit:
             raise Failure
         self.is_ready = True
 
+    def settle(self) -> None:
+        held = [group.name for group in self.groups[:1] if group.references]
+        require(not held, f"{held} is gathered after a repair")
+
     def abandon(self) -> None:
         for group in self.groups:
             group.references, group.live, group.version = 0, WeightUse(0), -1

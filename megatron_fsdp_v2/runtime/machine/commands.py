@@ -100,6 +100,9 @@ class UnitCommands(Protocol):
             after_error: Whether another error was raised, so that none is raised here.
         """
 
+    def settle(self) -> None:
+        """Free weights that an exception in a command has left gathered, after `free`."""
+
     def abandon(self) -> None:
         """Drop collectives under way and gradients, and free everything temporary."""
 

@@ -503,8 +503,13 @@ def repair(root: RootState) -> None:
         each.is_after_backward = True
         for unit in each.units:
             _make_idle(unit)
-    # Last, since it raises if user code wrote gathered weights since the exception.
-    free_all([unit for each in together for unit in each.units])
+    units = [unit for each in together for unit in each.units]
+    try:
+        # Raises if user code wrote gathered weights since the exception.
+        free_all(units)
+    finally:
+        for unit in units:
+            unit.do.settle()
 
 
 def abandon(root: RootState) -> None:

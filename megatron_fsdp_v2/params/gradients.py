@@ -455,10 +455,14 @@ class GroupGrads:
 
     def reduce_outer(self, *, async_op: bool) -> None:
         """Start reducing the partial buffer, along the outer axis or by the hook. Collective."""
-        if self.has_partial:
-            assert self.partial is not None
-            self._partial_state = self._moved(self._partial_state, GradState.REDUCING)
-            self._into_main(self.partial, self.context.spec.grad_factors[1], async_op=async_op)
+        assert self.partial is not None
+        if not self.has_partial:
+            # This rank discarded its sums, and others have theirs.
+            self._partial_state = self._moved(self._partial_state, GradState.ACCUMULATED)
+            self.partial.take()
+            self.partial.tensor.zero_()
+        self._partial_state = self._moved(self._partial_state, GradState.REDUCING)
+        self._into_main(self.partial, self.context.spec.grad_factors[1], async_op=async_op)
 
     def end_outer(self) -> None:
         """Wait for the reduction along the outer axis, and free the partial buffer."""

@@ -315,10 +315,10 @@ class Group:
 
     def reduce_outer(self, *, async_op: bool) -> None:
         require(async_op != self.world.setup.waits, "the host waits for a reduction, or should")
-        if self.has_partial:
-            self.partial = REDUCING
-            self.is_owed = False
-            self.world.communicate("outer", self.number)
+        require(self.reduces_partial, "a reduction along an axis that does not exist")
+        self.partial = REDUCING
+        self.is_owed = False
+        self.world.communicate("outer", self.number)
 
     def end_outer(self) -> None:
         if self.partial == REDUCING:

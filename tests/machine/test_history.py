@@ -349,7 +349,7 @@ FAULTS = [
             f"{BOTH}, backward 0, *, freeze 1, {BOTH}, backward 0, *",
             f"forward 0, {CALL_2}, return, backward 0, *, freeze 1, {BOTH}, backward 0, *",
         ),
-        ("reductions", "(group.is_trained or group.is_owed)", "group.is_trained"),
+        ("reductions", "is_pending and (group.is_trained or group.is_owed)", "group.is_trained"),
     ),
     Fault(
         "a unit that no backward used since an unsynchronized one owed a gradient for ever",

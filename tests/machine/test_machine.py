@@ -99,6 +99,19 @@ def test_rules_detect_a_gradient_that_is_not_reduced() -> None:
             world.apply(("engine",))
 
 
+# It discarded its sums along the inner axis, and the others reduce theirs along the outer one.
+@pytest.mark.parametrize("is_late", [0, 1])
+def test_rank_whose_backward_failed_reduces_along_both_axes_in_a_call_of_reduce_grad(
+    is_late: int,
+) -> None:
+    setup = Setup(zero=2, axes=2, accumulates=True, interrupts=True, max_forwards=2)
+    step = "forward 0, call 1 0, return, return, backward 0"
+    whole = run(setup, f"{step}, *, synchronize")
+    failed = run(setup, f"{step}, engine, interrupt {is_late}, synchronize")
+    assert failed.log == whole.log
+    assert [kind for kind, _ in whole.log].count("outer") == 3
+
+
 # A unit that two roots share may be in flight for either of them when the backward ends.
 def test_no_root_ends_its_reductions_before_all_roots_have_waited() -> None:
     setup = Setup(zero=2, axes=2, parents=(-1, -1, 0, 1), max_live=9)

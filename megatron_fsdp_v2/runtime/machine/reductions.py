@@ -240,13 +240,23 @@ def _reduce(root: RootState, unit: UnitState, *, synchronize: bool) -> None:
             drain(root)
 
 
-def _reduce_rest(root: RootState, unit: UnitState, *, synchronize: bool) -> None:
-    """Reduce remaining gradients of a unit, including partial ones along the outer axis."""
+def _reduce_rest(
+    root: RootState, unit: UnitState, *, synchronize: bool, is_shared: bool = False
+) -> None:
+    """Reduce remaining gradients of a unit, including partial ones along the outer axis.
+
+    Args:
+        root: The root.
+        unit: The unit.
+        synchronize: See `_reduce`.
+        is_shared: Whether another rank may have partial gradients that this one discarded.
+    """
     _reduce(root, unit, synchronize=synchronize)
     if synchronize:
         in_flight = [group for reduction in root.inner for group in reduction.groups]
         for group in unit.groups:
-            if group.has_partial and group not in in_flight:
+            is_due = is_shared and group.reduces_partial and (group.is_trained or group.is_owed)
+            if (group.has_partial or is_due) and group not in in_flight:
                 _reduce_outer(root, [group], root.control.max_live)
 
 
@@ -414,7 +424,7 @@ def synchronize(root: RootState, units: Sequence[UnitState]) -> None:
         unit.do.collect_assigned()
         if is_pending and any([group.accumulates_unreduced for group in unit.groups]):
             root.pending.add(unit)
-        _reduce_rest(root, unit, synchronize=True)
+        _reduce_rest(root, unit, synchronize=True, is_shared=is_pending)
     drain(root)
     _end_reductions(root, units)
     root.weight_version += 1  # as after a synchronized backward

@@ -146,9 +146,6 @@ class MegatronFSDP(nn.Module):
     def zero_grad_buffer(self) -> None:
         """Set every gradient to None, and drop gradients that are not reduced yet."""
         self.module.zero_grad()
-        for grads in (g for unit in unit_of(self.module).context.units() for g in unit.grads()):
-            if grads.has_gradient or grads.has_partial:
-                grads.abandon()
 
     def install_optimized_model_weights(self) -> None:
         """Make the next forward use the stepped weights, after a step that torch does not know."""

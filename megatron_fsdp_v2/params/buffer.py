@@ -15,6 +15,7 @@ Each of these buffers holds a span of slices, with one placement per axis of the
 
 from __future__ import annotations
 
+import enum
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -550,3 +551,29 @@ def place_in(layout: BufferLayout, span: Span, index: int) -> tuple[int, tuple[i
     offset = slot.offset + start * slot.row_numel - span.first * layout.shard_numel
     offset = min(max(offset, 0), span.count * layout.shard_numel)
     return offset, (end - start, *slot.shape[1:])
+
+
+class GradState(enum.Enum):
+    """Content of a gradient buffer: the full buffer, or the partial buffer of an outer axis."""
+
+    ABSENT = "absent"
+    """No memory: no gradient arrived, or the next buffer has the sum."""
+    ARRIVING = "arriving"
+    """Full buffer: gradients of this rank, as autograd computes them."""
+    ACCUMULATED = "accumulated"
+    """Partial buffer: sums along the inner axis, until the synchronized backward."""
+    REDUCING = "reducing"
+    """A collective reads it."""
+
+    # Faster than the `__hash__` of enums, which is written in Python.
+    __hash__ = object.__hash__
+
+
+GRAD_MOVES = {
+    GradState.ABSENT: {GradState.ARRIVING, GradState.ACCUMULATED},
+    GradState.ARRIVING: {GradState.REDUCING},
+    GradState.ACCUMULATED: {GradState.ACCUMULATED, GradState.REDUCING},
+    # The next inner sum may be issued before the outer reduction is waited for.
+    GradState.REDUCING: {GradState.ABSENT, GradState.ACCUMULATED},
+}
+"""Legal moves of a gradient buffer. After a failure, every state moves to `ABSENT`."""

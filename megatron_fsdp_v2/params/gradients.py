@@ -5,7 +5,6 @@ See [Note: the buffers of a group] in `params/buffer.py`.
 
 from __future__ import annotations
 
-import enum
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -33,35 +32,15 @@ from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.memory.allocator import BufferUse
 from megatron_fsdp_v2.memory.observer import MainGradientAllocated
 from megatron_fsdp_v2.params.autograd import InternalHook
-from megatron_fsdp_v2.params.buffer import BufferContext, DataParallelBuffer, place_in
+from megatron_fsdp_v2.params.buffer import (
+    GRAD_MOVES,
+    BufferContext,
+    DataParallelBuffer,
+    GradState,
+    place_in,
+)
 from megatron_fsdp_v2.params.gathered import FusedGradient
 from megatron_fsdp_v2.params.parameters import GroupParameters
-
-
-class GradState(enum.Enum):
-    """Content of a gradient buffer: the full buffer, or the partial buffer of an outer axis."""
-
-    ABSENT = "absent"
-    """No memory: no gradient arrived, or the next buffer has the sum."""
-    ARRIVING = "arriving"
-    """Full buffer: gradients of this rank, as autograd computes them."""
-    ACCUMULATED = "accumulated"
-    """Partial buffer: sums along the inner axis, until the synchronized backward."""
-    REDUCING = "reducing"
-    """A collective reads it."""
-
-    # Faster than the `__hash__` of enums, which is written in Python.
-    __hash__ = object.__hash__
-
-
-_MOVES = {
-    GradState.ABSENT: {GradState.ARRIVING, GradState.ACCUMULATED},
-    GradState.ARRIVING: {GradState.REDUCING},
-    GradState.ACCUMULATED: {GradState.ACCUMULATED, GradState.REDUCING},
-    # The next inner sum may be issued before the outer reduction is waited for.
-    GradState.REDUCING: {GradState.ABSENT, GradState.ACCUMULATED},
-}
-"""Legal moves. After a failure, every state moves to `ABSENT`."""
 
 
 class GroupGrads:
@@ -542,7 +521,7 @@ class GroupGrads:
         return self._last_work
 
     def _moved(self, state: GradState, to: GradState) -> GradState:
-        if to not in _MOVES[state]:
+        if to not in GRAD_MOVES[state]:
             raise RuntimeError(
                 f"gradients of {self.name} cannot go from {state.value} to {to.value}"
             )

@@ -251,13 +251,18 @@ class ShardedModule(_Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, as `torch.nn.Module.zero_grad` does.
 
-        Between a forward and its backward, some units register gathered parameters; gradients
-        belong to their sharded parameters, which this method resets as well.
+        Also discards gradients of backwards without synchronization (`no_sync`), which are not in
+        `param.grad` yet; `zero_grad` of an optimizer cannot. Between a forward and its backward,
+        some units register gathered parameters; gradients belong to their sharded parameters, which
+        this method resets as well.
 
         Args:
             set_to_none: Whether to set gradients to None instead of zero.
         """
         super().zero_grad(set_to_none)
+        root = unit_of(self).state.root
+        if root.has_unreduced:
+            reductions.discard(root, [unit.state for unit in units_of(self)])
         gathered = [unit for unit in unit_of(self).context.units() if unit.is_unsharded]
         if not gathered:
             return

@@ -25,7 +25,7 @@ class Between:
         if is_clean:
             found += self.replacements()
         if (setup.accumulates or setup.manual) and is_clean and self.has_unsynced:
-            found.append(("synchronize",))
+            found += [("synchronize",), ("discard",)]
         if setup.idles and not self.has_idled:
             found.append(("idle",))
         if setup.draws and not self.has_drawn and is_clean:
@@ -102,6 +102,19 @@ class Between:
         for unit in self.units:
             require(unit.has_collected, f"assigned gradients of {unit.name} are not collected")
             unit.has_collected = False
+
+    def _discard(self: Any) -> None:
+        """Discard all gradients that backwards left, as `zero_grad` does."""
+        self.program.append("discard")
+        self.has_unsynced = False
+        for root in self.roots:
+            reductions.discard(root.state, root.state.units)
+            require(root.state.needs_repair or not root.state.pending, "units wait for reductions")
+        for group in self.groups:
+            state = self.root_of(group.number)
+            is_clean = group.full == group.partial == ABSENT and not group.is_owed
+            require(state.needs_repair or is_clean, f"group {group.number} keeps a gradient")
+            group.times_reduced = 0
 
     def _idle(self: Any) -> None:
         """Free all weights, as before a checkpoint is saved."""

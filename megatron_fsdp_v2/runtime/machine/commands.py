@@ -63,6 +63,9 @@ class GroupCommands(Protocol):
     def owe(self) -> None:
         """Record that a later backward synchronizes the gradients of the trained parameters."""
 
+    def abandon(self) -> None:
+        """Discard gradients that are not reduced yet."""
+
     @property
     def name(self) -> str:
         """Name of the group, for reports."""

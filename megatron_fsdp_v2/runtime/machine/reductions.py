@@ -431,6 +431,23 @@ def synchronize(root: RootState, units: Sequence[UnitState]) -> None:
     root.do.run_hooks(units[::-1])
 
 
+def discard(root: RootState, units: Iterable[UnitState]) -> None:
+    """Discard gradients that earlier backwards left to a later one, as `zero_grad` does.
+
+    A backward or schedule that is under way, or a repair, deals with its own gradients.
+
+    Args:
+        root: Root of the units.
+        units: Some of its units.
+    """
+    if root.engine is Engine.RESTING and not root.is_scheduled:
+        for unit in units:
+            root.pending.discard(unit)
+            for group in unit.groups:
+                if group.has_gradient or group.has_partial or group.is_owed:
+                    group.abandon()
+
+
 def _end_reductions(root: RootState, synced: Sequence[UnitState]) -> None:
     """End reductions that were waited for, and drop gradients to which no rank contributed.
 
@@ -439,7 +456,7 @@ def _end_reductions(root: RootState, synced: Sequence[UnitState]) -> None:
         synced: Units whose gradients are synchronized.
     """
     root.do.end_reductions()
-    root.has_unreduced = not synced
+    root.has_unreduced = len(synced) < len(root.units)
 
 
 def end_pass(root: RootState, kind: str = "", *, synchronize: bool = False) -> None:
@@ -500,7 +517,7 @@ def repair(root: RootState) -> None:
             each.do.drop_gradients(before, is_shared=is_shared)
             if is_shared:
                 each.weight_version += bool(each.synced)
-                each.has_unreduced = not each.synced
+                each.has_unreduced = len(each.synced) < len(each.units)
             each.inner.clear()
             each.outer.clear()
     for each in together:

@@ -339,7 +339,7 @@ class RootState:
         position: Number of the forward that the backward has reached.
         deferred: Forwards whose backward has to be ended from outside, by number.
         num_scheduled: Micro-batches under way in a schedule that runs modules part by part.
-        has_unreduced: Whether the latest backward left gradients to be synchronized.
+        has_unreduced: Whether the latest backward left gradients of any unit to be synchronized.
         is_draining: Whether the latest wait was for all reductions, not for room.
         synced: Units that synchronized gradients when the backward began, for a repair.
         pending: Units whose backward began and that are not reduced yet.

@@ -205,7 +205,8 @@ class UnitState(UnitFacts):
         if phase not in LEGAL_MOVES[self.phase]:
             raise RuntimeError(
                 f"unit {self.do.name} cannot go from {self.phase.value} to {phase.value}: its "
-                "forwards and backwards overlap in a way that no program of torch does"
+                "forwards and backwards overlap in a way that no program of torch does. After "
+                "Ctrl-C in a forward, call the root before a unit alone"
             )
         self.phase = phase
 

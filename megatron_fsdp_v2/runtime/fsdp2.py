@@ -271,12 +271,13 @@ class FSDPModule(ShardedModule, fsdp.FSDPModule):
         """Reset the units after an exception in a pass, and drop unreduced gradients.
 
         The root's next forward resets them automatically. Call this method before other uses of the
-        model, such as saving a checkpoint.
+        model, such as saving a checkpoint, and, if ranks may run different units (below ZeRO-3), on
+        every rank after a backward that failed on some of them. Collective then.
 
         Raises:
             RuntimeError: The module is not the root.
         """
-        reductions.repair(_root(self, "reset_iter_state").state.root)
+        reductions.reset(_root(self, "reset_iter_state").state.root)
 
     # -- class and state --------------------------------------------------------------------------
 

@@ -317,6 +317,25 @@ def test_reduce_grad_after_a_backward_that_failed_on_one_rank_meets_the_other(
     assert weight_error(model, plain) < EXACT
 
 
+# Such as out of memory in the loss of one rank. Its model is not told that a backward began.
+@on_ranks(2, strategy=STRATEGIES[:3])
+def test_training_goes_on_after_a_backward_that_reached_no_unit_on_one_rank(strategy: str) -> None:
+    plain, model = fp64_pair(strategy)
+    optimizers = _adamw(plain, model)
+    train_both(plain, model, optimizers, range(2))
+    loss = own_loss(model, 7)
+    if dist.get_rank() == 0:
+        loss.register_hook(fail)
+        with pytest.raises(PlannedFailure):
+            loss.backward()
+    else:
+        loss.backward()
+    model.reset_iter_state()
+    model.zero_grad()
+    train_both(plain, model, optimizers, range(2, 4))
+    assert weight_error(model, plain) < EXACT
+
+
 def _interrupt(*args: Any) -> None:
     raise KeyboardInterrupt
 

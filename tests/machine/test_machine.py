@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fsdp_v2.runtime.machine import events
+from megatron_fsdp_v2.runtime.machine import events, reductions
 from megatron_fsdp_v2.runtime.machine.state import Phase
 from tests.machine.executors import Setup
 from tests.machine.explore import explore, run, sample
@@ -110,6 +110,24 @@ def test_rank_whose_backward_failed_reduces_along_both_axes_in_a_call_of_reduce_
     failed = run(setup, f"{step}, engine, interrupt {is_late}, synchronize")
     assert failed.log == whole.log
     assert [kind for kind, _ in whole.log].count("outer") == 3
+
+
+# As a failed loss: the machine does not know that a backward began.
+@pytest.mark.parametrize("axes", [1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_reset_reduces_what_other_ranks_reduced_in_a_backward_that_reached_no_unit_here(
+    zero: int, axes: int
+) -> None:
+    setup = Setup(zero=zero, axes=axes)
+    forward = "forward 0, call 1 0, return, return"
+    whole, failed = run(setup, f"{forward}, backward 0, *"), run(setup, forward)
+    for world in (whole, failed):
+        reductions.reset(world.roots[0].state)
+        assert not world.roots[0].state.needs_repair
+    assert failed.log == whole.log
+    # Without a backward that is expected, nothing is reduced.
+    reductions.reset(failed.roots[0].state)
+    assert sum(kind == "reduce" for kind, _ in failed.log) == 3
 
 
 # A unit that two roots share may be in flight for either of them when the backward ends.

@@ -496,6 +496,21 @@ def _forget(root: RootState) -> None:
 # -- after an exception ----------------------------------------------------------------------------
 
 
+def reset(root: RootState) -> None:
+    """Repair on every rank, after a backward that failed on some of them. Collective.
+
+    A backward that failed before it reached a unit, such as in the loss, is not known here. If
+    ranks may differ, the others have reduced all units.
+    """
+    current = root.current
+    expects_backward = current.turn.first >= 0 and not current.is_over
+    if root.engine is Engine.RESTING and expects_backward and not root.is_scheduled:
+        root.engine, root.passed = Engine.FAILED, current
+        root.synced = [unit for unit in root.units if unit.syncs_gradients()]
+        current.begin_backward()
+    repair(root)
+
+
 def repair(root: RootState) -> None:
     """Reset the units after a failed forward or backward.
 

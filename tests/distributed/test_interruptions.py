@@ -23,6 +23,7 @@ from megatron_fsdp_v2.params.gradients import GroupGrads
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     STRATEGIES,
+    fp64_pair,
     loss_of,
     on_mesh,
     own_loss,
@@ -161,6 +162,37 @@ def test_gradient_that_could_not_be_collected_is_not_part_of_the_next_one(strate
     model.zero_grad()
     train_both(plain, model, optimizers, range(1))
     assert weight_error(model, plain) < 1e-6
+
+
+# The other rank reduced the unit. Afterwards reductions of different units were paired.
+@on_ranks(2, strategy=STRATEGIES[:3], index=[0, 2, 3])
+def test_main_gradient_that_could_not_be_allocated_on_one_rank(strategy: str, index: int) -> None:
+    plain, model = fp64_pair(strategy)
+    optimizers = optim.AdamW(plain.parameters()), optim.AdamW(model.parameters())
+    train_both(plain, model, optimizers, range(2))
+    model.zero_grad()
+    new_main, left = GroupGrads._new_main, index
+
+    def fail_once(self: GroupGrads, **options: Any) -> torch.Tensor:
+        nonlocal left
+        left -= 1
+        if left == -1:
+            raise torch.OutOfMemoryError("planned")
+        return new_main(self, **options)
+
+    loss = own_loss(model, 7)
+    if torch.distributed.get_rank() == 0:
+        with (
+            mock.patch.object(GroupGrads, "_new_main", fail_once),
+            pytest.raises(torch.OutOfMemoryError),
+        ):
+            loss.backward()
+    else:
+        loss.backward()
+    model.reset_iter_state()
+    model.zero_grad()
+    train_both(plain, model, optimizers, range(2, 4))
+    assert weight_error(model, plain) < EXACT
 
 
 # As with an unsharded model: these gradients are not in `param.grad` yet.

@@ -434,8 +434,8 @@ FAULTS = [
         ),
         (
             "reductions",
-            "late = [] if root.is_scheduled else root.passed.due(is_left=True)",
-            "late: list[UnitState] = []",
+            "[*root.in_turn, *root.passed.due(is_left=True)]",
+            "[]",
         ),
     ),
     Fault(

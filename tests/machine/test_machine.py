@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -110,6 +111,24 @@ def test_rank_whose_backward_failed_reduces_along_both_axes_in_a_call_of_reduce_
     failed = run(setup, f"{step}, engine, interrupt {is_late}, synchronize")
     assert failed.log == whole.log
     assert [kind for kind, _ in whole.log].count("outer") == 3
+
+
+# Such as out of memory in the allocation of a gradient: the unit had its turn, and no reduction.
+@pytest.mark.parametrize("setup", [Setup(zero=0), Setup(zero=2, axes=2), Setup(zero=1, waits=True)])
+def test_reduction_that_failed_before_it_was_issued_is_issued_by_the_repair(setup: Setup) -> None:
+    step = "forward 0, call 1 0, return, call 2 0, return, return, backward 0"
+    whole = run(setup, f"{step}, *")
+    for number in range(3):
+        world = run(setup, step)
+        group = world.groups[number]
+        with mock.patch.object(group, "reduce", side_effect=RuntimeError("planned")):
+            with pytest.raises(RuntimeError, match="planned"):
+                while world.engine_run != -1:
+                    world.apply(("engine",))
+            world._interrupt(is_late=False)
+        reductions.reset(world.roots[0].state)
+        kinds = [[each for each in log if each[0] != "flags"] for log in (world.log, whole.log)]
+        assert kinds[0] == kinds[1]
 
 
 # As a failed loss: the machine does not know that a backward began.

@@ -189,12 +189,22 @@ def _finish(others: Sequence[RootState], position: int) -> None:
 
 def reduce(root: RootState, units: Iterable[UnitState]) -> None:
     """Reduce units in turn, with or without a gradient on this rank. Collective."""
-    for unit in units:
+    root.in_turn = list(units)
+    while root.in_turn:
+        unit = root.in_turn[0]
         root.pending.add(unit)
         _reduce(root, unit, synchronize=unit.syncs_gradients())
+        # Now: a repair issues what an exception left, such as out of memory.
+        del root.in_turn[0]
 
 
-def _reduce(root: RootState, unit: UnitState, *, synchronize: bool) -> None:
+def _reduce(
+    root: RootState,
+    unit: UnitState,
+    *,
+    synchronize: bool,
+    issued: Sequence[GroupCommands] = (),
+) -> None:
     """Reduce the gradients of a unit that arrived, if they are due. Collective.
 
     A unit whose backward ran takes part with all its groups: which of them got a gradient may
@@ -205,6 +215,7 @@ def _reduce(root: RootState, unit: UnitState, *, synchronize: bool) -> None:
         unit: The unit.
         synchronize: Whether gradients are reduced into `param.grad`. Otherwise they stay unreduced
             between micro-batches if the strategy accumulates them.
+        issued: Groups whose reductions were issued before an exception.
     """
     is_pending = unit in root.pending
     # A unit that keeps its gradient stays pending until it is reduced: another rank may have a
@@ -218,15 +229,16 @@ def _reduce(root: RootState, unit: UnitState, *, synchronize: bool) -> None:
             for group in unit.groups
             if (group.has_gradient or (is_pending and (group.is_trained or group.is_owed)))
             and (synchronize or not group.accumulates_unreduced)
+            and group not in issued
         ]
-        if due:
+        if due or issued:
             # Buffers that accumulate micro-batches were allocated before.
             make_room(root)
-            if root.compares_collectives:
+            if due and root.compares_collectives:
                 has_outer = synchronize and any(group.reduces_partial for group in due)
                 unit.do.compare_reduction(along_all=has_outer and not root.ranks_may_differ)
             # A repair needs the reductions that were issued before one that fails.
-            reduction = Reduction([], synchronize)
+            reduction = Reduction([*issued], synchronize)
             root.inner.append(reduction)
             for group in due:
                 group.reduce(async_op=is_async)
@@ -590,15 +602,29 @@ def _reduce_late(root: RootState) -> object:
         The gradients that unfinished reductions write, from before.
     """
     dropped = [group for reduction in (*root.inner, *root.outer) for group in reduction.groups]
-    # Ranks that follow one schedule reduce without this order.
-    late = [] if root.is_scheduled else root.passed.due(is_left=True)
+    # Of the unit whose reduction failed, these groups were issued.
+    issued: Sequence[GroupCommands] = ()
+    if root.in_turn and root.inner:
+        last, groups = root.inner[-1], root.in_turn[0].groups
+        if root.ranks_may_differ and all(group in groups for group in last.groups):
+            issued = root.inner.pop().groups
+    late: list[UnitState] = []
+    if root.ranks_may_differ and not root.is_scheduled:
+        # Ranks that follow one schedule reduce without this order.
+        late = [*root.in_turn, *root.passed.due(is_left=True)]
     for unit in late:
         reduced = unit in root.synced
         dropped += [g for g in unit.groups if reduced or not g.accumulates_unreduced]
     before = root.do.snapshot(dropped)
+    for group in late[0].groups if root.in_turn and late else ():
+        if group not in issued:
+            # Its gradients may be why the reduction failed.
+            group.abandon()
+    root.in_turn = []
     for unit in late:
         root.pending.add(unit)
-        _reduce(root, unit, synchronize=unit in root.synced)
+        _reduce(root, unit, synchronize=unit in root.synced, issued=issued)
+        issued = ()
     return before
 
 

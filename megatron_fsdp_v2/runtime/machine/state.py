@@ -344,6 +344,7 @@ class RootState:
         is_draining: Whether the latest wait was for all reductions, not for room.
         synced: Units that synchronized gradients when the backward began, for a repair.
         pending: Units whose backward began and that are not reduced yet.
+        in_turn: Units whose turn has come, and whose reductions are not all issued yet.
         unit: The unit whose backward began last.
         recomputed: Recomputed units, kept gathered for their backwards, the oldest one first.
         inner: Reductions along the inner axis in flight, the oldest one first.
@@ -380,6 +381,7 @@ class RootState:
         self.has_unreduced = self.is_draining = False
         self.synced: list[UnitState] = []
         self.pending: set[UnitState] = set()
+        self.in_turn: list[UnitState] = []
         self.unit: UnitState | None = None
         self.recomputed: dict[UnitState, None] = {}
         self.inner: deque[Reduction] = deque()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any, override
 from unittest import mock
 
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from megatron_fsdp_v2 import fully_shard
 from megatron_fsdp_v2.comm import backends
 from megatron_fsdp_v2.comm.interface import Collective, Work
+from megatron_fsdp_v2.params.gradients import GroupGrads
 from megatron_fsdp_v2.runtime.context import PROCESS
 from megatron_fsdp_v2.runtime.module import unit_of
 from tests.distributed.on_ranks import on_ranks
@@ -317,16 +319,18 @@ def test_reduce_grad_after_a_backward_that_failed_on_one_rank_meets_the_other(
     assert weight_error(model, plain) < EXACT
 
 
-# Such as out of memory in the loss of one rank. Its model is not told that a backward began.
-@on_ranks(2, strategy=STRATEGIES[:3])
-def test_training_goes_on_after_a_backward_that_reached_no_unit_on_one_rank(strategy: str) -> None:
-    plain, model = fp64_pair(strategy)
-    optimizers = _adamw(plain, model)
-    train_both(plain, model, optimizers, range(2))
+def _check_goes_on_after_failing_on_one_rank(strategy: str, plan: Callable[[Any], Any]) -> None:
+    """Train, fail in the backward of rank 0 alone, and train on.
+
+    Args:
+        strategy: A strategy below ZeRO-3.
+        plan: Given the loss of rank 0, returns the context in which its backward fails.
+    """
+    plain, model, optimizers = _trained(strategy)
+    model.zero_grad()
     loss = own_loss(model, 7)
     if dist.get_rank() == 0:
-        loss.register_hook(fail)
-        with pytest.raises(PlannedFailure):
+        with plan(loss), pytest.raises(PlannedFailure):
             loss.backward()
     else:
         loss.backward()
@@ -334,6 +338,34 @@ def test_training_goes_on_after_a_backward_that_reached_no_unit_on_one_rank(stra
     model.zero_grad()
     train_both(plain, model, optimizers, range(2, 4))
     assert weight_error(model, plain) < EXACT
+
+
+# Such as out of memory in the loss of one rank. Its model is not told that a backward began.
+@on_ranks(2, strategy=STRATEGIES[:3])
+def test_training_goes_on_after_a_backward_that_reached_no_unit_on_one_rank(strategy: str) -> None:
+    def plan(loss: torch.Tensor) -> Any:
+        loss.register_hook(fail)
+        return contextlib.nullcontext()
+
+    _check_goes_on_after_failing_on_one_rank(strategy, plan)
+
+
+# The other rank reduced the unit. Afterwards reductions of different units were paired.
+@on_ranks(2, strategy=STRATEGIES[:3], index=[0, 2, 3])
+def test_training_goes_on_after_a_main_gradient_was_not_allocated_on_one_rank(
+    strategy: str, index: int
+) -> None:
+    new_main, left = GroupGrads._new_main, index
+
+    def fail_once(self: GroupGrads, **options: Any) -> torch.Tensor:
+        nonlocal left
+        left -= 1
+        if left == -1:
+            raise PlannedFailure
+        return new_main(self, **options)
+
+    patched = mock.patch.object(GroupGrads, "_new_main", fail_once)
+    _check_goes_on_after_failing_on_one_rank(strategy, lambda loss: patched)
 
 
 def _interrupt(*args: Any) -> None:

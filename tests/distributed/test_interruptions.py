@@ -23,11 +23,11 @@ from megatron_fsdp_v2.params.gradients import GroupGrads
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     STRATEGIES,
-    fp64_pair,
-    loss_of,
     on_mesh,
     own_loss,
     pair,
+    plain_loss,
+    strategies_on,
     train_both,
     weight_error,
 )
@@ -164,53 +164,19 @@ def test_gradient_that_could_not_be_collected_is_not_part_of_the_next_one(strate
     assert weight_error(model, plain) < 1e-6
 
 
-# The other rank reduced the unit. Afterwards reductions of different units were paired.
-@on_ranks(2, strategy=STRATEGIES[:3], index=[0, 2, 3])
-def test_main_gradient_that_could_not_be_allocated_on_one_rank(strategy: str, index: int) -> None:
-    plain, model = fp64_pair(strategy)
-    optimizers = optim.AdamW(plain.parameters()), optim.AdamW(model.parameters())
-    train_both(plain, model, optimizers, range(2))
-    model.zero_grad()
-    new_main, left = GroupGrads._new_main, index
-
-    def fail_once(self: GroupGrads, **options: Any) -> torch.Tensor:
-        nonlocal left
-        left -= 1
-        if left == -1:
-            raise torch.OutOfMemoryError("planned")
-        return new_main(self, **options)
-
-    loss = own_loss(model, 7)
-    if torch.distributed.get_rank() == 0:
-        with (
-            mock.patch.object(GroupGrads, "_new_main", fail_once),
-            pytest.raises(torch.OutOfMemoryError),
-        ):
-            loss.backward()
-    else:
-        loss.backward()
-    model.reset_iter_state()
-    model.zero_grad()
-    train_both(plain, model, optimizers, range(2, 4))
-    assert weight_error(model, plain) < EXACT
-
-
 # As with an unsharded model: these gradients are not in `param.grad` yet.
 @on_ranks("mesh", mesh=["2", "HSDP 2x2", "HFSDP 2x2"], strategy=STRATEGIES)
 def test_zero_grad_discards_gradients_that_are_not_synchronized(mesh: str, strategy: str) -> None:
-    own = on_mesh(mesh)
-    if "outer_dp_sharding_strategy" in own and strategy != STRATEGIES[-1]:
-        return
-    plain, model = pair(sharding_strategy=strategy, **own)
+    if strategy not in strategies_on(mesh):
+        return  # `no_shard` excludes sharding along the outer axis.
+    plain, model = pair(sharding_strategy=strategy, **on_mesh(mesh))
     with model.no_sync():
         own_loss(model, 7).backward()
         model.zero_grad()
         own_loss(model, 1).backward()
     own_loss(model, 2).backward()
     for step in (1, 2):
-        size = torch.distributed.get_world_size()
-        for rank in range(size):
-            (loss_of(plain, rank, step) / size).backward()
+        plain_loss(plain, step).backward()
     for each in (plain, model):
         optim.SGD(each.parameters(), lr=0.1).step()
     assert weight_error(model, plain) < 1e-6
@@ -224,8 +190,7 @@ def test_zero_grad_of_a_unit_discards_its_own_gradients_alone() -> None:
     block: nn.Module = model.blocks[1]
     block.zero_grad()
     model.reduce_grad()
-    for rank in range(2):
-        (loss_of(plain, rank, 7) / 2).backward()
+    plain_loss(plain, 7).backward()
     plain.blocks[1].zero_grad()
     for each in (plain, model):
         optim.SGD(each.parameters(), lr=0.1).step()

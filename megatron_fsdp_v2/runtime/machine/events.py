@@ -436,7 +436,7 @@ def is_in_backward(root: RootState) -> bool:
     The caller of a backward that failed may go on before the engine's thread drops the callback.
     """
     if root.engine is Engine.RUNNING and root.do.engine_run == -1:
-        root.engine = Engine.FAILED
+        engine_dropped(root)
     return root.engine is Engine.RUNNING
 
 

@@ -45,7 +45,7 @@ def join(unit: UnitState, passed: Pass[UnitState], position: int = UNKNOWN) -> N
         root.do.queue_end()
         root.engine, root.run = Engine.RUNNING, root.do.engine_run
         if root.ranks_may_differ:
-            root.synced = [unit for unit in root.units if unit.syncs_gradients()]
+            root.synced = _syncing(root)
         root.gathers.begin_backward()
     elif passed is root.passed:
         return
@@ -69,6 +69,11 @@ def join(unit: UnitState, passed: Pass[UnitState], position: int = UNKNOWN) -> N
                 root.pending.update(each.reduced_with)
     passed.begin_backward()
     root.pending.update(passed.used_directly)
+
+
+def _syncing(root: RootState) -> list[UnitState]:
+    """Return the units whose gradients a backward that begins now synchronizes."""
+    return [unit for unit in root.units if unit.syncs_gradients()]
 
 
 def finish_deferred(root: RootState, number: int) -> None:
@@ -194,7 +199,7 @@ def reduce(root: RootState, units: Iterable[UnitState]) -> None:
         unit = root.in_turn[0]
         root.pending.add(unit)
         _reduce(root, unit, synchronize=unit.syncs_gradients())
-        # Now: a repair issues what an exception left, such as out of memory.
+        # Last: a repair issues the reductions that an exception prevented, such as out of memory.
         del root.in_turn[0]
 
 
@@ -511,14 +516,14 @@ def _forget(root: RootState) -> None:
 def reset(root: RootState) -> None:
     """Repair on every rank, after a backward that failed on some of them. Collective.
 
-    A backward that failed before it reached a unit, such as in the loss, is not known here. If
-    ranks may differ, the others have reduced all units.
+    The machine does not know of a backward that failed before it reached a unit, such as in the
+    loss. If ranks may differ, the other ranks have reduced all units.
     """
     current = root.current
     expects_backward = current.turn.first >= 0 and not current.is_over
     if root.engine is Engine.RESTING and expects_backward and not root.is_scheduled:
         root.engine, root.passed = Engine.FAILED, current
-        root.synced = [unit for unit in root.units if unit.syncs_gradients()]
+        root.synced = _syncing(root)
         current.begin_backward()
     repair(root)
 
@@ -602,25 +607,26 @@ def _reduce_late(root: RootState) -> object:
         The gradients that unfinished reductions write, from before.
     """
     dropped = [group for reduction in (*root.inner, *root.outer) for group in reduction.groups]
-    # Of the unit whose reduction failed, these groups were issued.
+    # Of the unit whose reduction failed: all groups, and those whose reduction was issued.
+    failed: Sequence[GroupCommands] = ()
     issued: Sequence[GroupCommands] = ()
-    if root.in_turn and root.inner:
-        last, groups = root.inner[-1], root.in_turn[0].groups
-        if root.ranks_may_differ and all(group in groups for group in last.groups):
-            issued = root.inner.pop().groups
     late: list[UnitState] = []
     if root.ranks_may_differ and not root.is_scheduled:
         # Ranks that follow one schedule reduce without this order.
         late = [*root.in_turn, *root.passed.due(is_left=True)]
+        if root.in_turn:
+            failed = late[0].groups
+            if root.inner and all(group in failed for group in root.inner[-1].groups):
+                issued = root.inner.pop().groups
+    root.in_turn = []
     for unit in late:
         reduced = unit in root.synced
         dropped += [g for g in unit.groups if reduced or not g.accumulates_unreduced]
     before = root.do.snapshot(dropped)
-    for group in late[0].groups if root.in_turn and late else ():
+    for group in failed:
         if group not in issued:
-            # Its gradients may be why the reduction failed.
+            # A gradient of the group may be the reason why its reduction failed.
             group.abandon()
-    root.in_turn = []
     for unit in late:
         root.pending.add(unit)
         _reduce(root, unit, synchronize=unit in root.synced, issued=issued)

@@ -221,7 +221,7 @@ class BufferContext:
         *,
         packing: int = 1,
     ) -> DataParallelBuffer:
-        """Make a buffer without memory; `take` allocates and `drop` frees it.
+        """Make a buffer without memory; `take` allocates its memory, and `drop` frees it.
 
         Args:
             kind: Kind of content, for reports.
@@ -537,7 +537,7 @@ class DataParallelBuffer:
 
 
 def place_in(layout: BufferLayout, span: Span, index: int) -> tuple[int, tuple[int, ...]]:
-    """Return the position of a parameter's rows in a span: offset in elements, and shape.
+    """Return the offset in elements and the shape of a parameter's rows in a span.
 
     Without rows in the span, it is the end of the span that is closer to the parameter.
 

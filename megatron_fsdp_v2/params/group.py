@@ -456,9 +456,9 @@ class ParameterGroup:
             param.grad = None
 
     def settle(self) -> None:
-        """Free weights, whatever an exception in a gather or a free has left.
+        """Free gathered weights after an exception in a gather or a free.
 
-        KeyboardInterrupt may be raised anywhere.
+        Python may raise KeyboardInterrupt between any two operations.
         """
         for work in self._gathering or ():
             with suppress(RuntimeError):

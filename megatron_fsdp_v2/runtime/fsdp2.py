@@ -31,8 +31,8 @@ from megatron_fsdp_v2.runtime.options import check_at_least_one
 from megatron_fsdp_v2.runtime.unit import Unit
 from megatron_fsdp_v2.runtime.unit_checks import check_is_between_steps
 
-# Looked up at import: programs replace `fsdp.fully_shard` by this package's function, for libraries
-# that import it when they shard a model.
+# This module looks the function up when it is imported: programs replace `fsdp.fully_shard` by this
+# package's function, for libraries that import the function when they shard a model.
 _THEIR_FUNCTION = fsdp.fully_shard.__wrapped__  # type: ignore[attr-defined]
 
 REJECTED_METHODS = {

@@ -385,7 +385,7 @@ class Unit(UnitGroups):
             else:
                 forward.has_end_hook = not running.inputs.lacks_end_hook
             events.end_graph(forward)
-            # The caller may use what the forward wrote into its arguments, as it uses outputs.
+            # The caller may use tensors that the forward wrote into its arguments, like outputs.
             written = running.replaced.written(since)
             watch_outputs(functools.partial(self.pre_backward, forward), (output, *written), since)
         return output

@@ -106,7 +106,7 @@ class UnitGroups:
             group.parameters.sync()
 
     def join_tied(self) -> None:
-        """Gather other units' parameters too that the program tied to the unit's own.
+        """Also gather parameters of other units that the program tied to parameters of this one.
 
         Raises:
             ValueError: A parameter was tied to one that is sharded otherwise.

@@ -1,4 +1,4 @@
-"""Control of a step: decides what happens next, without tensors.
+"""Controls a step: decides what happens next, without tensors.
 
 A step is a sequence of events, each answered by commands. Hooks translate torch's calls into
 events; units, contexts and groups hold tensors and execute the commands.

@@ -210,7 +210,9 @@ class ShardedModule(_Module):
         """
         abort(self._root_context("abort"))
 
-    def rebuild(self, mesh: DeviceMesh | None = None, *optimizers: Optimizer) -> bool:
+    def rebuild(
+        self, mesh: DeviceMesh | None = None, *optimizers: Optimizer, keep: bool = True
+    ) -> bool:
         """Put the model on other process groups, without building it again. Collective.
 
         For a model that was aborted after a failure, or between two steps. Modules, parameters,
@@ -226,6 +228,8 @@ class ShardedModule(_Module):
             mesh: The data-parallel mesh, whose process groups were made since. Default: one axis
                 over all ranks.
             optimizers: Optimizers whose states are moved, too.
+            keep: Whether values of this rank may be kept. If False on any rank, such as one where
+                the step of an optimizer failed midway, no rank keeps them.
 
         Returns:
             Whether values were kept, on all ranks.
@@ -237,7 +241,7 @@ class ShardedModule(_Module):
             RuntimeError: The module is not the root, is in host memory, or a step of it was
                 captured in a CUDA graph; or a rank is lost.
         """
-        return rebuild(self._root_context("rebuild"), mesh, optimizers)
+        return rebuild(self._root_context("rebuild"), mesh, optimizers, keep=keep)
 
     def _root_context(self, method: str) -> Any:
         unit = unit_of(self)

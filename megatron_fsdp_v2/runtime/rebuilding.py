@@ -69,7 +69,11 @@ def abort(context: Context[Unit]) -> None:
 
 
 def rebuild(
-    context: Context[Unit], mesh: DeviceMesh | None, optimizers: Sequence[Optimizer]
+    context: Context[Unit],
+    mesh: DeviceMesh | None,
+    optimizers: Sequence[Optimizer],
+    *,
+    keep: bool,
 ) -> bool:
     """See `ShardedModule.rebuild`."""
     units, before = context.units(), context.groups()
@@ -84,7 +88,7 @@ def rebuild(
     new: Context[Unit] = Context(before[0].device, context.options, context.observer)
     members = {group: list(_made(group, specs[group], new)) for group in before}
     made = {group: [each for each, _ in found] for group, found in members.items()}
-    holds_same_rows = all(
+    holds_same_rows = keep and all(
         group.main_weight.rows(index) == each.main_weight.rows(number)
         for group, found in members.items()
         for each, indices in found

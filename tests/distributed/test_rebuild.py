@@ -355,16 +355,18 @@ def test_what_cannot_be_rebuilt_is_rejected_and_unchanged(tmp_path: Path) -> Non
     assert _state(model, optimizer) == _state(again, other_optimizer)
 
 
+@pytest.mark.parametrize("steps", [True, False])
 @on_ranks(2)
-def test_ranks_in_different_steps_keep_no_values() -> None:
-    """One rank had finished the step in which the other one failed."""
+def test_ranks_in_different_steps_keep_no_values(steps: bool) -> None:
+    """One rank had finished the step in which the other one failed, or says so."""
     model, optimizer = _made(_mesh(2), "optim_grads")
     train_losses(model, optimizer, range(2))
-    if dist.get_rank() == 0:
+    is_other = dist.get_rank() == 0
+    if steps and is_other:
         model.zero_grad()
         optimizer.step()
     model.abort()
-    assert not model.rebuild(_mesh(2), optimizer)
+    assert not model.rebuild(_mesh(2), optimizer, keep=steps or not is_other)
     assert not optimizer.state
     with pytest.raises(RuntimeError, match="had no values on the meta device, or after rebuild"):
         train_losses(model, optimizer, range(1))

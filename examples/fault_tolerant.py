@@ -7,13 +7,13 @@
             --max-restarts 100 examples/fault_tolerant.py --group $group &
     done
 
-Kill a process of a group: the other group takes over its micro-batches until it is back.
+Kill a process of a group: the other group takes over its micro-batches until it is back. After an
+exception in a process, its group goes on in the processes that it has.
 """
 
 import argparse
 import contextlib
 import sys
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -38,43 +38,43 @@ def loss_of(model: Any, step: int, micro_batch: int) -> Any:
     return (model(x) - x.sin()).square().mean()
 
 
-def main() -> None:
-    """Train one rank of a replica group."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--group", default="0", help="name of this replica group")
-    parser.add_argument("--steps", type=int, default=100)
-    args = parser.parse_args()
-    dist.init_process_group("gloo", timeout=MESH)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    torch.manual_seed(0)  # all groups start with the same weights
-    model: Any = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
-    for module in (*model, model):
-        fully_shard(module, mesh=mesh, sharding_strategy="optim_grads_params")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    own: dict[str, Any] = {"min_replica_size": 1, "use_async_quorum": False, "init_sync": False}
-    own |= {"timeout": MANAGER, "quorum_timeout": QUORUM, "replica_id": f"group{args.group}"}
-    manager = Manager(ProcessGroupGloo(timeout=COLLECTIVE), None, None, **own)
-    fault_tolerance.attach(manager, model, optimizer)
-    fault_tolerance.check_timeouts(manager, mesh, heartbeat_timeout=HEARTBEAT, join_timeout=JOIN)
-    while manager.current_step() < args.steps:
-        fault_tolerance.start_step(manager, mesh)
-        step, groups = manager.current_step(), manager.num_participants()
-        mine, mean = range(manager.participating_rank() or 0, MICRO_BATCHES, groups), 0.0
-        for micro_batch in mine:
-            with contextlib.nullcontext() if micro_batch == mine[-1] else model.no_sync():
-                loss = loss_of(model, step, micro_batch)
-                (loss * groups / MICRO_BATCHES).backward()
-            mean += loss.item() / len(mine)
-        time.sleep(0.2)  # steps of a larger model take longer
-        if manager.should_commit():
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            if dist.get_rank() == 0:
-                sys.stdout.write(f"group {args.group} step {step} of {groups}: {mean:.4f}\n")
-        optimizer.zero_grad()
-    manager.shutdown()
-    dist.destroy_process_group()
+def train_step(manager: Any, mesh: Any, model: Any, optimizer: Any) -> None:
+    """Run a step, which is repeated if a rank or a group was lost in it."""
+    fault_tolerance.start_step(manager, mesh)
+    step, groups = manager.current_step(), manager.num_participants()
+    mine, mean = range(manager.participating_rank() or 0, MICRO_BATCHES, groups), 0.0
+    for micro_batch in mine:
+        with contextlib.nullcontext() if micro_batch == mine[-1] else model.no_sync():
+            loss = loss_of(model, step, micro_batch)
+            (loss * groups / MICRO_BATCHES).backward()
+        mean += loss.item() / len(mine)
+    if manager.should_commit():
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        sys.stdout.write(f"step {step} of {groups}: {mean:.4f}\n" * (dist.get_rank() == 0))
+    optimizer.zero_grad()
 
 
-if __name__ == "__main__":
-    main()
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--group", default="0", help="name of this replica group")
+parser.add_argument("--steps", type=int, default=100)
+args = parser.parse_args()
+dist.init_process_group("gloo", timeout=MESH)
+mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+torch.manual_seed(0)  # all groups start with the same weights
+model: Any = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+for module in (*model, model):
+    fully_shard(module, mesh=mesh, sharding_strategy="optim_grads_params")
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+own: dict[str, Any] = {"min_replica_size": 1, "use_async_quorum": False, "init_sync": False}
+own |= {"timeout": MANAGER, "quorum_timeout": QUORUM, "replica_id": f"group{args.group}"}
+manager = Manager(ProcessGroupGloo(timeout=COLLECTIVE), None, None, **own)
+fault_tolerance.attach(manager, model, optimizer)
+fault_tolerance.check_timeouts(manager, mesh, heartbeat_timeout=HEARTBEAT, join_timeout=JOIN)
+while manager.current_step() < args.steps:
+    try:
+        train_step(manager, mesh, model, optimizer)
+    except Exception as error:  # such as out of memory: the processes of this group go on
+        mesh = fault_tolerance.restart(manager, mesh, model, optimizer, error=error)
+manager.shutdown()
+dist.destroy_process_group()

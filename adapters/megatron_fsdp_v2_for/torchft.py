@@ -14,18 +14,25 @@ replica groups that take part in a step, and copies the state of a peer to a gro
             optimizer.step()
         optimizer.zero_grad()
 
+An exception in a step ends the process, and its launcher starts the group again, unless the program
+catches it and calls `restart`, which goes on in the same processes.
+
 `docs/fault_tolerance.md` has the whole recipe, and `examples/fault_tolerant.py` runs it.
 """
 
 from __future__ import annotations
 
+import enum
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -34,7 +41,7 @@ from megatron_fsdp_v2.comm.interface import members_of
 from megatron_fsdp_v2.dtensor.sharded_rows import ShardedRows, plain_of, rows_like, rows_of
 from megatron_fsdp_v2.dtensor.uneven_dtensor import replicated
 
-__all__ = ["attach", "check_timeouts", "start_step"]
+__all__ = ["attach", "check_timeouts", "restart", "start_step"]
 
 STATE_KEY = "megatron_fsdp_v2"
 """Name under which `attach` registers the state with the manager."""
@@ -147,6 +154,41 @@ def _unpacked(packed: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
+class _Stage(enum.Enum):
+    """How far a step has come."""
+
+    COMPARING = "comparing"
+    """The ranks of the group compare their steps."""
+    QUORUM = "quorum"
+    """The groups form a quorum, and a group that comes back gets the state of a peer."""
+    BEGUN = "begun"
+    """Forwards, backwards, and what follows them."""
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What `restart` has to know of a manager.
+
+    Attributes:
+        stage: How far the step under way has come.
+        votes: Commits and failed commits in a row when it began, which its `should_commit` changes.
+        store: The store of the replica group, which outlives its process groups.
+        num_restarts: Restarts until now.
+        num_in_a_row: Restarts since the last step that was committed.
+        restarted_at: The last step of a restart.
+    """
+
+    stage: _Stage = _Stage.COMPARING
+    votes: tuple[int, int] = (0, 0)
+    store: Any = None
+    num_restarts: int = 0
+    num_in_a_row: int = 0
+    restarted_at: int = -1
+
+
+_PROGRESS: WeakKeyDictionary[Any, _Progress] = WeakKeyDictionary()
+
+
 def start_step(manager: Any, mesh: DeviceMesh) -> None:
     """Start a step: check that the ranks of this replica group are at one step, and get a quorum.
 
@@ -160,20 +202,131 @@ def start_step(manager: Any, mesh: DeviceMesh) -> None:
 
     Raises:
         RuntimeError: Some ranks got the state of a peer and others did not. End all ranks of the
-            group, and start them again.
+            group and start them again, or call `restart`.
     """
+    progress = _PROGRESS.setdefault(manager, _Progress())
+    progress.stage = _Stage.COMPARING
+    first, last = _range_of_steps(manager, mesh)
+    if first != last:
+        raise RuntimeError(
+            f"ranks of this replica group are at steps {first} to {last}, this rank at "
+            f"{manager.current_step()}: not all of them received the state of a peer. End all "
+            "ranks of the group and start them again"
+        )
+    progress.stage = _Stage.QUORUM
+    manager.start_quorum()
+    progress.stage, progress.votes = _Stage.BEGUN, _votes_of(manager)
+
+
+def _range_of_steps(manager: Any, mesh: DeviceMesh) -> tuple[int, int]:
+    """Return the first and the last step at which a rank of the mesh is. Collective."""
     own = manager.current_step()
     steps = torch.tensor([own, -own], device=mesh.device_type)
     for axis in range(mesh.ndim):
         dist.all_reduce(steps, dist.ReduceOp.MAX, mesh.get_group(axis))
-    last, first = int(steps[0]), -int(steps[1])
-    if first != last:
-        raise RuntimeError(
-            f"ranks of this replica group are at steps {first} to {last}, this rank at {own}: not "
-            "all of them received the state of a peer. End all ranks of the group and start them "
-            "again"
-        )
-    manager.start_quorum()
+    return -int(steps[1]), int(steps[0])
+
+
+def _votes_of(manager: Any) -> tuple[int, int]:
+    return manager.current_step(), manager._commit_failures
+
+
+NO_STATE = -1
+"""Step of a replica group that has no state: less than that of any group which has."""
+
+
+def restart(
+    manager: Any,
+    mesh: DeviceMesh,
+    model: FSDPModule,
+    *optimizers: Optimizer,
+    error: Exception,
+    max_in_a_row: int = 3,
+) -> DeviceMesh:
+    """Go on after an exception in a step, in the same processes, on new process groups.
+
+    Collective over the ranks of this replica group, all of which get an exception: the first one
+    aborts the process groups of the model, so that collectives of the others fail (with gloo,
+    after the timeout of the mesh). The step is not committed. If no rank was in the step of an
+    optimizer, and all are in the same step, parameters and optimizer states keep their values.
+    Otherwise this group gets the state of a peer in its next step.
+
+    All process groups of this process are destroyed, apart from those of the manager. The default
+    group and the mesh are made again; make others again, too.
+
+    Args:
+        manager: torchft's `Manager`, with `use_async_quorum=False`.
+        mesh: Mesh of the ranks of this replica group: all ranks of the default process group.
+        model: The model that was given to `attach`.
+        optimizers: The optimizers that were given to `attach`.
+        error: The exception.
+        max_in_a_row: Number of restarts without a committed step between them.
+
+    Returns:
+        The new mesh, of the same shape.
+
+    Raises:
+        Exception: `error`, if the manager cannot go on after it (no quorum was formed), or there
+            were `max_in_a_row` restarts without a committed step between them.
+        ValueError: The quorum is asynchronous, the mesh has not all ranks, or `start_step` was not
+            called.
+        RuntimeError: Other ranks did not get an exception in time, or are lost.
+    """
+    progress = _PROGRESS.get(manager)
+    if progress is None:
+        raise ValueError("call start_step before each step; restart continues after it") from error
+    if manager._use_async_quorum:
+        raise ValueError("restart needs a Manager with use_async_quorum=False") from error
+    if mesh.size() != dist.get_world_size():
+        raise ValueError(
+            f"restart makes the default process group again, of {dist.get_world_size()} ranks, and "
+            f"the mesh has {mesh.size()}"
+        ) from error
+    step = manager.current_step()
+    progress.num_in_a_row = 1 + (step <= progress.restarted_at) * progress.num_in_a_row
+    progress.restarted_at = max(step, progress.restarted_at)
+    if progress.stage is _Stage.QUORUM or progress.num_in_a_row > max_in_a_row:
+        raise error
+    has_begun = progress.stage is _Stage.BEGUN
+    # After a commit, an optimizer may have updated a part of the parameters.
+    keep = not has_begun or step == progress.votes[0]
+    votes = has_begun and _votes_of(manager) == progress.votes
+    world = dist.group.WORLD
+    assert world is not None
+    timeout = members_of(world)[1]
+    assert timeout is not None
+    patience = 2 * timeout + manager._timeout
+    shape, names, device_type = tuple(mesh.shape), mesh.mesh_dim_names, mesh.device_type
+    options: dict[str, Any] = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    options |= {"backend": str(dist.get_backend_config()), "timeout": timeout}
+    options |= {"device_id": world.bound_device_id}
+    if progress.store is None:
+        # The first rank of the group hosts it, for the manager too.
+        progress.store = dist.distributed_c10d._get_default_store()
+    model.abort()
+    del world
+    dist.destroy_process_group()
+    if votes:
+        # Of a group whose ranks all vote once, no rank waits for ever.
+        manager.report_error(error)
+        manager._pg.abort()
+        manager.should_commit(timeout=patience)
+    store = PrefixStore(f"restart {progress.num_restarts}", progress.store)
+    progress.num_restarts += 1
+    _wait_for_all(store, options["world_size"], patience)
+    dist.init_process_group(store=store, **options)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    first, last = _range_of_steps(manager, mesh)
+    if not model.rebuild(mesh, *optimizers, keep=keep and first == last):
+        manager.load_state_dict({**manager.state_dict(), "step": NO_STATE})
+    return mesh
+
+
+def _wait_for_all(store: Store, num_ranks: int, timeout: timedelta) -> None:
+    """Wait until all ranks of the group have left their collectives."""
+    if store.add("arrived", 1) == num_ranks:
+        store.set("all", "")
+    store.wait(["all"], timeout)
 
 
 class _Order(NamedTuple):

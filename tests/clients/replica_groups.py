@@ -69,12 +69,14 @@ class Fault:
         rank: Its rank in the group. Rank 0 has the group's store and manager server.
         stage: Where it happens.
         away_s: Seconds until the group is started again.
+        raises: Whether it is an exception, after which the group restarts in its processes.
     """
 
     group: int
     rank: int
     stage: str
     away_s: float = 2.0
+    raises: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class Case:
             micro-batches per group.
         is_async: Whether quorums are asynchronous, so that a group that comes back takes part in
             the all-reduces of the step in which it heals with zeros.
+        restarts: Whether groups restart in their processes after an exception.
     """
 
     strategy: str = "optim_grads_params"
@@ -98,6 +101,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     total: int | None = 4
     is_async: bool = False
+    restarts: bool = False
 
     def micro_batches(self, rank: int, groups: int) -> range:
         """The micro-batches of a participant of a step."""
@@ -145,10 +149,10 @@ def loss_of(model: Any, step: int, micro_batch: int, rank: int, dtype: torch.dty
 class _Fatal:
     """Kills this process at a stage, once that is asked for."""
 
-    def __init__(self, folder: Path, fault: Fault | None, index: int) -> None:
-        self._folder, self._fault, self._index = folder, fault, index
+    def __init__(self, folder: Path, faults: Mapping[int, Fault]) -> None:
+        self._folder, self._faults = folder, faults
         self._num_fired = self._num_calm = 0
-        self.is_armed = False
+        self._fault: Fault | None = None
 
     def arm(self, *, calm_steps: int = 2) -> None:
         """Arm the fault if the one before it has happened, and all groups train again since then.
@@ -158,21 +162,23 @@ class _Fatal:
         num_fired = int((self._folder / "fired").read_text())
         if num_fired != self._num_fired:
             self._num_fired, self._num_calm = num_fired, 0
-        is_next = self._fault is not None and num_fired == self._index
-        self.is_armed = is_next and self._num_calm >= calm_steps
+        is_calm = self._num_calm >= calm_steps
+        self._fault = self._faults.get(num_fired) if is_calm else None
 
     def note_step(self, *, is_calm: bool) -> None:
         """Count the last steps that all groups committed together."""
         self._num_calm = self._num_calm + 1 if is_calm else 0
 
-    def is_due(self, *stages: str) -> bool:
-        """Whether a fault of these stages happens now."""
-        return self.is_armed and self._fault is not None and self._fault.stage in stages
-
     def at(self, *stages: str) -> None:
-        """Kill this process, or stop it, if a fault of these stages happens now."""
-        if self.is_due(*stages):
-            os.kill(os.getpid(), signal.SIGSTOP if self.is_due(HANG) else signal.SIGKILL)
+        """Kill this process, stop it, or raise, if a fault of these stages happens now."""
+        if self._fault is None or self._fault.stage not in stages:
+            return
+        if self._fault.raises:
+            (self._folder / "raised").write_text(str(self._num_fired + 1))
+        elif self._fault.stage != LOST_TRANSFER:
+            os.kill(os.getpid(), signal.SIGSTOP if self._fault.stage == HANG else signal.SIGKILL)
+        self._fault = None
+        raise RuntimeError("an error of the test")
 
 
 def _managed(fatal: _Fatal, case: Case, **options: Any) -> Any:
@@ -183,8 +189,7 @@ def _managed(fatal: _Fatal, case: Case, **options: Any) -> Any:
     class Transport(HTTPTransport[Any]):
         def recv_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
             fatal.arm(calm_steps=0)
-            if fatal.is_due(LOST_TRANSFER):
-                raise ConnectionError("the transfer was lost")
+            fatal.at(LOST_TRANSFER)
             return super().recv_checkpoint(*args, **kwargs)
 
     class Watched(Manager):
@@ -219,7 +224,13 @@ def _managed(fatal: _Fatal, case: Case, **options: Any) -> Any:
 
 
 def replica(
-    case: Case, group: int, rank: int, port: int, lighthouse: str, log: Path, fault: Any, index: int
+    case: Case,
+    group: int,
+    rank: int,
+    port: int,
+    lighthouse: str,
+    log: Path,
+    faults: Mapping[int, Fault],
 ) -> None:
     """Train as one rank of a replica group, without end."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -234,7 +245,7 @@ def replica(
         dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=MESH)
         train(
             case,
-            _Fatal(log.parent, fault, index),
+            _Fatal(log.parent, faults),
             log,
             rank=rank,
             world_size=RANKS,
@@ -273,39 +284,55 @@ def train(case: Case, fatal: _Fatal, log: Path, **options: Any) -> None:
 
     model.blocks[1].register_forward_hook(in_forward)
     optimizer.register_step_pre_hook(lambda *_: fatal.at("in the optimizer step"))
-    rank = dist.get_rank()
+    num_restarts = 0
     with log.open("w") as out:
         while True:
-            manager.num_calls = 0
-            fault_tolerance.start_step(manager, mesh)
-            # Waits for an asynchronous quorum, which may change the step.
-            groups, place = manager.num_participants(), manager.participating_rank()
-            step = manager.current_step()
-            fatal.arm()
-            if groups < case.groups:
-                # Leave the others time to come back within a few steps.
-                time.sleep(0.3)
-            mine, losses = case.micro_batches(place or 0, groups), {}
-            for micro_batch in mine:
-                is_last = micro_batch == mine[-1]
-                with contextlib.nullcontext() if is_last else model.no_sync():
-                    loss = loss_of(model, step, micro_batch, rank, case.dtype)
-                    (loss * case.weight(groups)).backward()
-                losses[micro_batch] = loss.item()
-            fatal.at("before should_commit")
-            line = {"step": step, "groups": groups, "takes_part": place is not None}
-            line |= {"losses": losses, "is_committed": manager.should_commit()}
-            if line["is_committed"]:
-                fatal.at("after should_commit")
-                norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-                optimizer.step()
-                line |= {"norm": float(norm), "digest": digest_of(optimizer)}
-            optimizer.zero_grad()
-            fatal.note_step(is_calm=line["is_committed"] and groups == case.groups)
+            try:
+                line = _step(case, fatal, manager, mesh, model, optimizer)
+            except Exception as error:
+                if not case.restarts:
+                    raise
+                mesh = fault_tolerance.restart(manager, mesh, model, optimizer, error=error)
+                num_restarts += 1
+                continue
+            line |= {"restarts": num_restarts}
             line |= {"resident": resident_nbytes(), "files": num_open_files()}
             # A killed process may leave half a line.
             out.write(json.dumps(line) + "\n")
             out.flush()
+
+
+def _step(
+    case: Case, fatal: _Fatal, manager: Any, mesh: Any, model: Any, optimizer: Any
+) -> dict[str, Any]:
+    """Run a step, and return its line."""
+    manager.num_calls = 0
+    fault_tolerance.start_step(manager, mesh)
+    # Waits for an asynchronous quorum, which may change the step.
+    groups, place = manager.num_participants(), manager.participating_rank()
+    step, rank = manager.current_step(), dist.get_rank()
+    fatal.arm()
+    if groups < case.groups:
+        # Leave the others time to come back within a few steps.
+        time.sleep(0.3)
+    mine, losses = case.micro_batches(place or 0, groups), {}
+    for micro_batch in mine:
+        is_last = micro_batch == mine[-1]
+        with contextlib.nullcontext() if is_last else model.no_sync():
+            loss = loss_of(model, step, micro_batch, rank, case.dtype)
+            (loss * case.weight(groups)).backward()
+        losses[micro_batch] = loss.item()
+    fatal.at("before should_commit")
+    line = {"step": step, "groups": groups, "takes_part": place is not None}
+    line |= {"losses": losses, "is_committed": manager.should_commit()}
+    if line["is_committed"]:
+        fatal.at("after should_commit")
+        norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        line |= {"norm": float(norm), "digest": digest_of(optimizer)}
+    optimizer.zero_grad()
+    fatal.note_step(is_calm=line["is_committed"] and groups == case.groups)
+    return line
 
 
 def digest_of(optimizer: torch.optim.Optimizer) -> int:
@@ -326,7 +353,7 @@ class Group:
 
     def __init__(self, number: int, folder: Path, start: Callable[[int, int], list[Any]]) -> None:
         self.number, self._folder, self._start = number, folder, start
-        self.num_starts = 0
+        self.num_starts = self.num_restarts = 0
         self.processes: list[Any] = []
         self.start_at = time.monotonic()
 
@@ -342,6 +369,7 @@ class Group:
             return
         self.processes = self._start(self.number, self.num_starts)
         self.num_starts += 1
+        self.num_restarts = 0
 
     def has_died(self) -> bool:
         return any(process.exitcode is not None for process in self.processes)
@@ -375,14 +403,14 @@ def lighthouse() -> Iterator[str]:
 
 @contextlib.contextmanager
 def launched(
-    case: Case, folder: Path, fault_of: Callable[[int], tuple[Fault, int] | None]
+    case: Case, folder: Path, faults_of: Callable[[int], Mapping[int, Fault]]
 ) -> Iterator[list[Group]]:
     """Run a lighthouse and launch the replica groups; end all processes at the end.
 
     Args:
         case: The training.
         folder: Folder of the logs.
-        fault_of: Returns the next fault of a group and its index in the list of faults, or None.
+        faults_of: Returns the next faults of a group by their indices in the list of faults.
 
     Yields:
         The groups, which `Group.start_in_time` starts.
@@ -391,11 +419,11 @@ def launched(
     note_fired(folder, 0)
 
     def start(group: int, number: int) -> list[Any]:
-        port, processes, due = free_port(), [], fault_of(group)
+        port, processes, due = free_port(), [], faults_of(group)
         for rank in range(RANKS):
             log = folder / f"{group}-{rank}-{number}"
-            fault = due if due is not None and due[0].rank == rank else (None, 0)
-            args = (case, group, rank, port, address, log, *fault)
+            own = {index: fault for index, fault in due.items() if fault.rank == rank}
+            args = (case, group, rank, port, address, log, own)
             processes.append(context.Process(target=replica, args=args, daemon=True))
             processes[-1].start()
         return processes
@@ -423,12 +451,12 @@ def run(
     """
     num_fired = 0
 
-    def fault_of(group: int) -> tuple[Fault, int] | None:
-        waiting = ((faults[i], i) for i in range(num_fired, len(faults)))
-        return next((found for found in waiting if found[0].group == group), None)
+    def faults_of(group: int) -> dict[int, Fault]:
+        waiting = ((index, faults[index]) for index in range(num_fired, len(faults)))
+        return {index: fault for index, fault in waiting if fault.group == group}
 
     deadline = time.monotonic() + timeout_s
-    with launched(case, folder, fault_of) as groups:
+    with launched(case, folder, faults_of) as groups:
         while not (num_fired == len(faults) and all_train(groups)):
             assert time.monotonic() < deadline, f"{num_fired} faults\n{errors_in(folder)}"
             time.sleep(0.05)
@@ -437,10 +465,13 @@ def run(
                 fault = faults[num_fired] if num_fired < len(faults) else None
                 if fault is None or fault.group != group.number:
                     assert not group.has_died(), f"{group.number} ended\n{errors_in(folder)}"
-                elif _has_happened(fault, group):
+                elif _has_happened(fault, group, folder, num_fired):
                     num_fired += 1
                     note_fired(folder, num_fired)
-                    group.end(fault.away_s)
+                    if fault.raises:
+                        group.num_restarts += 1
+                    else:
+                        group.end(fault.away_s)
     return list(lines_of(folder))
 
 
@@ -450,8 +481,12 @@ def note_fired(folder: Path, num_fired: int) -> None:
     (folder / "fired.new").rename(folder / "fired")
 
 
-def _has_happened(fault: Fault, group: Group) -> bool:
-    """Whether a fault has ended a group."""
+def _has_happened(fault: Fault, group: Group, folder: Path, num_fired: int) -> bool:
+    """Whether a fault has ended a group, or was raised in it."""
+    if fault.raises:
+        assert not group.has_died(), f"{group.number} ended\n{errors_in(folder)}"
+        raised = folder / "raised"
+        return raised.exists() and raised.read_text() == str(num_fired + 1)
     if not group.has_died():
         return False
     # Of a rank that hangs, the other rank finds it.
@@ -463,10 +498,15 @@ def _has_happened(fault: Fault, group: Group) -> bool:
 
 
 def all_train(groups: Sequence[Group]) -> bool:
-    """Whether each group, as started last, has committed three steps together with all others."""
+    """Whether each group, as (re)started last, has committed three steps with all others."""
     for group in groups:
         lines = group.last_lines(3)
-        is_full = (line["groups"] == len(groups) and line["is_committed"] for line in lines)
+        is_full = (
+            line["groups"] == len(groups)
+            and line["is_committed"]
+            and line["restarts"] == group.num_restarts
+            for line in lines
+        )
         if len(lines) < 3 or not all(is_full):
             return False
     return True

@@ -151,7 +151,7 @@ def soak(
     draw, num_kills, num_ended = random.Random(seed), 0, 0
     began = progress_at = time.monotonic()
     kill_at, newest, killed = began + draw.expovariate(1 / kill_every_s), -1, set[int]()
-    with launched(CASE, folder, lambda group: None) as groups:
+    with launched(CASE, folder, lambda group: {}) as groups:
         while newest + 1 < steps or num_kills < kills or not all_train(groups):
             time.sleep(0.1)
             now = time.monotonic()

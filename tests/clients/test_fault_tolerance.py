@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp_v2 import fully_shard
+from megatron_fsdp_v2_for.torchft import restart, start_step
 from tests.cases import longer
 from tests.clients.conftest import Record
 from tests.clients.differences import full_copy
@@ -37,9 +38,10 @@ from tests.clients.replica_groups import (
     run,
 )
 from tests.clients.soak import AT_MOST, Soaked, soak
-from tests.distributed.wrapping import mesh_of
+from tests.distributed.wrapping import mesh_of, wrap
 from tests.processes import ROOT
 from tests.ranks import RankPools
+from tests.reference.models import Stack
 
 COMPARED = "losses and norms of every step"
 
@@ -50,8 +52,8 @@ def check(case: Case, faults: list[Fault], folder: Path, record: Record, at_most
     # A fault costs the step in which it happens, or none. A group that did not receive a peer's
     # state, or was killed then, costs the others one more.
     assert result.num_aborted <= case.groups * len(faults)
-    assert result.num_healed >= len({fault.group for fault in faults})
-    assert result.num_compared > 20 * len(faults)
+    assert result.num_healed >= len({fault.group for fault in faults if not fault.raises})
+    assert result.num_compared > (10 if case.restarts else 20) * len(faults)
     record("torchft", f"{COMPARED}, {len(faults)} faults", result.error, at_most)
 
 
@@ -128,6 +130,93 @@ def test_losses_equal_the_reference_through_faults(
     case: Case, faults: list[Fault], at_most: float, tmp_path: Path, record: Record
 ) -> None:
     check(case, faults, tmp_path, record, at_most)
+
+
+def raised(*stages: str) -> list[Fault]:
+    """An exception at each stage, on alternating ranks and groups."""
+    return [
+        Fault(index // 2 % 2, index % 2, stage, raises=True) for index, stage in enumerate(stages)
+    ]
+
+
+KEEPS = ("backward", "after an all-reduce", "before should_commit")
+TORN = ("after should_commit", "in the optimizer step", LOST_TRANSFER)
+
+
+@pytest.mark.parametrize(
+    ("case", "faults", "at_most"),
+    [
+        (Case(restarts=True), raised("forward"), 1e-12),
+        longer(Case(restarts=True), raised(*KEEPS, *TORN[:2]), 1e-12, id="ZeRO-3"),
+        longer(
+            Case("optim", optimizer="muon", restarts=True),
+            raised(*TORN[1:], "forward", "in an all-reduce"),
+            1e-12,
+            id="ZeRO-1, Muon",
+        ),
+        longer(
+            Case("no_shard", 3, dtype=torch.float32, restarts=True),
+            [*raised("before an all-reduce"), *alternating(3, KEEPS[:1]), *raised(*KEEPS[1:])],
+            1e-6,
+            id="ZeRO-0, 3 groups, also killed",
+        ),
+    ],
+)
+def test_group_goes_on_in_its_processes_after_an_exception(
+    case: Case, faults: list[Fault], at_most: float, tmp_path: Path, record: Record
+) -> None:
+    check(case, faults, tmp_path, record, at_most)
+
+
+class Stubborn:
+    """A manager whose steps fail before anything is communicated."""
+
+    def __init__(self, *, is_async: bool = False) -> None:
+        self._use_async_quorum, self._commit_failures = is_async, 0
+
+    def current_step(self) -> int:
+        return 0
+
+    def start_quorum(self) -> None:
+        pass
+
+
+class WithoutQuorum(Stubborn):
+    def start_quorum(self) -> None:
+        raise TimeoutError("no quorum")
+
+
+def errors_of_restarts() -> list[str]:
+    """Return the errors of restarts that are impossible."""
+    mesh, error = mesh_of(2), RuntimeError("the step failed")
+    model = wrap(Stack(), mesh=mesh)
+    found = []
+    alone = mesh_of(2, 1)["inner"]
+    for manager in (Stubborn(), Stubborn(is_async=True), WithoutQuorum()):
+        if not found:
+            with pytest.raises(ValueError, match="call start_step") as info:
+                restart(manager, mesh, model, error=error)
+            found.append(str(info.value))
+        with contextlib.suppress(TimeoutError):
+            start_step(manager, mesh)
+        with pytest.raises(Exception) as info:
+            restart(manager, mesh, model, error=error, max_in_a_row=0)
+        found.append(str(info.value))
+    with pytest.raises(ValueError, match="ranks") as info:
+        restart(manager, alone, model, error=error)
+    return [*found, str(info.value)]
+
+
+def test_impossible_restarts_raise(clients: RankPools) -> None:
+    found, other = clients(2).run(errors_of_restarts)
+    assert found == other
+    assert found == [
+        "call start_step before each step; restart continues after it",
+        "the step failed",
+        "restart needs a Manager with use_async_quorum=False",
+        "the step failed",
+        "restart makes the default process group again, of 2 ranks, and the mesh has 1",
+    ]
 
 
 def test_comparison_finds_a_loss_of_another_step(tmp_path: Path) -> None:

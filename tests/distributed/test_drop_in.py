@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.linalg import vector_norm
 
 from tests.distributed.on_ranks import on_ranks
@@ -183,6 +184,31 @@ def test_a_training_step_may_be_the_forward_of_the_root(strategy: str) -> None:
         inputs = [batch(0, 2 * step + number, dtype=torch.float64) for number in range(2)]
         losses = [m(o, inputs) for m, o in zip((plain, model), optimizers, strict=True)]
         assert torch.equal(*losses)
+    assert weight_error(model, plain) < EXACT
+
+
+def _train_then_use(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+    """Train, run a unit on the first rank alone, and use a parameter itself on all ranks."""
+    _train_step(model, optimizer, [x])
+    if dist.get_rank() == 0:
+        model.blocks[0](x)
+    weight = model.blocks[1].norm.weight
+    return (weight.full_tensor() if isinstance(weight, DTensor) else weight).sum()
+
+
+@on_ranks(2, strategy=STRATEGIES[:3])
+def test_a_use_of_a_parameter_itself_after_a_training_step_inside_a_forward(strategy: str) -> None:
+    plain, model = pair(
+        lambda: Formula(
+            _train_then_use, blocks=nn.ModuleList(Block(INPUT) for _ in range(3))
+        ).double(),
+        sharding_strategy=strategy,
+    )
+    optimizers = [optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, model)]
+    for step in range(3):
+        x = batch(0, step, dtype=torch.float64)
+        sums = [m(o, x) for m, o in zip((plain, model), optimizers, strict=True)]
+        assert torch.allclose(*sums, rtol=EXACT)
     assert weight_error(model, plain) < EXACT
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from megatron_fsdp_v2.runtime.machine import events, reductions, weights
 from megatron_fsdp_v2.runtime.machine.state import Engine, Phase, RootState
 from tests.machine.executors import ABSENT, REDUCING, Illegal, Root, require
+from tests.machine.nodes import Node
 
 PLAIN = ("forward", "call", "return", "backward 0", "step")
 """Beginnings of events in a program whose second run is predicted exactly by the first one."""
@@ -26,6 +27,11 @@ class Between:
             found += self.replacements()
         if (setup.accumulates or setup.manual) and is_clean and self.has_unsynced:
             found += [("synchronize",), ("discard",)]
+        if setup.resets and setup.zero < 3 and self.num_resets < 2:
+            if len(self.graphs) == 1:
+                found.append(("lose",))
+            elif is_clean and self.num_backwards:
+                found.append(("reset",))
         if setup.idles and not self.has_idled:
             found.append(("idle",))
         if setup.draws and not self.has_drawn and is_clean:
@@ -115,6 +121,55 @@ class Between:
             is_clean = group.full == group.partial == ABSENT and not group.is_owed
             require(state.needs_repair or is_clean, f"group {group.number} keeps a gradient")
             group.times_reduced = 0
+
+    def _lose(self: Any) -> None:
+        """Let a backward fail in the loss, on this rank alone."""
+        self.program.append("backward 0")
+        is_first, self.num_backwards = not self.num_backwards, self.num_backwards + 1
+        self.set_synchronization(is_last=not (self.setup.accumulates and is_first))
+        self.graphs, self.must_reset = [], True
+
+    def _reset(self: Any) -> None:
+        """Repair on all ranks, after a backward that failed on some."""
+        self.program.append("reset")
+        self.must_reset = False
+        self.num_resets += 1
+        for root in self.roots:
+            reductions.reset(root.state)
+            require(not root.state.needs_repair, "a reset leaves something to repair")
+        for group in self.groups:
+            group.times_reduced = 0
+
+    def _break(self: Any) -> None:
+        """Let the next reduction of the backward under way raise before it is issued."""
+        self.has_broken = self.breaks_next = True
+
+    def _use(self: Any, number: int, is_kept: bool) -> None:
+        """Use a parameter itself, or only look at it."""
+        self.num_uses += 1
+        # Ranks may differ in what they do with the result of a use in a forward that they finish.
+        # Of a reentrant checkpoint, only the recomputation has a graph.
+        has_grad = not self.open or self.open[-1].forward is not None
+        differ = has_grad and not (self.setup.drops or self.root_of(number).needs_repair)
+        self.program.append(f"use {number}" if differ else f"use {number} {is_kept}")
+        unit = self.units[number].state
+        use = events.begin_direct_use(unit) if has_grad else (unit.root.current, 0, False)
+        node = Node(number, None, is_checkpointed=False, version=self.version, use=use)
+        if not is_kept:
+            if has_grad:
+                node.passed.drop_use(unit)
+                self.looked_at.append(node)
+        elif self.open:
+            self.open[-1].children.append(node)
+        else:
+            self.graphs.append(node)
+
+    def _use_again(self: Any, node: Node) -> None:
+        """Use a parameter itself in a recomputation."""
+        use = events.begin_direct_use(self.units[node.unit].state)
+        require(not use[2], "a use is counted again in its recomputation")
+        if self.setup.checkpointed == "reentrant":
+            node.use = use
 
     def _idle(self: Any) -> None:
         """Free all weights, as before a checkpoint is saved."""
@@ -216,7 +271,8 @@ class Between:
             # All ranks raise: otherwise those that go on would wait for this one, which does not
             # know which other forwards the backward would have reached.
             # What follows without a repair depends on how the forward before it ended.
-            how = f" {is_late}" if self.setup.direct or is_shared else ""
+            depends = self.setup.zero == 3 or self.setup.direct or is_shared
+            how = f" {is_late}" if depends else ""
             self.program.append(f"interrupt{self.place()}{how}")
         self.computing.clear()
         # Not before the engine dropped the callback of the backward that failed: a backward that
@@ -242,7 +298,7 @@ class Between:
                     if root.state.needs_repair:
                         reductions.repair(root.state)
         self.pending, self.kept, self.batches = {}, retried, []
-        self.may_hide = self.fails_next = False
+        self.may_hide = self.fails_next = self.breaks_next = False
         self.expected = {}
 
     def _train(self: Any) -> None:
@@ -302,7 +358,8 @@ class Between:
             what = f"when the backward is over, group {group.number}"
             if group.number in self.deleted:
                 continue
-            syncs = self.syncs
+            # A backward leaves what other roots have to synchronize.
+            syncs = self.syncs and self.root_of(group.number) in self.reached_roots
             if syncs or not group.accumulates_unreduced:
                 require(not group.arrived, f"{what} has a gradient that was not reduced")
                 require(group.full == ABSENT, f"{what} has a full gradient")
@@ -314,6 +371,9 @@ class Between:
                 expected = 0
             root = self.root_of(group.number)
             most = expected + (root in self.interleaved and expected > 0)
+            # A recomputation may use a parameter itself after the unit was reduced.
+            is_again = self.setup.checkpointed == "reentrant" and group.number in self.setup.direct
+            most += self.setup.max_uses if is_again else 0
             # A unit that waits at the end of a pass is reduced with its forwards of the next one.
             least = min(expected, 1) if self.setup.zero == 3 else expected
             require(
@@ -321,7 +381,7 @@ class Between:
                 f"{what} was reduced {group.times_reduced} times instead of {expected}",
             )
             group.times_reduced = 0
-        self.expected, self.interleaved = {}, []
+        self.expected, self.interleaved, self.breaks_next = {}, [], False
         for state in over:
             if state in self.reached_roots:
                 self._check_end(state.do, [unit.do.number for unit in reversed(state.units)])

@@ -35,6 +35,10 @@ class Failure(RuntimeError):
     """An exception that a command raises, as a failed collective does."""
 
 
+class FailedReduction(RuntimeError):
+    """An exception in a reduction before it is issued, as out of memory, on this rank alone."""
+
+
 def require(holds: object, what: str) -> None:
     """Raise `Broken` unless a property holds."""
     if not holds:
@@ -87,6 +91,9 @@ class Setup:
         waits: Whether the host waits for each reduction.
         compares: How often ranks compare their collectives.
         fails: Whether one wait for gathered weights may raise.
+        breaks: Whether one reduction may raise on this rank before it is issued; below ZeRO-3.
+        resets: Whether a backward may fail on this rank in the loss, before it reaches a unit, and
+            all ranks call `reset_iter_state`; below ZeRO-3.
         idles: Whether `make_idle` may be called between passes.
         captures: Whether steps may be captured in CUDA graphs and replayed.
         draws: Whether random numbers may be written into replicated weights once.
@@ -142,6 +149,8 @@ class Setup:
     waits: bool = False
     compares: str = "once"
     fails: bool = False
+    breaks: bool = False
+    resets: bool = False
     idles: bool = False
     captures: bool = False
     draws: bool = False
@@ -188,6 +197,7 @@ class Group:
         self.has_changed = False
         self.full = self.partial = ABSENT
         self.has_gradient = self.is_owed = False
+        self.has_failed = False  # its latest reduction
         self.references = 0
         # Version of the gathered weights, and of model weights that are kept.
         self.version = self.model_version = self.refreshed_at = self.written_at = -1
@@ -294,6 +304,14 @@ class Group:
 
     def reduce(self, *, async_op: bool) -> None:
         world, owner = self.world, self.world.units[self.number]
+        if world.breaks_next:
+            world.breaks_next, self.has_failed = False, True
+            raise FailedReduction
+        if (saved := owner.state.root.do.saved) is not None:
+            writes = world.syncs or not self.accumulates_unreduced
+            require(not writes or self in saved, f"{self.name} cannot undo its reduction")
+            require(not (self.has_failed and self.has_gradient), f"{self.name} fails once more")
+        self.has_failed = False
         require(async_op != world.setup.waits, "the host waits for a reduction, or should")
         root = owner.state.root.do
         require(root.is_compared == owner.has_compared, f"{owner.name} compares its reduction")
@@ -466,6 +484,7 @@ class Root:
         control = Control(limit, not setup.waits, setup.max_live, setup.compares)
         self.state = RootState(world.process, self, control, no_report)
         self.has_queued = self.has_compared = False
+        self.saved: list[Group] | None = None  # gradients that a repair can undo
         # What was checked since the last pass began.
         self.checked: list[str] = []
         self.num_passes = {True: 0, False: 0}
@@ -618,10 +637,13 @@ class Root:
         yield
 
     def snapshot(self, groups: Sequence[Any]) -> None:
-        del groups
+        in_flight = [g for g in self._groups() if REDUCING in (g.full, g.partial)]
+        require(all(g in groups for g in in_flight), "a reduction in flight cannot be undone")
+        self.saved = list(groups)
 
     def drop_gradients(self, before: None, *, is_shared: bool) -> None:
         del before
+        self.saved = None
         if is_shared and any(group.times_reduced for group in self._groups()):
             self.world.communicate("flags", self.number)
         for group in self._groups():

@@ -227,7 +227,7 @@ def _draw(
 
 def _compare(world: World, result: Explored) -> None:
     """Compare collectives of ranks that run the same program, where all of them have arrived."""
-    if world.open or world.engine_run != -1 or world.is_ahead:
+    if world.open or world.engine_run != -1 or world.is_ahead or world.must_reset:
         return
     if any(root.state.needs_repair for root in world.roots):
         return

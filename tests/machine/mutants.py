@@ -58,6 +58,8 @@ _LONGER = (
     ("an exception and a use of a parameter itself", 1),
     ("gradients that miss units", 10),
     ("a unit unfrozen between two backwards", 10),
+    ("a unit frozen while it is gathered", 10),
+    ("a unit frozen while it is gathered", 19),
 )
 """Programs in which ranks may differ most, and their cases: explored longer, and last."""
 _NAMED = -1
@@ -150,10 +152,11 @@ class _Loader(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _setups() -> list[Any]:
-    """Return the worlds in which changes are explored: every program in a few cases."""
+    """Return the worlds in which changes are explored: programs in a few cases, and crossed."""
     setups = importlib.import_module("tests.machine.setups")
     cases = [setups.CASES[index] for index in _CASES]
     found = [setups.setup_of(case, program) for program in setups.PROGRAMS for case in cases]
+    found += [setups.crossed(*each) for each in setups.CROSSED]
     return found + [setups.setup_of(setups.CASES[case], each) for each, case in _LONGER]
 
 

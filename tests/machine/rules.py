@@ -47,7 +47,8 @@ class Rules:
     def _check_left(self: Any, root: RootState) -> None:
         """Check that no gradient of a root that the backward has left waits any longer."""
         setup = self.setup
-        if setup.zero == 3 or setup.direct or setup.interrupts or setup.alone or self.open:
+        may_wait = setup.direct or setup.interrupts or setup.breaks or setup.resets
+        if setup.zero == 3 or may_wait or setup.alone or self.open:
             return
         left = {self.root_of(node.unit) for _, node in self.queue} | {root}
         for group in self.groups:
@@ -87,6 +88,8 @@ class Rules:
             or setup.nests
             or setup.interrupts
             or setup.fails
+            or setup.breaks
+            or setup.resets
             or setup.catches
             or setup.repeats
         )

@@ -130,6 +130,22 @@ PROGRAMS: dict[str, dict[str, Any]] = {
         "max_forwards": 2,
         "accumulates": True,
     },
+    "uses of parameters themselves in recomputations": {
+        "direct": frozenset([1, 2]),
+        "max_uses": 2,
+        "checkpointed": "packed",
+    },
+    "uses of parameters themselves in reentrant recomputations": {
+        "direct": frozenset([1, 2]),
+        "max_uses": 2,
+        "checkpointed": "reentrant",
+    },
+    "a use of a parameter itself after a training step inside a forward": {
+        "trains_inside": True,
+        "direct": frozenset([1]),
+        "max_calls": 2,
+        "max_steps": 3,
+    },
     "loads anywhere": {"loads": frozenset([1, 2]), "max_calls": 2},
     "weights written in forwards": {
         "writes": frozenset([1, 2]),
@@ -171,6 +187,20 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "reductions that the host waits for": {"waits": True, "max_calls": 2},
     "collectives that ranks always compare": {"compares": "always", "evaluates": True},
     "a wait that fails": {"fails": True},
+    "a reduction that fails": {"breaks": True, "max_forwards": 2},
+    "a reduction that fails between micro-batches": {
+        "breaks": True,
+        "accumulates": True,
+        "max_forwards": 2,
+        "freezes": frozenset([1]),
+    },
+    "a backward that fails in the loss": {"resets": True, "max_forwards": 2, "skips": True},
+    "a backward that fails in the loss between micro-batches": {
+        "resets": True,
+        "accumulates": True,
+        "max_forwards": 2,
+        "alone": True,
+    },
     "a wait that fails in units inside units": {
         "fails": True,
         "parents": (-1, 0, 1),
@@ -179,6 +209,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     },
     "units made idle": {"idles": True, "interrupts": True, "keeps": True},
     "captured steps": {"captures": True, "keeps": True, "illegal": True},
+    "captured steps and evaluations": {"captures": True, "keeps": True, "evaluates": True},
     "captured steps without units that stay": {"captures": True, "max_steps": 3},
     "random weights": {"draws": True},
     "formats that communicate": {"formats": True, "draws": True, "accumulates": True},
@@ -212,6 +243,17 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     },
     "more uses than are remembered": {"max_runs": 3, "max_calls": 3},
     "what is rejected": {"illegal": True, "parents": (-1, 0, 1)},
+    "two backwards of two roots before a step": {
+        "parents": (-1, -1, 0, 1),
+        "accumulates": True,
+        "max_forwards": 2,
+    },
+    "the second axis of two roots at the last backward": {
+        "parents": (-1, -1, 0, 1),
+        "accumulates": True,
+        "max_forwards": 2,
+        "unsynced_by": "requires_all_reduce",
+    },
     "two roots and evaluations": {"parents": (-1, -1, 0, 1), "evaluates": True},
     "several forwards of two roots": {
         "parents": (-1, -1, 0, 1),
@@ -236,3 +278,49 @@ CASES = [
 def setup_of(case: dict[str, Any], program: str) -> Setup:
     """Return a world of a kind of programs; what the kind says holds in every case."""
     return Setup(**{**case, **PROGRAMS[program]})
+
+
+CROSSED: tuple[tuple[str, str, int], ...] = (
+    ("a training step inside a forward", "units outside the root's forward", 13),
+    (
+        "a training step inside a forward of a unit of two modules",
+        "uses of parameters themselves",
+        31,
+    ),
+    ("captured steps without units that stay", "a step between a forward and its backward", 18),
+    ("evaluations anywhere", "what is rejected", 7),
+    ("parameters that are replaced", "a last backward", 26),
+    ("parameters without a gradient", "ends that no hook reports", 7),
+    (
+        "parameters without a gradient before the last backward",
+        "parameters that are replaced",
+        11,
+    ),
+    (
+        "recomputed units inside a unit",
+        "forwards with gradients inside a backward of two roots",
+        3,
+    ),
+    ("two backwards through one graph", "two roots and evaluations", 33),
+    ("two forwards before a backward", "ends that no hook reports", 14),
+    ("unit that stays gathered", "a unit unfrozen between two backwards", 10),
+    ("units made idle", "units of two modules that raise", 1),
+    ("units of two modules that raise", "an exception in units outside the root's forward", 13),
+)
+"""Two kinds of programs at once, and the number of a case."""
+
+
+def crossed(one: str, other: str, case: int) -> Setup:
+    """Return a world of programs that may do what two kinds of programs do."""
+    both = [PROGRAMS[one], PROGRAMS[other]]
+    # As many events as either has.
+    most = {
+        name: max(kind.get(name, 1) for kind in both)
+        for name in ("max_forwards", "max_calls")
+        if any(name in kind for kind in both)
+    }
+    steps = [kind["max_steps"] for kind in both if "max_steps" in kind]
+    parents = [kind["parents"] for kind in both if "parents" in kind]
+    most |= {"max_steps": max(steps)} if steps else {}
+    most |= {"parents": max(parents, key=len)} if parents else {}
+    return Setup(**{**CASES[case], **both[0], **both[1], **most})

@@ -12,7 +12,7 @@ from megatron_fsdp_v2.runtime.machine.state import Phase
 from tests.machine.executors import Setup
 from tests.machine.explore import explore, run, sample
 from tests.machine.programs import described
-from tests.machine.setups import CASES, PROGRAMS, setup_of
+from tests.machine.setups import CASES, CROSSED, PROGRAMS, crossed, setup_of
 from tests.machine.world import World
 
 
@@ -51,6 +51,13 @@ def _sample(program: str, cases: list[dict[str, Any]], num: int) -> None:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_no_sequence_drawn_at_random_breaks_a_rule(program: str) -> None:
     _sample(program, CASES[4::9], 2)
+
+
+def test_no_sequence_of_two_kinds_of_programs_breaks_a_rule() -> None:
+    for each in CROSSED:
+        setup = crossed(*each)
+        if (broken := sample(setup, 20).broken) is not None:
+            pytest.fail(f"{each}: {broken[0]}\nafter {described(setup, broken[1])}")
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ raise `Broken` if it does not.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_fsdp_v2.layout.weight_use import WeightUse
@@ -23,49 +22,18 @@ from megatron_fsdp_v2.runtime.machine.state import (
     RootState,
 )
 from tests.machine.between import Between
-from tests.machine.executors import Failure, Group, Root, Setup, Unit, require
+from tests.machine.executors import (
+    FailedReduction,
+    Failure,
+    Group,
+    Root,
+    Setup,
+    Unit,
+    require,
+)
+from tests.machine.nodes import Node, Order
 from tests.machine.rules import Rules
 from tests.machine.schedules import Batch, Schedules
-
-
-@dataclass
-class Order:
-    """Uses of units in a pass, each predicted if the pass repeats the last one so far."""
-
-    expected: list[int] = field(default_factory=list)
-    used: list[int] = field(default_factory=list)
-
-    def following(self) -> list[int]:
-        """Return the uses that are expected of the next pass."""
-        return self.used or self.expected
-
-    def use(self, unit: Unit, *, was_gathered: bool) -> None:
-        """Check that a use that begins, and that repeats the last pass, was gathered ahead."""
-        self.used.append(unit.number)
-        is_known = self.expected[: len(self.used)] == self.used and len(self.used) > 1
-        if is_known and unit.world.predicts():
-            require(was_gathered, f"{unit.name} is not gathered ahead of its use")
-
-
-@dataclass
-class Node:
-    """One forward in the graph: the forwards of other units that it called, in order."""
-
-    unit: int
-    forward: Forward | None
-    is_checkpointed: bool
-    children: list[Node] = field(default_factory=list)
-    version: int = -1
-    has_own: bool = True  # Whether its own weights are used.
-    use: tuple[Any, int, bool] | None = None  # of a parameter itself, in place of a forward
-
-    @property
-    def passed(self) -> Any:
-        """The pass that it is part of."""
-        if self.use is not None:
-            return self.use[0]
-        assert self.forward is not None
-        return self.forward.passed
 
 
 class World(Between, Rules, Schedules):
@@ -115,6 +83,8 @@ class World(Between, Rules, Schedules):
         self.has_unsynced = False  # since the last step
         self.is_capturing = self.has_captured = self.has_replayed = False
         self.has_drawn = self.fails_next = self.has_failed = self.has_idled = False
+        self.breaks_next = self.has_broken = self.must_reset = False
+        self.num_resets = 0
         self.failed = -1  # unit
         self.is_quiet = False
         self.running: list[Node] = []  # graphs of the backward under way
@@ -181,8 +151,8 @@ class World(Between, Rules, Schedules):
     def actions(self) -> list[tuple[Any, ...]]:
         """Return the events that may happen next."""
         setup = self.setup
-        if self.is_over:
-            return []
+        if self.is_over or self.must_reset:
+            return [("reset",)] if self.must_reset else []
         if self.batches:
             return self.schedule_actions()
         found: list[tuple[Any, ...]] = []
@@ -207,6 +177,9 @@ class World(Between, Rules, Schedules):
                 found.append(("inner",))
             if self.queue and self.queue[0][0] == "gradient":
                 found += [("miss",)] if self.queue[0][1].unit in setup.misses else []
+            is_one = len(set(self.reached_roots)) == len(self.reached_roots)
+            if setup.breaks and is_one and setup.zero < 3 and not self.has_broken:
+                found.append(("break",))
             if setup.evaluates and not self.evaluated and self.queue:
                 is_stale = self._is_stale(self.running)
                 found += [
@@ -227,7 +200,9 @@ class World(Between, Rules, Schedules):
             if self.kept and not self.graphs:
                 found.append(("again",))
             if not self.graphs and not self.kept:
-                found += [("freeze", unit) for unit in setup.freezes - self.frozen_once]
+                # A repair reduces what is trained then, as other ranks did before.
+                frozen = set() if self._needs_repair() else setup.freezes - self.frozen_once
+                found += [("freeze", unit) for unit in frozen]
             if setup.evaluates and not self.evaluated and not is_stale:
                 found += [
                     ("evaluate", root.number)
@@ -260,6 +235,9 @@ class World(Between, Rules, Schedules):
             found += self.illegal_actions()
         return found
 
+    def _needs_repair(self) -> bool:
+        return any(root.state.needs_repair for root in self.roots)
+
     def _is_stale(self, graphs: list[Node]) -> bool:
         """Return whether a pass overwrites weights that a backward waits for, below ZeRO-3."""
         return any(graph.version != self.version for graph in graphs)
@@ -268,6 +246,8 @@ class World(Between, Rules, Schedules):
         """Let an event happen, and check what must hold after it."""
         try:
             getattr(self, f"_{action[0]}")(*action[1:])
+        except FailedReduction:
+            self._interrupt(is_late=False)
         except Failure:
             for number in () if self.is_quiet else reversed(self.entering):
                 events.fail_forward(self.units[number].state)
@@ -412,23 +392,6 @@ class World(Between, Rules, Schedules):
         self.computing.pop(node.unit)
         events.fail_forward(self.units[node.unit].state)
 
-    def _use(self, number: int, is_kept: bool) -> None:
-        """Use a parameter itself, or only look at it."""
-        self.num_uses += 1
-        # Ranks may differ in what they do with the result of a use in a forward that they finish.
-        differ = not (self.setup.drops or self.root_of(number).needs_repair)
-        self.program.append(f"use {number}" if differ else f"use {number} {is_kept}")
-        unit = self.units[number].state
-        use = events.begin_direct_use(unit)
-        node = Node(number, None, is_checkpointed=False, version=self.version, use=use)
-        if not is_kept:
-            node.passed.drop_use(unit)
-            self.looked_at.append(node)
-        elif self.open:
-            self.open[-1].children.append(node)
-        else:
-            self.graphs.append(node)
-
     def _nest(self, number: int) -> None:
         """Run a root with gradients, inside its backward; the graph is dropped."""
         self._evaluate(number, has_grad=True)
@@ -511,7 +474,7 @@ class World(Between, Rules, Schedules):
         self.is_exact = not (mask or self.setup.loads or self.open or self.setup.alone)
         self.is_exact &= not self.setup.inner and all(graph.has_own for graph in graphs)
         self.is_exact &= len(graphs) == 1 and self.predicts_backward()
-        self.is_exact &= not any(root.state.needs_repair for root in self.roots)
+        self.is_exact &= not self._needs_repair()
         numbered = 0
         passes: dict[int, set[int]] = {}
         with_root: set[int] = set()
@@ -677,7 +640,10 @@ class World(Between, Rules, Schedules):
         self.computing[node.unit] = self._needed(node)
         self._compute(node.unit, self._needed(node))
         for child in node.children:
-            self._recompute(child, is_last=is_last and child is node.children[-1])
+            if child.use is None:
+                self._recompute(child, is_last=is_last and child is node.children[-1])
+            else:
+                self._use_again(child)
         if is_last and self.setup.checkpointed == "stopping":
             del self.computing[node.unit]
             events.fail_forward(self.units[node.unit].state)
@@ -691,8 +657,8 @@ class World(Between, Rules, Schedules):
         self.computing.clear()
         for root in self.roots:
             if root.has_queued:
-                root.has_queued = False
                 reductions.end(root.state)
+                root.has_queued = False
         self.engine_run = -1
         self.looked_at = []
         for reached in self.reached_roots:

@@ -464,7 +464,11 @@ def begin_direct_use(unit: UnitState) -> tuple[Pass[UnitState], int, bool]:
         # the others the sharded ones, which tell whether the unit is reduced.
         _free_outdated(root)
     if root.current.is_over:
-        _begin_root_pass(root)
+        if root.pass_unit is None:
+            _begin_root_pass(root)
+        else:
+            # Inside a forward that ran a backward; another rank may run a unit there instead.
+            _continue_pass(root, has_grad=True)
     passed = root.current
     passed.expect_backward()
     passed.add_direct_use(unit)

@@ -556,6 +556,8 @@ def repair(root: RootState) -> None:
         each.num_scheduled = 0
         each.pending.clear()
         _forget(each)
+        each.gathers.prefetched.clear()
+        each.gathers.requested.clear()
     for each in together:
         end_forward(each)
         each.forward_failed = False

@@ -1,4 +1,4 @@
-"""Parameters and modules that are registered below a root after it was sharded."""
+"""Parameters and modules that are registered, or assigned, after the root was sharded."""
 
 from __future__ import annotations
 
@@ -131,3 +131,16 @@ def test_a_module_sharded_by_itself_in_the_place_of_another_trains(
     optimizers = tuple(AdamW(each.parameters(), lr=0.1) for each in (plain, model))
     train_both(plain, model, optimizers, range(3))
     assert weight_error(model, plain) < 1e-5
+
+
+@on_ranks(2, strategy=STRATEGIES)
+def test_use_of_a_parameter_itself_loses_no_parameter_that_was_assigned(strategy: str) -> None:
+    model = wrap(Stack(), sharding_strategy=strategy)
+    params = list(model.parameters())
+    model.set_reshard_after_backward(False)
+    own_loss(model).backward()
+    torch.optim.SGD(params, lr=0.05).step()
+    norm = model.blocks[0].norm
+    norm.weight = nn.Parameter(torch.full_like(norm.weight, 0.5))
+    params[-1].full_tensor()
+    assert (model.state_dict()["blocks.0.norm.weight"].full_tensor() == 0.5).all()

@@ -24,6 +24,7 @@ from tests.distributed.wrapping import (
     batch,
     error_message,
     gradient_error,
+    loss_of,
     on_mesh,
     own_loss,
     pair,
@@ -432,6 +433,26 @@ def test_a_unit_run_twice_may_lack_the_gradient_of_one_forward_on_a_rank(depth: 
                 loss = model(batch(rank)).square().mean()
                 (loss / 2 if model is plain else loss).backward()
     assert gradient_error(sharded, plain) < 1e-6
+
+
+# Where it is gathered, its gathered parameters are unfrozen, and the sharded ones when it is freed.
+@on_ranks(2, strategy=["no_shard", "optim"])
+def test_a_unit_unfrozen_before_reduce_grad_may_be_gathered_on_one_rank(strategy: str) -> None:
+    plain, model = pair(Skipping, sharding_strategy=strategy)
+    model.set_reshard_after_backward(False)
+    for each in (plain, model):
+        each.blocks[1].requires_grad_(False)
+    model.skip = 1 if dist.get_rank() else None
+    with model.no_sync():
+        own_loss(model).backward()
+    for rank in range(2):
+        plain.skip = 1 if rank else None
+        (loss_of(plain, rank) / 2).backward()
+    model.blocks[1].requires_grad_(True)
+    model.reduce_grad()
+    for unit in (*model.blocks, model):
+        unit.reshard()
+    assert gradient_error(model, plain) < 1e-6
 
 
 @on_ranks(2)

@@ -287,9 +287,11 @@ CROSSED: tuple[tuple[str, str, int], ...] = (
         "uses of parameters themselves",
         31,
     ),
+    ("backwards that are finalized", "a unit unfrozen between two backwards", 32),
     ("captured steps without units that stay", "a step between a forward and its backward", 18),
     ("evaluations anywhere", "what is rejected", 7),
     ("parameters that are replaced", "a last backward", 26),
+    ("parameters that are replaced", "uses of parameters themselves", 19),
     ("parameters without a gradient", "ends that no hook reports", 7),
     (
         "parameters without a gradient before the last backward",

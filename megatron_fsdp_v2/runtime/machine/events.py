@@ -54,15 +54,9 @@ def begin_pass(unit: UnitState, *, has_grad: bool) -> None:
         do.check_hooks()
         if root.is_after_backward:
             do.forget_casts()
-    _free_outdated(root)
+    weights.free_outdated(root)
     _begin_pass(unit, has_grad=has_grad)
     _refresh(root)
-
-
-def _free_outdated(root: RootState) -> None:
-    for unit in root.units:
-        if unit.is_gathered:
-            weights.free_if_outdated(unit)
 
 
 def _continue_pass(root: RootState, *, has_grad: bool) -> None:
@@ -70,7 +64,7 @@ def _continue_pass(root: RootState, *, has_grad: bool) -> None:
 
     An optimizer may have stepped since. Collective.
     """
-    _free_outdated(root)
+    weights.free_outdated(root)
     _begin_root_pass(root)
     root.current.has_root = True
     if has_grad or root.pass_has_grad:
@@ -460,9 +454,8 @@ def begin_direct_use(unit: UnitState) -> tuple[Pass[UnitState], int, bool]:
     if is_in_backward(root) and root.nested is None:
         return root.passed, root.position, False
     if root.pass_unit is None and root.nested is None and not root.is_scheduled:
-        # It may begin a pass. A rank where a unit is gathered froze its gathered parameters, and
-        # the others the sharded ones, which tell whether the unit is reduced.
-        _free_outdated(root)
+        # It may begin a pass.
+        weights.free_outdated(root)
     if root.current.is_over:
         if root.pass_unit is None:
             _begin_root_pass(root)

@@ -24,7 +24,12 @@ from megatron_fsdp_v2.runtime.machine.state import (
     RootState,
     UnitState,
 )
-from megatron_fsdp_v2.runtime.machine.weights import drop_prefetched, free, free_all
+from megatron_fsdp_v2.runtime.machine.weights import (
+    drop_prefetched,
+    free,
+    free_all,
+    free_outdated,
+)
 
 # -- beginning -------------------------------------------------------------------------------------
 
@@ -437,6 +442,9 @@ def synchronize(root: RootState, units: Sequence[UnitState]) -> None:
     # With ZeRO-2, every backward reduces all units, also those that some rank skipped, so that no
     # gradient is left.
     is_pending = root.ranks_may_differ and root.has_unreduced
+    is_between_passes = root.engine is Engine.RESTING and root.pass_unit is None
+    if is_pending and is_between_passes and not root.is_scheduled:
+        free_outdated(root)
     for unit in reversed(units):
         unit.do.collect_assigned()
         if is_pending and any([group.accumulates_unreduced for group in unit.groups]):

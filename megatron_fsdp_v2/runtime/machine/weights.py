@@ -86,6 +86,18 @@ def free_if_outdated(unit: UnitState) -> None:
         free(unit)
 
 
+def free_outdated(root: RootState) -> None:
+    """Free outdated weights of all units between passes, and adopt assigned parameters.
+
+    Whether a unit is reduced depends on which of its sharded parameters are frozen; on a rank where
+    it is gathered, users froze the gathered ones.
+    """
+    for unit in root.units:
+        if unit.is_gathered:
+            free_if_changed(unit)
+            free_if_outdated(unit)
+
+
 # -- gathers ahead of use --------------------------------------------------------------------------
 
 

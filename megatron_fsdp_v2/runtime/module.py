@@ -63,7 +63,7 @@ class ShardedModule(_Module):
 
     def reshard(self) -> None:
         """Free the unit's gathered parameters and install the sharded ones."""
-        weights.free(unit_of(self).state)
+        weights.reshard(unit_of(self).state)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether to reshard between forward and backward."""
@@ -339,7 +339,7 @@ class ShardedModule(_Module):
     @override
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         unit: Unit = self._fsdp_unit
-        weights.free(unit.state)
+        weights.reshard(unit.state)
         _check_conversion(unit, fn)
         # The unit's next gather detects changed parameters.
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

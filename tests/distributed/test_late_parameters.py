@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import AdamW
 
+from megatron_fsdp_v2 import checkpoint
+from megatron_fsdp_v2.checkpoint import snapshot
 from megatron_fsdp_v2.optim import flat_optimizer
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.test_parameters import rebuild
@@ -133,8 +136,22 @@ def test_a_module_sharded_by_itself_in_the_place_of_another_trains(
     assert weight_error(model, plain) < 1e-5
 
 
-@on_ranks(2, strategy=STRATEGIES)
-def test_use_of_a_parameter_itself_loses_no_parameter_that_was_assigned(strategy: str) -> None:
+# What frees the weights of a unit between two steps, and may not lose what was assigned to it.
+FREES: dict[str, Callable[[Any, Any, Path], Any]] = {
+    "a use of a parameter itself": lambda model, params, folder: params[-1].full_tensor(),
+    "reshard": lambda model, params, folder: model.blocks[0].reshard(),
+    "state_dict": lambda model, params, folder: model.state_dict(),
+    "a saved checkpoint": lambda model, params, folder: checkpoint.save(folder, model),
+    "a snapshot": lambda model, params, folder: snapshot(model),
+    "conversion": lambda model, params, folder: model.to("cpu"),
+    "a forward": lambda model, params, folder: model(batch(0)),
+}
+
+
+@on_ranks(2, strategy=STRATEGIES, freed_by=FREES)
+def test_parameters_assigned_to_gathered_units_are_kept(
+    strategy: str, freed_by: str, tmp_path: Path
+) -> None:
     model = wrap(Stack(), sharding_strategy=strategy)
     params = list(model.parameters())
     model.set_reshard_after_backward(False)
@@ -142,5 +159,7 @@ def test_use_of_a_parameter_itself_loses_no_parameter_that_was_assigned(strategy
     torch.optim.SGD(params, lr=0.05).step()
     norm = model.blocks[0].norm
     norm.weight = nn.Parameter(torch.full_like(norm.weight, 0.5))
-    params[-1].full_tensor()
+    FREES[freed_by](model, params, tmp_path / "saved")
+    if freed_by == "a saved checkpoint":
+        checkpoint.load(tmp_path / "saved", model)
     assert (model.state_dict()["blocks.0.norm.weight"].full_tensor() == 0.5).all()

@@ -245,7 +245,7 @@ FAULTS = [
         "a unit gathered ahead in vain lost parameters that were assigned to it",
         Setup(zero=3, replaces=True, keeps=True, max_steps=3),
         (f"{BOTH}, backward 0, *, step, forward 0, replace 1, return, backward 0, *",),
-        ("weights", "    free_if_changed(unit)\n    free(unit)\n", "    free(unit)\n"),
+        ("weights", "free_if_changed(unit)\n    free(unit)\n", "pass\n    free(unit)\n"),
     ),
     Fault(
         "a unit gathered ahead ran with the weights from before a write in the forward",

@@ -54,17 +54,26 @@ def free(unit: UnitState, *, after_error: bool = False) -> None:
         unit.do.free(after_error=after_error)
 
 
+def reshard(unit: UnitState) -> None:
+    """Free gathered weights, and adopt parameters that user code assigned since the gather."""
+    if unit.is_gathered:
+        free_if_changed(unit)
+    free(unit)
+
+
 def free_all(units: Sequence[UnitState]) -> None:
-    """Free the weights of several units.
+    """Free the weights of several units, and adopt assigned parameters.
 
     Raises:
         RuntimeError: Gathered weights were changed in place; all units are freed.
+        ValueError: Parameters were replaced by others that cannot be adopted.
     """
     errors = []
     for unit in units:
         try:
-            free(unit)
-        except RuntimeError as error:
+            reshard(unit)
+        except (RuntimeError, ValueError) as error:
+            free(unit, after_error=True)
             errors.append(error)
     if errors:
         raise errors[0]
@@ -81,20 +90,24 @@ def free_if_changed(unit: UnitState) -> None:
 
 
 def free_if_outdated(unit: UnitState) -> None:
-    """Free gathered weights that are stale or changed, or of which some were (un)frozen."""
-    if unit.is_gathered and unit.do.is_outdated():
-        free(unit)
+    """Free gathered weights that are stale or changed, or of which some were (un)frozen.
+
+    Between passes, since parameters that were assigned to the modules are adopted.
+    """
+    if unit.is_gathered:
+        free_if_changed(unit)
+        if unit.is_gathered and unit.do.is_outdated():
+            free(unit)
 
 
 def free_outdated(root: RootState) -> None:
-    """Free outdated weights of all units between passes, and adopt assigned parameters.
+    """Free outdated weights of all units, between passes.
 
     Whether a unit is reduced depends on which of its sharded parameters are frozen; on a rank where
     it is gathered, users froze the gathered ones.
     """
     for unit in root.units:
         if unit.is_gathered:
-            free_if_changed(unit)
             free_if_outdated(unit)
 
 
@@ -112,7 +125,7 @@ def before_use(unit: UnitState) -> None:
     prefetched = gathers.prefetched
     if prefetched and unit.nbytes and (not unit.is_gathered or unit in prefetched):
         while prefetched and (dropped := prefetched.popleft()) is not unit:
-            _drop(dropped)
+            reshard(dropped)
     if gathers.requested:
         gathers.requested = [other for other in gathers.requested if other is not unit]
 
@@ -175,17 +188,11 @@ def _prefetch(unit: UnitState) -> None:
     gather(unit, uses, async_op=True)
 
 
-def _drop(unit: UnitState) -> None:
-    """Free weights that were gathered in vain; user code may have assigned parameters since."""
-    free_if_changed(unit)
-    free(unit)
-
-
 def drop_prefetched(root: RootState) -> None:
     """Drop all prefetched units at the end of a pass."""
     gathers = root.gathers
     if gathers.prefetched or gathers.requested:
         for unit in (*gathers.prefetched, *gathers.requested):
-            _drop(unit)
+            reshard(unit)
         gathers.prefetched.clear()
         gathers.requested.clear()

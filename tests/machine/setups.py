@@ -289,8 +289,11 @@ CROSSED: tuple[tuple[str, str, int], ...] = (
     ),
     ("backwards that are finalized", "a unit unfrozen between two backwards", 32),
     ("captured steps without units that stay", "a step between a forward and its backward", 18),
+    ("collectives that ranks always compare", "a reduction that fails", 20),
     ("evaluations anywhere", "what is rejected", 7),
     ("parameters that are replaced", "a last backward", 26),
+    ("parameters that are replaced", "an exception anywhere", 1),
+    ("parameters that are replaced", "units made idle", 10),
     ("parameters that are replaced", "uses of parameters themselves", 19),
     ("parameters without a gradient", "ends that no hook reports", 7),
     (

@@ -213,7 +213,7 @@ def _reduce(
     unit: UnitState,
     *,
     synchronize: bool,
-    issued: Sequence[GroupCommands] = (),
+    issued: Sequence[GroupCommands] | None = None,
 ) -> None:
     """Reduce the gradients of a unit that arrived, if they are due. Collective.
 
@@ -225,7 +225,8 @@ def _reduce(
         unit: The unit.
         synchronize: Whether gradients are reduced into `param.grad`. Otherwise they stay unreduced
             between micro-batches if the strategy accumulates them.
-        issued: Groups whose reductions were issued before an exception.
+        issued: Groups whose reductions were issued before an exception, after ranks compared the
+            unit; None if there was none.
     """
     is_pending = unit in root.pending
     # A unit that keeps its gradient stays pending until it is reduced: another rank may have a
@@ -239,16 +240,16 @@ def _reduce(
             for group in unit.groups
             if (group.has_gradient or (is_pending and (group.is_trained or group.is_owed)))
             and (synchronize or not group.accumulates_unreduced)
-            and group not in issued
+            and not (issued and group in issued)
         ]
         if due or issued:
             # Buffers that accumulate micro-batches were allocated before.
             make_room(root)
-            if due and root.compares_collectives:
+            if due and issued is None and root.compares_collectives:
                 has_outer = synchronize and any(group.reduces_partial for group in due)
                 unit.do.compare_reduction(along_all=has_outer and not root.ranks_may_differ)
             # A repair needs the reductions that were issued before one that fails.
-            reduction = Reduction([*issued], synchronize)
+            reduction = Reduction([*(issued or ())], synchronize)
             root.inner.append(reduction)
             for group in due:
                 group.reduce(async_op=is_async)
@@ -619,7 +620,7 @@ def _reduce_late(root: RootState) -> object:
     dropped = [group for reduction in (*root.inner, *root.outer) for group in reduction.groups]
     # Of the unit whose reduction failed: all groups, and those whose reduction was issued.
     failed: Sequence[GroupCommands] = ()
-    issued: Sequence[GroupCommands] = ()
+    issued: Sequence[GroupCommands] | None = None
     late: list[UnitState] = []
     if root.ranks_may_differ and not root.is_scheduled:
         # Ranks that follow one schedule reduce without this order.
@@ -634,13 +635,13 @@ def _reduce_late(root: RootState) -> object:
         dropped += [g for g in unit.groups if reduced or not g.accumulates_unreduced]
     before = root.do.snapshot(dropped)
     for group in failed:
-        if group not in issued:
+        if not (issued and group in issued):
             # A gradient of the group may be the reason why its reduction failed.
             group.abandon()
     for unit in late:
         root.pending.add(unit)
         _reduce(root, unit, synchronize=unit in root.synced, issued=issued)
-        issued = ()
+        issued = None
     return before
 
 

@@ -15,8 +15,10 @@ What is left is not proven to be harmless. As read and not proven, no world can 
 
 * `reductions.join`: `finish_others`. All roots of a world have one ZeRO level and run in one call
   of the engine, so that those under way reduce in turn.
-* `events._continue_pass`: the new pass, `has_root`, `expect_backward` and `forget_casts`. They are
-  for a backward through what a forward computes after a training step inside it.
+* `events._continue_pass`: whether gradients are enabled, and `forget_casts`. They are for what a
+  forward computes after a training step inside it.
+* `reductions._reduce_late`: several groups of a unit, of which some were reduced. Units of a world
+  have one group.
 * `reductions._reduce_remaining`: `pending.clear()`. It is for a double backward that reaches units
   after their turn.
 * Signs of `weight_version`: any other number makes weights stale.

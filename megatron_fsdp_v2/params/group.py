@@ -384,6 +384,7 @@ class ParameterGroup:
         """Wait for gathers and register the gathered parameters, with current `requires_grad`."""
         if not self._wait():
             return
+        parameters = self.parameters
         if self.gathers_for_use:
             try:
                 for payload in self.payloads:
@@ -392,16 +393,16 @@ class ParameterGroup:
                 # For `reshard`: the gathered parameters are not registered.
                 self._gathering = []
                 raise
-            self.parameters.mark_live()
-        self.parameters.copy_requires_grad_to_gathered()
+            parameters.mark_live()
+        parameters.copy_requires_grad_to_gathered()
         if self.format.prepares:
             uses = WeightUse(0)
             for payload in self.payloads:
                 if payload.gathered.is_live:
                     uses |= payload.uses
             self.format.prepare(uses)
-            self.parameters.note_written()
-        self.parameters.install(self.unsharded_params)
+            parameters.note_written()
+        parameters.exchange(parameters.sharded, parameters.gathered)
 
     def _wait(self) -> bool:
         """Wait for refreshes and gathers; return whether there were gathers to wait for."""
@@ -423,11 +424,12 @@ class ParameterGroup:
         self._reference_count -= 1
         if self._reference_count:
             return ""
-        if written := self.parameters.find_written():
-            self.parameters.note_written()
-        if not self._wait() and self.parameters.has_changed_requires_grad():
-            self.parameters.copy_requires_grad_to_sharded()
-        self.parameters.install(self.sharded_params)
+        parameters = self.parameters
+        if written := parameters.find_written():
+            parameters.note_written()
+        if not self._wait() and parameters.has_changed_requires_grad():
+            parameters.copy_requires_grad_to_sharded()
+        parameters.exchange(parameters.gathered, parameters.sharded)
         # Side streams that wrote gradients may still be reading weights.
         self.grads.wait_for_writers()
         if self.gathers_for_use and self.format.prepares:
@@ -464,7 +466,7 @@ class ParameterGroup:
             with suppress(RuntimeError):
                 work.wait()
         self._gathering, self._reference_count = None, 0
-        self.parameters.remove_gathered()
+        self.parameters.exchange(self.parameters.gathered, self.parameters.sharded)
         if self.gathers_for_use and self.format.prepares:
             self.format.forget()
         self._drop_gathered()

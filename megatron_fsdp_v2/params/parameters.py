@@ -248,14 +248,21 @@ class GroupParameters:
         module._parameters[attribute] = self.sharded[index]
 
     def install(self, params: Sequence[nn.Parameter]) -> None:
-        """Register these parameters on all modules.
+        """Register these parameters on all modules, in place of whatever is registered."""
+        for index, module, attribute in self.sites():
+            module._parameters[attribute] = params[index]
+
+    def exchange(self, old: Sequence[nn.Parameter], new: Sequence[nn.Parameter]) -> None:
+        """Register parameters in place of others. What user code assigned since then stays.
 
         Bypasses `nn.Module.__setattr__`, whose checks take longer than a small forward.
         """
         for index, module_ref, attribute in self._sites:
             module = module_ref()
             if module is not None:
-                module._parameters[attribute] = params[index]
+                registered = module._parameters
+                if registered.get(attribute) is old[index]:
+                    registered[attribute] = new[index]
 
     def sites(self) -> Iterator[tuple[int, nn.Module, str]]:
         """Yield where parameters are registered: index, module, name of the parameter there."""
@@ -278,12 +285,6 @@ class GroupParameters:
                 module._parameters[attribute] = new[index]
                 found = True
         return found
-
-    def remove_gathered(self) -> None:
-        """Register sharded parameters in place of gathered ones. What users assigned stays."""
-        for index, module, attribute in self.sites():
-            if module._parameters.get(attribute) is self.gathered[index]:
-                module._parameters[attribute] = self.sharded[index]
 
     def mark_live(self) -> None:
         """Allow operations on gathered parameters, which have memory now."""

@@ -264,7 +264,7 @@ class FSDPModule(ShardedModule, fsdp.FSDPModule):
             reductions.synchronize(unit.state.root, [each.state for each in due])
         for each in units:
             if each.settings.reshard_after_backward:
-                weights.reshard(each.state)
+                weights.free(each.state)
         return GradientReductionHandle() if async_op else None
 
     def reset_iter_state(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, cast, override
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from megatron_fsdp_v2.dtensor.sharded_rows import plain_attributes, raw_grad
 from megatron_fsdp_v2.layout.weight_use import WeightUse
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.params.group import groups_of
@@ -63,7 +64,7 @@ class ShardedModule(_Module):
 
     def reshard(self) -> None:
         """Free the unit's gathered parameters and install the sharded ones."""
-        weights.reshard(unit_of(self).state)
+        weights.free(unit_of(self).state)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether to reshard between forward and backward."""
@@ -264,10 +265,13 @@ class ShardedModule(_Module):
             set_to_none: Whether to set gradients to None instead of zero.
         """
         super().zero_grad(set_to_none)
-        root = unit_of(self).state.root
+        own = unit_of(self)
+        root, known = own.state.root, own.context.units()
+        units = known if own.state.is_root else units_of(self)
         if root.has_unreduced:
-            reductions.discard(root, [unit.state for unit in units_of(self)])
-        gathered = [unit for unit in unit_of(self).context.units() if unit.is_unsharded]
+            reductions.discard(root, [unit.state for unit in units])
+        _drop_assigned(units)
+        gathered = [unit for unit in known if unit.is_unsharded]
         if not gathered:
             return
         shown = {id(param) for param in cast("nn.Module", self).parameters()}
@@ -339,7 +343,7 @@ class ShardedModule(_Module):
     @override
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         unit: Unit = self._fsdp_unit
-        weights.reshard(unit.state)
+        weights.free(unit.state)
         _check_conversion(unit, fn)
         # The unit's next gather detects changed parameters.
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -458,6 +462,16 @@ def make_idle(root: nn.Module) -> None:
         raise RuntimeError("a backward is under way; do this between two steps")
     for context in contexts:
         events.make_idle(context.state)
+
+
+def _drop_assigned(units: Iterable[Unit]) -> None:
+    """Discard gradients that were assigned to gathered parameters."""
+    with plain_attributes():
+        for unit in units:
+            for group in unit.groups:
+                for param in group.parameters.gathered:
+                    if raw_grad(param) is not None:
+                        param.grad = None
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ from megatron_fsdp_v2.params.extensions import AllGatherExtensionFormat
 from megatron_fsdp_v2.params.group import ParameterGroup
 from megatron_fsdp_v2.params.parameters import OwnedParameter
 from megatron_fsdp_v2.runtime.context import Context
-from megatron_fsdp_v2.runtime.machine import reductions
+from megatron_fsdp_v2.runtime.machine import reductions, weights
 from megatron_fsdp_v2.runtime.materialize import mark_unset
 from megatron_fsdp_v2.runtime.meshes import DataMesh
 from megatron_fsdp_v2.runtime.optimizer_steps import OPTIMIZER_WATCH
@@ -82,6 +82,9 @@ def rebuild(
     mesh = DataMesh.of(mesh, None).mesh
     context.check_is_loaded()
     for unit in units:
+        if not context.state.needs_repair:
+            # What users froze while it was gathered.
+            weights.free_if_outdated(unit.state)
         unit.sync()
     specs = {group: _spec_on(unit, group, mesh) for unit in units for group in unit.groups}
     _check(context, specs)

@@ -23,6 +23,7 @@ from tests.distributed.wrapping import (
     backward_both,
     batch,
     error_message,
+    gradient_error,
     own_loss,
     pair,
     step_all,
@@ -145,6 +146,7 @@ FREES: dict[str, Callable[[Any, Any, Path], Any]] = {
     "a snapshot": lambda model, params, folder: snapshot(model),
     "conversion": lambda model, params, folder: model.to("cpu"),
     "a forward": lambda model, params, folder: model(batch(0)),
+    "a rebuild": lambda model, params, folder: model.rebuild(),
 }
 
 
@@ -161,5 +163,43 @@ def test_parameters_assigned_to_gathered_units_are_kept(
     norm.weight = nn.Parameter(torch.full_like(norm.weight, 0.5))
     FREES[freed_by](model, params, tmp_path / "saved")
     if freed_by == "a saved checkpoint":
+        model = wrap(Stack(), sharding_strategy=strategy)
         checkpoint.load(tmp_path / "saved", model)
+    model(batch(0))  # What was assigned is adopted here at the latest.
     assert (model.state_dict()["blocks.0.norm.weight"].full_tensor() == 0.5).all()
+
+
+@on_ranks(2, strategy=STRATEGIES)
+def test_parameter_assigned_between_a_forward_and_its_backward_is_kept(strategy: str) -> None:
+    plain, model = pair(sharding_strategy=strategy)
+    optimizers = [AdamW(each.parameters()) for each in (plain, model)]
+    loss = own_loss(model)
+    down = model.blocks[0].down
+    down.weight = nn.Parameter(torch.full(down.weight.shape, 0.25))
+    loss.backward()
+    model.zero_grad()
+    with torch.no_grad():
+        plain.blocks[0].down.weight.fill_(0.25)
+    train_both(plain, model, optimizers, range(2))
+    assert weight_error(model, plain) < 1e-6
+
+
+@on_ranks(2, strategy=STRATEGIES[::3])
+def test_rebuild_keeps_what_was_frozen_while_it_was_gathered(strategy: str) -> None:
+    model = wrap(Stack(), sharding_strategy=strategy)
+    model.blocks[0].unshard()
+    model.blocks[0].requires_grad_(False)
+    assert model.rebuild()
+    assert not any(param.requires_grad for param in model.blocks[0].parameters())
+
+
+@on_ranks(2, strategy=STRATEGIES)
+def test_zero_grad_discards_gradients_assigned_to_gathered_parameters(strategy: str) -> None:
+    plain, model = pair(sharding_strategy=strategy)
+    model.blocks[0].unshard()
+    for param in model.blocks[0].parameters():
+        param.grad = torch.ones_like(param)
+    model.blocks[0].reshard()
+    model.zero_grad()
+    backward_both(plain, model)
+    assert gradient_error(model, plain) < 1e-6

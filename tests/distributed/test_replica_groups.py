@@ -33,6 +33,7 @@ class Manager:
         self.step = step
         self.spoils = False
         self.is_started = False
+        self._commit_failures = 0
 
     def allreduce(self, flat: torch.Tensor) -> Any:
         if self.spoils:

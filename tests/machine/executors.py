@@ -433,6 +433,7 @@ class Unit:
         world.commands.append(("gather", self.number))
         world.num_gathers[self.number] += 1
         self.has_old_values = False
+        self.has_assigned &= not self.state.root.refreshes
         for group in self.groups:
             group.gather(uses, refreshes=self.state.root.refreshes)
 
@@ -454,7 +455,6 @@ class Unit:
     def free(self, *, after_error: bool) -> None:
         del after_error
         require(self.number not in self.world.computing, f"{self.name} is freed while it computes")
-        require(not self.has_assigned, f"{self.name} loses parameters that were assigned")
         self.is_ready = False
         self.world.commands.append(("free", self.number))
         for group in self.groups:

@@ -242,12 +242,6 @@ FAULTS = [
         ),
     ),
     Fault(
-        "a unit gathered ahead in vain lost parameters that were assigned to it",
-        Setup(zero=3, replaces=True, keeps=True, max_steps=3),
-        (f"{BOTH}, backward 0, *, step, forward 0, replace 1, return, backward 0, *",),
-        ("weights", "free_if_changed(unit)\n    free(unit)\n", "pass\n    free(unit)\n"),
-    ),
-    Fault(
         "a unit gathered ahead ran with the weights from before a write in the forward",
         Setup(writes=frozenset([1])),
         (f"{BOTH}, backward 0, *, step, forward 0, write 1, {CALL_1}",),

@@ -43,7 +43,7 @@ def begin_pass(unit: UnitState, *, has_grad: bool) -> None:
     if do.has_new_values():
         root.is_checked = False
     for each in root.units:
-        # Before a repair: what cannot be adopted is an error that changes nothing.
+        # Before `free` registers the sharded parameters in place of assigned ones.
         if each.is_gathered:
             weights.free_if_changed(each)
     if root.needs_repair:

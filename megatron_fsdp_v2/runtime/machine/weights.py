@@ -54,26 +54,17 @@ def free(unit: UnitState, *, after_error: bool = False) -> None:
         unit.do.free(after_error=after_error)
 
 
-def reshard(unit: UnitState) -> None:
-    """Free gathered weights, and adopt parameters that user code assigned since the gather."""
-    if unit.is_gathered:
-        free_if_changed(unit)
-    free(unit)
-
-
 def free_all(units: Sequence[UnitState]) -> None:
-    """Free the weights of several units, and adopt assigned parameters.
+    """Free the weights of several units.
 
     Raises:
         RuntimeError: Gathered weights were changed in place; all units are freed.
-        ValueError: Parameters were replaced by others that cannot be adopted.
     """
     errors = []
     for unit in units:
         try:
-            reshard(unit)
-        except (RuntimeError, ValueError) as error:
-            free(unit, after_error=True)
+            free(unit)
+        except RuntimeError as error:
             errors.append(error)
     if errors:
         raise errors[0]
@@ -90,14 +81,9 @@ def free_if_changed(unit: UnitState) -> None:
 
 
 def free_if_outdated(unit: UnitState) -> None:
-    """Free gathered weights that are stale or changed, or of which some were (un)frozen.
-
-    Between passes, since parameters that were assigned to the modules are adopted.
-    """
-    if unit.is_gathered:
-        free_if_changed(unit)
-        if unit.is_gathered and unit.do.is_outdated():
-            free(unit)
+    """Free gathered weights that are stale or changed, or of which some were (un)frozen."""
+    if unit.is_gathered and unit.do.is_outdated():
+        free(unit)
 
 
 def free_outdated(root: RootState) -> None:
@@ -125,7 +111,7 @@ def before_use(unit: UnitState) -> None:
     prefetched = gathers.prefetched
     if prefetched and unit.nbytes and (not unit.is_gathered or unit in prefetched):
         while prefetched and (dropped := prefetched.popleft()) is not unit:
-            reshard(dropped)
+            free(dropped)
     if gathers.requested:
         gathers.requested = [other for other in gathers.requested if other is not unit]
 
@@ -193,6 +179,6 @@ def drop_prefetched(root: RootState) -> None:
     gathers = root.gathers
     if gathers.prefetched or gathers.requested:
         for unit in (*gathers.prefetched, *gathers.requested):
-            reshard(unit)
+            free(unit)
         gathers.prefetched.clear()
         gathers.requested.clear()

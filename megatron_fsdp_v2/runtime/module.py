@@ -259,7 +259,7 @@ class ShardedModule(_Module):
         Also discards gradients of backwards without synchronization (`no_sync`), which are not in
         `param.grad` yet; `zero_grad` of an optimizer cannot. Between a forward and its backward,
         some units register gathered parameters; gradients belong to their sharded parameters, which
-        this method resets as well.
+        this method resets as well. Gradients that were assigned to gathered parameters are dropped.
 
         Args:
             set_to_none: Whether to set gradients to None instead of zero.

@@ -402,7 +402,7 @@ class ParameterGroup:
                     uses |= payload.uses
             self.format.prepare(uses)
             parameters.note_written()
-        parameters.exchange(parameters.sharded, parameters.gathered)
+        parameters.swap(parameters.sharded, parameters.gathered)
 
     def _wait(self) -> bool:
         """Wait for refreshes and gathers; return whether there were gathers to wait for."""
@@ -429,7 +429,7 @@ class ParameterGroup:
             parameters.note_written()
         if not self._wait() and parameters.has_changed_requires_grad():
             parameters.copy_requires_grad_to_sharded()
-        parameters.exchange(parameters.gathered, parameters.sharded)
+        parameters.swap(parameters.gathered, parameters.sharded)
         # Side streams that wrote gradients may still be reading weights.
         self.grads.wait_for_writers()
         if self.gathers_for_use and self.format.prepares:
@@ -466,7 +466,7 @@ class ParameterGroup:
             with suppress(RuntimeError):
                 work.wait()
         self._gathering, self._reference_count = None, 0
-        self.parameters.exchange(self.parameters.gathered, self.parameters.sharded)
+        self.parameters.swap(self.parameters.gathered, self.parameters.sharded)
         if self.gathers_for_use and self.format.prepares:
             self.format.forget()
         self._drop_gathered()
@@ -538,12 +538,12 @@ class ParameterGroup:
             Whether it did.
         """
         params = self.parameters
-        return self.is_held and params.swap(module, params.gathered, params.sharded)
+        return self.is_held and params.swap(params.gathered, params.sharded, module)
 
     def show_gathered(self, module: nn.Module) -> None:
         """Register the gathered parameters on a module again, if weights are gathered."""
         if self.is_held and self._gathering is None:
-            self.parameters.swap(module, self.sharded_params, self.unsharded_params)
+            self.parameters.swap(self.sharded_params, self.unsharded_params, module)
 
     # -- ties -----------------------------------------------------------------------------------
 

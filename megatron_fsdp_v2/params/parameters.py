@@ -252,17 +252,34 @@ class GroupParameters:
         for index, module, attribute in self.sites():
             module._parameters[attribute] = params[index]
 
-    def exchange(self, old: Sequence[nn.Parameter], new: Sequence[nn.Parameter]) -> None:
-        """Register parameters in place of others. What user code assigned since then stays.
+    def swap(
+        self,
+        old: Sequence[nn.Parameter],
+        new: Sequence[nn.Parameter],
+        only: nn.Module | None = None,
+    ) -> bool:
+        """Replace registered parameters by other parameters.
 
-        Bypasses `nn.Module.__setattr__`, whose checks take longer than a small forward.
+        Parameters that user code assigned since they were registered stay. Bypasses
+        `nn.Module.__setattr__`, whose checks take longer than a small forward.
+
+        Args:
+            old: Registered parameters, one per parameter of the group.
+            new: Parameters to register.
+            only: Module on which they are replaced; None for all modules.
+
+        Returns:
+            Whether there were any.
         """
+        found = False
         for index, module_ref, attribute in self._sites:
             module = module_ref()
-            if module is not None:
+            if module is not None and (only is None or module is only):
                 registered = module._parameters
                 if registered.get(attribute) is old[index]:
                     registered[attribute] = new[index]
+                    found = True
+        return found
 
     def sites(self) -> Iterator[tuple[int, nn.Module, str]]:
         """Yield where parameters are registered: index, module, name of the parameter there."""
@@ -270,21 +287,6 @@ class GroupParameters:
             module = module_ref()
             if module is not None:
                 yield index, module, attribute
-
-    def swap(
-        self, module: nn.Module, old: Sequence[nn.Parameter], new: Sequence[nn.Parameter]
-    ) -> bool:
-        """Replace registered parameters of one module by other parameters.
-
-        Returns:
-            Whether there were any.
-        """
-        found = False
-        for index, module_ref, attribute in self._sites:
-            if module_ref() is module and module._parameters.get(attribute) is old[index]:
-                module._parameters[attribute] = new[index]
-                found = True
-        return found
 
     def mark_live(self) -> None:
         """Allow operations on gathered parameters, which have memory now."""
@@ -593,7 +595,7 @@ def _refuse_gradient(name: str, param: torch.Tensor) -> None:
 
 
 def num_stale() -> int:
-    """Return how many parameters were marked stale so far, as a version for caches."""
+    """Return the number of parameters that were marked stale so far, which caches compare."""
     return _STALE.num_marked
 
 

@@ -267,6 +267,7 @@ class ShardedModule(_Module):
         super().zero_grad(set_to_none)
         own = unit_of(self)
         root, known = own.state.root, own.context.units()
+        # `units_of` searches all modules.
         units = known if own.state.is_root else units_of(self)
         if root.has_unreduced:
             reductions.discard(root, [unit.state for unit in units])

@@ -81,10 +81,10 @@ def rebuild(
         return True
     mesh = DataMesh.of(mesh, None).mesh
     context.check_is_loaded()
+    if not context.state.needs_repair:
+        # Users may have frozen gathered parameters.
+        weights.free_outdated(context.state)
     for unit in units:
-        if not context.state.needs_repair:
-            # What users froze while it was gathered.
-            weights.free_if_outdated(unit.state)
         unit.sync()
     specs = {group: _spec_on(unit, group, mesh) for unit in units for group in unit.groups}
     _check(context, specs)
@@ -251,7 +251,7 @@ def _least(mesh: DeviceMesh, axis: int, values: list[int]) -> list[int]:
 def _take_over(
     made: ParameterGroup, group: ParameterGroup, indices: Sequence[int], *, is_kept: bool
 ) -> None:
-    """Let sharded parameters of a group belong to another one, with their values or without."""
+    """Move sharded parameters of a group to another group, with or without their values."""
     params = [group.sharded_params[index] for index in indices]
     with torch.no_grad():
         for view, param in zip(made.parameters.views, params, strict=True):

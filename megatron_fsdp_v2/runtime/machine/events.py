@@ -256,7 +256,7 @@ def end_unit_forward(unit: UnitState, *, has_grad: bool) -> None:
         # A unit to be recomputed runs its first forward without grad, in a pass with grad.
         if has_grad or pass_has_grad:
             root.current.add_use(unit.reduced_with)
-            # A forward that ran its own backward expects no other.
+            # A forward that ran its own backward expects no further backward.
             if unit.passed is None or not unit.passed.is_over:
                 root.gathers.backward.note(unit)
                 unit.num_pending_backwards += 1
@@ -453,8 +453,8 @@ def begin_direct_use(unit: UnitState) -> tuple[Pass[UnitState], int, bool]:
     root = unit.root
     if is_in_backward(root) and root.nested is None:
         return root.passed, root.position, False
-    if root.pass_unit is None and root.nested is None and not root.is_scheduled:
-        # It may begin a pass.
+    if root.is_between_passes:
+        # The use may begin a pass.
         weights.free_outdated(root)
     if root.current.is_over:
         if root.pass_unit is None:

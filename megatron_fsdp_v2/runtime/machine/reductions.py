@@ -213,7 +213,7 @@ def _reduce(
     unit: UnitState,
     *,
     synchronize: bool,
-    issued: Sequence[GroupCommands] | None = None,
+    begun: Reduction | None = None,
 ) -> None:
     """Reduce the gradients of a unit that arrived, if they are due. Collective.
 
@@ -225,8 +225,7 @@ def _reduce(
         unit: The unit.
         synchronize: Whether gradients are reduced into `param.grad`. Otherwise they stay unreduced
             between micro-batches if the strategy accumulates them.
-        issued: Groups whose reductions were issued before an exception, after ranks compared the
-            unit; None if there was none.
+        begun: The reduction of the unit that an exception ended, after ranks compared it.
     """
     is_pending = unit in root.pending
     # A unit that keeps its gradient stays pending until it is reduced: another rank may have a
@@ -234,22 +233,23 @@ def _reduce(
     if synchronize or not any([group.accumulates_unreduced for group in unit.groups]):
         root.pending.discard(unit)
     is_async = root.control.is_async
+    issued = begun.groups if begun is not None else []
     with unit.root.report(unit.fqn, "reduce_grad"):
         due = [
             group
             for group in unit.groups
             if (group.has_gradient or (is_pending and (group.is_trained or group.is_owed)))
             and (synchronize or not group.accumulates_unreduced)
-            and not (issued and group in issued)
+            and group not in issued
         ]
         if due or issued:
             # Buffers that accumulate micro-batches were allocated before.
             make_room(root)
-            if due and issued is None and root.compares_collectives:
+            if due and begun is None and root.compares_collectives:
                 has_outer = synchronize and any(group.reduces_partial for group in due)
                 unit.do.compare_reduction(along_all=has_outer and not root.ranks_may_differ)
             # A repair needs the reductions that were issued before one that fails.
-            reduction = Reduction([*(issued or ())], synchronize)
+            reduction = Reduction([*issued], synchronize)
             root.inner.append(reduction)
             for group in due:
                 group.reduce(async_op=is_async)
@@ -286,7 +286,8 @@ def _reduce_rest(
 def _owe(root: RootState, unit: UnitState) -> None:
     """Record the trained parameters of a unit whose gradients are synchronized later."""
     for group in unit.groups:
-        # Another rank may have gradients of a unit that this rank skipped, unless all run it.
+        # Another rank may have gradients of a unit that this rank skipped, unless all ranks run
+        # the same units.
         if root.ranks_may_differ or group.has_gradient or group.has_partial:
             group.owe()
 
@@ -443,8 +444,7 @@ def synchronize(root: RootState, units: Sequence[UnitState]) -> None:
     # With ZeRO-2, every backward reduces all units, also those that some rank skipped, so that no
     # gradient is left.
     is_pending = root.ranks_may_differ and root.has_unreduced
-    is_between_passes = root.engine is Engine.RESTING and root.pass_unit is None
-    if is_pending and is_between_passes and not root.is_scheduled:
+    if is_pending and root.engine is Engine.RESTING and root.is_between_passes:
         free_outdated(root)
     for unit in reversed(units):
         unit.do.collect_assigned()
@@ -618,9 +618,9 @@ def _reduce_late(root: RootState) -> object:
         The gradients that unfinished reductions write, from before.
     """
     dropped = [group for reduction in (*root.inner, *root.outer) for group in reduction.groups]
-    # Of the unit whose reduction failed: all groups, and those whose reduction was issued.
+    # Of the unit whose reduction failed: all groups, and the reduction, if ranks compared it.
     failed: Sequence[GroupCommands] = ()
-    issued: Sequence[GroupCommands] | None = None
+    begun: Reduction | None = None
     late: list[UnitState] = []
     if root.ranks_may_differ and not root.is_scheduled:
         # Ranks that follow one schedule reduce without this order.
@@ -628,20 +628,20 @@ def _reduce_late(root: RootState) -> object:
         if root.in_turn:
             failed = late[0].groups
             if root.inner and all(group in failed for group in root.inner[-1].groups):
-                issued = root.inner.pop().groups
+                begun = root.inner.pop()
     root.in_turn = []
     for unit in late:
         reduced = unit in root.synced
         dropped += [g for g in unit.groups if reduced or not g.accumulates_unreduced]
     before = root.do.snapshot(dropped)
     for group in failed:
-        if not (issued and group in issued):
+        if begun is None or group not in begun.groups:
             # A gradient of the group may be the reason why its reduction failed.
             group.abandon()
     for unit in late:
         root.pending.add(unit)
-        _reduce(root, unit, synchronize=unit in root.synced, issued=issued)
-        issued = None
+        _reduce(root, unit, synchronize=unit in root.synced, begun=begun)
+        begun = None
     return before
 
 
@@ -656,7 +656,7 @@ def end_forward(root: RootState, *, failed: bool = False) -> None:
     unit = root.pass_unit if root.nested is None else root.nested.unit
     if unit is not None and root.pass_has_grad and (unit.is_root or not root.current.has_root):
         root.current.turn.last = root.process.numbers.next()
-        # What runs next is part of the next forward of the root, as on a rank that did not fail.
+        # Units that run next belong to the next forward of the root, as on ranks without an error.
         root.current.is_over |= failed and unit.is_root
     if root.nested is None:
         root.pass_unit = None

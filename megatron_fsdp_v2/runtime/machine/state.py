@@ -407,6 +407,11 @@ class RootState:
         return self.nested is None and self.engine is Engine.RUNNING
 
     @property
+    def is_between_passes(self) -> bool:
+        """Whether no pass and no schedule is under way; a backward may be."""
+        return self.pass_unit is None and self.nested is None and not self.is_scheduled
+
+    @property
     def refreshes(self) -> bool:
         """Whether a use of a unit that begins now refreshes stale weights.
 

@@ -166,7 +166,7 @@ def look_ahead(
 
 
 def _prefetch(unit: UnitState) -> None:
-    """Start gathering ahead of use. Collective."""
+    """Start to gather the weights of a unit ahead of their use. Collective."""
     uses = WeightUse.FORWARD
     if unit.root.belongs_to_backward:
         # A recomputed unit runs its forward first, then its backward.

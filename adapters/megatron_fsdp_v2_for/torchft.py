@@ -155,7 +155,7 @@ def _unpacked(packed: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
 
 
 class _Stage(enum.Enum):
-    """How far a step has come."""
+    """Stage of a step."""
 
     COMPARING = "comparing"
     """The ranks of the group compare their steps."""
@@ -167,11 +167,11 @@ class _Stage(enum.Enum):
 
 @dataclass(slots=True)
 class _Progress:
-    """What `restart` has to know of a manager.
+    """Progress of a manager's steps and restarts.
 
     Attributes:
-        stage: How far the step under way has come.
-        votes: Commits and failed commits in a row when it began, which its `should_commit` changes.
+        stage: Stage of the step under way.
+        votes: Result of `_votes_of` when the step began.
         store: The store of the replica group, which outlives its process groups.
         num_restarts: Restarts until now.
         num_in_a_row: Restarts since the last step that was committed.
@@ -228,6 +228,7 @@ def _range_of_steps(manager: Any, mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def _votes_of(manager: Any) -> tuple[int, int]:
+    """Return commits and failed commits in a row; each `should_commit` changes one of them."""
     return manager.current_step(), manager._commit_failures
 
 
@@ -291,23 +292,16 @@ def restart(
     # After a commit, an optimizer may have updated a part of the parameters.
     keep = not has_begun or step == progress.votes[0]
     votes = has_begun and _votes_of(manager) == progress.votes
-    world = dist.group.WORLD
-    assert world is not None
-    timeout = members_of(world)[1]
-    assert timeout is not None
-    patience = 2 * timeout + manager._timeout
     shape, names, device_type = tuple(mesh.shape), mesh.mesh_dim_names, mesh.device_type
-    options: dict[str, Any] = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
-    options |= {"backend": str(dist.get_backend_config()), "timeout": timeout}
-    options |= {"device_id": world.bound_device_id}
+    options = _default_group_options()
+    patience = 2 * options["timeout"] + manager._timeout
     if progress.store is None:
         # The first rank of the group hosts it, for the manager too.
         progress.store = dist.distributed_c10d._get_default_store()
     model.abort()
-    del world
     dist.destroy_process_group()
     if votes:
-        # Of a group whose ranks all vote once, no rank waits for ever.
+        # Each rank of the group votes once in a step: the other ranks wait for all votes.
         manager.report_error(error)
         manager._pg.abort()
         manager.should_commit(timeout=patience)
@@ -320,6 +314,21 @@ def restart(
     if not model.rebuild(mesh, *optimizers, keep=keep and first == last):
         manager.load_state_dict({**manager.state_dict(), "step": NO_STATE})
     return mesh
+
+
+def _default_group_options() -> dict[str, Any]:
+    """Return the arguments of `init_process_group` that make a default group like this one."""
+    world = dist.group.WORLD
+    assert world is not None
+    timeout = members_of(world)[1]
+    assert timeout is not None
+    return {
+        "backend": str(dist.get_backend_config()),
+        "timeout": timeout,
+        "rank": dist.get_rank(),
+        "world_size": dist.get_world_size(),
+        "device_id": world.bound_device_id,
+    }
 
 
 def _wait_for_all(store: Store, num_ranks: int, timeout: timedelta) -> None:

@@ -65,6 +65,18 @@ def alternating(groups: int, stages: tuple[str, ...]) -> list[Fault]:
     ]
 
 
+def raised(*stages: str) -> list[Fault]:
+    """An exception at each stage, on alternating ranks and groups."""
+    return [
+        Fault(index // 2 % 2, index % 2, stage, raises=True) for index, stage in enumerate(stages)
+    ]
+
+
+# Stages after which a group keeps its values, and after which it has none.
+KEEPS = ("backward", "after an all-reduce", "before should_commit")
+TORN = ("after should_commit", "in the optimizer step", LOST_TRANSFER)
+
+
 def test_group_killed_in_a_backward_comes_back(tmp_path: Path, record: Record) -> None:
     check(Case(), [Fault(1, 0, "backward")], tmp_path, record, 1e-12)
 
@@ -124,45 +136,23 @@ def test_group_killed_in_a_backward_comes_back(tmp_path: Path, record: Record) -
             1e-12,
             id="ZeRO-0, 3 groups, asynchronous quorum",
         ),
-    ],
-)
-def test_losses_equal_the_reference_through_faults(
-    case: Case, faults: list[Fault], at_most: float, tmp_path: Path, record: Record
-) -> None:
-    check(case, faults, tmp_path, record, at_most)
-
-
-def raised(*stages: str) -> list[Fault]:
-    """An exception at each stage, on alternating ranks and groups."""
-    return [
-        Fault(index // 2 % 2, index % 2, stage, raises=True) for index, stage in enumerate(stages)
-    ]
-
-
-KEEPS = ("backward", "after an all-reduce", "before should_commit")
-TORN = ("after should_commit", "in the optimizer step", LOST_TRANSFER)
-
-
-@pytest.mark.parametrize(
-    ("case", "faults", "at_most"),
-    [
-        (Case(restarts=True), raised("forward"), 1e-12),
-        longer(Case(restarts=True), raised(*KEEPS, *TORN[:2]), 1e-12, id="ZeRO-3"),
+        pytest.param(Case(restarts=True), raised("forward"), 1e-12, id="ZeRO-3, an exception"),
+        longer(Case(restarts=True), raised(*KEEPS, *TORN[:2]), 1e-12, id="ZeRO-3, exceptions"),
         longer(
             Case("optim", optimizer="muon", restarts=True),
             raised(*TORN[1:], "forward", "in an all-reduce"),
             1e-12,
-            id="ZeRO-1, Muon",
+            id="ZeRO-1, Muon, exceptions",
         ),
         longer(
             Case("no_shard", 3, dtype=torch.float32, restarts=True),
             [*raised("before an all-reduce"), *alternating(3, KEEPS[:1]), *raised(*KEEPS[1:])],
             1e-6,
-            id="ZeRO-0, 3 groups, also killed",
+            id="ZeRO-0, 3 groups, exceptions and kills",
         ),
     ],
 )
-def test_group_goes_on_in_its_processes_after_an_exception(
+def test_losses_equal_the_reference_through_faults(
     case: Case, faults: list[Fault], at_most: float, tmp_path: Path, record: Record
 ) -> None:
     check(case, faults, tmp_path, record, at_most)

@@ -59,6 +59,11 @@ class Between:
         found = [unit for unit in self.units if unit.state.is_gathered]
         return [("replace", unit.number) for unit in found if unit.number not in self.computing]
 
+    def begin_synchronization(self: Any) -> None:
+        """Count a backward; the first one before a step may leave gradients unsynchronized."""
+        is_first, self.num_backwards = not self.num_backwards, self.num_backwards + 1
+        self.set_synchronization(is_last=not (self.setup.accumulates and is_first))
+
     def set_synchronization(self: Any, *, is_last: bool) -> None:
         """Set what users set before a backward: whether it synchronizes gradients."""
         setup = self.setup
@@ -125,8 +130,7 @@ class Between:
     def _lose(self: Any) -> None:
         """Let a backward fail in the loss, on this rank alone."""
         self.program.append("backward 0")
-        is_first, self.num_backwards = not self.num_backwards, self.num_backwards + 1
-        self.set_synchronization(is_last=not (self.setup.accumulates and is_first))
+        self.begin_synchronization()
         self.graphs, self.must_reset = [], True
 
     def _reset(self: Any) -> None:

@@ -318,14 +318,9 @@ CROSSED: tuple[tuple[str, str, int], ...] = (
 def crossed(one: str, other: str, case: int) -> Setup:
     """Return a world of programs that may do what two kinds of programs do."""
     both = [PROGRAMS[one], PROGRAMS[other]]
-    # As many events as either has.
-    most = {
-        name: max(kind.get(name, 1) for kind in both)
-        for name in ("max_forwards", "max_calls")
-        if any(name in kind for kind in both)
-    }
-    steps = [kind["max_steps"] for kind in both if "max_steps" in kind]
-    parents = [kind["parents"] for kind in both if "parents" in kind]
-    most |= {"max_steps": max(steps)} if steps else {}
-    most |= {"parents": max(parents, key=len)} if parents else {}
+    # As many events and units as either has.
+    most = {}
+    for name in ("max_forwards", "max_calls", "max_steps", "parents"):
+        if values := [kind[name] for kind in both if name in kind]:
+            most[name] = max(values, key=len if name == "parents" else None)
     return Setup(**{**CASES[case], **both[0], **both[1], **most})

@@ -151,8 +151,10 @@ class World(Between, Rules, Schedules):
     def actions(self) -> list[tuple[Any, ...]]:
         """Return the events that may happen next."""
         setup = self.setup
-        if self.is_over or self.must_reset:
-            return [("reset",)] if self.must_reset else []
+        if self.is_over:
+            return []
+        if self.must_reset:
+            return [("reset",)]
         if self.batches:
             return self.schedule_actions()
         found: list[tuple[Any, ...]] = []
@@ -466,8 +468,7 @@ class World(Between, Rules, Schedules):
         self.runs += 1
         self.running = graphs
         self.engine_run = self.runs
-        is_first, self.num_backwards = not self.num_backwards, self.num_backwards + 1
-        self.set_synchronization(is_last=not (self.setup.accumulates and is_first))
+        self.begin_synchronization()
         for root in self.roots:
             root.hooked = []
         self.before_backward = self.num_gathers.copy(), self.num_used.copy()

@@ -84,7 +84,8 @@ def parameters_below(module: nn.Module) -> list[NamedParameter]:
     # While a unit is gathered, its modules have gathered parameters in place of the sharded ones.
     sharded = {
         id(gathered): param
-        for unit in units_below(module)[0][1].context.units()
+        for context in dict.fromkeys(unit.context for _, unit in units_below(module))
+        for unit in context.units()
         for group in unit.groups
         for gathered, param in zip(group.unsharded_params, group.sharded_params, strict=True)
     }

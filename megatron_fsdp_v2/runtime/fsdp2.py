@@ -26,7 +26,13 @@ from megatron_fsdp_v2._compiler import not_compiled, uncompiled
 from megatron_fsdp_v2.comm.groups import group_of_same_ranks
 from megatron_fsdp_v2.runtime.hooks import CALLS, after_forward, post_forward, pre_forward
 from megatron_fsdp_v2.runtime.machine import events, reductions, weights
-from megatron_fsdp_v2.runtime.module import ShardedModule, set_flags, unit_of, units_of
+from megatron_fsdp_v2.runtime.module import (
+    ShardedModule,
+    contexts_of,
+    set_flags,
+    unit_of,
+    units_of,
+)
 from megatron_fsdp_v2.runtime.options import check_at_least_one
 from megatron_fsdp_v2.runtime.unit import Unit
 from megatron_fsdp_v2.runtime.unit_checks import check_is_between_steps
@@ -96,7 +102,8 @@ class FSDPModule(ShardedModule, fsdp.FSDPModule):
         Args:
             event: Recorded after the optimizer's step.
         """
-        unit_of(self).context.communicator.wait_event(event)
+        for context in contexts_of(self):
+            context.communicator.wait_event(event)
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
@@ -206,7 +213,8 @@ class FSDPModule(ShardedModule, fsdp.FSDPModule):
         """
         del recurse
         check_at_least_one("max_input_buffers", max_input_buffers)
-        unit_of(self).context.change_options(max_live_grad_buffers=max_input_buffers)
+        for context in contexts_of(self):
+            context.change_options(max_live_grad_buffers=max_input_buffers)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -234,9 +242,8 @@ class FSDPModule(ShardedModule, fsdp.FSDPModule):
         Raises:
             RuntimeError: The module is not the root, or a backward is under way.
         """
-        unit = _root_between_passes(self, "set_manual_backward_finalization")
-        for each in unit.context.units():
-            each.settings.is_finalized_manually = enabled
+        _root_between_passes(self, "set_manual_backward_finalization")
+        set_flags(self, is_finalized_manually=enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """End the backwards since `set_manual_backward_finalization(True)`. Collective.
@@ -258,13 +265,13 @@ class FSDPModule(ShardedModule, fsdp.FSDPModule):
                 "set_manual_backward_finalization(True) before the first backward that "
                 "finalize_backward should end"
             )
-        units = unit.context.units()
-        due = [each for each in units if each.state.syncs_gradients(is_finalized=True)]
-        if due:
-            reductions.synchronize(unit.state.root, [each.state for each in due])
-        for each in units:
-            if each.settings.reshard_after_backward:
-                weights.free(each.state)
+        for context in contexts_of(self):
+            root = context.state
+            if due := [each for each in root.units if each.syncs_gradients(is_finalized=True)]:
+                reductions.synchronize(root, due)
+            for each in root.units:
+                if each.settings.reshard_after_backward:
+                    weights.free(each)
         return GradientReductionHandle() if async_op else None
 
     def reset_iter_state(self) -> None:
@@ -277,7 +284,8 @@ class FSDPModule(ShardedModule, fsdp.FSDPModule):
         Raises:
             RuntimeError: The module is not the root.
         """
-        reductions.reset(_root(self, "reset_iter_state").state.root)
+        _root(self, "reset_iter_state")
+        reductions.reset([context.state for context in contexts_of(self)])
 
     # -- class and state --------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, cast, override
 
 import torch
@@ -22,7 +22,9 @@ from megatron_fsdp_v2.dtensor.sharded_rows import plain_attributes, raw_grad
 from megatron_fsdp_v2.layout.weight_use import WeightUse
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.params.group import groups_of
+from megatron_fsdp_v2.runtime.context import Context
 from megatron_fsdp_v2.runtime.machine import events, reductions, weights
+from megatron_fsdp_v2.runtime.machine.state import RootState, UnitState
 from megatron_fsdp_v2.runtime.offloading import Offloaded, memory_of
 from megatron_fsdp_v2.runtime.rebuilding import abort, rebuild
 from megatron_fsdp_v2.runtime.unit import Unit, unit_owning
@@ -143,11 +145,11 @@ class ShardedModule(_Module):
     def offload(self, *optimizers: Optimizer, pin_memory: bool = True) -> int:
         """Move the memory of the model to host memory until `reload`, between two steps.
 
-        Moves main weights, model weights and gradients of the root and all its units, and frees the
-        block of a trace pool. Parameters stay the same objects; reading or training them raises an
-        error until `reload`. Other tensors are left: buffers of modules, and parameters without a
-        unit. Call `torch.cuda.empty_cache()` if another process needs the memory. Does nothing if
-        the model is in host memory.
+        Moves main weights, model weights and gradients of all units, also those of other roots
+        inside, and frees the blocks of trace pools. Parameters stay the same objects; reading or
+        training them raises an error until `reload`. Other tensors are left: buffers of modules,
+        and parameters without a unit. Call `torch.cuda.empty_cache()` if another process needs the
+        memory. Does nothing if the model is in host memory.
 
         Args:
             optimizers: Optimizers whose states are moved too.
@@ -158,41 +160,40 @@ class ShardedModule(_Module):
 
         Raises:
             RuntimeError: The module is not the root, a backward is under way, gradients are not
-                synchronized yet, or a step was captured in a CUDA graph, which has its addresses.
+                synchronized yet, or a step was captured in a CUDA graph, which has its addresses;
+                or a root inside is in host memory already, and this one is not.
         """
-        unit = unit_of(self)
-        context = unit.context
-        if context.offloaded is not None:
-            return context.offloaded.nbytes
-        self._root_context("offload")
-        make_idle(cast("nn.Module", self))
-        for each in context.units():
-            check_is_between_steps(each, "offload")
-            each.sync()
-        if context.state.has_graph:
-            raise RuntimeError(
-                f"a step of {unit.name} was captured in a CUDA graph, which keeps the addresses of "
-                "its memory; offload() a model without captures"
-            )
-        if context.device is None:
-            return 0
-        context.offloaded = Offloaded(
-            memory_of(context.groups(), optimizers), context.device, pin_memory=pin_memory
-        )
-        if isinstance(context.allocator, TracePoolAllocator):
-            context.allocator.release()
-        return context.offloaded.nbytes
+        contexts = _contexts_of_root(self, "offload")
+        if any(context.offloaded is None for context in contexts):
+            make_idle(cast("nn.Module", self))
+            for context in contexts:
+                for unit in context.units():
+                    check_is_between_steps(unit, "offload")
+                    unit.sync()
+                if context.state.has_graph:
+                    raise RuntimeError(
+                        f"a step of {context.units()[0].name} was captured in a CUDA graph, which "
+                        "keeps the addresses of its memory; offload() a model without captures"
+                    )
+            for context in contexts:
+                # A state of an optimizer belongs to no root, and moves once.
+                memory = memory_of(context.groups(), optimizers if context is contexts[0] else ())
+                context.offloaded = Offloaded(memory, context.device, pin_memory=pin_memory)
+                if isinstance(context.allocator, TracePoolAllocator):
+                    context.allocator.release()
+        return sum(context.offloaded.nbytes for context in contexts)
 
     def reload(self) -> None:
         """Move everything that `offload` moved back to the device, bit by bit as it was.
 
         Raises:
-            torch.OutOfMemoryError: The device has not enough memory. Nothing has changed.
+            torch.OutOfMemoryError: The device has not enough memory. Nothing has changed, or with
+                several roots, the memory of some has moved; call it again.
         """
-        context = unit_of(self).context
-        if context.offloaded is not None:
-            context.offloaded.reload()
-            context.offloaded = None
+        for context in contexts_of(self):
+            if context.offloaded is not None:
+                context.offloaded.reload()
+                context.offloaded = None
 
     # -- restarts ---------------------------------------------------------------------------------
 
@@ -209,10 +210,13 @@ class ShardedModule(_Module):
         Raises:
             RuntimeError: The module is not the root.
         """
-        abort(self._root_context("abort"))
+        abort(_contexts_of_root(self, "abort"))
 
     def rebuild(
-        self, mesh: DeviceMesh | None = None, *optimizers: Optimizer, keep: bool = True
+        self,
+        mesh: DeviceMesh | Mapping[DeviceMesh, DeviceMesh] | None = None,
+        *optimizers: Optimizer,
+        keep: bool = True,
     ) -> bool:
         """Put the model on other process groups, without building it again. Collective.
 
@@ -227,7 +231,8 @@ class ShardedModule(_Module):
 
         Args:
             mesh: The data-parallel mesh, whose process groups were made since. Default: one axis
-                over all ranks.
+                over all ranks. If parameters are sharded over several meshes, such as those of
+                experts: the new meshes by the earlier ones.
             optimizers: Optimizers whose states are moved, too.
             keep: Whether values of this rank may be kept. If False on any rank, such as one where
                 the step of an optimizer failed midway, no rank keeps them.
@@ -236,19 +241,12 @@ class ShardedModule(_Module):
             Whether values were kept, on all ranks.
 
         Raises:
-            ValueError: Parameters are sharded over several meshes or have a tensor-parallel split,
-                their weights are gathered by a method of their own, or the strategies do not fit
-                the mesh.
+            ValueError: Parameters have a tensor-parallel split, or their weights are gathered by a
+                method of their own; a mesh is missing; or the strategies do not fit a mesh.
             RuntimeError: The module is not the root, is in host memory, or a step of it was
                 captured in a CUDA graph; or a rank is lost.
         """
-        return rebuild(self._root_context("rebuild"), mesh, optimizers, keep=keep)
-
-    def _root_context(self, method: str) -> Any:
-        unit = unit_of(self)
-        if not unit.state.is_root:
-            raise RuntimeError(f"{unit.name} is not the root; call {method} on the root")
-        return unit.context
+        return rebuild(_contexts_of_root(self, "rebuild"), mesh, optimizers, keep=keep)
 
     # -- gradients --------------------------------------------------------------------------------
 
@@ -265,14 +263,14 @@ class ShardedModule(_Module):
             set_to_none: Whether to set gradients to None instead of zero.
         """
         super().zero_grad(set_to_none)
-        own = unit_of(self)
-        root, known = own.state.root, own.context.units()
-        # `units_of` searches all modules.
-        units = known if own.state.is_root else units_of(self)
-        if root.has_unreduced:
-            reductions.discard(root, [unit.state for unit in units])
+        units = units_of(self)
+        for root, members in _by_root(units).items():
+            if root.has_unreduced:
+                reductions.discard(root, members)
         _drop_assigned(units)
-        gathered = [unit for unit in known if unit.is_unsharded]
+        # Also units that are not below the module, but gather a tied parameter that is.
+        contexts = dict.fromkeys(unit.context for unit in units)
+        gathered = [unit for c in contexts for unit in c.units() if unit.state.is_gathered]
         if not gathered:
             return
         shown = {id(param) for param in cast("nn.Module", self).parameters()}
@@ -290,8 +288,8 @@ class ShardedModule(_Module):
         A synchronized backward has done so already. Call it after backwards without synchronization
         (`no_sync`), or if gradients were computed outside autograd.
         """
-        root = unit_of(self).state.root
-        reductions.synchronize(root, [unit.state for unit in units_of(self)])
+        for root, members in _by_root(units_of(self)).items():
+            reductions.synchronize(root, members)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -428,13 +426,41 @@ def named_units(root: object) -> list[tuple[str, Unit]]:
     found: dict[Unit, str] = {}
     for name, module in cast(nn.Module, root).named_modules():
         if isinstance(module, ShardedModule):
-            found.setdefault(unit_of(module), name)
+            found.setdefault(module._fsdp_unit, name)
     return [(name, unit) for unit, name in found.items()]
 
 
 def units_of(module: object, *, recurse: bool = True) -> list[Unit]:
     """Return a module's unit, and the units below it if `recurse` is set."""
     return [unit for _, unit in named_units(module)] if recurse else [unit_of(module)]
+
+
+def contexts_of(module: object) -> list[Context[Unit]]:
+    """Return the contexts of the units at or below a module, its own first.
+
+    More than one if modules inside were sharded later, as roots of their own.
+    """
+    return list(dict.fromkeys(unit.context for unit in units_of(module)))
+
+
+def _contexts_of_root(module: object, method: str) -> list[Any]:
+    """Return the contexts below a root that have parameters.
+
+    Raises:
+        RuntimeError: The module is not a root.
+    """
+    unit = unit_of(module)
+    if not unit.is_root:
+        raise RuntimeError(f"{unit.name} is not the root; call {method} on the root")
+    return [context for context in contexts_of(module) if context.device is not None]
+
+
+def _by_root(units: Iterable[Unit]) -> dict[RootState, list[UnitState]]:
+    """Return the states of units by the root that they belong to."""
+    found: dict[RootState, list[UnitState]] = {}
+    for unit in units:
+        found.setdefault(unit.state.root, []).append(unit.state)
+    return found
 
 
 def set_flags(module: object, recurse: bool = True, **flags: bool) -> None:

@@ -34,6 +34,7 @@ from megatron_fsdp_v2.dtensor.sharded_rows import (
     rows_of,
 )
 from megatron_fsdp_v2.dtensor.uneven_dtensor import replicated
+from megatron_fsdp_v2.layout.placement import Placement
 from megatron_fsdp_v2.layout.split import flat_buffers
 from megatron_fsdp_v2.memory.trace_pool import TracePoolAllocator
 from megatron_fsdp_v2.params.buffer import GroupSpec
@@ -47,49 +48,66 @@ from megatron_fsdp_v2.runtime.meshes import DataMesh
 from megatron_fsdp_v2.runtime.optimizer_steps import OPTIMIZER_WATCH
 from megatron_fsdp_v2.runtime.unit import Unit
 
+type Meshes = Mapping[DeviceMesh, DeviceMesh]
+"""New meshes by the meshes that they replace."""
 
-def abort(context: Context[Unit]) -> None:
+
+def abort(contexts: Iterable[Context[Unit]]) -> None:
     """See `ShardedModule.abort`."""
-    device = context.device
-    if device is None or isinstance(context.communicator, AbortedCommunicator):
-        return
-    groups = context.groups()
-    axes = [axis for group in groups for axis in group.axes if axis.size > 1]
-    used = dict.fromkeys(each for axis in axes for each in (axis.group, axis.gather_group))
-    abort_process_groups([each for each in used if each is not None], device)
-    reductions.abandon(context.state)
-    wait_for_all_streams(device)
-    if isinstance(context.allocator, TracePoolAllocator):
-        context.allocator.release()
-    context.communicator = AbortedCommunicator(
-        f"{context.units()[0].name} was aborted; call rebuild(mesh) on it first"
-    )
-    for group in groups:
-        group.replace_communicator(context.communicator)
+    aborted = [c for c in contexts if not isinstance(c.communicator, AbortedCommunicator)]
+    by_device: dict[torch.device, dict[dist.ProcessGroup, None]] = {}
+    for context in aborted:
+        groups = context.groups()
+        axes = [axis for group in groups for axis in group.axes if axis.size > 1]
+        used = [each for axis in axes for each in (axis.group, axis.gather_group)]
+        by_device.setdefault(groups[0].device, {}).update(dict.fromkeys(filter(None, used)))
+    for device, process_groups in by_device.items():
+        abort_process_groups(list(process_groups), device)
+    for context in aborted:
+        reductions.abandon(context.state)
+    for device in by_device:
+        wait_for_all_streams(device)
+    for context in aborted:
+        if isinstance(context.allocator, TracePoolAllocator):
+            context.allocator.release()
+        context.communicator = AbortedCommunicator(
+            f"{context.units()[0].name} was aborted; call rebuild(mesh) on it first"
+        )
+        for group in context.groups():
+            group.replace_communicator(context.communicator)
 
 
 def rebuild(
-    context: Context[Unit],
-    mesh: DeviceMesh | None,
+    contexts: Sequence[Context[Unit]],
+    mesh: DeviceMesh | Meshes | None,
     optimizers: Sequence[Optimizer],
     *,
     keep: bool,
 ) -> bool:
     """See `ShardedModule.rebuild`."""
-    units, before = context.units(), context.groups()
+    units = [unit for context in contexts for unit in context.units()]
+    before = [group for unit in units for group in unit.groups]
     if not before:
         return True
-    mesh = DataMesh.of(mesh, None).mesh
-    context.check_is_loaded()
-    if not context.state.needs_repair:
-        # Users may have frozen gathered parameters.
-        weights.free_outdated(context.state)
+    for context in contexts:
+        context.check_is_loaded()
+        if not context.state.needs_repair:
+            # Users may have frozen gathered parameters.
+            weights.free_outdated(context.state)
     for unit in units:
         unit.sync()
-    specs = {group: _spec_on(unit, group, mesh) for unit in units for group in unit.groups}
-    _check(context, specs)
-    new: Context[Unit] = Context(before[0].device, context.options, context.observer)
-    members = {group: list(_made(group, specs[group], new)) for group in before}
+    meshes = _checked_meshes(before, units[0], mesh)
+    specs = {group: _spec_on(unit, group, meshes) for unit in units for group in unit.groups}
+    _check(contexts, specs)
+    new = {
+        context: Context[Unit](context.groups()[0].device, context.options, context.observer)
+        for context in contexts
+    }
+    members = {
+        group: list(_made(group, specs[group], new[unit.context]))
+        for unit in units
+        for group in unit.groups
+    }
     made = {group: [each for each, _ in found] for group, found in members.items()}
     holds_same_rows = keep and all(
         group.main_weight.rows(index) == each.main_weight.rows(number)
@@ -97,18 +115,20 @@ def rebuild(
         for each, indices in found
         for number, index in enumerate(indices)
     )
-    copies = _checksums(specs, mesh.ndim)
-    is_kept = _agree(mesh, context.state.weight_version, copies, holds_same_rows=holds_same_rows)
+    versions = [context.state.weight_version for context in contexts]
+    is_kept = _agree(specs, versions, holds_same_rows=holds_same_rows)
     # Nothing was changed until here.
-    reductions.abandon(context.state)
-    gathers = None
+    for context in contexts:
+        reductions.abandon(context.state)
+    gathers: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
     for group, found in members.items():
         for each, indices in found:
             _take_over(each, group, indices, is_kept=is_kept)
             inner = each.axes[-1]
             if group.axes[-1].gather_group is not None and inner.size > 1:
-                gathers = gathers or group_of_same_ranks(inner.group)
-                each.set_gather_group(gathers)
+                if inner.group not in gathers:
+                    gathers[inner.group] = group_of_same_ranks(inner.group)
+                each.set_gather_group(gathers[inner.group])
     _move_states(optimizers, before, is_kept=is_kept)
     for unit in units:
         unit.own([each for group in unit.groups for each in made[group]])
@@ -117,26 +137,46 @@ def rebuild(
         for each in unit.groups:
             unit.watch_gradients(each)
         _note_unset(unit, is_kept=is_kept)
-        unit.sharding = unit.sharding._replace(spec=unit.sharding.on(DataMesh(mesh)))
-        unit.context = new
-    new.set_units(units)
-    OPTIMIZER_WATCH.add(new)
+        there = meshes.get(unit.sharding.spec.mesh)
+        if there is not None:
+            unit.sharding = unit.sharding._replace(spec=unit.sharding.on(DataMesh(there)))
+    for context, fresh in new.items():
+        known = context.units()
+        for unit in known:
+            unit.context = fresh
+        fresh.set_units(known)
+        OPTIMIZER_WATCH.add(fresh)
     return is_kept
 
 
-def _check(context: Context[Unit], specs: Mapping[ParameterGroup, GroupSpec]) -> None:
-    name = context.units()[0].name
-    if context.state.has_graph:
-        raise RuntimeError(
-            f"a step of {name} was captured in a CUDA graph, which has its process groups; build "
-            "the model again"
-        )
-    meshes = {group.spec.mesh for group in specs}
-    if len(meshes) > 1:
+def _checked_meshes(
+    groups: Iterable[ParameterGroup], root: Unit, mesh: DeviceMesh | Meshes | None
+) -> Meshes:
+    """Return the mesh that replaces each mesh of the parameters."""
+    before = dict.fromkeys(group.spec.mesh for group in groups)
+    if isinstance(mesh, Mapping):
+        if missing := [each for each in before if each not in mesh]:
+            raise ValueError(
+                f"rebuild() of {root.name} was given no mesh in the place of {missing[0]}, over "
+                "which parameters are sharded"
+            )
+        return {each: DataMesh.of(mesh[each], None).mesh for each in before}
+    if len(before) > 1:
         raise ValueError(
-            f"parameters of {name} are sharded over {len(meshes)} meshes, and rebuild() replaces "
-            "one; build the model again"
+            f"parameters of {root.name} are sharded over {len(before)} meshes, and rebuild() was "
+            "given one; pass {mesh: new mesh, ...} with all of them"
         )
+    return dict.fromkeys(before, DataMesh.of(mesh, None).mesh)
+
+
+def _check(contexts: Iterable[Context[Unit]], specs: Mapping[ParameterGroup, GroupSpec]) -> None:
+    for context in contexts:
+        name = context.units()[0].name
+        if context.state.has_graph:
+            raise RuntimeError(
+                f"a step of {name} was captured in a CUDA graph, which has its process groups; "
+                "build the model again"
+            )
     for group, spec in specs.items():
         of_tensors = (each.tensor for each in group.parameters.row_shards)
         if any(each is not None for each in (*of_tensors, *group.parameters.dtensors)):
@@ -151,22 +191,26 @@ def _check(context: Context[Unit], specs: Mapping[ParameterGroup, GroupSpec]) ->
             )
         if spec.mesh.device_type != group.spec.mesh.device_type:
             raise ValueError(
-                f"mesh is of device type {spec.mesh.device_type!r}, and {name} is on "
+                f"mesh is of device type {spec.mesh.device_type!r}, and {group.name} is on "
                 f"{group.spec.mesh.device_type!r}"
             )
 
 
-def _spec_on(unit: Unit, group: ParameterGroup, mesh: DeviceMesh) -> GroupSpec:
-    """Return the properties of a group on another mesh."""
+def _spec_on(unit: Unit, group: ParameterGroup, meshes: Meshes) -> GroupSpec:
+    """Return the properties of a group on the mesh that replaces its own."""
     old, given = group.spec, unit.sharding.spec
-    new = unit.sharding.on(DataMesh(mesh, is_sharded=old.placements == given.placements))
+    # Axes of one rank shard main weights, too.
+    is_sharded = old.placements[-1].main_weight is Placement.SHARD
+    new = unit.sharding.on(DataMesh(meshes[old.mesh], is_sharded=is_sharded))
+    is_mean = given.scale == 1.0 / given.mesh.size()
+    scale = 1.0 / old.mesh.size() if is_mean else given.scale
     return dataclasses.replace(
         new,
         dtypes=old.dtypes,
         requires_grad=old.requires_grad,
         reduces=old.reduces,
         # A factor that was set since is no property of the mesh.
-        scale=new.scale if old.scale == given.scale else old.scale,
+        scale=new.scale if old.scale == scale else old.scale,
     )
 
 
@@ -209,30 +253,38 @@ def _made(
         yield made, indices
 
 
-def _checksums(specs: Mapping[ParameterGroup, GroupSpec], num_axes: int) -> list[int]:
-    """Return, for each axis of the new mesh, a checksum of the main weights replicated along it."""
-    sums = [0] * num_axes
+def _agree(
+    specs: Mapping[ParameterGroup, GroupSpec], versions: Sequence[int], *, holds_same_rows: bool
+) -> bool:
+    """Return whether all ranks hold the rows of before, of the same step. Collective.
+
+    Args:
+        specs: Properties of each group on its new mesh.
+        versions: Versions of the weights of each root.
+        holds_same_rows: Whether this rank holds the same rows as before.
+    """
+    by_mesh: dict[DeviceMesh, list[int]] = {}
     for group, spec in specs.items():
+        # Along each axis, a checksum of the main weights that are replicated along it.
+        sums = by_mesh.setdefault(spec.mesh, [0] * spec.mesh.ndim)
         for axis in spec.replicated_axes:
             # Not of whole buffers, whose padding differs between meshes.
             sums[axis] += sum(checksum(local_of(param)) for param in group.sharded_params)
-    return [total % (1 << 62) for total in sums]
-
-
-def _agree(
-    mesh: DeviceMesh, weight_version: int, copies: Sequence[int], *, holds_same_rows: bool
-) -> bool:
-    """Return whether all ranks hold the rows of before, of the same step. Collective."""
-    for axis, total in enumerate(copies):
-        # If nothing is sharded, a rank that joins holds the same rows, but other values.
-        smallest, negated_largest = _least(mesh, axis, [total, -total])
-        holds_same_rows &= smallest == -negated_largest
+    for mesh, sums in by_mesh.items():
+        for axis, total in enumerate(sums):
+            # If nothing is sharded, a rank that joins holds the same rows, but other values.
+            kept = total % (1 << 62)
+            smallest, negated_largest = _least(mesh, axis, [kept, -kept])
+            holds_same_rows &= smallest == -negated_largest
     # A rank may have finished a step in which another one failed.
-    table = [int(holds_same_rows), weight_version, -weight_version]
-    for axis in range(mesh.ndim):
-        table = _least(mesh, axis, table)
-    all_hold, smallest, negated_largest = table
-    return bool(all_hold) and smallest == -negated_largest
+    table = [int(holds_same_rows), *versions, *(-version for version in versions)]
+    # One rank may be in several meshes, of which each knows a part of the others.
+    for mesh in (*by_mesh,) * len(by_mesh):
+        for axis in range(mesh.ndim):
+            table = _least(mesh, axis, table)
+    half = len(versions)
+    smallest_ones, negated_largest_ones = table[1 : 1 + half], table[1 + half :]
+    return bool(table[0]) and smallest_ones == [-largest for largest in negated_largest_ones]
 
 
 def _least(mesh: DeviceMesh, axis: int, values: list[int]) -> list[int]:

@@ -139,7 +139,7 @@ class Between:
         self.must_reset = False
         self.num_resets += 1
         for root in self.roots:
-            reductions.reset(root.state)
+            reductions.reset([root.state])
             require(not root.state.needs_repair, "a reset leaves something to repair")
         for group in self.groups:
             group.times_reduced = 0

@@ -129,7 +129,7 @@ def test_reduction_that_failed_before_it_was_issued_is_issued_by_the_repair(setu
                 while world.engine_run != -1:
                     world.apply(("engine",))
             world._interrupt(is_late=False)
-        reductions.reset(world.roots[0].state)
+        reductions.reset([world.roots[0].state])
         kinds = [[each for each in log if each[0] != "flags"] for log in (world.log, whole.log)]
         assert kinds[0] == kinds[1]
 
@@ -144,11 +144,11 @@ def test_reset_reduces_what_other_ranks_reduced_in_a_backward_that_reached_no_un
     forward = "forward 0, call 1 0, return, return"
     whole, failed = run(setup, f"{forward}, backward 0, *"), run(setup, forward)
     for world in (whole, failed):
-        reductions.reset(world.roots[0].state)
+        reductions.reset([world.roots[0].state])
         assert not world.roots[0].state.needs_repair
     assert failed.log == whole.log
     # Without a backward that is expected, nothing is reduced.
-    reductions.reset(failed.roots[0].state)
+    reductions.reset([failed.roots[0].state])
     assert sum(kind == "reduce" for kind, _ in failed.log) == 3
 
 

@@ -522,19 +522,26 @@ def _forget(root: RootState) -> None:
 # -- after an exception ----------------------------------------------------------------------------
 
 
-def reset(root: RootState) -> None:
+def reset(roots: Sequence[RootState]) -> None:
     """Repair on every rank, after a backward that failed on some of them. Collective.
 
     The machine does not know of a backward that failed before it reached a unit, such as in the
     loss. If ranks may differ, the other ranks have reduced all units.
+
+    Args:
+        roots: Roots whose forwards belong to one loss.
     """
-    current = root.current
-    expects_backward = current.turn.first >= 0 and not current.is_over
-    if root.engine is Engine.RESTING and expects_backward and not root.is_scheduled:
-        root.engine, root.passed = Engine.FAILED, current
-        root.synced = _syncing(root)
-        current.begin_backward()
-    repair(root)
+    for root in roots:
+        current = root.current
+        expects_backward = current.turn.first >= 0 and not current.is_over
+        if root.engine is Engine.RESTING and expects_backward and not root.is_scheduled:
+            root.engine, root.passed = Engine.FAILED, current
+            root.synced = _syncing(root)
+            current.begin_backward()
+            # All of them together, as in one run of the engine.
+            root.process.under_way.append(root)
+    for root in roots:
+        repair(root)
 
 
 def repair(root: RootState) -> None:

@@ -209,6 +209,44 @@ def test_a_rebuilt_model_trains_as_a_new_one_that_loaded_a_checkpoint(
         assert found == expected
 
 
+@on_ranks(4, strategy=STRATEGIES)
+def test_parameters_on_several_meshes_are_put_on_several_meshes(strategy: str) -> None:
+    """The middle block, as experts would, is sharded over other ranks than the other units."""
+
+    def made(meshes: Any) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        module = Stack()
+        of_experts = {*module.blocks[1].parameters()}
+        return _made(
+            meshes[0],
+            strategy,
+            model=lambda: module,
+            shard_placement_fn=lambda p: (
+                ShardPlacementResult(None, meshes[1]) if p in of_experts else None
+            ),
+        )
+
+    def meshes() -> Any:
+        return _mesh(4), _mesh(2, 2)
+
+    model, optimizer = made(meshes())
+    expected = train_losses(model, optimizer, range(4))
+    before, after = meshes(), meshes()
+    model, optimizer = made(before)
+    losses = train_losses(model, optimizer, range(2))
+    taken = snapshot(model, optimizer)
+    model.abort()
+    assert model.rebuild(dict(zip(before, after, strict=True)), optimizer)
+    losses += train_losses(model, optimizer, range(2, 3))
+    model.abort()
+    # One rank says that it keeps nothing, which those of its expert mesh alone would not hear.
+    again = meshes()
+    keep = dist.get_rank() != 3
+    assert not model.rebuild(dict(zip(after, again, strict=True)), optimizer, keep=keep)
+    restore(taken, model, optimizer)
+    assert losses + train_losses(model, optimizer, range(2, 4))[1:] == expected
+
+
 # -- settings and formats --------------------------------------------------------------------------
 
 
@@ -334,7 +372,10 @@ def test_what_cannot_be_rebuilt_is_rejected_and_unchanged(tmp_path: Path) -> Non
             "have a tensor-parallel split, whose mesh rebuild() cannot replace": lambda: (
                 parallel.rebuild(other)
             ),
-            "are sharded over 2 meshes, and rebuild() replaces one": lambda: several.rebuild(other),
+            "are sharded over 2 meshes, and rebuild() was given one": lambda: several.rebuild(
+                other
+            ),
+            "was given no mesh in the place of DeviceMesh": lambda: several.rebuild({mesh: other}),
             "needs a 2-D mesh": lambda: outer.rebuild(other),
             "mesh must be a DeviceMesh, got int": lambda: model.rebuild(3),
         },

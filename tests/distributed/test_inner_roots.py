@@ -194,6 +194,21 @@ def _units(model: Any) -> list[Any]:
     return [unit_of(module) for module in (model, *model.blocks)]
 
 
+@on_ranks(2, strategy=STRATEGIES)
+def test_a_unit_may_prefetch_units_of_another_root(strategy: str) -> None:
+    """Also the root whose forward it is part of, which was once freed when the unit's had ended."""
+    losses = []
+    for is_inner in (False, True):
+        model, optimizer = _made(strategy, is_inner=is_inner)
+        model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1], model])
+        model.blocks[1].set_modules_to_forward_prefetch([model, model.blocks[2]])
+        model.blocks[1].set_modules_to_backward_prefetch([model.blocks[0], model])
+        losses.append(train_losses(model, optimizer, range(3)))
+        _backward(model)
+        assert not any(unit.is_unsharded for unit in _units(model))
+    assert losses[0] == losses[1]
+
+
 @on_ranks(1)
 def test_settings_that_all_units_share_are_those_of_the_inner_root_too() -> None:
     model, _ = _made(STRATEGIES[3], is_inner=True, mesh=mesh_of(1))

@@ -149,11 +149,13 @@ def look_ahead(
     if gathers.limit.units == 0:
         return
     if chosen:
-        # Chosen units stay gathered until they run or the pass ends.
+        # Chosen units stay gathered until they run or the pass ends, that of their own root.
         for requested in chosen:
             if not requested.is_gone:
+                is_kept = requested.is_gathered
                 _prefetch(requested)
-                gathers.requested.append(requested)
+                if not is_kept:
+                    requested.root.gathers.requested.append(requested)
         return
     for expected in gathers.limit.fitting(following):
         # A unit that is in use, or kept for its backward, may lack a payload, and must not be

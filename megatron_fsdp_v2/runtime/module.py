@@ -176,8 +176,11 @@ class ShardedModule(_Module):
                         "keeps the addresses of its memory; offload() a model without captures"
                     )
             for context in contexts:
-                # A state of an optimizer belongs to no root, and moves once.
-                memory = memory_of(context.groups(), optimizers if context is contexts[0] else ())
+                # A unit below two roots belongs to the context that it refers to.
+                own = [unit for unit in context.units() if unit.context is context]
+                groups = [group for unit in own for group in unit.groups]
+                # The state of an optimizer belongs to no root, and moves once.
+                memory = memory_of(groups, optimizers if context is contexts[0] else ())
                 context.offloaded = Offloaded(memory, context.device, pin_memory=pin_memory)
                 if isinstance(context.allocator, TracePoolAllocator):
                     context.allocator.release()
@@ -436,11 +439,12 @@ def units_of(module: object, *, recurse: bool = True) -> list[Unit]:
 
 
 def contexts_of(module: object) -> list[Context[Unit]]:
-    """Return the contexts of the units at or below a module, its own first.
+    """Return the context of a module, and those of the roots inside.
 
-    More than one if modules inside were sharded later, as roots of their own.
+    Modules inside that were sharded later are roots of their own.
     """
-    return list(dict.fromkeys(unit.context for unit in units_of(module)))
+    inside = (unit.context for unit in units_of(module) if unit.state.is_root)
+    return list(dict.fromkeys((unit_of(module).context, *inside)))
 
 
 def _contexts_of_root(module: object, method: str) -> list[Any]:

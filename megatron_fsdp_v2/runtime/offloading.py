@@ -56,11 +56,14 @@ class Offloaded:
         self._sharded: list[torch.Tensor] = []
         storages: dict[int, torch.UntypedStorage] = {}
         for tensor in tensors:
+            if isinstance(tensor, OffloadedTensor):
+                continue
             if type(tensor) is UnevenDTensor:
                 self._sharded.append(tensor)
             for plain in plain_parts(tensor):
-                if plain.device == device and not is_in_host_memory(plain):
-                    storage = plain.untyped_storage()
+                storage = plain.untyped_storage()
+                # Empty if it was moved with another model, as an optimizer's states of both.
+                if plain.device == device and storage.nbytes() and not is_in_host_memory(plain):
                     storages[storage._cdata] = storage
         wait_for_all_streams(device)
         pin_memory = pin_memory and device.type == "cuda"

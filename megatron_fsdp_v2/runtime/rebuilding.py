@@ -85,7 +85,9 @@ def rebuild(
     keep: bool,
 ) -> bool:
     """See `ShardedModule.rebuild`."""
-    units = [unit for context in contexts for unit in context.units()]
+    # A unit may be below two roots.
+    owners = {unit: context for context in contexts for unit in context.units()}
+    units = list(owners)
     before = [group for unit in units for group in unit.groups]
     if not before:
         return True
@@ -104,7 +106,7 @@ def rebuild(
         for context in contexts
     }
     members = {
-        group: list(_made(group, specs[group], new[unit.context]))
+        group: list(_made(group, specs[group], new[owners[unit]]))
         for unit in units
         for group in unit.groups
     }

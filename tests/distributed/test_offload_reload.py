@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fsdp_v2 import checkpoint
+from megatron_fsdp_v2 import FSDPModule, checkpoint
 from megatron_fsdp_v2.memory.host_memory import is_in_host_memory, storages_in_host_memory
 from megatron_fsdp_v2.runtime.module import unit_of
 from tests.cases import quick_only
@@ -260,3 +260,26 @@ def test_whole_parameters_are_yielded_unit_by_unit(strategy: str) -> None:
     rest.close()  # Weights are freed also if the rest is not read.
     assert not any(unit.is_unsharded for unit in unit_of(model).context.units())
     own_loss(model).backward()
+
+
+@on_ranks(2, strategy=STRATEGIES)
+def test_models_of_one_optimizer_and_of_one_unit_move_in_any_order(strategy: str) -> None:
+    losses = []
+    for moves in (False, True):
+        torch.manual_seed(0)
+        first, second = Stack(), Stack()
+        if strategy != STRATEGIES[3]:
+            second.blocks[1] = first.blocks[1]
+        models: list[Any] = []
+        for model in (first, second):
+            units = [block for block in model.blocks if not isinstance(block, FSDPModule)]
+            models.append(wrap(model, units, sharding_strategy=strategy))
+        params = dict.fromkeys(param for model in models for param in model.parameters())
+        optimizer = torch.optim.AdamW(params, lr=0.05)
+        found = [train_losses(model, optimizer, range(2)) for model in models]
+        if moves:
+            assert all(model.offload(optimizer, pin_memory=False) for model in models)
+            for model in models[::-1]:
+                model.reload()
+        losses.append(found + [train_losses(model, optimizer, range(2, 4)) for model in models])
+    assert losses[0] == losses[1]

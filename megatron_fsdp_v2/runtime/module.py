@@ -52,13 +52,14 @@ class ShardedModule(_Module):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the unit's own parameters and install them. Collective.
 
+        Weights that stayed gathered while an optimizer stepped are gathered again.
+
         Args:
             async_op: Return a handle instead of waiting; its `wait()` installs the parameters.
         """
         unit = unit_of(self)
         unit.context.check_is_ready()
-        events.graph_replayed(unit.state.root)
-        weights.gather(unit.state, WeightUse.BOTH, async_op=async_op)
+        events.unshard(unit.state, async_op=async_op)
         if async_op:
             return UnshardHandle(unit)
         weights.wait(unit.state)
@@ -119,6 +120,8 @@ class ShardedModule(_Module):
         make_idle(module)
         names = {param: name for name, param in module.named_parameters()}
         found = units_of(self)
+        for root in _by_root(found):
+            events.begin_reading(root)
         try:
             for unit, following in itertools.zip_longest(found, found[1:]):
                 weights.gather(unit.state, WeightUse.BOTH, async_op=True)

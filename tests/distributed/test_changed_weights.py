@@ -15,8 +15,10 @@ from torch import nn
 from megatron_fsdp_v2.runtime.module import unit_of
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
+    BF16,
     STRATEGIES,
     backward_both,
+    batch,
     error_message,
     gradient_error,
     loss_of,
@@ -24,10 +26,11 @@ from tests.distributed.wrapping import (
     pair,
     plain_loss,
     train_both,
+    train_losses,
     weight_error,
     wrap,
 )
-from tests.reference.models import WIDTH, Skipping
+from tests.reference.models import WIDTH, Skipping, Stack
 
 
 def _load(model: nn.Module, params: Sequence[nn.Parameter]) -> None:
@@ -202,3 +205,49 @@ def test_a_load_that_assigns_keeps_the_parameters_of_nested_modules(was_used: bo
     assert all(param is before[name] for name, param in model.named_parameters())
     sum(param.square().sum().full_tensor() for param in before.values()).backward()
     assert all(param.grad is not None for param in before.values())
+
+
+# -- unshard() after a step ------------------------------------------------------------------------
+
+STAYS_GATHERED: dict[str, Callable[[Any], object]] = {
+    "kept after a backward": lambda model: model.set_reshard_after_backward(False),
+    "kept for a backward": lambda model: model(batch(dist.get_rank())),
+    "unsharded": lambda model: [unit.unshard() for unit in (model, *model.blocks)],
+}
+
+
+@on_ranks(2, strategy=STRATEGIES, stays=STAYS_GATHERED, options=[{}, {"mp_policy": BF16}])
+def test_unshard_gathers_weights_that_stayed_gathered_during_a_step(
+    strategy: str, stays: str, options: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model = wrap(Stack(), sharding_strategy=strategy, **options)
+    params = dict(model.named_parameters())
+    optimizer = torch.optim.SGD(params.values(), lr=0.5)
+    if stays.endswith("a backward"):
+        STAYS_GATHERED[stays](model)
+    model(batch(dist.get_rank())).square().sum().backward()
+    if stays == "unsharded":
+        STAYS_GATHERED[stays](model)
+    optimizer.step()
+    for unit in (model, *model.blocks):
+        unit.unshard()
+    found = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for name, param in params.items():
+        expected = param.full_tensor().detach().to(found[name].dtype)
+        assert torch.equal(found[name], expected), name
+
+
+@on_ranks(2, strategy=STRATEGIES[:3])
+def test_ranks_that_ran_other_units_before_unshard_refresh_in_one_order(strategy: str) -> None:
+    torch.manual_seed(0)
+    model = wrap(Stack(), sharding_strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    train_losses(model, optimizer, range(1))
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            model.blocks[0](torch.ones(2, WIDTH))
+    model.blocks[2].unshard()
+    found = model.blocks[2].down.weight.detach().clone()
+    model.blocks[2].reshard()
+    assert torch.equal(found, model.blocks[2].down.weight.full_tensor())

@@ -32,6 +32,10 @@ class Between:
                 found.append(("lose",))
             elif is_clean and self.num_backwards:
                 found.append(("reset",))
+        if setup.unshards:
+            units = self.units if self.num_unshards < 2 else ()
+            found += [("unshard", unit.number) for unit in units]
+            found += [("reshard", number) for number in sorted(self.unsharded)]
         if setup.idles and not self.has_idled:
             found.append(("idle",))
         if setup.draws and not self.has_drawn and is_clean:
@@ -174,6 +178,26 @@ class Between:
         require(not use[2], "a use is counted again in its recomputation")
         if self.setup.checkpointed == "reentrant":
             node.use = use
+
+    def _unshard(self: Any, number: int) -> None:
+        """Gather a unit for a user."""
+        self.program.append(f"unshard {number}")
+        self.num_unshards += 1
+        self.unsharded.add(number)
+        self.may_hide = False
+        unit = self.units[number]
+        events.unshard(unit.state, async_op=False)
+        weights.wait(unit.state)
+        require(unit.is_ready, f"{unit.name} is not gathered for the user")
+        for group in unit.groups:
+            is_current = group.version == self.version
+            require(is_current, f"the user gets weights of before a step from {unit.name}")
+
+    def _reshard(self: Any, number: int) -> None:
+        """Free a unit that a user gathered."""
+        self.program.append(f"reshard {number}")
+        self.unsharded.remove(number)
+        weights.free(self.units[number].state)
 
     def _idle(self: Any) -> None:
         """Free all weights, as before a checkpoint is saved."""
@@ -397,6 +421,7 @@ class Between:
                 require(rests, f"{unit.do.name} is {unit.phase} after a backward")
                 is_reached = state in self.reached_roots
                 is_kept = self.setup.keeps or not unit.is_gathered or not is_reached
+                is_kept |= unit.do.number in self.unsharded
                 require(is_kept, f"{unit.do.name} stays gathered after a backward")
             require(state not in self.process.under_way, "a backward is under way")
         # The pass of a forward that raised waits until the root's next pass begins.
@@ -497,12 +522,18 @@ class Between:
         for unit in root.units:
             number = unit.do.number
             is_kept = unit.is_root or number in setup.stays or unit.num_users > 0
+            is_kept |= number in self.unsharded
             is_kept |= unit.phase is Phase.BACKWARD
             if unit.is_gathered and not is_kept:
                 require(unit in reasons, f"{unit.do.name} stays gathered without a reason")
         running = len([n for n in self.computing if self.root_of(n) is root])
         recomputed = len(root.recomputed) if setup.checkpointed != "no" else 0
-        kept = recomputed + len(setup.stays) + sum(unit.num_users > 0 for unit in root.units)
+        kept = (
+            recomputed
+            + len(setup.stays)
+            + len(self.unsharded)
+            + sum(unit.num_users > 0 for unit in root.units)
+        )
         most = max(running, 1) + max(setup.num_ahead, len(ahead)) + kept + len(setup.chosen)
         gathered = sum(unit.is_gathered and not unit.is_root for unit in root.units)
         require(gathered <= most, f"{gathered} units are gathered at a time")

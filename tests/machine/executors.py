@@ -95,6 +95,7 @@ class Setup:
         resets: Whether a backward may fail on this rank in the loss, before it reaches a unit, and
             all ranks call `reset_iter_state`; below ZeRO-3.
         idles: Whether `make_idle` may be called between passes.
+        unshards: Whether a user may unshard a unit twice between passes, and reshard it.
         captures: Whether steps may be captured in CUDA graphs and replayed.
         draws: Whether random numbers may be written into replicated weights once.
         formats: Whether the format of weights communicates when they are written.
@@ -151,6 +152,7 @@ class Setup:
     fails: bool = False
     breaks: bool = False
     resets: bool = False
+    unshards: bool = False
     idles: bool = False
     captures: bool = False
     draws: bool = False

@@ -41,6 +41,7 @@ class Rules:
         """Check that the end of a pass freed what it gathered, ahead of its use too."""
         for unit in self.units:
             is_kept = self.setup.keeps or unit.state.is_root or unit.number in self.setup.stays
+            is_kept |= unit.number in self.unsharded
             if unit.state.root is self.root_of(number) and not is_kept:
                 require(not unit.state.is_gathered, f"{unit.name} is gathered after a pass")
 

@@ -207,6 +207,13 @@ PROGRAMS: dict[str, dict[str, Any]] = {
         "evaluates": True,
         "checkpointed": "packed",
     },
+    "units that a user unshards": {"unshards": True, "keeps": True, "evaluates": True},
+    "units that a user unshards after forwards that differ": {
+        "unshards": True,
+        "skips": True,
+        "drops": True,
+        "alone": True,
+    },
     "units made idle": {"idles": True, "interrupts": True, "keeps": True},
     "captured steps": {"captures": True, "keeps": True, "illegal": True},
     "captured steps and evaluations": {"captures": True, "keeps": True, "evaluates": True},

@@ -29,7 +29,7 @@ from tests.machine.executors import Broken
 from tests.machine.walks import Walk
 
 FILE = Path(__file__).with_suffix(".txt")
-NUM_WALKS = 8000
+NUM_WALKS = 16000
 """Number of random walks of the file."""
 
 type Row = tuple[str, str, str]

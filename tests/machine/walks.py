@@ -22,6 +22,8 @@ from tests.machine.world import Node, World
 TREES = ((-1, 0, 0), (-1, 0, 1), (-1, 0, 1, 0), (-1, 0, 1, 1), (-1, -1, 0, 1), (-1, -1, 0, 1, 1))
 LENGTH = 120
 """Number of actions of a walk."""
+USER = ("idle", "state", "gather", "read", "sum", "sync", "free")
+"""Methods that users call."""
 
 
 def drawn(chance: random.Random) -> Setup:
@@ -108,7 +110,7 @@ class Walk(World):
                 ("call", action[1], None) for action in found if action[0] == "call" and action[2]
             ]
         if is_quiet and found and self.chance.random() < 0.1:
-            found += [("user", kind) for kind in ("idle", "state", "gather", "sum", "sync", "free")]
+            found += [("user", kind) for kind in USER]
         if is_quiet and setup.interrupts and self.chance.random() < 0.2:
             found += [("raise", unit.number, grad) for unit in self.units for grad in (0, 1)]
         self.num_uses = self.num_loads = 0
@@ -178,8 +180,20 @@ class Walk(World):
         if kind == "idle":
             events.make_idle(root)
         elif kind == "gather":
-            weights.gather(root.units[-1], WeightUse.BOTH, async_op=False)
-            weights.wait(root.units[-1])
+            units = self.chance.sample(root.units, self.chance.choice([1, min(2, len(root.units))]))
+            for each in units:
+                events.unshard(each, async_op=self.chance.random() < 0.5)
+            for each in units:
+                weights.wait(each)
+        elif kind == "read":
+            if self.engine_run == -1:
+                events.make_idle(root)
+            events.begin_reading(root)
+            for each in root.units:
+                weights.gather(each, WeightUse.BOTH, async_op=True)
+            for each in root.units:
+                weights.wait(each)
+                weights.free(each)
         elif kind == "sum":
             reductions.synchronize(root, root.units)
         elif kind == "sync":

@@ -83,6 +83,8 @@ class World(Between, Rules, Schedules):
         self.has_unsynced = False  # since the last step
         self.is_capturing = self.has_captured = self.has_replayed = False
         self.has_drawn = self.fails_next = self.has_failed = self.has_idled = False
+        self.unsharded: set[int] = set()  # by the user, and not resharded by them
+        self.num_unshards = 0
         self.breaks_next = self.has_broken = self.must_reset = False
         self.num_resets = 0
         self.failed = -1  # unit

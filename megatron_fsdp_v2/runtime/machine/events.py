@@ -548,6 +548,29 @@ def release(unit: UnitState, *, reshard: bool) -> None:
 # -- users -----------------------------------------------------------------------------------------
 
 
+def unshard(unit: UnitState, *, async_op: bool) -> None:
+    """Gather the weights of a unit for the user, who waits for them. Collective.
+
+    Args:
+        unit: The unit.
+        async_op: Whether to return before the gathers are done.
+    """
+    begin_reading(unit.root)
+    weights.gather(unit, WeightUse.BOTH, async_op=async_op)
+
+
+def begin_reading(root: RootState) -> None:
+    """Refresh stale weights before units are gathered for the user. Collective.
+
+    Below ZeRO-3 those of all units, in the order of a pass: another rank may have begun one. Units
+    that stayed gathered while an optimizer stepped are gathered again.
+    """
+    graph_replayed(root)
+    if root.is_between_passes and root.refreshes:
+        weights.free_outdated(root)
+        _refresh(root)
+
+
 def begin_capture(root: RootState) -> None:
     """Begin to capture a pass or a step of the optimizer in a CUDA graph."""
     root.do.begin_capture()

@@ -45,6 +45,7 @@ DTYPES = (
 _REDUCED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "SUM": torch.add,
     "MAX": torch.maximum,
+    "MIN": torch.minimum,
 }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tests.random import by_hand, models
+from tests.random.calls import CALLS
 from tests.random.cases import STRATEGIES, ZERO_3, Case, Event, Node, Options
 from tests.random.precision import POLICIES
 from tests.random.rules import broken_rule
@@ -358,5 +359,18 @@ def generate(seed: int, world_size: int | None = None) -> Case:
     for attempt in range(1000):
         case = Generator(seed + 1_000_003 * attempt, world_size).case()
         if not broken_rule(case):
-            return replace(case, seed=seed)
+            return replace(case, seed=seed, program=_with_calls(case.program, seed))
     raise RuntimeError(f"no allowed case for seed {seed}")
+
+
+def _with_calls(program: tuple[Event, ...], seed: int) -> tuple[Event, ...]:
+    """Insert calls of methods, in half of the programs, each before any event with a chance."""
+    draw = random.Random(f"calls of {seed}")
+    # Torch's own calls look for parameters where gathered ones stand.
+    chance = 0.0 if any(event.how == "torch" for event in program) else draw.choice([0.0, 0.3])
+    found: list[Event] = []
+    for event in program:
+        while draw.random() < chance:
+            found.append(Event("call", seed=draw.randint(0, 1000), how=draw.choice(list(CALLS))))
+        found.append(event)
+    return tuple(found)

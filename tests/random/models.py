@@ -481,6 +481,12 @@ def tensors_of(output: Any) -> list[torch.Tensor]:
     return []
 
 
+def loss_of(output: Any) -> torch.Tensor:
+    """Return a loss of all outputs of a module."""
+    parts = [tensor.double().square().mean() for tensor in tensors_of(output)]
+    return torch.stack(parts).sum()
+
+
 def _muon(params: Any, block_rows: int | None = None, **options: Any) -> Muon:
     """Muon for matrices and stacks of matrices, and AdamW for other parameters."""
     kinds: dict[str, list[Any]] = {"blocks": [], "whole": [], "others": []}

@@ -25,8 +25,9 @@ from megatron_fsdp_v2 import FSDPModule, checkpoint
 from tests.distributed.checkpoint_trainings import torch_load, torch_save
 from tests.distributed.wrapping import whole
 from tests.random.by_hand import EVENTS, in_thread, make_optimizer, on_some_rank
+from tests.random.calls import do_call
 from tests.random.cases import Case, Event
-from tests.random.models import INPUT, Call, build, roots, tensors_of
+from tests.random.models import INPUT, Call, build, loss_of, roots, tensors_of
 from tests.random.precision import POLICIES, Casts, with_main_weights
 from tests.random.rules import rejection
 from tests.random.sharded import shard
@@ -77,12 +78,6 @@ def chosen(case: Case, seed: int, rank: int) -> frozenset[int]:
         if node.how in ("rank", "uneven") and (seed * 7 + node.id + rank) % 2 == 0:
             found.add(node.id)
     return frozenset(found)
-
-
-def loss_of(output: Any) -> torch.Tensor:
-    """Return a loss of all outputs of a root."""
-    parts = [tensor.double().square().mean() for tensor in tensors_of(output)]
-    return torch.stack(parts).sum()
 
 
 @contextlib.contextmanager
@@ -305,7 +300,9 @@ class Run:
         """Run all events; stop at the first failing event."""
         for position, event in enumerate(self.case.program):
             self.position = position
-            if event.do in EVENTS:
+            if event.do == "call":
+                do_call(self, event)
+            elif event.do in EVENTS:
                 EVENTS[event.do](self, event)
             else:
                 getattr(self, "do_" + event.do.replace(" ", "_"))(event)
@@ -493,6 +490,8 @@ class Run:
         if self.unsynced:
             return
         self.slots.clear()
+        if self.has_zeros:
+            self.compare_grads()
         self.plain_optimizer.step()
         self.optimizer.step()
         self.compare_params()

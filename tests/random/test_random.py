@@ -16,7 +16,7 @@ import torch
 
 from megatron_fsdp_v2 import fully_shard
 from tests.cases import quick_only
-from tests.random import by_hand, sharded
+from tests.random import by_hand, calls, sharded
 from tests.random.campaign import outcome_of, replay, report, run_watched, shrunk
 from tests.random.cases import STRATEGIES, ZERO_3, Case, Event, Node, Options, from_json, to_json
 from tests.random.generate import VARIANTS, generate
@@ -121,6 +121,20 @@ def test_changes_by_hand_match_the_plain_loop(pools: RankPools, strategy: str) -
     if strategy == ZERO_3:
         cast = replace(case, dtype="float32", autocast="uncached")
         assert outcome_of(cast, pools) == Outcome("same")
+
+
+@pytest.mark.parametrize("strategy", quick_only(STRATEGIES, STRATEGIES[1], ZERO_3))
+@pytest.mark.parametrize("roots", [1, 2])
+def test_calls_change_no_result(pools: RankPools, strategy: str, roots: int) -> None:
+    layers = (Node(2, "linear", unit=True), Node(3, "normed", unit=True), Node(4, "spare"))
+    options = Options(strategy=strategy, mesh=(2,), replaced=True, optimizer="adamw")
+    program = [Event("optimizer", how="adamw")]
+    for seed, how in enumerate(calls.CALLS):
+        call = Event("call", seed, how=how)
+        program += [Event("forward", seed), call, Event("backward"), call, Event("step"), call]
+    case = Case(3, tree=Node(1, "seq", children=layers), roots=roots, options=options)
+
+    assert outcome_of(replace(case, program=tuple(program)), pools) == Outcome("same")
 
 
 LAYERS = (Node(2, "linear", unit=True), Node(3, "normed", unit=True), Node(4, "mlp", size=3))

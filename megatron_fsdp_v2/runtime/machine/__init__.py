@@ -17,6 +17,7 @@ events; units, contexts and groups hold tensors and execute the commands.
 | `begin_schedule`, `begin_use`, `release`, `reduce`, `end_scheduled` | a schedule | as above |
 | `weights_changed`, `graph_replayed`, `begin_capture` | steps of optimizers, users | nothing |
 | `synchronize`, `discard`, `make_idle`, `repair`, `reset` | methods that users call | as named |
+| `unshard`, `begin_reading` | methods that users call | refresh; free what is outdated; gather |
 | `gather`, `free` | methods that users call, loads | as named |
 | `abandon` | `abort()` and `rebuild()` | nothing that communicates; a new root follows |
 

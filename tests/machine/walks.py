@@ -11,6 +11,7 @@ gathered weights, nothing is freed in use or twice, phases move as allowed.
 from __future__ import annotations
 
 import random
+from itertools import zip_longest
 from typing import Any, override
 
 from megatron_fsdp_v2.layout.weight_use import WeightUse
@@ -189,9 +190,9 @@ class Walk(World):
             if self.engine_run == -1:
                 events.make_idle(root)
             events.begin_reading(root)
-            for each in root.units:
-                weights.gather(each, WeightUse.BOTH, async_op=True)
-            for each in root.units:
+            for each, following in zip_longest(root.units, root.units[1:]):
+                for ahead in (each, following) if following else (each,):
+                    weights.gather(ahead, WeightUse.BOTH, async_op=True)
                 weights.wait(each)
                 weights.free(each)
         elif kind == "sum":

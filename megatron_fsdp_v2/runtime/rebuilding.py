@@ -50,6 +50,8 @@ from megatron_fsdp_v2.runtime.unit import Unit
 
 type Meshes = Mapping[DeviceMesh, DeviceMesh]
 """New meshes by the meshes that they replace."""
+type Made = Mapping[ParameterGroup, Sequence[tuple[ParameterGroup, Sequence[int]]]]
+"""New groups, each with the indices of its parameters in the group that it replaces."""
 
 
 def abort(contexts: Iterable[Context[Unit]]) -> None:
@@ -85,12 +87,11 @@ def rebuild(
     keep: bool,
 ) -> bool:
     """See `ShardedModule.rebuild`."""
+    if not contexts:
+        return True
     # A unit may be below two roots.
     owners = {unit: context for context in contexts for unit in context.units()}
     units = list(owners)
-    before = [group for unit in units for group in unit.groups]
-    if not before:
-        return True
     for context in contexts:
         context.check_is_loaded()
         if not context.state.needs_repair:
@@ -98,6 +99,7 @@ def rebuild(
             weights.free_outdated(context.state)
     for unit in units:
         unit.sync()
+    before = [group for unit in units for group in unit.groups]
     meshes = _checked_meshes(before, units[0], mesh)
     specs = {group: _spec_on(unit, group, meshes) for unit in units for group in unit.groups}
     _check(contexts, specs)
@@ -105,40 +107,20 @@ def rebuild(
         context: Context[Unit](context.groups()[0].device, context.options, context.observer)
         for context in contexts
     }
-    members = {
+    made: Made = {
         group: list(_made(group, specs[group], new[owners[unit]]))
         for unit in units
         for group in unit.groups
     }
-    made = {group: [each for each, _ in found] for group, found in members.items()}
-    holds_same_rows = keep and all(
-        group.main_weight.rows(index) == each.main_weight.rows(number)
-        for group, found in members.items()
-        for each, indices in found
-        for number, index in enumerate(indices)
-    )
     versions = [context.state.weight_version for context in contexts]
-    is_kept = _agree(specs, versions, holds_same_rows=holds_same_rows)
+    is_kept = _agree(specs, versions, holds_same_rows=keep and _holds_same_rows(made))
     # Nothing was changed until here.
     for context in contexts:
         reductions.abandon(context.state)
-    gathers: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-    for group, found in members.items():
-        for each, indices in found:
-            _take_over(each, group, indices, is_kept=is_kept)
-            inner = each.axes[-1]
-            if group.axes[-1].gather_group is not None and inner.size > 1:
-                if inner.group not in gathers:
-                    gathers[inner.group] = group_of_same_ranks(inner.group)
-                each.set_gather_group(gathers[inner.group])
+    _take_over(made, is_kept=is_kept)
     _move_states(optimizers, before, is_kept=is_kept)
+    _replace_groups(units, made, is_kept=is_kept)
     for unit in units:
-        unit.own([each for group in unit.groups for each in made[group]])
-    for unit in units:
-        unit.hold([each for group in unit.tied_groups for each in made[group]])
-        for each in unit.groups:
-            unit.watch_gradients(each)
-        _note_unset(unit, is_kept=is_kept)
         there = meshes.get(unit.sharding.spec.mesh)
         if there is not None:
             unit.sharding = unit.sharding._replace(spec=unit.sharding.on(DataMesh(there)))
@@ -255,6 +237,16 @@ def _made(
         yield made, indices
 
 
+def _holds_same_rows(made: Made) -> bool:
+    """Return whether this rank holds the same rows on the new meshes as before."""
+    return all(
+        group.main_weight.rows(index) == each.main_weight.rows(number)
+        for group, replacements in made.items()
+        for each, indices in replacements
+        for number, index in enumerate(indices)
+    )
+
+
 def _agree(
     specs: Mapping[ParameterGroup, GroupSpec], versions: Sequence[int], *, holds_same_rows: bool
 ) -> bool:
@@ -276,17 +268,17 @@ def _agree(
         for axis, total in enumerate(sums):
             # If nothing is sharded, a rank that joins holds the same rows, but other values.
             kept = total % (1 << 62)
-            smallest, negated_largest = _least(mesh, axis, [kept, -kept])
-            holds_same_rows &= smallest == -negated_largest
+            least, negated_most = _least(mesh, axis, [kept, -kept])
+            holds_same_rows &= least == -negated_most
     # A rank may have finished a step in which another one failed.
     table = [int(holds_same_rows), *versions, *(-version for version in versions)]
     # One rank may be in several meshes, of which each knows a part of the others.
     for mesh in (*by_mesh,) * len(by_mesh):
         for axis in range(mesh.ndim):
             table = _least(mesh, axis, table)
-    half = len(versions)
-    smallest_ones, negated_largest_ones = table[1 : 1 + half], table[1 + half :]
-    return bool(table[0]) and smallest_ones == [-largest for largest in negated_largest_ones]
+    is_kept, *bounds = table
+    smallest, negated = bounds[: len(versions)], bounds[len(versions) :]
+    return bool(is_kept) and smallest == [-largest for largest in negated]
 
 
 def _least(mesh: DeviceMesh, axis: int, values: list[int]) -> list[int]:
@@ -302,19 +294,37 @@ def _least(mesh: DeviceMesh, axis: int, values: list[int]) -> list[int]:
     return least.tolist()
 
 
-def _take_over(
-    made: ParameterGroup, group: ParameterGroup, indices: Sequence[int], *, is_kept: bool
-) -> None:
-    """Move sharded parameters of a group to another group, with or without their values."""
-    params = [group.sharded_params[index] for index in indices]
-    with torch.no_grad():
-        for view, param in zip(made.parameters.views, params, strict=True):
-            if is_kept:
-                view.copy_(local_of(param))
-            else:
-                mark_unset(view)
-    made.parameters.take_over(params)
-    made.grads.set_hook(*group.grads.hook)
+def _take_over(made: Made, *, is_kept: bool) -> None:
+    """Move sharded parameters to the new groups, with or without their values."""
+    gather_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+    for group, replacements in made.items():
+        for each, indices in replacements:
+            params = [group.sharded_params[index] for index in indices]
+            with torch.no_grad():
+                for view, param in zip(each.parameters.views, params, strict=True):
+                    if is_kept:
+                        view.copy_(local_of(param))
+                    else:
+                        mark_unset(view)
+            each.parameters.take_over(params)
+            each.grads.set_hook(*group.grads.hook)
+            inner = each.axes[-1]
+            if group.axes[-1].gather_group is not None and inner.size > 1:
+                if inner.group not in gather_groups:
+                    gather_groups[inner.group] = group_of_same_ranks(inner.group)
+                each.set_gather_group(gather_groups[inner.group])
+
+
+def _replace_groups(units: Iterable[Unit], made: Made, *, is_kept: bool) -> None:
+    """Give the new groups to the units that own or hold those of before."""
+    new = {group: [each for each, _ in replacements] for group, replacements in made.items()}
+    for unit in units:
+        unit.own([each for group in unit.groups for each in new[group]])
+    for unit in units:
+        unit.hold([each for group in unit.tied_groups for each in new[group]])
+        for each in unit.groups:
+            unit.watch_gradients(each)
+        _note_unset(unit, is_kept=is_kept)
 
 
 def _note_unset(unit: Unit, *, is_kept: bool) -> None:

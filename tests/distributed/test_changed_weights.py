@@ -209,10 +209,27 @@ def test_a_load_that_assigns_keeps_the_parameters_of_nested_modules(was_used: bo
 
 # -- unshard() after a step ------------------------------------------------------------------------
 
-STAYS_GATHERED: dict[str, Callable[[Any], object]] = {
-    "kept after a backward": lambda model: model.set_reshard_after_backward(False),
-    "kept for a backward": lambda model: model(batch(dist.get_rank())),
-    "unsharded": lambda model: [unit.unshard() for unit in (model, *model.blocks)],
+
+def _keep_after_backward(model: Any, loss: torch.Tensor) -> None:
+    model.set_reshard_after_backward(False)
+    loss.backward()
+
+
+def _keep_for_another_backward(model: Any, loss: torch.Tensor) -> None:
+    model(batch(dist.get_rank()))
+    loss.backward()
+
+
+def _unshard_after_backward(model: Any, loss: torch.Tensor) -> None:
+    loss.backward()
+    for unit in (model, *model.blocks):
+        unit.unshard()
+
+
+STAYS_GATHERED: dict[str, Callable[[Any, torch.Tensor], None]] = {
+    "kept after a backward": _keep_after_backward,
+    "kept for a backward": _keep_for_another_backward,
+    "unsharded": _unshard_after_backward,
 }
 
 
@@ -224,11 +241,7 @@ def test_unshard_gathers_weights_that_stayed_gathered_during_a_step(
     model = wrap(Stack(), sharding_strategy=strategy, **options)
     params = dict(model.named_parameters())
     optimizer = torch.optim.SGD(params.values(), lr=0.5)
-    if stays.endswith("a backward"):
-        STAYS_GATHERED[stays](model)
-    model(batch(dist.get_rank())).square().sum().backward()
-    if stays == "unsharded":
-        STAYS_GATHERED[stays](model)
+    STAYS_GATHERED[stays](model, model(batch(dist.get_rank())).square().sum())
     optimizer.step()
     for unit in (model, *model.blocks):
         unit.unshard()

@@ -481,6 +481,11 @@ def tensors_of(output: Any) -> list[torch.Tensor]:
     return []
 
 
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the relative distance of two tensors."""
+    return float((found - expected).norm() / expected.norm().clamp(min=1e-3))
+
+
 def loss_of(output: Any) -> torch.Tensor:
     """Return a loss of all outputs of a module."""
     parts = [tensor.double().square().mean() for tensor in tensors_of(output)]

@@ -27,7 +27,7 @@ from tests.distributed.wrapping import whole
 from tests.random.by_hand import EVENTS, in_thread, make_optimizer, on_some_rank
 from tests.random.calls import do_call
 from tests.random.cases import Case, Event
-from tests.random.models import INPUT, Call, build, loss_of, roots, tensors_of
+from tests.random.models import INPUT, Call, build, distance, loss_of, roots, tensors_of
 from tests.random.precision import POLICIES, Casts, with_main_weights
 from tests.random.rules import rejection
 from tests.random.sharded import shard
@@ -91,10 +91,6 @@ def _plain() -> Iterator[None]:
 
 def _called(call: Callable[[], Any]) -> Any:
     return call()
-
-
-def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm().clamp(min=1e-3))
 
 
 @dataclass
@@ -368,7 +364,7 @@ class Run:
         self.has_grads = True
         if x.requires_grad and before[self.rank] is None and x.grad is not None:
             expected = inputs[self.rank].grad / self.loss_factor
-            self.check_error("gradient of the input", _distance(x.grad, expected))
+            self.check_error("gradient of the input", distance(x.grad, expected))
         if not self.unsynced:
             self.compare_grads()
 
@@ -383,7 +379,7 @@ class Run:
 
         with _plain():
             expected = gradient(self.plain)
-        self.check_error("gradient of the input alone", _distance(gradient(self.model), expected))
+        self.check_error("gradient of the input alone", distance(gradient(self.model), expected))
         self.compare_grads()
 
     def do_penalty(self, event: Event) -> None:
@@ -521,7 +517,7 @@ class Run:
         """Gather every parameter in full. Collective."""
         for name, (mine, full) in self.pairs().items():
             found = mine.full_tensor().detach().double()
-            self.check_error(f"full {name}", _distance(found, full.detach().double()))
+            self.check_error(f"full {name}", distance(found, full.detach().double()))
 
     def do_load(self, event: Event) -> None:
         """Load other weights, given in full; `how`: `assign` replaces the

@@ -206,7 +206,7 @@ def begin_forward(unit: UnitState, *, has_grad: bool, is_packed: bool) -> None:
 
 
 def begin_graph(unit: UnitState) -> Forward:
-    """Return the forward that the graph made from now on belongs to."""
+    """Begin a forward's graph, and return the record that its backward refers to."""
     root, again = unit.root, unit.is_recomputing
     number = root.process.numbers.next()
     begins = root.position if again else number
@@ -387,7 +387,7 @@ def first_gradient(forward: Forward, *, has_grad: bool) -> None:
         weights.before_use(unit)
         weights.gather_for(unit, WeightUse.BACKWARD)
         weights.look_ahead(unit, root.gathers.backward, unit.settings.backward_prefetch)
-        # Here too: fused kernels write gradients before a hook of theirs runs.
+        # Fused kernels write gradients before their hooks run, so room is made here as well.
         reductions.make_room(root)
 
 

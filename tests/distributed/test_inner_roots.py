@@ -31,7 +31,7 @@ from tests.distributed.wrapping import (
     wrap,
 )
 from tests.reference.failing import PlannedFailure, fail
-from tests.reference.models import Block, Stack
+from tests.reference.models import WIDTH, Block, Stack
 from tests.sharding import shard
 
 
@@ -208,6 +208,23 @@ def test_a_unit_may_prefetch_units_of_another_root(strategy: str) -> None:
         _backward(model)
         assert not any(unit.is_unsharded for unit in _units(model))
     assert losses[0] == losses[1]
+
+
+@on_ranks(2, strategy=STRATEGIES[:3])
+def test_a_rank_may_skip_a_unit_that_chooses_to_prefetch_one_of_another_root(strategy: str) -> None:
+    losses = []
+    for is_inner in (False, True):
+        model, optimizer = _made(strategy, is_inner=is_inner)
+        model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
+        for step in range(3):
+            x = torch.ones(2, WIDTH)
+            if dist.get_rank() == step % 2:
+                with torch.no_grad():
+                    model.blocks[0](x)
+            # Reduces the units of the outer root alone.
+            model.blocks[2](x).sum().backward()
+            losses += train_losses(model, optimizer, range(step, step + 1))
+    assert losses[:3] == losses[3:]
 
 
 @on_ranks(1)

@@ -151,11 +151,13 @@ def look_ahead(
     if chosen:
         # Chosen units stay gathered until they run or the pass ends, that of their own root.
         for requested in chosen:
-            if not requested.is_gone:
+            root = requested.root
+            # Below ZeRO-3, another rank may not run this unit, and roots refresh in their passes.
+            if not requested.is_gone and (root is unit.root or not root.ranks_may_differ):
                 is_kept = requested.is_gathered
                 _prefetch(requested)
                 if not is_kept:
-                    requested.root.gathers.requested.append(requested)
+                    root.gathers.requested.append(requested)
         return
     for expected in gathers.limit.fitting(following):
         # A unit that is in use, or kept for its backward, may lack a payload, and must not be

@@ -158,10 +158,14 @@ class Between:
         # Ranks may differ in what they do with the result of a use in a forward that they finish.
         # Of a reentrant checkpoint, only the recomputation has a graph.
         has_grad = not self.open or self.open[-1].forward is not None
+        root = self.root_of(number)
+        begins = has_grad and not self.open and self.engine_run == -1
         differ = has_grad and not (self.setup.drops or self.root_of(number).needs_repair)
         self.program.append(f"use {number}" if differ else f"use {number} {is_kept}")
         unit = self.units[number].state
         use = events.begin_direct_use(unit) if has_grad else (unit.root.current, 0, False)
+        if begins and not root.needs_repair:
+            root.do.check_frozen()
         node = Node(number, None, is_checkpointed=False, version=self.version, use=use)
         if not is_kept:
             if has_grad:
@@ -205,7 +209,10 @@ class Between:
         self.has_idled = True
         for root in self.roots:
             events.make_idle(root.state)
-            require(not root.state.needs_repair, "a call of `make_idle` leaves a unit in use")
+            state, gathers = root.state, root.state.gathers
+            require(not state.needs_repair, "a call of `make_idle` leaves a unit in use")
+            is_ahead = bool(gathers.prefetched or gathers.requested)
+            require(not is_ahead, "a call of `make_idle` leaves units gathered ahead")
         for unit in self.units:
             require(not unit.state.is_gathered, f"{unit.name} is gathered, and was made idle")
 
@@ -482,6 +489,8 @@ class Between:
             self._check_root(root)
             is_at_rest = state.engine is Engine.RESTING and not state.is_scheduled
             is_failed = state.needs_repair and not self.open
+            is_pass = self.open or self.batches or self.engine_run != -1 or state.needs_repair
+            require(is_pass or state.pass_unit is None, "a pass is over and has not ended")
             require(is_failed or not (is_at_rest and state.is_reducing), "a reduction is in flight")
             if self.setup.zero == 3:
                 self._check_gathered(state)
@@ -512,7 +521,9 @@ class Between:
             return  # a forward that ended without hooks; the next pass repairs
         chosen = gathers.requested
         if not setup.loads:
-            for unit in (*ahead, *chosen, *root.recomputed):
+            # A pass of their own root may have freed those that another root gathered ahead.
+            of_others = any(self.root_of(a) is not self.root_of(b) for a, b in setup.chosen)
+            for unit in (*ahead, *(() if of_others else chosen), *root.recomputed):
                 require(unit.is_gathered, f"{unit.do.name} is noted as gathered, and is not")
         self._check_recomputed(root, computing)
         if setup.keeps:

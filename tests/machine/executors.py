@@ -109,6 +109,9 @@ class Setup:
         misses: Units with parameters that may get no gradient on this rank.
         catches: Whether a unit may raise whose caller goes on.
         illegal: Whether the last event may be one that no program may make.
+        fused: Units whose gradients kernels write, without a hook that makes room for them.
+        restarts: Whether the first module of a unit of two modules may run again in place of the
+            second one.
         max_runs: Uses of a pass that predict the next one.
     """
 
@@ -167,6 +170,8 @@ class Setup:
     misses: frozenset[int] = frozenset()
     catches: bool = False
     illegal: bool = False
+    fused: frozenset[int] = frozenset()
+    restarts: bool = False
     max_runs: int = 1 << 14
 
     @property
@@ -330,6 +335,9 @@ class Group:
         self.world.communicate("reduce", self.number)
 
     def end_inner(self) -> None:
+        is_queued = self.queues_partial and not self.world.setup.waits
+        is_left = is_queued and self.world.syncs and self.partial == ACCUMULATED
+        require(not is_left, f"{self.name} is not queued for a reduction along the second axis")
         if self.full == REDUCING:
             self.full = ABSENT
 
@@ -566,9 +574,15 @@ class Root:
             self.check_casts()
             self.is_early &= not self.has_ended_backward
         require(self.has_begun_capture == world.is_capturing, "a capture began, or should have")
+        self.check_frozen()
         self.is_captured, self.has_begun_capture = self.has_begun_capture, False
         self.is_allocating = True
         world.may_hide = False
+
+    def check_frozen(self) -> None:
+        """Check that sharded parameters are frozen if gathered ones were, before a pass."""
+        late = [group.name for group in self._groups() if group.has_changed]
+        require(not late, f"{late} was frozen or unfrozen, and takes part in a pass as before")
 
     def check_casts(self) -> None:
         """Check that the first pass of a loss uses no earlier casts."""
@@ -607,6 +621,7 @@ class Root:
 
     def refresh_all(self, *, async_op: bool) -> None:
         require(async_op == (self.state.gathers.limit.units != 0), "refreshes are waited for")
+        require(self.has_compared, "weights are refreshed before ranks compared their units")
         if self.world.setup.zero == 0:
             return
         for group in self._groups():

@@ -33,7 +33,8 @@ class Rules:
         following = [u for u in order.expected[order.following :] if not u.is_gone]
         following = following[:num_ahead] if is_expected else []
         for expected in chosen if chosen and num_ahead else following:
-            if expected.is_gone:
+            # Below ZeRO-3, not those of another root.
+            if expected.is_gone or (self.setup.zero < 3 and expected.root is not unit.root):
                 continue
             require(expected.is_gathered, f"{expected.do.name} is not gathered ahead")
 

@@ -85,8 +85,28 @@ PROGRAMS: dict[str, dict[str, Any]] = {
         "checkpointed": "packed",
         "max_steps": 1,
     },
+    "units of reentrant checkpoints called again": {
+        "checkpointed": "reentrant",
+        "max_calls": 2,
+        "skips": True,
+    },
+    "gradients that kernels write": {
+        "fused": frozenset([1, 2]),
+        "max_live": 1,
+    },
+    "units of another root that are gathered ahead": {
+        "parents": (-1, -1, 0, 1),
+        "chosen": ((2, 3), (3, 2)),
+        "idles": True,
+        "evaluates": True,
+    },
     "recomputations that stop early": {"parents": (-1, 0, 1), "checkpointed": "stopping"},
     "unit of two modules": {"several": frozenset([1])},
+    "unit of two modules of which one runs again": {
+        "several": frozenset([1]),
+        "restarts": True,
+        "max_calls": 2,
+    },
     "units outside the root's forward": {"alone": True, "max_forwards": 2, "max_steps": 1},
     "an exception in units outside the root's forward": {
         "alone": True,
@@ -293,6 +313,23 @@ CROSSED: tuple[tuple[str, str, int], ...] = (
         "a training step inside a forward of a unit of two modules",
         "uses of parameters themselves",
         31,
+    ),
+    (
+        "outputs that no hook sees",
+        "a use of a parameter itself after a training step inside a forward",
+        31,
+    ),
+    (
+        "the second axis of two roots at the last backward",
+        "units that stay gathered after a backward",
+        11,
+    ),
+    ("random weights", "graphs that are freed", 19),
+    ("units outside the root's forward", "reentrant checkpoints", 2),
+    (
+        "captured steps without units that stay",
+        "a reduction that fails between micro-batches",
+        34,
     ),
     ("backwards that are finalized", "a unit unfrozen between two backwards", 32),
     ("captured steps without units that stay", "a step between a forward and its backward", 18),

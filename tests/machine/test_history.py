@@ -608,7 +608,7 @@ FAULTS = [
         ),
         (
             "events",
-            "if again and unit.phase is Phase.FORWARD:",
+            "if unit.has_begun and again and unit.phase is Phase.FORWARD:",
             "if False:",
         ),
     ),

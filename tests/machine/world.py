@@ -165,6 +165,8 @@ class World(Between, Rules, Schedules):
             for unit, parent in enumerate(setup.parents):
                 if parent == node.unit and unit not in self.deleted:
                     times = sum(child.unit == unit and child.use is None for child in node.children)
+                    if setup.restarts and unit in self.pending and times < setup.max_calls:
+                        found.append(("restart", unit))
                     if unit in self.pending or times < setup.max_calls:
                         kinds = [False] if setup.checkpointed == "no" else [False, True]
                         found += [("call", unit, kind) for kind in kinds]
@@ -334,12 +336,20 @@ class World(Between, Rules, Schedules):
         self.computing[number] = self.version
         self._compute(number, self.version)
 
-    def _call(self, number: int, is_checkpointed: bool) -> None:
+    def _restart(self, number: int) -> None:
+        """Run the first module of a unit again, although its second one has not run."""
+        self._call(number, False, is_restarted=True)
+
+    def _call(self, number: int, is_checkpointed: bool, *, is_restarted: bool = False) -> None:
         if self.setup.zero == 3:
-            self.program.append(f"call {number} {is_checkpointed}")
+            what = "restart" if is_restarted else "call"
+            self.program.append(f"{what} {number} {is_checkpointed}")
         node = self.open[-1]
         reentrant = is_checkpointed and self.setup.checkpointed == "reentrant"
         has_grad = not (reentrant or node.forward is None)
+        if self.pending.get(number) and is_restarted:
+            # The forward that skipped the second module ends.
+            del self.pending[number], self.computing[number]
         if begun := self.pending.get(number):
             # What ran since its first module is inside the forward, as its second module ends it.
             self._enter(number, has_grad=has_grad, module=1)
@@ -598,7 +608,9 @@ class World(Between, Rules, Schedules):
             if not is_begun:
                 self.num_used[node.unit] += 1
                 order = unit.state.root.gathers.backward
-                self._check_ahead(node.unit, order, unit.state.settings.backward_prefetch)
+                chosen = unit.state.settings.backward_prefetch
+                may_follow = not self.setup.restarts
+                self._check_ahead(node.unit, order, chosen, may_follow=may_follow)
             if node.has_own:
                 self.computing[node.unit] = self._needed(node)
                 self._compute(node.unit, self._needed(node), WeightUse.BACKWARD)
@@ -612,7 +624,7 @@ class World(Between, Rules, Schedules):
                     if not unit.state.root.is_running:
                         # A weight of the root, used before any unit below it.
                         events.expect_gradient(unit.state)
-                    group.arrive()
+                    group.arrive(makes_room=node.unit not in self.setup.fused)
         else:
             self.computing.pop(node.unit, None)
             events.last_gradient(node.forward, has_grad=False)

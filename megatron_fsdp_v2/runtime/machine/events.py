@@ -167,11 +167,9 @@ def begin_forward(unit: UnitState, *, has_grad: bool, is_packed: bool) -> None:
         root = unit.root
         inside = is_in_backward(root)
         again = inside and recomputes(unit)
-        if unit.has_begun:
+        if unit.has_begun and again and unit.phase is Phase.FORWARD:
             # The last forward did not end, such as after KeyboardInterrupt, which runs no hooks.
-            unit.end_forward()
-            if again and unit.phase is Phase.FORWARD:
-                unit.move(Phase.IDLE)
+            unit.move(Phase.IDLE)
         unit.has_begun, unit.is_recomputing = True, again
         if inside:
             if not (again or root.nested is not None):

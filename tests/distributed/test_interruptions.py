@@ -20,6 +20,7 @@ from torch import nn, optim
 import megatron_fsdp_v2
 from megatron_fsdp_v2 import RuntimeOptions
 from megatron_fsdp_v2.params.gradients import GroupGrads
+from tests.cases import quick_strategies
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
     STRATEGIES,
@@ -110,7 +111,9 @@ def _check(strategy: str, number: int, error: type[BaseException]) -> None:
     assert weight_error(model, plain) < EXACT, (strategy, number, options, kept)
 
 
-@on_ranks(2, strategy=STRATEGIES, error=[KeyboardInterrupt, torch.OutOfMemoryError])
+@on_ranks(
+    2, strategy=quick_strategies(STRATEGIES), error=[KeyboardInterrupt, torch.OutOfMemoryError]
+)
 def test_training_goes_on_after_an_exception_anywhere(
     strategy: str, error: type[BaseException]
 ) -> None:

@@ -25,7 +25,7 @@ from megatron_fsdp_v2.optim import flat_optimizer
 from megatron_fsdp_v2.params.formats import register_format
 from megatron_fsdp_v2.runtime.context import PROCESS
 from megatron_fsdp_v2.runtime.module import unit_of
-from tests.cases import quick_if
+from tests.cases import quick_if, quick_strategies
 from tests.distributed.checkpoint_trainings import block_muon
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
@@ -209,7 +209,7 @@ def test_a_rebuilt_model_trains_as_a_new_one_that_loaded_a_checkpoint(
         assert found == expected
 
 
-@on_ranks(4, strategy=STRATEGIES)
+@on_ranks(4, strategy=quick_strategies(STRATEGIES))
 def test_parameters_on_several_meshes_are_put_on_several_meshes(strategy: str) -> None:
     """The middle block, as experts would, is sharded over other ranks than the other units."""
 
@@ -337,7 +337,7 @@ def test_parameters_without_values_are_loaded_after_a_rebuild() -> None:
 # -- memory and errors -----------------------------------------------------------------------------
 
 
-@on_ranks(2, strategy=STRATEGIES, enable_trace_pool=[False, True])
+@on_ranks(2, strategy=quick_strategies(STRATEGIES), enable_trace_pool=[False, True])
 def test_an_aborted_model_holds_weights_alone(strategy: str, enable_trace_pool: bool) -> None:
     options = {"enable_trace_pool": enable_trace_pool, "mp_policy": BF16}
     model, optimizer = _made(_mesh(2), strategy, **options)
@@ -431,7 +431,7 @@ def test_a_rank_that_joins_before_the_next_step_has_no_values(
     assert not model.rebuild(meshes[1], optimizer)
 
 
-@on_ranks(2, strategy=STRATEGIES)
+@on_ranks(2, strategy=quick_strategies(STRATEGIES))
 def test_a_graph_from_before_raises(strategy: str) -> None:
     model, optimizer = _made(_mesh(2), strategy)
     expected = train_losses(model, optimizer, range(2))

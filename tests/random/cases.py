@@ -51,6 +51,7 @@ class Options:
 
     Attributes:
         strategy: `sharding_strategy`.
+        second: `sharding_strategy` of the second root; empty if it is that of the first one.
         outer: `outer_dp_sharding_strategy`.
         mesh: Sizes of the mesh; their product is the world size.
         reshard: `reshard_after_forward`.
@@ -78,6 +79,7 @@ class Options:
     """
 
     strategy: str = ZERO_3
+    second: str = ""
     outer: str = "no_shard"
     mesh: tuple[int, ...] = (1,)
     reshard: bool = True
@@ -101,6 +103,11 @@ class Options:
     replaced: bool = False
     compiled: str = ""
     nccl: bool = False
+
+    @property
+    def strategies(self) -> set[str]:
+        """Strategies of all roots."""
+        return {self.strategy, self.second or self.strategy}
 
 
 @dataclass(frozen=True)

@@ -359,8 +359,16 @@ def generate(seed: int, world_size: int | None = None) -> Case:
     for attempt in range(1000):
         case = Generator(seed + 1_000_003 * attempt, world_size).case()
         if not broken_rule(case):
-            return replace(case, seed=seed, program=_with_calls(case.program, seed))
+            case = replace(case, seed=seed, program=_with_calls(case.program, seed))
+            other = replace(case, options=_with_second(case.options, seed))
+            return other if not broken_rule(other) else case
     raise RuntimeError(f"no allowed case for seed {seed}")
+
+
+def _with_second(options: Options, seed: int) -> Options:
+    """Draw a strategy of the second root, if there is one, in half of the cases."""
+    draw = random.Random(f"second root of {seed}")
+    return replace(options, second=draw.choice(STRATEGIES)) if draw.random() < 0.5 else options
 
 
 def _with_calls(program: tuple[Event, ...], seed: int) -> tuple[Event, ...]:

@@ -22,12 +22,14 @@ def broken_rule(case: Case) -> str:
         if not options.mesh or math.prod(options.mesh) != case.world_size:
             return "every sharding is over all ranks"
         if options.outer == "optim" and (
-            len(options.mesh) != 2 or options.strategy == STRATEGIES[0]
+            len(options.mesh) != 2 or STRATEGIES[0] in options.strategies
         ):
             return "HFSDP needs two axes and a sharded optimizer"
+        if options.second and (case.roots == 1 or case.shared_nodes):
+            return "roots of two strategies share no module"
         if options.placement == "meshes" and (options.outer == "optim" or options.hook):
             return "HFSDP and hooks of reductions need one mesh"
-        gathers = options.strategy == ZERO_3 and case.world_size > 1
+        gathers = ZERO_3 in options.strategies and case.world_size > 1
         if gathers and any(_differs_by_rank(node) and runs_unit(node, nodes) for node in nodes):
             return "at ZeRO-3 every rank runs every unit"
         if gathers and any(
@@ -54,7 +56,7 @@ def broken_rule(case: Case) -> str:
         ):
             return "at ZeRO-3 every rank runs the backward of every unit"
         is_sharded = options.mesh[-1] > 1 or (gathers and options.placement == "meshes")
-        if is_sharded and options.strategy == ZERO_3 and penalizes:
+        if is_sharded and ZERO_3 in options.strategies and penalizes:
             return "at ZeRO-3 a double backward is rejected"
     if any(node.kind == "echo" and node.id in parts for node in nodes):
         return "every rank runs the forwards of a backward"
@@ -89,7 +91,7 @@ def broken_rule(case: Case) -> str:
     if given and case.dtype != given:
         return "a policy without main weights in 32 bits needs a model that has them"
     if POLICIES[case.policy].sums_in_fp32 and any(
-        options.strategy == STRATEGIES[0] or options.placement == "replicate"
+        STRATEGIES[0] in options.strategies or options.placement == "replicate"
         for options in all_options(case)
     ):
         return "reductions that sum in fp32 are reduce-scatters"
@@ -121,7 +123,7 @@ def rejection(case: Case, options: Options) -> str:
         return ""
     if not case.shared_nodes[0].unit:
         return "belongs to another root; call fully_shard on a module that contains both"
-    if options.strategy == ZERO_3 and case.world_size > 1:
+    if ZERO_3 in options.strategies and case.world_size > 1:
         return "is below two roots"
     return ""
 

@@ -85,7 +85,6 @@ def _shard(case: Case, options: Options) -> Any:
     model = build(case, device)
     given = arguments(
         mesh=wrapping.mesh_of(*options.mesh),
-        sharding_strategy=options.strategy,
         outer_dp_sharding_strategy=options.outer,
         reshard_after_forward=options.reshard,
         shard_granularity=options.granularity,
@@ -109,14 +108,21 @@ def _shard(case: Case, options: Options) -> Any:
         torch._dynamo.reset()
     if options.compiled.endswith("first"):
         _compile(compiled)
+    others = set(outermost[1].modules()) if options.second else set()
+
+    def strategy_of(module: nn.Module) -> str:
+        return options.second if module in others else options.strategy
+
     for unit in sharded:
         policy = precision.of(is_root=unit in outermost, wide=options.wide)
+        given["sharding_strategy"] = strategy_of(unit)
         fully_shard(unit, mp_policy=policy if has_policy else None, **given)
     if not options.compiled.endswith("first"):
         _compile(compiled)
     if options.replaced:
         for root, fresh in zip(roots(model), roots(build(case, device)), strict=True):
             policy = precision.of(is_root=False, wide=options.wide)
+            given["sharding_strategy"] = strategy_of(root)
             root.output = fully_shard(fresh.output, mp_policy=policy, **given)
     for root in roots(model):
         root.set_reshard_after_backward(not options.keep)

@@ -371,6 +371,7 @@ class Unit:
         self.name = f"unit {number}"
         self.is_ready = self.has_assigned = self.has_compared = self.has_collected = False
         self.was_ahead = self.has_old_values = False
+        self.is_settled = True  # since the latest repair
         setup = world.setup
         self.state = UnitState(
             self,
@@ -454,6 +455,10 @@ class Unit:
         self.is_ready = True
 
     def settle(self) -> None:
+        self.is_settled = True
+        gathers = self.state.root.gathers
+        is_ahead = self.state in gathers.prefetched or self.state in gathers.requested
+        require(not is_ahead, f"{self.name} is gathered ahead after a repair")
         held = [group.name for group in self.groups[:1] if group.references]
         require(not held, f"{held} is gathered after a repair")
 
@@ -651,6 +656,8 @@ class Root:
 
     @contextlib.contextmanager
     def repairing(self) -> Iterator[None]:
+        for unit in self.state.units:
+            unit.do.is_settled = False  # type: ignore[attr-defined]
         yield
 
     def snapshot(self, groups: Sequence[Any]) -> None:

@@ -288,6 +288,12 @@ PROGRAMS: dict[str, dict[str, Any]] = {
         "max_forwards": 2,
         "max_steps": 1,
     },
+    "several forwards of two roots that gradients miss": {
+        "parents": (-1, -1, 0, 1),
+        "skips": True,
+        "max_forwards": 2,
+        "max_steps": 1,
+    },
     "many recomputed units inside a unit": {
         "parents": (-1, 0, 1, 1, 1),
         "checkpointed": "packed",
@@ -331,6 +337,7 @@ CROSSED: tuple[tuple[str, str, int], ...] = (
         "a reduction that fails between micro-batches",
         34,
     ),
+    ("captured steps and evaluations", "an exception and recomputations", 17),
     ("backwards that are finalized", "a unit unfrozen between two backwards", 32),
     ("captured steps without units that stay", "a step between a forward and its backward", 18),
     ("collectives that ranks always compare", "a reduction that fails", 20),

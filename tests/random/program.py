@@ -451,6 +451,9 @@ class Run:
 
         `how`: `forward`, `backward` or `recomputation`.
         """
+        if self.unsynced:
+            # An optimizer does not discard gradients that are not synchronized.
+            return
         x, call = self.own(event)
         call.fail, call.fails_in = event.node, event.how
         with contextlib.suppress(PlannedFailure):

@@ -75,9 +75,9 @@ class Rules:
     def predicts(self: Any) -> bool:
         """Return whether uses that repeat earlier ones have to be gathered ahead."""
         setup = self.setup
-        is_changed = (
-            setup.several or setup.chosen or setup.loads or setup.deletes or setup.max_runs < 99
-        )
+        is_changed = setup.several or setup.chosen or setup.loads or setup.deletes
+        # A unit that raised is not gathered for a call that follows.
+        is_changed = is_changed or setup.catches or setup.max_runs < 99
         return setup.zero == 3 and setup.num_ahead > 0 and not (is_changed or self.has_trained)
 
     @property

@@ -609,7 +609,8 @@ class World(Between, Rules, Schedules):
                 self.num_used[node.unit] += 1
                 order = unit.state.root.gathers.backward
                 chosen = unit.state.settings.backward_prefetch
-                may_follow = not self.setup.restarts
+                # A unit of two modules runs while others do.
+                may_follow = not self.setup.several
                 self._check_ahead(node.unit, order, chosen, may_follow=may_follow)
             if node.has_own:
                 self.computing[node.unit] = self._needed(node)

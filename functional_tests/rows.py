@@ -98,9 +98,8 @@ ROWS: tuple[Row, ...] = (
         strategies=(ZERO3, ZERO1)),
     Row("latent attention", 2, f"{f.LOW_RANK_QUERIES} {NORMS}", quick=1),
     Row("latent attention without a query latent, layer norm", 2,
-        f"{f.LATENT} --normalization LayerNorm", iterations=3, quick=1),
-    Row("gated delta net, layer norm", 2, f"{DELTA_NET} --normalization LayerNorm", iterations=3,
-        quick=1),
+        f"{f.LATENT} --normalization LayerNorm", iterations=3),
+    Row("gated delta net, layer norm", 2, f"{DELTA_NET} --normalization LayerNorm", iterations=3),
     Row("latent attention, experts, recompute of projections", 2,
         f"{f.DEEPSEEK} --recompute-granularity selective --recompute-modules mla_up_proj moe_act"),
     Row("hybrid of every kind of layer", 2, EVERY_KIND, strategies=(ZERO3,)),
@@ -247,7 +246,7 @@ ROWS: tuple[Row, ...] = (
         for first, second, nbytes in (("fp16", "fp16", 4), ("fp8", "fp16", 3), ("fp8", "fp8", 2))
     ),
     # ---------------------------------------------------------------------- overlapped experts
-    Row("overlapped experts", 2, OVERLAPPING, strategies=(ZERO3, ZERO1), iterations=2, quick=1),
+    Row("overlapped experts", 2, OVERLAPPING, strategies=(ZERO3, ZERO1), iterations=2),
     *(
         Row(f"overlapped experts: {flags} {ours}", 4, f"{OVERLAPPING} {flags}", ours=ours,
             iterations=3)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,10 +17,10 @@ from tests.machine.setups import CASES, CROSSED, PROGRAMS, crossed, setup_of
 from tests.machine.world import World
 
 
-def _explore(program: str, most: int) -> int:
-    """Explore a kind of program in all cases; return the number of states."""
+def _explore(program: str, most: int, cases: Sequence[dict[str, Any]] = CASES) -> int:
+    """Explore a kind of program in some cases; return the number of states."""
     total = 0
-    for case in CASES:
+    for case in cases:
         setup = setup_of(case, program)
         found = explore(setup, most)
         if found.broken is not None:
@@ -29,9 +30,11 @@ def _explore(program: str, most: int) -> int:
     return total
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_no_sequence_of_events_breaks_a_rule(program: str) -> None:
-    assert _explore(program, 20) > 36 * 14
+@pytest.mark.parametrize(("number", "program"), list(enumerate(PROGRAMS)))
+def test_no_sequence_of_events_breaks_a_rule(number: int, program: str) -> None:
+    # Every other case: all levels, axes and prefetches.
+    cases = CASES[number % 2 :: 2]
+    assert _explore(program, 20, cases) > 14 * len(cases)
 
 
 @pytest.mark.slow

@@ -139,7 +139,9 @@ def _train_with_failures(
         return train([word for word in words if is_async or word != "--async-save"])
 
 
-MODES = pytest.mark.parametrize("is_async", [True, False], ids=["async", "blocking"])
+MODES = pytest.mark.parametrize(
+    "is_async", [pytest.param(True, id="async"), longer(False, id="blocking")]
+)
 
 
 @MODES

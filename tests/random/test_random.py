@@ -27,7 +27,7 @@ from tests.random.sharded import COMPILED
 from tests.ranks import RankPools
 
 
-@pytest.mark.parametrize("seed", quick_only(range(8), 0, 1, 2))
+@pytest.mark.parametrize("seed", quick_only(range(8), 0, 1))
 def test_random_case_matches_the_plain_loop(pools: RankPools, seed: int) -> None:
     outcome = outcome_of(generate(seed), pools, run=run_watched)
     assert outcome.kind == "same", outcome.text

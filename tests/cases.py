@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+QUICK_STRATEGIES = ("optim", "optim_grads_params")
+"""The strategies whose communication differs most; see `quick_strategies`."""
+
 
 def longer(*values: Any, id: str | None = None) -> Any:
     """Return a case that runs in the longer suites only."""
@@ -38,7 +41,7 @@ def quick_strategies(strategies: Iterable[str]) -> list[Any]:
     ZeRO-1 reduces once per synchronization and gathers after a step; ZeRO-3 reduces in every
     backward and gathers for every use.
     """
-    return quick_only(strategies, "optim", "optim_grads_params")
+    return quick_only(strategies, *QUICK_STRATEGIES)
 
 
 def pairwise(

@@ -89,7 +89,7 @@ def rebuild(
     """See `ShardedModule.rebuild`."""
     if not contexts:
         return True
-    # A unit may be below two roots.
+    # Two roots may contain the same unit.
     owners = {unit: context for context in contexts for unit in context.units()}
     units = list(owners)
     for context in contexts:
@@ -181,7 +181,7 @@ def _check(contexts: Iterable[Context[Unit]], specs: Mapping[ParameterGroup, Gro
 
 
 def _spec_on(unit: Unit, group: ParameterGroup, meshes: Meshes) -> GroupSpec:
-    """Return the properties of a group on the mesh that replaces its own."""
+    """Return the properties of a parameter group on its new mesh."""
     old, given = group.spec, unit.sharding.spec
     # Axes of one rank shard main weights, too.
     is_sharded = old.placements[-1].main_weight is Placement.SHARD
@@ -238,7 +238,7 @@ def _made(
 
 
 def _holds_same_rows(made: Made) -> bool:
-    """Return whether this rank holds the same rows on the new meshes as before."""
+    """Return whether this rank's shards have the same rows on the new meshes."""
     return all(
         group.main_weight.rows(index) == each.main_weight.rows(number)
         for group, replacements in made.items()
@@ -250,7 +250,7 @@ def _holds_same_rows(made: Made) -> bool:
 def _agree(
     specs: Mapping[ParameterGroup, GroupSpec], versions: Sequence[int], *, holds_same_rows: bool
 ) -> bool:
-    """Return whether all ranks hold the rows of before, of the same step. Collective.
+    """Return whether all ranks keep their rows and are in the same step. Collective.
 
     Args:
         specs: Properties of each group on its new mesh.
@@ -272,7 +272,7 @@ def _agree(
             holds_same_rows &= least == -negated_most
     # A rank may have finished a step in which another one failed.
     table = [int(holds_same_rows), *versions, *(-version for version in versions)]
-    # One rank may be in several meshes, of which each knows a part of the others.
+    # A rank may belong to several meshes, and each mesh reduces the values of its own ranks.
     for mesh in (*by_mesh,) * len(by_mesh):
         for axis in range(mesh.ndim):
             table = _least(mesh, axis, table)
@@ -328,7 +328,7 @@ def _replace_groups(units: Iterable[Unit], made: Made, *, is_kept: bool) -> None
 
 
 def _note_unset(unit: Unit, *, is_kept: bool) -> None:
-    """Note which parameters have no values, for the check before the first use."""
+    """Record the parameters without values; the first use of the unit checks them."""
     unset = dict(unit.unset)
     for group in unit.groups:
         for index, name in enumerate(group.names):

@@ -21,7 +21,7 @@ from megatron_fsdp_v2.diagnostics import Auditor, audit, compare_gradients
 from megatron_fsdp_v2.dtensor.sharded_rows import local_of
 from megatron_fsdp_v2.params.group import ParameterGroup, WeightSource
 from megatron_fsdp_v2.runtime.module import unit_of
-from tests.cases import longer, quick_if
+from tests.cases import QUICK_STRATEGIES, longer, quick_if
 from tests.distributed.checkpoint_trainings import block_muon
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.wrapping import (
@@ -61,7 +61,7 @@ def _next_backward(model: Any, optimizer: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
-        quick_if(name == "2" and strategy in ("optim", "optim_grads_params"), name, strategy)
+        quick_if(name == "2" and strategy in QUICK_STRATEGIES, name, strategy)
         for name in ("1", "2", "3", "HSDP 2x2", "HFSDP 2x2")
         for strategy in strategies_on(name)
     ],

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from megatron_fsdp_v2 import RuntimeOptions, ShardPlacementResult, checkpoint, fully_shard
 from megatron_fsdp_v2.runtime.module import unit_of
-from tests.cases import quick_if
+from tests.cases import QUICK_STRATEGIES, quick_if
 from tests.distributed.checkpoint_trainings import muon
 from tests.distributed.on_ranks import on_ranks
 from tests.distributed.plain_parallel_model import copied, summed
@@ -145,7 +145,7 @@ def _error(model: nn.Module, plain: nn.Module) -> float:
     ("strategy", "optimizer", "dense"),
     [
         *(
-            quick_if(strategy in ("optim", "optim_grads_params"), strategy, "adamw", dense)
+            quick_if(strategy in QUICK_STRATEGIES, strategy, "adamw", dense)
             for strategy in STRATEGIES
             for dense in ((4,), (2, 2))
         ),

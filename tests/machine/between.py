@@ -492,8 +492,7 @@ class Between:
             is_pass = self.open or self.batches or self.engine_run != -1 or state.needs_repair
             require(is_pass or state.pass_unit is None, "a pass is over and has not ended")
             is_settled = all(unit.do.is_settled for unit in state.units)
-            is_left = state.needs_repair or is_settled
-            require(is_left, "a repair leaves a unit as an exception did")
+            require(state.needs_repair or is_settled, "a repair leaves a unit as an exception did")
             require(is_failed or not (is_at_rest and state.is_reducing), "a reduction is in flight")
             if self.setup.zero == 3:
                 self._check_gathered(state)

@@ -347,7 +347,7 @@ class World(Between, Rules, Schedules):
         node = self.open[-1]
         reentrant = is_checkpointed and self.setup.checkpointed == "reentrant"
         has_grad = not (reentrant or node.forward is None)
-        if self.pending.get(number) and is_restarted:
+        if is_restarted:
             # The forward that skipped the second module ends.
             del self.pending[number], self.computing[number]
         if begun := self.pending.get(number):

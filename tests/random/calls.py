@@ -37,7 +37,8 @@ def _is_set(event: Event) -> bool:
     return bool(event.seed % 2)
 
 
-def _drop_gradients(run: Any) -> None:
+def drop_gradients(run: Any) -> None:
+    """Drop all gradients, also those that are not synchronized."""
     for model in (run.plain, run.model):
         for root in roots(model):
             root.zero_grad()
@@ -87,7 +88,7 @@ def _read_whole(run: Any, event: Event) -> None:
 def _assign(run: Any, event: Event) -> None:
     """Assign a parameter that is not tied to a module."""
     run.slots.clear()
-    _drop_gradients(run)
+    drop_gradients(run)
     sites: dict[nn.Parameter, list[tuple[str, str]]] = {}
     for name, module in run.plain.named_modules():
         for attribute, param in module._parameters.items():
@@ -112,7 +113,7 @@ def _assign(run: Any, event: Event) -> None:
 
 
 def _zero(run: Any, event: Event) -> None:
-    _drop_gradients(run)
+    drop_gradients(run)
     run.compare_grads()
 
 
@@ -125,7 +126,7 @@ def _reduce(run: Any, event: Event) -> None:
 
 def _divide(run: Any, event: Event) -> None:
     run.slots.clear()
-    _drop_gradients(run)
+    drop_gradients(run)
     factor = 1.0 + event.seed % 4
     for root in roots(run.model):
         # Forgets what a failed backward left.
@@ -158,7 +159,7 @@ def _rebuild(run: Any, event: Event) -> None:
         units = [module for module in root.modules() if isinstance(module, FSDPModule)]
         meshes = {group.spec.mesh for unit in units for group in unit_of(unit).held_groups}
         assert root.rebuild({mesh: mesh for mesh in meshes}, run.optimizer)
-    _drop_gradients(run)
+    drop_gradients(run)
 
 
 def _restore(run: Any, event: Event) -> None:
@@ -172,7 +173,7 @@ def _restore(run: Any, event: Event) -> None:
                 if isinstance(value, torch.Tensor) and value.ndim:
                     value.zero_()
     restore(taken, run.model, run.optimizer)
-    _drop_gradients(run)
+    drop_gradients(run)
 
 
 def _audit(run: Any, event: Event) -> None:

@@ -360,8 +360,8 @@ def generate(seed: int, world_size: int | None = None) -> Case:
         case = Generator(seed + 1_000_003 * attempt, world_size).case()
         if not broken_rule(case):
             case = replace(case, seed=seed, program=_with_calls(case.program, seed))
-            other = replace(case, options=_with_second(case.options, seed))
-            return other if not broken_rule(other) else case
+            mixed = replace(case, options=_with_second(case.options, seed))
+            return case if case.roots == 1 or broken_rule(mixed) else mixed
     raise RuntimeError(f"no allowed case for seed {seed}")
 
 

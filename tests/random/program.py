@@ -25,7 +25,7 @@ from megatron_fsdp_v2 import FSDPModule, checkpoint
 from tests.distributed.checkpoint_trainings import torch_load, torch_save
 from tests.distributed.wrapping import whole
 from tests.random.by_hand import EVENTS, in_thread, make_optimizer, on_some_rank
-from tests.random.calls import do_call
+from tests.random.calls import do_call, drop_gradients
 from tests.random.cases import Case, Event
 from tests.random.models import INPUT, Call, build, distance, loss_of, roots, tensors_of
 from tests.random.precision import POLICIES, Casts, with_main_weights
@@ -451,9 +451,6 @@ class Run:
 
         `how`: `forward`, `backward` or `recomputation`.
         """
-        if self.unsynced:
-            # An optimizer does not discard gradients that are not synchronized.
-            return
         x, call = self.own(event)
         call.fail, call.fails_in = event.node, event.how
         with contextlib.suppress(PlannedFailure):
@@ -466,6 +463,9 @@ class Run:
             for root in roots(self.model):
                 root.reset_iter_state()
             self._zero(set_to_none=True)
+        if self.unsynced:
+            # An optimizer does not discard gradients that are not synchronized.
+            drop_gradients(self)
         self._zero(event.flag)
         self.has_zeros = not event.flag
         # A reduction in flight may overwrite zeros; the next forward restores them.

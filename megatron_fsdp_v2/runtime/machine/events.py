@@ -90,7 +90,7 @@ def _begin_pass(unit: UnitState, *, has_grad: bool) -> None:
     name = kind if unit.is_root else f"{kind} of {unit.fqn}"
     root.do.begin_allocations(name, no_pending_backward=not has_pending)
     root.gathers.begin_forward(unit)
-    # An evaluation between a forward and its backward does not start another root pass.
+    # An evaluation between a forward and its backward begins no root pass.
     has_root, current = unit.is_root and has_grad, root.current
     if (has_root and (current.has_root or current.has_forwards)) or current.is_over:
         _begin_root_pass(root)
@@ -101,7 +101,7 @@ def _begin_pass(unit: UnitState, *, has_grad: bool) -> None:
 
 def _begin_root_pass(root: RootState) -> None:
     root.current = root.new_pass()
-    # Backwards of later forwards are a separate pass.
+    # Later forwards belong to another pass, whose backward has an order of its own.
     root.gathers.backward = ExecutionOrder()
 
 
@@ -118,7 +118,7 @@ def _begin_nested_pass(unit: UnitState, *, has_grad: bool) -> None:
     root.pass_has_grad = has_grad
     if root.current.is_over:
         root.current = root.new_pass()
-        # Backwards of later forwards are a separate pass, and do not reverse those until now.
+        # Later forwards belong to another pass; its backward does not reverse earlier forwards.
         root.nested.gathers.backward.ran = []
     if has_grad:
         root.current.expect_backward()
@@ -285,7 +285,7 @@ def _end_recomputation(unit: UnitState) -> None:
     """Return to IDLE after a recomputation, and stay gathered for the backward."""
     if unit.phase is Phase.FORWARD:
         unit.move(Phase.IDLE)
-        # The newest: `prepare_recomputation` removed an earlier one of the unit.
+        # `prepare_recomputation` removed an earlier entry, so the unit becomes the newest one.
         unit.root.recomputed[unit] = None
 
 

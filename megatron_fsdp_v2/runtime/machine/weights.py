@@ -117,7 +117,7 @@ def before_use(unit: UnitState) -> None:
 
 
 def free_after_use(unit: UnitState, order: ExecutionOrder[UnitState]) -> None:
-    """Free weights at the end of a use, unless the unit is expected to be used next.
+    """Free a unit's weights at the end of a use, unless the order predicts the unit next.
 
     It is then one of the units gathered ahead. A unit called many times in a row is gathered once,
     also on a rank where no gradient reaches some of the calls.
@@ -152,7 +152,8 @@ def look_ahead(
         # Chosen units stay gathered until they run or the pass ends, that of their own root.
         for requested in chosen:
             root = requested.root
-            # Below ZeRO-3, another rank may not run this unit, and roots refresh in their passes.
+            # Below ZeRO-3, another rank may skip this unit, and the other root refreshes its
+            # weights in its own passes.
             if not requested.is_gone and (root is unit.root or not root.ranks_may_differ):
                 is_kept = requested.is_gathered
                 _prefetch(requested)
@@ -170,7 +171,7 @@ def look_ahead(
 
 
 def _prefetch(unit: UnitState) -> None:
-    """Start to gather the weights of a unit ahead of their use. Collective."""
+    """Issue the gathers of a unit before its use. Collective."""
     uses = WeightUse.FORWARD
     if unit.root.belongs_to_backward:
         # A recomputed unit runs its forward first, then its backward.
